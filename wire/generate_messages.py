@@ -27,7 +27,7 @@ class Ask(Message):
         max_new_tokens: 0: as many as the model's context has room for.
         temperature, top_k, top_p: None: what the model says.
         stop: the text ends before the first of these.
-        speculate: ``auto``; ``off``: the verifier by itself.
+        speculate: whether drafters may help.
     """
 
     KIND: ClassVar[int] = 69
@@ -39,7 +39,7 @@ class Ask(Message):
     top_p: float | None
     seed: int
     stop: list[str]
-    speculate: str
+    speculate: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,60 +1,62 @@
-"""``p2ptrain chat``."""
+"""``p2ptrain chat``: a conversation at a terminal, or over a pipe.
+
+The terminal's own thread reads questions and writes answers; the text service lives on the event loop of another one,
+so that its connections say that they live while the person types, and Ctrl+C is heard whatever is being computed.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 import os
+import signal
+import socket
 import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent import futures
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import typer
 
 from p2ptrain.cli.commands import new_typer
-from p2ptrain.cli.output import failure, print_json
-from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, is_text
-from p2ptrain.cli.split_options import (
-    DryRunOption,
-    DtypeOption,
-    PositionsOption,
-    SplitOption,
-    SplitWish,
-    StatsOption,
-    WireOption,
-    WithBareSplit,
-    split_wish,
-)
-from p2ptrain.cli.text_options import (
-    CheckpointOption,
-    DeviceOption,
-    JobOption,
-    NoSpeculationOption,
-    RandomSeedOption,
-    StopOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-    VerifierOption,
-    by_verifier,
-    check_one,
-    no_device,
-    one_checkpoint,
-    say_unused,
-    stop_strings,
-)
-from p2ptrain.core.errors import EXIT_INTERRUPTED, P2PTrainError
-from p2ptrain.core.serving import SamplingWish
+from p2ptrain.cli.output import failure, print_json, printable
+from p2ptrain.cli.runtime import is_text, run
+from p2ptrain.cli.text_options import TextOptions, WithBareSplit, takes_text_options, write
+from p2ptrain.core.errors import EXIT_INTERRUPTED, P2PTrainError, StorageError, UserError
 
 if TYPE_CHECKING:
-    from p2ptrain.cli.sources import TokenSource
-    from p2ptrain.cli.speakers import Speaker
+    from p2ptrain.cli.text import Answer, Source
+    from p2ptrain.compute.text import ModelText
+    from roles.verifier.asking import Piece, Writing
+
+T = TypeVar("T")
+T2 = TypeVar("T2")
+
+HELP = """\
+  /reset       begin a new conversation
+  /stats       where a token's time goes
+  /save FILE   write the conversation to a file: JSON where its name ends so, else text
+  /help        this list
+  /quit        leave, as Ctrl+D does
+  Ctrl+C cancels an answer; what was said so far stays. A line that begins with a space is never a command."""
+PERSON_WAITS_S, PIPE_WAITS_S = 3600.0, 60.0
+"""For a verifier that was lost. A person sees it, and may leave."""
+_THINKING = "…"
+_LONGEST = 1 << 24  # characters: a longer line is most likely no question
 
 app = new_typer()
 
 
 @app.command("chat", cls=WithBareSplit)
+@takes_text_options
 def chat(
-    checkpoint: CheckpointOption = None,
-    job: JobOption = "",
     system: Annotated[
         str,
         typer.Option("--system", metavar="TEXT", callback=is_text, help="What the model is told before all else."),
@@ -62,22 +64,8 @@ def chat(
     max_new_tokens: Annotated[
         int, typer.Option("--tokens", "-n", metavar="N", min=1, help="An answer has at most so many tokens.")
     ] = 512,
-    temperature: TemperatureOption = None,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
-    stop: StopOption = [],  # noqa: B006 - Typer copies it
-    random_seed: RandomSeedOption = 0,
-    device: DeviceOption = "auto",
-    seed: SeedOption = DEFAULT_SEED,
-    verifier: VerifierOption = "",
-    no_speculation: NoSpeculationOption = False,
-    split: SplitOption = None,
-    dtype: DtypeOption = "",
-    wire: WireOption = "",
-    positions: PositionsOption = 0,
-    dry_run: DryRunOption = False,
-    stats: StatsOption = False,
-    as_json: JsonOption = False,
+    *,
+    options: TextOptions,
 ) -> None:
     """Talk with a checkpoint, or with a verifier of the cluster.
 
@@ -106,92 +94,410 @@ def chat(
       p2ptrain chat --split -c ./Llama-3.1-8B-Instruct --dtype bf16 --seed 192.168.1.20
       p2ptrain chat --split 3 --job tiny --dry-run
     """
-    stops = stop_strings(stop)
-    wished = SamplingWish(temperature, top_k, top_p, random_seed)
+    options.check("chat")
 
-    from p2ptrain.cli.sources import Leaving
-    from p2ptrain.cli.talk import Talk
+    from p2ptrain.cli.output import Console
+    from p2ptrain.cli.split import conversation_positions
+    from p2ptrain.cli.text import Needs, local_directory, text_source
 
-    speaker: Speaker
-    of_verifiers = {"verifier": verifier, "no_speculation": no_speculation}
-    if by_verifier(checkpoint, job, split, **of_verifiers):
-        split_wish(split, dtype, wire, positions, dry_run=dry_run)  # refuses what is only of split models
-        no_device(device)
-        speaker = _verifier(seed, verifier, max_new_tokens, wished, stops, not no_speculation, quiet=as_json)
-    else:
-        wish = split_wish(split, dtype, wire, positions, dry_run=dry_run, stats=stats)
-        check_one("chat", checkpoint, job)
-        if wish is not None:
-            no_device(device)
-        if wish is not None and dry_run:
-            from p2ptrain.cli.split import Wanted
-            from p2ptrain.cli.split_chat import dry_run as show_plan
+    def positions(text: ModelText) -> int:
+        text.sampling(options.sampling)
+        return options.positions or conversation_positions(text)
 
-            show_plan(Wanted(wish, checkpoint, job, seed), as_json=as_json)
-            return
-        source = _source(wish, checkpoint, job, seed, device, quiet=as_json)
-        speaker = _of_source(source, max_new_tokens, wished, stops)
+    at_terminal = sys.stdin.isatty() and not options.as_json
+    needs = Needs(sessions=1, kept=1, check=positions, wait_s=PERSON_WAITS_S if at_terminal else PIPE_WAITS_S)
+    directory = local_directory(options)
     try:
-        talk = Talk(speaker, system=system, quiet=as_json)
-        if sys.stdin.isatty() and not as_json:
-            typer.secho(f"({speaker.label}: {speaker.about}. /help lists commands)", dim=True, err=True)
+        thread = ServiceThread(lambda: text_source(options, directory, needs, Console(quiet=options.as_json)))
         try:
-            talk.run()
-        except P2PTrainError as problem:
-            if as_json and talk.answers:
-                print_json(talk.document() | {"error": failure(problem)})
-            raise
-        if as_json:
-            print_json(talk.document())
-        elif stats and talk.answers:
-            talk.show_stats()
+            if thread.value is not None:
+                _converse(thread, thread.value, options, system, max_new_tokens)
+        finally:
+            thread.close()
     except Leaving:
         sys.stdout.flush()
         os._exit(EXIT_INTERRUPTED)  # a kernel may still run; the interpreter's own shutdown would wait for it
-    finally:
-        speaker.close()
 
 
-def _source(
-    wish: SplitWish | None, checkpoint: Path | None, job: str, seed: str, device: str, *, quiet: bool
-) -> TokenSource:
-    """The model that is meant, loaded. Raises ``P2PTrainError``."""
-    if wish is None:
-        from p2ptrain.cli.sources import LocalSource
-
-        return LocalSource(one_checkpoint("chat", checkpoint, job, seed), device=device)
-    from p2ptrain.cli.split import Wanted
-    from p2ptrain.cli.split_chat import ChainSource
-
-    return ChainSource(Wanted(wish, checkpoint, job, seed), quiet=quiet)
-
-
-def _of_source(source: TokenSource, max_new_tokens: int, sampling: SamplingWish, stop: tuple[str, ...]) -> Speaker:
-    from p2ptrain.cli.speakers import ModelSpeaker
-    from p2ptrain.compute.text import ChatFormat
-
+def _converse(
+    thread: ServiceThread[Source | None], source: Source, options: TextOptions, system: str, max_new_tokens: int
+) -> None:
+    talk = Talk(thread, source, options, system=system, max_new_tokens=max_new_tokens)
+    if sys.stdin.isatty() and not options.as_json:
+        typer.secho(f"({source.label}: {source.about}. /help lists commands)", dim=True, err=True)
     try:
-        say_unused(source.text)
-        settled = source.text.sampling(sampling)
-        return ModelSpeaker(source, ChatFormat(source.text), max_new_tokens=max_new_tokens, sampling=settled, stop=stop)
-    except BaseException:
-        source.close()
+        talk.run()
+    except P2PTrainError as problem:
+        if options.as_json and talk.answers:
+            print_json(talk.document() | {"error": failure(problem)})
         raise
+    if options.as_json:
+        print_json(talk.document())
+    elif options.stats and talk.answers:
+        talk.show_stats()
 
 
-def _verifier(
-    seed: str,
-    name: str,
-    max_new_tokens: int,
-    sampling: SamplingWish,
-    stop: tuple[str, ...],
-    speculate: bool,
-    *,
-    quiet: bool,
-) -> Speaker:
-    from p2ptrain.cli.verifier_chat import VerifierSpeaker, WantedVerifier
-    from roles.verifier.asking import Wish
+# ---------------------------------------------------------------------------------------------------- the other thread
 
-    wish = Wish(max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, speculate="auto" if speculate else "off")
-    at_terminal = sys.stdin.isatty() and not quiet
-    return VerifierSpeaker(WantedVerifier(seed, name, wish), at_terminal=at_terminal, quiet=quiet)
+
+class Leaving(BaseException):
+    """Ctrl+C while a cancelled answer was still being computed: nobody waits for it."""
+
+
+class ServiceThread(Generic[T]):
+    """Something that is entered on the event loop of a thread of its own, and left there in the end.
+
+    Attributes:
+        value: what entering gave. Entering raises here what it raised there.
+    """
+
+    def __init__(self, opened: Callable[[], AbstractAsyncContextManager[T]]) -> None:
+        self._opened = opened
+        self._serving: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
+        ready: Future[T] = Future()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="text service", daemon=True)
+        self._thread.start()
+        try:
+            self.value = ready.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, work: Coroutine[Any, Any, T2]) -> T2:
+        """Run ``work`` there, and wait for it. Ctrl+C, which is raised here, cancels it."""
+        assert self._serving is not None
+        future = asyncio.run_coroutine_threadsafe(work, self._serving[0])
+        try:
+            # Python notices a Ctrl+C that comes just before a wait only when that wait has ended.
+            while not futures.wait([future], timeout=0.1).done:
+                pass
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Leave it, and wait a little until that is done."""
+        if self._serving is not None:
+            loop, serving = self._serving
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(serving.cancel)
+        self._thread.join(4.0)  # what is entered gives its goodbyes less than that
+
+    def _run(self, ready: Future[T]) -> None:
+        try:
+            run(self._serve(ready))
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever waits for it
+            if not ready.done():
+                ready.set_exception(error)
+
+    async def _serve(self, ready: Future[T]) -> None:
+        serving = asyncio.current_task()
+        assert serving is not None
+        self._serving = asyncio.get_running_loop(), serving
+        try:
+            async with self._opened() as value:
+                ready.set_result(value)
+                await asyncio.Event().wait()  # until ``close`` cancels this
+        except asyncio.CancelledError:
+            if not ready.done():
+                raise
+
+
+async def _next(pieces: AsyncIterator[Piece]) -> Piece | None:
+    try:
+        return await anext(pieces)
+    except StopAsyncIteration:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------- the conversation
+
+
+class Talk:
+    """One conversation with one model."""
+
+    def __init__(
+        self, thread: ServiceThread[Any], source: Source, options: TextOptions, *, system: str, max_new_tokens: int
+    ) -> None:
+        from p2ptrain.compute.text import Conversation
+
+        self.conversation = Conversation(system)
+        self.answers: list[Answer] = []
+        self._thread, self._source, self._options = thread, source, options
+        self._max_new_tokens = max_new_tokens
+        self._stats: dict[str, Any] = {}
+        self._quiet = options.as_json
+        self._at_terminal = sys.stdin.isatty()
+        self._left_out = 0  # turns that the model was not given with the last question
+        self._saved: set[Path] = set()
+
+    def run(self) -> None:
+        """Until the person leaves, or the input ends.
+
+        Raises:
+            P2PTrainError: a mistake of the person's, or the model cannot go on; at a terminal it is told, and the talk
+                goes on.
+            KeyboardInterrupt: Ctrl+C where no terminal is read.
+        """
+        for line in self._typed() if self._at_terminal else self._piped():
+            try:
+                if line.startswith("/") and not self._obey(line):
+                    return
+                if line.strip() and not line.startswith("/"):
+                    self._ask(line.strip())
+            except P2PTrainError as error:  # be it that the model is lost: what was said is not, and may be saved
+                if not self._at_terminal:
+                    raise
+                typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
+                typer.echo(f"{printable(error.message)}" + f"\n  → {error.remedy}" * bool(error.remedy), err=True)
+
+    def document(self) -> dict[str, Any]:
+        """All of it, for programs."""
+        turns = [{"role": turn.role, "content": turn.text} for turn in self.conversation.turns]
+        said = {"turns": turns, "answers": [asdict(answer) for answer in self.answers], "stats": self._stats}
+        return self._source.identity | self._source.facts() | said
+
+    def show_stats(self) -> None:
+        """Raises ``UserError`` where there are none."""
+        if not self._stats:
+            raise UserError("no answer is whole yet", remedy="/stats tells of the last one")
+        self._source.show_stats([self._stats])
+
+    def _typed(self) -> Iterator[str]:
+        """Lines of a person. Ctrl+C after a cancelled answer, or twice, leaves; so does Ctrl+D."""
+        warned = False
+        while True:
+            count = len(self.answers)
+            try:
+                line = typed_line("> ")
+            except EOFError:
+                typer.echo()
+                return
+            except UnicodeDecodeError:
+                typer.echo("that was not UTF-8 text", err=True)
+                continue
+            except KeyboardInterrupt:
+                typer.echo()
+                if warned:
+                    return
+                warned = True
+                self._say("Ctrl+C again leaves, as Ctrl+D and /quit do")
+                continue
+            yield line
+            warned = len(self.answers) > count and self.answers[-1].ended == "cancelled"
+
+    def _piped(self) -> Iterator[str]:
+        while True:
+            try:
+                line = sys.stdin.readline(_LONGEST + 1)
+            except UnicodeDecodeError as error:
+                raise UserError("standard input is not UTF-8 text") from error
+            if not line:
+                return
+            if len(line) > _LONGEST:
+                text = f"standard input has a line of more than {_LONGEST >> 20} Mi characters"
+                raise UserError(text, remedy="each line is a question")
+            yield line.rstrip("\r\n")
+
+    # --------------------------------------------------------------------------------------------------- questions
+
+    def _ask(self, question: str) -> None:
+        self.conversation.ask(question)
+        try:
+            answer = self._answered(question)
+        except BaseException:
+            self.conversation.take_back()
+            raise
+        if answer.text:
+            self.conversation.answer(answer.text)
+        else:
+            self.conversation.take_back()  # a question without an answer would stand before the next one
+        self.answers.append(answer)
+
+    def _answered(self, question: str) -> Answer:
+        """Have the answer written, and show it as it comes."""
+        from p2ptrain.cli.text import Answer
+        from roles.verifier.asking import TextRequest
+
+        request = TextRequest(
+            turns=tuple(self.conversation.turns),
+            max_new_tokens=self._max_new_tokens,
+            sampling=self._options.sampling,
+            stop=self._options.stops,
+            speculate=not self._options.no_speculation,
+        )
+        began, first_s, text, tokens, ended = time.perf_counter(), 0.0, "", 0, "cancelled"
+        shown, writing = _Shown(live=self._at_terminal, quiet=self._quiet), None
+        try:
+            writing = self._thread.call(self._source.service.write(request))
+            self._tell_left_out(writing.left_out, shown)
+            pieces = aiter(writing)
+            while (piece := self._thread.call(_next(pieces))) is not None:
+                first_s = first_s or time.perf_counter() - began
+                text += piece.text
+                tokens += len(piece.tokens)
+                shown.piece(piece.text)
+            ended, self._stats = writing.ended, writing.stats()
+        except KeyboardInterrupt:
+            if not self._at_terminal:
+                raise
+        finally:
+            shown.end()
+            if writing is not None:
+                self._closed(writing)
+        answer = Answer(question, text.strip(), tokens, time.perf_counter() - began, first_s, ended)
+        self._tell(answer, 0 if writing is None else writing.prompt_tokens)
+        return answer
+
+    def _closed(self, writing: Writing) -> None:
+        try:
+            self._thread.call(writing.close())
+        except KeyboardInterrupt:
+            raise Leaving from None
+
+    def _tell_left_out(self, left_out: int, shown: _Shown) -> None:
+        turns, self._left_out = left_out - self._left_out, left_out
+        if turns > 0:
+            shown.clear()
+            oldest = "turn no longer fits" if turns == 1 else f"{turns} turns no longer fit"
+            context = f"the context of {self._source.service.context} tokens"
+            typer.secho(f"(the oldest {oldest} {context}: the model does not see them any more)", dim=True, err=True)
+
+    def _tell(self, answer: Answer, prompt_tokens: int) -> None:
+        speed = answer.tokens / max(answer.seconds, 1e-9)
+        said = f"{answer.tokens} token{'s' * (answer.tokens != 1)}, {speed:.0f} tokens/s"
+        if answer.tokens and not answer.text and answer.ended != "cancelled":
+            said += ", nothing but white space: the question is forgotten"
+        if answer.ended == "cancelled":
+            said = f"{said}; cancelled. Ctrl+C again leaves" if answer.text else "cancelled, the question is forgotten"
+        elif answer.ended == "length":
+            context = self._source.service.context
+            full = context is not None and prompt_tokens + self._max_new_tokens > context
+            said += "; cut off, the context is full" if full else "; cut off, --tokens N allows more"
+        self._say(said)
+
+    def _say(self, text: str) -> None:
+        """A remark beside the conversation; only to a person."""
+        if self._at_terminal and not self._quiet:
+            typer.secho(f"({text})", dim=True, err=True)
+
+    # ---------------------------------------------------------------------------------------------------- commands
+
+    def _obey(self, line: str) -> bool:
+        """Returns whether the talk goes on. Raises ``UserError`` for what is no command."""
+        name, _, rest = line.strip().partition(" ")
+        if name in ("/quit", "/exit", "/bye"):
+            return False
+        if name == "/help":
+            typer.echo(HELP, err=True)
+        elif name == "/reset":
+            self.conversation.reset()
+            self._left_out = 0
+            self._say("a new conversation")
+        elif name == "/stats":
+            if not self._quiet:  # one document has all of it
+                self.show_stats()
+        elif name == "/save":
+            self._save(rest.strip())
+        else:
+            raise UserError(
+                f"there is no command {name}", remedy="/help lists them; begin with a space to say it to the model"
+            )
+        return True
+
+    def _save(self, name: str) -> None:
+        from p2ptrain.compute.text import written
+
+        if not name:
+            raise UserError("/save needs the name of a file", remedy="such as /save talk.json")
+        path = Path(name).expanduser()
+        turns = self.conversation.turns
+        if path.suffix == ".json":
+            content = json.dumps([{"role": turn.role, "content": turn.text} for turn in turns], indent=2) + "\n"
+        else:
+            content = written(turns) + "\n"
+        try:
+            # What was there before this talk is somebody's; what this talk wrote it may write again.
+            with path.open("w" if path in self._saved else "x", encoding="utf-8") as handle:
+                handle.write(content)
+        except FileExistsError as error:
+            raise UserError(f"{path} exists", remedy="choose another name") from error
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror}", remedy="choose another place") from error
+        self._saved.add(path)
+        self._say(f"{len(turns)} turns in {path}")
+
+
+class _Shown:
+    """An answer on standard output, without the white space that it begins with, and a sign of life before it."""
+
+    def __init__(self, *, live: bool, quiet: bool) -> None:
+        self._quiet = quiet
+        self._waits = live and not quiet and sys.stderr.isatty()
+        self._began = False
+        if self._waits:
+            sys.stderr.write(_THINKING)
+            sys.stderr.flush()
+
+    def piece(self, text: str) -> None:
+        text = text if self._began else text.lstrip()
+        if self._quiet or not text:
+            return
+        self.clear()
+        self._began = True
+        write(text)
+
+    def end(self) -> None:
+        self.clear()
+        if not self._quiet:
+            typer.echo()
+
+    def clear(self) -> None:
+        """Take the sign of life away."""
+        if self._waits:
+            self._waits = False
+            sys.stderr.write("\r" + " " * len(_THINKING) + "\r")
+            sys.stderr.flush()
+
+
+# -------------------------------------------------------------------------------------------------- what is typed
+
+
+def typed_line(prompt: str) -> str:
+    """As ``input``, with the keys for editing and the history where this Python has them, and no Ctrl+C missed.
+
+    Python's wait for a line on top of GNU readline looks at signals only when one interrupts it: a Ctrl+C between its
+    writing of the prompt and its wait stays unheard until the next key. So each is followed by a signal to which
+    nothing is bound, until the wait has ended.
+
+    Raises:
+        EOFError, UnicodeDecodeError, KeyboardInterrupt: as ``input``.
+    """
+    with contextlib.suppress(ImportError):  # Windows, or an interpreter that was built without it
+        import readline  # noqa: F401 - input() uses it from now on
+    if not hasattr(signal, "SIGURG") or threading.current_thread() is not threading.main_thread():
+        return input(prompt)
+    ended = threading.Event()
+    heard, hears = socket.socketpair()
+    hears.setblocking(False)
+    bound = signal.signal(signal.SIGURG, lambda *_: None)
+    before = signal.set_wakeup_fd(hears.fileno(), warn_on_full_buffer=False)
+    try:
+        threading.Thread(target=_wake, args=(heard, ended), name="ctrl-c", daemon=True).start()
+        return input(prompt)
+    finally:
+        ended.set()
+        signal.set_wakeup_fd(before)
+        signal.signal(signal.SIGURG, bound)
+        hears.close()
+
+
+def _wake(heard: socket.socket, ended: threading.Event) -> None:
+    """Interrupt the main thread's wait after each SIGINT whose number came by ``heard``, until it has ``ended``."""
+    waiting = threading.main_thread().ident
+    assert waiting is not None
+    with heard:
+        while number := heard.recv(1):
+            while number[0] == signal.SIGINT and not ended.wait(0.05):
+                signal.pthread_kill(waiting, signal.SIGURG)

@@ -2,63 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from p2ptrain.cli.commands import new_typer
-from p2ptrain.cli.output import print_json
-from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, is_text, run
-from p2ptrain.cli.split_options import (
-    DryRunOption,
-    DtypeOption,
-    PositionsOption,
-    SplitOption,
-    StatsOption,
-    WireOption,
-    WithBareSplit,
-    split_wish,
-)
-from p2ptrain.cli.text_options import (
-    CheckpointOption,
-    DeviceOption,
-    JobOption,
-    NoSpeculationOption,
-    RandomSeedOption,
-    StopOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-    VerifierOption,
-    by_verifier,
-    check_one,
-    no_device,
-    one_checkpoint,
-    say_unused,
-    stop_strings,
-    write,
-)
-from p2ptrain.core.errors import UserError
-from p2ptrain.core.serving import SamplingWish
+from p2ptrain.cli.output import failure, print_json
+from p2ptrain.cli.runtime import is_text, run
+from p2ptrain.cli.text_options import TextOptions, WithBareSplit, takes_text_options, write
+from p2ptrain.core.errors import P2PTrainError, UserError, first_error
 
 if TYPE_CHECKING:
     from p2ptrain.cli.output import Console
-    from p2ptrain.compute.generate import GenerateResult
+    from p2ptrain.cli.text import Answer, Source
+    from p2ptrain.compute.text import ModelText
 
-USUAL_SESSIONS = 4
 STDIN = "-"
-PROMPTS_BYTES = 1 << 24  # a file that is larger is most likely not one of prompts
-
+PROMPTS_BYTES = 1 << 24
+"""A file of prompts that is larger is most likely none."""
+COMPARED_TOKENS = 16
+"""Of fewer tokens it is not told how fast they came: one that was late would decide it."""
+ROUNDING = (
+    "as they may where two tokens are as good as equally likely: a pass of several positions rounds otherwise than a "
+    "step, in bf16 far more than in fp32"
+)
 
 app = new_typer()
 
 
 @app.command("generate", cls=WithBareSplit)
+@takes_text_options
 def generate(
     prompt: Annotated[
         str,
@@ -67,39 +47,21 @@ def generate(
     prompts: Annotated[
         str, typer.Option("--prompts", metavar="FILE", help="A file of prompts, one a line; -: standard input.")
     ] = "",
-    checkpoint: CheckpointOption = None,
-    job: JobOption = "",
     max_new_tokens: Annotated[
         int, typer.Option("--tokens", "-n", metavar="N", min=1, help="Write at most so many tokens.")
     ] = 200,
-    temperature: TemperatureOption = None,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
-    stop: StopOption = [],  # noqa: B006 - Typer copies it
-    random_seed: RandomSeedOption = 0,
-    device: DeviceOption = "auto",
-    seed: SeedOption = DEFAULT_SEED,
-    verifier: VerifierOption = "",
-    no_speculation: NoSpeculationOption = False,
     compare: Annotated[
         bool,
         typer.Option(
             "--compare", help="Of a verifier: write each text also without drafters, and say what they are good for."
         ),
     ] = False,
-    split: SplitOption = None,
     sessions: Annotated[
         int,
-        typer.Option(
-            "--sessions", metavar="N", min=0, help="Of a verifier, or --split: so many prompts at once; 0: up to 4."
-        ),
+        typer.Option("--sessions", metavar="N", min=0, max=8, help="So many prompts at once; 0: as many as are good."),
     ] = 0,
-    dtype: DtypeOption = "",
-    wire: WireOption = "",
-    positions: PositionsOption = 0,
-    dry_run: DryRunOption = False,
-    stats: StatsOption = False,
-    as_json: JsonOption = False,
+    *,
+    options: TextOptions,
 ) -> None:
     """Write text with a checkpoint, or with a verifier of the cluster, as it comes.
 
@@ -127,72 +89,217 @@ def generate(
       p2ptrain generate --prompts prompts.txt --sessions 4 --split --job tiny --json
     """
     asked = _prompts(prompt, prompts)
-    stops = stop_strings(stop)
-    wished = SamplingWish(temperature, top_k, top_p, random_seed)
-    of_verifiers = {"verifier": verifier, "no_speculation": no_speculation, "compare": compare}
-    if by_verifier(checkpoint, job, split, **of_verifiers):
-        split_wish(split, dtype, wire, positions, dry_run=dry_run)  # refuses what is only of split models
-        no_device(device)
-        if compare and no_speculation:
-            raise UserError("--compare compares with drafters", remedy="leave out --no-speculation")
+    options.check("generate", compare=compare)
 
-        from p2ptrain.cli.verifier_generate import Order as TextOrder
-        from p2ptrain.cli.verifier_generate import generate_by_verifier
+    from p2ptrain.cli.text import local_directory
 
-        wanted = TextOrder(
-            seed=seed,
-            verifier=verifier,
-            prompts=asked,
-            is_one=bool(prompt),
-            max_new_tokens=max_new_tokens,
-            sampling=wished,
-            stop=stops,
-            sessions=sessions or USUAL_SESSIONS,
-            speculate=not no_speculation,
-            compare=compare,
-            stats=stats,
-            as_json=as_json,
+    # A whole model takes one text after the other. What is compared runs alone, for two would share the verifier.
+    usual = 1 if compare or not (options.by_verifier or options.split is not None) else 4
+    at_once = 1 if compare else min(sessions or usual, len(asked))
+    order = Order(asked, bool(prompt), max_new_tokens, at_once, compare, options)
+    run(_generate(order, local_directory(options)))
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be written. ``is_one``: a prompt was given as such, not as a list of one."""
+
+    prompts: list[str]
+    is_one: bool
+    max_new_tokens: int
+    at_once: int
+    compare: bool
+    options: TextOptions
+
+    def check(self, text: ModelText) -> int:
+        """Refuse what cannot be before anything is loaded; returns the positions of all texts that are under way."""
+        lengths = list[int]()
+        text.sampling(self.options.sampling)
+        for number, prompt in enumerate(self.prompts, start=1):
+            try:
+                lengths.append(len(text.checked(text.prompt_ids(prompt), self.max_new_tokens)))
+            except UserError as error:
+                if len(self.prompts) == 1:
+                    raise
+                raise UserError(f"prompt {number}: {error.message}", remedy=error.remedy) from error
+        return self.at_once * (max(lengths) + self.max_new_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A text, how it came about, and the same text by the verifier alone; None where nobody asked for that."""
+
+    answer: Answer
+    stats: dict[str, Any] = field(default_factory=dict)
+    alone: Written | None = None
+
+    def as_map(self) -> dict[str, Any]:
+        alone = {} if self.alone is None else {"alone": self.alone.as_map()}
+        return asdict(self.answer) | {"stats": self.stats} | alone
+
+
+async def _generate(order: Order, directory: Path | None) -> None:
+    """Raises ``P2PTrainError``, and ``KeyboardInterrupt`` for Ctrl+C."""
+    from p2ptrain.cli.output import Console
+    from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
+    from p2ptrain.cli.text import Needs, text_source
+
+    console, stop = Console(quiet=order.options.as_json), asyncio.Event()
+    shown = Shown(quiet=order.options.as_json)
+    stop_on_signals(stop, shown.leaving(console))
+
+    async def work() -> bool:
+        needs = Needs(order.at_once, 0, order.check)
+        async with text_source(order.options, directory, needs, console) as source:
+            if source is not None:
+                await Texts(source, order, shown).write()
+        return True
+
+    if await unless_stopped(stop, work()) is None:
+        raise KeyboardInterrupt
+
+
+class Texts:
+    """Several texts under way at a time, shown in the order of their prompts: the first that is not whole as it comes.
+
+    Attributes:
+        whole: what was written, by the prompt's index. broken: what had come of others when one failed.
+    """
+
+    def __init__(self, source: Source, order: Order, shown: Shown) -> None:
+        self.whole: dict[int, Written] = {}
+        self.broken: dict[int, Written] = {}
+        self._source, self._order, self._shown = source, order, shown
+        self._behind: dict[int, str] = {}  # of texts that are not shown yet
+        self._showing = self._next = 0
+
+    async def write(self) -> None:
+        """Write them, and what is to be told of them. Raises what the first one that failed raised."""
+        began = time.perf_counter()
+        self._shown.begin(self._order.prompts[0])
+        try:
+            await self._all()
+        except BaseException as problem:
+            self._shown.broken()
+            if self._order.options.as_json and isinstance(problem, P2PTrainError) and (self.whole or self.broken):
+                print_json(self._document() | {"error": failure(problem)})
+            raise
+        self._tell(time.perf_counter() - began)
+
+    async def _all(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(self._order.at_once):
+                    tasks.create_task(self._worker(), name=f"text {number}")
+        except* P2PTrainError as group:
+            raise first_error(group) from None
+
+    async def _worker(self) -> None:
+        while (index := self._next) < len(self._order.prompts):
+            self._next += 1
+            self.whole[index] = await self._one(index)
+            while self._showing in self.whole:  # show what waited for the texts before it
+                self._shown.end()
+                self._showing += 1
+                if self._showing < len(self._order.prompts):
+                    self._shown.begin(self._order.prompts[self._showing])
+                    if piece := self._behind.pop(self._showing, ""):
+                        self._shown.piece(piece)
+
+    async def _one(self, index: int) -> Written:
+        speculate = not self._order.options.no_speculation
+        if not self._order.compare:
+            return await self._text(index, speculate=speculate, shown=True)
+        first = index % 2 == 0  # whichever comes second finds a warm machine: they take turns
+        runs = {each: await self._text(index, speculate=each, shown=each == first) for each in (first, not first)}
+        return Written(runs[True].answer, runs[True].stats, runs[False])
+
+    async def _text(self, index: int, *, speculate: bool, shown: bool) -> Written:
+        from p2ptrain.cli.text import Answer
+        from roles.verifier.asking import TextRequest
+
+        order, prompt = self._order, self._order.prompts[index]
+        request = TextRequest(
+            prompt=prompt,
+            max_new_tokens=order.max_new_tokens,
+            sampling=order.options.sampling,
+            stop=order.options.stops,
+            speculate=speculate,
         )
-        run(generate_by_verifier(wanted))
-        return
-    wish = split_wish(split, dtype, wire, positions, dry_run=dry_run, stats=stats, sessions=sessions > 0)
-    if wish is not None:
-        check_one("generate", checkpoint, job)
-        no_device(device)
+        began, first_s, said, tokens = time.perf_counter(), 0.0, "", 0
+        writing = await self._source.service.write(request)
+        try:
+            async for piece in writing:
+                first_s = first_s or time.perf_counter() - began
+                said += piece.text
+                tokens += len(piece.tokens)
+                if shown:
+                    self._piece(index, piece.text)
+        except BaseException:
+            self.broken[index] = Written(Answer(prompt, said, tokens, time.perf_counter() - began, first_s, "failed"))
+            raise
+        finally:
+            await writing.close()
+        answer = Answer(prompt, said, tokens, time.perf_counter() - began, first_s, writing.ended)
+        return Written(answer, writing.stats())
 
-        from p2ptrain.cli.split import Wanted
-        from p2ptrain.cli.split_generate import Order, generate_split
+    def _piece(self, index: int, piece: str) -> None:
+        if index == self._showing:
+            self._shown.piece(piece)
+        else:
+            self._behind[index] = self._behind.get(index, "") + piece
 
-        at_once = min(sessions or USUAL_SESSIONS, len(asked))
-        order = Order(asked, bool(prompt), max_new_tokens, wished, stops, at_once, dry_run, stats, as_json)
-        run(generate_split(Wanted(wish, checkpoint, job, seed), order))
-        return
-    directory = one_checkpoint("generate", checkpoint, job, seed)
+    def _document(self) -> dict[str, Any]:
+        known = self.broken | self.whole
+        maps = [known[index].as_map() if index in known else None for index in range(len(self._order.prompts))]
+        return self._source.identity | (maps[0] or {} if self._order.is_one else {"texts": maps})
 
-    from p2ptrain.compute.generate import LocalModel
-    from p2ptrain.compute.generate import generate as compute
+    def _tell(self, seconds: float) -> None:
+        options, texts = self._order.options, [self.whole[index] for index in range(len(self.whole))]
+        compared = compare(texts) if self._order.compare else None
+        if options.as_json:
+            print_json(self._document() | self._source.facts() | ({} if compared is None else {"compared": compared}))
+            return
+        if options.stats:
+            self._source.show_stats([text.stats for text in texts])
+        if compared is not None:
+            typer.echo()
+            typer.echo(compared_text(compared))
+            seconds = sum(text.answer.seconds for text in texts)
+        tokens = sum(text.answer.tokens for text in texts)
+        speed = f"{tokens / max(seconds, 1e-9):.1f} tokens/s"
+        typer.echo(f"({tokens} token{'s' if tokens != 1 else ''}, {speed}, {self._source.label})", err=True)
 
-    model = LocalModel(directory, device=device)
-    check_prompts(asked, lambda text: model.text.checked(model.text.prompt_ids(text), max_new_tokens))
-    shown, settled = Shown(quiet=as_json), model.text.sampling(wished)
-    say_unused(model.text)
-    results: list[GenerateResult] = []
-    try:
-        for text in asked:
-            shown.begin(text)
-            results.append(
-                compute(model, text, max_new_tokens=max_new_tokens, sampling=settled, stop=stops, on_text=shown.piece)
-            )
-            shown.end()
-    except BaseException:
-        shown.broken()
-        raise
-    if as_json:
-        texts = [{"prompt": text} | asdict(result) for text, result in zip(asked, results, strict=True)]
-        print_json({"checkpoint": str(directory)} | (texts[0] if prompt else {"texts": texts}))
-        return
-    tokens, seconds = sum(result.tokens for result in results), sum(result.seconds for result in results)
-    typer.echo(f"({tokens} tokens, {tokens / max(seconds, 1e-9):.0f} tokens/s, {directory})", err=True)
+
+def compare(texts: list[Written]) -> dict[str, Any]:
+    """Texts with drafters and without, by tokens behind the first, which is the prompt's and the same both ways.
+    ``accepted``: drafts taken."""
+
+    def token_ms(runs: list[Answer]) -> float | None:
+        tokens = sum(run.tokens - 1 for run in runs if run.tokens > 1)
+        spent_s = sum(run.seconds - run.first_s for run in runs if run.tokens > 1)
+        return 1e3 * spent_s / tokens if tokens >= COMPARED_TOKENS else None
+
+    drafted = token_ms([text.answer for text in texts])
+    alone = token_ms([text.alone.answer for text in texts if text.alone is not None])
+    return {
+        "times": alone / drafted if alone is not None and drafted else None,
+        "token_ms": drafted,
+        "alone_token_ms": alone,
+        "accepted": sum(taken for text in texts if isinstance(taken := text.stats.get("accepted"), int)),
+        "same_text": all(text.alone is None or text.alone.answer.text == text.answer.text for text in texts),
+    }
+
+
+def compared_text(compared: dict[str, Any]) -> str:
+    """What ``compare`` found, for a person."""
+    same = "the same text" if compared["same_text"] else f"the texts part, {ROUNDING}"
+    if compared["times"] is None:
+        return f"{same}; they are too short to say how fast"
+    pace = f"{compared['token_ms']:.1f} ms a token, alone {compared['alone_token_ms']:.1f} ms; {same}"
+    if not compared["accepted"]:
+        return f"no draft was taken, so both are the verifier alone: {pace}"
+    return f"{compared['times']:.2f} times as fast as the verifier alone: {pace}"
 
 
 class Shown:
@@ -238,17 +345,6 @@ class Shown:
             console.event("info", text)
 
         return say
-
-
-def check_prompts(asked: list[str], check: Callable[[str], object]) -> None:
-    """Refuse what cannot be before anything is loaded, and say which of several it is. Raises ``UserError``."""
-    for number, text in enumerate(asked, start=1):
-        try:
-            check(text)
-        except UserError as error:
-            if len(asked) == 1:
-                raise
-            raise UserError(f"prompt {number}: {error.message}", remedy=error.remedy) from error
 
 
 def _prompts(prompt: str, file: str) -> list[str]:

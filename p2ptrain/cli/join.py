@@ -23,7 +23,7 @@ from p2ptrain.cli.runtime import (
     is_text,
     run,
 )
-from p2ptrain.cli.split_options import WithBareSplit, check_dtype
+from p2ptrain.cli.text_options import WithBareSplit, check_dtype
 
 if TYPE_CHECKING:
     from p2ptrain.cli.joining import Found, Here, Joining, ServeWish

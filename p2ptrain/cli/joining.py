@@ -1,7 +1,7 @@
 """What every ``p2ptrain join`` does, whatever the process is then: it finds its place and its seed, and stays.
 
 ``join`` reads the options into a ``Joining`` and runs ``served`` or, of a worker, its own ``work``. What a verifier and
-a drafter do is in ``serve_verifier`` and ``serve_drafter``, each a coroutine with one signature::
+a drafter do is in ``serving``, a coroutine::
 
     async def serve(member: ServingMember, wish: ServeWish, console: Console) -> None
 
@@ -178,23 +178,14 @@ async def stay(joining: Joining, make: Make) -> None:
 async def served(joining: Joining, wish: ServeWish) -> None:
     """Be a verifier or a drafter until Ctrl+C. Raises ``P2PTrainError``; where HTTP cannot be answered as ``wish`` has
     it, or its model has no room, before it joins."""
-    if wish.http is not None:
-        from roles.verifier.http import check_place
+    from p2ptrain.cli.serving import check, serve
 
-        await check_place(*wish.http, wish.api_keys)
-    if wish.role == "verifier" and wish.split is None and wish.model is not None:
-        from p2ptrain.cli.serve_verifier import cache_bytes
-
-        cache_bytes(wish.memory_bytes, wish.model, wish.dtype)
+    await check(wish)
 
     from p2ptrain.core.world import real_world
     from roles.member import MemberOptions, ServingMember
     from roles.worker.build import capabilities
 
-    if wish.role == "verifier":
-        from p2ptrain.cli.serve_verifier import serve
-    else:
-        from p2ptrain.cli.serve_drafter import serve
     said: dict[str, Scalar] = capabilities(joining.device)
 
     def member(here: Here, found: Found) -> ServingMember:

@@ -1,4 +1,4 @@
-"""A model whose layers lie on several workers, for a command: found, planned, loaded, used and left again."""
+"""A model whose layers lie on several workers, for a command: found, planned, loaded, measured and left again."""
 
 from __future__ import annotations
 
@@ -13,35 +13,27 @@ from typing import Any
 import typer
 
 from p2ptrain.cli.model_sizes import Anatomy, anatomy
-from p2ptrain.cli.output import Console, print_json
+from p2ptrain.cli.output import Console, print_json, print_table
 from p2ptrain.cli.placement import placement_map, print_placement
 from p2ptrain.cli.runtime import default_state_dir, open_operator, operator_name
-from p2ptrain.cli.split_options import SplitWish
-from p2ptrain.cli.text_options import newest_in
+from p2ptrain.cli.text_options import SplitOptions, newest_in
 from p2ptrain.compute.text import TEXT_FILES, ModelText
-from p2ptrain.core.activations import activation_bytes
+from p2ptrain.core.activations import IDS, activation_bytes
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.ids import new_id
-from p2ptrain.core.texts import human_bytes
+from p2ptrain.core.texts import human_bytes, layers_text
 from p2ptrain.core.world import real_world
 from roles.chain.client import Chain, Progress
-from roles.chain.peer import Context, WorkerAt
+from roles.chain.peer import Context
 from roles.chain.plan import Model, Plan, WorkerPool, local_model, tensor_table, workers_of
+from roles.verifier.targets import PassTimes
 from wire.client import SeedClient
 from wire.records import CheckpointInfo
 
 LEAVE_S = 1.0
 """What saying goodbye to workers may take. They notice by themselves when it was not said."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which model, and how: ``checkpoint`` is of this machine, a ``job``'s newest may lie on any worker."""
-
-    wish: SplitWish
-    checkpoint: Path | None
-    job: str
-    seed: str
+TYPICAL_POSITIONS = 4096
+"""Of a conversation where nobody says more: caches for a whole context may be larger than the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +50,8 @@ class Planned:
     model: Model
     anatomy: Anatomy
     plan: Plan
-    wish: SplitWish
-    crew: WorkerPool
+    options: SplitOptions
+    pool: WorkerPool
     console: Console
 
     async def load(self) -> Chain:
@@ -67,29 +59,37 @@ class Planned:
         progress = LoadingLine(self.plan, self.console)
         show = (lambda _: None) if all(stage.loaded for stage in self.plan.stages) else progress.show
         try:
-            return await Chain.load(self.crew, self.model, self.plan, on_progress=show)
+            return await Chain.load(self.pool, self.model, self.plan, on_progress=show)
         finally:
             self.console.clear()
 
     @property
     def encoding(self) -> str:
         """Of what travels for one token."""
-        return self.wish.encodings[0] or self.anatomy.dtype
+        return self.options.encodings[0] or self.anatomy.dtype
 
 
 @asynccontextmanager
-async def planned(wanted: Wanted, needs: Callable[[ModelText], int], console: Console) -> AsyncIterator[Planned]:
+async def planned(
+    options: SplitOptions,
+    checkpoint: Path | None,
+    job: str,
+    seed: str,
+    needs: Callable[[ModelText], int],
+    console: Console,
+) -> AsyncIterator[Planned]:
     """Find out who holds which layers. Everybody is let go at the end; what they loaded stays for the next one.
 
     Args:
+        checkpoint: of this machine; None: the newest one of ``job``, which may lie on any worker.
         needs: positions to have cache for, of all sessions together.
 
     Raises:
         P2PTrainError: no seed, no worker, no model, or no room for it; it names the numbers and the remedy.
     """
-    directory = newest_in(wanted.checkpoint) if wanted.checkpoint is not None else None
+    directory = newest_in(checkpoint) if checkpoint is not None else None
     text = None if directory is None else ModelText(directory)  # refused before anybody is asked
-    access, client = await open_operator(wanted.seed)
+    access, client = await open_operator(seed)
     try:
         await access.freshen(client.request)
         around = Context(
@@ -100,7 +100,7 @@ async def planned(wanted: Wanted, needs: Callable[[ModelText], int], console: Co
             state=default_state_dir() / "operator",
             notify=lambda level, _, said: console.event(level, said),
         )
-        held = await _held_by_job(client, wanted.job) if directory is None else []
+        held = await _held_by_job(client, job) if directory is None else []
         workers = await workers_of(client.request)
     finally:
         await client.close()
@@ -109,31 +109,36 @@ async def planned(wanted: Wanted, needs: Callable[[ModelText], int], console: Co
             "no worker is there to hold a part of the model",
             remedy="start some: p2ptrain join, or all on this machine: p2ptrain up --split 2 --checkpoint DIR",
         )
-    crew = await WorkerPool.connect(around, workers)
+    pool = await WorkerPool.connect(around, workers)
     try:
         with tempfile.TemporaryDirectory(prefix="p2ptrain-text-") as kept:
             if directory is not None:
                 console.progress(f"reading the files of {directory}")  # hashed, the first time
                 model = await local_model(around, directory)
             else:
-                model = await _model_of_worker(crew, workers, held)
-                text = await _text_of(crew, model, Path(kept))
+                model = await _model_of_worker(pool, held)
+                text = await _text_of(pool, model, Path(kept))
             assert text is not None
-            found = anatomy(model.config, await tensor_table(around, model), wanted.wish.dtype)
-            plan = await crew.plan(
+            found = anatomy(model.config, await tensor_table(around, model), options.dtype)
+            plan = await pool.plan(
                 model,
                 found.sizes,
-                positions=wanted.wish.positions or needs(text),
-                dtype=wanted.wish.dtype,
-                activation_bytes=activation_bytes(wanted.wish.encodings[0] or found.dtype, 1, found.width),
-                stages=wanted.wish.stages,
+                positions=options.positions or needs(text),
+                dtype=options.dtype,
+                activation_bytes=activation_bytes(options.encodings[0] or found.dtype, 1, found.width),
+                stages=options.stages,
             )
             console.clear()
             label = str(directory) if directory is not None else model.name
-            yield Planned(label, text, model, found, plan, wanted.wish, crew, console)
+            yield Planned(label, text, model, found, plan, options, pool, console)
     finally:
         console.clear()
-        await within(LEAVE_S, crew.close())
+        await within(LEAVE_S, pool.close())
+
+
+def conversation_positions(text: ModelText) -> int:
+    """What a conversation may grow to."""
+    return min(text.context or TYPICAL_POSITIONS, TYPICAL_POSITIONS)
 
 
 async def within(seconds: float, farewell: Any) -> None:
@@ -157,19 +162,18 @@ async def _held_by_job(client: SeedClient, job: str) -> list[CheckpointInfo]:
     return sorted(whole, key=lambda item: -item.step)
 
 
-async def _model_of_worker(crew: WorkerPool, workers: list[WorkerAt], held: list[CheckpointInfo]) -> Model:
-    """The newest checkpoint that somebody who is there can give. Raises ``UserError``, and what the last one said."""
-    there = {worker.peer_id for worker in workers}
+async def _model_of_worker(pool: WorkerPool, held: list[CheckpointInfo]) -> Model:
+    """The newest checkpoint that somebody who is there can give. Raises ``UserError``."""
     for item in held:
-        if item.peer_id in there:
-            return await crew.model_at(item.path, worker=item.peer_id)
+        if item.peer_id in pool.peers:
+            return await pool.model_at(item.path, worker=item.peer_id)
     names = ", ".join(sorted({item.peer_name for item in held}))
     raise UserError(f"who holds checkpoints of job {held[0].job} is away: {names}", remedy="start them again")
 
 
-async def _text_of(crew: WorkerPool, model: Model, directory: Path) -> ModelText:
+async def _text_of(pool: WorkerPool, model: Model, directory: Path) -> ModelText:
     """The text side of a model that lies on a worker: its small files, fetched. Raises ``P2PTrainError``."""
-    for name, content in (await crew.files(model, TEXT_FILES)).items():
+    for name, content in (await pool.files(model, TEXT_FILES)).items():
         if name in TEXT_FILES:
             (directory / name).write_bytes(content)
     return ModelText(directory)
@@ -189,7 +193,10 @@ class LoadingLine:
         self._of[progress.index] = progress
         done = sum(each.done_bytes for each in self._of.values())
         total = sum(each.total_bytes for each in self._of.values())
-        stages = "  ".join(f"{each.name} {_far(each)}" for each in self._of.values())
+        stages = "  ".join(
+            f"{each.name} {'ready' if each.ready else f'{100 * each.done_bytes // max(1, each.total_bytes)} %'}"
+            for each in self._of.values()
+        )
         last = all(each.ready for each in self._of.values())
         self._console.progress(f"loading  {human_bytes(done)} of {human_bytes(total)}  {stages}", last=last)
 
@@ -205,5 +212,75 @@ def show_plan(plan: Planned, *, as_json: bool) -> None:
         typer.echo("These parts are loaded there already.")
 
 
-def _far(progress: Progress) -> str:
-    return "ready" if progress.ready else f"{100 * progress.done_bytes // max(1, progress.total_bytes)} %"
+# ------------------------------------------------------------------------------------------------------ what it took
+
+
+def split_facts(chain: Chain, times: PassTimes, encoding: str) -> dict[str, Any]:
+    """What each stage holds, and where a token's time goes, for programs. Times are per token, None before the first.
+
+    ``rest_ms`` is what is neither computing nor the measured links: queueing, the loops of the stages, this program.
+    """
+    tokens = times.tokens
+    compute_ms = sum(times.stages_us) / 1e3 / tokens if tokens else None
+    token_ms = 1e3 * times.took_s / tokens if tokens else None
+    placement = chain.plan.placement
+    link_ms = 1e3 * (placement.client_hop_s + sum(stage.hop_s for stage in placement.stages))
+    stages = []
+    for index, (stage, loaded) in enumerate(zip(chain.plan.stages, chain.loaded, strict=True)):
+        is_last = index == len(chain.plan.stages) - 1
+        stages.append(
+            {
+                "stage": index,
+                "peer": stage.worker.peer_id,
+                "name": stage.worker.name,
+                "device": loaded.device,
+                "start": stage.start,
+                "stop": stage.stop,
+                "read_bytes": loaded.read_bytes,
+                "received_bytes": loaded.received_bytes,
+                "weights_bytes": loaded.weights_bytes,
+                "resident_bytes": loaded.resident_bytes,
+                "compute_ms": times.stages_us[index] / 1e3 / tokens if tokens else None,
+                "wire_bytes": activation_bytes(IDS if is_last else encoding, 1, loaded.width),
+            }
+        )
+    return {
+        "stages": stages,
+        "token_ms": token_ms,
+        "compute_ms": compute_ms,
+        "link_ms": link_ms,
+        "rest_ms": None if token_ms is None or compute_ms is None else token_ms - compute_ms - link_ms,
+        "prompt_ms": 1e3 * times.prompt_s / times.prompts if times.prompts else None,
+        "mendings": [{"lost": name, "seconds": seconds} for name, seconds in times.mendings],
+    }
+
+
+def print_split_facts(facts: dict[str, Any]) -> None:
+    """The same as a table of 80 columns, stages in their order, and a line. ``WIRE``: what one token's hop takes."""
+    columns = ["PEER", "LAYERS", "READ", "RECEIVED", "WEIGHTS", "MEMORY", "MS/TOKEN", "WIRE"]
+    rows = [
+        [
+            stage["name"],
+            layers_text(stage["start"], stage["stop"]),
+            *(human_bytes(stage[f"{kind}_bytes"]) for kind in ("read", "received", "weights", "resident")),
+            _ms(stage["compute_ms"]),
+            human_bytes(stage["wire_bytes"]),
+        ]
+        for stage in facts["stages"]
+    ]
+    if facts["compute_ms"] is None:
+        columns.remove("MS/TOKEN")
+        rows = [[*row[:6], row[7]] for row in rows]
+    print_table(columns, rows, right=columns[2:])
+    if facts["token_ms"] is not None:
+        typer.echo(
+            f"a token took {_ms(facts['token_ms'])} ms: {_ms(facts['compute_ms'])} computing"
+            f" + {_ms(facts['link_ms'])} on the way + {_ms(facts['rest_ms'])} the rest;"
+            f" a prompt {_ms(facts['prompt_ms'])} ms"
+        )
+    for mending in facts["mendings"]:
+        typer.echo(f"{mending['lost']} was lost; the text went on {mending['seconds']:.2f} s later")
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.2f}" if value < 100 else f"{value:,.0f}"

@@ -1,129 +1,254 @@
-"""What ``generate`` and ``chat`` share: options, the checkpoint that is meant, and text on a terminal."""
+"""The options of ``generate`` and ``chat``: declared, checked, and what they mean, once."""
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
-from p2ptrain.cli.runtime import ask
+from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, ask
 from p2ptrain.core.errors import StorageError, UserError
+from p2ptrain.core.serving import SamplingWish
 
-if TYPE_CHECKING:
-    from p2ptrain.compute.text import ModelText
+DTYPES = ("fp32", "bf16", "fp16")
+WIRES = (*DTYPES, "int8")
 
 CheckpointOption = Annotated[
     Path | None,
     typer.Option("--checkpoint", "-c", metavar="DIR", help="A checkpoint, or a directory to find the newest in."),
 ]
-JobOption = Annotated[str, typer.Option("--job", metavar="JOB", help="Use the newest checkpoint of this job.")]
-TemperatureOption = Annotated[
-    float | None,
-    typer.Option(metavar="T", min=0.0, help="0: always the likeliest token. Default: what the model says."),
+DtypeOption = Annotated[
+    str, typer.Option("--dtype", metavar="TYPE", help="Compute in fp32, bf16 or fp16; default: what the model says.")
 ]
-TopKOption = Annotated[
-    int | None,
-    typer.Option(
-        metavar="K", min=0, help="Draw among the k likeliest tokens; 0: among all. Default: the model's, else 50."
-    ),
-]
-TopPOption = Annotated[
-    float | None,
-    typer.Option(
-        metavar="P",
-        min=0.0,
-        max=1.0,
-        help="Draw among the likeliest tokens that hold this probability. Default: the model's, else 1.",
-    ),
-]
-RandomSeedOption = Annotated[
-    int, typer.Option("--random-seed", metavar="N", min=0, max=2**63 - 1, help="The same seed gives the same text.")
-]
-StopOption = Annotated[
-    list[str],
-    typer.Option(
-        "--stop",
-        metavar="TEXT",
-        help="End before this text; may be repeated. \\n is a new line, \\t a tab, \\\\ a backslash.",
-    ),
-]
-VerifierOption = Annotated[
-    str, typer.Option("--verifier", metavar="NAME", help="Have this verifier of the cluster write.")
-]
-NoSpeculationOption = Annotated[
-    bool, typer.Option("--no-speculation", help="Of a verifier: by itself, without drafters. The text is the same.")
-]
-DeviceOption = Annotated[str, typer.Option(metavar="KIND", help="auto, cpu, cuda, cuda:1, ... or mps.")]
 
 _JOINERS = "\u200c\u200d"  # letters and pictures of several parts are held together by these
-_SHOWN = {"n": "\n", "t": "\t", "\\": "\\"}
+_ESCAPED = {"n": "\n", "t": "\t", "\\": "\\"}
 
 
-def no_device(device: str) -> None:
-    """Raises ``UserError`` where ``--device`` is given for a model that others compute."""
-    if device != "auto":
-        text = f"--device {device} means nothing here: a verifier, or workers, compute the model"
-        raise UserError(text, remedy="leave it out, and give it to them: p2ptrain join --device ...")
+@dataclass(frozen=True, slots=True)
+class SplitOptions:
+    """How a model is split over workers.
+
+    Attributes:
+        stages: None for the best number.
+        dtype, wire: of the options of that name; empty: not given.
+        positions: of all sessions together; 0: what is needed.
+    """
+
+    stages: int | None
+    dtype: str = ""
+    wire: str = ""
+    positions: int = 0
+
+    @property
+    def encodings(self) -> tuple[str, str]:
+        """Encoding of hidden states while decoding, and of those of prompts; empty: as they are computed."""
+        return ("", "int8") if self.wire == "int8" else (self.wire, self.wire)
 
 
-def stop_strings(given: list[str]) -> tuple[str, ...]:
-    """What ``--stop`` means: ``\\n``, ``\\t`` and ``\\\\`` are what they stand for. Raises ``UserError``."""
-    from p2ptrain.core.stop_strings import StopStrings
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """What ``generate`` and ``chat`` share. Each field is an option of both (``takes_text_options``)."""
 
-    meant = tuple(_unescaped(text) for text in given)
-    StopStrings(meant)
-    return meant
+    checkpoint: CheckpointOption = None
+    job: Annotated[str, typer.Option("--job", metavar="JOB", help="Use the newest checkpoint of this job.")] = ""
+    temperature: Annotated[
+        float | None,
+        typer.Option(metavar="T", min=0.0, help="0: always the likeliest token. Default: what the model says."),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K", min=0, help="Draw among the k likeliest tokens; 0: among all. Default: the model's, else 50."
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            metavar="P",
+            min=0.0,
+            max=1.0,
+            help="Draw among the likeliest tokens that hold this probability. Default: the model's, else 1.",
+        ),
+    ] = None
+    stop: Annotated[
+        list[str],
+        typer.Option(
+            "--stop",
+            metavar="TEXT",
+            help="End before this text; may be repeated. \\n is a new line, \\t a tab, \\\\ a backslash.",
+        ),
+    ] = field(default_factory=list)
+    random_seed: Annotated[
+        int,
+        typer.Option("--random-seed", metavar="N", min=0, max=2**63 - 1, help="The same seed gives the same text."),
+    ] = 0
+    device: Annotated[str, typer.Option(metavar="KIND", help="auto, cpu, cuda, cuda:1, ... or mps.")] = "auto"
+    dtype: DtypeOption = ""
+    seed: SeedOption = DEFAULT_SEED
+    verifier: Annotated[
+        str, typer.Option("--verifier", metavar="NAME", help="Have this verifier of the cluster write.")
+    ] = ""
+    no_speculation: Annotated[
+        bool,
+        typer.Option("--no-speculation", help="Of a verifier: by itself, without drafters. The text is the same."),
+    ] = False
+    split: Annotated[
+        int | None,
+        typer.Option(
+            "--split",
+            metavar="[N]",
+            min=0,
+            help="Have N workers of the seed compute it, each some of the layers; no number: as many as are fastest.",
+        ),
+    ] = None
+    wire: Annotated[
+        str,
+        typer.Option(
+            "--wire",
+            metavar="TYPE",
+            help="Of --split: hidden states travel as fp32, bf16, fp16, or int8 (prompts only); default: as computed.",
+        ),
+    ] = ""
+    positions: Annotated[
+        int,
+        typer.Option(
+            "--positions", metavar="N", min=0, help="Of --split: have caches for so many tokens; 0: for what is asked."
+        ),
+    ] = 0
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Of --split: only show who would hold what, and how fast that would be.")
+    ] = False
+    stats: Annotated[bool, typer.Option("--stats", help="Show where a token's time goes.")] = False
+    as_json: JsonOption = False
+
+    @property
+    def by_verifier(self) -> bool:
+        """Whether a verifier of the cluster writes: no model is named."""
+        return self.checkpoint is None and not self.job and self.split is None
+
+    @property
+    def sampling(self) -> SamplingWish:
+        """Raises ``UserError``."""
+        return SamplingWish(self.temperature, self.top_k, self.top_p, self.random_seed)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings, unescaped. Raises ``UserError``."""
+        from p2ptrain.core.stop_strings import StopStrings
+
+        meant = tuple(_unescaped(text) for text in self.stop)
+        StopStrings(meant)
+        return meant
+
+    @property
+    def split_options(self) -> SplitOptions:
+        return SplitOptions(self.split or None, self.dtype, self.wire, self.positions)
+
+    def check(self, command: str, *, compare: bool = False) -> None:
+        """Refuse what does not belong together, before anything is read or asked. Raises ``UserError``."""
+        _ = self.sampling, self.stops
+        check_dtype(self.dtype)
+        if self.wire and self.wire not in WIRES:
+            raise UserError(f"--wire {self.wire} is not a type to send", remedy=f"use {', '.join(WIRES)}")
+        of_split: dict[str, object] = {"wire": self.wire, "positions": self.positions, "dry-run": self.dry_run}
+        if self.by_verifier:
+            of_split["dtype"] = self.dtype
+        of_verifier = {"verifier": self.verifier, "no-speculation": self.no_speculation, "compare": compare}
+        if not self.by_verifier and (extra := next((name for name, value in of_verifier.items() if value), None)):
+            remedy = "leave out --checkpoint, --job and --split"
+            raise UserError(f"--{extra} is for text of a verifier", remedy=remedy)
+        if self.split is None and (extra := next((name for name, value in of_split.items() if value), None)):
+            raise UserError(f"--{extra} is for a model that is split", remedy="add --split, or leave it out")
+        if not self.by_verifier and (self.checkpoint is None) == (not self.job):
+            raise UserError(f"{command} needs one checkpoint", remedy="give either --checkpoint DIR or --job JOB")
+        if self.device != "auto" and (self.by_verifier or self.split is not None):
+            text = f"--device {self.device} means nothing here: a verifier, or workers, compute the model"
+            raise UserError(text, remedy="leave it out, and give it to them: p2ptrain join --device ...")
+        if compare and self.no_speculation:
+            raise UserError("--compare compares with drafters", remedy="leave out --no-speculation")
+
+
+def takes_text_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command every field of ``TextOptions`` as an option; its argument ``options`` receives them."""
+    declared = fields(TextOptions)
+    names = {each.name for each in declared}
+
+    @wraps(command)
+    def called(**given: Any) -> None:
+        own = {name: value for name, value in given.items() if name not in names}
+        command(**own, options=TextOptions(**{name: given[name] for name in names}))
+
+    hints = get_type_hints(TextOptions, include_extras=True)
+    signature = inspect.signature(command, eval_str=True)
+    parameters = [each for each in signature.parameters.values() if each.name != "options"]
+    for each in declared:
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters.append(inspect.Parameter(each.name, kind, default=default, annotation=hints[each.name]))
+    called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {each.name: each.annotation for each in parameters}
+    return called
+
+
+class WithBareSplit(TyperCommand):
+    """A command whose ``--split`` may stand without its number: as many stages as are best (0)."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, with_number(args))
+        except Exception as error:  # of the parser, and whose that is depends on the version of Typer
+            at = args.index("--split") + 1 if "--split" in args else len(args)
+            word = args[at] if at < len(args) and not args[at].startswith("-") else ""
+            if word and "unexpected extra" in str(error) and f"({word})" in str(error):
+                remedy = "write --split N, or --split alone: as many as are fastest"
+                raise UserError(f"--split {word}: that is no number of parts", remedy=remedy) from None
+            raise
+
+
+def with_number(args: list[str]) -> list[str]:
+    """The arguments with a number behind every ``--split``."""
+    given = list[str]()
+    for number, word in enumerate(args):
+        if word == "--":
+            return [*given, *args[number:]]
+        is_bare = word == "--split" and not (number + 1 < len(args) and args[number + 1].isdecimal())
+        given.append("--split=0" if is_bare else word)
+    return given
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises ``UserError`` where it is none of ``DTYPES``, nor empty."""
+    if dtype and dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype} is not a type to compute in", remedy=f"use {', '.join(DTYPES)}")
 
 
 def _unescaped(text: str) -> str:
     parts, letters = list[str](), iter(text)
     for letter in letters:
         following = next(letters, "") if letter == "\\" else ""
-        parts.append(_SHOWN.get(following, letter + following))
+        parts.append(_ESCAPED.get(following, letter + following))
     return "".join(parts)
 
 
-def on_terminal(text: str) -> str:
-    """Text of a model, which may write any byte: those that a terminal would obey are shown as �."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" + _JOINERS else "�" for letter in text)
-
-
 def write(text: str) -> None:
-    """Text as it comes, to standard output."""
+    """Write a model's text to standard output as it comes; what a terminal would obey is shown as �."""
     sys.stdout.write(on_terminal(text))
     sys.stdout.flush()
 
 
-def say_unused(text: ModelText) -> None:
-    """Tell of what the checkpoint's own settings ask for that is not done."""
-    if unused := text.unused_settings():
-        said = ", ".join(f"{key} = {value}" for key, value in unused.items())
-        typer.echo(f"({text.directory.name}/generation_config.json also says {said}: not applied)", err=True)
+def on_terminal(text: str) -> str:
+    return "".join(letter if letter.isprintable() or letter in "\n\t" + _JOINERS else "�" for letter in text)
 
 
-def by_verifier(checkpoint: Path | None, job: str, split: int | None, **others: object) -> bool:
-    """Whether a verifier of the cluster is to write: no model is named. ``others``: options that mean something with
-    a verifier only. Raises ``UserError``: both are named."""
-    if checkpoint is None and not job and split is None:
-        return True
-    if extra := next((name for name, value in others.items() if value), None):
-        option = f"--{extra.replace('_', '-')}"
-        raise UserError(f"{option} is for text of a verifier", remedy="leave out --checkpoint, --job and --split")
-    return False
-
-
-def one_checkpoint(command: str, checkpoint: Path | None, job: str, seed: str) -> Path:
-    """The directory that ``--checkpoint`` or ``--job`` means, on this machine. Raises ``UserError``."""
-    check_one(command, checkpoint, job)
-    return newest_in(checkpoint) if checkpoint is not None else newest_of_job(seed, job)
-
-
-def check_one(command: str, checkpoint: Path | None, job: str) -> None:
-    """Raises ``UserError`` unless exactly one is given."""
-    if (checkpoint is None) == (not job):
-        raise UserError(f"{command} needs one checkpoint", remedy="give either --checkpoint DIR or --job JOB")
+# ------------------------------------------------------------------------------------------------------- checkpoints
 
 
 def newest_in(directory: Path) -> Path:

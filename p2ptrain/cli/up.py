@@ -20,8 +20,7 @@ from p2ptrain.cli.runtime import (
     default_state_dir,
     run,
 )
-from p2ptrain.cli.split_options import DtypeOption
-from p2ptrain.cli.text_options import CheckpointOption
+from p2ptrain.cli.text_options import CheckpointOption, DtypeOption
 from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed, UserError
 
 if TYPE_CHECKING:
@@ -161,15 +160,14 @@ def _hold(
     split: int, spare: int, checkpoint: Path, memory: str, dtype: str, root: Path, port: int, link: str, as_json: bool
 ) -> None:
     """Check what can be checked before anything is started, then have workers hold the model. Raises ``UserError``."""
-    from p2ptrain.cli.split_options import split_wish
-    from p2ptrain.cli.text_options import newest_in
+    from p2ptrain.cli.text_options import check_dtype, newest_in
     from p2ptrain.cli.up_cluster import SplitPlan, hold
     from p2ptrain.core.model_config import config_untrusted
     from p2ptrain.core.texts import size_of
 
     if memory:
         size_of(memory)  # refused here: each worker would only end
-    split_wish(split, dtype, "", 0)
+    check_dtype(dtype)
     directory = newest_in(checkpoint).absolute()
     try:
         table = config_untrusted((directory / "config.json").read_text("utf-8"))

@@ -537,10 +537,9 @@ class SplitPlan:
 
 async def hold(plan: SplitPlan, *, as_json: bool) -> None:
     """Start everything, load the model, and stay until Ctrl+C. Raises ``P2PTrainError``."""
-    from p2ptrain.cli.split import LEAVE_S, Wanted, planned, within
-    from p2ptrain.cli.split_chat import positions_of
-    from p2ptrain.cli.split_options import SplitWish
+    from p2ptrain.cli.split import LEAVE_S, conversation_positions, planned, within
     from p2ptrain.cli.stopping import stoppable, unless_stopped
+    from p2ptrain.cli.text_options import SplitOptions
 
     console, stop = stoppable()
     cluster = LocalCluster(plan.root, plan.port)
@@ -552,8 +551,9 @@ async def hold(plan: SplitPlan, *, as_json: bool) -> None:
         console.event("info", workers_start(plan.workers, cluster))
         await cluster.joined(list(cluster.peers))
         workers = list(cluster.peers.values())
-        wanted = Wanted(SplitWish(plan.stages, plan.dtype), plan.checkpoint, "", cluster.address)
-        async with planned(wanted, lambda text: positions_of(wanted, text), console) as loading:
+        options = SplitOptions(plan.stages, plan.dtype)
+        found = planned(options, plan.checkpoint, "", cluster.address, conversation_positions, console)
+        async with found as loading:
             chain = await cluster.while_alive(loading.load(), needed=[cluster.seed, *workers])
             try:
                 _tell_held(loading, chain, plan, as_json=as_json)
@@ -577,9 +577,10 @@ async def hold(plan: SplitPlan, *, as_json: bool) -> None:
 def _tell_held(loaded: Planned, chain: Chain, plan: SplitPlan, *, as_json: bool) -> None:
     """What is there now, and how to use it."""
     from p2ptrain.cli.placement import placement_map, print_prediction
-    from p2ptrain.cli.split_stats import Meter, print_split_facts, split_facts
+    from p2ptrain.cli.split import print_split_facts, split_facts
+    from roles.verifier.targets import PassTimes
 
-    placement, facts = chain.plan.placement, split_facts(chain, Meter(), loaded.encoding)
+    placement, facts = chain.plan.placement, split_facts(chain, PassTimes(), loaded.encoding)
     seed_at = f"{LOOPBACK}:{plan.port}"
     if as_json:
         where = {"seed": seed_at, "state": str(plan.root), "checkpoint": loaded.label}

@@ -253,6 +253,7 @@ class ChatFormat:
     """How turns become the ids that a model goes on from.
 
     Attributes:
+        text: the model's text side.
         is_plain: there is no chat template.
         stop: strings that end an answer, beside the end tokens.
         end_tokens: ids that end an answer, beside the model's: the one that its tokenizer names.
@@ -262,7 +263,7 @@ class ChatFormat:
     """
 
     def __init__(self, text: ModelText) -> None:
-        self._text = text
+        self.text = text
         self._fast: Any = _templated(text.directory)
         self.is_plain = self._fast is None
         self.stop = (f"\n{_PLAIN_NAMES[USER]}",) if self.is_plain else ()
@@ -272,7 +273,7 @@ class ChatFormat:
     def ids(self, turns: Sequence[Turn]) -> list[int]:
         """The ids after which the model's next answer comes. Raises ``UserError`` where the template refuses."""
         if self.is_plain:
-            return self._text.prompt_ids(written(turns) + f"\n{_PLAIN_NAMES[ASSISTANT]}")
+            return self.text.prompt_ids(written(turns) + f"\n{_PLAIN_NAMES[ASSISTANT]}")
         from jinja2 import TemplateError
 
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
@@ -280,10 +281,10 @@ class ChatFormat:
             prompt = self._fast.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except (TemplateError, TypeError, ValueError) as error:
             raise UserError(
-                f"the chat template of {self._text.directory} refuses: {str(error) or type(error).__name__}",
+                f"the chat template of {self.text.directory} refuses: {str(error) or type(error).__name__}",
                 remedy="some know no system text: leave --system out",
             ) from error
-        return self._text.plain_ids(prompt)
+        return self.text.plain_ids(prompt)
 
 
 def written(turns: Sequence[Turn]) -> str:

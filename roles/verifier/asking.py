@@ -1,24 +1,23 @@
-"""What may be asked of a verifier, whoever asks: a client over the wire, or a program over HTTP."""
+"""The text service: questions in, pieces of text out, wherever the model is.
+
+``service.VerifierService`` writes with a model of this process or of workers; ``client.VerifierClient`` has a verifier
+of the cluster write. ``generate``, ``chat``, a verifier's connections and its HTTP endpoint all use this interface.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from p2ptrain.compute.text import Turn
+from p2ptrain.core.errors import JobFailed
 from p2ptrain.core.serving import SamplingWish
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """One turn of a conversation. ``role``: ``system``, ``user`` or ``assistant``."""
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
+class TextRequest:
     """What is to be written.
 
     Attributes:
@@ -26,15 +25,15 @@ class Wish:
         turns: a conversation, whose next turn is the assistant's. One of the two is empty.
         max_new_tokens: None: as many as the model's context has room for.
         stop: the text ends before the first of these.
-        speculate: ``auto``, or ``off``: the verifier by itself.
+        speculate: whether drafters may help.
     """
 
     prompt: str = ""
-    turns: tuple[Said, ...] = ()
+    turns: tuple[Turn, ...] = ()
     max_new_tokens: int | None = None
     sampling: SamplingWish = field(default_factory=SamplingWish)
     stop: tuple[str, ...] = ()
-    speculate: str = "auto"
+    speculate: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +77,14 @@ class TextService(Protocol):
         model: its name. context: positions at most; None: not known. created: Unix seconds, of the model's files.
     """
 
-    model: str
-    context: int | None
-    created: int
+    @property
+    def model(self) -> str: ...
+    @property
+    def context(self) -> int | None: ...
+    @property
+    def created(self) -> int: ...
 
-    async def write(self, wish: Wish) -> Writing:
+    async def write(self, request: TextRequest) -> Writing:
         """Begin.
 
         Raises:
@@ -92,3 +94,11 @@ class TextService(Protocol):
             P2PTrainError: the model cannot.
         """
         ...
+
+
+def failed(mistake: Exception) -> JobFailed:
+    """Report a mistake of this program to the loop's exception handler; returns what the asker is told."""
+    context = {"message": "a text failed", "exception": mistake}
+    asyncio.get_running_loop().call_exception_handler(context)
+    text = f"the verifier failed over this text: {type(mistake).__name__}: {mistake}"
+    return JobFailed(text, remedy="this is a mistake in p2ptrain; the verifier's terminal tells more")

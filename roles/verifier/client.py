@@ -1,7 +1,7 @@
 """The client of a verifier: a question over a connection, and the text as it comes.
 
-Which verifiers there are the seed knows (``serving.list``). One that is lost in the middle of a text cannot be taken up
-by another: its client says how much had come, and asks again.
+The seed knows which verifiers there are (``serving.list``). When one is lost in the middle of a text, no other can take
+that text up: the client says how much had come, and the person asks again.
 """
 
 from __future__ import annotations
@@ -11,88 +11,47 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Self
 
 from p2ptrain.core.activations import ID_BYTES, decode_ids
-from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused, UserError
-from p2ptrain.core.ids import is_id
+from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import Network
 from roles.background import Background
 from roles.line import QUIET_S, Line
-from roles.verifier.asking import Piece, Wish
-from roles.verifier.door import MOST_BYTES, MOST_STOPS, MOST_TURNS, STOP_CHARS
-from roles.verifier.refusals import error_untrusted
+from roles.verifier.asking import Piece, TextRequest
+from roles.verifier.protocol import error_untrusted, question
 from wire import generate_messages as wire
 from wire.address import is_loopback
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Message
+from wire.records import ServingInfo
 
 DIAL_S = 5.0
 VERIFIER = "verifier"
 ENDS = ("stop", "end", "length", "cancelled")
 MOST_PIECES = 1 << 16
-"""That may wait here for who reads them, of one text: far more than a correct verifier sends to somebody who does."""
-
+"""Pieces of one text that may wait here: far more than a correct verifier sends to somebody who reads."""
 MOST_CHARS = 1 << 28
 IF_LOST = "ask again when it is back, or ask another one: p2ptrain generate --verifier NAME"
 
 
-@dataclass(frozen=True, slots=True)
-class VerifierAt:
-    """A verifier and where it listens. ``context``: 0 where nobody says; ``weights``: empty where nobody does."""
-
-    id: str
-    name: str
-    host: str
-    port: int
-    model: str
-    context: int
-    sessions: int
-    drafters: int
-    weights: str = ""
-
-    @property
-    def writes(self) -> tuple[str, str]:
-        """What it writes with: two of which this is equal write the same text."""
-        return self.model, self.weights
-
-    def dialled(self, seed_host: str) -> str:
-        """The host to dial: where it told none that others can use, it is on the seed's machine."""
-        return seed_host if not self.host or (is_loopback(self.host) and not is_loopback(seed_host)) else self.host
-
-
-def verifiers_untrusted(answer: dict[str, Any]) -> list[VerifierAt]:
-    """Those in the answer to ``serving.list``. Raises ``ProtocolError``."""
-    items = answer.get("serving")
-    if not isinstance(items, list):
-        raise ProtocolError("serving.list was answered without a list")
-    return [_verifier_untrusted(item) for item in items if isinstance(item, dict) and item.get("role") == VERIFIER]
-
-
-def _verifier_untrusted(item: dict[str, Any]) -> VerifierAt:
-    texts = {name: item.get(name, "") for name in ("id", "name", "host", "model", "weights")}
-    numbers = {name: item.get(name) for name in ("port", "context", "sessions")}
-    drafters = item.get("drafters")
-    if not all(isinstance(value, str) and len(value) <= 4096 for value in texts.values()):
-        raise ProtocolError("the seed tells of a verifier that has no name, or no place")
-    if not all(type(value) is int and 0 <= value < 1 << 53 for value in numbers.values()):
-        raise ProtocolError("the seed tells of a verifier with a number that cannot be")
-    found = VerifierAt(**texts, **numbers, drafters=len(drafters) if isinstance(drafters, list) else 0)  # type: ignore[arg-type]
-    if not is_id(found.id) or not 0 < found.port < 65536:
-        raise ProtocolError("the seed tells of a verifier where nobody can be")
-    return found
+def dialled_host(verifier: ServingInfo, seed_host: str) -> str:
+    """The host to dial: where it told none that others can use, it is on the seed's machine."""
+    host = verifier.host
+    return seed_host if not host or (is_loopback(host) and not is_loopback(seed_host)) else host
 
 
 class VerifierClient:
-    """A connection to a verifier, for any number of questions.
+    """A connection to a verifier, for any number of questions: a ``TextService``.
 
     Attributes:
         verifier: who it is.
     """
 
-    def __init__(self, verifier: VerifierAt, connection: Connection, if_lost: str = IF_LOST) -> None:
+    created = 0  # of a model's files, which are the verifier's
+
+    def __init__(self, verifier: ServingInfo, connection: Connection, if_lost: str = IF_LOST) -> None:
         self.verifier = verifier
         self._if_lost = if_lost
         self._connection = connection
@@ -101,13 +60,13 @@ class VerifierClient:
         self._next = 1
         self._problem: P2PTrainError | None = None
         self._tasks = Background()
-        self._hearing = self._tasks.start(self._hear(), f"verifier {verifier.name}")
+        self._tasks.start(self._hear(), f"verifier {verifier.name}")
 
     @classmethod
     async def dial(
         cls,
         network: Network,
-        verifier: VerifierAt,
+        verifier: ServingInfo,
         *,
         seed_host: str,
         peer_id: str,
@@ -118,7 +77,7 @@ class VerifierClient:
         hello = local_hello(peer_id=peer_id, name=name, roles=["operator"], purpose="generate")
         connection, welcome = await dial(
             network,
-            verifier.dialled(seed_host),
+            dialled_host(verifier, seed_host),
             verifier.port,
             hello,
             timeout_s=DIAL_S,
@@ -131,10 +90,18 @@ class VerifierClient:
         return cls(verifier, connection, if_lost)
 
     @property
+    def model(self) -> str:
+        return self.verifier.model
+
+    @property
+    def context(self) -> int | None:
+        return self.verifier.context or None
+
+    @property
     def lost(self) -> bool:
         return self._problem is not None
 
-    async def ask(self, wish: Wish) -> Text:
+    async def write(self, request: TextRequest) -> Text:
         """Ask, and wait until it begins to write: others may be in front.
 
         Raises:
@@ -143,14 +110,14 @@ class VerifierClient:
         """
         if self._problem is not None:
             raise self._lost(None)
-        ask, data = question(wish)
+        ask, data = question(request)
         stream = self._next
         self._next += 1
         text = self._texts[stream] = Text(self, stream)
         try:
             self._connection.send(ask, stream=stream)
             self._connection.send_bulk(memoryview(data), generation=0, stream=stream)
-            await text.began()
+            await text.begun()
         except ConnectionLost as problem:
             self._end(problem)
             raise self._lost(None) from problem
@@ -165,16 +132,11 @@ class VerifierClient:
         await self._connection.close(timeout_s=0.5)
         await self._tasks.stop()
 
-    # ------------------------------------------------------------------------------------------------------ for texts
-
     def stop(self, stream: int) -> None:
-        """No more of it is wanted."""
-        with suppress(ConnectionLost):  # then nothing comes, either
-            self._connection.send(wire.Stop(), stream=stream)
-
-    def forget(self, stream: int) -> None:
-        """Nobody reads it any more."""
-        self._texts.pop(stream, None)
+        """For its texts: no more of this one is wanted, and nobody reads it any more."""
+        if self._texts.pop(stream, None) is not None:
+            with suppress(ConnectionLost):  # then nothing comes, either
+                self._connection.send(wire.Stop(), stream=stream)
 
     def _lost(self, text: Text | None) -> NetworkError:
         assert self._problem is not None
@@ -186,8 +148,6 @@ class VerifierClient:
         return NetworkError(
             f"the verifier {name} was lost in the middle of a text: {why}; {made}", remedy=self._if_lost
         )
-
-    # ------------------------------------------------------------------------------------------------------ internals
 
     async def _hear(self) -> None:
         problem: P2PTrainError = ConnectionLost("it closed the connection")
@@ -214,15 +174,17 @@ class VerifierClient:
             raise ProtocolError(f"a verifier does not say {type(message).__name__} to a client")
         if not 0 < stream < self._next:
             raise ProtocolError(f"an answer to question {stream}, which was not asked")
-        if (text := self._texts.get(stream)) is not None:  # else nobody reads it any more
-            text.take_untrusted(message)
+        if (text := self._texts.get(stream)) is None:  # nobody reads it any more
+            return
+        text.take_untrusted(message)
+        if isinstance(message, wire.Written | wire.AskRefused):
+            self._texts.pop(stream, None)
 
 
 class Text:
-    """What a verifier writes: an async iterator of pieces.
+    """What a verifier writes: a ``Writing``.
 
     Attributes:
-        prompt_tokens, left_out, ended: as of ``asking.Writing``.
         chars: that came. count: tokens of them.
     """
 
@@ -240,7 +202,7 @@ class Text:
         return self
 
     async def __anext__(self) -> Piece:
-        """Raises as ``VerifierClient.ask``."""
+        """Raises as ``VerifierClient.write``."""
         while not self._pieces:
             if self._error is not None:
                 raise self._error
@@ -253,20 +215,12 @@ class Text:
         """What the verifier says of how it came about; empty before the end."""
         return self._stats
 
-    def cancel(self) -> None:
-        """No more is wanted; what comes of it until the verifier heard this is still given out."""
-        if not self.ended and self._error is None:
-            self._client.stop(self._stream)
-
     async def close(self) -> None:
         """End it. Never raises."""
-        self.cancel()
-        self._client.forget(self._stream)
+        self._client.stop(self._stream)
 
-    # --------------------------------------------------------------------------------------------------- for the client
-
-    async def began(self) -> None:
-        """Raises as ``VerifierClient.ask``."""
+    async def begun(self) -> None:
+        """Wait until it is being written. Raises as ``VerifierClient.write``."""
         while not self._began:
             if self._error is not None:
                 raise self._error
@@ -292,11 +246,9 @@ class Text:
                 if ended not in ENDS or not (self._began or ended == "cancelled"):
                     raise ProtocolError(f"a text that ends by {ended[:40]!r}")
                 self._began, self.ended, self._stats = True, ended, _plain(stats)
-                self._client.forget(self._stream)
             case wire.AskRefused():
                 so_far = f" (after {self.count} tokens of the text)" if self._began else ""
                 self.fail(error_untrusted(message, self._client.verifier.name, so_far))
-                self._client.forget(self._stream)
         self._news.set()
 
     def _take_piece_untrusted(self, piece: wire.Piece) -> None:
@@ -325,28 +277,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     return value
-
-
-def question(wish: Wish) -> tuple[wire.Ask, bytes]:
-    """As it travels. Raises ``UserError`` where it is more than a verifier takes."""
-    texts = [turn.content.encode() for turn in wish.turns] or [wish.prompt.encode()]
-    if (size_bytes := sum(map(len, texts))) > MOST_BYTES or len(texts) > MOST_TURNS:
-        raise UserError(
-            f"the question has {size_bytes} bytes in {len(texts)} parts",
-            remedy=f"ask a shorter one: at most {MOST_BYTES >> 20} MiB in {MOST_TURNS} parts",
-        )
-    if len(wish.stop) > MOST_STOPS or any(len(text) > STOP_CHARS for text in wish.stop):
-        raise UserError(f"a verifier takes {MOST_STOPS} stop strings of {STOP_CHARS} characters", remedy="give fewer")
-    wanted = wish.sampling
-    ask = wire.Ask(
-        sizes=[len(text) for text in texts],
-        roles=[turn.role for turn in wish.turns],
-        max_new_tokens=wish.max_new_tokens or 0,
-        temperature=wanted.temperature,
-        top_k=wanted.top_k,
-        top_p=wanted.top_p,
-        seed=wanted.seed,
-        stop=list(wish.stop),
-        speculate=wish.speculate,
-    )
-    return ask, b"".join(texts)

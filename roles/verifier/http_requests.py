@@ -2,21 +2,25 @@
 
 Three kinds of parameters: those that are obeyed are fields; those that change nothing about the text are ignored
 (``IGNORED``); all others are refused with the reason, but for values that ask for nothing (``NOT_OBEYED``). To leave
-out silently what would have changed the text would be worse than to refuse.
+out silently what would have changed the text would be worse than to refuse. A ``Problem`` is what goes wrong, in the
+form in which OpenAI's clients expect it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
+from starlette.responses import Response
 
+from p2ptrain.compute.text import Turn
+from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, Refused, ResourceError, TooLong, UserError
 from p2ptrain.core.serving import MOST_TOP_K, SamplingWish
-from roles.verifier.asking import Said, Wish
-from roles.verifier.http_problems import Problem
+from roles.verifier.asking import TextRequest
 
 MOST_PROMPTS = 16
 """Of one request: they are written one after the other."""
@@ -69,18 +73,81 @@ NOT_OBEYED: dict[str, tuple[tuple[Any, ...], str]] = {
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
+RETRY_AFTER_S = 2
+"""What a client is told to wait where it is too busy here: a text takes seconds, so a place is free soon."""
+
+HEADERS = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
+"""Of every answer: no browser is to guess what it is, nobody to keep it."""
+
+
+class Problem(Exception):
+    """What a client is told instead of an answer.
+
+    Args:
+        status: of HTTP.
+        message: for people, with what to do about it.
+        code: a stable word for programs, OpenAI's where it has one.
+        param: of the request, where one is at fault.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, code: str = "", param: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+        self.headers = dict(headers or {})
+
+    def as_json(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        said = {"message": self.message, "type": kind, "param": self.param or None, "code": self.code or None}
+        return {"error": said}
+
+    def response(self) -> Response:
+        return json_response(self.as_json(), status=self.status, headers=self.headers)
+
+
+def json_bytes(said: Mapping[str, Any]) -> bytes:
+    """``said`` as JSON of ASCII letters only.
+
+    Half a surrogate pair has no UTF-8, and some clients take U+2028 for the end of a line, which is one of an event.
+    """
+    return json.dumps(said, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def json_response(said: Mapping[str, Any], *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(json_bytes(said), status, HEADERS | dict(headers or {}), media_type="application/json")
+
+
+def problem_of(error: Exception) -> Problem:
+    """What a client is told of ``error``: of one that nobody expected, nothing but that it was one."""
+    if isinstance(error, Problem):
+        return error
+    if not isinstance(error, P2PTrainError):
+        return Problem(500, "a mistake in this program; whoever runs it finds it told there", code="internal_error")
+    message = f"{error.message}: {error.remedy}" if error.remedy else error.message
+    if isinstance(error, TooLong):
+        return Problem(400, message, code="context_length_exceeded")
+    if isinstance(error, UserError):
+        return Problem(400, message, code="invalid_value")
+    if isinstance(error, Refused | ResourceError):
+        return Problem(503, message, code="overloaded", headers={"retry-after": str(RETRY_AFTER_S)})
+    if isinstance(error, NetworkError | PeerError):
+        return Problem(503, message, code="model_unreachable", headers={"retry-after": str(RETRY_AFTER_S)})
+    return Problem(500, message, code="model_failed")
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One that can be obeyed.
 
     Attributes:
         model: whose text is wanted.
-        wishes: one for each text, in order.
+        texts: one for each, in order.
         include_usage: the last event of a stream says how many tokens it were.
     """
 
     model: str
-    wishes: tuple[Wish, ...]
+    texts: tuple[TextRequest, ...]
     stream: bool
     include_usage: bool
 
@@ -104,7 +171,7 @@ def read_chat(body: bytes, draw_seed: Callable[[], int]) -> Request:
                 raise _refused(f"messages.{index}.{_shown(name)}", _TEXT_ONLY)
     if given.messages[-1].role != "user":
         raise _wrong("messages", "the last message must be a user's: the next one is written")
-    turns = tuple(Said(message.role, message.content) for message in given.messages)
+    turns = tuple(Turn(message.role, message.content) for message in given.messages)
     return _request(given, ({"turns": turns},), draw_seed)
 
 
@@ -234,18 +301,18 @@ def _request(given: _Body, asked: tuple[dict[str, Any], ...], draw_seed: Callabl
         top_p=given.top_p,
         seed=draw_seed() if given.seed is None else given.seed,
     )
-    wishes = tuple(
-        Wish(
+    texts = tuple(
+        TextRequest(
             **text,
             max_new_tokens=max(named) if named else None,
             sampling=sampling,
             stop=given.stop,
-            speculate=given.speculate,
+            speculate=given.speculate == "auto",
         )
         for text in asked
     )
     usage = given.stream_options is not None and bool(given.stream_options.include_usage)
-    return Request(given.model, wishes, stream=bool(given.stream), include_usage=usage)
+    return Request(given.model, texts, stream=bool(given.stream), include_usage=usage)
 
 
 def _wrong(param: str, message: str) -> Problem:

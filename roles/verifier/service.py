@@ -1,42 +1,40 @@
-"""Texts from a model and its drafters, for whoever asks: over the wire, or over HTTP.
+"""Texts from a model and its drafters, for whoever asks: the ``TextService`` over a target.
 
-So many are written at a time; others wait, and are told when that would take too long. A conversation's next question
+So many texts are written at a time; others wait, and are told when that takes too long. A conversation's next question
 begins with what the model has computed for the one before: that is kept for a while, and is not computed again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
 
-from p2ptrain.compute.text import ASSISTANT, SYSTEM, USER, ChatFormat, Conversation, ModelText, TextWriter, Turn
+from p2ptrain.compute.text import ASSISTANT, SYSTEM, USER, ChatFormat, Conversation, ModelText, TextWriter
 from p2ptrain.core.errors import P2PTrainError, Refused, ResourceError, UserError
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.world import World
+from roles.background import Background
+from roles.chain.generation import common_prefix
 from roles.speculation.cost_model import MOST_DRAFTS, CostModel
 from roles.speculation.verifying import Stats
-from roles.verifier.asking import Wish
+from roles.verifier.asking import TextRequest
 from roles.verifier.drafting_source import Connected, DrafterSource, NoDrafters
-from roles.verifier.kept import Kept, KeptSession
-from roles.verifier.places import BUSY, LONGEST_WAIT_S, Places, patience_s
 from roles.verifier.session import TextSession
 from roles.verifier.stats import Rate, Recent, added, figures_of, shares_of
-from roles.verifier.target import Target
+from roles.verifier.targets import Target, TargetSession
 from wire.handshake import RefusalCode
 
 CONVERSATION_POSITIONS = 4096
 """Of a conversation's session, at least, where the model knows as many: the next question fits, too."""
 WARM_UP = (8, 9)
 """Positions of a prompt, and steps of which the median counts, before anybody asks."""
+LEAST_KEPT = 16
+"""Positions that are worth to be found again."""
 _ROLES = (SYSTEM, USER, ASSISTANT)
-_FIRST_GUESS_S = 30.0
-"""That a text takes, before any was written."""
-_USUAL_OF = 4
-"""Of so many texts what one takes is a mean; later ones count the more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ class ServiceOptions:
     """What a person chose.
 
     Attributes:
-        sessions: texts written at a time. waiting: more of them that wait.
+        sessions: texts written at a time. waiting: more of them that wait, each for ``wait_s`` at most.
         positions: that one may have, prompt included; 0: as many as the model knows.
         kept: conversations whose computed part is kept for the next question. kept_s: for so long.
         most_drafts: that a pass takes; how many are of use it finds out by itself.
@@ -52,6 +50,7 @@ class ServiceOptions:
 
     sessions: int = 4
     waiting: int = 32
+    wait_s: float = 60.0
     positions: int = 0
     kept: int = 2
     kept_s: float = 180.0
@@ -60,7 +59,7 @@ class ServiceOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A wish, as token ids and numbers. ``grows``: it is a conversation, and goes on."""
+    """A request, as token ids and numbers. ``grows``: it is a conversation, and goes on."""
 
     ids: list[int]
     max_new_tokens: int
@@ -70,28 +69,42 @@ class Prepared:
     grows: bool
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptSession:
+    """A target's session, what it was opened for, and the ids that it has computed."""
+
+    session: TargetSession
+    positions: int
+    sampling: Sampling
+    ids: tuple[int, ...] = ()
+
+    def usable(self, ids: Sequence[int], positions: int, sampling: Sampling) -> int:
+        """How much of the beginning of ``ids`` it has; 0 where another conversation may still want it."""
+        same = common_prefix(self.ids, ids)
+        fits = self.positions >= positions and self.sampling == sampling and not self.session.lost
+        return same if fits and same >= LEAST_KEPT and 2 * same >= len(self.ids) else 0
+
+
 @dataclass(slots=True)
 class _Running:
-    """A text under way: since when, in what, and what it may become."""
+    """A text under way, and what it is written in. ``came_before``: tokens that the rate has seen."""
 
-    began_at: float
     opened: KeptSession
-    max_new_tokens: int
     speculates: bool
-    came_before: int = 0  # tokens that the rate has seen
+    came_before: int = 0
 
 
 class VerifierService:
     """A ``TextService``.
 
     Args:
-        text: the model's text side; its context becomes what a session may have here. form: of conversations.
+        text: the model's text side; its context becomes what a session may have here.
+        form: of conversations; None: it is read when the first one comes.
         model: its name, for people and programs. created: Unix seconds, of its files.
-
         on_change: called when a text begins or ends.
 
     Attributes:
-        kept: what is computed and may be used again. cost_model: what its texts have learned of drafters.
+        kept: sessions that nobody uses now, the oldest first. cost_model: what its texts have learned of drafters.
     """
 
     def __init__(
@@ -100,7 +113,7 @@ class VerifierService:
         target: Target,
         text: ModelText,
         *,
-        form: ChatFormat,
+        form: ChatFormat | None = None,
         model: str,
         created: int,
         drafters: DrafterSource | None = None,
@@ -116,16 +129,15 @@ class VerifierService:
         self._drafters = drafters or NoDrafters()
         self._now = world.clock.now
         self._thread = world.threads.start("text")  # a long prompt takes a second to become ids
-        self._places = Places(self._options.sessions, self._options.waiting, self._expected_s)
-        self.kept = Kept(self._options.kept, self._options.kept_s)
+        self._places, self._waiting = asyncio.Semaphore(self._options.sessions), 0
+        self.kept: list[KeptSession] = []
+        self._closing = Background()
         self._running: dict[TextSession, _Running] = {}
         self._ended = asyncio.Event()
         self._rate = Rate()
         self._total = Stats()
         self._recent, self._ended_sums = Recent(), dict[str, float]()
         self.cost_model = CostModel()
-        self._usual_s, self._usual_of = _FIRST_GUESS_S, 0
-        self._preparing = 0
         self._closed = False
         self._on_change = on_change
 
@@ -146,23 +158,23 @@ class VerifierService:
             await session.close()
         self.cost_model = CostModel(median(took_s))
 
-    async def write(self, wish: Wish) -> TextSession:
+    async def write(self, request: TextRequest) -> TextSession:
         """As ``TextService.write``."""
-        if wish.speculate not in ("auto", "off"):
-            raise UserError(f"speculate = {wish.speculate!r} is neither auto nor off")
-        prepared = await self._as_ids(wish)
-        await self._places.enter()
+        await self._enter()
         try:
             if self._closed:
-                raise Refused(RefusalCode.SHUTTING_DOWN, "the verifier is leaving", remedy="ask another one")
+                raise _leaving()
+            prepared = await self._thread.submit(partial(self._prepared, request))
             opened, cached = await self._opened(prepared)
             try:
-                return self._begun(prepared, opened, cached, wish.speculate == "auto")
+                if self._closed:
+                    raise _leaving()
+                return self._begun(prepared, opened, cached, request.speculate)
             except BaseException:
-                self.kept.let_go(opened.session)
+                self._let_go(opened)
                 raise
         except BaseException:
-            self._places.leave()
+            self._places.release()
             raise
 
     def figures(self) -> dict[str, float]:
@@ -176,7 +188,7 @@ class VerifierService:
         for stats in (self._total, *(session.core.stats for session in running)):
             total.add(stats)
         counts = {name: float(getattr(total, name)) for name in ("tokens", "drafted", "accepted", "wasted")}
-        figures = {"tokens_per_s": self._rate.per_s(now), "waiting": float(self._places.waiting)}
+        figures = {"tokens_per_s": self._rate.per_s(now), "waiting": float(self._waiting)}
         return figures | counts | figures_of(self._recent.grown, self.cost_model.step_s)
 
     def drafters(self) -> list[tuple[Connected, float | None]]:
@@ -197,40 +209,48 @@ class VerifierService:
         """End all texts. The target stays. Never raises."""
         self._closed = True
         if self._running:
-            leaving = Refused(RefusalCode.SHUTTING_DOWN, "the verifier is leaving", remedy="ask another one")
-            await asyncio.gather(*(session.end(leaving) for session in list(self._running)))
-        await self.kept.close()
+            await asyncio.gather(*(session.end(_leaving()) for session in list(self._running)))
+        for kept in list(self.kept):
+            self._let_go(kept)
+        await self._closing.settle(timeout_s=self._options.wait_s)
         self._thread.close()
 
     # ------------------------------------------------------------------------------------------------------- beginning
 
-    async def _as_ids(self, wish: Wish) -> Prepared:
-        """Raises ``UserError``; ``Refused`` where too many prompts wait for the one thread that does this."""
-        if self._preparing > self._options.waiting:
-            text = f"the verifier is busy: {self._preparing} prompts are being read"
-            raise Refused(BUSY, text, remedy="try again in a few seconds")
-        self._preparing += 1
+    async def _enter(self) -> None:
+        """Take a place among those that write, in the order in which they ask. Raises ``Refused``: it is too busy."""
+        options = self._options
+        busy = f"{options.sessions} texts are being written, and {self._waiting} wait"
+        remedy = "try again in a few seconds, or start another verifier"
+        if self._places.locked() and self._waiting >= options.waiting:
+            raise Refused(RefusalCode.BUSY, f"the verifier is busy: {busy}", remedy=remedy)
+        self._waiting += 1
         try:
-            return await self._thread.submit(partial(self._prepared, wish))
+            async with asyncio.timeout(options.wait_s):
+                await self._places.acquire()
+        except TimeoutError:
+            text = f"the verifier is busy: no place became free within {options.wait_s:.0f} s"
+            raise Refused(RefusalCode.BUSY, text, remedy=remedy) from None
         finally:
-            self._preparing -= 1
+            self._waiting -= 1
 
-    def _prepared(self, wish: Wish) -> Prepared:
+    def _prepared(self, request: TextRequest) -> Prepared:
         """On the text thread. Raises ``UserError``."""
-        text, form = self._text, self._form
-        sampling = text.sampling(wish.sampling)
-        if wish.max_new_tokens is not None and wish.max_new_tokens < 1:
-            raise UserError(f"{wish.max_new_tokens} new tokens are none", remedy="ask for at least one")
-        if not wish.turns:
-            ids = text.prompt_ids(wish.prompt)
-            most = self._most(len(ids)) if wish.max_new_tokens is None else wish.max_new_tokens
+        text = self._text
+        sampling = text.sampling(request.sampling)
+        if request.max_new_tokens is not None and request.max_new_tokens < 1:
+            raise UserError(f"{request.max_new_tokens} new tokens are none", remedy="ask for at least one")
+        if not request.turns:
+            ids = text.prompt_ids(request.prompt)
+            most = self._most(len(ids)) if request.max_new_tokens is None else request.max_new_tokens
             text.checked(ids, most)
-            return Prepared(ids, most, 0, text.writer(ids, stop=wish.stop), sampling, grows=False)
-        if wish.prompt:
+            return Prepared(ids, most, 0, text.writer(ids, stop=request.stop), sampling, grows=False)
+        if request.prompt:
             raise UserError("a prompt and a conversation", remedy="ask for one of them")
-        ids, most, left_out = _conversation(wish).fit(form, self.context, wish.max_new_tokens or self._most(0))
+        form = self._form = self._form or ChatFormat(text)
+        ids, most, left_out = _conversation(request).fit(form, self.context, request.max_new_tokens or self._most(0))
         ends = text.end_tokens | form.end_tokens
-        writer = text.writer(ids, stop=(*form.stop, *wish.stop), end_tokens=ends)
+        writer = text.writer(ids, stop=(*form.stop, *request.stop), end_tokens=ends)
         return Prepared(ids, most, left_out, writer, sampling, grows=True)
 
     def _most(self, taken: int) -> int:
@@ -238,43 +258,69 @@ class VerifierService:
         return max(1, (self.context or CONVERSATION_POSITIONS + taken) - taken)
 
     async def _opened(self, prepared: Prepared) -> tuple[KeptSession, int]:
-        """A session of the target, and how much of the prompt it has. Where others take the memory it waits for them.
+        """A session of the target, and how much of the prompt it has. Where memory is short, kept sessions are closed
+        for it, and texts under way are waited for.
 
         Raises:
             P2PTrainError: as ``Target.open``.
         """
-        ids, needs = prepared.ids, len(prepared.ids) + prepared.max_new_tokens
-        if (found := self.kept.take(ids, positions=needs, sampling=prepared.sampling)) is not None:
-            return found
+        ids, needs, sampling = prepared.ids, len(prepared.ids) + prepared.max_new_tokens, prepared.sampling
+        for lost in [kept for kept in self.kept if kept.session.lost]:
+            self._let_go(lost)
+        best = max(self.kept, key=lambda kept: kept.usable(ids, needs, sampling), default=None)
+        if best is not None and (cached := best.usable(ids, needs, sampling)):
+            self.kept.remove(best)
+            return best, cached
         room = needs
         if prepared.grows:
             room = max(needs, min(self.context or CONVERSATION_POSITIONS, CONVERSATION_POSITIONS))
-        due = self._now() + patience_s(self._expected_s(1))
         while True:
             try:
-                session = await self._target.open(positions=room, sampling=prepared.sampling)
+                session = await self._target.open(positions=room, sampling=sampling)
             except (ResourceError, Refused) as problem:
-                if isinstance(problem, Refused) and problem.code != BUSY:
+                if isinstance(problem, Refused) and problem.code != RefusalCode.BUSY:
                     raise
                 if room > needs:
                     room = needs
-                elif not await self.kept.drop_oldest():
-                    await self._one_ended(due, problem)
+                else:
+                    await self._free_memory(problem)
             else:
-                return KeptSession(session, room, prepared.sampling), 0
+                return KeptSession(session, room, sampling), 0
 
-    async def _one_ended(self, due: float, problem: P2PTrainError) -> None:
-        """Wait until a text ends, for its memory. Raises ``problem`` where none is being written, and ``Refused`` where
-        it takes too long."""
+    async def _free_memory(self, problem: P2PTrainError) -> None:
+        """Close the oldest kept session, else wait until a text ends. Raises ``problem`` where neither can help, and
+        ``Refused`` where it takes too long."""
+        if self.kept:
+            self._let_go(self.kept[0])
+        if len(self._closing):
+            await self._closing.settle(timeout_s=self._options.wait_s)
+            return
         if not self._running:
             raise problem
         self._ended.clear()
         try:
-            async with asyncio.timeout(max(0.0, due - self._now())):
+            async with asyncio.timeout(self._options.wait_s):
                 await self._ended.wait()
         except TimeoutError:
             text = f"the verifier is busy: {len(self._running)} texts take its memory"
-            raise Refused(BUSY, text, remedy="try again later, or ask for fewer tokens") from problem
+            raise Refused(RefusalCode.BUSY, text, remedy="try again later, or ask for fewer tokens") from problem
+
+    def _let_go(self, kept: KeptSession) -> None:
+        """Close a session, soon."""
+        if kept in self.kept:
+            self.kept.remove(kept)
+        self._closing.start(kept.session.close(), "close a session")
+
+    def _keep(self, kept: KeptSession) -> None:
+        """For the next question of its conversation; without room the oldest is closed."""
+        self.kept.append(kept)
+        asyncio.get_running_loop().call_later(self._options.kept_s, self._expire, kept)
+        if len(self.kept) > self._options.kept:
+            self._let_go(self.kept[0])
+
+    def _expire(self, kept: KeptSession) -> None:
+        if kept in self.kept:
+            self._let_go(kept)
 
     def _begun(self, prepared: Prepared, opened: KeptSession, cached: int, speculate: bool) -> TextSession:
         session = TextSession(
@@ -291,7 +337,7 @@ class VerifierService:
             most_drafts=self._options.most_drafts,
         )
         drafters = self._drafters if speculate else NoDrafters()
-        self._running[session] = _Running(self._now(), opened, prepared.max_new_tokens, speculate)
+        self._running[session] = _Running(opened, speculate)
         try:
             session.begin(drafters, positions=opened.positions, sampling=opened.sampling)
         except BaseException:
@@ -308,15 +354,14 @@ class VerifierService:
         if running.speculates:
             self._ended_sums = added([self._ended_sums, session.sums()])
             self._note_recent()
-        self._usual_of = min(self._usual_of + 1, _USUAL_OF)
-        self._usual_s += (now - running.began_at - self._usual_s) / self._usual_of
-        self._places.leave()
+        self._places.release()
         self._ended.set()
         self._on_change()
-        if clean and not self._closed:
-            self.kept.keep(replace(running.opened, ids=tuple(session.core.history[:-1])))
+        kept = replace(running.opened, ids=tuple(session.core.history[:-1]))
+        if clean and not self._closed and len(kept.ids) >= LEAST_KEPT:
+            self._keep(kept)
         else:
-            self.kept.let_go(running.opened.session)
+            self._let_go(kept)
 
     def _note(self, session: TextSession, now: float) -> None:
         running = self._running[session]
@@ -328,23 +373,14 @@ class VerifierService:
         under_way = [session.sums() for session, running in self._running.items() if running.speculates]
         self._recent.note(added([self._ended_sums, *under_way]), self.cost_model.step_s)
 
-    def _expected_s(self, places: int) -> float:
-        """Until so many places have become free, as far as is known."""
-        now = self._now()
-        left = list[float]()
-        for session, running in self._running.items():
-            made = session.core.stats.tokens
-            spent_s = now - running.began_at
-            left.append(spent_s * (running.max_new_tokens / made - 1) if made else self._usual_s)
-        if not left:
-            return self._usual_s
-        rounds, place = divmod(places - 1, len(left))
-        return min(sorted(left)[place] + rounds * self._usual_s, LONGEST_WAIT_S)
+
+def _leaving() -> Refused:
+    return Refused(RefusalCode.SHUTTING_DOWN, "the verifier is leaving", remedy="ask another one")
 
 
-def _conversation(wish: Wish) -> Conversation:
+def _conversation(request: TextRequest) -> Conversation:
     """Raises ``UserError``."""
-    turns = [Turn(turn.role, turn.content) for turn in wish.turns]
+    turns = request.turns
     for turn in turns:
         if turn.role not in _ROLES:
             raise UserError(f"a turn of {turn.role[:40]!r}", remedy=f"roles are {', '.join(_ROLES)}")

@@ -18,11 +18,10 @@ from roles.background import Background
 from roles.speculation import events as ev
 from roles.speculation.cost_model import MOST_DRAFTS, CostModel
 from roles.speculation.verifying import Verifying
-from roles.verifier.asking import Piece
+from roles.verifier.asking import Piece, failed
 from roles.verifier.drafting_source import DrafterFacts, DrafterSource, Drafting, Opening
-from roles.verifier.refusals import failed
 from roles.verifier.stats import Sums, WritingStats, sums_of
-from roles.verifier.target import TargetSession
+from roles.verifier.targets import TargetSession
 
 MOST_PIECES = 64
 """That may wait for who reads them."""

@@ -1,53 +1,77 @@
-"""``p2ptrain chat``: what it reads, what it shows, what it keeps. The model is a stand-in that answers from a list."""
+"""``p2ptrain chat``: what it reads, what it shows, what it keeps. The text service is a stand-in that answers from a
+list."""
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import os
+import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from p2ptrain.cli import sources
-from p2ptrain.cli.sources import Leaving, LocalSource, pumped
-from p2ptrain.compute.text import ModelText
+from p2ptrain.cli import text as text_module
+from p2ptrain.cli.chat import ServiceThread
+from p2ptrain.cli.text import Source
 from p2ptrain.compute.tokenizer import Tokenizer
-from p2ptrain.core.errors import ConnectionLost, ResourceError
+from p2ptrain.core.errors import ConnectionLost, Unreachable
+from roles.verifier.asking import Piece, TextRequest
+from tests.compute.tiny_trainer import TINY
 
 Command = Callable[..., Any]
 CTRL_C = "\x03"
+LOST = "\x04"
 
 
 class Scripted:
-    """A source that answers from a list; ``CTRL_C`` in an answer is the person's."""
+    """A text service that answers from a list, letter by letter; ``CTRL_C`` in an answer is the person's, at ``LOST``
+    the model is lost."""
 
-    def __init__(self, directory: Path, answers: list[str]) -> None:
-        self.text = ModelText(directory)
-        self.label, self.context = str(directory), self.text.context
+    model, created = "model", 0
+    context: int | None = 300
+
+    def __init__(self, answers: list[str]) -> None:
         self.answers = answers
-        self.prompts: list[str] = []
-        self.asked: list[dict[str, Any]] = []
-        self.given = 0
-        self.closed = False
+        self.asked: list[TextRequest] = []
+        self.writings: list[ScriptedAnswer] = []
+        self.left_out = 0
+        self.left = False
 
-    def tokens(self, ids: Sequence[int], **settings: Any) -> Generator[int, None, None]:
-        self.prompts.append(bytes(ids).decode())
-        self.asked.append(settings)
-        answer = self.answers.pop(0).encode()
-        for token in answer[: settings["max_new_tokens"]]:
-            if token == ord(CTRL_C):
-                raise KeyboardInterrupt
-            self.given += 1
-            yield token
+    async def write(self, request: TextRequest) -> ScriptedAnswer:
+        self.asked.append(request)
+        self.writings.append(ScriptedAnswer(self.answers.pop(0), self.left_out, request.max_new_tokens or 99))
+        return self.writings[-1]
 
-    def facts(self) -> dict[str, Any]:
-        return {"checkpoint": self.label}
+    def questions(self, index: int = -1) -> list[str]:
+        return [turn.text for turn in self.asked[index].turns]
 
-    def close(self) -> None:
+
+class ScriptedAnswer:
+    def __init__(self, answer: str, left_out: int, most: int) -> None:
+        self.prompt_tokens, self.left_out, self.ended = 9, left_out, ""
+        self._answer, self._most, self.closed = answer, most, False
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        for letter in self._answer[: self._most]:
+            if letter == CTRL_C:
+                os.kill(os.getpid(), signal.SIGINT)
+                await asyncio.Event().wait()
+            if letter == LOST:
+                raise ConnectionLost("box1 is lost", remedy="start another")
+            yield Piece(letter, (ord(letter),))
+        self.ended = "length" if len(self._answer) > self._most else "end"
+
+    def stats(self) -> dict[str, Any]:
+        return {"token_ms": 2.0, "rest_ms": 2.0}
+
+    async def close(self) -> None:
         self.closed = True
 
 
@@ -76,39 +100,44 @@ def checkpoint(tmp_path: Path) -> Path:
 def chat(command: Command, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Run a chat: lines that are typed (or piped), answers, options. Returns its outcome and the source."""
 
-    def run(lines: list[str], answers: list[str], *options: str, piped: bool = False) -> tuple[Any, Scripted]:
-        source = Scripted(checkpoint, answers)
-        monkeypatch.setattr(sources, "LocalSource", lambda directory, device: source)
+    def run(lines: list[str], answers: list[str], *options: str, piped: bool = False, **more: Any) -> Any:
+        service = Scripted(answers)
+        for name, value in more.items():
+            setattr(service, name, value)
+
+        @asynccontextmanager
+        async def source(*_: Any) -> AsyncIterator[Source]:
+            yield Source(service, "model", "plain turns", {"checkpoint": str(checkpoint)})
+            service.left = True
+
+        monkeypatch.setattr(text_module, "text_source", source)
         content = "".join(line + "\n" for line in lines)
         stdin = io.TextIOWrapper(io.BytesIO(content.encode())) if piped else Typed(content)
         monkeypatch.setattr(sys, "stdin", stdin)
         outcome = command("chat", "-c", str(checkpoint), *options)
-        assert source.closed
-        return outcome, source
+        assert all(writing.closed for writing in service.writings)
+        return outcome, service
 
     return run
 
 
 def test_a_conversation(chat: Callable[..., Any]) -> None:
-    outcome, source = chat(["hello", "", " /and now "], [" hi\nUser: no", " fine"], "--system", "Be brief.")
+    outcome, service = chat(["hello", "", " /and now "], [" hi", " fine"], "--system", "Be brief.")
     assert (outcome.code, outcome.out) == (0, "> hi\n> > fine\n> \n")
-    assert source.prompts == [
-        "Be brief.\n\nUser: hello\nAssistant:",
-        "Be brief.\n\nUser: hello\nAssistant: hi\nUser: /and now\nAssistant:",
-    ]
-    assert source.given == len(" hi\nUser:") + len(" fine"), "nothing more is computed once an answer ended"
+    assert [turn.role for turn in service.asked[1].turns] == ["system", "user", "assistant", "user"]
+    assert service.questions() == ["Be brief.", "hello", "hi", "/and now"]
     lines = outcome.err.splitlines()
-    assert lines[0].endswith("no chat template: plain turns, 300 tokens of context. /help lists commands)")
-    assert lines[1].startswith("(9 tokens, ")
+    assert lines[0] == "(model: plain turns. /help lists commands)"
+    assert lines[1].startswith("(3 tokens, ")
 
 
 def test_options_reach_the_model(chat: Callable[..., Any]) -> None:
     options = ["-n", "9", "--temperature", "0.5", "--top-k", "3", "--top-p", "0.9", "--random-seed", "4"]
-    outcome, source = chat(["x"], ["one.two"], *options, "--stop", ".")
-    asked = source.asked[0]
-    sampling = asked["sampling"]
+    _, service = chat(["x"], ["one"], *options, "--stop", ".")
+    asked = service.asked[0]
+    sampling = asked.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed) == (0.5, 3, 0.9, 4)
-    assert (asked["max_new_tokens"], outcome.out) == (9, "> one\n> \n")
+    assert (asked.max_new_tokens, asked.stop, asked.speculate) == (9, (".",), True)
 
 
 def test_a_cancelled_answer_keeps_the_conversation_and_a_second_ctrl_c_leaves(chat: Callable[..., Any]) -> None:
@@ -117,18 +146,18 @@ def test_a_cancelled_answer_keeps_the_conversation_and_a_second_ctrl_c_leaves(ch
     assert "(3 tokens" in outcome.err
     assert "cancelled. Ctrl+C again leaves" in outcome.err
     outcome, source = chat(["a", "b", "c", "/quit"], ["one", "sec" + CTRL_C, "three"])
-    assert source.prompts[-1] == "User: a\nAssistant: one\nUser: b\nAssistant: sec\nUser: c\nAssistant:"
+    assert source.questions() == ["a", "one", "b", "sec", "c"]
 
 
 def test_an_answer_cancelled_before_it_began_is_no_turn(chat: Callable[..., Any]) -> None:
     outcome, source = chat(["a", "b"], [CTRL_C, "fine"])
     assert "(cancelled, the question is forgotten)" in outcome.err
-    assert source.prompts[-1] == "User: b\nAssistant:"
+    assert source.questions() == ["b"]
 
 
 def test_ctrl_c_where_a_question_is_typed(chat: Callable[..., Any]) -> None:
     outcome, source = chat([CTRL_C, "a", CTRL_C, CTRL_C, "never"], ["one"])
-    assert (outcome.code, outcome.out, len(source.prompts)) == (0, "> \n> one\n> \n> \n", 1)
+    assert (outcome.code, outcome.out, len(source.asked)) == (0, "> \n> one\n> \n> \n", 1)
     assert outcome.err.count("Ctrl+C again leaves") == 2
 
 
@@ -149,7 +178,7 @@ def test_commands(chat: Callable[..., Any], tmp_path: Path) -> None:
     outcome, source = chat([*lines, "never"], ["one", "two"])
     assert outcome.code == 0
     assert "/reset       begin a new conversation" in outcome.err
-    assert source.prompts == ["User: a\nAssistant:", "User: b\nAssistant:"]
+    assert [source.questions(index) for index in (0, 1)] == [["a"], ["b"]]
     assert json.loads(document.read_text()) == [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "one"},
@@ -167,38 +196,20 @@ def test_a_file_of_somebody_else_is_kept(chat: Callable[..., Any], tmp_path: Pat
     assert (tmp_path / "mine").read_text() == "precious"
 
 
-def test_the_oldest_turns_are_dropped_and_it_is_said(chat: Callable[..., Any]) -> None:
-    outcome, source = chat(["x" * 100, "y" * 100, "z"], ["one", "two", "three"], "-n", "80")
-    assert source.prompts[-1].startswith("User: " + "y" * 100)
+def test_turns_that_are_left_out_are_told(chat: Callable[..., Any]) -> None:
+    outcome, _ = chat(["a"], ["one"], left_out=2)
     assert "(the oldest 2 turns no longer fit the context of 300 tokens: the model does not see them" in outcome.err
 
 
-def test_a_question_that_is_too_long_ends_nothing(chat: Callable[..., Any]) -> None:
-    outcome, source = chat(["x" * 400, "short"], ["fine"])
-    assert (outcome.code, outcome.out) == (0, "> > fine\n> \n")
-    assert "error: the question has 417 tokens, the model's context is 300" in outcome.err
-    assert source.prompts == ["User: short\nAssistant:"]
-
-
-def test_a_model_that_is_lost_ends_no_conversation(
-    chat: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    whole = Scripted.tokens
-
-    def tokens(self: Scripted, ids: Sequence[int], **settings: Any) -> Generator[int, None, None]:
-        yield from whole(self, ids, **settings)
-        if self.prompts[-1].endswith("User: b\nAssistant:"):
-            raise ConnectionLost("box1 is lost", remedy="start another")
-
-    monkeypatch.setattr(Scripted, "tokens", tokens)
+def test_a_model_that_is_lost_ends_no_conversation(chat: Callable[..., Any], tmp_path: Path) -> None:
     lines = ["a", "b", f"/save {tmp_path / 'x.txt'}", "c"]
-    outcome, source = chat(lines, ["one", "tw", "three"])
+    outcome, service = chat(lines, ["one", "tw" + LOST, "three"])
     assert (outcome.code, outcome.out) == (0, "> one\n> tw\n> > three\n> \n")
     assert "error: box1 is lost\n  → start another\n" in outcome.err
-    assert source.prompts[-1] == "User: a\nAssistant: one\nUser: c\nAssistant:"
+    assert service.questions() == ["a", "one", "c"]
     assert (tmp_path / "x.txt").read_text() == "User: a\nAssistant: one\n"
-    assert chat(["b"], ["tw"], piped=True)[0].code == 3
-    broken = chat(["a", "b"], ["one", "tw"], "--json", piped=True)[0]
+    assert chat(["b"], ["tw" + LOST], piped=True)[0].code == 3
+    broken = chat(["a", "b"], ["one", "tw" + LOST], "--json", piped=True)[0]
     assert (broken.code, broken.json["error"]["message"]) == (3, "box1 is lost")
     assert [answer["text"] for answer in broken.json["answers"]] == ["one"], "what had been said is there"
     assert broken.json["turns"] == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "one"}]
@@ -207,7 +218,7 @@ def test_a_model_that_is_lost_ends_no_conversation(
 def test_why_an_answer_was_cut_off(chat: Callable[..., Any]) -> None:
     outcome, _ = chat(["a"], ["x" * 9], "-n", "5")
     assert "cut off, --tokens N allows more" in outcome.err
-    outcome, _ = chat(["x" * 200], ["x" * 300], "-n", "300")
+    outcome, _ = chat(["x"], ["x" * 400], "-n", "300")
     assert "cut off, the context is full" in outcome.err
 
 
@@ -218,7 +229,7 @@ def test_what_a_terminal_would_obey_is_not_written(chat: Callable[..., Any]) -> 
 def test_over_a_pipe_lines_are_questions_and_only_answers_are_written(chat: Callable[..., Any]) -> None:
     outcome, source = chat(["a", "", "/reset", "b"], [" one", " two"], piped=True)
     assert (outcome.code, outcome.out, outcome.err) == (0, "one\ntwo\n", "")
-    assert source.prompts == ["User: a\nAssistant:", "User: b\nAssistant:"]
+    assert [source.questions(index) for index in (0, 1)] == [["a"], ["b"]]
 
 
 def test_over_a_pipe_a_mistake_ends_it(chat: Callable[..., Any]) -> None:
@@ -248,8 +259,8 @@ def test_what_is_no_text_is_refused(
 
 
 def test_json_is_one_document(chat: Callable[..., Any]) -> None:
-    outcome, source = chat(["a", "b"], ["one", "two"], "--json", piped=True)
-    assert outcome.json["checkpoint"] == source.label
+    outcome, _ = chat(["a", "b"], ["one", "two"], "--json", piped=True)
+    assert outcome.json["checkpoint"].endswith("model")
     assert [answer["text"] for answer in outcome.json["answers"]] == ["one", "two"]
     assert [turn["content"] for turn in outcome.json["turns"]] == ["a", "one", "b", "two"]
     assert outcome.json["answers"][0].keys() == {"prompt", "text", "tokens", "seconds", "first_s", "ended"}
@@ -261,7 +272,7 @@ def test_an_answer_of_white_space_is_told(chat: Callable[..., Any]) -> None:
     outcome, source = chat(["a", "b"], ["\n  ", "x"])
     assert "(3 tokens, " in outcome.err
     assert ", nothing but white space: the question is forgotten" in outcome.err
-    assert source.prompts[-1] == "User: b\nAssistant:"
+    assert source.questions() == ["b"]
     assert "(1 token, " in outcome.err
 
 
@@ -270,69 +281,64 @@ def test_no_checkpoint(command: Command, arguments: list[str]) -> None:
     assert command("chat", *arguments).err.startswith("error: chat needs one checkpoint\n")
 
 
-# ----------------------------------------------------------------------------------- tokens from another thread
+def test_stats_are_shown(chat: Callable[..., Any]) -> None:
+    assert "a token took 2.0 ms: 2.0 the rest" in chat(["a", "/stats"], ["one"])[0].out
+    assert "error: no answer is whole yet" in chat(["/stats"], [])[0].err
 
 
-def test_tokens_of_another_thread_come_in_order_and_its_error_too() -> None:
-    def work(hand_over: Callable[[int], bool]) -> None:
-        assert all(hand_over(token) for token in range(5))
-        raise ResourceError("full")
+def test_the_real_service_answers_as_transformers_does(command: Command, tmp_path: Path) -> None:
+    import torch
 
-    tokens = pumped(work, most=5)
-    assert [next(tokens) for _ in range(5)] == [0, 1, 2, 3, 4]
-    with pytest.raises(ResourceError):
-        next(tokens)
-
-
-def test_closing_ends_the_work_and_waits_for_it() -> None:
-    ended = threading.Event()
-
-    def work(hand_over: Callable[[int], bool]) -> None:
-        token = 0
-        while hand_over(token):
-            token += 1
-        ended.set()
-
-    tokens = pumped(work, most=10_000_000)
-    assert next(tokens) == 0
-    tokens.close()
-    assert ended.is_set()
-
-
-def test_ctrl_c_while_a_cancelled_answer_is_computed_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = threading.Event()
-
-    def work(hand_over: Callable[[int], bool]) -> None:
-        hand_over(1)
-        release.wait(10)
-
-    def join(self: threading.Thread, timeout: float | None = None) -> None:
-        raise KeyboardInterrupt
-
-    tokens = pumped(work, most=1, name="busy")
-    assert next(tokens) == 1
-    monkeypatch.setattr(threading.Thread, "join", join)
-    with pytest.raises(Leaving):
-        tokens.close()
-    monkeypatch.undo()
-    release.set()
-    for thread in threading.enumerate():
-        if thread.name == "busy":
-            thread.join(10)
-
-
-def test_the_real_source_gives_what_the_model_gives(tmp_path: Path) -> None:
-    from p2ptrain.compute.generate import LocalModel
     from p2ptrain.compute.model import build_model
-    from p2ptrain.core.serving import Sampling
-    from tests.compute.tiny_trainer import TINY
 
-    build_model(TINY, 256, seed=1).save_pretrained(tmp_path)
+    model: Any = build_model(TINY, 256, seed=1)
+    model.save_pretrained(tmp_path)
     Tokenizer.of_bytes().save(tmp_path)
-    settings: dict[str, Any] = {"max_new_tokens": 12, "sampling": Sampling(temperature=1.0, seed=3)}
-    expected: list[int] = []
-    LocalModel(tmp_path, device="cpu").tokens(list(b"hello"), on_token=lambda t: not expected.append(t), **settings)
-    source = LocalSource(tmp_path, device="cpu")
-    assert list(source.tokens(list(b"hello"), end_tokens=frozenset(), **settings)) == expected
-    ended = source.tokens(list(b"hello"), end_tokens=frozenset(expected[3:4]), **settings)
-    assert list(ended) == expected[: expected.index(expected[3]) + 1]
+    ids = torch.tensor([list(b"hello")])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        made = model.eval().generate(ids, max_new_tokens=12, do_sample=True, top_k=0, pad_token_id=0)
+    expected = bytes(made[0, 5:].tolist()).decode(errors="replace")
+    drawn = ["--temperature", "1", "--top-k", "0", "--random-seed", "3", "-n", "12", "--json", "--device", "cpu"]
+    assert command("generate", "hello", "-c", tmp_path, *drawn).json["text"] == expected
+
+
+# --------------------------------------------------------------------------------------------------- the other thread
+
+
+class Door:
+    def __init__(self) -> None:
+        self.left_on = ""
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[str]:
+        try:
+            yield "open"
+        finally:
+            await asyncio.sleep(0)
+            self.left_on = threading.current_thread().name
+
+
+def test_the_service_lives_on_its_thread_until_it_is_closed_and_is_left_there() -> None:
+    door = Door()
+    thread = ServiceThread(door.opened)
+    assert thread.value == "open"
+
+    async def where() -> str:
+        return threading.current_thread().name
+
+    assert thread.call(where()) == "text service"
+    assert not door.left_on
+    thread.close()
+    assert door.left_on == "text service"
+    thread.close()  # once more does nothing
+
+
+def test_what_cannot_be_opened_says_why() -> None:
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[None]:
+        raise Unreachable("nobody is there")
+        yield
+
+    with pytest.raises(Unreachable, match="nobody is there"):
+        ServiceThread(opened)

@@ -2,224 +2,202 @@
 
 from __future__ import annotations
 
-import ast
-import dataclasses
+import asyncio
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-import p2ptrain.compute
-from p2ptrain.core.errors import UserError
+from p2ptrain.cli.generate import Order, Shown, Texts
+from p2ptrain.cli.text import Source
+from p2ptrain.cli.text_options import TextOptions, on_terminal
+from p2ptrain.core.errors import ConnectionLost
 from p2ptrain.core.serving import Sampling
+from roles.stage_stand_in import stand_in_part
+from roles.verifier import targets
+from tests.roles.verifier.doubles import CONFIG, GREEDY, model_text, reference, text_of
+from tests.roles.verifier.scripted import ScriptedService, ScriptedWriting
 from wire.records import CheckpointInfo
 
 Command = Callable[..., Any]
 
 
-class StandIn:
-    """``compute.generate``: a model that answers every prompt alike."""
+@pytest.fixture(autouse=True)
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str, str]]:
+    """Directory, device and type of the models that were loaded; each is the stand-in."""
+    loaded = list[tuple[Path, str, str]]()
 
-    def __init__(self, calls: list[dict[str, Any]]) -> None:
-        self.calls = calls
+    async def load(directory: Path, compute: Any, *, device: str, dtype: str, on_bytes: Any) -> tuple[Any, int]:
+        loaded.append((directory, device, dtype))
+        return stand_in_part(CONFIG, 0, 2), 600
 
-    def local_model(self, directory: Path, *, device: str) -> SimpleNamespace:
-        text = SimpleNamespace(
-            directory=directory,
-            prompt_ids=list,
-            checked=self.checked,
-            sampling=lambda wish: wish.of({"do_sample": "odd" in directory.parts, "top_p": 0.5}),
-            unused_settings=lambda: {"min_p": 0.1} if "odd" in directory.parts else {},
-        )
-        return SimpleNamespace(directory=directory, device=device, text=text)
-
-    @staticmethod
-    def checked(ids: list[str], max_new_tokens: int) -> list[str]:
-        if "".join(ids) == "too long":
-            raise UserError("the prompt is too long", remedy="shorten it")
-        return ids
-
-    def generate(
-        self, model: SimpleNamespace, prompt: str, *, on_text: Callable[[str], None], **settings: Any
-    ) -> GenerateResult:
-        self.calls.append({"directory": model.directory, "device": model.device, "prompt": prompt} | settings)
-        if prompt == "interrupt":
-            on_text("half")
-            raise KeyboardInterrupt
-        for piece in ("ab", "\x1b[2J", "é\n"):
-            on_text(piece)
-        return GenerateResult(text="ab\x1b[2Jé\n", tokens=8, seconds=2.0, ended="length")
+    monkeypatch.setattr(targets, "load_whole_engine", load)
+    return loaded
 
 
-@dataclass(frozen=True)
-class GenerateResult:
-    text: str
-    tokens: int
-    seconds: float
-    ended: str
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What ``compute.generate`` was asked for."""
-    stand_in = StandIn([])
-    module = ModuleType("p2ptrain.compute.generate")
-    module.generate = stand_in.generate  # type: ignore[attr-defined]
-    module.LocalModel = stand_in.local_model  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "p2ptrain.compute.generate", module)
-    return stand_in.calls
+def shown(prompt: str, tokens: int, sampling: Sampling = GREEDY) -> str:
+    return on_terminal(text_of(reference(prompt, tokens, sampling)))
 
 
 def _checkpoint(root: Path, step: int, *, age_s: float = 0.0) -> Path:
     path = root / f"step-{step:08d}"
-    path.mkdir(parents=True)
+    model_text(path)
+    (path / "manifest.json").write_text("{}")
     for name in ("config.json", "manifest.json"):
-        (path / name).write_text("{}")
         written = 1.7e9 - age_s
         os.utime(path / name, (written, written))
     return path
 
 
-def test_text_is_written_as_it_comes(command: Command, calls: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_text_is_written_as_it_comes(command: Command, loads: list[Any], tmp_path: Path) -> None:
     path = _checkpoint(tmp_path, 100)
-    outcome = command(
-        "generate", "def ", "--checkpoint", str(path), "--temperature", "0", "-n", "8", "--random-seed", "3"
-    )
-    assert (outcome.code, outcome.out) == (0, "def ab�[2Jé\n\n")
-    assert outcome.err == f"(8 tokens, 4 tokens/s, {path})\n"
-    (call,) = calls
-    assert call == {
-        "directory": path,
-        "prompt": "def ",
-        "device": "auto",
-        "max_new_tokens": 8,
-        "sampling": Sampling(temperature=0.0, seed=3),
-        "stop": (),
-    }
+    outcome = command("generate", "def ", "--checkpoint", path, "--temperature", "0", "-n", "8", "--dtype", "bf16")
+    assert (outcome.code, outcome.out) == (0, f"def {shown('def ', 8)}\n")
+    assert re.fullmatch(rf"\(8 tokens, .* tokens/s, {re.escape(str(path))}\)\n", outcome.err)
+    assert loads == [(path, "auto", "bf16")]
 
 
 @pytest.mark.parametrize(
-    ("options", "greedy", "odd"),
+    ("options", "plain", "odd"),
     [
-        ((), Sampling(0.0), Sampling(1.0, 50, 0.5)),
-        (("--temperature", "0.7"), Sampling(0.7, 50, 0.5), Sampling(0.7, 50, 0.5)),
-        (("--top-k", "0", "--top-p", "1"), Sampling(1.0, 0, 1.0), Sampling(1.0, 0, 1.0)),
-        (("--temperature", "0", "--top-k", "3"), Sampling(0.0), Sampling(0.0)),
+        ((), GREEDY, Sampling(1.0, 50, 0.5)),
+        (("--temperature", "0.7"), Sampling(0.7, 50, 1.0), Sampling(0.7, 50, 0.5)),
+        (("--top-k", "0", "--top-p", "1", "--random-seed", "3"), Sampling(1.0, 0, 1.0, 3), Sampling(1.0, 0, 1.0, 3)),
+        (("--temperature", "0", "--top-k", "3"), GREEDY, GREEDY),
     ],
 )
 def test_what_the_model_says_counts_where_the_person_says_nothing(
-    command: Command, calls: list[dict[str, Any]], tmp_path: Path, options: tuple[str, ...], greedy: Any, odd: Any
+    command: Command, tmp_path: Path, options: tuple[str, ...], plain: Any, odd: Any
 ) -> None:
-    for name, expected in (("plain", greedy), ("odd", odd)):
-        assert command("generate", "x", "-c", str(_checkpoint(tmp_path / name, 1)), *options).code == 0
-        assert calls.pop()["sampling"] == expected
+    for name, sampling in (("plain", plain), ("odd", odd)):
+        path = _checkpoint(tmp_path / name, 1)
+        if name == "odd":
+            (path / "generation_config.json").write_text('{"do_sample": true, "top_p": 0.5}')
+        outcome = command("generate", "x", "-c", path, "-n", "20", "--json", *options)
+        assert outcome.json["text"] == text_of(reference("x", 20, sampling))
 
 
-def test_the_call_fits_the_real_function(command: Command, calls: list[dict[str, Any]], tmp_path: Path) -> None:
-    command("generate", "x", "-c", str(_checkpoint(tmp_path, 1)))
-    source = Path(p2ptrain.compute.__file__).with_name("generate.py").read_text(encoding="utf-8")
-    functions = {node.name: node.args for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
-    real = functions["generate"]
-    assert [argument.arg for argument in real.args] == ["model", "prompt"]
-    given = set(calls[0]) - {"directory", "device", "prompt"} | {"on_text"}
-    assert {argument.arg for argument in real.kwonlyargs} == given
-    fields = [field.name for field in dataclasses.fields(GenerateResult)]
-    (real_result,) = [
-        node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "GenerateResult"
-    ]
-    assert [item.target.id for item in real_result.body if isinstance(item, ast.AnnAssign)] == fields  # type: ignore[union-attr]
-
-
-def test_json_is_one_document(command: Command, calls: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_json_is_one_document(command: Command, tmp_path: Path) -> None:
     path = _checkpoint(tmp_path, 100)
-    outcome = command("generate", "def ", "-c", str(path), "--json")
+    outcome = command("generate", "def ", "-c", path, "-n", "8", "--json")
     assert outcome.err == ""
-    assert json.loads(outcome.out) == {
+    document = json.loads(outcome.out)
+    assert {name: document[name] for name in ("checkpoint", "prompt", "text", "tokens", "ended")} == {
         "checkpoint": str(path),
         "prompt": "def ",
-        "text": "ab\x1b[2Jé\n",
+        "text": text_of(reference("def ", 8)),
         "tokens": 8,
-        "seconds": 2.0,
         "ended": "length",
     }
+    assert document["seconds"] >= document["first_s"] > 0
+    assert document["stats"]["tokens"] == 8
 
 
-def test_several_prompts(command: Command, calls: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_several_prompts(command: Command, tmp_path: Path) -> None:
     path, file = _checkpoint(tmp_path, 100), tmp_path / "prompts.txt"
     file.write_bytes("one\r\n\n  two\nü".encode())
-    outcome = command("generate", "--prompts", str(file), "-c", str(path))
-    assert [call["prompt"] for call in calls] == ["one", "  two", "ü"]
-    assert outcome.out == "oneab�[2Jé\n\n\n  twoab�[2Jé\n\n\nüab�[2Jé\n\n"
-    assert outcome.err == f"(24 tokens, 4 tokens/s, {path})\n"
-    document = command("generate", "--prompts", str(file), "-c", str(path), "--json").json
+    outcome = command("generate", "--prompts", file, "-c", path, "-n", "5", "--stats")
+    texts = "\n".join(f"{prompt}{shown(prompt, 5)}\n" for prompt in ("one", "  two", "ü"))
+    assert outcome.out.startswith(texts)
+    assert outcome.out.count("a token took ") == 3
+    assert outcome.err.startswith("(15 tokens, ")
+    document = command("generate", "--prompts", file, "-c", path, "--json", "-n", "5", "--sessions", "3").json
     assert [item["prompt"] for item in document["texts"]] == ["one", "  two", "ü"]
+    assert [item["text"] for item in document["texts"]] == [text_of(reference(p, 5)) for p in ("one", "  two", "ü")]
 
 
-def test_prompts_from_standard_input(
-    command: Command, calls: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = str(_checkpoint(tmp_path, 100))
+def test_prompts_from_standard_input(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, asked = _checkpoint(tmp_path, 100), list[str]()
     for arguments in (["-"], ["--prompts", "-"]):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")))
-        assert command("generate", *arguments, "-c", path).code == 0
-    assert [call["prompt"] for call in calls] == ["one\ntwo", "one", "two"]
+        document = command("generate", *arguments, "-c", path, "-n", "2", "--json").json
+        asked += [item["prompt"] for item in document.get("texts", [document])]
+    assert asked == ["one\ntwo", "one", "two"]
 
 
-def test_what_is_no_file_of_prompts(command: Command, calls: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_what_is_no_file_of_prompts(command: Command, loads: list[Any], tmp_path: Path) -> None:
     path, file = str(_checkpoint(tmp_path, 100)), tmp_path / "prompts.txt"
     for content, said in ((b"\n \n", "holds no prompt"), (b"a\n\xff", "is not UTF-8 text (byte 2)")):
         file.write_bytes(content)
         assert said in command("generate", "--prompts", str(file), "-c", path).err
     assert "cannot read" in command("generate", "--prompts", str(tmp_path / "none"), "-c", path).err
-    file.write_text("fine\ntoo long\n")
+    file.write_text(f"fine\n{'too long' * 99}\n")
     outcome = command("generate", "--prompts", str(file), "-c", path)
     assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err == "error: prompt 2: the prompt is too long\n  → shorten it\n"
-    assert calls == []
+    assert outcome.err.startswith("error: prompt 2: 792 tokens of prompt and 200 new ones are more than the context")
+    assert loads == []
     for arguments in ([], ["x", "--prompts", str(file)]):
         outcome = command("generate", *arguments, "-c", path)
         assert outcome.err.startswith("error: generate needs something to go on from\n")
 
 
-def test_stop_strings_are_read_as_a_person_writes_them(
-    command: Command, calls: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    path = str(_checkpoint(tmp_path, 100))
-    command("generate", "x", "-c", path, "--stop", r"\ndef \t", "--stop", r"\\n\q", "--stop", "\\")
-    assert calls[0]["stop"] == ("\ndef \t", r"\n\q", "\\")
+def test_stop_strings_are_read_as_a_person_writes_them(command: Command, tmp_path: Path) -> None:
+    assert TextOptions(stop=[r"\ndef \t", r"\\n\q", "\\"]).stops == ("\ndef \t", r"\n\q", "\\")
+    whole = text_of(reference("x", 40))
+    path, stop = _checkpoint(tmp_path, 100), whole[5:7]
+    outcome = command("generate", "x", "-c", path, "-n", "40", "--stop", stop, "--json")
+    assert (outcome.json["text"], outcome.json["ended"]) == (whole[: whole.index(stop)], "stop")
     outcome = command("generate", "x", "-c", path, "--stop", "")
     assert (outcome.code, outcome.err.splitlines()[0]) == (2, "error: a stop string is empty")
 
 
-def test_settings_that_do_not_count_are_told(command: Command, calls: list[dict[str, Any]], tmp_path: Path) -> None:
-    outcome = command("generate", "x", "-c", str(_checkpoint(tmp_path / "odd", 7)))
+def test_settings_that_do_not_count_are_told(command: Command, tmp_path: Path) -> None:
+    path = _checkpoint(tmp_path, 7)
+    (path / "generation_config.json").write_text('{"min_p": 0.1}')
+    outcome = command("generate", "x", "-c", path, "-n", "2")
     assert "step-00000007/generation_config.json also says min_p = 0.1: not applied" in outcome.err
 
 
-def test_an_interrupted_text_ends_its_line(command: Command, calls: list[dict[str, Any]], tmp_path: Path) -> None:
-    outcome = command("generate", "interrupt", "-c", str(_checkpoint(tmp_path, 1)))
-    assert (outcome.code, outcome.out) == (130, "interrupthalf\n")
+def test_an_error_stands_alone(command: Command, tmp_path: Path) -> None:
+    outcome = command("generate", "x" * 600, "-c", _checkpoint(tmp_path, 1))
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("error: 600 tokens of prompt and 200 new ones are more than the context of 600\n  → ")
 
 
-def test_an_error_stands_alone(command: Command, calls: list[dict[str, Any]], tmp_path: Path) -> None:
-    outcome = command("generate", "too long", "-c", str(_checkpoint(tmp_path, 1)))
-    assert (outcome.code, outcome.out, outcome.err) == (2, "", "error: the prompt is too long\n  → shorten it\n")
+async def test_texts_are_shown_in_order_however_they_end(capsys: pytest.CaptureFixture[str]) -> None:
+    service, held = ScriptedService(), ScriptedWriting(["first"], held_at=0)
+    writings = {"a": held, "b": ScriptedWriting(["second"]), "c": ScriptedWriting(["third"])}
+    service.script = lambda asked: writings[asked.prompt]
+    order = Order(list(writings), False, 50, 3, False, TextOptions())
+    writing = asyncio.create_task(Texts(Source(service, "here", "", {}), order, Shown(quiet=False)).write())
+    await writings["c"].closed.wait()
+    assert capsys.readouterr().out == "", "what is behind waits"
+    held.go.set()
+    await writing
+    assert capsys.readouterr().out == "afirst\n\nbsecond\n\ncthird\n"
 
 
-def test_the_newest_checkpoint_below_a_directory(command: Command, calls: list[dict[str, Any]], tmp_path: Path) -> None:
+async def test_a_text_that_fails_ends_all_and_programs_get_what_had_come(capsys: pytest.CaptureFixture[str]) -> None:
+    service, lost = ScriptedService(), ConnectionLost("box1 is lost", remedy="start another")
+    writings = {"a": ScriptedWriting(["on"], fails=lost), "b": ScriptedWriting(held_at=0)}
+    service.script = lambda asked: writings[asked.prompt]
+    for as_json in (False, True):
+        order = Order(["a", "b"], False, 50, 2, False, TextOptions(as_json=as_json))
+        with pytest.raises(ConnectionLost, match="box1 is lost"):
+            await Texts(Source(service, "here", "", {"checkpoint": "here"}), order, Shown(quiet=as_json)).write()
+        assert all(writing.closed.is_set() for writing in writings.values())
+        out = capsys.readouterr().out
+        if not as_json:
+            assert out == "aon\n"
+            continue
+        document = json.loads(out)
+        assert [text["ended"] for text in document["texts"]] == ["failed", "failed"]
+        assert (document["texts"][0]["text"], document["error"]["exit_code"]) == ("on", 3)
+
+
+def test_the_newest_checkpoint_below_a_directory(command: Command, loads: list[Any], tmp_path: Path) -> None:
     _checkpoint(tmp_path / "workers" / "1" / "job", 300, age_s=9)
     newest = _checkpoint(tmp_path / "workers" / "2" / "job", 200)
     (tmp_path / "step-notanumber").mkdir()
     (tmp_path / "step-notanumber" / "manifest.json").write_text("{}")
     assert command("generate", "x", "-c", str(tmp_path)).code == 0
-    assert calls[0]["directory"] == newest
+    assert loads[0][0] == newest
 
 
 @pytest.mark.parametrize(
@@ -230,14 +208,14 @@ def test_the_newest_checkpoint_below_a_directory(command: Command, calls: list[d
         (["-c", "no-such-directory"], "no-such-directory is not a directory"),
     ],
 )
-def test_no_checkpoint(command: Command, calls: list[dict[str, Any]], arguments: list[str], message: str) -> None:
+def test_no_checkpoint(command: Command, loads: list[Any], arguments: list[str], message: str) -> None:
     outcome = command("generate", "x", *arguments)
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.startswith(f"error: {message}\n  → ")
-    assert calls == []
+    assert loads == []
 
 
-def test_an_empty_directory(command: Command, calls: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_an_empty_directory(command: Command, loads: list[Any], tmp_path: Path) -> None:
     assert command("generate", "x", "-c", str(tmp_path)).err.startswith(f"error: {tmp_path} holds no checkpoint\n")
 
 
@@ -250,17 +228,17 @@ def _records(*paths: Path) -> dict[str, Any]:
 
 
 def test_the_newest_checkpoint_of_a_job_on_this_machine(
-    command: Command, calls: list[dict[str, Any]], fake_seed: Any, tmp_path: Path
+    command: Command, loads: list[Any], fake_seed: Any, tmp_path: Path
 ) -> None:
     here = _checkpoint(tmp_path, 2)
     fake_seed.answers["checkpoints.list"] = _records(_checkpoint(tmp_path, 1), here, tmp_path / "elsewhere")
     assert command("generate", "x", "--job", "tiny").code == 0
-    assert calls[0]["directory"] == here
+    assert loads[0][0] == here
     assert fake_seed.asked == [("checkpoints.list", {"job": "tiny"})]
 
 
 def test_a_job_whose_checkpoints_lie_elsewhere(
-    command: Command, calls: list[dict[str, Any]], fake_seed: Any, tmp_path: Path
+    command: Command, loads: list[Any], fake_seed: Any, tmp_path: Path
 ) -> None:
     fake_seed.answers["checkpoints.list"] = _records(tmp_path / "a", tmp_path / "b")
     outcome = command("generate", "x", "--job", "tiny")
@@ -270,4 +248,4 @@ def test_a_job_whose_checkpoints_lie_elsewhere(
     )
     fake_seed.answers["checkpoints.list"] = _records()
     assert "p2ptrain jobs save tiny" in command("generate", "x", "--job", "tiny").err
-    assert calls == []
+    assert loads == []

@@ -9,14 +9,14 @@ from typing import Any, cast
 
 import pytest
 
-from p2ptrain.cli import serve_drafter
+from p2ptrain.cli import serving
 from p2ptrain.cli.joining import ServeWish
 from p2ptrain.cli.output import Console
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConfigError, ResourceError
 from roles.chain.peer import Context
 from roles.member import ServingMember
-from roles.verifier import whole_target
+from roles.verifier import targets
 from tests.roles.drafter_hosts import around_of, whole
 from wire.memory import MemoryNetwork, run_virtual
 from wire.speculation_messages import Serving
@@ -47,7 +47,7 @@ class Member:
 async def served(wish: ServeWish) -> Member:
     """A member whose program ran until it was ready, and then was cancelled."""
     member = Member()
-    program = asyncio.create_task(serve_drafter.serve(cast(ServingMember, member), wish, Console(quiet=True)))
+    program = asyncio.create_task(serving.serve(cast(ServingMember, member), wish, Console(quiet=True)))
     ready = asyncio.create_task(member.ready.wait())
     await asyncio.wait([program, ready], return_when=asyncio.FIRST_COMPLETED)
     ready.cancel()
@@ -70,8 +70,8 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         engine.encoding = how["dtype"] or engine.encoding
         return engine, 512
 
-    monkeypatch.setattr(whole_target, "load_whole_engine", load)
-    monkeypatch.setattr(serve_drafter, "_prepare", lambda threads: None)
+    monkeypatch.setattr(targets, "load_whole_engine", load)
+    monkeypatch.setattr(serving, "_prepare_torch", lambda threads: None)
     (tmp_path / "small").mkdir()
     Tokenizer.of_bytes().save(tmp_path / "small")
     return tmp_path / "small"

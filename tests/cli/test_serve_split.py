@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from p2ptrain.cli import serve_drafter, serve_verifier
+from p2ptrain.cli import serving as serving_module
 from p2ptrain.cli.joining import ServeWish
 from p2ptrain.cli.output import Console
 from p2ptrain.compute.model import build_model, load_model
@@ -23,13 +23,14 @@ from p2ptrain.core.errors import NetworkError, P2PTrainError, UserError
 from p2ptrain.core.serving import SamplingWish
 from p2ptrain.core.world import Network, World
 from roles.member import ServingMember
-from roles.verifier.asking import Wish
-from roles.verifier.client import VerifierClient, verifiers_untrusted
+from roles.verifier.asking import TextRequest
+from roles.verifier.client import VerifierClient
 from roles.worker.build import holding
 from tests.compute.tiny_trainer import tiny
 from tests.roles.in_process import Cluster, Peer
 from tests.roles.stage_doubles import LoopThreads
 from wire.memory import MemoryNetwork, run_virtual
+from wire.records import ServingInfo
 
 PATIENCE_S = 600.0
 """Virtual, as all times here."""
@@ -74,7 +75,7 @@ class Served:
         self.cluster, self._model = cluster, model
         self.workers: dict[str, Peer] = {}
         wish = ServeWish("verifier", model, split=split, dtype=dtype)
-        self.verifier = self._serve("verifier", serve_verifier.serve, wish)
+        self.verifier = self._serve("verifier", serving_module.serve, wish)
         self.drafter: Peer | None = None
         self.client: VerifierClient
 
@@ -86,7 +87,7 @@ class Served:
 
     def draft(self) -> None:
         wish = ServeWish("drafter", self._model, device="cpu", threads=1)
-        self.drafter = self._serve("drafter", serve_drafter.serve, wish)
+        self.drafter = self._serve("drafter", serving_module.serve, wish)
 
     def told(self, kind: str) -> int:
         return len(self.said(kind))
@@ -105,7 +106,7 @@ class Served:
 
     async def ask(self, tokens: int, sampling: SamplingWish, at: dict[int, Callable[[], Any]] | None = None) -> Any:
         """A text's tokens and figures; ``at``: what happens once so many are there."""
-        text = await self.client.ask(Wish(prompt=PROMPT, max_new_tokens=tokens, sampling=sampling))
+        text = await self.client.write(TextRequest(prompt=PROMPT, max_new_tokens=tokens, sampling=sampling))
         made: list[int] = []
         due = dict(at or {})
         async for piece in text:
@@ -148,7 +149,7 @@ async def serving(tmp_path: Path, model: Path, split: int | None = 2, dtype: str
             at = None
             while at is None:
                 answer = await cluster.ask("serving.list")
-                at = next(iter(verifiers_untrusted(answer)), None)
+                at = next((ServingInfo.from_map_untrusted(item) for item in answer["serving"]), None)
                 await asyncio.sleep(0.05)
             served.client = await VerifierClient.dial(
                 cluster.network, at, seed_host=cluster.address[0], peer_id="1" * 32, name="client"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import socket
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +12,8 @@ from safetensors.numpy import save_file
 
 from p2ptrain.cli.access import EVERYWHERE, shown_host
 from p2ptrain.cli.joining import ServeWish
-from p2ptrain.cli.output import Console
-from p2ptrain.cli.serve_verifier import cache_bytes, model_name, serve
-from p2ptrain.core.errors import ConfigError, ResourceError, UserError
-from p2ptrain.core.world import real_world
-from wire.memory import MemoryNetwork
+from p2ptrain.cli.serving import cache_bytes, check, model_name
+from p2ptrain.core.errors import ResourceError, UserError
 
 
 def test_how_a_model_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,18 +29,13 @@ def test_how_a_model_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_place_that_cannot_be_is_told_before_a_model_is_looked_at(tmp_path: Path) -> None:
-    told: list[str] = []
-    member: Any = SimpleNamespace(world=real_world(MemoryNetwork()), notify=lambda *said: told.append(said[2]))
     wish = ServeWish("verifier", tmp_path / "no model", http=("127.0.0.1", 0), api_keys=tmp_path / "key")
     with pytest.raises(UserError, match="cannot read the API key"):
-        await serve(member, wish, Console())
+        await check(wish)
     (tmp_path / "key").write_text("k" * 32)
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="is in use"):
-        await serve(member, replace(wish, http=taken.getsockname()[:2]), Console())
-    with pytest.raises(ConfigError):
-        await serve(member, wish, Console())
-    assert all("chmod 600" in text for text in told)
-    assert told
+        await check(replace(wish, http=taken.getsockname()[:2]))
+    await check(wish)
 
 
 def test_what_is_announced_is_what_others_can_use() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.cli.split_options import SplitWish, split_wish, with_number
+from p2ptrain.cli.text_options import SplitOptions, with_number
 
 Command = Callable[..., Any]
 
@@ -31,25 +31,20 @@ def test_a_bare_split_means_the_best_number(given: list[str], meant: list[str]) 
 
 @pytest.mark.parametrize(("wire", "encodings"), [("", ("", "")), ("bf16", ("bf16", "bf16")), ("int8", ("", "int8"))])
 def test_what_travels(wire: str, encodings: tuple[str, str]) -> None:
-    wish = split_wish(3, "", wire, 0)
-    assert wish is not None
-    assert (wish.stages, wish.encodings) == (3, encodings)
-    assert split_wish(0, "", wire, 0) == SplitWish(None, wire=wire)
+    assert SplitOptions(3, wire=wire).encodings == encodings
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["generate", "x", "--dtype", "bf16"], "--dtype is for a model that is split"),
-        (["generate", "x", "--sessions", "2", "-c", "d"], "--sessions is for a model that is split, or a verifier's"),
-        (["chat", "--stats", "-c", "d"], "--stats is for a model that is split, or a verifier's"),
         (["generate", "x", "--dry-run"], "--dry-run is for a model that is split"),
         (["chat", "--wire", "bf16"], "--wire is for a model that is split"),
         (["chat", "--split", "--dtype", "int8"], "--dtype int8 is not a type to compute in"),
         (["generate", "x", "--split", "--wire", "topk"], "--wire topk is not a type to send"),
         (["generate", "x", "--split"], "generate needs one checkpoint"),
         (["chat", "--split", "--job", "j", "-c", "d"], "chat needs one checkpoint"),
-        (["generate", "x", "--split", "--temperature", "inf"], "temperature = inf cannot be"),
+        (["generate", "x", "--split", "--job", "j", "--temperature", "inf"], "temperature = inf cannot be"),
         (["generate", "x", "--split", "two"], "--split two: that is no number of parts"),
         (["chat", "--split", "two"], "--split two: that is no number of parts"),
         (["up", "--split", "2"], "up --split needs a model"),

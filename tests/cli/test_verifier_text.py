@@ -10,22 +10,24 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
-from p2ptrain.cli import verifier_chat
+from p2ptrain.cli import chat as chat_module
+from p2ptrain.cli import text as text_module
+from p2ptrain.cli.generate import ROUNDING, compared_text
 from p2ptrain.cli.output import Console
 from p2ptrain.cli.stopping import LEAVING
-from p2ptrain.cli.verifier_generate import ROUNDING, compared_text
-from p2ptrain.cli.verifier_stats import print_verifier_stats
+from p2ptrain.cli.text import print_text_stats
 from p2ptrain.core.errors import ConnectionLost, Refused
 from p2ptrain.core.serving import Sampling
 from roles.verifier.client import VerifierClient
-from roles.verifier.door import Door
-from roles.verifier.testing import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
+from roles.verifier.server import serve_texts
+from tests.roles.verifier.doubles import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
 from wire.connection import Connection
 from wire.handshake import Server, local_welcome, serve
 from wire.messages import Hello, Welcome
@@ -91,7 +93,7 @@ class Verifier:
             "127.0.0.1",
             self.port,
             decide=decide,
-            serve=Door(serving).serve,
+            serve=partial(serve_texts, serving),
             on_problem=lambda problem, _: None,
         )
         self.port = server.address[1]
@@ -192,7 +194,6 @@ def test_nothing_is_compared_that_says_nothing(command: Command, at: list[str], 
     outcome = command("generate", PROMPT, *at, "-n", "30", "--compare", "--stats")
     assert "no draft was taken, so both are the verifier alone: " in outcome.out
     assert " times as fast" not in outcome.out
-    assert "; none drafted: where they are no gain they rest\n" in outcome.out
     assert "(1 token, " in command("generate", PROMPT, *at, "-n", "1").err
 
 
@@ -216,11 +217,11 @@ def test_a_text_that_was_interrupted(
 
 def test_drafts_that_came_and_were_not_used(capsys: pytest.CaptureFixture[str]) -> None:
     drafters = [{"name": "d1", "model": "tiny"}]
-    print_verifier_stats({"drafted": 9, "verified": 0, "wasted": 4, "drafters": drafters})
+    print_text_stats({"drafted": 9, "verified": 0, "wasted": 4, "drafters": drafters})
     assert capsys.readouterr().out == (
-        "9 drafts came, none was used\ndrafters: d1 (tiny); where they are no gain the verifier goes on by itself\n"
+        "9 drafts came, none was used\ndrafters: d1 (tiny); without drafts it was as fast\n"
     )
-    print_verifier_stats({"drafted": 9, "verified": 5, "wasted": 4, "drafters": drafters})
+    print_text_stats({"drafted": 9, "verified": 5, "wasted": 4, "drafters": drafters})
     assert capsys.readouterr().out == "9 drafts came, 4 of them wrong, or behind a wrong one\ndrafters: d1 (tiny)\n"
 
 
@@ -266,7 +267,7 @@ def test_which_verifier(command: Command, fake_seed: Any, verifier: Verifier) ->
     fake_seed.answers["serving.list"] = {"serving": [other, verifier.record()]}
     said = command("generate", PROMPT, "--seed", fake_seed.address).err
     assert "verifiers of several models" in said
-    assert "small one (other), big one (stand-in)" in said
+    assert "small one (other, weights , id bbbbbbbbbbbb)" in said
     named = command("generate", PROMPT, "--seed", fake_seed.address, "--verifier", "big one", "-n", "5")
     assert named.code == 0
     assert "no verifier is called x" in command("generate", "a", "--seed", fake_seed.address, "--verifier", "x").err
@@ -274,7 +275,7 @@ def test_which_verifier(command: Command, fake_seed: Any, verifier: Verifier) ->
     fake_seed.answers["serving.list"] = {"serving": [twin, verifier.record(weights="abcdefghij")]}
     for named in ([], ["--verifier", "big one"]):
         said = command("generate", PROMPT, "--seed", fake_seed.address, *named).err
-        assert f"bbbbbbbbbbbb (stand-in, weights 12345678), {PEER} (stand-in, weights abcdefgh)" in said
+        assert f"weights 12345678, id bbbbbbbbbbbb), big one (stand-in, weights abcdefgh, id {PEER})" in said
     assert "verifiers called big one of several models" in said
     assert command("generate", PROMPT, "--seed", fake_seed.address, "-n", "5", "--verifier", PEER).code == 0
     busy = verifier.record(name="busy", id="b" * 12, sessions=3, port=1)
@@ -394,7 +395,7 @@ def test_a_verifier_that_is_lost_in_mid_answer_and_comes_back(
     command: Command, at: list[str], verifier: Verifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was said stays, the question may be asked again, and it waits for the verifier."""
-    monkeypatch.setattr(verifier_chat, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(text_module, "LOOK_AGAIN_S", 0.01)
     question = "what is a ring?"
     killed = threading.Event()
 
@@ -428,7 +429,7 @@ def test_a_verifier_that_is_lost_in_mid_answer_and_comes_back(
 def test_a_chat_waits_for_the_seed_of_its_verifier_too(
     command: Command, at: list[str], verifier: Verifier, fake_seed: Any, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
-    monkeypatch.setattr(verifier_chat, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(text_module, "LOOK_AGAIN_S", 0.01)
     known = fake_seed.answers["serving.list"]
 
     def back() -> None:
@@ -451,7 +452,7 @@ def test_a_chat_waits_for_the_seed_of_its_verifier_too(
 def test_a_question_that_ends_the_verifier_each_time_is_not_asked_for_ever(
     command: Command, at: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verifier_chat, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(text_module, "LOOK_AGAIN_S", 0.01)
     asked = []
 
     async def ask(client: Any, wish: Any) -> Any:
@@ -460,17 +461,17 @@ def test_a_question_that_ends_the_verifier_each_time_is_not_asked_for_ever(
         client._end(ConnectionLost("it was killed"))
         raise client._lost(None)
 
-    monkeypatch.setattr(VerifierClient, "ask", ask)
+    monkeypatch.setattr(VerifierClient, "write", ask)
     monkeypatch.setattr(sys, "stdin", Typed(["what is a ring?", "/quit"], lambda line: None))
     outcome = command("chat", *at)
-    assert len(asked) == verifier_chat.MOST_ASKS
+    assert len(asked) == text_module.MOST_ASKS
     assert "the verifier big one is lost: it was killed" in outcome.err
 
 
 def test_a_verifier_that_is_leaving_is_looked_for_again(
     command: Command, at: list[str], verifier: Verifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verifier_chat, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(text_module, "LOOK_AGAIN_S", 0.01)
     leaving = Refused("shutting-down", "the verifier is leaving")
     target, said = verifier.target, [None, leaving, leaving]
     opening = target.open
@@ -488,7 +489,7 @@ def test_a_verifier_that_is_leaving_is_looked_for_again(
     assert not said, "it was asked again until it did not leave"
 
     said += [leaving] * 1000
-    monkeypatch.setattr(verifier_chat, "PERSON_WAITS_S", 0.0)
+    monkeypatch.setattr(chat_module, "PERSON_WAITS_S", 0.0)
     monkeypatch.setattr(sys, "stdin", Typed(["why?", "/quit"]))
     assert "the verifier is leaving" in command("chat", *at, "-n", "12", "--no-speculation").err
 
@@ -496,8 +497,8 @@ def test_a_verifier_that_is_leaving_is_looked_for_again(
 def test_a_verifier_that_stays_away_ends_a_pipe(
     command: Command, at: list[str], verifier: Verifier, fake_seed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verifier_chat, "LOOK_AGAIN_S", 0.01)
-    monkeypatch.setattr(verifier_chat, "PIPE_WAITS_S", 0.2)
+    monkeypatch.setattr(text_module, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(chat_module, "PIPE_WAITS_S", 0.2)
 
     def lines() -> Iterator[str]:
         yield "what is a ring?\n"

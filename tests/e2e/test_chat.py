@@ -25,7 +25,7 @@ Tokenizer.of_bytes().save(Path(sys.argv[1]))
 # would raise at once, in the hook, where readline drops it.
 MISSED = """
 import ctypes, functools, os, readline, signal
-from p2ptrain.cli.prompting import typed_line
+from p2ptrain.cli.chat import typed_line
 kill = functools.partial(ctypes.CDLL(None).kill, os.getpid(), signal.SIGINT)
 for turn in range(3):
     readline.set_pre_input_hook(kill)

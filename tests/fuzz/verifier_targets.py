@@ -1,4 +1,4 @@
-"""Verifiers and their clients: questions, what is answered to them, and who a seed says is there."""
+"""Verifiers and their clients: questions, and what is answered to them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ from hypothesis import strategies as st
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from roles.stage_stand_in import stand_in_config
-from roles.verifier.asking import Wish
-from roles.verifier.client import Text, VerifierClient, verifiers_untrusted
-from roles.verifier.door import MOST_BYTES, MOST_STOPS, MOST_TURNS, size_untrusted, wish_untrusted
-from roles.verifier.refusals import error_untrusted
+from roles.verifier.asking import TextRequest
+from roles.verifier.client import Text, VerifierClient
+from roles.verifier.protocol import (
+    MOST_BYTES,
+    MOST_STOPS,
+    MOST_TURNS,
+    error_untrusted,
+    request_untrusted,
+    size_untrusted,
+)
 from wire import generate_messages as wire
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
 from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Hello, Message, StillHere, Welcome
+from wire.records import ServingInfo
 
 from .engine import Target
-from .strategies import FREE, REAL, TEXT, WHOLE, made, mostly
+from .strategies import REAL, TEXT, WHOLE, made, mostly
 
 PORT = 5000
 CONFIG = stand_in_config(layers=1, vocab_size=256, context=64, rows=1)
@@ -38,7 +45,7 @@ _ASK = made(
     top_p=st.none() | mostly(st.just(1.0), REAL),
     seed=_FEW,
     stop=st.lists(TEXT, max_size=2) | st.just(["x"] * 17),
-    speculate=mostly(st.sampled_from(["auto", "off"]), TEXT),
+    speculate=st.booleans(),
 )
 
 
@@ -48,10 +55,10 @@ def _check_question(case: tuple[wire.Ask, bytes]) -> None:
         size_bytes = size_untrusted(ask)
         assert 0 <= size_bytes <= MOST_BYTES
         data = (filler * (size_bytes // max(1, len(filler)) + 1))[:size_bytes].ljust(size_bytes, b" ")
-        wish = wish_untrusted(ask, data)
+        wish = request_untrusted(ask, data)
     except ProtocolError:
         return
-    assert isinstance(wish, Wish)
+    assert isinstance(wish, TextRequest)
     assert len(wish.turns) <= MOST_TURNS
     assert len(wish.stop) <= MOST_STOPS
     assert not (wish.prompt and wish.turns)
@@ -61,49 +68,11 @@ QUESTIONS = Target(
     "questions",
     st.tuples(_ASK, st.binary(max_size=8) | st.just("é€😀".encode())),
     _check_question,
-    ("roles.verifier.door.size_untrusted", "roles.verifier.door.wish_untrusted"),
+    ("roles.verifier.protocol.size_untrusted", "roles.verifier.protocol.request_untrusted"),
     peak_bytes=40 << 20,  # a question of 4 MiB, its letters four bytes each, and cut once
 )
 
-# ------------------------------------------------------------------------------------------- who a seed says is there
-
-_THERE = {
-    "id": "v1",
-    "name": "big one",
-    "role": "verifier",
-    "host": "there",
-    "port": PORT,
-    "model": "m",
-    "context": 64,
-    "sessions": 0,
-    "drafters": [],
-}
-
-
-@st.composite
-def _serving(draw: st.DrawFn) -> dict[str, Any]:
-    items = [dict(_THERE) for _ in range(draw(st.integers(0, 3)))]
-    for item in items:
-        if draw(st.booleans()):
-            item[draw(st.sampled_from(sorted(item)))] = draw(FREE | WHOLE | REAL | st.just("x" * 5000))
-    return {"serving": draw(mostly(st.just([*items, draw(FREE)]), FREE))}
-
-
-def _check_serving(answer: dict[str, Any]) -> None:
-    try:
-        found = verifiers_untrusted(answer)
-    except ProtocolError:
-        return
-    assert all(0 < item.port < 65536 and isinstance(item.dialled("seed"), str) for item in found)
-
-
-SERVING = Target(
-    "verifiers",
-    _serving(),
-    _check_serving,
-    ("roles.verifier.client.verifiers_untrusted", "roles.verifier.client._verifier_untrusted"),
-    peak_bytes=64 << 10,
-)
+_AT = ServingInfo("v1", "big one", "verifier", "there", PORT, "m", context=64)
 
 # --------------------------------------------------------------------------------------------------------- both of them
 
@@ -146,11 +115,10 @@ async def _answered(said: list[tuple[Message, int]]) -> None:
         await connection.flush(timeout_s=5)
 
     server = await serve(network, "there", PORT, decide=decide, serve=odd, on_problem=lambda problem, _: None)
-    (at,) = verifiers_untrusted({"serving": [_THERE]})
-    client = await VerifierClient.dial(network, at, seed_host="", peer_id="c", name="c")
+    client = await VerifierClient.dial(network, _AT, seed_host="", peer_id="c", name="c")
     try:
         async with asyncio.timeout(900):
-            text = await client.ask(Wish(prompt="abc"))
+            text = await client.write(TextRequest(prompt="abc"))
             async for piece in text:
                 assert all(token >= 0 for token in piece.tokens)
             assert text.ended
@@ -178,7 +146,7 @@ class _Nobody:
     class verifier:  # noqa: N801 - an attribute of it
         name = "odd"
 
-    def forget(self, stream: int) -> None:
+    def stop(self, stream: int) -> None:
         """Nothing is remembered."""
 
 
@@ -215,7 +183,7 @@ REFUSALS = Target(
     "verifier-refusals",
     made(wire.AskRefused, code=mostly(st.sampled_from(["busy", "wrong-wish", "protocol-error"]), TEXT)),
     _check_refusal,
-    ("roles.verifier.refusals.error_untrusted",),
+    ("roles.verifier.protocol.error_untrusted",),
     peak_bytes=64 << 10,
 )
-TARGETS = (QUESTIONS, SERVING, CLIENTS, TEXTS, REFUSALS)
+TARGETS = (QUESTIONS, CLIENTS, TEXTS, REFUSALS)

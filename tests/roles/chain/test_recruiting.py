@@ -16,7 +16,7 @@ from p2ptrain.core.serving import Sampling
 from roles.chain import client as recruiting
 from roles.chain.client import Chain, Recruiting
 from roles.stage_stand_in import StandIns, tokens_of
-from roles.verifier.chain_target import ChainTarget
+from roles.verifier.targets import ChainTarget
 from tests.roles.stage_doubles import PORT, Stage
 from wire.records import PeerInfo
 

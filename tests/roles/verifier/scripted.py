@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from roles.verifier.asking import Piece, Wish
+from roles.verifier.asking import Piece, TextRequest
 
 MODEL = "org/tiny-model"
 
@@ -58,7 +58,7 @@ class ScriptedWriting:
         self.closed.set()
 
 
-Script = Callable[[Wish], ScriptedWriting]
+Script = Callable[[TextRequest], ScriptedWriting]
 
 
 class ScriptedService:
@@ -80,14 +80,14 @@ class ScriptedService:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        self.wishes: list[Wish] = []
+        self.wishes: list[TextRequest] = []
         self.writings: list[ScriptedWriting] = []
         self.script: Script = lambda wish: ScriptedWriting()
         self.room.set()
         self.asks.clear()
         self.gave_up.clear()
 
-    async def write(self, wish: Wish) -> ScriptedWriting:
+    async def write(self, wish: TextRequest) -> ScriptedWriting:
         self.wishes.append(wish)
         self.asks.set()
         try:

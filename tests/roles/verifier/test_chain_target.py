@@ -13,8 +13,7 @@ from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused, UserError
 from p2ptrain.core.serving import Sampling
 from roles.chain.client import Chain
 from roles.stage_stand_in import tokens_of
-from roles.verifier.chain_target import ChainTarget
-from roles.verifier.target import Passed, Target, TargetSession
+from roles.verifier.targets import ChainTarget, Passed, Target, TargetSession
 from tests.roles.chain.scene import CONFIG, Scene, play
 
 from .by_hand import decoded
@@ -93,13 +92,14 @@ def test_a_stage_dies_while_drafts_are_verified(tmp_path: Path, victim: str, aft
         slowly(scene)
         wanted = tokens_of(CONFIG, PROMPT, 30, SAMPLED)
         async with scene.chain() as chain:
-            session = await target_of(chain).open(positions=60, sampling=SAMPLED)
+            target = target_of(chain)
+            session = await target.open(positions=60, sampling=SAMPLED)
             disturbed = Disturbed(session, scene, {4: (after_s, victim)})
             told = await decoded(disturbed, PROMPT, wanted, drafts=6, right=0.8, seed=3)
             assert told.tokens == wanted
             assert told.passes >= 5
-            assert len(session.mendings) == 1
-            assert victim in session.mendings[0][0]
+            assert len(target.times.mendings) == 1
+            assert victim in target.times.mendings[0][0]
 
     play(tmp_path, test, delay_s=lambda source, target: NEAR_S)
 
@@ -114,7 +114,8 @@ def test_stages_die_in_many_passes(tmp_path: Path, seed: int) -> None:
         rng.shuffle(names)
         happens = {pass_: (rng.random() * 0.03, names.pop()) for pass_ in rng.sample(range(1, 8), 4)}
         async with scene.chain() as chain:
-            session = await target_of(chain).open(positions=60, sampling=SAMPLED)
+            target = target_of(chain)
+            session = await target.open(positions=60, sampling=SAMPLED)
             disturbed = Disturbed(session, scene, happens)
             told = await decoded(disturbed, PROMPT, wanted, drafts=6, right=0.7, seed=seed, chunk=3)
             assert told.tokens == wanted

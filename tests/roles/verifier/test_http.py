@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import openai
 import pytest
 
+from p2ptrain.compute.text import Turn
 from p2ptrain.core.errors import NetworkError, Refused, ResourceError, TooLong, UserError
-from p2ptrain.core.world import real_world
-from roles.verifier.asking import Said, Wish
-from roles.verifier.http import not_yet_at, place_at, serving_at
-from wire.memory import MemoryNetwork
+from roles.verifier.asking import TextRequest
 
-from .conftest import PATIENCE_S, Endpoint, request
-from .scripted import MODEL, ScriptedService, ScriptedWriting
+from .conftest import PATIENCE_S, Endpoint
+from .scripted import MODEL, ScriptedWriting
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -65,7 +62,7 @@ async def test_a_chat(endpoint: Endpoint) -> None:
     assert (made.object, made.choices[0].finish_reason) == ("chat.completion", "length")
     assert (made.choices[0].message.role, made.choices[0].message.content) == ("assistant", "Hello, world")
     assert raw.headers["p2ptrain-turns-left-out"] == "2"
-    turns = (Said("system", "Be kind"), Said("user", "One\nTwo"), Said("assistant", "Three"), Said("user", "Four"))
+    turns = (Turn("system", "Be kind"), Turn("user", "One\nTwo"), Turn("assistant", "Three"), Turn("user", "Four"))
     assert endpoint.service.wishes[0].turns == turns
 
 
@@ -79,7 +76,7 @@ async def test_what_is_obeyed(endpoint: Endpoint) -> None:
     for wish in endpoint.service.wishes:
         sampling = wish.sampling
         assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.9, 7, 2**63 - 1)
-        assert (wish.max_new_tokens, wish.stop, wish.speculate) == (9, ("a", "b"), "off")
+        assert (wish.max_new_tokens, wish.stop, wish.speculate) == (9, ("a", "b"), False)
     await endpoint.client.completions.create(model=MODEL, prompt="x", stop="END", seed=-5)
     assert endpoint.service.wishes[-1].stop == ("END",)
     assert endpoint.service.wishes[-1].sampling.seed == -5
@@ -193,7 +190,7 @@ ERRORS: list[tuple[Exception, type[openai.APIStatusError], str, str]] = [
 async def test_what_cannot_begin(
     endpoint: Endpoint, stream: bool, error: Exception, kind: type[openai.APIStatusError], code: str, message: str
 ) -> None:
-    def script(wish: Wish) -> ScriptedWriting:
+    def script(wish: TextRequest) -> ScriptedWriting:
         raise error
 
     endpoint.service.script = script
@@ -257,21 +254,3 @@ async def test_many_streams_at_once(endpoint: Endpoint) -> None:
     async with asyncio.timeout(PATIENCE_S):
         *texts, _ = await asyncio.gather(*map(read, range(many)), let_go())
     assert texts == [f"{number} and {number}" for number in range(many)]
-
-
-async def test_a_model_that_is_waited_for_is_told_of_until_it_is_there() -> None:
-    place = await place_at("127.0.0.1", 0)
-    host, port = place.address
-    service, world = ScriptedService(), real_world(MemoryNetwork())
-    asker = Endpoint(service, host, port, None, [])  # type: ignore[arg-type]
-    async with not_yet_at(place):
-        for status, headers, body in (
-            await asker.post("/v1/completions", b"{}"),
-            await asker.raw(request("GET", "/v1/models")),
-        ):
-            assert (status, headers["retry-after"]) == (503, "2")
-            error = json.loads(body)["error"]
-            assert (error["type"], error["code"]) == ("server_error", "model_unreachable")
-            assert "waits for workers" in error["message"]
-    async with serving_at(service, place, world=world):
-        assert (await asker.raw(request("GET", "/health")))[0] == 200

@@ -15,7 +15,7 @@ from p2ptrain.core.serving import Sampling
 from roles.verifier import session
 from roles.verifier.http import serving_http
 from roles.verifier.service import VerifierService
-from roles.verifier.testing import ScriptedTarget, reference, service, text_of, world
+from tests.roles.verifier.doubles import ScriptedTarget, reference, service, text_of, world
 
 from .conftest import PATIENCE_S
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from p2ptrain.core.serving import Sampling, SamplingWish
 from roles.speculation.events import Told
 from roles.speculation.received import packed
-from roles.verifier.asking import Wish
+from roles.verifier.asking import TextRequest
 from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
-from roles.verifier.testing import ScriptedTarget, reference, service
 from tests.roles.drafter_hosts import TOKENIZER, DrafterHost, Liar, around_of, model_serves, there
+from tests.roles.verifier.doubles import ScriptedTarget, reference, service
 from wire.connection import Connection
 from wire.speculation_messages import Drafts
 from wire.transport import TcpNetwork
@@ -81,7 +81,7 @@ async def test_four_texts_and_three_drafters_that_come_and_go(tmp_path: Path) ->
 
     async def text(number: int, sampling: Sampling) -> list[int]:
         wished = SamplingWish(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
-        writing = await serving.write(Wish(f"text {number}", max_new_tokens=TOKENS, sampling=wished))
+        writing = await serving.write(TextRequest(f"text {number}", max_new_tokens=TOKENS, sampling=wished))
         return [token async for piece in writing for token in piece.tokens]
 
     async with asyncio.timeout(PATIENCE_S):

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from p2ptrain.compute.text import Turn
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, Refused, ResourceError, UserError
 from p2ptrain.core.serving import Sampling, SamplingWish
 from roles.verifier import session as session_module
-from roles.verifier.asking import Said, Wish
+from roles.verifier.asking import TextRequest
 from roles.verifier.drafting_source import Connected
-from roles.verifier.places import BUSY, Places
 from roles.verifier.service import VerifierService
 from roles.verifier.session import MOST_PIECES, READER_S, TextSession
-from roles.verifier.testing import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
+from tests.roles.verifier.doubles import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
 from wire.memory import run_virtual
 
 PROMPT = "def f(x):"
@@ -31,8 +31,8 @@ async def read(session: TextSession, tokens: list[int] | None = None) -> tuple[s
     return text, tokens
 
 
-def wish(tokens: int | None = 40, **more: Any) -> Wish:
-    return Wish(prompt=more.pop("prompt", PROMPT), max_new_tokens=tokens, **more)
+def wish(tokens: int | None = 40, **more: Any) -> TextRequest:
+    return TextRequest(prompt=more.pop("prompt", PROMPT), max_new_tokens=tokens, **more)
 
 
 def within(work: Coroutine[Any, Any, None]) -> None:
@@ -91,9 +91,9 @@ def test_drafts_make_it_faster_and_the_figures_say_so(tmp_path: Path) -> None:
     async def scene() -> None:
         target = ScriptedTarget()
         serving = service(tmp_path, target, ScriptedDrafters())
-        plain = await serving.write(wish(speculate="off"))
+        plain = await serving.write(wish(speculate=False))
         await read(plain)
-        drafted = await serving.write(wish(speculate="auto", prompt=PROMPT))
+        drafted = await serving.write(wish(speculate=True, prompt=PROMPT))
         await read(drafted)
         alone, sooner = plain.stats(), drafted.stats()
         assert alone["drafters"] == []
@@ -141,7 +141,7 @@ def test_the_figures_are_of_texts_with_drafters_and_stay_when_all_are_written(tm
         assert serving.figures()["tokens"] == 0
         assert "token_ms" not in serving.figures()
         await serving.warm_up()
-        plain = await serving.write(wish(speculate="off"))
+        plain = await serving.write(wish(speculate=False))
         await read(plain)
         assert "token_ms" not in serving.figures(), "who wants no drafters says nothing of them"
         assert serving.drafters() == [(Connected("drafter-1", None, 0.01), None)]
@@ -194,12 +194,11 @@ def test_what_a_person_asks_for_and_cannot_be(tmp_path: Path) -> None:
             wish(92),
             wish(0),
             wish(prompt="x" * 200),
-            wish(speculate="maybe"),
             wish(stop=("",)),
-            Wish(turns=(Said("judge", "hm"),)),
-            Wish(turns=(Said("user", "a"), Said("assistant", "b"))),
-            Wish(prompt="a", turns=(Said("user", "a"),)),
-            Wish(turns=(Said("user", "a" * 200),)),
+            TextRequest(turns=(Turn("judge", "hm"),)),
+            TextRequest(turns=(Turn("user", "a"), Turn("assistant", "b"))),
+            TextRequest(prompt="a", turns=(Turn("user", "a"),)),
+            TextRequest(turns=(Turn("user", "a" * 200),)),
         ):
             with pytest.raises(UserError):
                 await serving.write(wrong)
@@ -216,12 +215,12 @@ def test_the_oldest_turns_of_a_conversation_are_left_out(tmp_path: Path) -> None
         target = ScriptedTarget()
         serving = service(tmp_path, target, positions=120)
         turns = (
-            Said("system", "be brief"),
-            Said("user", "a" * 40),
-            Said("assistant", "b" * 30),
-            Said("user", "and now?"),
+            Turn("system", "be brief"),
+            Turn("user", "a" * 40),
+            Turn("assistant", "b" * 30),
+            Turn("user", "and now?"),
         )
-        writing = await serving.write(Wish(turns=turns, max_new_tokens=20))
+        writing = await serving.write(TextRequest(turns=turns, max_new_tokens=20))
         await read(writing)
         assert writing.left_out == 2
         asked = bytes(token for _, ids, _ in target.runs for token in ids)
@@ -235,21 +234,21 @@ def test_a_conversation_goes_on_from_what_is_computed(tmp_path: Path) -> None:
     async def scene() -> None:
         target = ScriptedTarget()
         serving = service(tmp_path, target, ScriptedDrafters())
-        asked = (Said("user", "what is a ring of machines, and what is a chain of them?"),)
-        text, _ = await read(await serving.write(Wish(turns=asked, max_new_tokens=20)))
+        asked = (Turn("user", "what is a ring of machines, and what is a chain of them?"),)
+        text, _ = await read(await serving.write(TextRequest(turns=asked, max_new_tokens=20)))
         before = len(target.runs)
-        turns = (*asked, Said("assistant", text.strip()), Said("user", "and now?"))
-        second = await serving.write(Wish(turns=turns, max_new_tokens=20))
+        turns = (*asked, Turn("assistant", text.strip()), Turn("user", "and now?"))
+        second = await serving.write(TextRequest(turns=turns, max_new_tokens=20))
         _, tokens = await read(second)
-        whole = f"User: {turns[0].content}\nAssistant: {turns[1].content}\nUser: and now?\nAssistant:"
+        whole = f"User: {turns[0].text}\nAssistant: {turns[1].text}\nUser: and now?\nAssistant:"
         assert tuple(tokens) == reference(whole, 20)[: len(tokens)]
         assert target.opened == 1
         keep, ids, _ = target.runs[before]
-        assert keep >= len(f"User: {turns[0].content}\nAssistant:")
+        assert keep >= len(f"User: {turns[0].text}\nAssistant:")
         assert keep + len(ids) == len(whole.encode())
         assert second.stats()["cached_tokens"] == keep
         # Another way of drawing has nothing in common with it.
-        other = await serving.write(Wish(turns=turns, max_new_tokens=5, sampling=SamplingWish(temperature=1.0)))
+        other = await serving.write(TextRequest(turns=turns, max_new_tokens=5, sampling=SamplingWish(temperature=1.0)))
         await read(other)
         assert other.stats()["cached_tokens"] == 0
         await settled(serving, target)
@@ -299,28 +298,11 @@ def test_who_waits_and_who_is_refused(tmp_path: Path) -> None:
         assert not third.done()
         with pytest.raises(Refused) as busy:
             await serving.write(wish())
-        assert busy.value.code == BUSY
+        assert busy.value.code == "busy"
         assert "try again in" in busy.value.remedy
         assert serving.figures()["waiting"] == 1
         await asyncio.gather(read(first), read(second))
         assert (await read(await third))[1] == list(reference(PROMPT, 40))
-        await settled(serving, target)
-
-    within(scene())
-
-
-def test_what_a_text_takes_is_known_from_the_first(tmp_path: Path) -> None:
-    """The guess of before, half a minute, would send people away for many times as long as it takes."""
-
-    async def scene() -> None:
-        target = ScriptedTarget()
-        serving = service(tmp_path, target, sessions=1, waiting=0)
-        await read(await serving.write(wish()))
-        second = await serving.write(wish())
-        with pytest.raises(Refused) as busy:
-            await serving.write(wish())
-        assert "try again in 2 s" in busy.value.remedy
-        await read(second)
         await settled(serving, target)
 
     within(scene())
@@ -360,24 +342,6 @@ def test_who_gives_up_waiting_leaves_the_queue(tmp_path: Path) -> None:
     within(scene())
 
 
-def test_a_place_is_not_given_to_who_was_cancelled_in_that_very_moment(tmp_path: Path) -> None:
-    async def scene() -> None:
-        places = Places(1, 2, lambda ahead: 1.0)
-        await places.enter()
-        gone, next_one = asyncio.create_task(places.enter()), asyncio.create_task(places.enter())
-        await asyncio.sleep(0.1)
-        gone.cancel()
-        places.leave()  # before it has noticed
-        with pytest.raises(asyncio.CancelledError):
-            await gone
-        await next_one
-        places.leave()
-        await places.enter()
-        assert not places.waiting
-
-    within(scene())
-
-
 def test_memory_that_others_have_is_waited_for(tmp_path: Path) -> None:
     async def scene() -> None:
         target = ScriptedTarget(room=60)
@@ -390,23 +354,6 @@ def test_memory_that_others_have_is_waited_for(tmp_path: Path) -> None:
         await read(await second)
         with pytest.raises(ResourceError):
             await serving.write(wish(500))
-        await settled(serving, target)
-
-    within(scene())
-
-
-def test_memory_is_waited_for_a_while_though_the_texts_before_were_short(tmp_path: Path) -> None:
-    async def scene() -> None:
-        held = asyncio.Event()
-        target = ScriptedTarget(room=60, before=lambda count: held.wait() if count else None)
-        serving = service(tmp_path, target, kept=0)
-        await read(await serving.write(wish(1)))
-        first = await serving.write(wish())  # its prompt takes much longer than that whole text did
-        second = asyncio.create_task(serving.write(wish()))
-        await asyncio.sleep(5)
-        held.set()
-        await read(first)
-        assert (await read(await second))[1] == list(reference(PROMPT, 40))
         await settled(serving, target)
 
     within(scene())

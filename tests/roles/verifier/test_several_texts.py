@@ -16,14 +16,14 @@ from p2ptrain.core.serving import Ran, SamplingWish
 from p2ptrain.core.world import LoopClock, World
 from roles.compute_thread import ComputeThread
 from roles.stage_stand_in import StandInStage, stand_in_part
-from roles.verifier.asking import Wish
+from roles.verifier.asking import TextRequest
 from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
 from roles.verifier.service import ServiceOptions, VerifierService
-from roles.verifier.testing import CONFIG, model_text
-from roles.verifier.whole_target import WholeTarget
+from roles.verifier.targets import WholeTarget
 from tests.roles.drafter_hosts import PORT, DrafterHost, around_of, drafter_hosts, model_serves
 from tests.roles.stage_doubles import LoopThreads
+from tests.roles.verifier.doubles import CONFIG, model_text
 from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.memory import MemoryNetwork, run_virtual
 from wire.speculation_messages import DrafterAt
@@ -49,12 +49,14 @@ class Often:
         return Ran(ran.payload, tuple((token + wrong) % VOCAB for token in ran.tokens))
 
 
-async def _read(serving: VerifierService, number: int, speculate: str) -> list[int]:
-    wish = Wish(f"text {number}", max_new_tokens=TOKENS, sampling=SamplingWish(temperature=0.0), speculate=speculate)
+async def _read(serving: VerifierService, number: int, speculate: bool) -> list[int]:
+    wish = TextRequest(
+        f"text {number}", max_new_tokens=TOKENS, sampling=SamplingWish(temperature=0.0), speculate=speculate
+    )
     return [token async for piece in await serving.write(wish) for token in piece.tokens]
 
 
-async def _all(serving: VerifierService, texts: Sequence[int], speculate: str) -> tuple[list[list[int]], float]:
+async def _all(serving: VerifierService, texts: Sequence[int], speculate: bool) -> tuple[list[list[int]], float]:
     """The texts, and how long they took."""
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -90,8 +92,8 @@ def test_texts_at_once(tmp_path: Path, wrong_every: int, most: float, round_trip
             source.here([DrafterAt("d", "d", "d", PORT, "a model", VOCAB, TOKENIZER)])
             await asyncio.sleep(3)  # of virtual time: it is measured how far away it is
             for texts in ((1, 2, 3), (4, 5)):
-                alone, alone_s = await _all(serving, texts, "off")
-                drafted, drafted_s = await _all(serving, texts, "auto")
+                alone, alone_s = await _all(serving, texts, False)
+                drafted, drafted_s = await _all(serving, texts, True)
                 assert drafted == alone
                 assert drafted_s <= most * alone_s
             assert not serving.cost_model.sessions

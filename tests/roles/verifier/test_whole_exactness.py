@@ -12,7 +12,7 @@ import torch
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.world import LoopClock
 from roles.compute_thread import ComputeThread
-from roles.verifier.whole_target import WholeTarget, load_whole_target
+from roles.verifier.targets import WholeTarget, load_whole_engine
 from tests.compute.families import VOCAB, make
 
 from .by_hand import decoded
@@ -44,9 +44,11 @@ def generated(whole: Any, sampling: Sampling) -> list[int]:
 async def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[tuple[Any, WholeTarget]]:
     whole = make(request.param, tmp_path)
     heard: list[tuple[int, int]] = []
-    target = await load_whole_target(
-        tmp_path, ComputeThread(), LoopClock(), device="cpu", on_bytes=lambda *both: heard.append(both)
+    compute = ComputeThread()
+    engine, context = await load_whole_engine(
+        tmp_path, compute, device="cpu", on_bytes=lambda *both: heard.append(both)
     )
+    target = WholeTarget(engine, compute, LoopClock(), label=tmp_path.name, context=context)
     assert heard[-1][0] == heard[-1][1]
     assert (target.context, target.vocab_size, target.label) == (128, VOCAB, tmp_path.name)
     yield whole, target

@@ -16,8 +16,7 @@ from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock
 from roles.compute_thread import ComputeThread
 from roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
-from roles.verifier.target import Target, TargetSession
-from roles.verifier.whole_target import WholeTarget, load_whole_target
+from roles.verifier.targets import Target, TargetSession, WholeTarget, load_whole_engine
 from wire.memory import run_virtual
 
 from .by_hand import decoded
@@ -200,7 +199,7 @@ def test_it_is_a_target() -> None:
 async def test_what_is_no_model_is_told_and_the_thread_lives(tmp_path: Path) -> None:
     compute = ComputeThread()
     with pytest.raises(ConfigError, match=r"there is no .*config\.json") as caught:
-        await load_whole_target(tmp_path, compute, LoopClock())
+        await load_whole_engine(tmp_path, compute)
     assert caught.value.remedy
     assert await compute.run(lambda: 3) == 3
     compute.close()
@@ -219,7 +218,7 @@ async def test_loading_that_is_cancelled_ends_at_the_next_piece(
 
     monkeypatch.setattr("p2ptrain.compute.served_part.load_whole", load_whole)
     compute = ComputeThread()
-    loading = asyncio.create_task(load_whole_target(tmp_path, compute, LoopClock()))
+    loading = asyncio.create_task(load_whole_engine(tmp_path, compute))
     await asked.wait()
     loading.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from p2ptrain.compute.text import Turn
 from p2ptrain.core.errors import (
     ConnectionLost,
     JobFailed,
@@ -23,23 +25,24 @@ from p2ptrain.core.errors import (
 )
 from p2ptrain.core.serving import Sampling, SamplingWish
 from roles.line import Line
-from roles.verifier import door as door_module
-from roles.verifier.asking import Said, Wish
-from roles.verifier.client import Text, VerifierAt, VerifierClient, question, verifiers_untrusted
-from roles.verifier.door import MOST_ASKED, MOST_BYTES, Door
-from roles.verifier.refusals import error_untrusted, refused
+from roles.verifier import server as server_module
+from roles.verifier.asking import TextRequest
+from roles.verifier.client import Text, VerifierClient, dialled_host
+from roles.verifier.protocol import MOST_BYTES, error_untrusted, question, refused
+from roles.verifier.server import MOST_ASKED, serve_texts
 from roles.verifier.service import VerifierService
-from roles.verifier.testing import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
+from tests.roles.verifier.doubles import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
 from wire import generate_messages as wire
 from wire.connection import Connection
 from wire.handshake import dial, local_hello, local_welcome, serve
 from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Hello, Message, Request, Welcome
+from wire.records import ServingInfo
 
 PROMPT = "def f(x):"
 ID = "0" * 32
 PORT = 5000
-AT = VerifierAt(ID, "big one", "verifier", PORT, "stand-in", 600, 0, 0)
+AT = ServingInfo(ID, "big one", "verifier", "verifier", PORT, "stand-in", context=600)
 
 
 @dataclass
@@ -64,7 +67,7 @@ async def verifier(directory: Path, **options: Any) -> AsyncIterator[Scene]:
     network = MemoryNetwork(pipe_bytes=4096)
     target = options.pop("target", None) or ScriptedTarget()
     made = service(directory, target, options.pop("drafters", None), network=network, **options)
-    scene, at_door = Scene(network, target, made), Door(made)
+    scene = Scene(network, target, made)
 
     async def decide(hello: Hello, connection: Connection) -> Welcome:
         return local_welcome(peer_id=ID, name="big one", wall=0.0)
@@ -74,7 +77,7 @@ async def verifier(directory: Path, **options: Any) -> AsyncIterator[Scene]:
         "0.0.0.0",
         PORT,
         decide=decide,
-        serve=at_door.serve,
+        serve=partial(serve_texts, made),
         on_problem=lambda problem, _: scene.problems.append(problem),
     )
     try:
@@ -106,15 +109,15 @@ async def read(text: Text) -> tuple[str, tuple[int, ...]]:
     return said, tokens
 
 
-def wish(tokens: int | None = 40, **more: Any) -> Wish:
-    return Wish(prompt=more.pop("prompt", PROMPT), max_new_tokens=tokens, **more)
+def wish(tokens: int | None = 40, **more: Any) -> TextRequest:
+    return TextRequest(prompt=more.pop("prompt", PROMPT), max_new_tokens=tokens, **more)
 
 
 def test_a_text_and_how_it_came_about(tmp_path: Path) -> None:
     async def scene() -> None:
         async with verifier(tmp_path, drafters=ScriptedDrafters()) as there:
             client = await there.client()
-            text = await client.ask(wish(sampling=SamplingWish(temperature=0.8, seed=3)))
+            text = await client.write(wish(sampling=SamplingWish(temperature=0.8, seed=3)))
             assert text.prompt_tokens == len(PROMPT)
             said, tokens = await read(text)
             assert tokens == reference(PROMPT, 40, Sampling(0.8, 50, 1.0, 3))
@@ -142,16 +145,16 @@ def test_several_questions_of_one_client_and_of_others(tmp_path: Path) -> None:
     within(scene())
 
 
-async def _read_of(client: VerifierClient, wanted: Wish) -> tuple[str, tuple[int, ...]]:
-    return await read(await client.ask(wanted))
+async def _read_of(client: VerifierClient, wanted: TextRequest) -> tuple[str, tuple[int, ...]]:
+    return await read(await client.write(wanted))
 
 
 def test_a_conversation(tmp_path: Path) -> None:
     async def scene() -> None:
         async with verifier(tmp_path, positions=120) as there:
             client = await there.client()
-            turns = (Said("user", "é" * 30), Said("assistant", "b" * 30), Said("user", "and now?"))
-            text = await client.ask(Wish(turns=turns, max_new_tokens=20))
+            turns = (Turn("user", "é" * 30), Turn("assistant", "b" * 30), Turn("user", "and now?"))
+            text = await client.write(TextRequest(turns=turns, max_new_tokens=20))
             await read(text)
             assert text.left_out == 2
             asked = bytes(token for _, ids, _ in there.target.runs for token in ids)
@@ -165,14 +168,14 @@ def test_no_more_is_wanted(tmp_path: Path) -> None:
     async def scene() -> None:
         async with verifier(tmp_path, sessions=1) as there:
             client = await there.client()
-            text = await client.ask(wish(500))
-            async for _ in text:
-                text.cancel()
-            assert text.ended == "cancelled"
-            assert 0 < text.stats()["tokens"] < 10
+            text = await client.write(wish(500))
+            await anext(text)
+            await text.close()
+            assert (await _read_of(client, wish()))[1] == reference(PROMPT, 40)
+            assert len(there.target.runs) < 100
             # One that waits for its turn, and one that nobody reads.
-            first = await client.ask(wish(400))
-            waiting = asyncio.create_task(client.ask(wish()))
+            first = await client.write(wish(400))
+            waiting = asyncio.create_task(client.write(wish()))
             await asyncio.sleep(1)
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
@@ -191,8 +194,8 @@ def test_a_client_that_goes_takes_its_texts_with_it(tmp_path: Path, how: str) ->
         async with verifier(tmp_path, target=slow, drafters=drafters, sessions=2, kept=0) as there:
             client = await there.client()
             for _ in range(2):
-                await client.ask(wish(580))
-            waiting = asyncio.create_task(client.ask(wish()))
+                await client.write(wish(580))
+            waiting = asyncio.create_task(client.write(wish()))
             await asyncio.sleep(0.3)
             match how:
                 case "close":
@@ -213,7 +216,7 @@ def test_a_client_that_goes_takes_its_texts_with_it(tmp_path: Path, how: str) ->
 
 
 def test_a_slow_reader_gets_all_of_it_and_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door_module, "UNSENT_BYTES", 256)
+    monkeypatch.setattr(server_module, "UNSENT_BYTES", 256)
 
     async def scene() -> None:
         async with verifier(tmp_path) as there:
@@ -235,7 +238,7 @@ def test_a_slow_reader_gets_all_of_it_and_holds_up_nobody(tmp_path: Path, monkey
 
 
 def test_who_takes_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door_module, "UNSENT_BYTES", 64)
+    monkeypatch.setattr(server_module, "UNSENT_BYTES", 64)
 
     async def scene() -> None:
         async with verifier(tmp_path, target=ScriptedTarget(pass_s=0.001)) as there:
@@ -263,14 +266,14 @@ def test_what_a_verifier_refuses_comes_as_what_it_is(tmp_path: Path) -> None:
             for wrong, kind in (
                 (wish(prompt=""), UserError),
                 (wish(400), UserError),
-                (Wish(turns=(Said("judge", "no"),)), UserError),
+                (TextRequest(turns=(Turn("judge", "no"),)), UserError),
                 (wish(prompt="x" * (MOST_BYTES + 1)), UserError),
             ):
                 with pytest.raises(kind):
-                    await client.ask(wrong)
-            text = await client.ask(wish(90))
+                    await client.write(wrong)
+            text = await client.write(wish(90))
             with pytest.raises(Refused, match="big one: the verifier is busy"):
-                await client.ask(wish())
+                await client.write(wish())
             await text.close()
             await client.close()
 
@@ -283,7 +286,7 @@ def test_a_model_that_fails_in_mid_text(tmp_path: Path, kind: type[P2PTrainError
         problem = kind("it cannot go on", remedy="wait")
         async with verifier(tmp_path, target=ScriptedTarget(before=failing_at(5, problem))) as there:
             client = await there.client()
-            text = await client.ask(wish())
+            text = await client.write(wish())
             with pytest.raises(P2PTrainError, match=r"big one: it cannot go on \(after 5 tokens") as raised:
                 await read(text)
             assert raised.value.exit_code == problem.exit_code
@@ -307,8 +310,8 @@ def test_a_mistake_of_the_program_is_told_to_who_reads(tmp_path: Path, monkeypat
             with monkeypatch.context() as patched:
                 patched.setattr("roles.verifier.session.TextSession.stats", mistaken)
                 with pytest.raises(JobFailed, match="failed over this text: ZeroDivisionError: a share of nothing"):
-                    await read(await client.ask(wish()))
-            said, _ = await read(await client.ask(wish()))
+                    await read(await client.write(wish()))
+            said, _ = await read(await client.write(wish()))
             assert said, "its other texts go on"
             await client.close()
 
@@ -320,7 +323,7 @@ def test_a_verifier_that_is_lost_in_mid_text(tmp_path: Path) -> None:
     async def scene() -> None:
         async with verifier(tmp_path) as there:
             client = await there.client()
-            text = await client.ask(wish(500))
+            text = await client.write(wish(500))
             for _ in range(11):
                 await anext(text)
             there.network.cut("client", "verifier")
@@ -328,7 +331,7 @@ def test_a_verifier_that_is_lost_in_mid_text(tmp_path: Path) -> None:
                 await anext(text)
             assert client.lost
             with pytest.raises(NetworkError):
-                await client.ask(wish())
+                await client.write(wish())
             await client.close()
 
     within(scene())
@@ -352,7 +355,7 @@ def _ask(**changed: Any) -> wire.Ask:
         "top_p": None,
         "seed": 0,
         "stop": [],
-        "speculate": "auto",
+        "speculate": True,
     }
     return wire.Ask(**(plain | changed))
 
@@ -374,7 +377,6 @@ def _ask(**changed: Any) -> wire.Ask:
         [_says(_ask(stop=["x"] * 17)), _bulk(1, b"a")],
         [_says(_ask(stop=[""])), _bulk(1, b"a")],
         [_says(_ask(max_new_tokens=-1)), _bulk(1, b"a")],
-        [_says(_ask(speculate="no")), _bulk(1, b"a")],
         [_says(_ask(max_new_tokens=500)), _bulk(1, b"a"), _says(_ask()), _bulk(1, b"a")],
     ],
 )
@@ -382,7 +384,7 @@ def test_nonsense_ends_the_connection_that_it_came_by(tmp_path: Path, acts: list
     async def scene() -> None:
         async with verifier(tmp_path) as there:
             client, odd = await there.client(), await there.raw()
-            text = await client.ask(wish())
+            text = await client.write(wish())
             for act in acts:
                 act(odd)
             async with asyncio.timeout(20):
@@ -412,7 +414,7 @@ def test_no_more_questions_than_can_be_kept_track_of(tmp_path: Path) -> None:
     async def scene() -> None:
         async with verifier(tmp_path, waiting=100) as there:
             client = await there.client()
-            tasks = [asyncio.create_task(client.ask(wish())) for _ in range(MOST_ASKED + 1)]
+            tasks = [asyncio.create_task(client.write(wish())) for _ in range(MOST_ASKED + 1)]
             with pytest.raises(Refused, match="questions of yours"):
                 await tasks[-1]
             texts = [await read(await task) for task in tasks[:-1]]
@@ -439,25 +441,8 @@ def test_failures_are_the_same_on_both_sides() -> None:
     assert len(odd.message) < 1010
 
 
-def test_verifiers_that_a_seed_tells_of() -> None:
-    item = {
-        "id": ID,
-        "name": "big one",
-        "role": "verifier",
-        "host": "",
-        "port": PORT,
-        "model": "m",
-        "context": 0,
-        "sessions": 1,
-        "drafters": ["a"],
-    }
-    (found,) = verifiers_untrusted({"serving": [item, {"role": "drafter"}]})
-    assert found.dialled("seed") == "seed"
-    assert found.drafters == 1
-    assert VerifierAt(ID, "x", "127.0.0.1", 1, "", 0, 0, 0).dialled("127.0.0.1") == "127.0.0.1"
-    assert VerifierAt(ID, "x", "127.0.0.1", 1, "", 0, 0, 0).dialled("far") == "far"
-    for changed in ({"port": 0}, {"port": True}, {"id": "../x"}, {"name": None}, {"host": "x" * 5000}):
-        with pytest.raises(ProtocolError):
-            verifiers_untrusted({"serving": [item | changed]})
-    with pytest.raises(ProtocolError):
-        verifiers_untrusted({})
+def test_where_a_verifier_is_dialled() -> None:
+    assert dialled_host(replace(AT, host=""), "seed") == "seed"
+    assert dialled_host(replace(AT, host="127.0.0.1"), "127.0.0.1") == "127.0.0.1"
+    assert dialled_host(replace(AT, host="127.0.0.1"), "far") == "far"
+    assert dialled_host(replace(AT, host="there"), "far") == "there"

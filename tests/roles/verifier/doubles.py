@@ -26,7 +26,7 @@ from roles.speculation.drafting import Drafting as DraftingCore
 from roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
 from roles.verifier.drafting_source import Connected, DrafterFacts, Opening
 from roles.verifier.service import ServiceOptions, VerifierService
-from roles.verifier.target import Passed
+from roles.verifier.targets import Passed
 from wire.memory import MemoryNetwork
 
 CONFIG = stand_in_config(layers=2, vocab_size=256, context=600, rows=1)
@@ -52,7 +52,7 @@ def model_text(directory: Path) -> ModelText:
 
 
 def world(network: Network | None = None) -> World:
-    return World(LoopClock(), network or MemoryNetwork(), RealDisk(), random.Random(1), LoopThreads())  # noqa: S311 - jitter
+    return World(LoopClock(), network or MemoryNetwork(), RealDisk(), random.Random(1), LoopThreads())
 
 
 def _ran(stage: StandInStage, name: str, run: ev.Run) -> tuple[int, ...]:

@@ -1,0 +1,421 @@
+"""What ``p2ptrain join --role verifier`` and ``--role drafter`` run: see ``p2ptrain.cli.joining`` for when.
+
+A verifier loads its model, whole or split over workers, and puts together what ``roles.verifier`` has: the service, its
+answers to clients, the links to drafters, and HTTP where that is wanted. A drafter loads a small model whole, and
+drafts for the verifiers that dial it (``roles.drafter``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from p2ptrain.core.errors import NetworkError, ResourceError, UserError
+from p2ptrain.core.texts import human_bytes
+
+if TYPE_CHECKING:
+    from p2ptrain.cli.joining import ServeWish
+    from p2ptrain.cli.model_sizes import Anatomy
+    from p2ptrain.cli.output import Console
+    from p2ptrain.compute.text import ChatFormat, ModelText
+    from roles.chain.client import Chain
+    from roles.chain.peer import Context, WorkerAt
+    from roles.chain.plan import Model
+    from roles.compute_thread import ComputeThread
+    from roles.drafter.drafter import Serves
+    from roles.member import ServingMember
+    from roles.verifier.service import VerifierService
+    from roles.verifier.targets import Target
+    from wire.speculation_messages import Serving
+
+USUAL_SESSIONS = 4
+LEAVE_S = 0.8
+"""A program of a member has a second to end (``cli.joining``)."""
+LOOK_S = 1.0
+"""Between two looks at which workers are there."""
+AGAIN_LOOKS = 15
+"""The same workers are asked again after so many: they may have memory now, or be reached."""
+
+
+async def check(wish: ServeWish) -> None:
+    """Refuse before joining: HTTP that cannot be answered, a model without room. Raises ``UserError``,
+    ``ResourceError``."""
+    if wish.http is not None:
+        from roles.verifier.http import check_place
+
+        await check_place(*wish.http, wish.api_keys)
+    if wish.role == "verifier" and wish.split is None and wish.model is not None:
+        cache_bytes(wish.memory_bytes, wish.model, wish.dtype)
+
+
+async def serve(member: ServingMember, wish: ServeWish, console: Console) -> None:
+    """Serve until cancelled. Raises ``P2PTrainError``."""
+    await (_verify if wish.role == "verifier" else _draft)(member, wish, console)
+
+
+def model_name(directory: Path) -> str:
+    """What people call the model in a directory: its name; of a job's checkpoint the job's and the step's."""
+    resolved = directory.resolve()
+    if resolved.name.startswith("step-") and resolved.parent.name == "checkpoints":
+        return f"{resolved.parent.parent.name}@{resolved.name.removeprefix('step-').lstrip('0') or '0'}"
+    return resolved.name
+
+
+# ---------------------------------------------------------------------------------------------------------- verifier
+
+
+async def _verify(member: ServingMember, wish: ServeWish, console: Console) -> None:
+    from roles.compute_thread import ComputeThread
+
+    directory, sessions = wish.model, wish.sessions or USUAL_SESSIONS
+    assert directory is not None
+    async with AsyncExitStack() as stack:
+        compute = ComputeThread(member.world.threads)
+        stack.callback(compute.close)
+        form, weights = await compute.run(_prepared, directory, wish.threads, whole=wish.split is None)
+        text = form.text
+
+        from p2ptrain.cli.split import TYPICAL_POSITIONS
+        from roles.chain.peer import Context
+        from roles.verifier.drafter_link import Tokens
+        from roles.verifier.drafters import Drafters
+        from roles.verifier.server import serve_texts
+        from roles.verifier.service import ServiceOptions, VerifierService
+
+        around = Context(
+            world=member.world,
+            peer_id=member.peer_id,
+            name=member.name,
+            seed_host=member.seed_host,
+            state=member.identity.directory,
+            notify=member.notify,
+            role="verifier",
+        )
+        if wish.split is None:
+            opened = _whole_target(member, wish, directory, compute, sessions, console)
+        else:
+            opened = split_target(member, around, wish, text, sessions, console)
+        target = await stack.enter_async_context(opened)
+        digest = text.tokenizer.digest
+        drafters = Drafters(around, Tokens(target.vocab_size, digest))
+        stack.push_async_callback(drafters.close)
+        service = VerifierService(
+            member.world,
+            target,
+            text,
+            form=form,
+            model=model_name(directory),
+            created=int((directory / "config.json").stat().st_mtime),
+            drafters=drafters,
+            options=ServiceOptions(sessions=sessions, positions=0 if wish.split is None else TYPICAL_POSITIONS),
+            on_change=member.changed,
+        )
+        stack.push_async_callback(_end, service)
+        await service.warm_up()
+        http = await _http(stack, member, wish, service)
+        member.on_drafters(drafters.here)
+        member.answer("generate", partial(serve_texts, service))
+        member.serves(partial(_serving, service, target, digest, weights, http))
+        known = "" if service.context is None else f", {service.context} tokens of context"
+        said = f"{service.model} writes text in {service.facts()['dtype']}{known}"
+        member.notify("info", "serving", said + (f"; HTTP at {http}" if http else ""))
+        await asyncio.Event().wait()  # until the member leaves
+
+
+def _prepared(directory: Path, threads: int, *, whole: bool) -> tuple[ChatFormat, str]:
+    """What is known of a model without its weights: its text side and form of chats, and the digest of its tensors.
+
+    On a thread: what takes long to load would hold up the loop, and the seed takes a member for dead that says nothing.
+    Raises ``ConfigError``.
+    """
+    import roles.verifier.service  # noqa: F401 - for its cost
+    from p2ptrain.compute.text import ChatFormat, ModelText
+    from p2ptrain.core.tensor_files import TensorTable
+
+    found = ChatFormat(ModelText(directory)), TensorTable(directory).fingerprint()
+    if whole:
+        _prepare_torch(threads)
+    return found
+
+
+def _prepare_torch(threads: int) -> None:
+    """On the compute thread: what loading would otherwise be held up by, and how many threads kernels take."""
+    import p2ptrain.compute.served_part  # noqa: F401 - for its cost
+    from p2ptrain.compute.device import pick_device
+
+    pick_device("cpu", threads)
+
+
+@asynccontextmanager
+async def _whole_target(
+    member: ServingMember, wish: ServeWish, directory: Path, compute: ComputeThread, sessions: int, console: Console
+) -> AsyncIterator[Target]:
+    """The model in this process. Raises as ``load_whole_engine``."""
+    from p2ptrain.cli.split import within
+    from roles.verifier.targets import WholeTarget, load_whole_engine
+
+    engine, context = await load_whole_engine(
+        directory, compute, device=wish.device or "auto", dtype=wish.dtype, on_bytes=_loading(console)
+    )
+    console.clear()
+    target = WholeTarget(
+        engine,
+        compute,
+        member.world.clock,
+        label=directory.name,
+        context=context,
+        max_sessions=2 * sessions + 1,  # those that write, and those that are kept for the next question
+        cache_bytes=cache_bytes(wish.memory_bytes, directory, wish.dtype),
+    )
+    try:
+        yield target
+    finally:
+        await within(LEAVE_S, target.close())
+
+
+def cache_bytes(memory_bytes: int, directory: Path, dtype: str = "") -> int:
+    """What ``--memory`` leaves for caches beside the weights; 0: as much as is free. Raises ``ResourceError``.
+
+    Args:
+        dtype: that the weights are computed in; empty: as they are in the files.
+    """
+    if not memory_bytes:
+        return 0
+    from p2ptrain.cli.model_sizes import weights_in
+    from p2ptrain.core.tensor_files import TensorTable  # which knows them from an optimizer's state beside them
+
+    entries = TensorTable(directory).entries
+    weights_bytes = sum(
+        weights_in(dtype, entries).values() if dtype else (entry.size_bytes for entry in entries.values())
+    )
+    if weights_bytes >= memory_bytes:
+        has = f"has {human_bytes(weights_bytes)}" + f" in {dtype}" * bool(dtype)
+        raise ResourceError(
+            f"the model in {directory} {has}, and --memory says {human_bytes(memory_bytes)}",
+            remedy="give it more, or split the model over workers: --split",
+        )
+    return memory_bytes - weights_bytes
+
+
+@asynccontextmanager
+async def split_target(
+    member: ServingMember, around: Context, wish: ServeWish, text: ModelText, sessions: int, console: Console
+) -> AsyncIterator[Target]:
+    """The model on workers of the cluster, as soon as there are enough of them.
+
+    Raises:
+        UserError: it has fewer layers than ``wish.split``.
+        P2PTrainError: its files cannot be read; workers that are there refuse to load it.
+    """
+    from p2ptrain.cli.model_sizes import anatomy
+    from p2ptrain.cli.split import conversation_positions, within
+    from roles.background import Background
+    from roles.chain.client import Recruiting
+    from roles.chain.plan import local_model, tensor_table
+    from roles.verifier.targets import ChainTarget
+
+    assert wish.model is not None
+    assert wish.split is not None
+    console.progress(f"reading the files of {wish.model}")  # hashed, the first time
+    model = await local_model(around, wish.model)
+    found = anatomy(model.config, await tensor_table(around, model), wish.dtype)
+    console.clear()
+    if wish.split > found.sizes.layers:
+        said = f"a chain of {wish.split} stages was asked for, and the model has {found.sizes.layers} layers"
+        raise UserError(said, remedy=f"give --split {found.sizes.layers} at most, or no number to have the best one")
+    positions = sessions * conversation_positions(text)
+    chain = await _awaited_chain(member, around, wish, console, model, found, positions)
+    recruiting = Background()
+    try:
+        target = ChainTarget(chain, label=wish.model.name, context=text.context)
+        recruiting.start(Recruiting(chain, member.ask).run(), "recruiting")
+        try:
+            yield target
+        finally:
+            await within(LEAVE_S, recruiting.stop())
+            await within(LEAVE_S, target.close())
+    finally:
+        await within(LEAVE_S, chain.pool.close())
+
+
+async def _awaited_chain(
+    member: ServingMember,
+    around: Context,
+    wish: ServeWish,
+    console: Console,
+    model: Model,
+    found: Anatomy,
+    positions: int,
+) -> Chain:
+    """A chain that is loaded; its pool is the caller's to close. A verifier may be started before its workers: where
+    they are none, too few, or have too little memory, it says so once and looks again until there are enough."""
+    from p2ptrain.cli.split import within
+    from roles.chain.plan import WorkerPool, workers_of
+
+    async def known() -> list[WorkerAt]:
+        while True:
+            try:
+                return await workers_of(member.ask)
+            except NetworkError:  # its link says so, and looks for it
+                await asyncio.sleep(LOOK_S)
+
+    said = ""
+    while True:
+        workers = await known()
+        pool: WorkerPool | None = None
+        try:
+            if len(workers) < (wish.split or 1):
+                there = f"{len(workers)} of {wish.split} workers are there" if workers else "no worker is there"
+                raise UserError(f"{there} to hold a part of the model", remedy="start some: p2ptrain join")
+            pool = await WorkerPool.connect(around, workers)
+            chain = await _loaded_by(pool, wish, console, model, found, positions)
+        except (NetworkError, ResourceError, UserError) as problem:
+            text = f"{problem.message}: {problem.remedy}" if problem.remedy else problem.message
+            if text != said:
+                said = text
+                member.notify("warning", "waiting", f"waits for workers: {text}; Ctrl+C leaves")
+            if pool is not None:
+                await within(LEAVE_S, pool.close())
+        except BaseException:
+            if pool is not None:
+                await within(LEAVE_S, pool.close())
+            raise
+        else:
+            if said:
+                member.notify("info", "mustered", "there are enough workers")
+            return chain
+        for _ in range(AGAIN_LOOKS):
+            await asyncio.sleep(LOOK_S)
+            if await known() != workers:
+                break
+
+
+async def _loaded_by(
+    pool: object, wish: ServeWish, console: Console, model: Model, found: Anatomy, positions: int
+) -> Chain:
+    """Raises as ``WorkerPool.plan`` and ``Chain.load``; ``UserError`` where too few of the workers can be used."""
+    from p2ptrain.cli.split import LoadingLine
+    from p2ptrain.core.activations import activation_bytes
+    from roles.chain.client import Chain
+    from roles.chain.plan import WorkerPool
+
+    assert isinstance(pool, WorkerPool)
+    if (here := len(pool.peers)) < (wish.split or 1):
+        refused = "; ".join(f"{name}: {reason}" for name, reason in pool.refused.items())
+        raise UserError(f"{here} of {wish.split} workers can be used: {refused}", remedy="start another one")
+    try:
+        plan = await pool.plan(
+            model,
+            found.sizes,
+            positions=positions,
+            dtype=wish.dtype,
+            activation_bytes=activation_bytes(found.dtype, 1, found.width),
+            stages=wish.split or None,
+        )
+    except ResourceError as problem:  # its own remedy names what only a client with options of its own can do
+        remedy = "start more of them, or some with more memory: p2ptrain join; or take fewer --sessions"
+        raise ResourceError(problem.message, remedy=remedy) from None
+    try:
+        return await Chain.load(pool, model, plan, on_progress=LoadingLine(plan, console).show)
+    finally:
+        console.clear()
+
+
+async def _http(stack: AsyncExitStack, member: ServingMember, wish: ServeWish, service: VerifierService) -> str:
+    """The endpoint's address as others use it, where there is one."""
+    if wish.http is None:
+        return ""
+    from p2ptrain.cli.access import shown_host
+    from roles.verifier.http import read_key, serving_http
+    from wire.address import format_address
+
+    key = None
+    if wish.api_keys is not None:
+        key = read_key(wish.api_keys, lambda text: member.notify("warning", "api-key", text))
+    host, port = await stack.enter_async_context(serving_http(service, *wish.http, key, world=member.world))
+    return f"http://{format_address(shown_host(host), port)}/v1"
+
+
+def _serving(service: VerifierService, target: Target, tokenizer: str, weights: str, http: str) -> Serving:
+    from wire.speculation_messages import Serving
+
+    drafters = service.drafters()
+    return Serving(
+        model=service.model,
+        vocab_size=target.vocab_size,
+        context=service.context or 0,
+        tokenizer=tokenizer,
+        http=http,
+        sessions=service.sessions,
+        stats=service.figures(),
+        drafters=[each.peer_id for each, _ in drafters],
+        drafter_alpha=[-1.0 if each.alpha is None else each.alpha for each, _ in drafters],
+        drafter_latency_ms=[round(1e3 * each.latency_s, 1) for each, _ in drafters],
+        drafter_share=[-1.0 if share is None else share for _, share in drafters],
+        weights=weights,
+    )
+
+
+async def _end(service: VerifierService) -> None:
+    from p2ptrain.cli.split import within
+
+    await within(LEAVE_S, service.close())
+
+
+# ----------------------------------------------------------------------------------------------------------- drafter
+
+
+async def _draft(member: ServingMember, wish: ServeWish, console: Console) -> None:
+    from roles.compute_thread import ComputeThread
+    from roles.drafter.drafter import MAX_SESSIONS, Drafter
+
+    compute = ComputeThread(member.world.threads)
+    try:
+        assert wish.model is not None
+        serves = await _small_model(wish.model, wish, compute, console)
+        drafter = Drafter(
+            member.world,
+            compute,
+            serves,
+            most_sessions=wish.sessions or MAX_SESSIONS,
+            tell=lambda text: console.event("info", text),
+        )
+        member.answer("draft", drafter.serve, judge=drafter.decide)
+        member.serves(drafter.serving)
+        known = f", {serves.context} tokens of context" if serves.context else ""
+        where = f" on {serves.engine.device} in {serves.engine.encoding}"
+        member.notify("info", "serving", f"{serves.model} drafts{where}{known}")
+        await drafter.run()
+    finally:
+        console.clear()
+        compute.close()
+
+
+async def _small_model(directory: Path, wish: ServeWish, compute: ComputeThread, console: Console) -> Serves:
+    """Raises as ``load_whole_engine``, ``ConfigError`` where there is no tokenizer."""
+    from p2ptrain.compute.tokenizer import Tokenizer
+    from roles.drafter.drafter import Serves
+    from roles.verifier import targets
+
+    tokenizer = Tokenizer.of_directory(directory)  # refused before anything is loaded
+    await compute.run(_prepare_torch, wish.threads)
+    engine, context = await targets.load_whole_engine(
+        directory, compute, device=wish.device or "auto", dtype=wish.dtype, on_bytes=_loading(console)
+    )
+    limit_bytes = wish.memory_bytes - engine.weights_bytes if wish.memory_bytes else 0
+    if wish.memory_bytes and limit_bytes <= 0:
+        takes, given = human_bytes(engine.weights_bytes), human_bytes(wish.memory_bytes)
+        text = f"{directory} takes {takes}, and --memory says {given}"
+        raise ResourceError(text, remedy="give it more, or draft with a smaller model")
+    return Serves(engine, model_name(directory), context or 0, tokenizer.digest, limit_bytes)
+
+
+def _loading(console: Console) -> partial[None]:
+    def show(done_bytes: int, total_bytes: int) -> None:
+        console.progress(f"loading  {human_bytes(done_bytes)} of {human_bytes(total_bytes)}")
+
+    return partial(show)

@@ -1,0 +1,402 @@
+"""Chooses who writes the text of ``generate`` and ``chat``: a verifier of the cluster, or a model that is loaded here,
+whole or split over workers. Behind that choice there is one ``TextService``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from p2ptrain.cli.output import Console, printable
+from p2ptrain.cli.placement import placement_map
+from p2ptrain.cli.runtime import open_operator, operator_name
+from p2ptrain.cli.split import LEAVE_S, planned, print_split_facts, show_plan, split_facts, within
+from p2ptrain.cli.text_options import TextOptions, newest_in, newest_of_job
+from p2ptrain.compute.text import ModelText
+from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused, Unreachable, UserError
+from p2ptrain.core.ids import new_id
+from p2ptrain.core.texts import human_bytes
+from p2ptrain.core.world import real_world
+from roles.verifier.asking import TextRequest, TextService
+from roles.verifier.client import IF_LOST, VERIFIER, Text, VerifierClient
+from wire.client import SeedClient
+from wire.handshake import RefusalCode
+from wire.records import ServingInfo
+from wire.transport import TcpNetwork
+
+LOOK_AGAIN_S = 1.0
+"""Between two looks for a verifier that was lost."""
+MOST_ASKS = 3
+"""Of one question, where the verifier is lost each time: it may be the question that ends it."""
+_GONE = frozenset({"lost", "away", "leaving", "failed"})
+_OTHER_WAYS = "or let a checkpoint of this machine write: --checkpoint DIR, or --job JOB"
+_CHAT_IF_LOST = (
+    "ask again: the question waits until it, or another one of its model, is there; or: p2ptrain chat --verifier NAME"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a model wrote. ``first_s``: until its first piece came; ``ended``: as of ``Writing``, or ``failed``: the
+    text is what had come by then."""
+
+    prompt: str
+    text: str
+    tokens: int
+    seconds: float
+    first_s: float
+    ended: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Who writes, and what commands say of it.
+
+    Attributes:
+        label: who it is, for people. about: what else they may want to know.
+        identity: who it is, for programs. facts: what is known of where and how it computed, for programs.
+    """
+
+    service: TextService
+    label: str
+    about: str
+    identity: dict[str, Any]
+    facts: Callable[[], dict[str, Any]] = field(default=dict)
+
+    def show_stats(self, stats: Sequence[dict[str, Any]]) -> None:
+        """Where a token's time went, for people; ``stats``: of each text, as of ``Writing.stats``."""
+        if (split := self.facts().get("split")) is not None:
+            typer.echo()
+            print_split_facts(split)
+            return
+        for number, each in enumerate(stats, 1):
+            typer.echo(f"\ntext {number}" if len(stats) > 1 else "")
+            print_text_stats(each)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a command needs of the service.
+
+    Args:
+        sessions: texts at a time. kept: conversations that are kept for their next question.
+        check: refuses what cannot be, before anything is loaded; returns the positions of all sessions together.
+        wait_s: for a verifier that was lost between two questions; 0: it is not looked for.
+    """
+
+    sessions: int
+    kept: int
+    check: Callable[[ModelText], int]
+    wait_s: float = 0.0
+
+
+def local_directory(options: TextOptions) -> Path | None:
+    """The checkpoint of this machine that a whole model is loaded from; None where others compute. Raises
+    ``UserError``."""
+    if options.by_verifier or options.split is not None:
+        return None
+    return newest_in(options.checkpoint) if options.checkpoint is not None else newest_of_job(options.seed, options.job)
+
+
+@asynccontextmanager
+async def text_source(
+    options: TextOptions, directory: Path | None, needs: Needs, console: Console
+) -> AsyncIterator[Source | None]:
+    """The service that the options choose, until the body ends. None for ``--dry-run``: its plan was shown.
+
+    Args:
+        directory: of ``local_directory``.
+
+    Raises:
+        P2PTrainError: it is not there, it is not clear which one is meant, or the model cannot be loaded.
+    """
+    if options.by_verifier:
+        opened: Any = _of_verifier(options, needs, console)
+    elif directory is None:
+        opened = _of_workers(options, needs, console)
+    else:
+        opened = _of_this_machine(directory, options, needs, console)
+    async with opened as source:
+        yield source
+
+
+# ------------------------------------------------------------------------------------------------ models loaded here
+
+
+@asynccontextmanager
+async def _of_this_machine(
+    directory: Path, options: TextOptions, needs: Needs, console: Console
+) -> AsyncIterator[Source]:
+    from roles.compute_thread import ComputeThread
+    from roles.verifier.targets import WholeTarget, load_whole_engine
+
+    text = ModelText(directory)
+    needs.check(text)
+    say_unused(text)
+    world, compute = real_world(TcpNetwork()), ComputeThread()
+
+    def show(done_bytes: int, total_bytes: int) -> None:
+        console.progress(f"loading  {human_bytes(done_bytes)} of {human_bytes(total_bytes)}")
+
+    try:
+        engine, context = await load_whole_engine(
+            directory, compute, device=options.device, dtype=options.dtype, on_bytes=show
+        )
+    except BaseException:
+        compute.close()
+        raise
+    finally:
+        console.clear()
+    target = WholeTarget(engine, compute, world.clock, label=directory.name, context=context)
+    label, identity = str(directory), {"checkpoint": str(directory)}
+    async with _model_source(target, text, needs, label, identity, positions=0) as source:
+        yield source
+
+
+@asynccontextmanager
+async def _of_workers(options: TextOptions, needs: Needs, console: Console) -> AsyncIterator[Source | None]:
+    from roles.verifier.targets import ChainTarget
+
+    found = planned(options.split_options, options.checkpoint, options.job, options.seed, needs.check, console)
+    async with found as plan:
+        if options.dry_run:
+            show_plan(plan, as_json=options.as_json)
+            yield None
+            return
+        say_unused(plan.text)
+        chain = await plan.load()
+        encoding, prefill_encoding = options.split_options.encodings
+        target = ChainTarget(
+            chain, label=plan.label, context=plan.text.context, encoding=encoding, prefill_encoding=prefill_encoding
+        )
+
+        def facts() -> dict[str, Any]:
+            split = split_facts(chain, target.times, plan.encoding)
+            return {"split": split, "plan": placement_map(chain.plan.placement)}
+
+        stages = len(chain.plan.stages)
+        label = f"{stages} stage{'s' if stages != 1 else ''}, {plan.label}"
+        identity = {"checkpoint": plan.label}
+        positions = plan.plan.positions
+        async with _model_source(target, plan.text, needs, label, identity, positions, facts) as source:
+            yield source
+
+
+@asynccontextmanager
+async def _model_source(
+    target: Any,
+    text: ModelText,
+    needs: Needs,
+    label: str,
+    identity: dict[str, Any],
+    positions: int,
+    facts: Callable[[], dict[str, Any]] = dict,
+) -> AsyncIterator[Source]:
+    """A service over a target, which it closes in the end."""
+    from p2ptrain.compute.text import ChatFormat
+    from roles.verifier.service import ServiceOptions, VerifierService
+
+    form = ChatFormat(text) if needs.kept else None
+    options = ServiceOptions(sessions=needs.sessions, waiting=needs.sessions, positions=positions, kept=needs.kept)
+    world = real_world(TcpNetwork())
+    service = VerifierService(world, target, text, form=form, model=label, created=0, options=options)
+    about = "no chat template: plain turns" if form is None or form.is_plain else "its own chat template"
+    about += "" if service.context is None else f", {service.context} tokens of context"
+    try:
+        yield Source(service, label, about, identity, facts)
+    finally:
+        await within(LEAVE_S, service.close())
+        await within(LEAVE_S, target.close())
+
+
+def say_unused(text: ModelText) -> None:
+    """Tell of what the checkpoint's own settings ask for that is not done."""
+    if unused := text.unused_settings():
+        said = ", ".join(f"{key} = {value}" for key, value in unused.items())
+        typer.echo(f"({text.directory.name}/generation_config.json also says {said}: not applied)", err=True)
+
+
+# --------------------------------------------------------------------------------------------- verifiers of a cluster
+
+
+@asynccontextmanager
+async def _of_verifier(options: TextOptions, needs: Needs, console: Console) -> AsyncIterator[Source]:
+    if_lost = _CHAT_IF_LOST if needs.wait_s else IF_LOST
+    client = await dialled(options.seed, options.verifier, if_lost=if_lost)
+    lasting = LastingVerifier(client, options, needs.wait_s, console)
+    at = client.verifier
+    known = "" if client.context is None else f"{client.context} tokens of context, "
+    count = len(at.drafters)
+    drafters = f"{count} drafter{'s' if count != 1 else ''}" if count else "no drafter is there"
+    identity = {"verifier": at.name, "model": at.model}
+    service: TextService = lasting if needs.wait_s else client
+    try:
+        yield Source(service, f"{at.model} of the verifier {at.name}", known + drafters, identity)
+    finally:
+        await within(LEAVE_S, lasting.client.close())
+
+
+class LastingVerifier:
+    """A ``TextService`` that looks for its verifier again, where it was lost between two questions."""
+
+    def __init__(self, client: VerifierClient, options: TextOptions, wait_s: float, console: Console) -> None:
+        self.client = client
+        self.model, self.context, self.created = client.model, client.context, client.created
+        self._options, self._wait_s, self._console = options, wait_s, console
+
+    async def write(self, request: TextRequest) -> Text:
+        """As ``TextService.write``. Raises what was said last, where the verifier stays away too long."""
+        began = time.monotonic()
+        for attempt in range(1, MOST_ASKS + 1):
+            client = await self._there(began)
+            try:
+                return await client.write(request)
+            except (NetworkError, Refused) as problem:
+                leaving = isinstance(problem, Refused) and problem.code == RefusalCode.SHUTTING_DOWN
+                late = time.monotonic() - began > self._wait_s
+                if not (client.lost or leaving) or attempt == MOST_ASKS or late:
+                    raise
+                await client.close()
+                await asyncio.sleep(LOOK_AGAIN_S)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _there(self, began: float) -> VerifierClient:
+        """The verifier, as soon as it is there; it is waited for since ``began``."""
+        at = self.client.verifier
+        try:
+            while self.client.lost:
+                try:
+                    self.client = await dialled(
+                        self._options.seed, self._options.verifier, like=at, if_lost=_CHAT_IF_LOST
+                    )
+                except P2PTrainError:
+                    waited_s = time.monotonic() - began
+                    if waited_s > self._wait_s:
+                        raise
+                    self._console.progress(f"waiting for the verifier {at.name}: {waited_s:.0f} s, Ctrl+C gives up")
+                    await asyncio.sleep(LOOK_AGAIN_S)
+        finally:
+            self._console.clear()
+        return self.client
+
+
+async def dialled(
+    seed: str, name: str = "", *, like: ServingInfo | None = None, if_lost: str = IF_LOST
+) -> VerifierClient:
+    """Dial a verifier that the seed knows.
+
+    Args:
+        name: which, or its id; empty: there is one, or all have the same model.
+        like: one that was used before: it, or another one with its model.
+        if_lost: what a person can do where it is lost later.
+
+    Raises:
+        UserError: there is none, or it is not clear which.
+        NetworkError, Refused: the seed, or it, does not answer.
+    """
+    try:
+        access, client = await open_operator(seed)
+    except Unreachable as problem:
+        between = " " if problem.remedy.endswith("?") else "; "
+        remedy = f"{problem.remedy}{between}{_OTHER_WAYS}" if problem.remedy else f"start a cluster, {_OTHER_WAYS}"
+        raise Unreachable(problem.message, remedy=remedy) from problem
+    try:
+        await access.freshen(client.request)
+        found = [each for each in await client.serving() if each.role == VERIFIER]
+        if not found and (coming := await _loading(client)):
+            text = f"no verifier writes text yet: {coming} is there, and loads its model, or waits for workers"
+            raise UserError(text, remedy=f"ask again in a moment; its terminal says how far it is; {_OTHER_WAYS}")
+    finally:
+        await client.close()
+    if like is not None and not name:
+        same = [each for each in found if each.id == like.id] or [
+            each for each in found if _writes(each) == _writes(like)
+        ]
+        if not same:
+            raise UserError(f"the verifier {like.name} is not there", remedy="is it still running?")
+        found = same
+    return await VerifierClient.dial(
+        access.network,
+        chosen(found, name),
+        seed_host=access.host,
+        peer_id=access.peer_id or new_id(),
+        name=operator_name(),
+        if_lost=if_lost,
+    )
+
+
+async def _loading(client: SeedClient) -> str:
+    """Verifiers that have joined and serve nothing yet, by name; empty where there are none."""
+    peers = await client.peers()
+    return ", ".join(sorted(peer.name for peer in peers if VERIFIER in peer.roles and peer.state not in _GONE))
+
+
+def _writes(verifier: ServingInfo) -> tuple[str, str]:
+    """Two verifiers where this is equal write the same text."""
+    return verifier.model, verifier.weights
+
+
+def chosen(found: Sequence[ServingInfo], name: str) -> ServingInfo:
+    """The one that is meant; without a name the least busy. Raises ``UserError``."""
+    if not found:
+        raise UserError(
+            "no verifier is there to write text",
+            remedy=f"start one: p2ptrain join SEED --role verifier --model DIR, {_OTHER_WAYS}",
+        )
+    named = [each for each in found if each.id == name] or [each for each in found if name in ("", each.name)]
+    listed = ", ".join(
+        f"{each.name} ({each.model}, weights {each.weights[:8]}, id {each.id})" for each in named or found
+    )
+    if not named:
+        raise UserError(f"no verifier is called {name}", remedy=f"there {'is' if len(found) == 1 else 'are'} {listed}")
+    if len({_writes(each) for each in named}) > 1:
+        called = f" called {name}" if name else ""
+        text = f"there are verifiers{called} of several models"
+        raise UserError(text, remedy=f"name one, or its id, with --verifier: {listed}")
+    return min(named, key=lambda each: (each.sessions, each.name))
+
+
+# ------------------------------------------------------------------------------------------------------------ figures
+
+
+def print_text_stats(stats: dict[str, Any]) -> None:
+    """Where a token's time went, and what drafters were good for. Nothing in ``stats`` is trusted to be there."""
+    known = {name: value for name, value in stats.items() if isinstance(value, int | float)}
+    if "token_ms" in known:
+        labels = {"verify": "verifying", "draft": "waiting for drafts", "wait": "waiting"}
+        spent = [f"{ms:.1f} {label}" for name, label in labels.items() if (ms := known.get(f"{name}_ms", 0)) >= 0.05]
+        rest = f"{known.get('rest_ms', 0):.1f} the rest"
+        typer.echo(f"a token took {known['token_ms']:.1f} ms: {' + '.join([*spent, rest])}")
+    if "first_s" in known:
+        cached = f", {known['cached_tokens']:.0f} of them from before" if known.get("cached_tokens") else ""
+        prompt = f"{known.get('prompt_tokens', 0):.0f} tokens of prompt{cached}"
+        typer.echo(f"the first token came after {1e3 * known['first_s']:.0f} ms ({prompt})")
+    if known.get("alpha") is not None:
+        typer.echo(
+            f"drafts: {known['alpha']:.2f} of them right, {known.get('accepted_length', 0):.2f} tokens a pass"
+            f" ({known.get('passes', 0):.0f} passes, {known.get('self_steps', 0):.0f} without drafts)"
+        )
+        by_place = [f"{each:.2f}" for each in stats.get("acceptance_at") or [] if isinstance(each, int | float)]
+        if by_place:
+            typer.echo(f"right by place in the pass: {' '.join(by_place)}")
+    if known.get("drafted"):
+        carried = f"; {known['bytes_per_token']:.1f} bytes of messages a token" if "bytes_per_token" in known else ""
+        fate = f"{known.get('wasted', 0):.0f} of them wrong, or behind a wrong one"
+        fate = fate if known.get("verified", 1) else "none was used"
+        typer.echo(f"{known['drafted']:.0f} drafts came, {fate}{carried}")
+    drafters = [_drafter(each) for each in stats.get("drafters") or [] if isinstance(each, dict)]
+    unused = "" if known.get("verified", 1) or not drafters else "; without drafts it was as fast"
+    typer.echo(f"drafters: {', '.join(drafters) or 'none'}{unused}")
+
+
+def _drafter(facts: dict[str, Any]) -> str:
+    name, model, latency, right = (facts.get(key) for key in ("name", "model", "latency_ms", "accepted"))
+    away = f", {latency:.1f} ms away" if isinstance(latency, int | float) and latency else ""
+    taken = f", {right:.0f} of its drafts taken" if isinstance(right, int | float) else ""
+    return printable(f"{name} ({model}{away}{taken})")

@@ -1,0 +1,119 @@
+"""Questions and refusals as they travel between a client and a verifier (``wire.generate_messages``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from p2ptrain.compute.text import Turn
+from p2ptrain.core.errors import (
+    ConfigError,
+    JobFailed,
+    NetworkError,
+    P2PTrainError,
+    ProtocolError,
+    Refused,
+    ResourceError,
+    StorageError,
+    UserError,
+)
+from p2ptrain.core.serving import SamplingWish
+from p2ptrain.core.texts import printable, shortened
+from roles.verifier.asking import TextRequest
+from wire import generate_messages as wire
+
+MOST_BYTES = 4 << 20
+"""Of a question: a prompt of a million tokens."""
+MOST_TURNS = 1024
+MOST_STOPS, STOP_CHARS = 16, 1024
+
+_CODES: dict[str, type[P2PTrainError]] = {
+    "wrong-wish": UserError,
+    "wrong-settings": ConfigError,
+    "no-memory": ResourceError,
+    "damaged": StorageError,
+    "lost-a-stage": NetworkError,
+    "failed": JobFailed,
+    "protocol-error": ProtocolError,
+}
+"""The most particular class comes last of those that an error is one of."""
+
+
+def question(request: TextRequest) -> tuple[wire.Ask, bytes]:
+    """Encode a request. Raises ``UserError`` where it is more than a verifier takes."""
+    texts = [turn.text.encode() for turn in request.turns] or [request.prompt.encode()]
+    if (size_bytes := sum(map(len, texts))) > MOST_BYTES or len(texts) > MOST_TURNS:
+        raise UserError(
+            f"the question has {size_bytes} bytes in {len(texts)} parts",
+            remedy=f"ask a shorter one: at most {MOST_BYTES >> 20} MiB in {MOST_TURNS} parts",
+        )
+    if len(request.stop) > MOST_STOPS or any(len(text) > STOP_CHARS for text in request.stop):
+        raise UserError(f"a verifier takes {MOST_STOPS} stop strings of {STOP_CHARS} characters", remedy="give fewer")
+    wanted = request.sampling
+    ask = wire.Ask(
+        sizes=[len(text) for text in texts],
+        roles=[turn.role for turn in request.turns],
+        max_new_tokens=request.max_new_tokens or 0,
+        temperature=wanted.temperature,
+        top_k=wanted.top_k,
+        top_p=wanted.top_p,
+        seed=wanted.seed,
+        stop=list(request.stop),
+        speculate=request.speculate,
+    )
+    return ask, b"".join(texts)
+
+
+def size_untrusted(ask: wire.Ask) -> int:
+    """Bytes of the texts behind a question, before they are allocated. Raises ``ProtocolError``."""
+    if not (len(ask.sizes) == len(ask.roles) <= MOST_TURNS or (len(ask.sizes) == 1 and not ask.roles)):
+        raise ProtocolError(f"a question of {len(ask.sizes)} texts and {len(ask.roles)} turns")
+    if not ask.sizes or min(ask.sizes) < 0 or (size_bytes := sum(ask.sizes)) > MOST_BYTES:
+        raise ProtocolError(f"a question of more than {MOST_BYTES >> 20} MiB, or of no text")
+    return size_bytes
+
+
+def request_untrusted(ask: wire.Ask, data: bytes | bytearray) -> TextRequest:
+    """Decode a question; ``data`` has ``size_untrusted`` bytes. Raises ``ProtocolError``: no client asks for that."""
+    if len(ask.stop) > MOST_STOPS or not all(0 < len(text) <= STOP_CHARS for text in ask.stop):
+        raise ProtocolError(f"{len(ask.stop)} stop strings; {MOST_STOPS} of {STOP_CHARS} characters are the most")
+    if not 0 <= ask.max_new_tokens < 1 << 31:
+        raise ProtocolError(f"{ask.max_new_tokens} new tokens")
+    try:
+        sampling = SamplingWish(ask.temperature, ask.top_k, ask.top_p, ask.seed)
+        texts = list(_cut(data, ask.sizes))
+    except (UserError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"a question that cannot be: {shortened(str(error), 200)}") from error
+    turns = tuple(Turn(role[:40], text) for role, text in zip(ask.roles, texts, strict=False))
+    return TextRequest(
+        prompt="" if turns else texts[0],
+        turns=turns,
+        max_new_tokens=ask.max_new_tokens or None,
+        sampling=sampling,
+        stop=tuple(ask.stop),
+        speculate=ask.speculate,
+    )
+
+
+def _cut(data: bytes | bytearray, sizes: list[int]) -> Iterator[str]:
+    start = 0
+    for size_bytes in sizes:
+        yield data[start : start + size_bytes].decode()
+        start += size_bytes
+
+
+def refused(error: P2PTrainError) -> wire.AskRefused:
+    """What the client is told of ``error``."""
+    code = error.code if isinstance(error, Refused) else "failed"
+    for name, kind in _CODES.items():
+        if isinstance(error, kind):
+            code = name
+    return wire.AskRefused(shortened(code, 64), shortened(error.message), shortened(error.remedy))
+
+
+def error_untrusted(message: wire.AskRefused, who: str, more: str = "") -> P2PTrainError:
+    """What a verifier said, as the error that a person is shown. Never raises. ``more``: what is known beside it."""
+    text, remedy = f"{who}: {printable(message.reason)}{more}", printable(message.remedy)
+    kind = _CODES.get(message.code)
+    if kind is None or kind is ProtocolError:
+        return Refused(printable(message.code, 64), text, remedy=remedy)
+    return kind(text, remedy=remedy)

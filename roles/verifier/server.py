@@ -1,0 +1,139 @@
+"""Answers clients that want text (purpose ``generate``): several questions of each at a time.
+
+A caller that goes away takes its texts with it. One that reads slowly is sent no faster than it reads; its texts wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import suppress
+
+from p2ptrain.core.activations import encode_ids
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
+from roles.background import Background
+from roles.line import QUIET_S, Line
+from roles.verifier.asking import Piece, TextRequest, TextService, Writing, failed
+from roles.verifier.protocol import refused, request_untrusted, size_untrusted
+from wire import generate_messages as wire
+from wire.connection import Connection
+from wire.handshake import RefusalCode
+from wire.messages import Hello, Message
+
+MOST_ASKED = 16
+"""Questions of one caller that are under way."""
+UNSENT_BYTES = 1 << 16
+"""That may wait for a slow reader, before the next piece does."""
+READ_S = 60.0
+"""A caller that takes nothing for so long is dropped."""
+SENT_CHARS = 8192
+"""Of a piece, so that it fits a frame in any script."""
+
+
+async def serve_texts(service: TextService, connection: Connection, hello: Hello) -> None:
+    """Answer one caller until it goes. Raises ``P2PTrainError`` where that was no goodbye."""
+    caller = _Caller(service, connection)
+    try:
+        await caller.listen()
+    finally:
+        await caller.tasks.stop()
+
+
+class _CallerGone(Exception):
+    """The caller's connection is lost, which ``listen`` finds too. (A model may lose connections of its own.)"""
+
+
+class _Caller:
+    def __init__(self, service: TextService, connection: Connection) -> None:
+        self.tasks = Background()
+        self._service, self._connection = service, connection
+        self._line = Line(connection, QUIET_S)
+        self._asked: dict[int, asyncio.Task[None]] = {}
+        self._stopped: set[int] = set()
+
+    async def listen(self) -> None:
+        with suppress(ConnectionLost):
+            async with self._line.alive():
+                while True:
+                    received = await self._line.frame()
+                    await self._take(received.message, received.stream)
+
+    async def _take(self, message: Message, stream: int) -> None:
+        """Raises ``ProtocolError`` where no correct client says this."""
+        match message:
+            case wire.Ask():
+                size_bytes = size_untrusted(message)
+                if stream in self._asked:
+                    raise ProtocolError(f"question {stream} is asked twice")
+                data = await self._line.bulk(size_bytes, stream=stream)
+                request = request_untrusted(message, data)
+                if len(self._asked) >= MOST_ASKED:
+                    text = f"{MOST_ASKED} questions of yours are under way"
+                    error = Refused(RefusalCode.BUSY, text, remedy="wait for one")
+                    self._connection.send(refused(error), stream=stream)  # ``listen`` expects its loss
+                    return
+                self._asked[stream] = self.tasks.start(self._answer(stream, request), f"question {stream}")
+                self._asked[stream].add_done_callback(lambda _: self._forget(stream))
+            case wire.Stop():
+                # The asker cannot know that it has ended; then nothing is done.
+                if (task := self._asked.get(stream)) is not None and stream not in self._stopped:
+                    self._stopped.add(stream)
+                    task.cancel()
+            case _:
+                raise ProtocolError(f"a client does not say {type(message).__name__} to a verifier")
+
+    def _forget(self, stream: int) -> None:
+        if self._asked.pop(stream).cancelled() and stream in self._stopped:  # before it began to be written
+            with suppress(_CallerGone):
+                self._say(wire.Written("cancelled", {}), stream)
+        self._stopped.discard(stream)
+
+    async def _answer(self, stream: int, request: TextRequest) -> None:
+        last: Message
+        writing: Writing | None = None
+        try:
+            try:
+                writing = await self._service.write(request)
+                await self._send_all(stream, writing)
+                last = wire.Written(writing.ended, writing.stats())
+            except asyncio.CancelledError:
+                if stream not in self._stopped or writing is None:
+                    raise
+                await writing.close()
+                last = wire.Written("cancelled", writing.stats())
+            except P2PTrainError as error:
+                last = refused(error)
+            except _CallerGone:
+                return
+            except Exception as mistake:  # of this program: nobody shall wait for the rest of its text  # noqa: BLE001
+                last = refused(failed(mistake))
+            with suppress(_CallerGone):
+                self._say(last, stream)
+        finally:
+            if writing is not None:
+                await writing.close()
+
+    async def _send_all(self, stream: int, writing: Writing) -> None:
+        """Raises ``_CallerGone``, and what the writing raises."""
+        self._say(wire.Asked(writing.prompt_tokens, writing.left_out), stream)
+        async for piece in writing:
+            for part in _frames(piece):
+                self._say(part, stream)
+            if self._connection.unsent_bytes > UNSENT_BYTES:
+                try:
+                    await self._connection.flush(timeout_s=READ_S)
+                except (ConnectionLost, DeadlineExceeded) as problem:
+                    self._connection.abort(problem)
+                    raise _CallerGone from problem
+
+    def _say(self, message: Message, stream: int) -> None:
+        try:
+            self._connection.send(message, stream=stream)
+        except ConnectionLost as problem:
+            raise _CallerGone from problem
+
+
+def _frames(piece: Piece) -> Iterator[wire.Piece]:
+    yield wire.Piece(piece.text[:SENT_CHARS], encode_ids(piece.tokens))
+    for start in range(SENT_CHARS, len(piece.text), SENT_CHARS):
+        yield wire.Piece(piece.text[start : start + SENT_CHARS], b"")

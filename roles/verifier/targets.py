@@ -1,0 +1,430 @@
+"""The model that a verifier owns: whole in this process (``WholeTarget``), or split over workers (``ChainTarget``)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from p2ptrain.core.activations import IDS, encode_ids
+from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused, ResourceError, UserError
+from p2ptrain.core.ids import new_id
+from p2ptrain.core.serving import Sampling
+from p2ptrain.core.texts import human_bytes
+from p2ptrain.core.world import Clock
+from roles.chain.client import Chain
+from roles.chain.generation import GenerationSession
+from roles.chain.session import CHUNK, Submit
+from roles.compute_thread import ComputeThread
+from roles.engine import StageEngine
+from wire.handshake import RefusalCode
+
+T = TypeVar("T")
+
+OnBytes = Callable[[int, int], None]
+"""Told of (bytes placed, bytes in all)."""
+_CLOSE_REMEDY = "try again when other texts are finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What came of a pass: its picks, and how long it took from when its turn came."""
+
+    tokens: tuple[int, ...]
+    took_s: float
+
+
+class TargetSession(Protocol):
+    """One history of tokens, with its cache."""
+
+    @property
+    def lost(self) -> bool:
+        """It failed, whether it was used or not, and is only to be closed."""
+        ...
+
+    async def run(self, *, keep: int, ids: Sequence[int], picks: int, draw: int, prefill: bool) -> Passed:
+        """Cut the history to ``keep`` positions, take ``ids`` more (2048 at most), pick for the last ``picks`` of them.
+
+        One at a time. Cancelling it leaves the session unusable but for ``close``.
+
+        Raises:
+            P2PTrainError: it could not be computed; the session is to be closed.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Forget it. Never raises."""
+        ...
+
+
+class Target(Protocol):
+    """A model to write with.
+
+    Attributes:
+        vocab_size: token ids are below it.
+        context: positions that it knows; None: nobody says.
+        label: its name, for people.
+    """
+
+    vocab_size: int
+    context: int | None
+    label: str
+
+    async def open(self, *, positions: int, sampling: Sampling) -> TargetSession:
+        """Begin a session of at most so many positions.
+
+        Raises:
+            UserError: the model knows fewer positions, or the memory for caches is smaller than this one.
+            Refused: too many sessions are open, or their caches leave too little.
+            ResourceError: there is too little memory.
+            NetworkError: a stage is lost without a spare; it may come back.
+        """
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What is known of where and how it computes, for programs."""
+        ...
+
+    async def close(self) -> None:
+        """Let it go. Never raises."""
+        ...
+
+
+def _check_positions(positions: int, context: int | None) -> None:
+    if positions < 1:
+        raise UserError(f"a session of {positions} positions", remedy="ask for at least one")
+    if context is not None and positions > context:
+        raise UserError(
+            f"{positions} positions are more than the model's context of {context}",
+            remedy=f"ask for at most {context}, prompt and new tokens together",
+        )
+
+
+# --------------------------------------------------------------------------------------------- whole, in this process
+
+
+class WholeTarget:
+    """A ``Target`` on one compute thread. Its sessions take turns, one pass each, in the order in which they ask.
+
+    Args:
+        engine: of all layers. compute: the thread on which it was made; it ends with this target.
+        context: positions that the model knows; None: nobody says.
+        max_sessions: at a time.
+        cache_bytes: of all sessions together; 0: what the engine finds free.
+    """
+
+    def __init__(
+        self,
+        engine: StageEngine,
+        compute: ComputeThread,
+        clock: Clock,
+        *,
+        label: str,
+        context: int | None = None,
+        max_sessions: int = 64,
+        cache_bytes: int = 0,
+    ) -> None:
+        self.vocab_size, self.context, self.label = engine.vocab_size, context, label
+        self._engine, self._compute, self._clock = engine, compute, clock
+        self._max_sessions, self._cache_bytes = max_sessions, cache_bytes
+        self._promised: dict[str, int] = {}  # by session, of its cache; until the engine has let it go
+        self._sessions: set[WholeSession] = set()
+        self._turn = asyncio.Lock()  # who waits for it is served in order
+        self._closed = False
+
+    async def open(self, *, positions: int, sampling: Sampling) -> WholeSession:
+        """As ``Target.open``; the session's cache is allocated now."""
+        name, need_bytes = new_id(), positions * self._engine.cache_position_bytes
+        self._check(positions, need_bytes)
+        self._promised[name] = need_bytes
+        try:
+            await self.in_turn(partial(self._engine.open, name, positions=positions, sampling=sampling))
+        except BaseException:
+            await self.forget(name)  # it may be open by now, where the caller was cancelled
+            raise
+        session = WholeSession(self, name)
+        self._sessions.add(session)
+        return session
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "kind": "whole",
+            "device": self._engine.device,
+            "dtype": self._engine.encoding,
+            "layers": self._engine.spec.layers,
+            "weights_bytes": self._engine.weights_bytes,
+            "cache_position_bytes": self._engine.cache_position_bytes,
+            "cache_bytes": sum(self._promised.values()),
+            "sessions": len(self._promised),
+        }
+
+    async def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            await asyncio.gather(*(session.close() for session in list(self._sessions)))
+            self._compute.close()
+
+    async def run(self, name: str, *, keep: int, ids: Sequence[int], picks: int, draw: int) -> Passed:
+        """For its sessions: a pass."""
+        if not 0 < len(ids) <= CHUNK:
+            raise ValueError(f"a pass has 1 to {CHUNK} positions, not {len(ids)}")
+        work = partial(
+            self._engine.run,
+            name,
+            keep=keep,
+            payload=memoryview(encode_ids(ids)),
+            count=len(ids),
+            encoding=IDS,
+            out_encoding=self._engine.encoding,
+            picks=picks,
+            draw=draw,
+        )
+        ran, took_s = await self.in_turn(work)
+        return Passed(ran.tokens, took_s)
+
+    async def forget(self, name: str) -> None:
+        """Close a session behind what is under way. Never raises."""
+        closing = asyncio.ensure_future(self.in_turn(partial(self._engine.close, name)))
+        closing.add_done_callback(lambda done: self._forgotten(name, done))
+        await asyncio.wait([closing])
+
+    def drop(self, session: WholeSession) -> None:
+        """It is closed."""
+        self._sessions.discard(session)
+
+    def _check(self, positions: int, need_bytes: int) -> None:
+        if self._closed:
+            raise Refused(RefusalCode.SHUTTING_DOWN, f"{self.label} is being let go", remedy="try again later")
+        _check_positions(positions, self.context)
+        if self._cache_bytes and need_bytes > self._cache_bytes:
+            most = self._cache_bytes // max(1, self._engine.cache_position_bytes)
+            raise UserError(
+                f"a session of {positions} positions takes {human_bytes(need_bytes)}, and sessions may take "
+                f"{human_bytes(self._cache_bytes)}",
+                remedy=(f"ask for at most {most} positions, or " if most > 0 else "") + "give the verifier more memory",
+            )
+        if len(self._promised) >= self._max_sessions:
+            raise Refused(RefusalCode.BUSY, f"{self._max_sessions} sessions are open", remedy=_CLOSE_REMEDY)
+        if self._cache_bytes and sum(self._promised.values()) + need_bytes > self._cache_bytes:
+            text = f"other sessions leave too little of {human_bytes(self._cache_bytes)} for {positions} positions"
+            raise Refused(RefusalCode.BUSY, text, remedy=_CLOSE_REMEDY)
+
+    async def in_turn(self, call: Callable[[], T]) -> tuple[T, float]:
+        """Run ``call`` on the compute thread; returns its result and the seconds that it took. The turn lasts until the
+        call is over, whether anybody still waits for it or not: else the next call's seconds would include its rest."""
+        await self._turn.acquire()
+        began, ended = self._clock.now(), 0.0
+
+        def over(done: asyncio.Future[T]) -> None:
+            nonlocal ended
+            ended = self._clock.now()
+            self._turn.release()
+            if not done.cancelled():
+                done.exception()  # asked for, so that nobody misses it where the caller was cancelled
+
+        future = self._compute.submit(call)
+        future.add_done_callback(over)
+        result = await asyncio.shield(future)
+        return result, ended - began
+
+    def _forgotten(self, name: str, done: asyncio.Future[Any]) -> None:
+        self._promised.pop(name, None)
+        if not done.cancelled():
+            done.exception()
+
+
+class WholeSession:
+    """A session of a ``WholeTarget``, which makes it."""
+
+    lost = False  # nothing fails but a pass, and who asked for it is told
+
+    def __init__(self, target: WholeTarget, name: str) -> None:
+        self._target, self._name = target, name
+        self._running = self._closed = False
+
+    async def run(self, *, keep: int, ids: Sequence[int], picks: int, draw: int, prefill: bool) -> Passed:
+        """See ``TargetSession``; ``prefill`` makes no difference here."""
+        if self._running or self._closed:
+            raise RuntimeError("a session that is closed, or runs already, was given a pass")
+        self._running = True
+        done = await self._target.run(self._name, keep=keep, ids=ids, picks=picks, draw=draw)
+        self._running = False  # not where it failed or was cancelled: then it is only to be closed
+        return done
+
+    async def close(self) -> None:
+        """Forget it, behind a pass that is under way. Never raises."""
+        if not self._closed:
+            self._closed = True
+            self._target.drop(self)
+            await self._target.forget(self._name)
+
+
+async def load_whole_engine(
+    directory: Path,
+    compute: ComputeThread,
+    *,
+    device: str = "auto",
+    dtype: str = "",
+    on_bytes: OnBytes = lambda done_bytes, total_bytes: None,
+) -> tuple[StageEngine, int | None]:
+    """Load the model in ``directory``; returns its engine and its context. Cancelling it ends it at the next piece.
+
+    Args:
+        compute: the thread on which it computes from now on.
+        device, dtype: as of ``compute.served_part.load_whole``.
+        on_bytes: called in the event loop.
+
+    Raises:
+        ConfigError, StorageError, UserError, ResourceError: as ``compute.served_part.load_whole``.
+    """
+    loop, unwanted = asyncio.get_running_loop(), threading.Event()
+
+    def told(done_bytes: int, total_bytes: int) -> None:
+        if unwanted.is_set():
+            raise P2PTrainError(f"the loading of {directory} was cancelled")
+        loop.call_soon_threadsafe(on_bytes, done_bytes, total_bytes)
+
+    def load() -> tuple[StageEngine, int | None]:
+        from p2ptrain.compute.served_part import load_whole  # here: torch takes seconds
+
+        part = load_whole(directory, device=device, dtype=dtype, on_bytes=told)
+        return part, part.context
+
+    try:
+        return await compute.run(load)
+    except asyncio.CancelledError:
+        unwanted.set()
+        raise
+
+
+# ------------------------------------------------------------------------------------------------ split over workers
+
+
+@dataclass(slots=True)
+class PassTimes:
+    """Sums over the passes of a chain. Those that compute a prompt count apart; those that were mended do not."""
+
+    tokens: int = 0
+    took_s: float = 0.0
+    stages_us: list[int] = field(default_factory=list)
+    prompts: int = 0
+    prompt_s: float = 0.0
+    mendings: list[tuple[str, float]] = field(default_factory=list)
+
+    def add(self, tokens: int, took_s: float, stages_us: Sequence[int], *, prefill: bool) -> None:
+        if prefill:
+            self.prompts += tokens
+            self.prompt_s += took_s
+            return
+        self.tokens += tokens
+        self.took_s += took_s
+        before = self.stages_us if len(self.stages_us) == len(stages_us) else [0] * len(stages_us)
+        self.stages_us = [one + other for one, other in zip(before, stages_us, strict=True)]
+
+
+class ChainTarget:
+    """A ``Target`` whose model is split over workers: the verifier is the client of a chain of stages.
+
+    Several sessions are in the chain at once, each at another stage. A stage that is lost is replaced while a pass is
+    under way, and its picks are the same; the pass takes as long as that takes.
+
+    Args:
+        chain: loaded; it is closed with this target, its crew is not.
+        context: positions that the model knows; None: nobody says.
+        max_sessions: at a time.
+        encoding, prefill_encoding: of hidden states, as of ``Chain.open``. Smaller ones than the chain's own change
+            the text.
+
+    Attributes:
+        times: of all passes of its sessions.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        *,
+        label: str,
+        context: int | None = None,
+        max_sessions: int = 16,
+        encoding: str = "",
+        prefill_encoding: str = "",
+    ) -> None:
+        self.vocab_size, self.context, self.label = chain.vocab_size, context, label
+        self.times = PassTimes()
+        self._chain, self._max_sessions = chain, max_sessions
+        self._encodings = {"encoding": encoding, "prefill_encoding": prefill_encoding}
+        self._opening = 0
+        self._sessions: set[ChainSession] = set()
+
+    async def open(self, *, positions: int, sampling: Sampling) -> ChainSession:
+        """As ``Target.open``, at every stage."""
+        _check_positions(positions, self.context)
+        if len(self._sessions) + self._opening >= self._max_sessions:
+            raise Refused(RefusalCode.BUSY, f"{self._max_sessions} sessions are open", remedy=_CLOSE_REMEDY)
+        self._opening += 1
+        try:
+            opened = await self._chain.open(positions=positions, sampling=sampling, **self._encodings)
+        except ResourceError as problem:
+            if self._chain.lacking:  # not for lack of room here: none is made by ending other texts
+                raise NetworkError(problem.message, remedy=problem.remedy) from problem
+            raise
+        finally:
+            self._opening -= 1
+        session = ChainSession(self, opened)
+        self._sessions.add(session)
+        return session
+
+    def facts(self) -> dict[str, Any]:
+        plan = self._chain.plan
+        return {
+            "kind": "split",
+            "dtype": self._chain.encoding,
+            "layers": plan.layers,
+            "sessions": len(self._sessions),
+            "stages": [{"name": stage.worker.name, "start": stage.start, "stop": stage.stop} for stage in plan.stages],
+        }
+
+    async def close(self) -> None:
+        self._sessions.clear()
+        await self._chain.close()  # with all of its sessions
+
+    def drop(self, session: ChainSession) -> None:
+        """It is closed."""
+        self._sessions.discard(session)
+
+
+class ChainSession:
+    """A session of a ``ChainTarget``, which makes it."""
+
+    def __init__(self, target: ChainTarget, session: GenerationSession) -> None:
+        self._target, self._session = target, session
+        self._over, self._mended = False, 0
+
+    @property
+    def lost(self) -> bool:
+        return self._session.failed
+
+    async def run(self, *, keep: int, ids: Sequence[int], picks: int, draw: int, prefill: bool) -> Passed:
+        """See ``TargetSession``. It took from when it was sent until its answer was there: the way counts, and so do
+        other sessions' works at a stage."""
+        if self._over:
+            raise RuntimeError("a session that failed was given a pass")
+        try:
+            done = await self._session.run(Submit(tuple(ids), keep, picks, draw, prefill))
+        except BaseException:
+            self._over = True  # cancelled, too: then it is only to be closed
+            raise
+        times = self._target.times
+        times.mendings += self._session.mendings[self._mended :]
+        self._mended = len(self._session.mendings)
+        if not done.mended:
+            times.add(len(done.tokens), done.took_s, done.spent_us, prefill=prefill)
+        return Passed(done.tokens, done.took_s)
+
+    async def close(self) -> None:
+        self._target.drop(self)
+        await self._session.close()

@@ -1,0 +1,109 @@
+"""What is told of a model that is split over workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from p2ptrain.cli.output import Console
+from p2ptrain.cli.split import LoadingLine, print_split_facts, split_facts
+from ring.placement import Peer, Placement, Stage
+from roles.chain.client import Progress
+from roles.chain.peer import WorkerAt
+from roles.verifier.targets import PassTimes
+
+DEADLINE_S = 10.0
+PLACEMENT = Placement(
+    stages=tuple(
+        Stage(Peer(f"id{index}", f"box{index}", 1 << 30, 1e-9), 2 * index, 2 * index + 2, 1000, 9, 5, 0.002, 0.001, 0.0)
+        for index in range(2)
+    ),
+    client_hop_s=0.001,
+    client_occupied_s=0.0,
+)
+LOADED = SimpleNamespace(
+    width=8, device="cpu", read_bytes=900, received_bytes=100, weights_bytes=1000, resident_bytes=5 << 20
+)
+
+
+class StandIn:
+    """As much of a chain as its facts need."""
+
+    loaded = (LOADED, LOADED)
+
+    def __init__(self) -> None:
+        self.plan = SimpleNamespace(
+            placement=PLACEMENT,
+            stages=[
+                SimpleNamespace(
+                    worker=WorkerAt(f"id{index}", f"box{index}", "h", 1), start=index * 2, stop=index * 2 + 2
+                )
+                for index in range(2)
+            ],
+        )
+
+
+def times() -> PassTimes:
+    """Two prompts, and three tokens behind them; a stage was lost meanwhile."""
+    made = PassTimes(mendings=[("box1", 0.5)])
+    for _ in range(2):
+        made.add(1, 0.009, (2000, 3000), prefill=True)
+    for _ in range(3):
+        made.add(1, 0.009, (2000, 3000), prefill=False)
+    return made
+
+
+def test_programs_are_told_all() -> None:
+    split = split_facts(StandIn(), times(), "bf16")  # type: ignore[arg-type]
+    # 9 ms a token: 2 + 3 computing, 1 + 1 + 1 on the way, 1 the rest.
+    known = ("token_ms", "compute_ms", "link_ms", "rest_ms", "prompt_ms")
+    assert [round(split[name], 6) for name in known] == [9.0, 5.0, 3.0, 1.0, 9.0]
+    assert [stage["compute_ms"] for stage in split["stages"]] == [2.0, 3.0]
+    assert [stage["wire_bytes"] for stage in split["stages"]] == [16, 4], "the last one sends a token"
+    assert split["mendings"] == [{"lost": "box1", "seconds": 0.5}]
+
+
+def test_the_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    print_split_facts(split_facts(StandIn(), times(), "fp32"))  # type: ignore[arg-type]
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[0] == ["PEER", "LAYERS", "READ", "RECEIVED", "WEIGHTS", "MEMORY", "MS/TOKEN", "WIRE"]
+    assert rows[1] == ["box0", "0–1", "900", "B", "100", "B", "1000", "B", "5.0", "MiB", "2.00", "32", "B"]
+    assert "a token took 9.00 ms: 5.00 computing + 3.00 on the way + 1.00 the rest; a prompt 9.00 ms" in out
+    assert "box1 was lost; the text went on 0.50 s later" in out
+
+
+def test_before_the_first_token_nothing_is_known_of_times(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = split_facts(StandIn(), PassTimes(), "fp32")  # type: ignore[arg-type]
+    assert (facts["token_ms"], facts["prompt_ms"], facts["stages"][0]["compute_ms"]) == (None, None, None)
+    print_split_facts(facts)
+    out = capsys.readouterr().out
+    assert "MS/TOKEN" not in out
+    assert "a token took" not in out
+
+
+def test_progress_of_all_stages_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = [0.0]
+    line = LoadingLine(StandIn().plan, Console(lambda: clock[0]))  # type: ignore[arg-type]
+    line.show(Progress(0, "box0", 500, 1000))
+    clock[0] = 2.0
+    line.show(Progress(1, "box9", 1000, 1000))
+    line.show(Progress(1, "box9", 1000, 1000, ready=True))
+    line.show(Progress(0, "box0", 1000, 1000, ready=True))
+    assert capsys.readouterr().err.splitlines() == [
+        "loading  500 B of 2.0 KiB  box0 50 %  box1 0 %",
+        "loading  1.5 KiB of 2.0 KiB  box0 50 %  box9 100 %",
+        "loading  2.0 KiB of 2.0 KiB  box0 ready  box9 ready",
+    ]
+
+
+Command = Callable[..., Any]
+
+
+def test_several_prompts_are_checked_before_anybody_is_asked(command: Command, tmp_path: Path) -> None:
+    outcome = command("generate", "x", "--split", "-c", str(tmp_path))
+    assert outcome.err.startswith(f"error: {tmp_path} holds no checkpoint\n")
