@@ -37,22 +37,32 @@ from wire.schema import Record
 
 
 class Calls:
-    """The requests of one side that wait for their answers."""
+    """The requests of one side that wait for their answers. ``last_id``: of the newest one."""
 
     def __init__(self) -> None:
         self._pending: dict[int, asyncio.Future[Response]] = {}
-        self._last_id = 0
+        self.last_id = 0
 
     async def ask(
-        self, send: Callable[[Message], object], method: str, params: dict[str, Any], *, whom: str, timeout_s: float
+        self,
+        send: Callable[[Message], object],
+        method: str,
+        params: dict[str, Any],
+        *,
+        whom: str,
+        timeout_s: float,
+        named: bool = True,
     ) -> dict[str, Any]:
         """Send a request to ``whom`` and wait for the result.
+
+        Args:
+            named: a refusal begins with ``whom``.
 
         Raises:
             Refused: what it answered. DeadlineExceeded, ConnectionLost: it did not.
         """
-        self._last_id += 1
-        number = self._last_id
+        self.last_id += 1
+        number = self.last_id
         answer: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
         self._pending[number] = answer
         try:
@@ -60,11 +70,13 @@ class Calls:
             async with asyncio.timeout(timeout_s):
                 response = await answer
         except TimeoutError:
-            raise DeadlineExceeded(f"{whom} did not answer {method} within {timeout_s:g} s") from None
+            text = f"{whom} did not answer {method} within {timeout_s:g} s"
+            raise DeadlineExceeded(text, remedy="it may be overloaded; try again") from None
         finally:
             del self._pending[number]
         if response.error_code:
-            raise Refused(response.error_code, f"{whom}: {response.error_message}", remedy=response.error_remedy)
+            text = f"{whom}: {response.error_message}" if named else response.error_message
+            raise Refused(response.error_code, text, remedy=response.error_remedy)
         return response.result
 
     def answered(self, response: Response) -> bool:
@@ -76,11 +88,12 @@ class Calls:
         answer.set_result(response)
         return True
 
-    def lost(self, whom: str) -> None:
+    def lost(self, whom: str, why: P2PTrainError | None = None) -> None:
         """No answer will come."""
         for answer in self._pending.values():
             if not answer.done():
-                answer.set_exception(ConnectionLost(f"{whom} is gone"))
+                error = ConnectionLost(why.message, remedy=why.remedy) if why else ConnectionLost(f"{whom} is gone")
+                answer.set_exception(error)
 
 
 R = TypeVar("R", bound=Record)
@@ -116,8 +129,7 @@ class SeedClient:
         self.connection = connection
         self.welcome = welcome
         self._silence_s = silence_s
-        self._last_id = 0
-        self._pending: dict[int, asyncio.Future[Response]] = {}
+        self._calls = Calls()
         self._updates: deque[Update] = deque()
         self._news = asyncio.Event()
         self._lost: ConnectionLost | None = None
@@ -148,20 +160,8 @@ class SeedClient:
             DeadlineExceeded: no answer came in time; the connection lives on.
             ConnectionLost: the connection ended.
         """
-        request_id = self._send(method, params or {})
-        answer: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-        self._pending[request_id] = answer
-        try:
-            async with asyncio.timeout(timeout_s):
-                response = await answer
-        except TimeoutError:
-            message = f"the seed did not answer {method} within {timeout_s:g} s"
-            raise DeadlineExceeded(message, remedy="it may be overloaded; try again") from None
-        finally:
-            del self._pending[request_id]
-        if response.error_code:
-            raise Refused(response.error_code, response.error_message, remedy=response.error_remedy)
-        return response.result
+        send, whom = self.connection.send, "the seed"
+        return await self._calls.ask(send, method, params or {}, whom=whom, timeout_s=timeout_s, named=False)
 
     # ------------------------------------------------------------------------------- who is there, and what is served
 
@@ -306,11 +306,6 @@ class SeedClient:
         await self.connection.close()
         await asyncio.wait([self._receiver])  # it ends with the connection
 
-    def _send(self, method: str, params: dict[str, Any]) -> int:
-        self._last_id += 1
-        self.connection.send(Request(self._last_id, method, params))
-        return self._last_id
-
     async def _receive_all(self) -> None:
         try:
             while True:
@@ -318,16 +313,15 @@ class SeedClient:
         except P2PTrainError as error:
             self.connection.abort(error)
             self._lost = ConnectionLost(error.message, remedy=error.remedy)
-        for answer in self._pending.values():
-            if not answer.done():
-                answer.set_exception(ConnectionLost(self._lost.message, remedy=self._lost.remedy))
+        self._calls.lost("the seed", self._lost)
         self._news.set()
 
     async def _receive(self) -> Received:
         """The next frame. A silent seed is asked once for its clock, whatever it answers; then it counts as lost."""
         with suppress(DeadlineExceeded):
             return await self.connection.receive(timeout_s=self._silence_s)
-        self._send("probe.clock", {})
+        self._calls.last_id += 1
+        self.connection.send(Request(self._calls.last_id, "probe.clock"))  # whose answer nobody waits for
         return await self.connection.receive(timeout_s=self._silence_s)
 
     def _take(self, message: Message) -> None:
@@ -336,10 +330,8 @@ class SeedClient:
                 raise ConnectionLost(f"this viewer fell {MAX_UPDATES} updates behind", remedy="connect again")
             self._updates.append(message)
             self._news.set()
-        elif isinstance(message, Response) and 0 < message.id <= self._last_id:
-            answer = self._pending.get(message.id)  # None: its caller gave up waiting, or nobody cares
-            if answer is not None and not answer.done():
-                answer.set_result(message)
+        elif isinstance(message, Response) and 0 < message.id <= self._calls.last_id:
+            self._calls.answered(message)  # or its caller gave up waiting
         elif not isinstance(message, Refuse):  # that one explains the end that follows it
             raise ProtocolError(f"the seed sent an operator {type(message).__name__}, which answers nothing")
 
