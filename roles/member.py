@@ -27,8 +27,7 @@ from p2ptrain.core.texts import printable
 from p2ptrain.core.world import World
 from roles.gauges import Gauges
 from roles.identity import Identity
-from roles.membership import Membership, Notify
-from roles.seed_link import Pulse
+from roles.seed_link import Membership, Notify, Pulse
 from wire.address import is_loopback, told_of
 from wire.connection import Connection
 from wire.enrol import Member

@@ -1,7 +1,7 @@
-"""The control link of a worker to its seed: registers, beats, and finds the seed again after either side was away.
+"""A member's link to its seed: registers, beats, finds the seed again, and keeps the certificate fresh.
 
-Where several seeds are known (``roles.known_seeds``), it tries them in turn, beginning with the one that led last. A
-standby refuses it and says who leads; a seed that leads in a lower term than another that was met before is left alone.
+Several addresses may be given: a seed that was restored elsewhere is found among them. Whoever has met a term of a
+cluster takes no orders of a lower one; the highest terms are on this member's disk.
 
 Training never waits for this link. What must not be lost while it is down (metrics of committed steps, checkpoints,
 events) is kept, bounded, and sent when the link is back; where the ring stands is reported anew by the owner
@@ -11,19 +11,25 @@ events) is kept, bounded, and sent when the link is back; where the ring stands 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.disk import Disk, write_atomic
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, Refused, StorageError
+from p2ptrain.core.ids import is_id
+from p2ptrain.core.threads import Thread
 from p2ptrain.core.world import World
-from roles.known_seeds import Known
 from wire.client import Calls
 from wire.connection import Connection
+from wire.enrol import LOOK_S, Member
 from wire.handshake import RefusalCode, dial
 from wire.job_messages import CheckpointSaved, StepMetrics
-from wire.messages import EventNotice, Heartbeat, HeartbeatAck, Hello, Leave, Message, Response, Seeds, Welcome
+from wire.messages import MAX_TERM, EventNotice, Heartbeat, HeartbeatAck, Hello, Leave, Message, Response, Welcome
 
 DIAL_TIMEOUT_S = 10.0  # dial, handshake (5 s) and the seed's dial-back (3 s) fit
 FIRST_DELAY_S = 0.1
@@ -40,6 +46,14 @@ RESENT_SAVES = 16
 """Of those, checkpoints: the seed flushes each to its disk, and a whole run's would keep that busy for long. Older ones
 are not on this worker's disk any more."""
 TOLD_EVERY_S = 30.0
+RENEWAL_S = 10.0
+"""For the seed's answer: it writes the certificate down first, on a disk that may be busy."""
+TERMS_FILE = "terms.json"
+MAX_CLUSTERS = 8
+
+Address = tuple[str, int]
+Notify = Callable[[str, str, str], None]
+"""(level, kind, text)"""
 
 # What no other try can mend: the two sides do not speak the same protocol, or the seed wants us no more.
 _FINAL = frozenset({RefusalCode.VERSION, RefusalCode.TICKET_REVOKED, "evicted"})
@@ -56,12 +70,12 @@ class Pulse:
 
 
 class SeedLink:
-    """One worker's link to the seed that leads.
+    """One member's link to its seed.
 
     Args:
-        known: the seeds, and the highest term that was met. ``plain``: of a cluster without certificates.
-        given: those that the person named: there another cluster may lead from now on, elsewhere it is a stranger.
-        on_known: called when more is known of them: to be kept.
+        seeds: where the seed may be: they are tried in turn, beginning with the one that let this member in last.
+        terms: cluster → the highest term that was met; changed in place.
+        on_term: called when that changed.
         hello: makes the greeting of the moment (it names the view that runs).
         pulse: makes the next beat's content.
         on_message: called with every message that is not about beats.
@@ -72,32 +86,32 @@ class SeedLink:
         self,
         *,
         world: World,
-        known: Known,
-        given: Collection[tuple[str, int]] = (),
-        plain: bool,
+        seeds: Sequence[Address],
+        terms: dict[str, int],
         hello: Callable[[], Hello],
         pulse: Callable[[], Pulse],
         on_message: Callable[[Message], None],
         on_up: Callable[[Welcome], None],
         on_down: Callable[[P2PTrainError], None],
-        on_known: Callable[[Known], None],
+        on_term: Callable[[], None],
     ) -> None:
         self._world = world
-        self._known, self._given, self._plain, self._on_known = known, frozenset(given), plain, on_known
+        self._seeds, self._terms, self._on_term = list(dict.fromkeys(seeds)), terms, on_term
+        self._cluster = ""
         self._hello, self._pulse = hello, pulse
         self._on_message, self._on_up, self._on_down = on_message, on_up, on_down
         self._connection: Connection | None = None
         self._kept: deque[Message] = deque(maxlen=KEPT_MESSAGES)
         self._recent: deque[Message] = deque(maxlen=RESENT_MESSAGES)
         self.rtt_ms: float | None = None
-        self._leaving = self._waits_for_a_leader = False
+        self._leaving = False
         self._sent_at: dict[int, float] = {}
         self._calls = Calls()
 
     @property
     def host(self) -> str:
-        """Of the seed that leads, or led last, as it was dialled."""
-        return self._known.seeds[0][0]
+        """Of the seed, as it was dialled."""
+        return self._seeds[0][0]
 
     @property
     def up(self) -> bool:
@@ -129,13 +143,7 @@ class SeedLink:
             NetworkError, Refused: the *first* connection could not be made, or the seed speaks another protocol now.
                 Later losses and refusals are only told to ``on_down``: a worker that trains does not end for them.
         """
-        try:
-            connection, welcome = await self._dial()
-        except P2PTrainError as refusal:
-            if not self._waits_for_a_leader:
-                raise
-            self._on_down(refusal)
-            connection, welcome = await self._find_again()
+        connection, welcome = await self._dial()
         while True:
             problem = await self._live(connection, welcome)
             if self._leaving:
@@ -157,51 +165,34 @@ class SeedLink:
     # -------------------------------------------------------------------------------------------------------- helpers
 
     async def _dial(self) -> tuple[Connection, Welcome]:
-        """The first seed that lets this worker in. Raises what the first that was asked had against it, or what is
-        final."""
+        """The first seed that lets this member in. Raises what is final, or what the first had against it."""
         problems: list[P2PTrainError] = []
-        tried: set[tuple[str, int]] = set()
-        self._waits_for_a_leader = False
-        while places := [place for place in self._known.seeds if place not in tried]:
-            host, port = place = places[0]
-            tried.add(place)
-            hello = replace(self._hello(), cluster=self._known.cluster, term=self._known.term)
+        for place in list(self._seeds):
+            hello = replace(self._hello(), cluster=self._cluster, term=self._terms.get(self._cluster, 0))
             try:
                 connection, welcome = await dial(
-                    self._world.network, host, port, hello, timeout_s=DIAL_TIMEOUT_S, expect_role="seed"
+                    self._world.network, *place, hello, timeout_s=DIAL_TIMEOUT_S, expect_role="seed"
                 )
             except P2PTrainError as problem:
-                problems.append(problem)
-                if isinstance(problem, Refused):
-                    if problem.code in _FINAL:
-                        raise
-                    if problem.code in (RefusalCode.STANDBY, RefusalCode.STALE_TERM):
-                        self._waits_for_a_leader = True
-                        self._known = self._known.hinted(problem.elsewhere, host, plain=self._plain)
-                continue
-            if self._known.stale(welcome.cluster_id, welcome.term):
-                connection.abort()
-                text = f"{host}:{port} leads in term {welcome.term}, and term {self._known.term} has begun"
-                problems.append(Refused(RefusalCode.STALE_TERM, text, remedy="start that seed as a standby"))
-                self._waits_for_a_leader = True
-                continue
-            if self._known.cluster not in ("", welcome.cluster_id) and place not in self._given:
-                connection.abort()
-                problems.append(Refused(RefusalCode.WRONG_JOB, f"a seed of another cluster is at {host}:{port} now"))
-                continue
-            try:
-                self._met(place, welcome.cluster_id, welcome.term, welcome.seeds)
-            except ProtocolError as problem:
-                connection.abort(problem)
+                if isinstance(problem, Refused) and problem.code in _FINAL:
+                    raise
                 problems.append(problem)
                 continue
-            return connection, welcome
-        raise next((item for item in problems if not _of_a_standby(item)), problems[0])
+            met = self._terms.get(welcome.cluster_id, 0)
+            if met <= welcome.term < MAX_TERM:
+                self._met(place, welcome)
+                return connection, welcome
+            connection.abort()
+            text = f"the seed at {place[0]}:{place[1]} is of term {welcome.term}, and was succeeded in term {met}"
+            problems.append(Refused(RefusalCode.STALE_TERM, text, remedy="join the seed that was restored"))
+        raise problems[0]
 
-    def _met(self, place: tuple[str, int], cluster: str, term: int, seeds: list[str]) -> None:
-        before, self._known = self._known, self._known.met(place, cluster, term, seeds, plain=self._plain)
-        if self._known != before:
-            self._on_known(self._known)
+    def _met(self, place: Address, welcome: Welcome) -> None:
+        self._seeds = list(dict.fromkeys([place, *self._seeds]))
+        self._cluster, before = welcome.cluster_id, self._terms.pop(welcome.cluster_id, None)
+        self._terms[welcome.cluster_id] = welcome.term  # the newest is the last
+        if before != welcome.term:
+            self._on_term()
 
     async def _find_again(self) -> tuple[Connection, Welcome]:
         clock = self._world.clock
@@ -215,7 +206,7 @@ class SeedLink:
                 if isinstance(problem, Refused) and problem.code in _FINAL:
                     raise
                 # That it is not back yet was told; why it refuses was not.
-                if isinstance(problem, Refused) and not _of_a_standby(problem) and clock.now() >= tell_at:
+                if isinstance(problem, Refused) and clock.now() >= tell_at:
                     tell_at = clock.now() + TOLD_EVERY_S
                     self._on_down(problem)
             least_s, most_s = MAX_DELAY_S
@@ -235,10 +226,6 @@ class SeedLink:
                     self._acknowledged(received.message)
                 elif isinstance(received.message, Response):
                     self._calls.answered(received.message)
-                elif isinstance(received.message, Seeds):
-                    known = self._known
-                    if not known.stale(known.cluster, received.message.term):
-                        self._met(known.seeds[0], known.cluster, received.message.term, received.message.seeds)
                 else:
                     self._on_message(received.message)
         except DeadlineExceeded:
@@ -296,5 +283,104 @@ def _without_old_saves(messages: list[Message]) -> list[Message]:
     return [message for place, message in enumerate(messages) if place not in old]
 
 
-def _of_a_standby(problem: P2PTrainError) -> bool:
-    return isinstance(problem, Refused) and problem.code == RefusalCode.STANDBY
+class Membership:
+    """One member's ``SeedLink``, the certificate that it renews in time, and the terms that it keeps.
+
+    Args:
+        directory: of this member's state.
+        seeds: host and port of the seed to join, and of those to try when it stays away.
+        certificate: over which the world's network speaks; None in a plain cluster.
+        tasks: where renewing and writing run; entered before the link's ``run``.
+        thread: on which the disk is written.
+        hello, pulse, on_message: as of ``SeedLink``.
+        going_on: what goes on without the seed, for people; empty where nothing does.
+        notify: of the person and the seed. tell: of the person alone.
+        on_up: the link is there.
+
+    Attributes:
+        link: whose ``run`` is to be run.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        directory: Path,
+        seeds: Sequence[Address],
+        certificate: Member | None,
+        *,
+        tasks: asyncio.TaskGroup,
+        thread: Thread,
+        hello: Callable[[], Hello],
+        pulse: Callable[[], Pulse],
+        on_message: Callable[[Message], None],
+        going_on: Callable[[], str],
+        notify: Notify,
+        tell: Notify,
+        on_up: Callable[[Welcome], None],
+    ) -> None:
+        self._world, self._directory, self._certificate = world, directory, certificate
+        self._tasks, self._thread = tasks, thread
+        self._going_on, self._notify, self._tell = going_on, notify, tell
+        self._on_up = on_up
+        self._renewing: asyncio.Task[NoReturn] | None = None
+        self._terms = terms_in(world.disk, directory)
+        self.link = SeedLink(
+            world=world,
+            seeds=seeds,
+            terms=self._terms,
+            hello=hello,
+            pulse=pulse,
+            on_message=on_message,
+            on_up=self._up,
+            on_down=self._down,
+            on_term=self._term_met,
+        )
+
+    def end(self) -> None:
+        """The member leaves: nothing is renewed any more."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+            self._renewing = None
+
+    def _up(self, welcome: Welcome) -> None:
+        if self._certificate is not None:
+            self._renewing = self._tasks.create_task(self._stay(self._certificate), name="certificate")
+        self._tell("info", "joined", f"joined {welcome.name} ({welcome.cluster_id})")
+        self._on_up(welcome)
+
+    async def _stay(self, member: Member) -> NoReturn:
+        """Renew the certificate while the link is up. There are hours to try again."""
+        while True:
+            try:
+                await member.keep_fresh(partial(self.link.ask, timeout_s=RENEWAL_S))
+            except P2PTrainError as problem:
+                self._notify("warning", "certificate", f"the certificate is not renewed yet: {problem.message}")
+                await asyncio.sleep(LOOK_S)
+
+    def _down(self, problem: P2PTrainError) -> None:
+        self.end()
+        going_on = self._going_on()
+        text = f"lost the seed: {problem.message}; trying to find it again"
+        self._notify("warning", "seed-lost", f"{text}; {going_on}" if going_on else text)
+
+    def _term_met(self) -> None:
+        self._tasks.create_task(self._keep_terms(), name="keep terms")
+
+    async def _keep_terms(self) -> None:
+        newest = dict(list(self._terms.items())[-MAX_CLUSTERS:])
+        path, data = self._directory / TERMS_FILE, json.dumps(newest).encode()
+        try:
+            await self._thread.submit(partial(write_atomic, self._world.disk, path, data))
+        except StorageError as problem:
+            self._notify("warning", "terms", f"the seed's term is not kept: {problem.message}")
+
+
+def terms_in(disk: Disk, directory: Path) -> dict[str, int]:
+    """Cluster → the highest term that a member with this directory has met. Raises ``StorageError``."""
+    if TERMS_FILE not in disk.list_dir(directory):
+        return {}
+    try:
+        found = json.loads(disk.read(directory / TERMS_FILE, max_bytes=MAX_CLUSTERS * 64))
+        return {name: term for name, term in found.items() if is_id(name) and 0 <= int(term) < MAX_TERM}
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return {}  # damaged: it is written anew when a seed is met

@@ -47,7 +47,6 @@ PERMITTED = MappingProxyType(
         "files": frozenset({"worker"}),
         "operator": frozenset({"operator"}),
         "probe": frozenset({"seed", "worker"}),
-        "standby": frozenset({"seed"}),
         "chain": frozenset({"operator", "verifier"}),
         "stage": frozenset({"worker"}),
         "model": frozenset({"worker", "operator", "verifier"}),
@@ -88,7 +87,6 @@ class RefusalCode(StrEnum):
     TICKET_REVOKED = "ticket-revoked"
     TICKET_USED = "ticket-used"
     BAD_PROOF = "bad-proof"
-    STANDBY = "standby"
     STALE_TERM = "stale-term"
 
 
@@ -139,10 +137,9 @@ def local_welcome(
     heartbeat_s: float = 0.0,
     death_s: float = 0.0,
     term: int = 0,
-    seeds: Sequence[str] = (),
 ) -> Welcome:
     """The ``Welcome`` of this process: protocol version and software filled in."""
-    return Welcome(PROTOCOL_VERSION, SOFTWARE, peer_id, name, cluster_id, heartbeat_s, death_s, wall, term, list(seeds))
+    return Welcome(PROTOCOL_VERSION, SOFTWARE, peer_id, name, cluster_id, heartbeat_s, death_s, wall, term)
 
 
 # ------------------------------------------------------------------------------------------------------ pure decisions
@@ -166,7 +163,7 @@ def judge_answer(answer: Message, address: str) -> Welcome:
         answer = _version_refusal((PROTOCOL_VERSION, SOFTWARE), (answer.version, answer.software))
     if isinstance(answer, Refuse):
         text = f"{address} refuses: {answer.message}"
-        raise Refused(answer.code, text, remedy=answer.remedy, elsewhere=answer.elsewhere)
+        raise Refused(answer.code, text, remedy=answer.remedy)
     if not isinstance(answer, Welcome):
         raise ProtocolError(f"{address} answered a Hello with {type(answer).__name__}")
     return answer

@@ -7,8 +7,6 @@ Who says what to whom::
     peer   → seed      Heartbeat → HeartbeatAck; EventNotice, Leave
     operator ↔ seed    Request ↔ Response; after ``subscribe``: seed → operator Update
     seed   → peer      Request → Response                             (delete a checkpoint, dial-back, ...)
-    seed   → peer      Seeds                                          (which seeds come after it)
-    seed   → standby   Seeds; Rows → RowsTaken; Heartbeat, Leave the other way (see roles.seed.followers)
     where two peers talk at length, and have nothing to say: StillHere
 
 Conversations with a file of their own: a newcomer's in ``wire.messages``, of a seed and the workers of a job in
@@ -57,14 +55,14 @@ class Hello(Message):
         purpose: ``peer`` (a worker, verifier or drafter to its seed), ``operator`` (a command line or TUI), ``ring`` (a
             member to its right neighbour), ``heal`` (to a donor), ``files`` (to a worker that has a stage's
             checkpoint), ``probe`` (only to see whether somebody answers), ``enrol`` (a newcomer to a seed, for a
-            certificate), ``standby`` (a second seed to the one that leads); of split models ``chain`` (a client to a
+            certificate); of split models ``chain`` (a client to a
             worker), ``stage`` (a stage to the next one), ``model`` and ``give`` (to take and to give tensors; see
             ``roles.worker.stages``); ``generate`` (a client to a verifier), ``draft`` (a verifier to a drafter).
         job, generation: the view that the caller believes in; empty and 0 where there is none. Of split models the
             session and the index of the stage that is called, or the model.
         port: where this peer listens for other peers, 0 where it does not.
         host: the address under which others reach this peer; empty to let the other side use the one it sees.
-        cluster, term: the highest term of a leading seed that the caller has seen, and in which cluster.
+        cluster, term: the highest term of a seed that the caller has seen, and in which cluster.
     """
 
     KIND: ClassVar[int] = 1
@@ -91,9 +89,7 @@ class Welcome(Message):
         heartbeat_s, death_s: beat interval, and silence after which the caller counts as dead; 0 where no beats are
             wanted.
         wall: the answerer's wall clock in Unix seconds, to show a skew.
-        term: of a seed that leads: grows with every take-over.
-        seeds: where the next ones of the cluster are found when this one is lost, in their order; an address without
-            a host is on the machine of this one.
+        term: of a seed: grows when it is restored from a backup.
     """
 
     KIND: ClassVar[int] = 2
@@ -106,22 +102,16 @@ class Welcome(Message):
     death_s: float
     wall: float
     term: int = 0
-    seeds: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse(Message):
-    """The answer that does not, or the last word before a connection is closed for cause.
-
-    Attributes:
-        elsewhere: addresses of who may say yes, where that is known.
-    """
+    """The answer that does not, or the last word before a connection is closed for cause."""
 
     KIND: ClassVar[int] = 3
     code: str
     message: str
     remedy: str = ""
-    elsewhere: list[str] = field(default_factory=list)
 
 
 # --------------------------------------------------------------------------------------------------- peer and its seed
@@ -173,48 +163,6 @@ class Leave(Message):
 
     KIND: ClassVar[int] = 27
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Seeds(Message):
-    """Seed that leads to workers and standbys: where the next ones are, as in ``Welcome``, from now on.
-
-    Attributes:
-        seat: of the standby that hears it, which its terms are made of; 0 for a worker.
-        rank: how many take over before it.
-    """
-
-    KIND: ClassVar[int] = 35
-    term: int
-    seeds: list[str]
-    seat: int = 0
-    rank: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Rows(Message):
-    """Seed that leads to a standby: a part of a batch of rows of its store (``roles.seed.feed``).
-
-    Attributes:
-        number: of the batch; the first is 1, and empties the standby's store.
-        data: a part of the batch's bytes.
-        more: another part of the same batch follows.
-        whole: with this batch the standby's store is what the leader's was at one moment.
-    """
-
-    KIND: ClassVar[int] = 36
-    number: int
-    data: bytes
-    more: bool
-    whole: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RowsTaken(Message):
-    """Standby to the seed that leads: batch ``number`` is taken in; where it was whole, all up to it is durable."""
-
-    KIND: ClassVar[int] = 37
-    number: int
 
 
 # ------------------------------------------------------------------------------------------------- requests, updates

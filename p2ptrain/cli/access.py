@@ -41,11 +41,10 @@ MENDED_BY_A_TICKET = frozenset({"ticket-revoked", "ticket-unknown", "certificate
 _A = {
     "worker": "a worker",
     "operator": "an operator",
-    "seed": "a standby",
     "verifier": "a verifier",
     "drafter": "a drafter",
 }
-_DOES = {"operator": "watches and controls", "seed": "follows a seed"}
+_DOES = {"operator": "watches and controls"}
 """Of roles, both; the others join."""
 _MAY_JOIN = ("verifier", "drafter")
 """Of which a person has to say that they are meant."""
@@ -118,10 +117,8 @@ async def reach_one(targets: Sequence[Target], caller: Caller, base: Network, *,
             attempt = dataclasses.replace(ticket, host=target[0], port=target[1])
         try:
             return await reach(attempt, caller, base, afresh=afresh)
-        except (NetworkError, Refused) as problem:
+        except NetworkError as problem:
             problems.append(problem)
-            if isinstance(problem, Refused) and problem.code != "standby":
-                raise
     raise problems[0]
 
 
@@ -345,8 +342,6 @@ async def _plain_host(host: str, port: int, base: Network) -> str:
     try:
         connection, _ = await dial(base, host, port, hello, timeout_s=CONNECT_TIMEOUT_S)
     except Refused as refusal:
-        if refusal.code == RefusalCode.STANDBY:  # in plain; the name is resolved no more where it is the address itself
-            return host if is_loopback(host) else ""
         if refusal.code != RefusalCode.TLS_REQUIRED:
             raise
         return ""

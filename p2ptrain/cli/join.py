@@ -40,6 +40,10 @@ app = new_typer()
 @app.command("join", cls=WithBareSplit)
 def join(
     address: Annotated[str, typer.Argument(envvar=SEED_VARIABLE, metavar="SEED", help=SEED_HELP)] = DEFAULT_SEED,
+    also: Annotated[
+        list[str],
+        typer.Option("--also", metavar="SEED", help="Another address where the seed may be, if it is restored there."),
+    ] = [],  # noqa: B006 - Typer copies it
     role: Annotated[
         str,
         typer.Option(
@@ -174,9 +178,8 @@ def join(
     # Workers on one machine share its cores. OpenMP's threads spin while they wait, by default, and so take them from
     # one another: a step was seen to take ten times as long. It must be said before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    seed = "; a standby is `p2ptrain seed --standby`" if role in ("seed", "standby") else ""
-    check_one_of("--role", role, ROLES, seed)
-    targets = read_targets(address)
+    check_one_of("--role", role, ROLES)
+    targets = [target for text in (address, *also) for target in read_targets(text)]
     _check_device(device)
     check_dtype(dtype)
     memory_bytes = size_of(memory) if memory else 0

@@ -136,7 +136,6 @@ async def stay(joining: Joining, make: Make) -> None:
     from p2ptrain.core.disk import RealDisk
     from p2ptrain.core.errors import Refused
     from roles.identity import claim
-    from roles.known_seeds import begun, clusters_in
     from wire.handshake import RefusalCode
 
     console, stop = stoppable(with_parent=joining.with_parent)
@@ -144,15 +143,13 @@ async def stay(joining: Joining, make: Make) -> None:
     identity = claim(RealDisk(), joining.root, role=role, name=joining.name, slot=joining.slot)
     here = Here(identity, console, stop)
     places = [target if isinstance(target, tuple) else (target.host, target.port) for target in targets]
-    # Where another seed leads since this member was here, it knows it.
-    known = [place for place in begun(places, clusters_in(RealDisk(), identity.directory)).seeds if place not in places]
     console.event("info", f"{role} {identity.name} ({identity.peer_id}) joins {', '.join(map(shown_address, targets))}")
     store = identity.directory / "credentials"
     caller = Caller(role, store, [joining.root, default_state_dir()], identity.peer_id)
     listen_host, afresh = joining.host, False
     try:
         while True:
-            access = await unless_stopped(stop, reach_one([*targets, *known], caller, base, afresh=afresh))
+            access = await unless_stopped(stop, reach_one(targets, caller, base, afresh=afresh))
             if access is None:
                 break
             others = tuple(place for place in places if place != (access.host, access.port))

@@ -92,30 +92,19 @@ async def operator_access(seed: str | tuple[str, int], *, state: Path | None = N
 
 
 async def connect_operator(access: Access, others: Sequence[tuple[str, int]] = ()) -> SeedClient:
-    """Dial the seed as this command line, or another one of its cluster, or the one that a standby names.
+    """Dial the seed as this command line, or another one that was named.
 
     Raises what ``SeedClient.connect`` raised of the first.
     """
-    from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused
-    from wire.address import is_loopback, parse_address
+    from p2ptrain.core.errors import NetworkError, P2PTrainError
     from wire.client import SeedClient
 
-    places, tried = [(access.host, access.port), *others], set[tuple[str, int]]()
     problem: P2PTrainError | None = None
-    while left := [place for place in places if place not in tried]:
-        place = left[0]
-        tried.add(place)
+    for place in dict.fromkeys([(access.host, access.port), *others]):
         try:
             return await SeedClient.connect(
                 access.network, *place, name=operator_name(), peer_id=access.peer_id, timeout_s=CONNECT_TIMEOUT_S
             )
-        except Refused as refusal:
-            if refusal.code != "standby":
-                raise
-            problem = problem or refusal
-            named = [parse_address(text) for text in refusal.elsewhere[:1]]
-            # In plain only this machine is believed.
-            places += [place for place in named if access.member is not None or is_loopback(place[0])]
         except NetworkError as error:
             problem = problem or error
     assert problem is not None

@@ -64,42 +64,55 @@ def seed(
     as_json: Annotated[
         bool, typer.Option("--json", help="Write one line of JSON when it listens: event, host, port, tls.")
     ] = False,
-    standby: Annotated[
-        str,
-        typer.Option(
-            "--standby",
-            metavar="SEED",
-            help="Follow that seed, and take over when it stays away: its address,"
-            " or a ticket of `ticket new --role seed`.",
-        ),
-    ] = "",
-    takeover_after: Annotated[
-        float,
-        typer.Option(
-            "--takeover-after", metavar="SECONDS", min=1.0, help="How long the leader of a standby may be away."
-        ),
-    ] = 30.0,
+    backup: Annotated[
+        Path | None,
+        typer.Option("--backup", metavar="DIR", help="Keep a copy of all that the seed knows there, on another disk."),
+    ] = None,
+    restore: Annotated[
+        Path | None, typer.Option("--restore", metavar="DIR", help="Begin with the copy there, of a seed that is lost.")
+    ] = None,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
 ) -> None:
     """Start a seed: the place where workers meet. It keeps the record and never computes.
 
     With --host it is for other machines, and everything is encrypted: it prints a ticket, with which they join.
-    Stopping it harms nothing: workers go on, and find it again when it is back. With --standby it copies all that
-    another seed knows, and takes its place when that one stays away: the workers come by themselves.
+    Stopping it harms nothing: workers go on, and find it again when it is back. With --backup all that it knows is
+    copied every minute and after each change of members. If its machine is lost, --restore begins again with that copy
+    anywhere: workers find it among the addresses that they were given (`p2ptrain join A --also B`).
 
     \b
     Examples:
-      p2ptrain seed --standby 192.168.1.20 --host 0.0.0.0
       p2ptrain seed
+      p2ptrain seed --backup /mnt/other-disk/seed
+      p2ptrain seed --restore /mnt/other-disk/seed --host 0.0.0.0
       p2ptrain seed --host 0.0.0.0 --job small --set job.steps=2000
       p2ptrain seed --no-job --port 9000
     """
     root = (state or default_state_dir()).absolute()
-    if standby:
-        run(_stand_by(root, host, port, name, standby, takeover_after, insecure, as_json, with_parent))
-        return
     encrypted = _is_encrypted(host, tls=tls, insecure=insecure)
-    run(_serve(root, host, port, name, None if no_job else job, sets, encrypted, as_json, with_parent))
+    first_job = None if no_job or restore is not None else job
+    if restore is not None:
+        encrypted = _restore(restore.absolute(), root, encrypted=encrypted)
+    copies = backup.absolute() if backup is not None else None
+    run(_serve(root, host, port, name, first_job, sets, encrypted, copies, as_json, with_parent))
+
+
+def _restore(directory: Path, root: Path, *, encrypted: bool) -> bool:
+    """Begin with a copy. Whether the seed is encrypted. Raises ``UserError``, ``StorageError``."""
+    from datetime import datetime
+
+    from p2ptrain.core.disk import RealDisk
+    from roles.seed import restore
+
+    found = restore(RealDisk(), directory, root / "seed")
+    made = datetime.fromtimestamp(found.wall).astimezone().isoformat(sep=" ", timespec="seconds")
+    typer.echo(
+        f"restored the copy of {made}; the seed leads in term {found.term}\n"
+        "what happened after that is told by running workers, but for evictions, revocations and tickets:"
+        " repeat those that you made since",
+        err=True,
+    )
+    return encrypted or found.encrypted
 
 
 def _is_encrypted(host: str, *, tls: bool, insecure: bool) -> bool:
@@ -113,68 +126,6 @@ def _is_encrypted(host: str, *, tls: bool, insecure: bool) -> bool:
     return tls or not near
 
 
-async def _stand_by(
-    root: Path,
-    host: str,
-    port: int,
-    name: str,
-    leader: str,
-    takeover_s: float,
-    insecure: bool,
-    as_json: bool,
-    with_parent: bool,
-) -> None:
-    from p2ptrain.cli.access import Caller, reach_one, read_targets
-    from p2ptrain.cli.runtime import places_of
-    from p2ptrain.cli.stopping import stoppable, unless_stopped
-    from p2ptrain.core.disk import RealDisk
-    from p2ptrain.core.ids import new_id
-    from p2ptrain.core.world import real_world
-    from roles.seed import Marker, run_standby
-    from wire.transport import TcpNetwork
-
-    console, stop = stoppable(with_parent=with_parent)
-    tcp, targets, directory = TcpNetwork(), read_targets(leader), root / "seed"
-    marker = Marker.load(RealDisk(), directory)
-    peer_id = marker.peer_id if marker else new_id()
-    credentials, encrypted = None, (directory / "authority" / "ca.pem").exists()  # then it has the run's key already
-    if not encrypted:
-        caller = Caller("seed", directory / "credentials", [root, default_state_dir()], peer_id)
-        access = await unless_stopped(stop, reach_one(targets, caller, tcp))
-        if access is None:
-            return
-        encrypted, credentials = access.member is not None, access.member.credentials if access.member else None
-    if encrypted and insecure:
-        raise UserError("--insecure, and the cluster is encrypted", remedy="leave it out")
-    if not encrypted and not is_loopback(host):
-        text = f"the cluster is plain, for this machine only, and a standby on {host} would be for others"
-        raise UserError(text, remedy="leave --host out, or start the seed with --tls, or with --host")
-    cluster = name or operator_name().removeprefix("cli@")
-
-    def ready(address: tuple[str, int]) -> None:
-        console.event("info", f"the standby listens on {format_address(*address)}")
-        if as_json:
-            typer.echo(json.dumps({"event": "standby", "host": address[0], "port": address[1], "tls": encrypted}))
-
-    address = await run_standby(
-        real_world(tcp),
-        state_dir=directory,
-        host=host,
-        port=port,
-        name=cluster,
-        leaders=places_of(leader),
-        peer_id=peer_id,
-        credentials=credentials,
-        encrypted=encrypted,
-        takeover_s=takeover_s,
-        tell=console.event,
-        on_ready=ready,
-        stop=stop,
-    )
-    if address is not None:
-        await _serve(root, host, address[1], name, None, [], encrypted, as_json, with_parent)
-
-
 async def _serve(
     root: Path,
     host: str,
@@ -183,6 +134,7 @@ async def _serve(
     job: str | None,
     sets: list[str],
     encrypted: bool,
+    backup_dir: Path | None,
     as_json: bool,
     with_parent: bool,
 ) -> None:
@@ -205,6 +157,7 @@ async def _serve(
             port=port,
             name=cluster,
             encryption=Encryption(shown_host(host), tickets.append) if encrypted else None,
+            backup_dir=backup_dir,
             on_ready=address.set_result,
             stop=stop,
         ),

@@ -20,7 +20,6 @@ app = new_typer(help="Make, list, revoke and replace the tickets with which othe
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _USES = {
     "operator": "tui TICKET",
-    "seed": "seed --standby TICKET",
     "verifier": "join TICKET --role verifier --model DIR",
     "drafter": "join TICKET --role drafter --model DIR",
 }
@@ -35,9 +34,7 @@ def new(
     ] = False,
     role: Annotated[
         str,
-        typer.Option(
-            "--role", metavar="ROLE", help="worker, verifier, drafter, operator, or seed: for a standby of this one."
-        ),
+        typer.Option("--role", metavar="ROLE", help="worker, verifier, drafter or operator."),
     ] = "",
     expires: Annotated[
         str, typer.Option("--expires", metavar="TIME", help="How long it lets somebody in: 30m, 12h, 7d.")
@@ -60,7 +57,6 @@ def new(
       p2ptrain ticket new --host seed.example.org > ticket.txt
       p2ptrain ticket new --role verifier
       p2ptrain ticket new --role drafter --expires 1d
-      p2ptrain ticket new --role seed --uses 1
     """
     if operator and role not in ("", "operator"):
         raise UserError("--operator and --role exclude each other", remedy="leave one of them out")

@@ -84,8 +84,8 @@ def local_plan(
     from ring.order import LinkQuality
     from ring.training_costs import Trainee
     from ring.training_placement import plan
-    from roles.seed.planning import plan_maps
-    from roles.seed.specs import training_of
+    from roles.seed.jobs import training_of
+    from roles.seed.operator_api import plan_maps
     from wire.emulate import preset_named
 
     shape = shape_of(profile)

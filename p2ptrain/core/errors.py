@@ -22,7 +22,6 @@ prints ``message`` and ``remedy`` and leaves with ``exit_code``; it never shows 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 EXIT_INTERRUPTED = 130
@@ -86,13 +85,11 @@ class Refused(PeerError):
 
     Args:
         code: a stable word for programs, such as ``"version-mismatch"`` (see ``wire.handshake.RefusalCode``).
-        elsewhere: addresses of who may say yes, as the other side gave them.
     """
 
-    def __init__(self, code: str, message: str, *, remedy: str = "", elsewhere: Sequence[str] = ()) -> None:
+    def __init__(self, code: str, message: str, *, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
         self.code = code
-        self.elsewhere = tuple(elsewhere)
 
 
 class NetworkError(P2PTrainError):

@@ -159,6 +159,8 @@ def _opened(path: Path, data: bytes) -> Iterator[sqlite3.Connection]:
     damaged = StorageError(f"the backup {path} is damaged", remedy="use another copy, or begin a new cluster")
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as copy:
         try:
+            if not data.startswith(b"SQLite format 3\0"):
+                raise damaged
             copy.deserialize(data)
             version = copy.execute("PRAGMA user_version").fetchone()[0]
             if copy.execute("PRAGMA quick_check").fetchone()[0] != "ok":

@@ -22,10 +22,9 @@ from collections.abc import Callable
 
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused, UserError
 from p2ptrain.core.world import Clock
-from roles.seed.authority import FIRST_TICKET_S, LONGEST_TICKET_S, Authority
-from roles.seed.params import Params, Result
+from roles.seed.authority import FIRST_TICKET_S, LONGEST_TICKET_S, MAX_USES, ROLES, Authority, TicketRecord
+from roles.seed.operator_api import Params, Result
 from roles.seed.peers import clipped
-from roles.seed.tickets import MAX_USES, ROLES, TicketRecord
 from wire.address import NONCE_BYTES, Ticket, format_address, parse_address, verify_proof
 from wire.connection import GARBLED, Connection, last_word
 from wire.enrol import RENEW

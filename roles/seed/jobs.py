@@ -1,4 +1,4 @@
-"""One job at the seed: its record, its coordinator, and the task that carries out what the coordinator says.
+"""The job controller: one job's record, its coordinator, and the task that carries out what the coordinator says.
 
 Events are handled strictly one after the other, and what follows from one is done (views durable, then announced)
 before the next is looked at. The queue needs no bound of its own: whoever brings a report waits until it is handled, so
@@ -10,27 +10,198 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
+from configs.schema import Profile
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.world import Clock
 from ring import coordination as co
-from ring.coordination import ENDED, Phase
+from ring.coordination import ENDED, Peer, Phase
 from ring.coordinator import Coordinator
 from ring.crewing import newest_kept, told_stage
 from ring.crews import Crews
-from ring.order import LinkQuality, known_link
+from ring.order import LinkQuality, Wishes, known_link
+from ring.recovery import Recorder
+from ring.training_costs import Training, shape_untrusted
 from ring.view import View
-from roles.seed import chronicle
+from roles.seed.events import Board
+from roles.seed.ledger import Ledger
 from roles.seed.links import Survey
-from roles.seed.peers import MAX_WHOLE, Link, announced_to, ring_beats, seen_from, whole
-from roles.seed.specs import cut_spec, device_of, seen_for, stages_of, training_of, wishes_of
+from roles.seed.peers import MAX_WHOLE, Link, announced_to, clipped, ring_beats, seen_from, whole
 from roles.seed.store import JobRecord, Records, Store
-from roles.seed.updates import Board
-from wire.job_messages import Assign, CatchUp, Hold, MemberRecord, Release, SaveNow, StepMetrics
+from wire.job_messages import Assign, CatchUp, Hold, LedgerRows, MemberRecord, Release, SaveNow, StepMetrics
 from wire.messages import Message
-from wire.records import CheckpointInfo, JobInfo, MetricRow
+from wire.records import CheckpointInfo, JobInfo, LedgerHead, MetricRow, RecoveryInfo
+
+
+def stages_of(spec: str) -> int:
+    """Into how many parts a job's profile splits the model; a profile of another version: into none."""
+    try:
+        return Profile.from_spec_untrusted(spec).stages
+    except ProtocolError:
+        return 1
+
+
+def device_of(spec: str) -> str:
+    """On what a job computes; a profile of another version does not tell."""
+    try:
+        return Profile.from_spec_untrusted(spec).device.kind
+    except ProtocolError:
+        return ""
+
+
+def seen_for(device: str, peer: Peer) -> Peer:
+    """The worker as a job sees it that computes on ``device``: what it says of a GPU counts for nothing on a CPU."""
+    if device == "cpu" and not peer.on_host:
+        return replace(peer, memory_bytes=0, flops=0.0, on_host=True)
+    return peer
+
+
+def training_of(spec: str, shape: object, cuts: Sequence[int] = ()) -> Training | None:
+    """A split job as placement sees it; None where it is none, or the model's sizes are not known.
+
+    Args:
+        cuts: that were planned; empty: what the profile says.
+    """
+    try:
+        profile, known = Profile.from_spec_untrusted(spec), shape_untrusted(shape) if shape else None
+    except ProtocolError:
+        return None
+    split, data, batch = profile.pipeline, profile.data, profile.batch
+    if known is None or profile.stages < 2:
+        return None
+    return Training(
+        known,
+        stages=profile.stages,
+        crews=profile.job.workers // profile.stages,
+        tokens=batch.micro_batch_sequences * data.sequence_tokens,
+        sequence_tokens=data.sequence_tokens,
+        micro_batches=batch.micro_batches,
+        schedule=split.schedule,
+        activations=split.activations,
+        recompute=split.recompute,
+        max_in_flight=split.max_in_flight,
+        cuts=tuple(cuts or split.cuts),
+    )
+
+
+def cut_spec(spec: str, cuts: Sequence[int]) -> str:
+    """The profile with the cuts that were planned in it; as it is where none were."""
+    if not cuts:
+        return spec
+    profile = Profile.from_spec_untrusted(spec)
+    return profile.model_copy(update={"pipeline": profile.pipeline.model_copy(update={"cuts": list(cuts)})}).to_spec()
+
+
+def wishes_of(spec: str) -> Wishes:
+    """What a job's profile says of its ring; a profile of another version says nothing."""
+    try:
+        profile = Profile.from_spec_untrusted(spec)
+    except ProtocolError:
+        return Wishes()
+    ring, exact = profile.ring, profile.job.exact
+    return Wishes(ring.order, ring.streams, ring.sub_chunk_bytes, "fp32" if exact else ring.codec, ring.error_budget)
+
+
+_STANDING = frozenset({str(phase) for phase in (*ENDED, Phase.PAUSED)})
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What the store has of it."""
+
+    head: LedgerHead | None = None
+    begins: Sequence[tuple[int, int, str]] = ()
+    view: View | None = None
+    recoveries: int = 0
+
+
+def written_of(records: Records, job: str) -> Written:
+    """On the store's thread."""
+    newest = records.recoveries(job, 1)
+    begins, number = records.begins(job), newest[-1].number if newest else 0
+    return Written(records.ledger_head(job), begins, records.last_view(job), number)
+
+
+class LedgerWriter:
+    """One job's. ``note``: (level, kind, text) into the diary."""
+
+    def __init__(
+        self,
+        job: str,
+        past: Written,
+        *,
+        clock: Clock,
+        store: Store,
+        board: Board,
+        note: Callable[[str, str, str], None],
+    ) -> None:
+        self.ledger = Ledger(job, past.head, past.begins)
+        self.recoveries = Recorder(job, number=past.recoveries, view=past.view)
+        self._job, self._clock, self._store, self._board, self._note = job, clock, store, board, note
+
+    def happened(self, event: co.Event) -> None:
+        """Before the coordinator is told."""
+        now, wall = self._clock.now(), self._clock.wall()
+        match event:
+            case co.PeerLost(peer_id, reason, left):
+                self.recoveries.lost(peer_id, reason, now, wall, left=left)
+            case co.PeerReported(peer_id, report):
+                self.recoveries.reported(peer_id, report, now, wall)
+
+    def decided(self, instruction: co.Instruction) -> None:
+        """What the coordinator had done."""
+        match instruction:
+            case co.SendHold(reason=reason):
+                self.recoveries.held(reason, self._clock.now(), self._clock.wall())
+            case co.SetState(state=state) if state in _STANDING:
+                self.recoveries.abandon()
+            case co.Mint(view=view):
+                self.recoveries.minted(view, self._clock.now())
+
+    def minting(self, view: View) -> None:
+        """A view is about to be announced: later steps are taken back."""
+        self.ledger.view_began(view)
+
+    def began_anew(self, view: View) -> None:
+        """The store found that a view has another past than the ledger's."""
+        self.ledger.began_anew(view)
+        text = f"generation {view.generation} begins at step {view.step} with another past than the ledger's, which "
+        self._note("warning", "ledger", f"{text}begins anew there: who computed the steps before is not on record")
+
+    def committed(self, message: StepMetrics) -> None:
+        """Rank 0 told of a step."""
+        form_ms = message.values.get("form_ms")
+        form_s = form_ms / 1e3 if form_ms is not None and math.isfinite(form_ms) and form_ms >= 0 else None
+        ended = self.recoveries.committed(message.generation, message.step, self._clock.now(), form_s)
+        if ended is not None:
+            self._recovered(ended)
+
+    def told(self, message: LedgerRows, view: View | None, *, micro_batches: int, steps_total: int) -> None:
+        """A member told who computed some steps. Raises ``ProtocolError``."""
+        if view is None:
+            return
+        entries, problem = self.ledger.take_untrusted(
+            message, view, micro_batches=micro_batches, steps_total=steps_total
+        )
+        for entry in entries:
+            self._store.add(entry)
+        if problem:
+            self._note("warning", "ledger", problem)
+
+    def shares(self, view: View) -> list[int]:
+        """Micro-batches of each member in the newest step of a view, or as it began."""
+        ledger = self.ledger
+        if ledger.generation == view.generation and len(ledger.counts) == view.size:
+            return list(ledger.counts)
+        return [member.count for member in view.members]
+
+    def _recovered(self, ended: RecoveryInfo) -> None:
+        record = dataclasses.replace(ended, text=clipped(ended.text), fetched_bytes=whole(ended.fetched_bytes))
+        self._store.add(record)
+        self._board.add(record)
+
 
 _METRICS = frozenset(item.name for item in dataclasses.fields(MetricRow)) - {
     "job",
@@ -88,7 +259,7 @@ class History:
     row: MetricRow | None = None
     val_loss: float | None = None
     saved: co.Saved = field(default_factory=lambda: co.Saved({}))
-    written: chronicle.Known = field(default_factory=chronicle.Known)
+    written: Written = field(default_factory=Written)
     reread: bool = False
 
 
@@ -140,7 +311,7 @@ class Desk:
             minted_below=office.minted_below,
         )
         self._links_seen = 0
-        self.chronicle = chronicle.Chronicle(
+        self.writer = LedgerWriter(
             record.id, history.written, clock=office.clock, store=office.store, board=office.board, note=self._note
         )
         now = office.clock.now()
@@ -214,13 +385,13 @@ class Desk:
             if self._retired.is_set():
                 _tell(handled, False)
                 break
-            self.chronicle.happened(event)
+            self.writer.happened(event)
             for news in (*self._measured(), event):
                 instructions = self.core.handle(news, self._office.clock.now())
                 await self._keep_wishes()  # before anybody acts on them
                 for instruction in instructions:
                     await self._carry_out(instruction)
-                    self.chronicle.decided(instruction)
+                    self.writer.decided(instruction)
             if self.record.restoring is not None and self.core.restore is None:
                 await self._keep(restoring=None)
             _tell(handled, True)
@@ -366,13 +537,13 @@ class Desk:
 
     async def _mint(self, view: View, branch: frozenset[str] | None, *, restored: bool) -> None:
         office = self._office
-        self.chronicle.minting(view)
+        self.writer.minting(view)
         ledger_step = min(office.ledger_step(self.id), view.step)  # what is told from now on is not durable with it
         branch_kept = sorted(branch) if branch is not None else None
         self.record = dataclasses.replace(self.record, branch=branch_kept, restoring=None)
         wall = office.clock.wall()
         if await office.store.call(Records.add_view, view, self.record, restored=restored, wall=wall):
-            self.chronicle.began_anew(view)
+            self.writer.began_anew(view)
         office.minted()
         if self._row is not None and self._row.step > view.step:
             self._row, self._val_loss = await office.store.call(_last, self.id)
@@ -418,9 +589,9 @@ class Desk:
             return
         if message.generation != view.generation and message.step > view.step:
             return
-        if self.chronicle.ledger.begins.superseded(message.generation, message.step):
+        if self.writer.ledger.begins.superseded(message.generation, message.step):
             return
-        self.chronicle.committed(message)
+        self.writer.committed(message)
         row = self._row
         if row is not None and message.step <= row.step and message.generation > (row.generation or 0):
             return  # told again by the next view, for whoever should have told may have died
@@ -498,7 +669,7 @@ def history(records: Records, job: str, *, split: bool) -> History:
     """What the store knows of a job beside its record. On the store's thread."""
     row, val_loss = _last(records, job)
     view, saved = records.last_view(job), saved_of(records.checkpoints_of(job), split=split)
-    return History(view, row, val_loss, saved, chronicle.known(records, job), reread=True)
+    return History(view, row, val_loss, saved, written_of(records, job), reread=True)
 
 
 def saved_of(checkpoints: Iterable[CheckpointInfo], *, split: bool) -> co.Saved:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import difflib
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -327,6 +328,12 @@ def clipped(text: str, limit_bytes: int = TEXT_BYTES) -> str:
     line = " ".join("".join(char if char.isprintable() else " " for char in text[: 4 * limit_bytes]).split())
     raw = line.encode(errors="replace")
     return raw.decode() if len(raw) <= limit_bytes else raw[: limit_bytes - 3].decode(errors="ignore") + "…"
+
+
+def did_you_mean(text: str, known: Iterable[str]) -> str:
+    """What to add to a refusal of ``text``, which is none of ``known``; empty where none is like it."""
+    close = difflib.get_close_matches(text, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _told(value: object, most: int) -> int:

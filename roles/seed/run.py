@@ -12,9 +12,7 @@ from p2ptrain.core.errors import P2PTrainError, first_error
 from p2ptrain.core.world import Clock, World
 from roles.seed.authority import Authority
 from roles.seed.backup import Backup
-from roles.seed.leading import begin
-from roles.seed.options import Beats, Guard, cluster_id
-from roles.seed.server import Seed
+from roles.seed.server import Beats, Guard, Seed, cluster_id
 from roles.seed.store import Store
 from wire.address import Ticket, format_address
 from wire.enrol import until_half_life
@@ -85,7 +83,7 @@ async def run_seed(
         on_ready: called with the address that it listens on.
 
     Raises:
-        UserError: the address or the directory is in use. Deposed: another seed leads, or does from some moment on.
+        UserError: the address or the directory is in use.
         StorageError: the record cannot be read or written.
     """
     store = await Store.open(world.disk, state_dir, world.threads)
@@ -97,7 +95,6 @@ async def run_seed(
             own = await OwnCertificate.make(world, authority, await cluster_id(store))
             world = dataclasses.replace(world, network=own.network)
             guard = Guard(authority, encryption.ticket_host)
-        await begin(world, store, state_dir)
         seed = await Seed.open(world, store, name=name, beats=Beats(heartbeat_s, death_s), guard=guard)
         if backup_dir is not None:
             seed.backup = Backup(

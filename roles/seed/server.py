@@ -1,32 +1,37 @@
-"""The seed's shell: what peers say, who is lost, who gets which job, and what people see of it."""
+"""The seed's shell: who is let in, what peers say, who is lost, who gets which job, and what people see of it.
+
+A peer is let in after the seed dialled it back: who cannot be reached by the seed can hardly be reached by its
+neighbours, and is told so at once, with a remedy, instead of breaking a ring later.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
+from weakref import WeakKeyDictionary
 
 from p2ptrain import __version__
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.ids import new_id
 from p2ptrain.core.world import World
 from ring import coordination as co
-from ring.detector import FailureDetector, Memory
+from ring.detector import FailureDetector, Memory, beat_defaults
 from ring.view import TERM_BITS, View
 from roles.background import started_in
+from roles.seed.authority import Authority
 from roles.seed.backup import Backup
-from roles.seed.catalogue import Catalogue
-from roles.seed.diary import Diary
-from roles.seed.door import Door
+from roles.seed.checkpoints import Catalogue
 from roles.seed.enrolment import Gate
-from roles.seed.followers import Followers
-from roles.seed.jobs import Desk, History, Office, history
-from roles.seed.leading import Rivals, others_lead, term_and_seats
+from roles.seed.events import Board, Diary, Map
+from roles.seed.jobs import Desk, History, Office, history, stages_of
 from roles.seed.links import Survey
-from roles.seed.options import Beats, Guard, cluster_id
-from roles.seed.parts import Holdings
+from roles.seed.operator_api import Clerk
 from roles.seed.peers import (
     NAME_CHARS,
     Link,
+    check_hello,
     check_numbers,
     check_part,
     check_step,
@@ -35,15 +40,12 @@ from roles.seed.peers import (
     say,
     say_last,
 )
-from roles.seed.requests import Clerk
-from roles.seed.serving import ASKED_BY_VERIFIERS, Services
-from roles.seed.specs import stages_of
-from roles.seed.store import JobRecord, PeerRecord, Records, Store
-from roles.seed.updates import Board, Map
-from wire.address import format_address
+from roles.seed.serving import ASKED_BY_VERIFIERS, Holdings, Services, check_role
+from roles.seed.store import TERM_FACT, JobRecord, PeerRecord, Records, Store
+from wire.address import format_address, is_loopback
 from wire.chain_messages import PartsHeld
 from wire.connection import Connection, last_word
-from wire.handshake import RefusalCode
+from wire.handshake import RefusalCode, dial, local_hello, local_welcome
 from wire.job_messages import CheckpointSaved, LedgerRows, Release, Report, StepMetrics, ViewAnnounced
 from wire.messages import (
     EventNotice,
@@ -55,10 +57,159 @@ from wire.messages import (
     Refuse,
     Request,
     Response,
-    Seeds,
+    Welcome,
 )
 from wire.records import ClusterInfo, PeerInfo
 from wire.speculation_messages import Serving
+
+
+@dataclass(frozen=True, slots=True)
+class Beats:
+    """Heartbeat and death in seconds; 0 and 0: from each worker's measured round trip."""
+
+    heartbeat_s: float = 0.0
+    death_s: float = 0.0
+
+    def at(self, rtt_ms: float) -> tuple[float, float]:
+        return (self.heartbeat_s, self.death_s) if self.heartbeat_s > 0 else beat_defaults(rtt_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Who may come in. ``authority``: None on a plain seed; ``ticket_host``: the address that tickets carry."""
+
+    authority: Authority | None = None
+    ticket_host: str = "127.0.0.1"
+
+
+async def cluster_id(store: Store) -> str:
+    """The seed's peer id and the cluster's name for programs: made once. Raises ``StorageError``."""
+    return await store.call(Records.fact, "cluster-id", new_id)
+
+
+DIAL_BACK_S = 3.0
+MAX_PEERS = 1024
+MAX_OPERATORS = 64
+
+
+class Door:
+    """Answers every ``Hello``; what is done with who came in is the seed's affair.
+
+    Args:
+        cluster_id, name: the seed's own peer id, and its name for people.
+        links: the peers that are here.
+
+    Attributes:
+        closed: nobody comes in any more.
+        host: where the seed listens.
+        measured: round trip in ms to the peers and standbys that were let in, until they are served.
+        operators: those that are here.
+    """
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        cluster_id: str,
+        name: str,
+        beats: Beats,
+        links: Mapping[str, Link],
+        gate: Gate,
+        term: int,
+    ) -> None:
+        self.closed = False
+        self.host = "127.0.0.1"
+        self.measured: WeakKeyDictionary[Connection, float] = WeakKeyDictionary()
+        self.operators: set[Connection] = set()
+        self._world, self._cluster_id, self._name, self._beats = world, cluster_id, name, beats
+        self._links, self._gate, self._term = links, gate, term
+
+    async def decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
+        """Whether the caller comes in, and how its link is watched then."""
+        if self.closed:
+            return Refuse(RefusalCode.SHUTTING_DOWN, "the seed is stopping", "try again when it is back")
+        self._gate.judge(connection)
+        if hello.cluster == self._cluster_id and hello.term > self._term:
+            text = f"this seed is of term {self._term}, and was succeeded by one of term {hello.term}"
+            return Refuse(RefusalCode.STALE_TERM, text, "stop it, and use the seed that was restored")
+        match hello.purpose:
+            case "peer":
+                return await self._decide_peer(hello, connection)
+            case "operator" if len(self.operators) >= MAX_OPERATORS:
+                return Refuse(RefusalCode.FULL, f"{MAX_OPERATORS} operators are connected", "close one of them")
+            case "operator" | "probe":
+                return self._welcome(0.0, 0.0)
+            case "enrol" if self._gate.encrypted:
+                return self._welcome(0.0, 0.0)
+        text = f"this is a seed: it does not answer {hello.purpose[:40]!r}"
+        return Refuse(RefusalCode.ROLE, text, "dial the member itself")
+
+    async def _decide_peer(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
+        check_hello(hello)
+        check_role(hello)
+        host = hello.host or connection.remote[0]
+        old = self._links.get(hello.peer_id)
+        if old is not None and not self._is_replaced(old, host, hello.port):
+            text = f"a {old.role} with this id ({hello.peer_id}) is already here, as {old.name} at {old.host}"
+            return Refuse(RefusalCode.DUPLICATE_PEER, text, "stop the other one, or give this one its own --state")
+        listens = hello.capabilities.get("listens")
+        if isinstance(listens, str) and is_loopback(listens) and not is_loopback(self.host):
+            text = "members of other machines join this seed, and this one listens on the loopback only"
+            return Refuse(RefusalCode.LOOPBACK_ONLY, text, "join with --host 0.0.0.0")
+        if len(self._links) >= MAX_PEERS:
+            return Refuse(RefusalCode.FULL, f"{MAX_PEERS} peers are here", "start another seed")
+        began = self._world.clock.now()
+        try:
+            await self.dial_back(host, hello.port, hello.peer_id)
+        except P2PTrainError as problem:
+            text = f"the seed cannot reach this {hello.roles[0]} back: {problem.message}"
+            remedy = "let its port in through the firewall, or choose the address with --host or --advertise"
+            return Refuse(RefusalCode.UNREACHABLE, text, remedy)
+        rtt_ms = (self._world.clock.now() - began) / 2 * 1e3  # TCP's handshake is one round trip, ours another
+        if (least_s := connection.least_rtt_s) is not None:
+            rtt_ms = min(rtt_ms, least_s * 1e3)  # a worker that loads its libraries answers late, its kernel does not
+        self.measured[connection] = rtt_ms
+        return self._welcome(*self._beats.at(rtt_ms))
+
+    def _is_replaced(self, old: Link, host: str, port: int) -> bool:
+        """Whether a new connection takes the place of ``old``: it is closed, silent, or evidently the same process."""
+        silent_s = self._world.clock.now() - old.connection.last_heard
+        closed = old.connection.closed.is_set() or old.connection.close_cause is not None
+        return closed or silent_s > 2 * old.heartbeat_s or (old.host, old.port) == (host, port)
+
+    async def dial_back(self, host: str, port: int, peer_id: str = "") -> None:
+        """Reach a port of somebody who wants to be reached. Raises ``P2PTrainError``."""
+        hello = self.introduction("probe", 0)
+        connection, welcome = await dial(
+            self._world.network, host, port, hello, timeout_s=DIAL_BACK_S, expect_peer=peer_id
+        )
+        await connection.close()
+        if peer_id and welcome.peer_id != peer_id:
+            raise ProtocolError(f"another peer ({welcome.name[:NAME_CHARS]}) answers there")
+
+    def introduction(self, purpose: str, port: int) -> Hello:
+        """To workers, and to other seeds."""
+        return local_hello(
+            peer_id=self._cluster_id,
+            name=self._name,
+            roles=["seed"],
+            purpose=purpose,
+            port=port,
+            cluster=self._cluster_id,
+            term=self._term,
+        )
+
+    def _welcome(self, heartbeat_s: float, death_s: float) -> Welcome:
+        return local_welcome(
+            peer_id=self._cluster_id,
+            name=self._name,
+            wall=self._world.clock.wall(),
+            cluster_id=self._cluster_id,
+            heartbeat_s=heartbeat_s,
+            death_s=death_s,
+            term=self._term,
+        )
+
 
 LOST_SHOWN_S = 60.0
 """How long a lost worker stays in the list, as lost."""
@@ -87,16 +238,6 @@ class Seed:
         self._memory = Memory()
         self._tasks: asyncio.TaskGroup | None = None
         self.gate = Gate(guard.authority, world.clock, guard.ticket_host, self.note)
-        self.followers = Followers(
-            clock=world.clock,
-            store=store,
-            authority=guard.authority,
-            term=term,
-            changed=self._tell_seeds,
-            touch=lambda peer_id: self.board.touch("peers", peer_id),
-            note=self.note,
-        )
-        self.rivals = Rivals(term)
         self.door = Door(
             world=world,
             cluster_id=cluster_id,
@@ -104,8 +245,7 @@ class Seed:
             beats=beats,
             links=self.links,
             gate=self.gate,
-            followers=self.followers,
-            rivals=self.rivals,
+            term=term,
         )
         self._clerk = Clerk(self)
         self.parts = Holdings(partial(self.board.touch, "parts"))
@@ -130,9 +270,8 @@ class Seed:
     @classmethod
     async def open(cls, world: World, store: Store, *, name: str, beats: Beats, guard: Guard) -> Seed:
         """A seed with all that its store knows. Raises ``StorageError``."""
-        term, seats = await store.call(term_and_seats)
+        term = int(await store.call(Records.known_fact, TERM_FACT) or 0)
         seed = cls(world, store, await cluster_id(store), name[:NAME_CHARS], beats, guard, term)
-        seed.followers.seats = seats
         await seed.diary.load()
         for record, spec in await store.call(Records.jobs):
             known = await store.call(history, record.id, split=stages_of(spec) > 1)
@@ -150,11 +289,8 @@ class Seed:
             tasks.create_task(desk.run(), name=f"job {desk.id}")
         tasks.create_task(self.store.run(), name="store")
         tasks.create_task(self._age(), name="ages")
-        tasks.create_task(self.followers.run(), name="standbys")
         if self.backup is not None:
             tasks.create_task(self.backup.run(), name="backup")
-        others = partial(others_lead, self.world, self.followers, self.door.introduction("probe", address[1]))
-        tasks.create_task(self.rivals.watch(others), name="rivals")
 
     def stop(self) -> None:
         """Tell everybody that the seed goes; workers train on and look for it again."""
@@ -163,7 +299,6 @@ class Seed:
         for connection in [link.connection for link in self.links.values()] + list(self.door.operators):
             if not connection.closed.is_set() and connection.close_cause is None:
                 say(connection, last_word)
-        self.followers.say(last_word)
 
     # ------------------------------------------------------------------------------------------------------ connections
 
@@ -171,9 +306,6 @@ class Seed:
         """One connection, until it ends."""
         if hello.purpose == "peer":
             await self._serve_peer(connection, hello)
-        elif hello.purpose == "standby":
-            beats = self._beats.at(self.door.measured.pop(connection))
-            await self.followers.serve(connection, hello, hello.host or connection.remote[0], beats)
         elif hello.purpose == "enrol":
             await self.gate.enrol(connection, hello)
         elif hello.purpose == "operator":
@@ -219,12 +351,6 @@ class Seed:
         finally:
             if not self.door.closed and self.links.get(link.id) is link:
                 self._gone(link, farewell)
-
-    def _tell_seeds(self) -> None:
-        """Workers are told which standbys there are."""
-        for link in self.links.values():
-            link.say(Seeds(self.followers.term, self.followers.addresses(link.connection.remote[0])))
-        self.board.touch("cluster", "")
 
     def _take_back(self, link: Link) -> None:
         """Its ring may have run on while the link was down: then it stays as it is."""
@@ -321,7 +447,7 @@ class Seed:
                 await trained.committed(message)
             case LedgerRows() if (trained := self._trained_by(link, message.job)) is not None:
                 record = trained.record
-                trained.chronicle.told(
+                trained.writer.told(
                     message, trained.core.view, micro_batches=record.micro_batches, steps_total=record.steps_total
                 )
                 if self.store.crowded:
@@ -356,7 +482,6 @@ class Seed:
                 self._gone(link, co.PeerLost(link.id, problem.message, left=True))
         for connection in list(self.door.operators):
             self._unwelcome(connection)
-        self.followers.drop(self._unwelcome)
 
     def _unwelcome(self, connection: Connection) -> Refused | None:
         """Why a connection had to be ended, if it had."""
@@ -392,7 +517,7 @@ class Seed:
 
     def ledger_step(self, job: str) -> int:
         """The step up to which it is known who computed each."""
-        return self.desks[job].chronicle.ledger.step if job in self.desks else 0
+        return self.desks[job].writer.ledger.step if job in self.desks else 0
 
     def _trained_by(self, link: Link, job: str) -> Desk | None:
         """The job, where the worker is on it, or was last: what it kept while the link was down comes late."""
@@ -477,8 +602,7 @@ class Seed:
     def peer_infos(self) -> list[PeerInfo]:
         """All peers, and those lost a short time ago."""
         now = self.world.clock.now()
-        workers = [self._peer_info(link, now) for link in [*self.links.values(), *self._lost.values()]]
-        return [*self.followers.infos(), *workers]
+        return [self._peer_info(link, now) for link in [*self.links.values(), *self._lost.values()]]
 
     def _peer_info(self, link: Link, now: float) -> PeerInfo:
         desk = self.desks.get(link.job)
@@ -489,7 +613,7 @@ class Seed:
             desk = next((item for item in self.desks.values() if item.holds(link.id)), None)
             view = desk.running_view if desk else None
             rank = view.rank_of(link.id) if view else None
-        shares = desk.chronicle.shares(view) if desk and view else ()
+        shares = desk.writer.shares(view) if desk and view else ()
         stage = (desk.stage_of(link.id), desk.stages) if desk else (None, 1)
         return link.info(now, view, edge, shares, *stage)
 
@@ -505,7 +629,7 @@ class Seed:
             return self.cluster_info().to_map()
         if topic == "peers":
             link = self.links.get(item_id) or self._lost.get(item_id)
-            info = self._peer_info(link, self.world.clock.now()) if link else self.followers.info(item_id)
+            info = self._peer_info(link, self.world.clock.now()) if link else None
             return info.to_map() if info else None
         if topic == "jobs":
             desk = self.desks.get(item_id)

@@ -18,7 +18,7 @@ import asyncio
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from p2ptrain.core.disk import Disk, Lock, RealDisk
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.threads import RealThreads, Thread, Threads
 from ring.view import View
-from roles.seed import feed, ledger
+from roles.seed import ledger
 from roles.seed.ledger import LedgerEntry
 from wire.job_messages import LedgerRow, MemberRecord
 from wire.records import CheckpointInfo, EventInfo, LedgerHead, MetricRow, RecoveryInfo, ViewBegan
@@ -140,12 +140,10 @@ class Records:
             columns = {row[1] for row in self._db.execute("PRAGMA table_info(checkpoints)")}
             for name in [name for name in _CHECKPOINT_COLUMNS if name not in columns]:  # of an older release
                 self._db.execute(f"ALTER TABLE checkpoints ADD COLUMN {name}")
-            self.feed = feed.Feed(self._db)
         self._path = path
 
     def close(self) -> None:
         with _translated(self._path):
-            self.feed.stop()
             self._db.close()
 
     def backup_to(self, target: sqlite3.Connection) -> None:
@@ -163,27 +161,6 @@ class Records:
         """A value; empty where there is none."""
         with _translated(self._path):
             return str(self._one("SELECT value FROM facts WHERE name = ?", name) or "")
-
-    def set_fact(self, name: str, value: str) -> None:
-        with self._transaction():
-            self._db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
-
-    # ---------------------------------------------------------------------------------------------------- for standbys
-
-    def fed(self, look: Callable[[feed.Feed], T]) -> T:
-        """Use the log of changes (``roles.seed.feed``)."""
-        with _translated(self._path):
-            return look(self.feed)
-
-    def take_untrusted(self, changes: list[feed.Change], *, first: bool, whole: bool) -> None:
-        """Take in a batch of the leader's rows. Raises ``ProtocolError``, too."""
-        with _translated(self._path):
-            feed.take_untrusted(self._db, changes, first=first, whole=whole)
-
-    def give_up_copy(self) -> None:
-        """Forget what came after the last whole batch."""
-        with _translated(self._path):
-            feed.give_up(self._db)
 
     # -------------------------------------------------------------------------------------------------- jobs and views
 
@@ -391,8 +368,6 @@ class Store:
         self._rows: list[Row] = []
         self._peers: list[PeerRecord] = []
         self._news = asyncio.Event()
-        self.shared: Callable[[int], Awaitable[None]] | None = None
-        """While somebody follows: called with the mark in the log; returns when the standbys have what is before."""
 
     @classmethod
     async def open(cls, disk: Disk, directory: Path, threads: Threads | None = None) -> Self:
@@ -417,27 +392,16 @@ class Store:
         return cls(records, thread, lock)
 
     async def call(self, method: Callable[Concatenate[Records, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run one of ``Records``' methods, after all that was added before, and have standbys know. Raises
-        ``StorageError``."""
-        result, mark = await self._thread.submit(self._job(lambda records: method(records, *args, **kwargs)))
-        if self.shared is not None:
-            await self.shared(mark)
-        return result
-
-    async def look(self, method: Callable[[Records], T]) -> T:
-        """The same for what tells standbys, or tells nobody anything: they are not waited for."""
-        return (await self._thread.submit(self._job(method)))[0]
-
-    def _job(self, method: Callable[[Records], T]) -> Callable[[], tuple[T, int]]:
+        """Run one of ``Records``' methods, after all that was added before. Raises ``StorageError``."""
         self._rows, rows = [], self._rows
         self._peers, peers = [], self._peers
 
-        def run() -> tuple[T, int]:
+        def run() -> T:
             if rows or peers:
                 self._records.add_rows(rows, peers)
-            return method(self._records), self._records.feed.mark()
+            return method(self._records, *args, **kwargs)
 
-        return run
+        return await self._thread.submit(run)
 
     def add(self, row: Row | PeerRecord) -> None:
         """Write it soon. ``crowded`` tells when to wait for that."""

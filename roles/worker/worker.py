@@ -20,8 +20,7 @@ from roles.compute_thread import ComputeThread
 from roles.engine import WHOLE, Engine, Stage
 from roles.gauges import Gauges
 from roles.identity import Identity
-from roles.membership import Membership
-from roles.seed_link import Pulse
+from roles.seed_link import Membership, Pulse
 from roles.strategies import Factory, strategy_of
 from roles.worker.checkpoint_assembler import FileSender, checkpoints_dir
 from roles.worker.checkpoint_store import CheckpointFiles, lineage_of
@@ -146,7 +145,6 @@ class Worker:
             notify=self._notify,
             tell=notify,
             on_up=self._seed_up,
-            on_known=self._seeds_known,
         )
         self._link = self._membership.link
 
@@ -264,6 +262,7 @@ class Worker:
 
     def _seed_up(self, welcome: Welcome) -> None:
         self._beats = (welcome.heartbeat_s, welcome.death_s)
+        self._prober.seed_host = self._link.host
         if self._stages is not None:
             self._stages.seed_up()
         if self._runner is not None and (view := self._runner.core.view) and view.term < welcome.term:
@@ -272,9 +271,6 @@ class Worker:
             self._runner.reports.tell_ledger(restored=True)
         if self._runner is not None:
             self._runner.seed_is_back()
-
-    def _seeds_known(self) -> None:
-        self._prober.seed_host = self._link.host
 
     def _message(self, message: Message) -> None:
         match message:

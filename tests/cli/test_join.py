@@ -104,7 +104,6 @@ def test_the_newest_checkpoint_of_a_directory_is_taken(
     ("arguments", "problem", "remedy"),
     [
         (["--role", "verifyer"], "--role verifyer is none", "did you mean verifier? use worker, verifier, drafter"),
-        (["--role", "seed"], "--role seed is none", "p2ptrain seed --standby"),
         (["--role", "operator"], "--role operator is none", "use worker, verifier, drafter"),
         (["--role", "verifier"], "a verifier needs a model", "--model"),
         (["--role", "drafter"], "a drafter needs a model", "--model"),

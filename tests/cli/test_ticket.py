@@ -15,8 +15,9 @@ from p2ptrain.cli.access import Caller, is_own, reach, read_target, shown_addres
 from p2ptrain.cli.runtime import open_operator
 from p2ptrain.core.errors import Refused, Unreachable, UserError
 from p2ptrain.core.world import ProtocolFactory
+from roles.seed.authority import ROLES
 from tests.roles.in_process import Cluster
-from wire.address import ROLES, Ticket, local_ticket_path
+from wire.address import Ticket, local_ticket_path
 from wire.transport import TcpNetwork
 
 Command = Callable[..., Any]

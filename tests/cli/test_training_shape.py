@@ -15,7 +15,7 @@ from p2ptrain.compute.device import Device
 from p2ptrain.compute.model import model_config
 from p2ptrain.compute.part import Part, layer_sizes
 from p2ptrain.compute.stage import StageSpec, check_training_memory, kept_bytes
-from roles.seed.specs import training_of
+from roles.seed.jobs import training_of
 from roles.worker.build import trainer_arguments
 from tests.compute.families import make
 

@@ -425,7 +425,7 @@ def test_a_verifier_that_is_lost_in_mid_answer_and_comes_back(
     assert "drafters: none" in outcome.out
 
 
-@pytest.mark.parametrize("code", ["shutting-down", "standby", "busy"])
+@pytest.mark.parametrize("code", ["shutting-down", "stale-term", "busy"])
 def test_a_chat_waits_for_the_seed_of_its_verifier_too(
     command: Command, at: list[str], verifier: Verifier, fake_seed: Any, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:

@@ -25,10 +25,9 @@ from p2ptrain.core.training import Blob
 from p2ptrain.core.world import LoopClock
 from ring.view import View
 from roles.line import Line
-from roles.seed.authority import Authority
+from roles.seed.authority import Authority, TicketRecord
 from roles.seed.enrolment import Gate
-from roles.seed.requests import Clerk
-from roles.seed.tickets import TicketRecord
+from roles.seed.operator_api import Clerk
 from roles.stand_in import StandInEngine
 from roles.worker.heal import Fetch, Giver, Self
 from roles.worker.heal_source import CHUNK_BYTES, Given, HealSource, piece_untrusted

@@ -19,8 +19,6 @@ model-shapes           ``shape_untrusted``: the model of a job that is to be mad
 chain-figures          ``figures_untrusted``: what the stages of a chain hand on
 stages                 the stage that a request to a worker is about
 ledger-rows            ``Ledger.take_untrusted``
-standby-rows           what a standby takes into its store, and the files beside it
-standby-addresses      where a worker is told that seeds are
 profiles               ``Profile.from_spec_untrusted``
 doorway                a whole listener, plain and TLS: first bytes, damaged TLS, frames inside
 enrolment              a seed's ``Gate``: enrolment, renewal, requests about tickets
@@ -67,7 +65,6 @@ from . import (
     serving_targets,
     speculation_targets,
     stage_targets,
-    standby_targets,
     verifier_targets,
     wire_targets,
 )
@@ -82,7 +79,6 @@ TARGETS: tuple[Target, ...] = (
     *ledger_targets.TARGETS,
     *part_targets.TARGETS,
     *serving_targets.TARGETS,
-    *standby_targets.TARGETS,
     *door_targets.TARGETS,
     *file_targets.TARGETS,
     *model_targets.TARGETS,

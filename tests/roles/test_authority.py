@@ -12,8 +12,8 @@ from cryptography import x509
 
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ProtocolError, Refused, StorageError
-from roles.seed.authority import Authority, ticket_of
-from wire.address import ROLES, Ticket
+from roles.seed.authority import ROLES, Authority, ticket_of
+from wire.address import Ticket
 from wire.credentials import (
     CERTIFICATE_LIFETIME_S,
     SKEW_S,

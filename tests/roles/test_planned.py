@@ -10,8 +10,8 @@ from configs.schema import Profile
 from p2ptrain.core.errors import Refused
 from ring.training_costs import ModelShape, ModelSizes
 from roles.engine import Stage
+from roles.seed.jobs import seen_for
 from roles.seed.peers import Link
-from roles.seed.specs import seen_for
 from roles.stage_stand_in import StandIns
 from roles.stand_in import StandInEngine
 from tests.roles.in_process import Cluster, Peer

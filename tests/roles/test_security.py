@@ -16,10 +16,11 @@ from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConnectionLost, NeighbourAway, P2PTrainError, Refused
 from p2ptrain.core.world import LoopClock
 from ring.links import dial_patiently
+from roles.seed.authority import ROLES
 from roles.stand_in import StandInEngine
 from tests.roles.in_process import DEADLINE_S, HOST, Cluster, Peer
 from tests.roles.test_cluster import at, done, small_profile, state_of
-from wire.address import ROLES, Ticket
+from wire.address import Ticket
 from wire.client import SeedClient
 from wire.connection import Connection
 from wire.credentials import CERTIFICATE_LIFETIME_S

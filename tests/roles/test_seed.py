@@ -23,13 +23,11 @@ from ring.coordination import Peer, records
 from ring.ledger import pack_counts
 from ring.token import next_lineage
 from ring.view import View
-from roles.seed import options as options_module
-from roles.seed import requests as requests_module
-from roles.seed import run_seed
-from roles.seed import updates as updates_module
+from roles.seed import events, operator_api, run_seed
+from roles.seed import server as server_module
+from roles.seed.events import Board
 from roles.seed.peers import REASON_BYTES, TEXT_BYTES, announced_to
 from roles.seed.store import Records, Store
-from roles.seed.updates import Board
 from wire.client import SeedClient
 from wire.codec import encode
 from wire.connection import Connection
@@ -952,7 +950,7 @@ async def test_neighbours_are_told_the_patience_that_the_farthest_of_them_needs(
     await bench.ask("jobs.create", name="first", profile="tiny", spec=SPEC)
     a = await bench.worker("a")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options_module, "beat_defaults", lambda rtt_ms: (3.0, 9.0))
+        patch.setattr(server_module, "beat_defaults", lambda rtt_ms: (3.0, 9.0))
         b = await bench.worker("b")
     for worker in (a, b):
         await worker.assigned()
@@ -1070,7 +1068,7 @@ async def test_a_bandwidth_probe_that_breaks_off_frees_the_sink(bench: Bench) ->
 async def test_a_bandwidth_probe_without_its_bytes_ends_the_connection(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requests_module, "SINK_S", 0.05)
+    monkeypatch.setattr(operator_api, "SINK_S", 0.05)
     async with bench.operator() as client:
         with pytest.raises(ConnectionLost):
             await client.request("probe.sink", {"size_bytes": 9, "stream": 1})
@@ -1173,8 +1171,8 @@ async def test_viewers_that_leave_at_once_are_forgotten(bench: Bench, monkeypatc
 async def test_a_subscriber_that_does_not_read_is_dropped_with_a_reason(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(updates_module, "MAX_ROWS", 50)
-    monkeypatch.setattr(updates_module, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(events, "MAX_ROWS", 50)
+    monkeypatch.setattr(events, "PATIENCE_S", 0.05)
     worker = await bench.worker("a")
     hello = local_hello(peer_id="op", name="op", roles=[], purpose="operator")
     connection, _ = await dial(bench.network, *bench.address, hello, timeout_s=DEADLINE_S)
@@ -1231,7 +1229,6 @@ WEIGH = """
 import asyncio, pathlib, random, sys, psutil
 from p2ptrain.core.world import real_world
 from roles.seed import run_seed
-from roles.seed import server as server_module
 from wire.client import SeedClient
 from wire.transport import TcpNetwork
 async def main():

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from configs.schema import Profile
 from p2ptrain.core.errors import P2PTrainError, Refused
-from roles.seed.requests import Clerk
+from roles.seed.operator_api import Clerk
 from tests.roles.in_process import HOST, Cluster
 from wire.chain_messages import PartsHeld
 from wire.codec import MESSAGE_TYPES

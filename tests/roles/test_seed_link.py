@@ -14,7 +14,6 @@ import pytest
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, Refused, Unreachable
 from p2ptrain.core.world import LoopClock, World
-from roles.known_seeds import Known
 from roles.seed_link import RESENT_SAVES, Pulse, SeedLink
 from wire.connection import Connection
 from wire.handshake import RefusalCode, Server, local_hello, local_welcome, serve
@@ -107,14 +106,14 @@ async def linked(seed: FakeSeed) -> AsyncIterator[Linked]:
     assert isinstance(network, MemoryNetwork)
     link = SeedLink(
         world=replace(seed.world, network=network.at("worker")),
-        known=Known((("seed", 1),)),
-        plain=True,
+        seeds=[("seed", 1)],
+        terms={},
         hello=lambda: local_hello(peer_id="w", name="w", roles=["worker"], purpose="peer", port=5),
         pulse=lambda: Pulse(1, 2, "training", {}),
         on_message=messages.put,
         on_up=lambda welcome: None,
         on_down=downs.put,
-        on_known=lambda known: None,
+        on_term=lambda: None,
     )
     running = asyncio.create_task(link.run())
     yield Linked(link, downs, messages, running)

@@ -13,7 +13,7 @@ import msgpack
 import pytest
 
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
-from roles.seed.parts import Holdings, infos_of
+from roles.seed.serving import Holdings, infos_of
 from tests.roles.in_process import HOST, Cluster
 from wire.chain_messages import HeldPart, PartsHeld
 from wire.connection import Connection

@@ -13,8 +13,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused
+from roles.seed.operator_api import planned
 from roles.seed.peers import Link
-from roles.seed.planning import planned
 from roles.seed.serving import Services, info_of
 from tests.roles.in_process import HOST, Cluster
 from tests.roles.test_planned import PROFILE, SHAPE

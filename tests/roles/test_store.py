@@ -14,10 +14,9 @@ import pytest
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import StorageError, UserError
 from ring.coordination import Peer, records
-from ring.view import View
+from ring.view import TERM_BITS, View
 from roles.seed import store as module
 from roles.seed.store import JobRecord, PeerRecord, Records, Store
-from roles.seed.succession import first_generation
 from wire.records import CheckpointInfo, EventInfo, MetricRow
 
 JOB = JobRecord("j1", "first", "tiny", "sync", workers=2, micro_batches=8, steps_total=400, keep=3, created_at=1.0)
@@ -127,7 +126,7 @@ def test_old_rows_are_dropped(kept: Records, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_new_term_forgets_no_view_of_the_one_before(kept: Records) -> None:
-    generations = [1, 2, 3, first_generation(1) + 1]
+    generations = [1, 2, 3, (1 << TERM_BITS) + 1]
     for generation in generations:
         kept.add_view(view(generation, 9, "a"), JOB, restored=False, wall=1.0)
     assert [began.generation for began in kept.views("j1", 0, 100)] == generations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roles.seed.strangers import MAX_KEPT, TOLD_EVERY_S, Strangers
+from roles.seed.events import MAX_KEPT, TOLD_EVERY_S, Strangers
 
 
 def test_a_crowd_is_told_once_a_second_and_counted():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import Refused, StorageError
-from roles.seed.tickets import MAX_EVICTED, MAX_MEMBERS, MAX_TICKETS, TOLD_S, Book, Member, TicketRecord
+from roles.seed.authority import MAX_EVICTED, MAX_MEMBERS, MAX_TICKETS, TOLD_S, Book, Member, TicketRecord
 
 NOW, DAY = 1_800_000_000.0, 86_400.0
 T1, T2 = "aaaaaaaaaaaa", "bbbbbbbbbbbb"

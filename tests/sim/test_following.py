@@ -7,14 +7,14 @@ import asyncio
 import pytest
 
 from roles.sim.cluster import SEED
-from tests.roles.test_standby import WORKERS, Played, play
+from tests.sim.played import WORKERS, Played, play
 
 
 @pytest.mark.parametrize("away_s", [0.5, 4.0])
 @pytest.mark.parametrize("how", ["cut", "silence", "seed dies"])
 def test_it_is_let_in_when_the_seed_is_back(how: str, away_s: float) -> None:
     async def script(cluster: Played) -> None:
-        await cluster.begin(standbys=0)
+        await cluster.begin()
         newcomer = cluster.workers[0]
         newcomer.kill()
         await cluster.goes_on()
@@ -30,14 +30,14 @@ def test_it_is_let_in_when_the_seed_is_back(how: str, away_s: float) -> None:
                     case "silence":
                         cluster.network.silence(newcomer.host, SEED)
                     case _:
-                        cluster.a.kill()
+                        cluster.seed.kill()
 
         newcomer.process.on_moment = look
         await cluster.until(lost.is_set)
         newcomer.process.on_moment = None
         await asyncio.sleep(away_s)
         if how == "seed dies":
-            cluster.a.start()
+            cluster.seed.start()
         else:
             cluster.network.mend(newcomer.host, SEED)
         ring = cluster.workers[1:]
@@ -48,7 +48,7 @@ def test_it_is_let_in_when_the_seed_is_back(how: str, away_s: float) -> None:
 
 def test_it_goes_on_alone_when_the_ring_that_it_follows_freezes() -> None:
     async def script(cluster: Played) -> None:
-        await cluster.begin(standbys=0)
+        await cluster.begin()
         newcomer, *ring = cluster.workers
         newcomer.kill()
         await cluster.goes_on()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from roles.sim.cluster import SEED
-from tests.roles.test_standby import Played, play
+from tests.sim.played import Played, play
 
 
 def test_steps_made_without_the_seed_stand_in_the_ledger_of_a_job_that_was_cancelled_meanwhile() -> None:
     async def script(cluster: Played) -> None:
-        await cluster.begin(standbys=0)
+        await cluster.begin()
         for machine in cluster.workers:
             cluster.network.cut(machine.host, SEED)
         await cluster.goes_on()
         reached = max(cluster.applied())
-        await cluster.asked(SEED, "jobs.cancel", job=cluster.job)
+        await cluster.asked("jobs.cancel", job=cluster.job)
         for machine in cluster.workers:
             cluster.network.mend(machine.host, SEED)
         await all_told(cluster, reached)
@@ -23,12 +23,12 @@ def test_steps_made_without_the_seed_stand_in_the_ledger_of_a_job_that_was_cance
 
 def test_members_tell_what_rank_0_could_not_when_they_are_let_go() -> None:
     async def script(cluster: Played) -> None:
-        await cluster.begin(standbys=0)
+        await cluster.begin()
         (first,) = [machine for machine in cluster.workers if machine.worker._runner._rank() == 0]
         cluster.network.cut(first.host, SEED)
         await cluster.goes_on(4)
         reached = max(cluster.applied())
-        await cluster.asked(SEED, "jobs.cancel", job=cluster.job)
+        await cluster.asked("jobs.cancel", job=cluster.job)
         first.kill()
         await all_told(cluster, reached)
 
@@ -37,6 +37,6 @@ def test_members_tell_what_rank_0_could_not_when_they_are_let_go() -> None:
 
 async def all_told(cluster: Played, reached: int) -> None:
     await cluster.until(lambda: not cluster.applied(), 60.0)
-    answer = await cluster.asked(SEED, "jobs.ledger", job=cluster.job, after_step=0)
+    answer = await cluster.asked("jobs.ledger", job=cluster.job, after_step=0)
     assert answer["head"]["base_step"] == 0
     assert answer["head"]["step"] >= reached

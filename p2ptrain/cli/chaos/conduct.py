@@ -32,7 +32,7 @@ from p2ptrain.core.checkpoints import CheckpointStore
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import JobFailed, P2PTrainError, StorageError
 from ring.detector import beat_defaults
-from roles.seed.updates import INTERVAL_S
+from roles.seed.events import INTERVAL_S
 
 PATIENCE_S = 180.0
 """For a step, or for all to be members again, before it counts as never: the seed waits 30 s for whoever is silent, as

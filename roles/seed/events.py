@@ -1,24 +1,50 @@
-"""What changed, told to those who watch: coalesced, at most ten times a second, never more than a frame at once.
+"""The event log, and what those who watch are told: coalesced, at most ten times a second, in bounded frames.
 
 A feed remembers *which* records changed, not how: when its turn comes it asks for their present state. So a slow reader
-gets fewer updates, not older ones. Rows of metrics and events are not overwritten by newer ones and so are kept, in
-bounded number: a reader that falls further behind, or takes nothing for ``PATIENCE_S``, is dropped, with a reason.
+gets fewer updates, not older ones. Rows of metrics and events are kept, in bounded number: a reader that falls further
+behind, or takes nothing for ``PATIENCE_S``, is dropped, with a reason.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import msgpack
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.world import Clock
+from roles.seed.peers import clipped
+from roles.seed.store import Records, Store
+from wire.address import format_address, is_loopback, told_of
 from wire.connection import Connection
 from wire.messages import Update
 from wire.records import EventInfo, MetricRow, RecoveryInfo
+
+TOLD_EVERY_S = 1.0
+MAX_KEPT = 1024
+
+
+class Strangers:
+    """Of equal refusals to one machine, one a second is told, with the number of those that were not. Pure."""
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()  # told at, left out since
+
+    def told(self, host: str, reason: str, text: str, now: float) -> str | None:
+        """What to write of this refusal; None where it is left out."""
+        told_at, left_out = self._last.pop((host, reason), (-TOLD_EVERY_S, 0))
+        if now - told_at < TOLD_EVERY_S:
+            self._last[host, reason] = (told_at, left_out + 1)
+            return None
+        self._last[host, reason] = (now, 0)
+        while len(self._last) > MAX_KEPT:
+            self._last.popitem(last=False)
+        return f"{text} ({left_out} more like it before)" if left_out else text
+
 
 INTERVAL_S = 0.1
 PATIENCE_S = 5.0
@@ -159,3 +185,47 @@ def _updates(topic: str, items: Iterable[Map]) -> Iterator[Update]:
         size_bytes += item_bytes
     if batch:
         yield Update(topic, batch)
+
+
+MAX_KINDS_CHARS = 24
+RECENT_EVENTS = 100
+LEVELS = frozenset({"info", "warning", "error"})
+
+
+class Diary:
+    """See the module's docstring.
+
+    Attributes:
+        recent: the newest events, for who begins to watch.
+    """
+
+    def __init__(self, clock: Clock, store: Store, board: Board) -> None:
+        self.recent: deque[EventInfo] = deque(maxlen=RECENT_EVENTS)
+        self._clock, self._store, self._board = clock, store, board
+        self._last_id = 0
+        self._strangers = Strangers()
+
+    async def load(self) -> None:
+        """Go on where the store ends. Raises ``StorageError``."""
+        self._last_id = await self._store.call(Records.last_event_id)
+        self.recent.extend(await self._store.call(Records.events, self._last_id - RECENT_EVENTS, RECENT_EVENTS))
+
+    def note(self, level: str, kind: str, text: str, peer: str = "", job: str = "") -> None:
+        """Write it down, and show it to who watches."""
+        self._last_id += 1
+        level = level if level in LEVELS else "info"
+        wall = self._clock.wall()
+        event = EventInfo(self._last_id, wall, level, clipped(kind, MAX_KINDS_CHARS), clipped(text), peer, job)
+        self._store.add(event)
+        self.recent.append(event)
+        self._board.add(event)
+
+    def refused(self, problem: P2PTrainError, address: tuple[str, int]) -> None:
+        """A stranger was refused, or sent nonsense."""
+        if isinstance(problem, Refused | ProtocolError):
+            reason = problem.message.replace(format_address(*address), "")  # the port is another one each time
+            text = self._strangers.told(address[0], reason, told_of(address, problem.message), self._clock.now())
+            # Commands on this machine ask in plain whether the seed is: no reason to warn anybody.
+            asked = getattr(problem, "code", "") == "tls-required" and is_loopback(address[0])
+            if text is not None:
+                self.note("info" if asked else "warning", "refused", text, "", "")

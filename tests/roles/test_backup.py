@@ -1,0 +1,107 @@
+"""Copies of a seed: complete or not there, private, and restored in a higher term or refused with the reason."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import StorageError, UserError
+from p2ptrain.core.world import World, real_world
+from roles.seed.authority import Authority
+from roles.seed.backup import COPY_NAME, Backup, keep_copy, restore
+from roles.seed.store import JobRecord, Records, Store
+from roles.sim.disk import Died, MachineDisk
+from roles.sim.loop import Process
+from wire.memory import MemoryNetwork
+
+JOB = JobRecord("j1", "first", "tiny", "sync", 2, 4, 100, 3, 5.0)
+
+
+async def copied(tmp_path: Path, *, encrypted: bool = True) -> tuple[Path, World]:
+    world = real_world(MemoryNetwork())
+    store = await Store.open(world.disk, tmp_path / "seed", world.threads)
+    await store.call(Records.add_job, JOB, "spec")
+    await store.call(Records.add_job, dataclasses.replace(JOB, id="j2", state="done"), "spec")
+    directory = tmp_path / "seed" / "authority"
+    authority = Authority.open(world.disk, directory, name="n", now=0.0) if encrypted else None
+    backup = Backup(world, store, authority, tmp_path / "copies", lambda text: None)
+    await backup.write()
+    backup.close()
+    await store.close()
+    return tmp_path / "copies", world
+
+
+async def test_a_restored_seed_has_all_of_it_in_a_higher_term(tmp_path: Path) -> None:
+    copies, world = await copied(tmp_path)
+    assert copies.stat().st_mode & 0o777 == 0o700
+    assert (copies / COPY_NAME).stat().st_mode & 0o777 == 0o600
+    found = [restore(world.disk, copies, tmp_path / name) for name in ("one", "two")]
+    assert [(item.encrypted, item.term) for item in found] == [(True, 1), (True, 2)], "the copy keeps the term"
+    for file in ("ca.key", "ca.pem", "tickets.json"):
+        source = tmp_path / "seed" / "authority" / file
+        assert not source.exists() or (tmp_path / "two" / "authority" / file).read_bytes() == source.read_bytes()
+    store = await Store.open(world.disk, tmp_path / "two", world.threads)
+    jobs = [job for job, _ in await store.call(Records.jobs)]
+    assert {job.id: job.unsettled for job in jobs} == {"j1": True, "j2": False}
+    assert await store.call(Records.known_fact, "term") == "2"
+    await store.close()
+    with pytest.raises(UserError, match="record already"):
+        restore(world.disk, copies, tmp_path / "two")
+
+
+@pytest.mark.parametrize("damage", [b"", b"nonsense" * 900, None])
+async def test_what_is_no_copy_is_refused(tmp_path: Path, damage: bytes | None) -> None:
+    copies, world = await copied(tmp_path, encrypted=False)
+    if damage is None:
+        with sqlite3.connect(copies / COPY_NAME) as database:
+            database.execute("PRAGMA user_version = 99")
+    else:
+        (copies / COPY_NAME).write_bytes(damage)
+    with pytest.raises(StorageError, match=r"damaged|another release"):
+        restore(world.disk, copies, tmp_path / "new")
+    assert not (tmp_path / "new" / "seed.sqlite3").exists()
+    with pytest.raises(UserError, match="no backup"):
+        restore(world.disk, tmp_path, tmp_path / "new")
+
+
+def test_a_kill_or_a_power_cut_leaves_the_old_copy_or_the_new_one() -> None:
+    found = set()
+    for number in range(200):
+        disk, process = MachineDisk(random.Random(number)), Process("seed")
+        keep_copy(disk.seen_by(process), Path("/backup"), b"old")
+        disk.die_in = disk.calls + 1 + number % 8
+
+        def killed(process: Process = process) -> None:
+            process.alive = False
+
+        disk.killed = killed
+        try:
+            keep_copy(disk.seen_by(process), Path("/backup"), b"new")
+        except Died:
+            found.add("died")
+        disk.power_cut()
+        found.add(disk.seen_by(Process("seed")).read(Path("/backup") / COPY_NAME, max_bytes=9))
+    assert found == {"died", b"old", b"new"}
+
+
+async def test_a_copy_that_cannot_be_written_is_told_of_once(tmp_path: Path) -> None:
+    world = real_world(MemoryNetwork())
+    store = await Store.open(world.disk, tmp_path / "seed", world.threads)
+    (tmp_path / "file").write_bytes(b"")
+    told: asyncio.Queue[str] = asyncio.Queue()
+    backup = Backup(world, store, None, tmp_path / "file" / "copies", told.put_nowait)
+    running = asyncio.create_task(backup.run())
+    async with asyncio.timeout(10):
+        backup.soon()
+        assert "no backup is made" in await told.get()
+    running.cancel()
+    await asyncio.wait([running])
+    backup.close()
+    await store.close()
+    assert isinstance(world.disk, RealDisk)
