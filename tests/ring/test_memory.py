@@ -75,7 +75,7 @@ def test_an_all_reduce_needs_two_sub_chunks_and_a_fiftieth_of_its_array(count: i
 NUMELS = (1, 300, 7_000, 30_000, 60_000)
 """The first three are gathered whole; the others go round in sub-chunks."""
 AT_A_TIME = 10
-WARM, ALL = 1_000, 10_000
+WARM, ALL = 1_000, 4_000
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def lengths_of(part: object) -> list[int]:
 
 
 @pytest.mark.parametrize("codec", [None, "int8"])
-def test_ten_thousand_reductions_leave_nothing_behind(codec: str | None):
+def test_thousands_of_reductions_leave_nothing_behind(codec: str | None):
     async def reduce() -> None:
         async with local_ring(2, TcpNetwork(), sub_chunk_bytes=0) as members:
             arrays = [[np.zeros(numel, np.float32) for numel in NUMELS * (AT_A_TIME // len(NUMELS))] for _ in members]
@@ -139,7 +139,7 @@ def test_ten_thousand_reductions_leave_nothing_behind(codec: str | None):
         assert after.queued == before.queued
         assert (after.descriptors, after.tasks) == (before.descriptors, before.tasks)
         assert after.objects - before.objects < WARM // 10, "more objects are alive"
-        # A kilobyte for each reduction would be 9 MB; late in the suite the process has 600 MB, and moves by some.
+        # Three kilobytes for each reduction would be 9 MB; late in the suite the process has 600 MB, and moves by some.
         assert after.resident_bytes - before.resident_bytes < 8 << 20
 
     run(reduce())

@@ -18,7 +18,7 @@ from wire.handshake import local_welcome, serve
 from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Hello, Welcome
 
-PEERS = "abcdef"
+PEERS = "abcde"
 NUMEL = 1 << 16
 WITHIN = 1.1
 Weather = dict[frozenset[str], LinkPreset]
@@ -28,7 +28,7 @@ def two_sites_and_a_hut(seed: int) -> Weather:
     """Links that differ ten times: fast within each of two sites, slower between them, and a hut far from both."""
     rng = random.Random(seed)
     order = rng.sample(PEERS, len(PEERS))
-    site = dict(zip(order, (0, 0, 0, 1, 1, 2), strict=True))
+    site = dict(zip(order, (0, 0, 1, 1, 2), strict=True))
     result = {}
     for one, other in itertools.combinations(PEERS, 2):
         near = site[one] == site[other]
@@ -109,11 +109,11 @@ async def reduced_s(weather: Weather, circle: tuple[str, ...]) -> float:
 @pytest.mark.parametrize("weather", [two_sites_and_a_hut(1), all_different(3)])
 def test_the_order_from_measured_links_is_nearly_the_best_of_all(weather: Weather) -> None:
     links = run_virtual(measured(weather))
-    assert len(links) == 30
+    assert len(links) == 20
     found = best_order(PEERS, links, total_bytes=4 * NUMEL)
     assert found is not None
     circles = [(PEERS[0], *rest) for rest in itertools.permutations(PEERS[1:]) if rest[0] < rest[-1]]
-    assert len(circles) == 60  # the links are alike both ways, so each circle stands for two
+    assert len(circles) == 12  # the links are alike both ways, so each circle stands for two
     seconds = {circle: run_virtual(reduced_s(weather, circle)) for circle in circles}
     best_s, joined_s = min(seconds.values()), seconds[tuple(PEERS)]
     chosen = found.order if found.order[1] < found.order[-1] else (found.order[0], *found.order[:0:-1])
