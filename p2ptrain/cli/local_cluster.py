@@ -14,13 +14,21 @@ import socket
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from p2ptrain.core.errors import DeadlineExceeded, JobFailed, NetworkError, P2PTrainError, StorageError, UserError
-from wire.records import FINISHED_STATES, CheckpointInfo, EventInfo, JobInfo, MetricRow, PeerInfo
+from p2ptrain.core.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    JobFailed,
+    NetworkError,
+    P2PTrainError,
+    StorageError,
+    UserError,
+)
+from wire.records import FINISHED_STATES, CheckpointInfo, EventInfo, JobInfo, MetricRow, PeerInfo, ServingInfo
 from wire.schema import Record
 
 if TYPE_CHECKING:
@@ -224,6 +232,26 @@ class LocalCluster:
         except TimeoutError:
             text = f"{', '.join(sorted(names - there))} did not join within {THERE_S:.0f} s"
             raise JobFailed(text, remedy=f"the logs are in {self.logs}") from None
+        finally:
+            await client.close()
+
+    async def serving(self, roles: Collection[str]) -> dict[str, ServingInfo]:
+        """What is served in these roles, once all are, by role. Raises ``JobFailed``: it does not come to that."""
+        return await self.while_alive(self._serving(roles), needed=[self.seed, *self.peers.values()])
+
+    async def _serving(self, roles: Collection[str]) -> dict[str, ServingInfo]:
+        client, there = await self.connect(), dict[str, ServingInfo]()
+        try:
+            async with asyncio.timeout(THERE_S):
+                async for records in client.news():
+                    there |= {item.role: item for item in records if isinstance(item, ServingInfo)}
+                    if there.keys() >= set(roles):
+                        return there
+                raise ConnectionLost("the seed ended")
+        except TimeoutError:
+            missing = " and the ".join(sorted(set(roles) - there.keys()))
+            text = f"the {missing} did not serve within {THERE_S:.0f} s"
+            raise JobFailed(text, remedy=f"the logs in {self.logs} say what is waited for") from None
         finally:
             await client.close()
 

@@ -23,7 +23,7 @@ from p2ptrain.cli.output import Console, number, print_json, print_pairs, step_l
 from p2ptrain.cli.runtime import DEFAULT_PORT
 from p2ptrain.core.errors import ConnectionLost, JobFailed, P2PTrainError, ProtocolError, UserError
 from wire.address import format_address
-from wire.records import FINISHED_STATES, CheckpointInfo, EventInfo, JobInfo, MetricRow, ServingInfo
+from wire.records import FINISHED_STATES, CheckpointInfo, EventInfo, JobInfo, MetricRow
 
 if TYPE_CHECKING:
     from configs.schema import Profile
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from wire.client import SeedClient
 
 DRAFTER, VERIFIER = "drafter", "verifier"
-SERVE_S = 120.0
-"""Until both serve: they import torch first, on few cores one after the other."""
 
 Summary = dict[str, Any]
 
@@ -355,8 +353,8 @@ class Run:
             options += ["--device", device] * (device != "auto") + ["--link", plan.link] * bool(plan.link)
             options += plan.http.options() if role == VERIFIER and plan.http is not None else []
             await cluster.start_peer(role, 1, *options)
+        serving = await cluster.serving({VERIFIER, DRAFTER})
         verifier, drafter = cluster.peers[VERIFIER], cluster.peers[DRAFTER]
-        serving = await cluster.while_alive(both_serve(cluster), needed=[cluster.seed, verifier, drafter])
         self._http_at = serving[VERIFIER].http
         self._served = True
         if not self.quiet:
@@ -398,25 +396,6 @@ class Run:
 
 async def forever() -> None:
     await asyncio.Event().wait()
-
-
-async def both_serve(cluster: LocalCluster) -> dict[str, ServingInfo]:
-    """What a verifier and a drafter serve, once both do, by role. Raises ``JobFailed`` when it takes too long."""
-    there: dict[str, ServingInfo] = {}
-    client = await cluster.connect()
-    try:
-        async with asyncio.timeout(SERVE_S):
-            async for records in client.news():
-                there |= {item.role: item for item in records if isinstance(item, ServingInfo)}
-                if there.keys() >= {VERIFIER, DRAFTER}:
-                    return there
-            raise ConnectionLost("the seed ended")
-    except TimeoutError:
-        missing = " and the ".join(sorted({VERIFIER, DRAFTER} - there.keys()))
-        text = f"the {missing} did not serve within {SERVE_S:.0f} s"
-        raise JobFailed(text, remedy="the logs say what is waited for") from None
-    finally:
-        await client.close()
 
 
 # ----------------------------------------------------------------------------------------------- what the seed has kept

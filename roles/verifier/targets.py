@@ -21,6 +21,7 @@ from roles.chain.generation import GenerationSession
 from roles.chain.session import CHUNK, Submit
 from roles.compute_thread import ComputeThread
 from roles.engine import StageEngine
+from roles.timed_model import timed_model_in
 from wire.handshake import RefusalCode
 
 T = TypeVar("T")
@@ -289,6 +290,8 @@ async def load_whole_engine(
         loop.call_soon_threadsafe(on_bytes, done_bytes, total_bytes)
 
     def load() -> tuple[StageEngine, int | None]:
+        if (timed := timed_model_in(directory)) is not None:
+            return timed, timed.context
         from p2ptrain.compute.served_part import load_whole  # here: torch takes seconds
 
         part = load_whole(directory, device=device, dtype=dtype, on_bytes=told)

@@ -127,7 +127,7 @@ def free_port() -> int:
 async def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Machine]:
     made = Machine(tmp_path)
 
-    async def served(local: LocalCluster) -> dict[str, Any]:
+    async def served(local: LocalCluster, roles: Any) -> dict[str, Any]:
         made = {role: ServingInfo(role, role, role, "", 1, "m") for role in ("verifier", "drafter")}
         return made | {"verifier": dataclasses.replace(made["verifier"], http="http://somewhere/v1")}
 
@@ -137,7 +137,7 @@ async def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 
     monkeypatch.setattr(LocalCluster, "start_seed", lambda local: made.start_seed(local))
     monkeypatch.setattr(LocalCluster, "start_peer", lambda local, *arguments: made.start_peer(local, *arguments))
-    monkeypatch.setattr(up_cluster, "both_serve", served)
+    monkeypatch.setattr(LocalCluster, "serving", served)
     monkeypatch.setattr(up_cluster, "print_json", tell)
     monkeypatch.setattr("p2ptrain.cli.stopping.stoppable", lambda: (Console(), made.stop))
     yield made

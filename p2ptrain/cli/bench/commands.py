@@ -279,6 +279,77 @@ def pipeline(
     _measure(plan.report(), lambda bench, report: measure_pipeline(bench, plan, report), json_to, csv_to)
 
 
+@app.command()
+def generate(
+    verifier: Annotated[
+        Path | None, typer.Option("--verifier", metavar="DIR", help="A real model; default: one that takes time only.")
+    ] = None,
+    drafter: Annotated[
+        Path | None, typer.Option("--drafter", metavar="DIR", help="A smaller one of the same tokenizer.")
+    ] = None,
+    split: Annotated[
+        int, typer.Option("--split", metavar="N", min=0, max=15, help="Workers that hold the verifier's model.")
+    ] = 0,
+    rtt: Annotated[
+        str, typer.Option("--rtt", metavar="LIST", help="Emulated round trips between peers, in milliseconds.")
+    ] = "0,20,80,200",
+    alpha: Annotated[
+        str, typer.Option("--alpha", metavar="LIST", help="How often a draft is right where all before it are.")
+    ] = ".8",
+    pass_ms: Annotated[
+        float, typer.Option("--pass-ms", metavar="MS", min=0.5, max=10_000, help="A pass of the verifier takes.")
+    ] = 50.0,
+    draft_ms: Annotated[
+        float, typer.Option("--draft-ms", metavar="MS", min=0.1, max=10_000, help="A draft takes.")
+    ] = 5.0,
+    tokens: Annotated[
+        int, typer.Option("--tokens", "-t", metavar="N", min=8, max=10_000, help="New ones of a text.")
+    ] = 128,
+    texts: Annotated[int, typer.Option("--texts", metavar="N", min=1, max=1000, help="Of each contender.")] = 4,
+    together: Annotated[
+        int, typer.Option("--together", metavar="N", min=0, max=16, help="So many texts at once as well.")
+    ] = 0,
+    kill: Annotated[
+        bool, typer.Option("--kill", help="Kill the drafter, or each worker in turn, in the midst of a text as well.")
+    ] = False,
+    threads: ThreadsOption = 1,
+    json_to: JsonTo = "",
+    csv_to: CsvTo = "",
+) -> None:
+    """Texts with a drafter that is far away, and of a model that is split.
+
+    Peers as join starts them, over links that are made as slow as far ones. By itself their models only take time, and
+    the drafter is right as often as it is told to be; beside it stand the verifier alone, and what a protocol takes
+    whose sides wait for each other. Real models are compared with transformers' generate and its assisted generation.
+
+    \b
+    Examples:
+      p2ptrain bench generate
+      p2ptrain bench generate --alpha .6,.9 --rtt 40 --kill
+      p2ptrain bench generate --split 3 --rtt 0,20 --kill
+      p2ptrain bench generate --verifier big/ --drafter small/ --rtt 0,20 --together 8
+    """
+    from p2ptrain.cli.bench.generate import GeneratePlan, check_models, measure_generate
+    from p2ptrain.cli.bench.runner import numbers_of
+
+    check_models(verifier, drafter, split)
+    plan = GeneratePlan(
+        str(verifier.absolute()) if verifier else "",
+        str(drafter.absolute()) if drafter else "",
+        split,
+        numbers_of(rtt, "--rtt", 9999),
+        numbers_of(alpha, "--alpha", 1),
+        pass_ms / 1e3,
+        draft_ms / 1e3,
+        tokens,
+        texts,
+        together,
+        kill,
+        threads,
+    )
+    _measure(plan.report(), lambda bench, report: measure_generate(bench, plan, report), json_to, csv_to)
+
+
 @app.command(hidden=True)
 def member(
     rank: int,

@@ -266,6 +266,13 @@ class Member:
         act: Callable[..., Awaitable[Answer]] = getattr(self._stage, part)
         return await act(**arguments)
 
+    async def generate(self, *, part: str, **arguments: Any) -> Answer:
+        """``part`` of what torch does for a generation."""
+        from p2ptrain.cli.bench.generate import Side
+
+        act: Callable[..., Awaitable[Answer]] = getattr(Side(), part)
+        return await act(**arguments)
+
 
 def make_credentials(root: Path, peers: Sequence[str]) -> list[str]:
     """A directory with credentials for each peer, under one new CA whose key is not kept. Raises ``StorageError``."""

@@ -1,0 +1,401 @@
+"""``bench generate``: what a drafter is worth and what splitting a model costs, on real peers over emulated links.
+
+A seed, a verifier, and workers or a drafter run as ``join`` starts them, each as far from the others as the round trip
+says. Their models are real, or only take time; then the text is known beforehand. Texts are asked for over HTTP with
+and without drafts, in turn, and a text that is not the verifier's own counts for nothing. The rival of real models is
+transformers in one process: ``generate`` and its assisted generation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+from p2ptrain.cli.bench.report import Case, Contender, Report, milliseconds, times
+from p2ptrain.cli.bench.runner import Bench
+from p2ptrain.cli.local_cluster import LOOPBACK, LocalCluster, free_port
+from p2ptrain.core.errors import JobFailed, NetworkError, UserError
+from roles.timed_model import text_after, write_timed_model
+
+GOALS_MS = {0.0: 20.0, 20.0: 22.5, 80.0: 31.5, 200.0: 42.5}
+"""Of a token, by round trip, where alpha is .8, a pass takes 50 ms and a draft 5 ms."""
+NEVER_SLOWER = 1.05
+HOP_GOAL_S, MEND_GOAL_S = 2e-3, 2.0
+"""Of a split model: what a hop may take besides its link, and for how long a lost stage may stop a text."""
+PROMPTS = ("import os", "class Node:", "def read_file(path):", "for key, value in", "raise ValueError(")
+
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratePlan:
+    """What to measure.
+
+    Attributes:
+        verifier: a model's directory; empty for a model that takes ``pass_s``, or for a random one where it is split.
+        drafter: of a smaller one; empty for one that takes ``draft_s`` and is right as often as an alpha says, or
+            for none where the verifier is real.
+        stages: workers over which the verifier's model is split; 0: it is whole.
+        together: texts at once, beside one alone; 0: not measured.
+        kill: whether the drafter, or each worker in turn, is killed in the midst of a text.
+    """
+
+    verifier: str
+    drafter: str
+    stages: int
+    round_trips_ms: list[float]
+    alphas: list[float]
+    pass_s: float
+    draft_s: float
+    tokens: int
+    texts: int
+    together: int
+    kill: bool
+    threads: int
+
+    @property
+    def is_timed(self) -> bool:
+        return not self.verifier and not self.stages
+
+    @property
+    def drafts(self) -> bool:
+        return self.is_timed or bool(self.drafter)
+
+    def synchronous_s(self, alpha: float, round_trip_s: float) -> float:
+        """Of a token where verifier and drafter wait for each other, with the best number k of drafts: (k d + r + v) /
+        E(k), and E(k) = 1 + alpha + ... + alpha^k tokens come of a pass."""
+        return min(
+            (drafts * self.draft_s + round_trip_s + self.pass_s) / sum(alpha**power for power in range(drafts + 1))
+            for drafts in range(1, 33)
+        )
+
+    def goal_s(self, alpha: float, round_trip_ms: float) -> float | None:
+        if (alpha, self.pass_s, self.draft_s) != (0.8, 0.05, 0.005) or not self.is_timed:
+            return None
+        goal_ms = GOALS_MS.get(round_trip_ms)
+        return None if goal_ms is None else goal_ms / 1e3
+
+    def report(self) -> Report:
+        name = Path(self.verifier).name or ("a random model" if self.stages else "a model that only takes time")
+        split = f" · split over {self.stages} workers" if self.stages else ""
+        drafter = Path(self.drafter).name or f"one that takes {1e3 * self.draft_s:g} ms"
+        title = f"generate · {name}{split}" + (f" · drafter: {drafter}" if self.drafts else "")
+        report = Report("generate", title, "tokens", "{:.1f}".format, asdict(self))
+        report.columns = {"faster": ("FASTER", times), "goal_s": ("GOAL", milliseconds)}
+        if self.is_timed:
+            report.columns["synchronous_s"] = ("IN TURNS", milliseconds)
+        if self.stages:
+            report.columns["rest_a_hop_s"] = ("REST A HOP", milliseconds)
+        if self.together:
+            report.columns["together_per_s"] = (f"{self.together} AT ONCE", "{:.1f}/s".format)
+        report.notes.append(
+            "of a token, from the first of a text to its last; faster: than the verifier alone; every text was compared"
+        )
+        return report
+
+
+@dataclass(slots=True)
+class Text:
+    """What was written, and when each piece of it came."""
+
+    text: str = ""
+    tokens: int = 0
+    asked_s: float = 0.0
+    came_s: list[float] = field(default_factory=list)
+
+    @property
+    def token_s(self) -> float:
+        return (self.came_s[-1] - self.came_s[0]) / max(1, self.tokens - 1)
+
+    def pause_s(self, since_s: float) -> float:
+        """The longest time without a piece, from then on."""
+        return max((later - before for before, later in pairwise(self.came_s) if later > since_s), default=0.0)
+
+
+def ask(port: int, body: Answer, on_piece: Callable[[int], None] = lambda number: None) -> Text:
+    """One text over HTTP; blocks. Raises ``JobFailed``, ``NetworkError``.
+
+    Args:
+        on_piece: is told how many pieces came.
+    """
+    text = Text(asked_s=time.perf_counter())
+    body = body | {"stream": True, "stream_options": {"include_usage": True}}
+    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=120.0)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise JobFailed(f"the verifier refused: {answer.read().decode(errors='replace')[:500]}")
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line.removeprefix(b"data: "))
+            if "error" in event:
+                raise JobFailed(f"a text failed: {event['error'].get('message')}")
+            if usage := event.get("usage"):
+                text.tokens = int(usage["completion_tokens"])
+            if piece := "".join(choice.get("text", "") for choice in event.get("choices", ())):
+                text.text += piece
+                text.came_s.append(time.perf_counter())
+                on_piece(len(text.came_s))
+    except (OSError, http.client.HTTPException) as error:
+        raise NetworkError(f"a text broke off: {error}") from error
+    finally:
+        connection.close()
+    if not text.came_s:
+        raise JobFailed("a text without a token")
+    return text
+
+
+class Peers:
+    """The cluster of one case. Made by ``started``."""
+
+    def __init__(self, cluster: LocalCluster, plan: GeneratePlan, port: int) -> None:
+        self.cluster, self.plan, self._port = cluster, plan, port
+        self.model = ""
+
+    async def write(
+        self, number: int, speculate: str, tokens: int = 0, on_piece: Callable[[int], None] = lambda number: None
+    ) -> Text:
+        """Text ``number``: even ones greedily, of real models odd ones drawn."""
+        prompt = f"TEXT {number}: " if self.plan.is_timed else PROMPTS[number % len(PROMPTS)]
+        drawn = {"temperature": 0.8, "seed": number} if number % 2 and not self.plan.is_timed else {"temperature": 0}
+        body = {"model": self.model, "prompt": prompt, "max_tokens": tokens or self.plan.tokens, **drawn}
+        work = asyncio.to_thread(ask, self._port, body | {"speculate": speculate}, on_piece)
+        return await self.cluster.while_alive(work, needed=[self.cluster.seed, self.cluster.peers["verifier"]])
+
+    async def together(self, texts: int) -> float:
+        """Tokens a second of so many texts at once."""
+        made = await asyncio.gather(*(self.write(number, "auto") for number in range(texts)))
+        began_s, ended_s = min(text.asked_s for text in made), max(text.came_s[-1] for text in made)
+        return sum(text.tokens for text in made) / (ended_s - began_s)
+
+    async def start_worker(self, number: int, link: Sequence[str]) -> None:
+        await self.cluster.start_peer(f"worker-{number}", number, "--threads", str(self.plan.threads), *link)
+
+
+@asynccontextmanager
+async def started(bench: Bench, plan: GeneratePlan, models: dict[str, Path], round_trip_ms: float) -> Any:
+    """A verifier and what it needs, that have met. Raises ``P2PTrainError``."""
+    cluster, port = LocalCluster(bench.root / f"cluster-{len(os.listdir(bench.root))}"), free_port()
+    link = ["--link", f"{round_trip_ms:g}ms"] * bool(round_trip_ms)
+    peers = Peers(cluster, plan, port)
+    try:
+        await cluster.start_seed()
+        for number in range(1, plan.stages + plan.kill + 1 if plan.stages else 1):
+            await peers.start_worker(number, link)
+        split = ["--split", str(plan.stages)] * bool(plan.stages)
+        common = ["--threads", str(plan.threads), *link]
+        if "drafter" in models:
+            options = ("--role", "drafter", "--model", str(models["drafter"]), *common)
+            await cluster.start_peer("drafter", 1, *options)
+        if plan.stages:
+            await cluster.joined(list(cluster.peers))
+        options = ("--role", "verifier", "--model", str(models["verifier"]), "--http", f"{LOOPBACK}:{port}", *split)
+        await cluster.start_peer("verifier", 1, *options, *common)
+        serving = await cluster.serving({"verifier", *models.keys() & {"drafter"}})
+        peers.model = serving["verifier"].model
+        for number in range(2):  # both are awake then, as where a verifier has written before
+            await peers.write(number, "auto", min(64, plan.tokens))
+        yield peers
+    finally:
+        await cluster.end()
+
+
+async def measure_generate(bench: Bench, plan: GeneratePlan, report: Report) -> None:
+    """Raises ``P2PTrainError``."""
+    models = {name: Path(at) for name, at in (("verifier", plan.verifier), ("drafter", plan.drafter)) if at}
+    if plan.stages and not plan.verifier:
+        models["verifier"] = bench.root / "random"
+        async with bench.members(1) as members:
+            await members.all("generate", part="make", directory=str(models["verifier"]), seconds=5)
+    rival: dict[str, list[Answer]] = {}
+    if not plan.is_timed:
+        bench.progress("transformers, in one process")
+        async with bench.members(1, threads=plan.threads) as members:
+            how: Answer = {"verifier": str(models["verifier"]), "drafter": str(models.get("drafter", ""))}
+            how |= {"texts": plan.texts, "tokens": plan.tokens, "threads": plan.threads}
+            (answer,) = await members.all("generate", part="transformers", seconds=5.0 * plan.texts, **how)
+            report.torch, rival = answer["torch"], answer["rival"]
+    for round_trip_ms, alpha in product(plan.round_trips_ms, plan.alphas if plan.is_timed else [0.0]):
+        label = f"{round_trip_ms:g} ms" + (f", alpha {alpha:g}" if plan.is_timed else "")
+        bench.progress(f"{label}: peers start")
+        if plan.is_timed:
+            models = await asyncio.to_thread(_timed_models, bench.root / "models", plan, alpha)
+        async with started(bench, plan, models, round_trip_ms) as peers:
+            case = Case(label, 1, {"alone": Contender("alone")}, {"round_trip_ms": round_trip_ms, "differ": 0})
+            if plan.drafts:
+                case.facts["alpha"] = alpha
+                case.contenders["ahead"] = Contender("drafted ahead")
+            for name, texts in rival.items():
+                case.contenders[name] = Contender(name, [text["token_s"] for text in texts])
+            report.cases.append(case)
+            await _texts(bench, peers, case, rival.get("transformers", []))
+            _conclude(plan, report, case)
+            if plan.together:
+                case.facts["together_per_s"] = await peers.together(plan.together)
+            if plan.kill:
+                case.facts["kills"] = [await _kill(bench, peers, case, victim) for victim in _victims(peers)]
+                report.notes += [_told(kill, case.label) for kill in case.facts["kills"]]
+
+
+def _timed_models(root: Path, plan: GeneratePlan, alpha: float) -> dict[str, Path]:
+    from p2ptrain.compute.tokenizer import Tokenizer
+
+    models = {
+        "verifier": write_timed_model(root / "verifier", plan.pass_s),
+        "drafter": write_timed_model(root / f"drafter-{alpha:g}", plan.draft_s, alpha=alpha),
+    }
+    for directory in models.values():
+        Tokenizer.of_bytes().save(directory)
+    return models
+
+
+async def _texts(bench: Bench, peers: Peers, case: Case, plain: list[Answer]) -> None:
+    """Each text alone and drafted, in turn. Of real models a pass of several rows rounds otherwise than a step: a text
+    that parts from the verifier's own is counted, and its time is not. Raises ``JobFailed``: one is wrong."""
+    plan = peers.plan
+    for number in range(plan.texts):
+        own = ""
+        for name in ("alone", "ahead") if plan.drafts else ("alone",):
+            bench.progress(f"{case.label}: text {number + 1} of {plan.texts}, {case.contenders[name].title}")
+            text = await peers.write(number, "auto" if name == "ahead" else "off")
+            if plan.is_timed:
+                own = text_after(f"TEXT {number}: ".encode(), plan.tokens).decode()
+            elif plain:
+                own = own or plain[number]["text"]
+            if text.text == own:
+                case.contenders[name].seconds.append(text.token_s)
+                case.facts.setdefault("first_s", []).append(text.came_s[0] - text.asked_s)
+            elif plan.is_timed:
+                raise JobFailed(f"text {number}, {name}: not the verifier's own text; its times count for nothing")
+            else:
+                case.facts["differ"] += 1
+
+
+def _conclude(plan: GeneratePlan, report: Report, case: Case) -> None:
+    facts, round_trip_s = case.facts, case.facts["round_trip_ms"] / 1e3
+    if facts["differ"]:
+        report.notes.append(
+            f"{case.label}: {facts['differ']} texts were not transformers' own, as rounding may have it; their "
+            "times do not count"
+        )
+    if plan.drafts:
+        facts["faster"] = case.ratio("alone", "ahead")
+        facts["goal_s"] = plan.goal_s(facts["alpha"], facts["round_trip_ms"])
+        facts["never_slower"] = facts["faster"] is not None and facts["faster"] * NEVER_SLOWER >= 1
+        reached = facts["goal_s"] is None or case.contenders["ahead"].median_s <= facts["goal_s"]
+        facts["held"] = facts["never_slower"] and reached
+        report.facts["held"] = all(each.facts.get("held") for each in report.cases)
+    if plan.is_timed:
+        facts["synchronous_s"] = plan.synchronous_s(facts["alpha"], round_trip_s)
+    if plan.stages and case.contenders["alone"].seconds:
+        hops = plan.stages + 1
+        link_s, whole_s = hops * round_trip_s / 2, case.contenders["transformers"].median_s
+        facts["rest_a_hop_s"] = rest_s = (case.contenders["alone"].median_s - whole_s - link_s) / hops
+        verdict = "reached" if rest_s <= HOP_GOAL_S else "not reached"
+        report.notes.append(
+            f"{case.label}: besides computing and links a hop takes {milliseconds(rest_s)}; to reach "
+            f"{milliseconds(HOP_GOAL_S)}: {verdict}"
+        )
+
+
+def _victims(peers: Peers) -> list[str]:
+    return [name for name in peers.cluster.peers if name.startswith("worker" if peers.plan.stages else "drafter")]
+
+
+async def _kill(bench: Bench, peers: Peers, case: Case, victim: str) -> Answer:
+    """Kill a peer in the midst of a text: whether the text is the same, and how long it stopped."""
+    bench.progress(f"{case.label}: {victim} is killed")
+    plan, child, killed_s = peers.plan, peers.cluster.peers[victim], 0.0
+    undisturbed = await peers.write(0, "auto")
+
+    def on_piece(number: int) -> None:
+        nonlocal killed_s
+        if number == max(1, len(undisturbed.came_s) // 2):
+            killed_s = time.perf_counter()
+            os.kill(child.process.pid, signal.SIGKILL)
+
+    text = await peers.write(0, "auto", on_piece=on_piece)
+    alone_s = case.contenders["alone"].median_s if case.contenders["alone"].seconds else text.token_s
+    prefill_s = undisturbed.came_s[0] - undisturbed.asked_s
+    found: Answer = {"victim": victim, "alike": text.text == undisturbed.text, "pause_s": text.pause_s(killed_s)}
+    found["limit_s"] = MEND_GOAL_S + prefill_s if plan.stages else 2 * alone_s
+    found["held"] = found["alike"] and found["pause_s"] <= found["limit_s"]
+    if plan.stages:  # the next victim needs a spare, too
+        await child.ended(5.0)
+        link = ["--link", f"{case.facts['round_trip_ms']:g}ms"] * bool(case.facts["round_trip_ms"])
+        await peers.start_worker(int(victim.removeprefix("worker-")), link)
+        await peers.cluster.joined([victim])
+    return found
+
+
+def _told(kill: Answer, label: str) -> str:
+    text = "the same text" if kill["alike"] else "ANOTHER TEXT"
+    limit = f"at most {milliseconds(kill['limit_s'])}: {'held' if kill['held'] else 'not held'}"
+    return f"{label}: {kill['victim']} was killed: {text}, a pause of {milliseconds(kill['pause_s'])}; {limit}"
+
+
+class Side:
+    """What a member does for this benchmark: torch's part."""
+
+    async def make(self, directory: str) -> Answer:
+        """A random model of Llama's architecture."""
+        from p2ptrain.compute.model import ModelSpec, build_model
+        from p2ptrain.compute.tokenizer import Tokenizer
+
+        def made() -> None:
+            spec = ModelSpec(
+                hidden_size=512, layers=12, heads=8, kv_heads=8, intermediate_size=1360, context=4096,
+                tie_embeddings=False,
+            )  # fmt: skip
+            build_model(spec, 256, seed=1).save_pretrained(directory)
+            Tokenizer.of_bytes().save(Path(directory))
+
+        await asyncio.to_thread(made)
+        return {}
+
+    async def transformers(self, verifier: str, drafter: str, texts: int, tokens: int, threads: int) -> Answer:
+        """The same texts by transformers in this process, the prompt's pass included: by itself, and assisted."""
+        return await asyncio.to_thread(_by_transformers, Path(verifier), drafter, texts, tokens, threads)
+
+
+def _by_transformers(verifier: Path, drafter: str, texts: int, tokens: int, threads: int) -> Answer:
+    import torch
+
+    from p2ptrain.compute.assisted import AssistedPair
+    from p2ptrain.core.serving import SamplingWish
+
+    pair = AssistedPair(verifier, Path(drafter) if drafter else verifier, device="cpu", threads=threads)
+    rival: dict[str, list[Answer]] = {"transformers": []}
+    if drafter and pair.can_assist:
+        rival["assisted"] = []
+    for number in range(-1, texts):  # the first passes load kernels
+        sampling = pair.text.sampling(SamplingWish(temperature=0.8 if number % 2 else 0.0, seed=abs(number)))
+        ids = pair.text.prompt_ids(PROMPTS[number % len(PROMPTS)])
+        for name, found in rival.items():
+            made = (pair.assisted if name == "assisted" else pair.plain)(ids, tokens, sampling)
+            writer = pair.text.writer(ids)
+            text = "".join([writer.take(token) for token in pair.text.until_end(made.tokens)] + [writer.finish()])
+            if number >= 0:
+                found.append({"text": text, "token_s": made.seconds / max(1, len(made.tokens))})
+    return {"torch": torch.__version__, "rival": rival}
+
+
+def check_models(verifier: Path | None, drafter: Path | None, stages: int) -> None:
+    """Raises ``UserError``."""
+    if drafter is not None and verifier is None and not stages:
+        raise UserError("a real drafter is for a real verifier", remedy="give --verifier DIR, too")
+    for directory in (verifier, drafter):
+        if directory is not None and not (directory / "config.json").is_file():
+            raise UserError(f"{directory} holds no model", remedy="name a directory with a config.json")

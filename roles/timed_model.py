@@ -1,0 +1,122 @@
+"""A model that only takes time, for ``bench generate``: what comes next is a hash of all that came before.
+
+The verifier's stand-in always picks the right token; the drafter's is wrong at some positions, always the same ones.
+Without torch. Such a model is a directory, as any other is.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from p2ptrain.core.errors import ProtocolError, UserError
+from p2ptrain.core.serving import PartSpec, Ran, Sampling
+
+KIND = "timed"
+VOCAB, CONTEXT = 256, 1 << 16
+PERIOD = 1000
+"""Of the positions at which a drafter is wrong: of so many in a row, exactly its share, in no order."""
+
+
+def write_timed_model(directory: Path, pass_s: float, *, alpha: float = 1.0) -> Path:
+    """A model directory without a tokenizer.
+
+    Args:
+        pass_s: that a pass takes.
+        alpha: how often it picks the right token.
+    """
+    header = json.dumps({"none": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    config = {"model_type": KIND, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config | {"pass_s": pass_s, "alpha": alpha}))
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    return directory
+
+
+def timed_model_in(directory: Path) -> TimedModel | None:
+    """The one that is described there; None where that is another kind of model."""
+    try:
+        config = (directory / "config.json").read_text("utf-8")
+        values = json.loads(config)
+        if values.get("model_type") != KIND:
+            return None
+        return TimedModel(config, float(values["pass_s"]), float(values["alpha"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # who loads models says what is wrong
+
+
+def text_after(prompt: bytes, tokens: int) -> bytes:
+    """What the verifier writes: printable ASCII, so that each token is a character."""
+    state = 0
+    for token in prompt:
+        state = _after(state, token)
+    made = bytearray()
+    for _ in range(tokens):
+        made.append(_right(state))
+        state = _after(state, made[-1])
+    return bytes(made)
+
+
+def _after(state: int, token: int) -> int:
+    """The state behind one more token; a state is 64 bits."""
+    return int.from_bytes(blake2b(b"%d %d" % (state, token), digest_size=8).digest(), "big")
+
+
+def _right(state: int) -> int:
+    return 32 + state % 64
+
+
+class TimedModel:
+    """A ``roles.stage_engine.StageEngine`` of all layers."""
+
+    width, vocab_size, encoding, device = 1, VOCAB, "fp32", "no"
+    weights_bytes, cache_position_bytes, context = 4, 8, CONTEXT
+
+    def __init__(self, config: str, pass_s: float, alpha: float) -> None:
+        self.spec = PartSpec(config, 0, 1, 1)
+        self._pass_s = pass_s
+        self._states: dict[str, list[int]] = {}  # by session, behind each position, and before the first
+        right = round(alpha * PERIOD)
+        self._is_right = [True] * right + [False] * (PERIOD - right)
+        random.Random(1).shuffle(self._is_right)  # noqa: S311 - no secret
+
+    def open(self, session: str, *, positions: int, sampling: Sampling) -> None:
+        if positions > CONTEXT:
+            raise UserError(f"{positions} positions, and the model knows {CONTEXT}", remedy="ask for fewer tokens")
+        self._states[session] = [0]
+
+    def run(
+        self,
+        session: str,
+        *,
+        keep: int,
+        payload: memoryview,
+        count: int,
+        encoding: str,
+        out_encoding: str,
+        picks: int,
+        draw: int,
+    ) -> Ran:
+        ends_s = time.perf_counter() + self._pass_s
+        states = self._states[session]
+        if not 0 <= keep < len(states) or payload.nbytes != 4 * count:
+            raise ProtocolError(f"{keep} positions of {len(states) - 1} and {payload.nbytes} bytes of ids cannot be")
+        del states[keep + 1 :]
+        for token in np.frombuffer(payload, "<i4").tolist():
+            states.append(_after(states[-1], token))
+        picked = []
+        for position in range(len(states) - picks, len(states)):
+            wrong = not self._is_right[position % PERIOD]
+            picked.append(_right(states[position]) ^ wrong)
+        # A sleep alone ends late, by up to a millisecond, and no model that computes has that.
+        while (left_s := ends_s - time.perf_counter()) > 0:
+            time.sleep(max(0.0, left_s - 0.001))
+        return Ran(memoryview(b""), tuple(picked))
+
+    def close(self, session: str) -> None:
+        self._states.pop(session, None)
