@@ -72,7 +72,7 @@ def _right(state: int) -> int:
 
 
 class TimedModel:
-    """A ``roles.stage_engine.StageEngine`` of all layers."""
+    """A ``roles.engine.StageEngine`` of all layers."""
 
     width, vocab_size, encoding, device = 1, VOCAB, "fp32", "no"
     weights_bytes, cache_position_bytes, context = 4, 8, CONTEXT
