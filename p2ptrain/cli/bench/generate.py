@@ -194,15 +194,14 @@ async def started(bench: Bench, plan: GeneratePlan, models: dict[str, Path], rou
         await cluster.start_seed()
         for number in range(1, plan.stages + plan.kill + 1 if plan.stages else 1):
             await peers.start_worker(number, link)
-        split = ["--split", str(plan.stages)] * bool(plan.stages)
-        common = ["--threads", str(plan.threads), *link]
+        threads = ["--threads", str(plan.threads)]
         if "drafter" in models:
-            options = ("--role", "drafter", "--model", str(models["drafter"]), *common)
+            options = ("--role", "drafter", "--model", str(models["drafter"]), *threads, *link)
             await cluster.start_peer("drafter", 1, *options)
         if plan.stages:
             await cluster.joined(list(cluster.peers))
-        options = ("--role", "verifier", "--model", str(models["verifier"]), "--http", f"{LOOPBACK}:{port}", *split)
-        await cluster.start_peer("verifier", 1, *options, *common)
+        options = ("--role", "verifier", "--model", str(models["verifier"]), "--http", f"{LOOPBACK}:{port}", *link)
+        await cluster.start_peer("verifier", 1, *options, *(["--split", str(plan.stages)] if plan.stages else threads))
         serving = await cluster.serving({"verifier", *models.keys() & {"drafter"}})
         peers.model = serving["verifier"].model
         for number in range(2):  # both are awake then, as where a verifier has written before
@@ -371,9 +370,8 @@ class Side:
 
 
 def _by_transformers(verifier: Path, drafter: str, texts: int, tokens: int, threads: int) -> Answer:
-    import torch
-
     from p2ptrain.compute.assisted import AssistedPair
+    from p2ptrain.compute.rivals import TORCH_VERSION
     from p2ptrain.core.serving import SamplingWish
 
     pair = AssistedPair(verifier, Path(drafter) if drafter else verifier, device="cpu", threads=threads)
@@ -389,7 +387,7 @@ def _by_transformers(verifier: Path, drafter: str, texts: int, tokens: int, thre
             text = "".join([writer.take(token) for token in pair.text.until_end(made.tokens)] + [writer.finish()])
             if number >= 0:
                 found.append({"text": text, "token_s": made.seconds / max(1, len(made.tokens))})
-    return {"torch": torch.__version__, "rival": rival}
+    return {"torch": TORCH_VERSION, "rival": rival}
 
 
 def check_models(verifier: Path | None, drafter: Path | None, stages: int) -> None:
