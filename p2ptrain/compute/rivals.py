@@ -1,4 +1,5 @@
-"""What this project is compared with: torch's own collectives (Gloo), and DistributedDataParallel on them.
+"""What this project is compared with: torch's own collectives (Gloo), DistributedDataParallel on them, and
+transformers' generation with one model or two in one process.
 
 The only home of ``torch.distributed``, which nothing else needs. Rivals get the best that their documentation offers:
 fused AdamW, gradients that are views of DDP's buckets, no exchange before the last micro-batch, and losses that are
@@ -7,8 +8,12 @@ brought together after the measured steps, where ours travel with the gradients.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,17 +21,22 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the field's name
 from torch.nn.parallel import DistributedDataParallel
+from transformers import GenerationConfig as _GenerationConfig
 
 from p2ptrain.compute.data import DataSpec, load_corpus
-from p2ptrain.compute.device import flushed_denormals
+from p2ptrain.compute.device import check_memory, flushed_denormals, pick_device
 from p2ptrain.compute.flat import OptimizerSpec
-from p2ptrain.compute.model import ModelSpec, build_model
+from p2ptrain.compute.model import ModelSpec, build_model, load_model, model_config, parameter_count
 from p2ptrain.compute.sampling import WindowSampler
+from p2ptrain.compute.served_part import dtype_of
+from p2ptrain.compute.text import ModelText
 from p2ptrain.compute.tokenizer import Tokenizer
-from p2ptrain.core.errors import ConnectionLost, JobFailed
+from p2ptrain.core.errors import ConfigError, ConnectionLost, JobFailed
+from p2ptrain.core.serving import COLDEST, Sampling
 
 HOST = "127.0.0.1"
 TORCH_VERSION = torch.__version__
+GenerationConfig: Any = _GenerationConfig  # its annotations are partial
 
 
 def why_no_gloo() -> str:
@@ -161,3 +171,68 @@ def _tensor(buffer: npt.NDArray[np.generic], dtype: str) -> torch.Tensor:
 
 def _line(error: RuntimeError) -> str:
     return " ".join(str(error).split())[:200]
+
+
+class AssistedPair:
+    """Transformers' ``generate`` with a verifier's model, and with a drafter's beside it, on the CPU. Each is computed
+    in what its files hold, as parts are.
+
+    Args:
+        verifier, drafter: directories with models of the same tokenizer; drafter None: there is none.
+        threads: of CPU kernels.
+
+    Attributes:
+        text: the verifier's text side.
+        can_assist: transformers does not assist where vocabularies are padded to different sizes.
+
+    Raises:
+        ConfigError: a directory holds no model, or they do not know the same tokens.
+        ResourceError: they do not fit into memory.
+    """
+
+    def __init__(self, verifier: Path, drafter: Path | None, *, threads: int) -> None:
+        self._place = pick_device("cpu", threads)
+        self.text = ModelText(verifier)
+        self._verifier, self._drafter = self._loaded(verifier, self.text), None
+        self.can_assist = False
+        if drafter is not None:
+            own = ModelText(drafter)
+            if self.text.tokenizer.vocab_size != own.tokenizer.vocab_size:
+                sizes = f"{self.text.tokenizer.vocab_size} and {own.tokenizer.vocab_size} tokens"
+                remedy = "take two models of one family, or train a pair: p2ptrain up --profile pair"
+                raise ConfigError(f"{verifier} and {drafter} know other tokens: {sizes}", remedy=remedy)
+            self._drafter = self._loaded(drafter, own)
+            self.can_assist = self._verifier.config.vocab_size == self._drafter.config.vocab_size
+
+    def _loaded(self, directory: Path, text: ModelText) -> Any:
+        config = model_config(ModelSpec(path=directory), text.tokenizer.vocab_size)
+        dtype = dtype_of(config)
+        check_memory(parameter_count(config) * dtype.itemsize, self._place, f"the model in {directory}")
+        model: Any = load_model(directory, dtype, config=config)
+        model.generation_config = GenerationConfig()
+        return model.to(self._place.torch_device).eval()
+
+    def write(
+        self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling, *, assisted: bool = False
+    ) -> tuple[list[int], float]:
+        """New tokens, and the seconds that they took, the prompt's pass included. Greedily an assisted text is the same
+        as one that is not; sampled it is another one of equal probability."""
+        sampled = sampling.temperature > COLDEST
+        shape = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        settings = GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=max_new_tokens,
+            do_sample=sampled,
+            use_cache=True,
+            pad_token_id=0,
+            **(shape if sampled else {}),
+        )
+        prompt = torch.tensor([list(ids)], dtype=torch.int64)
+        how: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "generation_config": settings}
+        if assisted:
+            how["assistant_model"] = self._drafter
+        with torch.random.fork_rng(devices=[]), torch.inference_mode():
+            torch.manual_seed(sampling.seed)
+            began = time.perf_counter()
+            made = self._verifier.generate(prompt, **how)
+            return made[0, len(ids) :].tolist(), time.perf_counter() - began

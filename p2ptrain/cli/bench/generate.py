@@ -334,8 +334,10 @@ async def _kill(bench: Bench, peers: Peers, case: Case, victim: str) -> Answer:
     if plan.stages:  # the next victim needs a spare, too
         await child.ended(5.0)
         link = ["--link", f"{case.facts['round_trip_ms']:g}ms"] * bool(case.facts["round_trip_ms"])
-        await peers.start_worker(int(victim.removeprefix("worker-")), link)
-        await peers.cluster.joined([victim])
+        peers.cluster.peers.pop(victim)
+        number = 1 + max(int(name.removeprefix("worker-")) for name in _victims(peers))
+        await peers.start_worker(number, link)
+        await peers.cluster.joined([f"worker-{number}"])
     return found
 
 
@@ -370,23 +372,21 @@ class Side:
 
 
 def _by_transformers(verifier: Path, drafter: str, texts: int, tokens: int, threads: int) -> Answer:
-    from p2ptrain.compute.assisted import AssistedPair
-    from p2ptrain.compute.rivals import TORCH_VERSION
+    from p2ptrain.compute.rivals import TORCH_VERSION, AssistedPair
     from p2ptrain.core.serving import SamplingWish
 
-    pair = AssistedPair(verifier, Path(drafter) if drafter else verifier, device="cpu", threads=threads)
-    rival: dict[str, list[Answer]] = {"transformers": []}
-    if drafter and pair.can_assist:
-        rival["assisted"] = []
+    pair = AssistedPair(verifier, Path(drafter) if drafter else None, threads=threads)
+    names = ["transformers", *["assisted"] * pair.can_assist]
+    rival: dict[str, list[Answer]] = {name: [] for name in names}
     for number in range(-1, texts):  # the first passes load kernels
         sampling = pair.text.sampling(SamplingWish(temperature=0.8 if number % 2 else 0.0, seed=abs(number)))
         ids = pair.text.prompt_ids(PROMPTS[number % len(PROMPTS)])
         for name, found in rival.items():
-            made = (pair.assisted if name == "assisted" else pair.plain)(ids, tokens, sampling)
+            made, seconds = pair.write(ids, tokens, sampling, assisted=name == "assisted")
             writer = pair.text.writer(ids)
-            text = "".join([writer.take(token) for token in pair.text.until_end(made.tokens)] + [writer.finish()])
+            text = "".join([writer.take(token) for token in pair.text.until_end(made)] + [writer.finish()])
             if number >= 0:
-                found.append({"text": text, "token_s": made.seconds / max(1, len(made.tokens))})
+                found.append({"text": text, "token_s": seconds / max(1, len(made))})
     return {"torch": TORCH_VERSION, "rival": rival}
 
 
