@@ -1,15 +1,14 @@
 """The client of a split model: plans a chain of stages over workers, has them load their parts, and generates with it.
 
-``plan`` finds who is there and who holds which layers, ``client.Chain`` loads and mends, ``generation`` gives tokens;
+``plan`` finds who is there and who holds which layers, ``client.Chain`` loads and mends, ``generation`` computes;
 ``session`` is the core behind it, ``peer`` a connection to a worker. Used by a command line as::
 
     pool = await WorkerPool.connect(context, await workers_of(seed.request))
     model = await local_model(context, directory)            # or await pool.model_at(path)
     plan = await pool.plan(model, sizes, positions=4096)
     chain = await Chain.load(pool, model, plan, on_progress=show)
-    async with await chain.generate(ids, max_new_tokens=200, sampling=Sampling(seed=7), stop_ids={2}) as session:
-        async for token in session:
-            ...
+    async with await chain.open(positions=200, sampling=Sampling(seed=7)) as session:
+        done = await session.run(Submit(prompt, keep=0, samples=1, sample_index=0, prefill=True))
     await chain.close()
     await pool.close()
 """

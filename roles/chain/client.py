@@ -4,7 +4,7 @@ takes in workers that come later."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -126,43 +126,14 @@ class Chain:
     def width(self) -> int:
         return self._known.width
 
-    async def generate(
-        self,
-        ids: Sequence[int],
-        *,
-        max_new_tokens: int,
-        sampling: Sampling,
-        stop_ids: Collection[int] = (),
-        positions: int = 0,
-        encoding: str = "",
-        prefill_encoding: str = "",
-    ) -> GenerationSession:
-        """Open a session over all stages and begin with a prompt.
-
-        Args:
-            ids: of the prompt; at least one.
-            stop_ids: after one of these it ends; that one is given out.
-            positions: what the session may grow to; 0: what this generation needs.
-            encoding, prefill_encoding: of hidden states; the second for those of prompts. Empty: the chain's own.
-
-        Raises:
-            UserError: the prompt is empty, or has ids that the model does not know, or is too long.
-            P2PTrainError: a stage refuses, or is lost without a spare.
-        """
-        self.check_ids(ids)
-        session = self._session(positions or len(ids) + max_new_tokens, sampling, encoding, prefill_encoding)
-        try:
-            session.go_on(ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
-            await session.opened()
-        except BaseException:
-            await session.close()
-            raise
-        return session
-
     async def open(
         self, *, positions: int, sampling: Sampling, encoding: str = "", prefill_encoding: str = ""
     ) -> GenerationSession:
-        """Open a session over all stages, for ``GenerationSession.run``. Arguments as of ``generate``.
+        """Open a session over all stages, for ``GenerationSession.run``.
+
+        Args:
+            positions: what the session may grow to.
+            encoding, prefill_encoding: of hidden states; the second for those of prompts. Empty: the chain's own.
 
         Raises:
             UserError: the chain is closed.

@@ -1,14 +1,14 @@
-"""The shell of one session over a chain: carries out what its core wants, and gives tokens out as they come.
+"""The shell of one session over a chain: carries out what its core wants.
 
-Plain decoding submits a prompt, then token after token; a verifier submits forward requests of its own, of several
-positions with a sample for each, whose ``keep`` cuts the history to what was right (``GenerationSession.run``).
+Who generates submits a prompt, in chunks that are under way together, then token after token, or several positions with
+a sample for each, of which the next request's ``keep`` cuts off what was wrong.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,7 +27,7 @@ from p2ptrain.core.serving import Sampling
 from p2ptrain.core.texts import shortened
 from roles.background import Background
 from roles.chain import session as ev
-from roles.chain.session import CHUNK, Session, Submit
+from roles.chain.session import CHUNK, Session
 from wire.chain_messages import ChainBroken, Picked, Took, Work
 
 if TYPE_CHECKING:
@@ -36,95 +36,6 @@ if TYPE_CHECKING:
 
 CLOSE_S = 5.0
 MAX_STAGES = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One new token.
-
-    Attributes:
-        number: of the generation's new tokens, from 0.
-        stages_us: microseconds that each stage computed on the request that sampled it, in order.
-        took_s: from the moment at which that request was sent to the arrival of the token: computing, hops and mending.
-        mended: a stage was lost and replaced meanwhile.
-    """
-
-    id: int
-    number: int
-    stages_us: tuple[int, ...]
-    took_s: float
-    mended: bool = False
-
-    @property
-    def compute_s(self) -> float:
-        """Of all stages together; the rest of ``took_s`` is the way and the waiting."""
-        return sum(self.stages_us) / 1e6
-
-
-class Decoding:
-    """What a generation submits next: its prompt in chunks, then one position after another. Pure.
-
-    The prompt's chunks are under way together, so that all stages of a chain compute at once. After that each position
-    depends on the token before, so one is under way.
-
-    Args:
-        history: token ids that the session has; what they have in common with ``ids`` is not computed again.
-        ids: of the prompt.
-        stop_ids: after one of these it ends.
-
-    Attributes:
-        tokens: new ones, in order.
-        ended: why there are no more: ``length``, ``stop``, ``cancelled``; empty while there are.
-    """
-
-    def __init__(
-        self, history: Sequence[int], ids: Sequence[int], *, max_new_tokens: int, stop_ids: Collection[int] = ()
-    ) -> None:
-        if not ids or max_new_tokens < 1:
-            raise ValueError("a generation has a prompt, and makes a token")
-        self.tokens: list[int] = []
-        self.ended = ""
-        self._max_new_tokens = max_new_tokens
-        self._stop_ids = frozenset(stop_ids)
-        self._ids = tuple(ids)
-        self._next = common_prefix(history, ids[:-1])  # the last one is computed in any case: the first token follows
-        self._last_index = -1  # of the request that samples
-
-    def wants(self, room: int, submitted: int) -> list[Submit]:
-        """What to submit now.
-
-        Args:
-            room: requests that may be submitted. submitted: the number that were, which is the index of the next one.
-        """
-        requests: list[Submit] = []
-        while self._next < len(self._ids) and len(requests) < room and not self.ended:
-            stop = min(self._next + CHUNK, len(self._ids))
-            samples = int(stop == len(self._ids))
-            requests.append(Submit(self._ids[self._next : stop], self._next, samples, 0, prefill=True))
-            if samples:
-                self._last_index = submitted + len(requests) - 1
-            self._next = stop
-        return requests
-
-    def done(self, index: int, tokens: Sequence[int], submitted: int) -> tuple[tuple[int, ...], list[Submit]]:
-        """The submitted request ``index`` was answered: the new tokens to give out, and what to submit then."""
-        if self.ended or index != self._last_index or not tokens:
-            return (), []
-        token = tokens[0]
-        self.tokens.append(token)
-        if token in self._stop_ids:
-            self.ended = "stop"
-        elif len(self.tokens) == self._max_new_tokens:
-            self.ended = "length"
-        else:
-            keep = len(self._ids) + len(self.tokens) - 1
-            self._last_index = submitted
-            return (token,), [Submit((token,), keep, 1, len(self.tokens))]
-        return (token,), []
-
-    def cancel(self) -> None:
-        """No more tokens are wanted."""
-        self.ended = self.ended or "cancelled"
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
@@ -153,29 +64,23 @@ class SessionOptions:
 
 
 class GenerationSession:
-    """Tokens as they come: an async iterator. Lost stages are replaced meanwhile, and the same tokens come.
-
-    Made by ``Chain.generate``; or by ``Chain.open``, for who says itself what is computed (``run``).
+    """Forward requests through all stages, for who says what is computed (``run``). Lost stages are replaced meanwhile,
+    and the same tokens come. Made by ``Chain.open``.
 
     Attributes:
         id: of the session.
-        prompt_s: from the beginning to the first token; 0 before.
-        mendings: for each loss: (what was lost, seconds until the work went on).
+        mendings: for each loss: (what was lost, seconds until the requests went on).
     """
 
     def __init__(self, chain: Chain, options: SessionOptions) -> None:
         self.id = new_id()
-        self.prompt_s = 0.0
         self.mendings: list[tuple[str, float]] = []
         self._chain, self._options = chain, options
         self._now = chain.context.world.clock.now
         self._core = Session(chain.seat_numbers(), self._now())
-        self._decoding: Decoding | None = None
-        self._driven: dict[int, asyncio.Future[ev.Done]] = {}  # requests of ``run``, by their index
-        self._began_at = self._now()
+        self._waiting: dict[int, asyncio.Future[ev.Done]] = {}  # for requests, by their index
         self._pending: deque[ev.Event] = deque()
         self._handling = False
-        self._ready: deque[Token] = deque()
         self._news = asyncio.Event()
         self._opened = False
         self._error: P2PTrainError | None = None
@@ -186,71 +91,19 @@ class GenerationSession:
     # ---------------------------------------------------------------------------------------------------- for callers
 
     @property
-    def tokens(self) -> list[int]:
-        """New ones of this generation, whether they were given out already or not."""
-        return self._decoding.tokens if self._decoding is not None else []
-
-    @property
-    def ended(self) -> str:
-        """Why no more come: ``length``, ``stop``, ``cancelled``; empty while they do."""
-        return self._decoding.ended if self._decoding is not None else ""
-
-    @property
     def failed(self) -> bool:
         """It is only to be closed."""
         return self._error is not None
 
     @property
     def history(self) -> list[int]:
-        """Token ids of the session so far: prompts and answers, but for an answer's last token."""
+        """Token ids of the session so far."""
         return list(self._core.ids)
 
-    def __aiter__(self) -> AsyncIterator[Token]:
-        return self
-
-    async def __anext__(self) -> Token:
-        """The next token.
-
-        Raises:
-            NetworkError: a stage was lost and cannot be replaced; what was made so far is in ``tokens``.
-        """
-        while not self._ready:
-            if self._error is not None:
-                raise self._failure()
-            if self._closed or self.ended or self._decoding is None:
-                raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()  # the core ends it: each of its waits has a deadline
-        return self._ready.popleft()
-
-    def cancel(self) -> None:
-        """No more tokens come. The session stays open: ``go_on`` may follow."""
-        if self._decoding is not None:
-            self._decoding.cancel()
-        self._ready.clear()
-        self._news.set()
-
-    def go_on(self, ids: Sequence[int], *, max_new_tokens: int, stop_ids: Collection[int] = ()) -> None:
-        """Begin another generation in the same session: what ``ids`` and its history have in common is not computed
-        again. For chats, whose next prompt begins with the last one. A generation that has not ended is cancelled.
-
-        Raises:
-            UserError: ``ids`` do not fit the positions for which the session was opened, or are none of the model's.
-        """
-        self._chain.check_ids(ids)
-        if max_new_tokens < 1:
-            raise UserError("at least one new token must be wanted", remedy="give a larger number of tokens")
-        need = len(ids) + max_new_tokens - 1
-        if need > self._options.positions:
-            most = self._options.positions
-            text = f"{len(ids)} positions and {max_new_tokens} new tokens, and the session is for {most}"
-            raise UserError(text, remedy="open it for more positions, or ask for fewer tokens")
-        self._begin(Decoding(self._core.ids, ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids))
-
     async def run(self, request: ev.Submit) -> ev.Done:
-        """Have one request computed, in place of a generation. Others may be under way: they are computed in the
-        order in which they were asked for, as stages become free. However many stages are lost meanwhile, its
-        samples are the same. Where it is cancelled the session is only to be closed.
+        """Have one request computed. Others may be under way: they are computed in the order in which they were asked
+        for, as stages become free. However many stages are lost meanwhile, its samples are the same. Where it is
+        cancelled the session is only to be closed.
 
         Raises:
             UserError: ids are none of the model's, or more than the session was opened for.
@@ -265,11 +118,11 @@ class GenerationSession:
             raise ConnectionLost("this session is closed", remedy="open another one")
         if self._error is not None:
             raise self._failure()
-        self.cancel()
         index = self._core.submitted
         answered: asyncio.Future[ev.Done] = asyncio.get_running_loop().create_future()
-        self._submit(request)
-        self._driven[index] = answered
+        # At once, also from within ``event``: the next one's index depends on it.
+        self._carry_out(self._core.handle(request, self._now()))
+        self._waiting[index] = answered
         self._set_timer()
         return await answered  # the core ends it: each of its waits has a deadline
 
@@ -340,13 +193,6 @@ class GenerationSession:
 
     # ------------------------------------------------------------------------------------------------------ internals
 
-    def _begin(self, decoding: Decoding) -> None:
-        self.cancel()
-        self._decoding = decoding
-        self.prompt_s, self._began_at = 0.0, self._now()
-        self._submit_more()
-        self._set_timer()
-
     def _sender_untrusted(self, peer: Peer, message: ChainBroken) -> int | None:
         """The stage that speaks; None where ``peer`` holds none any more. Raises ``ProtocolError``."""
         held = self._chain.held_by(peer)
@@ -372,8 +218,9 @@ class GenerationSession:
                         peer.tell("session.close", {"session": self.id, "index": stage}, timeout_s=CLOSE_S)
                 case ev.Replace(stage, seat, reason):
                     self._chain.replace(self, stage, seat, reason)
-                case ev.Done():
-                    self._done(instruction)
+                case ev.Done(index):
+                    if (answered := self._waiting.pop(index, None)) is not None and not answered.done():
+                        answered.set_result(instruction)
                 case ev.Mended(lost, took_s):
                     self._opened = True
                     if lost:
@@ -383,31 +230,6 @@ class GenerationSession:
                 case ev.Failed(error):
                     self._error = error
                     self._let_go(self._failure())
-
-    def _done(self, done: ev.Done) -> None:
-        if (answered := self._driven.pop(done.index, None)) is not None and not answered.done():
-            answered.set_result(done)
-        decoding = self._decoding
-        if decoding is None:
-            return
-        number = len(decoding.tokens)
-        given, requests = decoding.done(done.index, done.tokens, self._core.submitted)
-        for offset, token in enumerate(given):
-            self.prompt_s = self.prompt_s or self._now() - self._began_at
-            self._ready.append(Token(token, number + offset, done.spent_us, done.took_s, done.mended))
-        for request in requests:
-            self._submit(request)
-        self._submit_more()
-        self._news.set()
-
-    def _submit_more(self) -> None:
-        assert self._decoding is not None
-        for request in self._decoding.wants(self._core.room, self._core.submitted):
-            self._submit(request)
-
-    def _submit(self, request: ev.Submit) -> None:
-        # At once, also from within ``event``: the next one's index depends on it.
-        self._carry_out(self._core.handle(request, self._now()))
 
     def _send(self, send: ev.Send) -> None:
         peer = self._chain.peer_in(0, send.seat)
@@ -464,10 +286,10 @@ class GenerationSession:
 
     def _let_go(self, problem: NetworkError) -> None:
         """Nothing more comes: whoever waits is told."""
-        for answered in self._driven.values():
+        for answered in self._waiting.values():
             if not answered.done():
                 answered.set_exception(problem)
-        self._driven.clear()
+        self._waiting.clear()
         self._news.set()
 
     def _set_timer(self) -> None:
@@ -481,9 +303,7 @@ class GenerationSession:
 
     def _failure(self) -> NetworkError:
         assert self._error is not None
-        made = len(self.tokens)
-        after = f" after {made} new tokens" if made else ""
-        text = f"the chain broke{after} and cannot be mended: {self._error.message}"
+        text = f"the chain broke and cannot be mended: {self._error.message}"
         failure = NetworkError(text, remedy=self._error.remedy or "start another worker: p2ptrain join; then try again")
         failure.__cause__ = self._error
         return failure

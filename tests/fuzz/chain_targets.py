@@ -23,6 +23,7 @@ from roles.chain.peer import Context, WorkerAt
 from roles.chain.plan import Model, WorkerPool, loaded_untrusted, local_model, offer_untrusted
 from roles.chain.session import CHUNK
 from roles.stage_stand_in import WIDTH, StandIns, stand_in_config, write_model
+from tests.roles.chain.decoding import generate
 from tests.roles.stage_doubles import PORT, Stage
 from wire.chain_messages import ChainBroken, PartLoading, Picked, Took
 from wire.memory import MemoryNetwork, run_virtual
@@ -173,7 +174,7 @@ async def _generated(crew: WorkerPool, model: Model, stages: list[Stage], said: 
     )
     chain = await Chain.load(crew, model, plan)
     try:
-        session = await chain.generate([1, 2, 3], max_new_tokens=6, sampling=Sampling(temperature=0))
+        session = await generate(chain, [1, 2, 3], max_new_tokens=6, sampling=Sampling(temperature=0))
         left = list(said)
         async for token in session:
             assert 0 <= token.id < VOCAB

@@ -21,13 +21,14 @@ from p2ptrain.core.errors import (
 from p2ptrain.core.serving import Sampling
 from roles.chain import session as ev
 from roles.chain.client import Chain
-from roles.chain.generation import GenerationSession
 from roles.chain.peer import Context
 from roles.chain.plan import HeldPart, Model, Offer, WorkerPool
+from roles.chain.session import Submit
 from roles.stage_stand_in import WIDTH, stand_in_config, tokens_of
 from roles.worker.forward_requests import NEXT_STAGE, UNKNOWN_SESSION
 from roles.worker.part_cache import UNKNOWN_PART
 from roles.worker.stages import MAX_REQUESTS
+from tests.roles.chain.decoding import Generation, generate
 from wire.chain_messages import ChainBroken, Picked
 
 from .scene import CONFIG, Scene, play
@@ -42,7 +43,7 @@ def test_both_sides_mean_the_same_by_a_code() -> None:
     assert (ev.NEXT_LOST, ev.UNKNOWN_SESSION, ev.UNKNOWN_PART) == (NEXT_STAGE, UNKNOWN_SESSION, UNKNOWN_PART)
 
 
-async def collected(session: GenerationSession) -> list[int]:
+async def collected(session: Generation) -> list[int]:
     return [token.id async for token in session]
 
 
@@ -51,10 +52,9 @@ def test_three_stages_give_what_one_model_gives(tmp_path: Path, sampling: Sampli
     async def test(scene: Scene) -> None:
         async with scene.chain() as chain:
             assert [(stage.start, stage.stop) for stage in chain.plan.stages] == [(0, 2), (2, 4), (4, 6)]
-            async with await chain.generate(PROMPT, max_new_tokens=12, sampling=sampling) as session:
+            async with await generate(chain, PROMPT, max_new_tokens=12, sampling=sampling) as session:
                 made = [token async for token in session]
                 assert session.ended == "length"
-                assert session.prompt_s > 0
             assert [token.id for token in made] == tokens_of(CONFIG, PROMPT, 12, sampling)
             assert [token.number for token in made] == list(range(12))
             assert all(len(token.stages_us) == 3 for token in made)
@@ -77,7 +77,7 @@ def test_three_stages_give_what_one_model_gives(tmp_path: Path, sampling: Sampli
 def test_any_number_of_stages(tmp_path: Path, stages: int) -> None:
     async def test(scene: Scene) -> None:
         async with scene.chain(stages=stages) as chain:
-            async with await chain.generate(PROMPT, max_new_tokens=12, sampling=SEEDED) as session:
+            async with await generate(chain, PROMPT, max_new_tokens=12, sampling=SEEDED) as session:
                 assert await collected(session) == tokens_of(CONFIG, PROMPT, 12, SEEDED)
             assert chain.width == WIDTH
             assert chain.encoding == "fp32"
@@ -90,7 +90,7 @@ def test_it_ends_at_a_stop_token(tmp_path: Path) -> None:
 
     async def test(scene: Scene) -> None:
         async with scene.chain() as chain:
-            session = await chain.generate(PROMPT, max_new_tokens=12, sampling=SEEDED, stop_ids=[wanted[4]])
+            session = await generate(chain, PROMPT, max_new_tokens=12, sampling=SEEDED, stop_ids=[wanted[4]])
             assert await collected(session) == wanted[: wanted.index(wanted[4]) + 1]
             assert session.ended == "stop"
 
@@ -103,7 +103,7 @@ PROMPTS = [[number + 1, 7, 7 * number] * (1 + 300 * (number == 3)) for number in
 async def four_at_once(chain: Chain, tokens: int = 10) -> list[list[int]]:
     async def one(number: int) -> list[int]:
         sampling = Sampling(temperature=1.0, seed=number)
-        async with await chain.generate(PROMPTS[number], max_new_tokens=tokens, sampling=sampling) as session:
+        async with await generate(chain, PROMPTS[number], max_new_tokens=tokens, sampling=sampling) as session:
             return await collected(session)
 
     return list(await asyncio.gather(*(one(number) for number in range(4))))
@@ -147,7 +147,7 @@ def test_a_stage_dies_under_more_sessions_than_a_worker_answers_requests_at_a_ti
         async with scene.chain(positions=2000) as chain:
 
             async def one(number: int) -> list[int]:
-                async with await chain.generate([number, 7], max_new_tokens=6, sampling=GREEDY) as session:
+                async with await generate(chain, [number, 7], max_new_tokens=6, sampling=GREEDY) as session:
                     return await collected(session)
 
             running = [asyncio.create_task(one(number)) for number in range(MAX_REQUESTS + 8)]
@@ -164,22 +164,22 @@ def test_a_stage_dies_under_more_sessions_than_a_worker_answers_requests_at_a_ti
 
 def disturbed(
     tmp_path: Path,
-    happens: Callable[[Scene, GenerationSession, int], Awaitable[None]],
+    happens: Callable[[Scene, Generation, int], Awaitable[None]],
     *,
     prompt: list[int] = PROMPT,
     tokens: int = 12,
     names: tuple[str, ...] = ("w0", "w1", "w2", "w3"),
     prefill_encoding: str = "",
-) -> tuple[Scene, GenerationSession]:
+) -> tuple[Scene, Generation]:
     """Generate, with ``happens`` called before each token, and compare."""
-    kept: list[tuple[Scene, GenerationSession]] = []
+    kept: list[tuple[Scene, Generation]] = []
 
     async def test(scene: Scene) -> None:
         for worker in scene.workers.values():
             worker.threads.call_s["compute"] = 0.01
         async with scene.chain(positions=6000) as chain:
             options = {"sampling": SEEDED, "prefill_encoding": prefill_encoding}
-            session = await chain.generate(prompt, max_new_tokens=tokens, **options)  # type: ignore[arg-type]
+            session = await generate(chain, prompt, max_new_tokens=tokens, **options)  # type: ignore[arg-type]
             kept.append((scene, session))
             made: list[int] = []
             async with session:
@@ -196,7 +196,7 @@ def disturbed(
 @pytest.mark.parametrize("prefill_encoding", ["", "int8"])
 @pytest.mark.parametrize("victim", ["w0", "w1", "w2"])
 def test_a_stage_dies_while_it_decodes(tmp_path: Path, victim: str, prefill_encoding: str) -> None:
-    async def happens(scene: Scene, session: GenerationSession, number: int) -> None:
+    async def happens(scene: Scene, session: Generation, number: int) -> None:
         if number == 5:
             await asyncio.sleep(0.012)  # the work of the sixth token is under way
             scene.kill(victim)
@@ -210,7 +210,7 @@ def test_a_stage_dies_while_it_decodes(tmp_path: Path, victim: str, prefill_enco
 
 @pytest.mark.parametrize("victim", ["w0", "w1", "w2"])
 def test_a_stage_dies_while_it_takes_the_prompt(tmp_path: Path, victim: str) -> None:
-    async def happens(scene: Scene, session: GenerationSession, number: int) -> None:
+    async def happens(scene: Scene, session: Generation, number: int) -> None:
         if number == 0:
             await asyncio.sleep(0.025)  # of three chunks, one is through the first stages
             scene.kill(victim)
@@ -222,7 +222,7 @@ def test_a_stage_dies_while_it_takes_the_prompt(tmp_path: Path, victim: str) -> 
 def test_a_stage_dies_between_two_turns(tmp_path: Path, victim: str) -> None:
     async def test(scene: Scene) -> None:
         async with scene.chain() as chain:
-            session = await chain.generate(PROMPT, max_new_tokens=5, sampling=SEEDED, positions=60)
+            session = await generate(chain, PROMPT, max_new_tokens=5, sampling=SEEDED, positions=60)
             first = await collected(session)
             scene.kill(victim)
             await asyncio.sleep(1)
@@ -236,7 +236,7 @@ def test_a_stage_dies_between_two_turns(tmp_path: Path, victim: str) -> None:
 
 
 def test_stages_die_one_after_the_other(tmp_path: Path) -> None:
-    async def happens(scene: Scene, session: GenerationSession, number: int) -> None:
+    async def happens(scene: Scene, session: Generation, number: int) -> None:
         names = {2: "w1", 4: "w3", 6: "w0", 8: "w2"}  # w3 is the one that came for w1
         if number in names:
             scene.kill(names[number])
@@ -248,7 +248,7 @@ def test_stages_die_one_after_the_other(tmp_path: Path) -> None:
 def test_a_second_stage_dies_while_the_first_is_replaced(tmp_path: Path) -> None:
     for later_s in [each / 500 for each in range(0, 60, 5)]:
 
-        async def happens(scene: Scene, session: GenerationSession, number: int, later_s: float = later_s) -> None:
+        async def happens(scene: Scene, session: Generation, number: int, later_s: float = later_s) -> None:
             if number == 5:
                 scene.kill("w1")
                 await asyncio.sleep(later_s)
@@ -262,7 +262,7 @@ def test_a_second_stage_dies_while_the_first_is_replaced(tmp_path: Path) -> None
 def test_the_spare_dies_while_it_takes_over(tmp_path: Path) -> None:
     for later_s in [each / 500 for each in range(0, 60, 5)]:
 
-        async def happens(scene: Scene, session: GenerationSession, number: int, later_s: float = later_s) -> None:
+        async def happens(scene: Scene, session: Generation, number: int, later_s: float = later_s) -> None:
             if number == 5:
                 scene.kill("w1")
                 await asyncio.sleep(later_s)
@@ -274,7 +274,7 @@ def test_the_spare_dies_while_it_takes_over(tmp_path: Path) -> None:
 
 
 def test_a_peer_with_room_takes_a_second_stage(tmp_path: Path) -> None:
-    async def happens(scene: Scene, session: GenerationSession, number: int) -> None:
+    async def happens(scene: Scene, session: Generation, number: int) -> None:
         if number == 5:
             scene.kill("w1")
 
@@ -287,7 +287,7 @@ def test_a_peer_with_room_takes_a_second_stage(tmp_path: Path) -> None:
 def test_a_frozen_stage_is_noticed_within_two_seconds(tmp_path: Path, victim: str) -> None:
     frozen_s: list[float] = []
 
-    async def happens(scene: Scene, session: GenerationSession, number: int) -> None:
+    async def happens(scene: Scene, session: Generation, number: int) -> None:
         now = asyncio.get_running_loop().time
         if number == 5:
             frozen_s.append(now())
@@ -301,7 +301,7 @@ def test_a_frozen_stage_is_noticed_within_two_seconds(tmp_path: Path, victim: st
 
 
 def test_only_the_link_between_two_stages_breaks(tmp_path: Path) -> None:
-    async def happens(scene: Scene, session: GenerationSession, number: int) -> None:
+    async def happens(scene: Scene, session: Generation, number: int) -> None:
         if number == 5:
             scene.network.cut("w0", "w1")
             scene.network.mend("w0", "w1")
@@ -312,7 +312,7 @@ def test_only_the_link_between_two_stages_breaks(tmp_path: Path) -> None:
 
 
 def test_two_stages_that_cannot_reach_each_other_are_parted(tmp_path: Path) -> None:
-    async def happens(scene: Scene, session: GenerationSession, number: int) -> None:
+    async def happens(scene: Scene, session: Generation, number: int) -> None:
         if number == 5:
             scene.network.cut("w0", "w1")
 
@@ -323,11 +323,13 @@ def test_two_stages_that_cannot_reach_each_other_are_parted(tmp_path: Path) -> N
 
 def test_only_the_stage_at_which_a_work_ends_answers_it(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
-        async with scene.chain() as chain, await chain.generate(PROMPT, max_new_tokens=3, sampling=GREEDY) as session:
+        async with scene.chain() as chain, await generate(chain, PROMPT, max_new_tokens=3, sampling=GREEDY) as session:
             first = chain.pool.peers["w0"]
             with pytest.raises(ProtocolError, match="answers for stage 2"):
-                session.heard(first, Picked(session.id, 1, 1, bytes(4), [1, 1, 1]))
-            session.heard(first, Picked(session.id, 0, 1, bytes(4), [1, 1, 1]))  # of an older attempt: nothing
+                session.session.heard(first, Picked(session.session.id, 1, 1, bytes(4), [1, 1, 1]))
+            session.session.heard(
+                first, Picked(session.session.id, 0, 1, bytes(4), [1, 1, 1])
+            )  # of an older attempt: nothing
             assert await collected(session) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
 
     play(tmp_path, test)
@@ -335,11 +337,13 @@ def test_only_the_stage_at_which_a_work_ends_answers_it(tmp_path: Path) -> None:
 
 def test_what_a_peer_says_of_a_stage_that_it_held_once_costs_it_nothing(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
-        async with scene.chain() as chain, await chain.generate(PROMPT, max_new_tokens=3, sampling=GREEDY) as session:
+        async with scene.chain() as chain, await generate(chain, PROMPT, max_new_tokens=3, sampling=GREEDY) as session:
             first = chain.pool.peers["w0"]
             with pytest.raises(ProtocolError, match="tells of stage 2"):
-                session.heard(first, ChainBroken(session.id, 1, 2, NEXT_STAGE, "the next stage is lost"))
-            session.heard(first, ChainBroken(session.id, 0, 2, NEXT_STAGE, "the next stage is lost"))
+                session.session.heard(
+                    first, ChainBroken(session.session.id, 1, 2, NEXT_STAGE, "the next stage is lost")
+                )
+            session.session.heard(first, ChainBroken(session.session.id, 0, 2, NEXT_STAGE, "it is lost"))
             assert await collected(session) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
             assert not session.mendings
 
@@ -357,7 +361,7 @@ def test_a_mistake_in_the_search_for_a_successor_ends_the_sessions(
     async def test(scene: Scene) -> None:
         told: list[dict[str, object]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
-        async with scene.chain() as chain, await chain.generate(PROMPT, max_new_tokens=9, sampling=GREEDY) as session:
+        async with scene.chain() as chain, await generate(chain, PROMPT, max_new_tokens=9, sampling=GREEDY) as session:
             await anext(session)
             monkeypatch.setattr(chain, "_successor", mistaken)
             scene.kill("w1")
@@ -375,9 +379,9 @@ def test_a_mistake_in_hearing_a_peer_ends_what_waits_for_it(tmp_path: Path) -> N
     async def test(scene: Scene) -> None:
         told: list[dict[str, object]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
-        async with scene.chain() as chain, await chain.generate(PROMPT, max_new_tokens=9, sampling=GREEDY) as session:
+        async with scene.chain() as chain, await generate(chain, PROMPT, max_new_tokens=9, sampling=GREEDY) as session:
             await anext(session)
-            session.heard = mistaken  # type: ignore[method-assign]
+            session.session.heard = mistaken  # type: ignore[method-assign]
             with pytest.raises(NetworkError, match="nobody to hold it"):
                 await collected(session)
         assert told
@@ -388,25 +392,25 @@ def test_a_mistake_in_hearing_a_peer_ends_what_waits_for_it(tmp_path: Path) -> N
 def test_nobody_left(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
         async with scene.chain() as chain:
-            session = await chain.generate(PROMPT, max_new_tokens=50, sampling=SEEDED)
+            session = await generate(chain, PROMPT, max_new_tokens=50, sampling=SEEDED)
             made: list[int] = []
 
-            async def generate() -> None:
+            async def all_of_it() -> None:
                 async for token in session:
                     made.append(token.id)
                     if len(made) == 5:
                         scene.kill("w1")
 
             with pytest.raises(NetworkError) as caught:
-                await generate()
+                await all_of_it()
             assert 5 <= len(made) < 50
             assert made == tokens_of(CONFIG, PROMPT, 50, SEEDED)[: len(made)]
             assert session.tokens == made
-            assert "broke after" in caught.value.message
+            assert "cannot be mended" in caught.value.message
             assert "layers 2 to 3" in caught.value.message
             assert "p2ptrain join" in caught.value.remedy
             with pytest.raises(P2PTrainError):  # another one is refused, and says why
-                await chain.generate(PROMPT, max_new_tokens=5, sampling=SEEDED)
+                await generate(chain, PROMPT, max_new_tokens=5, sampling=SEEDED)
 
     # Memory for one part and its sessions, not for two.
     play(tmp_path, test, names=("w0", "w1", "w2"), limit_bytes=58_000)
@@ -415,7 +419,7 @@ def test_nobody_left(tmp_path: Path) -> None:
 def test_cancelled(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
         async with scene.chain() as chain:
-            session = await chain.generate(PROMPT, max_new_tokens=50, sampling=SEEDED, positions=100)
+            session = await generate(chain, PROMPT, max_new_tokens=50, sampling=SEEDED, positions=100)
             made: list[int] = []
             async for token in session:
                 made.append(token.id)
@@ -436,16 +440,19 @@ def test_a_session_that_does_not_fit_is_refused_and_costs_nobody_its_place(tmp_p
     async def test(scene: Scene) -> None:
         async with scene.chain() as chain:
             with pytest.raises(PeerError, match="positions"):
-                await chain.generate(PROMPT, max_new_tokens=900, sampling=SEEDED)
+                await generate(chain, PROMPT, max_new_tokens=900, sampling=SEEDED)
             with pytest.raises(UserError, match="empty"):
-                await chain.generate([], max_new_tokens=9, sampling=SEEDED)
+                async with await chain.open(positions=9, sampling=SEEDED) as opened:
+                    await opened.run(Submit((), 0, 0, 0))
             with pytest.raises(UserError, match="97"):
-                await chain.generate([97], max_new_tokens=9, sampling=SEEDED)
+                async with await generate(chain, [97], max_new_tokens=9, sampling=SEEDED) as unknown:
+                    await collected(unknown)
             assert not scene.told
-            session = await chain.generate(PROMPT, max_new_tokens=5, sampling=SEEDED)
+            session = await generate(chain, PROMPT, max_new_tokens=5, sampling=SEEDED)
             assert await collected(session) == tokens_of(CONFIG, PROMPT, 5, SEEDED)
+            session.go_on(PROMPT, max_new_tokens=50)
             with pytest.raises(UserError, match="positions"):
-                session.go_on(PROMPT, max_new_tokens=50)
+                await collected(session)
 
     play(tmp_path, test, limit_bytes=58_000)
 
@@ -458,7 +465,7 @@ def test_who_cannot_load_is_replaced(tmp_path: Path) -> None:
         scene.workers["w1"].stages.cache.limit_bytes = 100  # since it made its offer
         chain = await Chain.load(crew, model, plan)
         assert [stage.worker.name for stage in chain.plan.stages] == ["w0", "w3", "w2"]
-        session = await chain.generate(PROMPT, max_new_tokens=5, sampling=SEEDED)
+        session = await generate(chain, PROMPT, max_new_tokens=5, sampling=SEEDED)
         assert await collected(session) == tokens_of(CONFIG, PROMPT, 5, SEEDED)
         await chain.close()
         for worker in scene.workers.values():
@@ -500,7 +507,7 @@ def test_a_model_that_lies_on_a_worker(tmp_path: Path) -> None:
         plan = await scene.plan(crew, model)
         chain = await Chain.load(crew, model, plan)
         assert all(each.read_bytes > 0 for each in chain.loaded)  # they have that directory, too: one machine
-        session = await chain.generate(PROMPT, max_new_tokens=5, sampling=SEEDED)
+        session = await generate(chain, PROMPT, max_new_tokens=5, sampling=SEEDED)
         assert await collected(session) == tokens_of(CONFIG, PROMPT, 5, SEEDED)
         await chain.close()
         with pytest.raises(Refused, match="no worker has a model"):

@@ -15,6 +15,7 @@ from roles.chain.client import Chain
 from roles.chain.peer import Context
 from roles.chain.plan import WorkerPool, local_model, workers_of
 from roles.stage_stand_in import WIDTH, StandIns, tokens_of, write_model
+from tests.roles.chain.decoding import generate
 from tests.roles.in_process import Cluster, Peer
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork
@@ -70,7 +71,7 @@ async def test_tokens_come_though_a_worker_is_killed(tmp_path: Path, encrypted: 
         peers = await joined(cluster, 4)
         async with loaded(cluster, tmp_path) as chain:
             names = [stage.worker.name for stage in chain.plan.stages]
-            async with await chain.generate(PROMPT, max_new_tokens=20, sampling=SEEDED) as session:
+            async with await generate(chain, PROMPT, max_new_tokens=20, sampling=SEEDED) as session:
                 made: list[int] = []
                 async with asyncio.timeout(30):
                     async for token in session:

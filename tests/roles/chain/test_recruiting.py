@@ -17,6 +17,7 @@ from roles.chain import client as recruiting
 from roles.chain.client import Chain, Recruiting
 from roles.stage_stand_in import StandIns, tokens_of
 from roles.verifier.targets import ChainTarget
+from tests.roles.chain.decoding import generate
 from tests.roles.stage_doubles import PORT, Stage
 from wire.records import PeerInfo
 
@@ -71,7 +72,7 @@ async def start(scene: Scene, name: str, **holding: Any) -> Stage:
 
 
 async def written(chain: Chain, tokens: int = 12) -> None:
-    async with await chain.generate(PROMPT, max_new_tokens=tokens, sampling=SAMPLED) as session:
+    async with await generate(chain, PROMPT, max_new_tokens=tokens, sampling=SAMPLED) as session:
         assert [token.id async for token in session] == tokens_of(CONFIG, PROMPT, tokens, SAMPLED)
 
 
@@ -97,7 +98,7 @@ def test_a_chain_without_a_stage_refuses_with_a_remedy_and_takes_who_comes(tmp_p
         async with recruited(scene, seed) as chain:
             target = ChainTarget(chain, label="stand-in")
             idle = await target.open(positions=60, sampling=SAMPLED)
-            writing = await chain.generate(PROMPT, max_new_tokens=300, sampling=SAMPLED)
+            writing = await generate(chain, PROMPT, max_new_tokens=300, sampling=SAMPLED)
             await anext(writing)
             scene.kill("w1")
             del seed.here["w1"]
@@ -157,7 +158,7 @@ def test_who_joined_later_is_a_spare_before_it_is_needed(tmp_path: Path) -> None
             await asyncio.sleep(recruiting.LOOK_S + 2)  # virtual
             assert "w9 is there, and may hold a stage" in told(scene, "spare")
             seed.away = True  # nobody needs to be asked
-            async with await chain.generate(PROMPT, max_new_tokens=30, sampling=SAMPLED) as session:
+            async with await generate(chain, PROMPT, max_new_tokens=30, sampling=SAMPLED) as session:
                 made = [(await anext(session)).id for _ in range(4)]
                 scene.kill("w1")
                 made += [token.id async for token in session]

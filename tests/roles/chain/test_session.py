@@ -9,8 +9,8 @@ import pytest
 
 from p2ptrain.core.errors import ResourceError
 from roles.chain import session as ev
-from roles.chain.generation import Decoding
 from roles.chain.session import MOST_STALLS, WINDOW, Phase, Session
+from tests.roles.chain.decoding import Decoding
 
 from .fake_chain import VOCAB, Chain, picked, reference
 
@@ -83,8 +83,8 @@ def disturbing(rng: random.Random, deaths: int, other: int) -> Callable[[Chain],
 @pytest.mark.parametrize("seed", range(160))
 def test_the_same_tokens_come_whatever_is_lost(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
-    for module in ("session", "generation"):
-        monkeypatch.setattr(f"roles.chain.{module}.CHUNK", 4)
+    for module in ("roles.chain.session", "tests.roles.chain.decoding"):
+        monkeypatch.setattr(f"{module}.CHUNK", 4)
     stages, deaths, other = rng.randrange(1, 6), rng.randrange(7), rng.randrange(4)
     # A stage that is blamed costs a peer, too.
     chain = Chain(stages, deaths + 3 * other + 2 * deaths, rng)
@@ -140,7 +140,7 @@ def killing(kills: dict[int, int]) -> Callable[[Chain], None]:
 def test_a_loss_at_every_single_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stage killed before each step of one run, the mending included: a second one dies some steps later."""
     monkeypatch.setattr("roles.chain.session.CHUNK", 3)
-    monkeypatch.setattr("roles.chain.generation.CHUNK", 3)
+    monkeypatch.setattr("tests.roles.chain.decoding.CHUNK", 3)
     stages, prompt, tokens = 3, list(range(20, 28)), 4
     wanted = undisturbed(stages, prompt, tokens)
     mended = 0
