@@ -21,8 +21,7 @@ from roles.sim.engine import Buffer, SimEngine
 from roles.sim.loop import PROCESS, Process, SimLoop
 from roles.sim.observer import Observer
 from roles.sim.threads import SimThreads
-from roles.strategies import strategy_of
-from roles.strategies.staged import StagedStrategy
+from roles.strategies.pipeline import StagedStrategy, strategy_of
 from roles.worker.worker import Worker, WorkerOptions
 from wire.client import SeedClient
 from wire.memory import MemoryNetwork

@@ -19,9 +19,9 @@ from roles.seed.jobs import Desk
 from roles.seed.store import Records
 from roles.sim.disk import ProcessDisk
 from roles.sim.watching import replaced
-from roles.strategies import staged
+from roles.strategies import pipeline
 from roles.worker.heal_source import HealSource
-from roles.worker.ledger import Ledger
+from roles.worker.reports import Ledger
 from roles.worker.runner import JobRunner
 from wire.frame import FrameDecoder
 
@@ -141,7 +141,7 @@ def _nobody_gives() -> list[Patch]:
 
 def _own_digest() -> list[Patch]:
     """The lineage is made of the first stage's sums alone."""
-    return [(staged, "joined_digest", lambda original: lambda digests: digests[:16])]
+    return [(pipeline, "joined_digest", lambda original: lambda digests: digests[:16])]
 
 
 def _all_alike() -> list[Patch]:

@@ -11,7 +11,7 @@ from p2ptrain.core.world import World
 from ring.links import Inbound
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine, Stage
-from roles.strategies import Factory
+from roles.strategies.interface import Factory
 from wire.messages import Message
 
 Notify = Callable[[str, str, str], None]  # level, kind, text
@@ -29,7 +29,7 @@ class Context:
         beats: (heartbeat_s, death_s) between neighbours.
         disk: the thread of everything that touches the job's directory.
         build_engine: blocking; called on the compute thread. ``build_part``: the same of a ``Engine``.
-        strategies: of a job's profile (``roles.strategies.strategy_of``).
+        strategies: of a job's profile (``roles.strategies.pipeline.strategy_of``).
         on_step: called after every commit with the metrics of the step.
     """
 

@@ -4,23 +4,308 @@ what it does and which stage it trains. It decides nothing.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from statistics import median_low
 
 from configs.schema import Profile
 from p2ptrain.core.checkpoints import Meta
 from p2ptrain.core.errors import P2PTrainError
 from ring.session import RingSession
+from ring.token import next_lineage
 from ring.transaction import Phase, Transaction
 from ring.view import View
 from roles.engine import Applied, Engine, Stage
-from roles.strategies import Strategy
+from roles.strategies.interface import StageLoad, Strategy
 from roles.worker.context import Context
 from roles.worker.heal import Fetched
-from roles.worker.ledger import Ledger
-from roles.worker.metrics import StepTeller, described, held
-from roles.worker.timing import StepClock, UnitTime
 from wire.chain_messages import HeldPart
-from wire.job_messages import LedgerRow, Report
+from wire.job_messages import LedgerRow, LedgerRows, Report, StepMetrics
+from wire.messages import Message
+
+ROWS = 4096
+"""Newest ones kept: a seed that was away for so many steps does not learn of older ones."""
+BATCH_BYTES = 32 << 10
+"""Of one message, half of what a control frame may have."""
+ROW_BYTES = 96
+"""Of a row beside its counts, at most: keys, numbers, digest."""
+
+
+class Ledger:
+    """One job's rows, in order and without a gap, each with the lineage before it.
+
+    Args:
+        say: to the seed, which keeps one of each.
+    """
+
+    def __init__(self, job: str, say: Callable[[LedgerRows], None]) -> None:
+        self._job, self._say = job, say
+        self._rows: deque[tuple[str, LedgerRow]] = deque(maxlen=ROWS)
+
+    def add(self, row: LedgerRow, lineage: str) -> None:
+        """A step was applied to a state of ``lineage``."""
+        self.stands_at(row.step - 1, lineage)
+        self._rows.append((lineage, row))
+
+    def stands_at(self, applied: int, lineage: str) -> None:
+        """The state may be another one than that which the rows led to: rows of another past say nothing of it."""
+        while self._rows and self._rows[-1][1].step > applied:
+            self._rows.pop()
+        if self._rows:
+            before, row = self._rows[-1]
+            if row.step != applied or next_lineage(before, row.digest) != lineage:
+                self._rows.clear()
+
+    def tell_last(self) -> None:
+        """The newest row, as it is committed."""
+        if self._rows:
+            lineage, row = self._rows[-1]
+            self._say(LedgerRows(self._job, lineage, [row]))
+
+    def tell_beyond(self, step: int) -> None:
+        """All rows of later steps than ``step``, in messages of bounded size."""
+        skipped = sum(row.step <= step for _, row in self._rows)
+        batch: list[LedgerRow] = []
+        first_lineage, size_bytes = "", 0
+        for lineage, row in islice(self._rows, skipped, None):
+            row_bytes = ROW_BYTES + len(row.counts)
+            if batch and size_bytes + row_bytes > BATCH_BYTES:
+                self._say(LedgerRows(self._job, first_lineage, batch))
+                batch, size_bytes = [], 0
+            if not batch:
+                first_lineage = lineage
+            batch.append(row)
+            size_bytes += row_bytes
+        if batch:
+            self._say(LedgerRows(self._job, first_lineage, batch))
+
+
+WEIGHT = 0.5
+"""Of the newest measurement in a unit's average: half of a lasting change is seen after one step."""
+
+
+class UnitTime:
+    """How long a micro-batch takes at this member: the average that the shares follow.
+
+    The average moves towards the middle one of the last three measurements, so that one step in which the machine was
+    asked for something else moves nothing. The very first measurement, when everything is cold, counts until there is
+    another; and so does what was measured before this member had nothing to do for a while.
+    """
+
+    def __init__(self) -> None:
+        self._average_s = 0.0
+        self._provisional = True
+        self._recent: deque[float] = deque(maxlen=3)
+
+    @property
+    def us(self) -> int:
+        """Microseconds, 0 where nothing was measured yet."""
+        return max(1, round(self._average_s * 1e6)) if self._average_s else 0
+
+    def measured(self, seconds: float, count: int) -> None:
+        """A share of ``count`` micro-batches took so long."""
+        if count == 0:
+            self._provisional = True
+            return
+        unit_s = seconds / count
+        if self._provisional:
+            cold = not self._average_s
+            self._average_s, self._provisional = unit_s, cold
+            self._recent.clear()
+            if cold:
+                return
+        self._recent.append(unit_s)
+        self._average_s += WEIGHT * (median_low(self._recent) - self._average_s)
+
+
+class StepClock:
+    """Adds up the phases of the step under way.
+
+    Args:
+        now: monotonic seconds.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._spent: dict[str, float] = {}
+        self._waited_s = 0.0
+        self._hidden_s = 0.0
+        self._began = now()
+        self.longest_s = 0.0
+        self._formed_s: float | None = None
+        self.last_ms: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time spent inside counts as ``name``: ``compute`` or ``communicate``."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._spent[name] = self._spent.get(name, 0.0) + self._now() - start
+
+    def waited(self, seconds: float) -> None:
+        """So much of the communication was waiting for a neighbour that had nothing to send yet."""
+        self._waited_s += seconds
+
+    def exchanged(self, *, exposed_s: float, communicating_s: float) -> None:
+        """The gradients were under way for ``communicating_s``, of which ``exposed_s`` came after the own share."""
+        self._hidden_s = max(0.0, communicating_s - exposed_s)
+
+    def view_began(self, *, formed_s: float | None = None) -> None:
+        """A step that spans two views is not a measurement.
+
+        Args:
+            formed_s: how long it took to stand in the view's ring; told with its first step.
+        """
+        self._formed_s = formed_s
+        self._spent.clear()
+        self._waited_s = 0.0
+        self._hidden_s = 0.0
+        self._began = self._now()
+
+    def step_done(self) -> dict[str, float]:
+        """Milliseconds of the step just applied.
+
+        ``step_ms``; ``compute_ms``; ``communicate_ms`` and ``wait_ms``: what the ring cost after the computing;
+        ``hidden_ms``: what it cost beside the computing, which is no part of the step's time; ``form_ms`` of a view's
+        first step: how long its ring took to form.
+        """
+        now = self._now()
+        step_s = now - self._began
+        communicate_s = self._spent.get("communicate", 0.0)
+        wait_s = min(self._waited_s, communicate_s)
+        self.last_ms = {
+            "step_ms": step_s * 1e3,
+            "compute_ms": self._spent.get("compute", 0.0) * 1e3,
+            "communicate_ms": (communicate_s - wait_s) * 1e3,
+            "wait_ms": wait_s * 1e3,
+            "hidden_ms": self._hidden_s * 1e3,
+        }
+        if self._formed_s is not None:
+            self.last_ms["form_ms"] = self._formed_s * 1e3
+        self.longest_s = max(self.longest_s, step_s)
+        self.view_began()
+        return self.last_ms
+
+
+KEPT = 256
+"""Newest rows that a member remembers for the one that should tell of them."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """``told``: by this member."""
+
+    step: int
+    values: dict[str, float]
+    told: bool = False
+
+
+class StepTeller:
+    """Remembers the steps applied last: whoever should have told of them may have died before it did, or before the
+    seed was back.
+
+    Args:
+        say: to the seed.
+        on_step: to the person: (applied, total, values).
+    """
+
+    def __init__(
+        self,
+        *,
+        job: str,
+        steps_total: int,
+        say: Callable[[Message], None],
+        on_step: Callable[[int, int, dict[str, float]], None],
+    ) -> None:
+        self._job, self._steps_total = job, steps_total
+        self._say, self._on_step = say, on_step
+        self._last: Applied | None = None
+        self._rows: deque[_Row] = deque(maxlen=KEPT)
+
+    def forget(self) -> None:
+        """The state was replaced."""
+        self._last = None
+        self._rows.clear()
+
+    def applied(self, last: Applied) -> None:
+        self._last = last
+        self._rows.append(_Row(last.step, _metrics_of(last)))
+
+    def loss(self, applied: int) -> float | None:
+        """That of step ``applied``, if this member saw it."""
+        return self._last.loss if self._last is not None and self._last.step == applied else None
+
+    def tell(self, applied: int, view: View, rank: int, values: dict[str, float]) -> None:
+        """Step ``applied`` is over. ``values``: beside the engine's own."""
+        if self._last is None or self._last.step != applied:
+            return  # this member was healed to here: it did not see the step
+        row = self._rows[-1]
+        row.values |= values
+        if rank == 0:
+            self._say_row(row, view)
+        self._on_step(applied, self._steps_total, row.values)
+
+    def tell_what_was_cut_off(self, view: View, rank: int) -> None:
+        """Who told of the steps before this view may have died before it did, or before the seed was back: rank 0 tells
+        of those that it saw. The seed knows which it has."""
+        if rank == 0:
+            for row in self._rows:
+                if not row.told and 0 < row.step <= view.step:
+                    self._say_row(row, view)
+
+    def _say_row(self, row: _Row, view: View) -> None:
+        row.told = True
+        self._say(StepMetrics(self._job, view.generation, row.step, row.values))
+
+
+def described(view: View, peer_id: str) -> str:
+    """A view that begins, for the person here."""
+    names = " → ".join(member.name for member in view.members)
+    rank = view.rank_of(peer_id)
+    share = view.members[rank].count if rank is not None else 0
+    return (
+        f"generation {view.generation}: rank {rank} of {view.size}, {share} micro-batches a step, "
+        f"from step {view.step} ({names})"
+    )
+
+
+def held(
+    job: str, stage: Stage, load: StageLoad, *, dtype: str, state_bytes: int, limit_bytes: int, tokens_per_s: float
+) -> HeldPart:
+    """A stage that trains, for people, who see it where they see the parts that serve.
+
+    Args:
+        dtype: activations travel in it.
+        state_bytes: parameters, moments and gradients.
+        limit_bytes: what this worker gives to parts.
+    """
+    return HeldPart(
+        part=f"{job}.{stage.index}",
+        model=job,
+        name=job,
+        start=load.start,
+        stop=load.stop,
+        layers=load.layers,
+        dtype=dtype,
+        weights_bytes=state_bytes,
+        cache_bytes=0,
+        limit_bytes=limit_bytes,
+        sessions=0,
+        compute_ms=1e3 * load.micro_batch_s,
+        busy=load.busy,
+        tokens_per_s=tokens_per_s,
+        out_position_bytes=load.token_bytes,
+        next=load.next,
+    )
+
+
+def _metrics_of(applied: Applied) -> dict[str, float]:
+    return {"loss": applied.loss, "lr": applied.lr, "grad_norm": applied.grad_norm}
 
 
 class Reports:

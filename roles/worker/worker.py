@@ -21,7 +21,8 @@ from roles.engine import WHOLE, Engine, Stage
 from roles.gauges import Gauges
 from roles.identity import Identity
 from roles.seed_link import Membership, Pulse
-from roles.strategies import Factory, strategy_of
+from roles.strategies.interface import Factory
+from roles.strategies.pipeline import strategy_of
 from roles.worker.checkpoint_assembler import FileSender, checkpoints_dir
 from roles.worker.checkpoint_store import CheckpointFiles, lineage_of
 from roles.worker.context import Context, Notify

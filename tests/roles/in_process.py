@@ -22,8 +22,8 @@ from roles.identity import Identity, claim
 from roles.member import MemberOptions, ServingMember
 from roles.seed import Encryption, run_seed
 from roles.stand_in import StandInEngine
-from roles.strategies import Factory, strategy_of
-from roles.strategies.staged import StagedStrategy
+from roles.strategies.interface import Factory
+from roles.strategies.pipeline import StagedStrategy, strategy_of
 from roles.worker.stages import Holding
 from roles.worker.worker import Worker, WorkerOptions
 from wire.address import Ticket, local_ticket_path

@@ -24,7 +24,7 @@ from ring.token import first_lineage, next_lineage
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine
 from roles.stand_in import StandInEngine
-from roles.strategies import Contribution
+from roles.strategies.interface import Contribution
 from roles.strategies.sync import SyncStrategy
 from roles.worker.build import engine_builder
 from roles.worker.checkpoint_store import state_digest

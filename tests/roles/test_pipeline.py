@@ -19,7 +19,7 @@ from ring.schedule import Costs, Schedule, extended, gpipe, one_f_one_b, simulat
 from roles.compute_thread import ComputeFailed, ComputeThread
 from roles.engine import PartEngine, Payload
 from roles.stand_in import TimedPart
-from roles.strategies.stage_runner import StageRunner, StageStep
+from roles.strategies.pipeline import StageRunner, StageStep
 from tests.ring.local import local_chain, networks_apart
 from wire.memory import MemoryNetwork, run_virtual
 from wire.transport import TcpNetwork

@@ -25,9 +25,8 @@ from roles.compute_thread import ComputeThread
 from roles.seed import jobs
 from roles.stage_stand_in import StandIns
 from roles.stand_in import StandInEngine
-from roles.strategies import StageLoad, strategy_of
-from roles.strategies.pipeline import PipelineStrategy
-from roles.strategies.stage_runner import StageStep
+from roles.strategies.interface import StageLoad
+from roles.strategies.pipeline import PipelineStrategy, StageStep, strategy_of
 from roles.worker.build import engine_builder, stage_builder
 from tests.roles.in_process import Cluster, Peer
 from wire.memory import MemoryNetwork

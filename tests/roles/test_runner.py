@@ -11,9 +11,8 @@ import pytest
 from configs.schema import Profile
 from ring.transaction import Broken, Finished, Form, Loaded, Transaction, Unloaded, ViewArrived
 from roles.engine import WHOLE
-from roles.worker.forming import FORM_TIMEOUT_S, Forming
 from roles.worker.reports import Reports
-from roles.worker.runner import JobRunner
+from roles.worker.runner import FORM_TIMEOUT_S, Forming, JobRunner
 from tests.ring.members import ORIGIN, view
 from wire.job_messages import Report
 

@@ -24,9 +24,9 @@ from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import OnFinal
 from roles.stand_in import StandInEngine
-from roles.strategies import Contribution, strategy_of
-from roles.strategies.exchange import Exchange, Piece
-from roles.strategies.sync import SyncStrategy
+from roles.strategies.interface import Contribution
+from roles.strategies.pipeline import strategy_of
+from roles.strategies.sync import Exchange, Piece, SyncStrategy
 from tests.ring.local import local_ring
 from wire.memory import MemoryNetwork
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roles.worker.timing import StepClock, UnitTime
+from roles.worker.reports import StepClock, UnitTime
 
 
 class Hands:

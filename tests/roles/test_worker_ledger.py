@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ring.token import first_lineage, next_lineage
-from roles.worker.ledger import BATCH_BYTES, ROWS, Ledger
+from roles.worker.reports import BATCH_BYTES, ROWS, Ledger
 from wire.codec import encode
 from wire.frame import CONTROL_FRAME_BYTES
 from wire.job_messages import LedgerRow, LedgerRows

@@ -16,7 +16,7 @@ from ring.local import LocalMember, local_view
 from ring.schedule import Costs, Schedule, extended, gpipe, one_f_one_b, simulate
 from roles.compute_thread import ComputeThread
 from roles.stand_in import TimedPart
-from roles.strategies.stage_runner import StageRunner
+from roles.strategies.pipeline import StageRunner
 from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.transport import TcpNetwork
 

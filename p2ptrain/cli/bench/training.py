@@ -30,7 +30,8 @@ from ring.token import Flag, Token, difference, first_lineage, next_lineage
 from ring.view import shares
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine
-from roles.strategies import Strategy, strategy_of
+from roles.strategies.interface import Strategy
+from roles.strategies.pipeline import strategy_of
 from roles.worker.build import engine_builder, trainer_arguments
 from wire.records import CheckpointInfo, MetricRow
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from p2ptrain.core.training import Applied
 from ring.view import View
-from roles.worker.metrics import KEPT, StepTeller
+from roles.worker.reports import KEPT, StepTeller
 from tests.ring.test_recovery import view
 from wire.job_messages import StepMetrics
 from wire.messages import Message
