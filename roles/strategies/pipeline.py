@@ -228,11 +228,11 @@ class StagedStrategy(SyncStrategy):
     1. the stage ring's all-reduce, in buckets behind the computing, as in ``SyncStrategy``;
     2. an all-gather round the ring of all: the digest of each member's sums, and its part of the loss.
 
-    The contribution's digest is a hash over the digests of one replica's stages in order. So members vote for the same
-    digest where nothing was spoiled, the lineage is that of the whole model, and the vote blames the replica of a member
-    whose sums differ from those of its stage.
+    The contribution's digest is a hash over the digests of one replica's stages in order. So members vote for the
+    same digest where nothing was spoiled, the lineage is that of the whole model, and the vote blames the replica of a
+    member whose sums differ from those of its stage.
 
-    As it is, this strategy is for engines whose parts need nothing of each other; ``PipelineStrategy`` moves activations.
+    This strategy is for engines whose parts need nothing of each other; ``PipelineStrategy`` moves activations.
     """
 
     _ring: RingSession | None = None  # of this member's stage

@@ -36,8 +36,6 @@ from wire.messages import Message
 
 TELL_EVERY_S = 10.0
 """How often people hear of a transfer that is under way."""
-SOURCES = 4
-"""Members that are asked at a time; each hashes its whole state for it. More are asked as these fail."""
 STEPS_AHEAD = 2
 """Reduced steps in memory: one that is applied, and one that arrives meanwhile."""
 
@@ -205,7 +203,8 @@ class Fetch:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Fetch]:
         """Talk to sources inside."""
-        self._lanes = self._unanswered = min(SOURCES, len(self._candidates))
+        # Members that are asked at a time; each hashes its whole state for it. More are asked as these fail.
+        self._lanes = self._unanswered = min(4, len(self._candidates))
         lanes = [asyncio.create_task(self._lane(), name="heal") for _ in range(self._lanes)]
         try:
             yield self

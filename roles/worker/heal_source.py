@@ -555,7 +555,6 @@ ROUND = 8
 """Steps, of which the first is quiet."""
 KNOWN_STEPS = 3
 """So many quiet steps make a usual one; before, nothing is given."""
-RISE = 1.5
 
 
 class Pace:
@@ -644,7 +643,7 @@ class Pace:
                 self._judge(2.0)
         self._steps_left -= 1
         if self._steps_left < 0 and self._busy:
-            self._judge(RISE)
+            self._judge(1.5)
         # A debt is paid off before anything more is given, or a piece larger than the allowance would go unbounded.
         if self._steps_left < 0 or not self.usual_s:
             self._steps_left, self._credit_bytes = ROUND - 1, min(self._credit_bytes, 0.0)

@@ -29,7 +29,6 @@ from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Hello, Request, Response
 
-ROUND_TRIPS = 5
 ROUND_TRIPS_S = 0.3
 """After so much of it, two round trips are enough: far away, what varies is small beside what does not."""
 PIECE_BYTES = 32 << 10
@@ -218,7 +217,7 @@ class Prober:
 
     async def _latency_s(self, connection: Connection) -> float:
         now, round_trips_s = self._world.clock.now, list[float]()
-        while len(round_trips_s) < (ROUND_TRIPS if sum(round_trips_s) < ROUND_TRIPS_S else 2):
+        while len(round_trips_s) < (5 if sum(round_trips_s) < ROUND_TRIPS_S else 2):
             began = now()
             connection.send(Request(len(round_trips_s), "probe.clock"))
             await connection.expect(Response, timeout_s=MAX_DEADLINE_S)

@@ -44,8 +44,6 @@ from wire.handshake import RefusalCode
 from wire.heal_messages import RANGE_BYTES, RangeGone, RangeRequest
 from wire.messages import Message
 
-AHEAD_BYTES = 32 << 20
-"""Of tensors in memory behind the one that is being placed: the wire is busy meanwhile."""
 SLOWEST_BYTES_S = 64 << 10
 """Who gives less keeps memory, and a place, from others. An uplink of 10 Mbit/s gives so much to 16 at once."""
 BEHIND_S = QUIET_S + RANGE_BYTES / SLOWEST_BYTES_S
@@ -202,7 +200,8 @@ class ModelReceiver:
         rest, ahead_bytes = deque(records), 0
         try:
             while rest or ahead:
-                while rest and (not ahead or ahead_bytes + rest[0].size_bytes <= AHEAD_BYTES):
+                # Of tensors in memory behind the one that is being placed: the wire is busy meanwhile.
+                while rest and (not ahead or ahead_bytes + rest[0].size_bytes <= (32 << 20)):
                     record = rest.popleft()
                     ahead.append((record, *self._wanted(load, record)))
                     ahead_bytes += record.size_bytes

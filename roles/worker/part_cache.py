@@ -23,14 +23,13 @@ IDLE_S = 600.0
 WINDOW_S = 3.0
 """Over which rates are told."""
 FULL, MEMORY, UNKNOWN_PART = "full", "memory", "unknown-part"
-_WINDOW_WORKS = 4096
 
 
 class Pace:
     """What was computed within the last seconds."""
 
     def __init__(self) -> None:
-        self._works: deque[tuple[float, float, int]] = deque(maxlen=_WINDOW_WORKS)
+        self._works: deque[tuple[float, float, int]] = deque(maxlen=4096)
         self.compute_s = 0.0
 
     def add(self, now: float, took_s: float, positions: int) -> None:

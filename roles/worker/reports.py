@@ -19,7 +19,7 @@ from ring.token import next_lineage
 from ring.transaction import Phase, Transaction
 from ring.view import View
 from roles.engine import Applied, Engine, Stage
-from roles.strategies.interface import StageLoad, Strategy
+from roles.strategies.interface import Strategy
 from roles.worker.context import Context
 from roles.worker.heal import Fetched
 from wire.chain_messages import HeldPart
@@ -83,42 +83,28 @@ class Ledger:
             self._say(LedgerRows(self._job, first_lineage, batch))
 
 
-WEIGHT = 0.5
-"""Of the newest measurement in a unit's average: half of a lasting change is seen after one step."""
-
-
 class UnitTime:
-    """How long a micro-batch takes at this member: the average that the shares follow.
-
-    The average moves towards the middle one of the last three measurements, so that one step in which the machine was
-    asked for something else moves nothing. The very first measurement, when everything is cold, counts until there is
-    another; and so does what was measured before this member had nothing to do for a while.
-    """
+    """How long a micro-batch takes at this member: the middle one of the last measurements, so that one step in which
+    the machine was asked for something else moves nothing. After a rest they count only until there is a new one."""
 
     def __init__(self) -> None:
-        self._average_s = 0.0
-        self._provisional = True
-        self._recent: deque[float] = deque(maxlen=3)
+        self._recent_s: deque[float] = deque(maxlen=5)
+        self._rested = True
 
     @property
     def us(self) -> int:
         """Microseconds, 0 where nothing was measured yet."""
-        return max(1, round(self._average_s * 1e6)) if self._average_s else 0
+        return max(1, round(median_low(self._recent_s) * 1e6)) if self._recent_s else 0
 
     def measured(self, seconds: float, count: int) -> None:
         """A share of ``count`` micro-batches took so long."""
         if count == 0:
-            self._provisional = True
+            self._rested = True
             return
-        unit_s = seconds / count
-        if self._provisional:
-            cold = not self._average_s
-            self._average_s, self._provisional = unit_s, cold
-            self._recent.clear()
-            if cold:
-                return
-        self._recent.append(unit_s)
-        self._average_s += WEIGHT * (median_low(self._recent) - self._average_s)
+        if self._rested:
+            self._recent_s.clear()
+        self._rested = False
+        self._recent_s.append(seconds / count)
 
 
 class StepClock:
@@ -234,7 +220,8 @@ class StepTeller:
 
     def applied(self, last: Applied) -> None:
         self._last = last
-        self._rows.append(_Row(last.step, _metrics_of(last)))
+        values = {"loss": last.loss, "lr": last.lr, "grad_norm": last.grad_norm}
+        self._rows.append(_Row(last.step, values))
 
     def loss(self, applied: int) -> float | None:
         """That of step ``applied``, if this member saw it."""
@@ -272,40 +259,6 @@ def described(view: View, peer_id: str) -> str:
         f"generation {view.generation}: rank {rank} of {view.size}, {share} micro-batches a step, "
         f"from step {view.step} ({names})"
     )
-
-
-def held(
-    job: str, stage: Stage, load: StageLoad, *, dtype: str, state_bytes: int, limit_bytes: int, tokens_per_s: float
-) -> HeldPart:
-    """A stage that trains, for people, who see it where they see the parts that serve.
-
-    Args:
-        dtype: activations travel in it.
-        state_bytes: parameters, moments and gradients.
-        limit_bytes: what this worker gives to parts.
-    """
-    return HeldPart(
-        part=f"{job}.{stage.index}",
-        model=job,
-        name=job,
-        start=load.start,
-        stop=load.stop,
-        layers=load.layers,
-        dtype=dtype,
-        weights_bytes=state_bytes,
-        cache_bytes=0,
-        limit_bytes=limit_bytes,
-        sessions=0,
-        compute_ms=1e3 * load.micro_batch_s,
-        busy=load.busy,
-        tokens_per_s=tokens_per_s,
-        out_position_bytes=load.token_bytes,
-        next=load.next,
-    )
-
-
-def _metrics_of(applied: Applied) -> dict[str, float]:
-    return {"loss": applied.loss, "lr": applied.lr, "grad_norm": applied.grad_norm}
 
 
 class Reports:
@@ -496,13 +449,22 @@ class Reports:
             return []
         assert self.engine is not None
         return [
-            held(
-                self._job,
-                self._stage,
-                load,
+            HeldPart(
+                part=f"{self._job}.{self._stage.index}",
+                model=self._job,
+                name=self._job,
+                start=load.start,
+                stop=load.stop,
+                layers=load.layers,
                 dtype=self._profile.pipeline.activations,
-                state_bytes=state_bytes + self.engine.reduce_buffer.nbytes,
+                weights_bytes=state_bytes + self.engine.reduce_buffer.nbytes,
+                cache_bytes=0,
                 limit_bytes=limit_bytes,
+                sessions=0,
+                compute_ms=1e3 * load.micro_batch_s,
+                busy=load.busy,
                 tokens_per_s=self._tokens_per_s,
+                out_position_bytes=load.token_bytes,
+                next=load.next,
             )
         ]

@@ -59,9 +59,7 @@ from wire.connection import Connection
 from wire.job_messages import CatchUp, MemberRecord
 from wire.messages import Hello
 
-FIRST_STEP_S = 600.0
 FORM_TIMEOUT_S = 20.0  # a neighbour may still be aborting a long micro-batch before it turns to the new view
-REDO_BYTES_PER_S = 100e6  # it may also be redoing a step: one thread's optimizer, seen at four times that
 
 P = ParamSpec("P")
 
@@ -136,7 +134,8 @@ class Forming:
             "heartbeat_s": membership.heartbeat_s or view.heartbeat_s or usual_s[0],
             "death_s": membership.death_s or view.death_s or usual_s[1],
             "streams": view.streams,
-            "timeout_s": FORM_TIMEOUT_S + max(self._state_bytes(), view.state_bytes) / REDO_BYTES_PER_S,
+            # it may also be redoing a step: one thread's optimizer, seen at four times that
+            "timeout_s": FORM_TIMEOUT_S + max(self._state_bytes(), view.state_bytes) / (100e6),
         }
 
 
@@ -550,7 +549,7 @@ class JobRunner:
         is known before the first one), or heals (the whole state at 1 MB/s; of a split model, the largest stage's).
         """
         view = self.core.view
-        usual_s = 20.0 * self.clock.longest_s if self.clock.longest_s else FIRST_STEP_S
+        usual_s = 20.0 * self.clock.longest_s if self.clock.longest_s else 600.0
         return 60.0 + usual_s + max(self._state_bytes, view.state_bytes if view else 0) / 1e6
 
     def _rank(self) -> int:

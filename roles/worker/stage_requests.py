@@ -16,12 +16,9 @@ from p2ptrain.core.model_config import config_untrusted
 from p2ptrain.core.serving import PartSpec, Sampling, check_sampling
 
 MAX_POSITIONS = 1 << 20
-MAX_ACTIVATION_BYTES = 1 << 26
-"""Of one position: more than the widest that ``config_untrusted`` takes has in fp32."""
 MAX_LAYERS = 4096
 MAX_STAGES = 64
 MAX_ATTEMPT = 1 << 31
-MAX_CONFIG_CHARS = 48 << 10
 MAX_PATH_CHARS = 4096
 NAME_CHARS = 200
 SHORTEST_SILENCE_S, LONGEST_SILENCE_S = 0.1, 600.0
@@ -115,7 +112,7 @@ def load_untrusted(params: Params, *, device: str) -> LoadRequest:
     """Raises ``ProtocolError``."""
     layers = _number(params, "layers", 1, MAX_LAYERS)
     start, stop = _number(params, "start", 0, layers - 1), _number(params, "stop", 1, layers)
-    config, dtype, giver = _text(params, "config", MAX_CONFIG_CHARS), _text(params, "dtype", 8), params.get("giver")
+    config, dtype, giver = _text(params, "config", (48 << 10)), _text(params, "dtype", 8), params.get("giver")
     if start >= stop:
         raise ProtocolError(f"layers [{start}, {stop}) are none")
     if dtype not in DTYPES:
@@ -135,7 +132,8 @@ def load_untrusted(params: Params, *, device: str) -> LoadRequest:
         name=printable(_text(params, "name", MAX_PATH_CHARS)),
         spec=PartSpec(config, start, stop, layers, dtype, device),
         positions=_number(params, "positions", 0, MAX_POSITIONS),
-        activation_bytes=_number(params, "activation_bytes", 0, MAX_ACTIVATION_BYTES),
+        # Of one position: more than the widest that ``config_untrusted`` takes has in fp32.
+        activation_bytes=_number(params, "activation_bytes", 0, (1 << 26)),
         path=path,
         giver=place,
     )
