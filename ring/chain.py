@@ -40,12 +40,9 @@ from wire.connection import Connection
 from wire.frame import MAX_BULK_BYTES
 
 PINGS = 3  # the first one finds TCP with its smallest window
-MOST_ROUND_TRIP_S = 3600.0
 PATIENCE_PART = 0.1
 """Of the patience, added for every stage beyond the neighbour that is waited for: who stands beside the one that is
 stuck gives up first, and names the right one."""
-LOOK_PART = 0.05
-"""Of the patience: how often a stage that waits looks whether the neighbour still reads; finer than the above."""
 
 _STREAMS = 1 << 32
 _GATHERED, _TOLD = PINGS, PINGS + 1  # streams of the round trips, on their way to the first stage and from it
@@ -589,7 +586,7 @@ class Chain:
                     silence = f"nothing came for {patience_s:g} s while this stage waited for {what}"
                     self._links.give_up(hop.neighbour, DeadlineExceeded(silence, remedy=remedy))
                     raise self.failure()
-                await asyncio.wait({future}, timeout=min(left_s, patience_s * LOOK_PART))
+                await asyncio.wait({future}, timeout=min(left_s, patience_s * 0.05))
         finally:
             del self._waits[hop]
         future.result()
@@ -637,7 +634,7 @@ def figures_untrusted(payload: bytes, stages: int) -> tuple[list[float], list[in
         raise ProtocolError(f"figures of {stages} stages in {len(payload)} bytes")
     figures = [figure for (figure,) in _FIGURE.iter_unpack(payload)]
     round_trips_s, most = figures[: stages - 1], figures[stages - 1 :]
-    if not all(0 <= seconds <= MOST_ROUND_TRIP_S for seconds in round_trips_s):
+    if not all(0 <= seconds <= 3600 for seconds in round_trips_s):
         raise ProtocolError("a round trip that cannot be")
     if not all(0 <= count <= MAX_MICRO_BATCHES and count == int(count) for count in most):
         raise ProtocolError("a number of micro-batches that cannot be")

@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 from ring.order import Links, Wishes, arranged
 from ring.token import balanced
-from ring.view import View, shares
+from ring.view import REDUCED_TO_STATE, View, shares
 from wire.frame import CONTROL_FRAME_BYTES
 from wire.job_messages import MemberRecord, Report
 
@@ -24,13 +24,13 @@ STATUSES = STANDSTILL | BESIDE | {"training", "healed", "failed"}
 """All values of ``Report.status``."""
 TORN_S = 3.0
 """A member that was healing may first have to load its state anew: the others wait no longer than this for it."""
-SPARES = 2
-"""Workers that a job keeps beside those that it has work for: they take a place that becomes free."""
 RETURN_S = 10.0
 """Longer than the longest pause of a worker that looks for its seed: who is not back by then, beside members that stand
 still and so wait, is no longer waited for."""
 LEAVE_S = 1.0
 """A ring that stops unasked has a member that leaves, and says so next: a view with it would break at once."""
+FED = 2
+"""Newcomers that catch up at a time, for each member: each gives to two, so any crowd is in after few rounds."""
 
 
 class Phase(StrEnum):
@@ -87,7 +87,8 @@ class Terms:
 
     Attributes:
         workers: the first view waits for this many.
-        micro_batches: of a global batch; more members than that stay spare, and of those at most ``SPARES``.
+        micro_batches: of a global batch; more members than that stay spare, and of those at most two: they take a
+            place that becomes free.
         settle_s: after a break, until members that are alive but say nothing are struck off. The dead are not waited
             for: their connections tell.
         hold_s: after a hold, the same. Long: a step may be.
@@ -111,7 +112,7 @@ class Terms:
     @property
     def most(self) -> int:
         """So many peers, and no more, are of use to the job."""
-        return max(self.workers, self.micro_batches) + SPARES
+        return max(self.workers, self.micro_batches) + 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,18 +236,9 @@ class Signal(Enum):
     YIELD = "another job waits for workers: a paused one whose state is on a disk lets its own go"
 
 
-Event = (
-    PeerOffered
-    | PeerReturned
-    | PeerReported
-    | PeerLost
-    | Progress
-    | Measured
-    | PeerTold
-    | Saved
-    | Restore
-    | Together
-    | Signal
+Event: TypeAlias = (
+    "PeerOffered | PeerReturned | PeerReported | PeerLost | Progress | Measured | PeerTold | Saved"
+    " | Restore | Together | Signal"
 )
 """What happened. ``handle`` takes nothing else."""
 
@@ -347,18 +339,9 @@ class Emit:
     peer_id: str = ""
 
 
-Instruction = (
-    SendAssign
-    | SendSurvey
-    | Planned
-    | SendHold
-    | SendCatchUp
-    | SendSave
-    | SendRelease
-    | Mint
-    | SetState
-    | SetCorpus
-    | Emit
+Instruction: TypeAlias = (
+    "SendAssign | SendSurvey | Planned | SendHold | SendCatchUp | SendSave | SendRelease | Mint"
+    " | SetState | SetCorpus | Emit"
 )
 """What the shell is to do, in order."""
 
@@ -499,6 +482,78 @@ class Deadlines:
         self._at = {name: at for name, at in self._at.items() if name not in due}
         self.passed |= due
         return due
+
+
+@dataclass(slots=True)
+class _Chase:
+    """A newcomer that catches up. ``due``: when it comes in anyway. ``following``: it comes in now. ``overdue``: it has
+    had its time, or was let in. ``anew``: it has lost what it had and must be asked again."""
+
+    due: float
+    following: bool = False
+    overdue: bool = False
+    anew: bool = False
+
+
+class CatchUps:
+    """Newcomers that fetch the state beside the running ring, by peer id.
+
+    A newcomer is asked to *catch up*, and says that it *follows* when it is at most a step behind, or that it cannot
+    be. Then it comes in, and the ring stops for no more than a new view. It comes in all the same when its time is
+    over: then it heals within the ring.
+    """
+
+    def __init__(self) -> None:
+        self._chases: dict[str, _Chase] = {}
+
+    @property
+    def moving(self) -> frozenset[str]:
+        """Whose state changes beside the ring, so that nothing it said of it before can be relied on."""
+        return frozenset(peer_id for peer_id, chase in self._chases.items() if not chase.anew)
+
+    def next(self) -> list[float]:
+        """When to ``expire`` at the latest."""
+        return [chase.due for chase in self._chases.values() if not chase.following]
+
+    def expire(self, now: float) -> None:
+        for chase in self._chases.values():
+            if not chase.following and chase.due <= now:
+                chase.following = chase.overdue = True
+
+    def to_ask(self, beside: Collection[str], members: int, room: int) -> list[str]:
+        """Of those that stand beside a ring of ``members`` with ``room`` for more, whom to ask now."""
+        under_way = [chase for peer_id, chase in self._chases.items() if peer_id in beside and not chase.anew]
+        chasing = sum(not chase.following for chase in under_way)
+        chases = ((peer_id, self._chases.get(peer_id)) for peer_id in sorted(beside))
+        wanted = [peer_id for peer_id, chase in chases if chase is None or (chase.anew and not chase.following)]
+        return wanted[: max(min(FED * members - chasing, room - len(under_way)), 0)]
+
+    def asked(self, peer_id: str, now: float, reduce_bytes: int, grace_s: float) -> None:
+        """It was asked to catch up with a state of that size. Its time runs from the first time on."""
+        # A transfer of less than a megabyte a second is not waited for; members that heal in a ring have as long.
+        due = now + grace_s + REDUCED_TO_STATE * reduce_bytes / 1e6
+        self._chases.setdefault(peer_id, _Chase(due)).anew = False
+
+    def let_in(self, peer_id: str, *, anew: bool) -> None:
+        """It comes in: it has what the ring began with (``anew``), or follows already, as it was asked to before."""
+        self._chases.setdefault(peer_id, _Chase(0.0, following=True, overdue=True, anew=anew))
+
+    def said(self, peer_id: str, status: str) -> None:
+        """``following``, or ``ready`` where it had to begin anew."""
+        if chase := self._chases.get(peer_id):
+            chase.anew = status == "ready"
+            chase.following = chase.overdue or not chase.anew
+
+    def through(self, peer_id: str) -> bool:
+        """Whether it follows, or has had its time."""
+        return peer_id in self._chases and self._chases[peer_id].following
+
+    def forget(self, peer_id: str) -> None:
+        """It is in, or gone, or must tell anew what it has."""
+        self._chases.pop(peer_id, None)
+
+    def clear(self) -> None:
+        self._chases.clear()
 
 
 @dataclass(slots=True)

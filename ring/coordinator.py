@@ -51,8 +51,7 @@ and expire with whatever event comes after them (``Signal.TICK`` says nothing bu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ring import coordination as co
@@ -64,6 +63,7 @@ from ring.coordination import (
     STANDSTILL,
     TORN_S,
     TRANSITIONS,
+    CatchUps,
     Deadlines,
     InvalidTransition,
     Known,
@@ -82,85 +82,11 @@ from ring.coordination import (
 )
 from ring.order import Load, known_link, plan_ring
 from ring.quarantine import Quarantine
-from ring.view import REDUCED_TO_STATE, View
+from ring.view import View
 from wire.job_messages import MemberRecord, Report
 
-FED = 2
-"""Newcomers that catch up at a time, for each member: each gives to two, so any crowd is in after few rounds."""
 DONORS = 3
 """To each newcomer; more would only slow down more members' steps."""
-
-
-@dataclass(slots=True)
-class _Chase:
-    """A newcomer that catches up. ``due``: when it comes in anyway. ``following``: it comes in now. ``overdue``: it has
-    had its time, or was let in. ``anew``: it has lost what it had and must be asked again."""
-
-    due: float
-    following: bool = False
-    overdue: bool = False
-    anew: bool = False
-
-
-class CatchUps:
-    """Newcomers that fetch the state beside the running ring, by peer id.
-
-    A newcomer is asked to *catch up*, and says that it *follows* when it is at most a step behind, or that it cannot
-    be. Then it comes in, and the ring stops for no more than a new view. It comes in all the same when its time is
-    over: then it heals within the ring.
-    """
-
-    def __init__(self) -> None:
-        self._chases: dict[str, _Chase] = {}
-
-    @property
-    def moving(self) -> frozenset[str]:
-        """Whose state changes beside the ring, so that nothing it said of it before can be relied on."""
-        return frozenset(peer_id for peer_id, chase in self._chases.items() if not chase.anew)
-
-    def next(self) -> list[float]:
-        """When to ``expire`` at the latest."""
-        return [chase.due for chase in self._chases.values() if not chase.following]
-
-    def expire(self, now: float) -> None:
-        for chase in self._chases.values():
-            if not chase.following and chase.due <= now:
-                chase.following = chase.overdue = True
-
-    def to_ask(self, beside: Collection[str], members: int, room: int) -> list[str]:
-        """Of those that stand beside a ring of ``members`` with ``room`` for more, whom to ask now."""
-        under_way = [chase for peer_id, chase in self._chases.items() if peer_id in beside and not chase.anew]
-        chasing = sum(not chase.following for chase in under_way)
-        chases = ((peer_id, self._chases.get(peer_id)) for peer_id in sorted(beside))
-        wanted = [peer_id for peer_id, chase in chases if chase is None or (chase.anew and not chase.following)]
-        return wanted[: max(min(FED * members - chasing, room - len(under_way)), 0)]
-
-    def asked(self, peer_id: str, now: float, reduce_bytes: int, grace_s: float) -> None:
-        """It was asked to catch up with a state of that size. Its time runs from the first time on."""
-        # A transfer of less than a megabyte a second is not waited for; members that heal in a ring have as long.
-        due = now + grace_s + REDUCED_TO_STATE * reduce_bytes / 1e6
-        self._chases.setdefault(peer_id, _Chase(due)).anew = False
-
-    def let_in(self, peer_id: str, *, anew: bool) -> None:
-        """It comes in: it has what the ring began with (``anew``), or follows already, as it was asked to before."""
-        self._chases.setdefault(peer_id, _Chase(0.0, following=True, overdue=True, anew=anew))
-
-    def said(self, peer_id: str, status: str) -> None:
-        """``following``, or ``ready`` where it had to begin anew."""
-        if chase := self._chases.get(peer_id):
-            chase.anew = status == "ready"
-            chase.following = chase.overdue or not chase.anew
-
-    def through(self, peer_id: str) -> bool:
-        """Whether it follows, or has had its time."""
-        return peer_id in self._chases and self._chases[peer_id].following
-
-    def forget(self, peer_id: str) -> None:
-        """It is in, or gone, or must tell anew what it has."""
-        self._chases.pop(peer_id, None)
-
-    def clear(self) -> None:
-        self._chases.clear()
 
 
 class Coordinator:

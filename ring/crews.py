@@ -64,11 +64,6 @@ from wire.job_messages import MemberRecord, Report
 if TYPE_CHECKING:
     from ring.training_placement import TrainingPlan
 
-TELL_S = 30.0
-"""For workers to tell how fast they are: they load their libraries first, which has to be done in any case."""
-SURVEY_S = 4.0
-"""For the ways between them to be measured; the shell gives up before."""
-
 
 class Crews:
     """One job's core, for a split model: the same interface as ``Coordinator``, whose events and instructions are about
@@ -985,13 +980,13 @@ class Crews:
         if not silent:
             self._tell_due = None
         elif self._tell_due is None:
-            self._tell_due = self._now + TELL_S
+            self._tell_due = self._now + 30.0  # they load their libraries first, which has to be done in any case
         if self._tell_due is not None and self._now < self._tell_due:
             self._plan_due = self._tell_due
             return True
         known = any(worker.peer.flops or worker.peer.memory_bytes for worker in self._workers.values())
         if known and self._workers.keys() - self._surveyed:
-            self._surveyed, self._survey_due = frozenset(self._workers), self._now + SURVEY_S
+            self._surveyed, self._survey_due = frozenset(self._workers), self._now + 4.0  # the shell gives up before
             self._out.append(co.SendSurvey(tuple(sorted(self._workers))))
         self._plan_due = self._survey_due
         return self._survey_due is not None and self._now < self._survey_due

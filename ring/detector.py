@@ -12,7 +12,7 @@ matter. For gaps that are alike over time the longest of n is exceeded with prob
 excess three times is as rare as the third power of that where tails are exponential. ``tests/ring/test_detector.py``
 replays what eight busy workers on two cores did, and states the margin.
 
-Bounds. Below: ``LEAST_PART`` of ``death_s``, and three beats at least: one lost beat is weather, and a machine may
+Bounds. Below: three quarters of ``death_s``, and three beats at least: one lost beat is weather, and a machine may
 stop for a second (swap, a container's quota). Above: ``death_s``: whatever a
 peer got us used to, that silence is a death, so that nobody waits longer than a person was told. Before ``ENOUGH`` gaps
 are known: ``death_s``.
@@ -31,14 +31,7 @@ WINDOW = 256
 """Gaps remembered of a peer: a minute near by, twenty minutes far away."""
 ENOUGH = 16
 FACTOR = 3.0
-LEAST_BEATS = 3
-LEAST_PART = 0.75
 PEERS_KEPT = 256
-
-_LAN_RTT_MS = 5.0
-_LAN_BEATS_S = (0.25, 2.0)
-_FAR_BEATS_S = (5.0, 15.0)
-_FAR_RTT_MS = 50.0
 
 
 def beat_defaults(rtt_ms: float) -> tuple[float, float]:
@@ -48,11 +41,8 @@ def beat_defaults(rtt_ms: float) -> tuple[float, float]:
     where routes flap for seconds: 5 s / 15 s. Between, both grow in proportion from the one pair to the other. In
     every case at least three beats in a row are lost before a death is called.
     """
-    if rtt_ms < _LAN_RTT_MS:
-        return _LAN_BEATS_S
-    part = min((rtt_ms - _LAN_RTT_MS) / (_FAR_RTT_MS - _LAN_RTT_MS), 1.0)
-    heartbeat_s, death_s = (near + part * (far - near) for near, far in zip(_LAN_BEATS_S, _FAR_BEATS_S, strict=True))
-    return heartbeat_s, death_s
+    part = min(max((rtt_ms - 5) / (50 - 5), 0.0), 1.0)
+    return 0.25 + part * (5 - 0.25), 2 + part * (15 - 2)
 
 
 class Rhythm:
@@ -66,7 +56,7 @@ class Rhythm:
 
     def patience_s(self, heartbeat_s: float, death_s: float) -> float:
         """How long the peer may be silent; see the module's docstring for the rule and its bounds."""
-        least_s = max(LEAST_PART * death_s, LEAST_BEATS * heartbeat_s)
+        least_s = max(0.75 * death_s, 3 * heartbeat_s)
         if len(self._gaps) < ENOUGH:
             return max(death_s, least_s)
         ordered = sorted(self._gaps)

@@ -42,7 +42,6 @@ Residual = npt.NDArray[np.float32]
 TURN_BYTES = WINDOW_BYTES
 """Of an array, handed over in one turn of the loop: where coding is slower than the link, the kernel takes all at once,
 for ever, and neither what arrives nor a beat had its turn. As much as near members have on their way at a time."""
-_ALIGN_BYTES = 64
 
 
 @dataclass(eq=False, slots=True)
@@ -299,4 +298,4 @@ class Lane:
 
 
 def _at_least(buffer: npt.NDArray[np.uint8], nbytes: int) -> npt.NDArray[np.uint8]:
-    return buffer if len(buffer) >= nbytes else np.empty(-(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES, np.uint8)
+    return buffer if len(buffer) >= nbytes else np.empty(-(-nbytes // 64) * 64, np.uint8)

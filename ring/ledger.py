@@ -28,7 +28,6 @@ from wire.records import LedgerHead, ViewBegan
 
 DIGEST_BYTES = 16
 MAX_MEMBERS = 1024
-BEGINS_KEPT = 1000
 
 
 def begun(head: LedgerHead | None, view: View) -> LedgerHead:
@@ -66,7 +65,7 @@ class Begins:
         while self._begins and self._begins[-1][0] >= step:
             self._begins.pop()
         self._begins.append((step, generation, lineage))
-        del self._begins[:-BEGINS_KEPT]
+        del self._begins[:-1000]
 
     def superseded(self, generation: int, step: int) -> bool:
         """Whether a later view took ``step`` of that generation back, or it was computed anew since."""

@@ -35,10 +35,6 @@ from wire.handshake import HANDSHAKE_TIMEOUT_S, RefusalCode, dial, local_hello
 from wire.job_messages import MemberRecord
 from wire.messages import Hello, Refuse
 
-MAX_HELD = 16
-HOLD_S = 60.0
-"""How long a connection waits for its view: longer than a member takes to turn from a step to the next view."""
-
 FIRST_PAUSE_S = 0.05
 DIAL_PART = 0.4
 """Of the time to form: for dialling. Who knows which link is missing says so before all others' time is up."""
@@ -88,13 +84,14 @@ class Inbound:
 
     Args:
         max_held: peers whose connections are held for views that have not arrived; more are refused as ``BUSY``, and
-        the dialler tries again. hold_s: how long each connection is held.
+        the dialler tries again. hold_s: how long each connection is held: longer than a
+            member takes to turn from a step to the next view.
 
     Attributes:
         memory: what this worker knows of its neighbours' beats, across views.
     """
 
-    def __init__(self, *, max_held: int = MAX_HELD, hold_s: float = HOLD_S) -> None:
+    def __init__(self, *, max_held: int = 16, hold_s: float = 60.0) -> None:
         self.memory = Memory()
         self._max_held = max_held
         self._hold_s = hold_s

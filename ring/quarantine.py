@@ -24,7 +24,6 @@ from ring.order import arranged
 
 CAUSES = frozenset({"contribution", "digest", "hop"})
 """Values of ``Report.cause`` that say that a step was refused."""
-MAX_COOLDOWN_S = 600.0
 QUIET = 10
 """So many times its last time out a peer must have been quiet to be forgiven."""
 FIRST_FALL_S = 1.0
@@ -182,7 +181,7 @@ class Quarantine:
         return Verdict("link", f"the link between {name(reporter)} and {name(suspect)} keeps breaking: {done}")
 
     def _excluded(self, suspect: str, name: Callable[[str], str], now: float) -> str:
-        seconds = self._sits_out(suspect, now, self._cooldown_s, MAX_COOLDOWN_S)
+        seconds = self._sits_out(suspect, now, self._cooldown_s, 600.0)
         return f"{name(suspect)} sits out {seconds:.0f} s"
 
     def view_began(self) -> None:

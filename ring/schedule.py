@@ -39,7 +39,6 @@ MAX_STAGES = 256
 MAX_MICRO_BATCHES = 65_536
 SLACK = 0.01
 """Part of the time that may be lost where it saves memory."""
-_LEAST_AHEAD = 3  # buffers to receive into: one is computed on, one is full, one is filling
 
 
 class Kind(Enum):
@@ -114,7 +113,7 @@ class Schedule:
         holds it back.
         """
         further = self.warm_ups[hop] - self.warm_ups[hop + 1]
-        return min(self.micro_batches, max(_LEAST_AHEAD, further + 2))
+        return min(self.micro_batches, max(3, further + 2))
 
     def validate(self) -> None:
         """Assert what must hold: each micro-batch once, forward before backward, and no stage waits for ever."""

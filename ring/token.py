@@ -31,8 +31,6 @@ _LINEAGE = re.compile(r"[0-9a-f]{32}")
 _TOKEN = struct.Struct("!QQIIddQQ16s16s")
 _SUM = struct.Struct("!I")
 TOKEN_BYTES = _TOKEN.size + _SUM.size
-MAX_UNIT_US = 2**32 - 1
-"""An hour and eleven minutes for a micro-batch; who takes longer says this."""
 
 
 class Flag(IntFlag):
@@ -81,7 +79,7 @@ class Token:
             self.generation,
             self.step,
             self.flags,
-            min(self.unit_us, MAX_UNIT_US),
+            min(self.unit_us, 2**32 - 1),
             self.part,
             self.own,
             self.sent,

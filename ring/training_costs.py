@@ -26,7 +26,6 @@ from p2ptrain.core.footprint import (
 MAX_LAYERS = 1024
 _MOST_BYTES = 1 << 50
 _MOST = 1 << 24  # larger than any model's vocabulary or width
-_ELEMENT_BYTES = 4  # of weights, in fp32
 ACHIEVED = 0.65
 """Part of the speed of a plain matrix product at which a micro-batch is computed: 0.70 was seen at a width of 1,024,
 0.61 at 512 and 0.29 at 128, on one thread of a CPU in fp32."""
@@ -240,7 +239,7 @@ class Training:
 
     def layer_flop(self, layer: int) -> float:
         """Of a micro-batch's forward pass: two for each weight and token, and attention's own products."""
-        weights = self.shape.sizes.layers_bytes[layer] / _ELEMENT_BYTES
+        weights = self.shape.sizes.layers_bytes[layer] / 4
         return self.tokens * (2 * weights + 4 * self.sequence_tokens * self.shape.width)
 
     @property

@@ -43,9 +43,6 @@ from ring.placement import MOST_PEERS, Array, Board, best_chain, cut_places, spa
 from ring.schedule import Costs, Schedule, extended, simulate
 from ring.training_costs import ACHIEVED, Trainee, Training
 
-SIMULATED = 256
-"""Micro-batches of which a step is simulated; each further one takes as long as the slowest stage or hop."""
-
 # ---------------------------------------------------------------------------------------------------------- the result
 
 
@@ -289,7 +286,7 @@ def _predicted(
         min(training.most_in_flight(stage, start, stop, trainee) for trainee in group)
         for stage, (group, start, stop) in enumerate(parts)
     ]
-    schedule = _schedule(training, min(share, SIMULATED), there_s, back_s, pace_s, bounds)
+    schedule = _schedule(training, min(share, 256), there_s, back_s, pace_s, bounds)
     forward_s = [each_s / training.passes(stop) for each_s, (_, _, stop) in zip(computes_s, parts, strict=True)]
     costs = Costs(
         tuple(forward_s),

@@ -40,6 +40,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
 
 from p2ptrain.core.texts import shortened
 from ring.token import Fault, Flag, Guard, Shares, Token, next_lineage, odd_ones_out, verdict
@@ -101,8 +102,6 @@ RUNNING = frozenset(
     }
 )
 UNINTERRUPTIBLE = frozenset({Phase.REDOING, Phase.APPLYING})
-LASTING = Flag.SAVE | Flag.SNAPSHOT
-"""Wishes that outlive a break: others are granted by it."""
 
 
 class InvalidTransition(RuntimeError):
@@ -209,8 +208,9 @@ class Wish:
     generation: int = 0
 
 
-Event = (
-    Loaded | Unloaded | Torn | Followed | ViewArrived | Finished | Reduced | Voted | Broken | Confirmed | Failed | Wish
+Event: TypeAlias = (
+    "Loaded | Unloaded | Torn | Followed | ViewArrived | Finished | Reduced | Voted | Broken | Confirmed"
+    " | Failed | Wish"
 )
 
 
@@ -726,7 +726,9 @@ class Transaction:
     def _stop(self, phase: Phase, status: str) -> list[Instruction]:
         """Stand still together. The session stays open until the next view: a slower member may still need it."""
         self._go(phase)
-        self._wishes &= LASTING  # one that came too late for the last token is granted after the next step
+        self._wishes &= (
+            Flag.SAVE | Flag.SNAPSHOT
+        )  # one that came too late for the last token is granted after the next step
         self._granted = Flag(0)
         self._ticket += 1
         return [Say(self.report(status))]
@@ -735,7 +737,9 @@ class Transaction:
         """Abandon what is under way; the view stays known, so that the report and late frames can be told apart."""
         if self.phase in (Phase.APPLYING, Phase.CONFIRMING):  # the boundary that would have granted it does not come
             self._wishes |= self._granted
-        self._wishes &= LASTING  # a hold or a leave has happened with this; a copy of the state is still wanted
+        self._wishes &= (
+            Flag.SAVE | Flag.SNAPSHOT
+        )  # a hold or a leave has happened with this; a copy of the state is still wanted
         self._granted = Flag(0)
         self._ticket += 1
         self._go(Phase.IDLE)

@@ -26,8 +26,6 @@ table to it. It grows with the root of the members: a partial sum is encoded aga
 NEARLY_BEST: Final = 1.1
 """A codec that takes a tenth longer than the fastest is as good, and less lossy."""
 
-_SAMPLE_NUMEL: Final = 1 << 20  # large enough for a size per element without a tail's rounding
-
 
 def choose_codec(
     edge_bps: float,
@@ -57,7 +55,7 @@ def choose_codec(
         raise ValueError(f"not a time, size or error: {(rtt_s, total_bytes, compute_s, error_budget)}")
 
     def exchange_s(name: str) -> float:
-        share = codec_named(name).encoded_bytes(_SAMPLE_NUMEL) / (4 * _SAMPLE_NUMEL)
+        share = codec_named(name).encoded_bytes(1 << 20) / (4 * (1 << 20))
         return rtt_s + 8 * total_bytes * share / edge_bps
 
     allowed = [name for name in CANDIDATES if name == CANDIDATES[0] or STATED_ERROR[name] <= error_budget]

@@ -22,7 +22,6 @@ from wire.connection import Received
 from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.handshake import RefusalCode, dial, local_hello
 from wire.heal_messages import MemberLost
-from wire.job_messages import StepMetrics
 from wire.memory import MemoryNetwork, run_virtual
 from wire.transport import TcpNetwork
 
@@ -105,29 +104,6 @@ async def test_over_several_connections(streams: int, network: Network) -> None:
         carried = [bulk.bytes_out for bulk in members[0].chain.neighbours[0].bulks]
         assert len(carried) == streams
         assert min(carried) >= 16 // streams * ACTIVATION_BYTES
-
-
-async def test_payloads_larger_than_any_buffer_of_the_system() -> None:
-    """All forwards first: far more is sent than there are buffers posted for, and TCP holds it back."""
-    async with local_chain(2, TcpNetwork(), activation_bytes=12_000_001, gradient_bytes=3_000_000) as members:
-        await everyone(members, lambda chain: run_step(chain, gpipe(2, 6)))
-        assert members[1].chain.bytes_in >= 6 * 12_000_001
-
-
-def test_it_runs_on_uvloop_too() -> None:
-    import uvloop
-
-    async def main() -> None:
-        async with local_chain(3, TcpNetwork(), activation_bytes=300_000, gradient_bytes=300_000) as members:
-            await everyone(members, lambda chain: run_step(chain, one_f_one_b(3, 8)))
-            tasks = [asyncio.create_task(run_step(member.chain, gpipe(3, 4))) for member in members[:2]]
-            await asyncio.sleep(0)
-            members[2].die()
-            async with asyncio.timeout(AT_ONCE_S):
-                ends = await asyncio.gather(*tasks, return_exceptions=True)
-            assert [type(end) for end in ends] == [ConnectionLost, ConnectionLost]
-
-    uvloop.run(main())
 
 
 async def test_no_more_buffers_are_held_than_the_schedule_says() -> None:
@@ -386,15 +362,6 @@ async def test_news_that_came_before_the_end_of_the_beats_counts_though_payloads
             assert (await last.broken).suspect == "a"
 
 
-async def test_a_neighbour_that_speaks_nonsense_ends_the_chain(network: Network) -> None:
-    async with local_chain(2, network, **SIZES) as members:
-        members[0].chain.neighbours[0].beat.send(StepMetrics("job", 1, 1, {}))
-        async with asyncio.timeout(AT_ONCE_S):
-            broken = await members[1].chain.broken
-        assert broken.suspect == "a"
-        assert isinstance(broken.cause, ProtocolError)
-
-
 @virtual
 async def test_of_several_that_wait_who_stands_beside_the_stuck_one_gives_up_first() -> None:
     """c beats and reads, and computes nothing: a, b and d all wait, and the first word is of c."""
@@ -409,18 +376,6 @@ async def test_of_several_that_wait_who_stands_beside_the_stuck_one_gives_up_fir
         suspects = [(await member.chain.broken).suspect for member in running]
         assert suspects == ["c", "c", "b"], "behind c it is heard from c itself that b is gone"
         assert [type(end) for end in ends].count(DeadlineExceeded) == 1
-
-
-@virtual
-async def test_a_silent_neighbour_is_a_dead_one() -> None:
-    network = MemoryNetwork()
-    networks = [network.at(name) for name in "ab"]
-    async with local_chain(2, networks, hosts=True, heartbeat_s=1, death_s=4, **SIZES) as members:
-        network.silence("a", "b")
-        broken = [await member.chain.broken for member in members]
-        assert [item.suspect for item in broken] == ["b", "a"]
-        assert all("no sign of life" in item.cause.message for item in broken)
-        network.mend("a", "b")
 
 
 @virtual
@@ -456,25 +411,3 @@ async def test_who_leaves_after_its_step_does_not_spoil_it_for_the_others(count:
                 chain.close("done")
 
             await everyone(members, act)
-
-
-async def test_leaving_ends_the_others_and_says_why(network: Network) -> None:
-    async with local_chain(3, network, **SIZES) as members:
-        members[1].chain.close("a new view was announced")
-        async with asyncio.timeout(AT_ONCE_S):
-            broken = [await member.chain.broken for member in members]
-        assert [item.suspect for item in broken] == ["b", "", "b"]
-        assert broken[0].cause.message == "lost the next stage b: it left the chain"
-        assert broken[2].cause.message == "lost the stage before b: it left the chain"
-        assert broken[1].cause.message == "this stage left the chain: a new view was announced"
-
-
-async def test_leaving_in_the_middle_of_a_step_breaks_it(network: Network) -> None:
-    async with local_chain(3, network, **SIZES) as members:
-        tasks = [asyncio.create_task(run_step(member.chain, one_f_one_b(3, 4))) for member in members[:2]]
-        for _ in range(20):
-            await asyncio.sleep(0)
-        members[2].chain.close()
-        async with asyncio.timeout(AT_ONCE_S):
-            ends = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(end) for end in ends] == [ConnectionLost, ConnectionLost]

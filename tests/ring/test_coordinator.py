@@ -197,16 +197,6 @@ def test_a_newcomer_waits_until_the_one_before_it_is_healed() -> None:
     assert desk.of(co.SendHold) == [co.SendHold(("a", "b", "c"), 2, "name-d joining")]
 
 
-def test_a_newcomers_own_state_never_overrules_the_ring() -> None:
-    desk = Desk()
-    desk.start("a", "b")
-    desk.offer("c")
-    desk.report("c", "ready", 900, "elsewhere")
-    desk.stand("held", 4, "a", "b")
-    view = desk.minted()
-    assert (view.step, view.lineage, healthy(view)) == (4, "L4", ["a", "b"])
-
-
 # --------------------------------------------------------------------------------------------------- death and breaks
 
 
@@ -223,16 +213,6 @@ def test_after_a_death_whoever_holds_the_redo_buffer_is_healthy() -> None:
     assert healthy(view) == ["a", "b"]
 
 
-def test_when_nobody_committed_the_prepared_step_it_is_run_again() -> None:
-    desk = Desk(co.Terms(workers=3, micro_batches=8))
-    desk.start("a", "b", "c")
-    for peer_id in ("a", "b"):
-        desk.report(peer_id, "broken", 9, prepared=10, prepared_lineage="L10", suspect="c")
-    desk.tell(co.PeerLost("c", "closed"))
-    view = desk.minted()
-    assert (view.step, view.lineage, healthy(view)) == (9, "L9", ["a", "b"])
-
-
 def test_a_silent_survivor_is_struck_off_and_may_come_back() -> None:
     desk = Desk(co.Terms(workers=3, micro_batches=8))
     desk.start("a", "b", "c")
@@ -243,15 +223,6 @@ def test_a_silent_survivor_is_struck_off_and_may_come_back() -> None:
     assert co.SendRelease("b", "out of the ring: it did not stop in time") in desk.said
     assert ids(desk.minted()) == ["a"]
     assert desk.core.wants("b")
-
-
-def test_a_late_report_of_the_old_generation_changes_nothing() -> None:
-    desk = Desk()
-    desk.start("a", "b")
-    desk.stand("broken", 5, "a", "b")
-    assert desk.minted().generation == 2
-    assert desk.report("a", "broken", 5, generation=1) == []
-    assert desk.core.phase is Phase.RUNNING
 
 
 def test_a_member_torn_by_a_broken_transfer_is_waited_for_briefly_and_comes_in_when_ready() -> None:
@@ -361,32 +332,6 @@ def test_a_member_that_stays_away_from_the_seed_is_left_behind() -> None:
     assert ids(desk.minted()) == ["b", "a"]
 
 
-def test_a_member_that_comes_back_while_the_ring_is_stopping_is_told_to_stop_too() -> None:
-    desk = Desk(co.Terms(workers=3, micro_batches=8))
-    desk.run("a", "b", "c")
-    desk.tell(co.PeerLost("c", "closed"))
-    desk.tell(co.Signal.PAUSE)
-    desk.tell(co.PeerReturned(peer("c"), 1))
-    desk.report("c", "training", 7)
-    assert desk.of(co.SendHold) == [co.SendHold(("c",), 1, "the job is to pause")]
-    desk.stand("held", 8, "a", "b")
-    assert desk.core.state == "forming"
-    desk.stand("held", 8, "c")
-    assert desk.core.state == "paused"
-
-
-def test_a_member_that_trains_alone_in_an_old_view_is_released() -> None:
-    desk = Desk()
-    desk.start("a", "b")
-    desk.tell(co.PeerLost("a", "closed"))
-    desk.report("b", "broken", 1, suspect="a")
-    desk.tell(co.PeerReturned(peer("a"), 1))
-    desk.report("a", "training", 1, generation=1)
-    assert desk.report("b", "held", 1)  # no effect of its own: the point is what comes next
-    desk.tell(co.PeerReturned(peer("c"), 1))
-    assert desk.report("c", "training", 9, generation=1) == [co.SendRelease("c", "the ring went on without it")]
-
-
 def test_a_restarted_seed_takes_a_running_ring_back_as_it_is() -> None:
     view = Desk().start("a", "b")
     desk = Desk(past=co.Past(state="running", view=view, corpus="C", known_step=30))
@@ -399,44 +344,6 @@ def test_a_restarted_seed_takes_a_running_ring_back_as_it_is() -> None:
     desk.report("b", "training", 40)
     assert desk.said == [co.SetState("running", "")]
     assert desk.after(1000.0) == []
-
-
-def test_a_restarted_seed_waits_for_all_reports_of_a_ring_that_broke_meanwhile() -> None:
-    view = Desk(co.Terms(workers=3, micro_batches=8)).start("a", "b", "c")
-    desk = Desk(past=co.Past(state="running", view=view, corpus="C", known_step=30))
-    desk.tell(co.PeerReturned(peer("b"), 1))
-    desk.report("b", "broken", 31, suspect="a")
-    assert desk.of(co.Mint) == []
-    desk.tell(co.PeerReturned(peer("c"), 1))
-    desk.report("c", "broken", 32, suspect="a")
-    view = desk.minted()
-    assert (view.generation, view.step, ids(view), healthy(view)) == (2, 32, ["c", "b"], ["c"])
-
-
-def test_a_worker_that_fails_while_the_others_are_on_their_way_back_fails_no_job() -> None:
-    desk = Desk(past=co.Past(corpus="C", reread=True))
-    desk.offer("a")
-    desk.report("a", "failed", reason="no space left on device")
-    assert desk.core.state == "waiting"
-    assert "no space left" in desk.core.reason
-    desk.after(TERMS.grace_s / 2)
-    desk.offer("b", "c")
-    desk.ready("b", "c")
-    assert ids(desk.minted()) == ["b", "c"]
-
-
-def test_if_nobody_comes_back_either_the_job_has_failed() -> None:
-    desk = Desk(past=co.Past(corpus="C", reread=True))
-    desk.offer("a")
-    desk.report("a", "failed", reason="no space left on device")
-    assert desk.core.state == "waiting"
-    assert co.SetState("failed", "no space left on device") in desk.after(TERMS.grace_s + 1.0)
-
-
-def test_what_the_store_says_of_the_state_is_put_right_after_a_restart() -> None:
-    view = Desk().start("a", "b")
-    desk = Desk(past=co.Past(state="forming", paused=True, view=view, corpus="C"))
-    assert co.SetState("paused", "") in desk.tell(co.Signal.TICK)
 
 
 def test_the_seed_losing_every_link_at_once_takes_the_ring_for_running() -> None:
@@ -456,16 +363,6 @@ def test_the_seed_losing_every_link_at_once_takes_the_ring_for_running() -> None
     assert desk.of(co.SendHold) == [co.SendHold(("a", "b"), 1, "name-c joining")]
     desk.stand("held", 1011, "a", "b")
     assert (desk.minted().step, healthy(desk.minted())) == (1011, ["a", "b"])
-
-
-def test_a_ring_of_which_nobody_returns_is_over_when_patience_is() -> None:
-    desk = Desk()
-    desk.run("a", "b")
-    for peer_id in ("a", "b"):
-        desk.tell(co.PeerLost(peer_id, "closed"))
-    assert desk.core.state == "forming"
-    desk.after(30.0)
-    assert desk.core.state == "waiting"
 
 
 # -------------------------------------------------------------------------------------------------- everybody was gone
@@ -506,21 +403,6 @@ def test_if_the_newest_state_is_gone_the_best_at_hand_is_used_and_the_loss_is_na
     assert any(isinstance(item, co.Emit) and "23 steps are lost" in item.text for item in desk.said)
 
 
-def test_a_checkpoint_elsewhere_is_waited_for_though_all_members_are_back() -> None:
-    desk = Desk()
-    desk.start("a", "b")
-    desk.tell(co.Saved({"a": 50, "c": 70}))
-    desk.tell(co.Progress(73))
-    for peer_id in ("a", "b"):
-        desk.tell(co.PeerLost(peer_id, "closed"))
-    desk.offer("a", "b")
-    desk.ready("a", "b", applied=50)
-    assert desk.of(co.Mint) == []
-    desk.offer("c")
-    desk.ready("c", applied=70)
-    assert (desk.minted().step, healthy(desk.minted())) == (70, ["c"])
-
-
 def test_fresh_workers_wait_for_the_holder_that_is_still_building() -> None:
     desk = Desk(past=co.Past(view=Desk().start("h", "i"), corpus="C", known_step=1000))
     desk.offer("h", "x", "y")
@@ -542,16 +424,6 @@ def test_whoever_builds_for_ever_is_not_waited_for_for_ever() -> None:
     assert desk.of(co.Mint) == []
     desk.after(1.0)
     assert (desk.minted().step, ids(desk.minted())) == (0, ["x"])
-
-
-def test_members_that_build_after_a_full_restart_are_not_struck_off() -> None:
-    desk = Desk(past=co.Past(view=Desk().start("a", "b"), corpus="C", known_step=73))
-    desk.offer("a", "b")
-    assert desk.core.state == "waiting"  # nobody runs any more
-    desk.after(300.0)
-    assert desk.of(co.SendRelease) == []
-    desk.ready("a", applied=73)
-    assert desk.minted().step == 73
 
 
 def lossy() -> Desk:
@@ -581,20 +453,6 @@ def test_steps_that_were_given_up_do_not_come_back_at_the_next_restart() -> None
     assert desk.of(co.Mint) == []
     desk.ready("x", applied=5)
     assert (desk.minted().step, healthy(desk.minted())) == (5, ["x"])
-
-
-def test_where_only_a_given_up_state_is_left_it_is_used_and_said() -> None:
-    desk = lossy()
-    desk.tell(co.PeerLost("x", "closed"))
-    desk.after(30.0)
-    desk.offer("h")
-    desk.ready("h", applied=1000)
-    assert desk.of(co.Mint) == []
-    desk.after(30.0)
-    (mint,) = desk.of(co.Mint)
-    assert isinstance(mint, co.Mint)
-    assert (mint.view.step, mint.branch) == (1000, {"h"})
-    assert "branch" in desk.kinds()
 
 
 # ----------------------------------------------------------------------------------------------- what a person asks for
@@ -627,20 +485,6 @@ def test_a_pause_outlives_the_seed() -> None:
     assert ids(desk.minted()) == ["a", "b"]
 
 
-def test_resume_after_the_members_went_away_waits_for_workers() -> None:
-    desk = Desk()
-    desk.start("a", "b")
-    desk.tell(co.Signal.PAUSE)
-    desk.stand("held", 6, "a", "b")
-    desk.tell(co.PeerLost("a", "closed"))
-    desk.tell(co.PeerLost("b", "closed"))
-    desk.tell(co.Signal.RESUME)
-    assert desk.core.state == "waiting"
-    desk.offer("a")
-    desk.ready("a", applied=6)
-    assert desk.minted().step == 6
-
-
 def test_cancel_releases_everybody() -> None:
     desk = Desk()
     desk.start("a", "b")
@@ -648,13 +492,6 @@ def test_cancel_releases_everybody() -> None:
     assert {item.peer_id for item in desk.said if isinstance(item, co.SendRelease)} == {"a", "b"}
     assert desk.core.state == "cancelled"
     assert desk.tell(co.PeerOffered(peer("c"))) == [co.SendRelease("c", "the job is cancelled and takes no worker now")]
-
-
-def test_save_goes_to_the_running_members() -> None:
-    desk = Desk()
-    assert desk.tell(co.Signal.SAVE) == []
-    desk.start("a", "b")
-    assert desk.tell(co.Signal.SAVE) == [co.SendSave(("a", "b"))]
 
 
 def test_restore_takes_all_back_and_state_of_the_given_up_branch_counts_no_more() -> None:
@@ -680,19 +517,6 @@ def test_restore_takes_all_back_and_state_of_the_given_up_branch_counts_no_more(
     assert (desk.minted().step, healthy(desk.minted())) == (100, ["a"])
 
 
-def test_restore_of_a_finished_job_offers_it_again() -> None:
-    desk = Desk()
-    desk.start("a", "b")
-    desk.stand("done", 400, "a", "b")
-    assert desk.core.state == "done"
-    desk.tell(co.Restore(300, "a", "L300"))
-    assert desk.core.wants("a")
-    desk.tell(co.PeerOffered(peer("a")))
-    assert desk.said == [co.SendAssign("a", "C", 300)]
-    desk.ready("a", applied=300)
-    assert desk.minted().step == 300
-
-
 def test_restore_that_nobody_can_do_says_so_and_goes_on() -> None:
     desk = Desk()
     desk.start("a", "b")
@@ -705,48 +529,6 @@ def test_restore_that_nobody_can_do_says_so_and_goes_on() -> None:
     (mint,) = desk.of(co.Mint)
     assert isinstance(mint, co.Mint)
     assert (mint.view.step, mint.restored) == (50, True)
-
-
-def test_restore_waits_for_the_one_that_verified_it_when_others_come_first() -> None:
-    desk = Desk()
-    desk.start("a", "b")
-    desk.tell(co.Restore(100, "a", "L100"))
-    desk.stand("held", 205, "a", "b")
-    for peer_id in ("a", "b"):
-        desk.tell(co.PeerLost(peer_id, "the seed was away"))
-    desk.offer("b")
-    desk.ready("b", applied=0)
-    assert not desk.of(co.Mint)
-    assert "restore-failed" not in desk.kinds()
-    desk.offer("a")
-    desk.ready("a", applied=100)
-    assert (desk.minted().step, healthy(desk.minted())) == (100, ["a"])
-
-
-def test_a_checkpoint_that_is_told_of_is_waited_for_though_no_step_ever_was() -> None:
-    desk = Desk()
-    view = desk.start("a", "b")
-    # The seed was away for all of the run, and its members have ended since: one saved later than the other.
-    desk.core = Coordinator("job", TERMS, past=co.Past("waiting", view=view, corpus="C", reread=True))
-    desk.offer("a", "b")
-    desk.after(TERMS.grace_s)
-    assert desk.core.phase is Phase.WAITING
-    desk.tell(co.Saved({"a": 4, "b": 6}))
-    desk.ready("a", applied=4)
-    assert not desk.of(co.Mint)
-    desk.ready("b", applied=6)
-    assert (desk.minted().step, healthy(desk.minted())) == (6, ["b"])
-
-
-def test_restore_waits_no_longer_than_a_build_may_take() -> None:
-    desk = Desk()
-    desk.start("a", "b")
-    desk.tell(co.Restore(100, "a", "L100"))
-    desk.stand("held", 205, "a", "b")
-    desk.report("b", "ready", 100, "another state of the same step")
-    desk.after(TERMS.build_s)
-    assert "restore-failed" in desk.kinds()
-    assert desk.minted().step == 100
 
 
 # ------------------------------------------------------------------------------------------------------ ends and leaves
@@ -802,20 +584,6 @@ def test_a_job_that_its_only_worker_cannot_build_has_failed() -> None:
     assert desk.core.state == "failed"
 
 
-def test_a_job_that_once_ran_survives_a_worker_that_cannot_build_it() -> None:
-    desk = Desk(past=co.Past(view=Desk().start("a", "b"), corpus="C", known_step=5000))
-    desk.after(30.0)
-    desk.offer("c")
-    desk.report("c", "failed", 0, generation=0, reason="no such file")
-    assert (desk.core.state, desk.core.wants("c")) == ("waiting", False)
-    assert desk.core.reason == "waiting for another worker: name-c cannot go on: no such file"
-    desk.tell(co.PeerLost("c", "closed"))
-    assert desk.core.wants("c")
-    desk.offer("a")
-    desk.ready("a", applied=5000)
-    assert desk.minted().step == 5000
-
-
 def test_a_job_takes_two_workers_more_than_it_has_work_for() -> None:
     desk = Desk(co.Terms(workers=2, micro_batches=2))
     desk.start("a", "b")
@@ -857,14 +625,6 @@ def test_a_member_that_leaves_at_a_boundary_is_not_put_into_the_next_view() -> N
     assert desk.of(co.Mint) == []
     desk.tell(co.PeerLost("b", "stopped", left=True))
     assert ids(desk.minted()) == ["a"]
-
-
-def test_a_ring_that_stopped_unasked_goes_on_when_nobody_left() -> None:
-    desk = Desk()
-    desk.start("a", "b")
-    desk.stand("held", 5, "a", "b")
-    desk.after(LEAVE_S)
-    assert ids(desk.minted()) == ["a", "b"]
 
 
 def test_a_member_that_leaves_at_once_breaks_the_ring_and_the_others_go_on() -> None:
@@ -920,51 +680,3 @@ def test_a_view_that_its_members_never_heard_of_costs_no_step(status: str) -> No
         desk.report(peer_id, status, 500, generation=old.generation)
     again = desk.minted()
     assert (again.generation, again.step, healthy(again)) == (view.generation + 1, 500, ["a", "b"])
-
-
-def test_who_heard_of_a_view_waits_for_whoever_did_not() -> None:
-    desk = Desk()
-    old = desk.run("a", "b")
-    desk.stand("broken", 499, "b", prepared=500, prepared_lineage="L500")
-    desk.stand("broken", 500, "a")
-    view = desk.minted()
-    desk = Desk(past=co.Past(state="running", view=view, corpus="C", known_step=500, reread=True))
-    desk.tell(co.PeerReturned(peer("a"), view.generation))
-    desk.report("a", "training", 500)
-    desk.tell(co.PeerReturned(peer("b"), old.generation))
-    desk.report("b", "broken", 499, generation=old.generation, prepared=500, prepared_lineage="L500")
-    assert desk.of(co.SendHold) == [co.SendHold(("a",), view.generation, "the ring stopped")]
-    desk.report("a", "held", 500)
-    again = desk.minted()
-    assert (again.generation, again.step, healthy(again)) == (view.generation + 1, 500, ["a", "b"])
-
-
-def test_the_only_one_with_the_state_keeps_it_when_it_is_lost_as_the_view_is_announced() -> None:
-    desk = Desk()
-    old = desk.run("a", "b")
-    desk.offer("c")
-    desk.ready("c")
-    desk.tell(co.PeerLost("b", "dead"))
-    desk.report("a", "broken", 500)
-    view = desk.minted()
-    assert (view.step, ids(view), healthy(view)) == (500, ["a", "c"], ["a"])
-    desk.tell(co.PeerLost("a", "its link broke"))
-    desk.tell(co.PeerReturned(peer("a"), old.generation))
-    desk.report("a", "broken", 500, generation=old.generation)
-    assert not desk.of(co.SendRelease)
-    desk.report("c", "held", 0)
-    again = desk.minted()
-    assert (again.step, ids(again), healthy(again)) == (500, ["a", "c"], ["a"])
-
-
-def test_a_pause_after_a_restore_is_carried_out_and_the_restore_when_it_goes_on() -> None:
-    desk = Desk()
-    desk.run("a", "b")
-    desk.tell(co.Restore(200, "a", "L200"))
-    desk.tell(co.Signal.PAUSE)
-    desk.stand("held", 510, "a", "b")
-    assert (desk.core.phase, desk.of(co.Mint)) == (Phase.PAUSED, [])
-    desk.tell(co.Signal.RESUME)
-    assert desk.of(co.SendAssign) == [co.SendAssign("a", "C", 200), co.SendAssign("b", "C", 200)]
-    desk.ready("a", "b", applied=200)
-    assert desk.minted().step == 200

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from ring import coordination as co
-from ring.coordination import Phase
-from ring.coordinator import FED, Coordinator
+from ring.coordination import FED, Phase
+from ring.coordinator import Coordinator
 from ring.order import LinkQuality
 from ring.quarantine import FIRST_FALL_S, QUIET
 from tests.ring.test_coordinator import Desk, healthy, ids, peer
@@ -45,75 +43,6 @@ def test_a_newcomer_catches_up_first_and_the_ring_is_held_when_it_follows() -> N
     desk.stand("held", 3, "a", "b")
     view = desk.minted()
     assert (view.step, ids(view), healthy(view)) == (3, ["a", "b", "c"], ["a", "b"]), "what it holds it knows itself"
-
-
-@pytest.mark.parametrize("seed_too", [False, True])
-def test_a_follower_whose_link_to_the_seed_was_lost_is_let_in_all_the_same(seed_too: bool) -> None:
-    desk = beside("c")
-    desk.tell(co.Progress(2))
-    if seed_too:
-        desk.core = Coordinator("job", desk.core.terms, past=co.Past("running", view=desk.core.view, corpus="C"))
-        for member in ("a", "b"):
-            desk.tell(co.PeerReturned(peer(member), 1))
-            desk.report(member, "training", 2)
-    else:
-        desk.tell(co.PeerLost("c", "silent"))
-    desk.tell(co.PeerReturned(peer("c", follows=True), 0))
-    assert not held(desk)
-    desk.report("c", "following", 2)
-    assert held(desk)
-    desk.stand("held", 3, "a", "b")
-    view = desk.minted()
-    assert (ids(view), healthy(view)) == (["a", "b", "c"], ["a", "b"])
-
-
-def test_what_a_follower_said_before_it_was_called_back_counts_no_more() -> None:
-    desk = beside("c")
-    desk.tell(co.Progress(2))
-    desk.tell(co.PeerLost("c", "silent"))
-    desk.tell(co.PeerReturned(peer("c", follows=True), 0))
-    desk.tell(co.Restore(1, "a", "L1"))
-    desk.stand("held", 3, "a", "b")
-    desk.report("c", "following", 3)
-    assert not desk.core._catch_ups.moving
-
-
-def test_a_follower_that_never_heard_of_the_view_with_it_is_not_waited_for() -> None:
-    desk = beside("c")
-    desk.tell(co.Progress(2))
-    desk.report("c", "following", 2)
-    desk.stand("held", 3, "a", "b")
-    view = desk.minted()
-    assert ids(view) == ["a", "b", "c"]
-    desk.core = Coordinator("job", desk.core.terms, past=co.Past("running", view=view, corpus="C", known_step=3))
-    for member in ("a", "b"):
-        desk.tell(co.PeerReturned(peer(member), 1))
-        desk.report(member, "held", 3, generation=1)
-    desk.tell(co.PeerReturned(peer("c", follows=True), 0))
-    desk.report("c", "following", 3)
-    assert ids(desk.minted()) == ["a", "b", "c"]
-
-
-def test_who_trains_in_the_view_that_it_was_let_into_follows_no_more() -> None:
-    desk = beside("c")
-    desk.tell(co.Progress(2))
-    desk.report("c", "following", 2)
-    desk.stand("held", 3, "a", "b")
-    assert ids(desk.minted()) == ["a", "b", "c"]
-    desk.tell(co.PeerLost("c", "silent"))
-    desk.tell(co.PeerReturned(peer("c", follows=True), 0))
-    desk.report("c", "following", 3)  # on its way it hears of the view
-    desk.report("c", "training", 3)
-    assert not desk.core._catch_ups.moving
-
-
-def test_who_follows_a_ring_that_the_seed_never_heard_of_is_called_back() -> None:
-    desk = Desk(co.Terms(workers=1, micro_batches=8), past=co.Past(corpus="C", reread=True))
-    desk.tell(co.PeerReturned(peer("c", follows=True), 0))
-    desk.report("c", "following", 5)
-    assert desk.of(co.SendAssign)
-    desk.ready("c", applied=5)
-    assert healthy(desk.minted()) == ["c"]
 
 
 def test_one_that_cannot_follow_is_let_in_as_before() -> None:
@@ -364,30 +293,6 @@ def test_patience_with_a_recovery_is_bounded_on_both_sides() -> None:
     assert desk.core.phase is Phase.WAITING
     desk.after(1.0)
     assert ids(desk.minted()) == ["x", "y"]
-
-
-def test_steps_that_are_told_again_say_nothing_of_how_long_one_takes() -> None:
-    desk = Desk()
-    desk.run("a", "b")
-    desk.tell(co.PeerLost("a", "closed"))
-    desk.report("b", "broken", 90)
-    assert desk.minted().step == 90
-    for step in range(1, 91):
-        desk.tell(co.Progress(step, 1.0))
-    for step in (91, 92, 93):
-        desk.tell(co.Progress(step, 4.0))
-    desk.tell(co.Progress(94))
-    assert desk.core._recovery.step_s == 4.0
-
-
-def test_a_restarted_seed_knows_from_its_store_what_a_step_took() -> None:
-    view = Desk().run("a", "b")
-    desk = Desk(past=co.Past(view=view, corpus="C", known_step=100, step_s=4.0))
-    desk.after(desk.core.terms.grace_s)
-    desk.offer("x", "y")
-    desk.ready("x", "y")
-    desk.after(399.0)
-    assert desk.core.phase is Phase.WAITING
 
 
 # ------------------------------------------------------------------------------------------------------------- a crowd

@@ -185,37 +185,6 @@ def test_a_newcomer_crew_is_healed_stage_by_stage() -> None:
     assert play.of(co.SendHold)
 
 
-def test_the_rest_of_a_lost_crew_keeps_its_stage_and_comes_in_with_a_spare() -> None:
-    play = Play(crews=2)
-    view = play.begun("a", "b", "c", "d")
-    play.lost("d")
-    for key in "abc":
-        play.says(key, "broken", 3, generation=view.generation, suspect="d")
-    assert (play.minted, play.members) == (True, ["a", "b"])
-    play.comes("e")
-    assert [(item.peer_id, item.stage) for item in play.of(co.SendAssign)] == [("e", 1)]
-    play.ready("e")
-    generation = play.view.generation
-    for key in "ce":
-        play.says(key, "following", 4)
-    for key in "ab":
-        play.says(key, "held", 4, generation=generation)
-    assert play.members == ["a", "b", "c", "e"]
-
-
-def test_a_crew_that_holds_nothing_is_withdrawn_before_the_last_that_could_heal_it() -> None:
-    play = Play()
-    view = play.begun("a", "b")
-    play.comes("c", "d")
-    play.ready("c")
-    play.says("d", "ready", 3)  # they share no state
-    play.lost("a")
-    play.says("b", "broken", 9, generation=view.generation)
-    play.lost("b")
-    play.tell(co.Signal.TICK, after_s=700)
-    assert not play.minted or play.view.step == 0
-
-
 def test_where_a_part_is_gone_it_goes_back_to_the_newest_step_of_which_all_parts_are_kept() -> None:
     play = Play()
     view = play.begun("a", "b")
@@ -268,55 +237,6 @@ def test_a_crew_of_old_states_does_not_outdo_what_all_stages_have_saved_since() 
     play.ready("c", "d", applied=3)
     play.ready("a", "b", applied=8)
     assert (play.minted, play.view.step, play.members[:2]) == (True, 8, ["a", "b"])
-
-
-@pytest.mark.parametrize("order", ["abcd", "cdab", "acbd"])
-def test_crews_of_an_older_and_of_a_newer_state_wait_together_for_who_has_more(order: str) -> None:
-    play = Play()
-    view = play.begun("e", "f")
-    play.tell(co.Saved({}, {key: frozenset({4}) for key in "ab"} | {key: frozenset({4, 8}) for key in "cd"}))
-    play.comes(*"abcd")
-    play.ready(*"abcd")
-    play.tell(co.Progress(12, 1.0))
-    play.lost(*"abcd", "e")
-    play.says("f", "broken", 12, generation=view.generation, suspect="e")
-    play.comes(*"abcd")
-    for key in order:
-        play.ready(key, applied=4 if key in "ab" else 8)
-    assert not play.minted, "somebody may have step 12"
-    play.tell(co.Signal.TICK, 700.0)
-    assert (play.minted, play.view.step) == (True, 8)
-    assert {*"abcd"} <= set(play.members)
-
-
-@pytest.mark.parametrize("good", ["cd", "c"])
-@pytest.mark.parametrize("order", ["abcd", "cdab", "acbd"])
-def test_what_was_saved_of_a_course_that_was_given_up_outdoes_nothing(order: str, good: str) -> None:
-    """A person went back while two were away: their later checkpoints are not the run's any more, be they good or
-    damaged."""
-    play = Play(crews=2)
-    view = play.begun(*"abef")
-    play.tell(co.Saved({}, {key: frozenset({4}) for key in "abef"} | {key: frozenset({8}) for key in "cd"}))
-    play.tell(co.Restore(4, "", L[4]))
-    for key in "abef":
-        play.says(key, "held", 9, generation=view.generation)
-    play.ready(*"abef", applied=4)
-    play.lost("a", "b")
-    for key in "ef":
-        play.says(key, "broken", 6, generation=play.view.generation, suspect="a")
-    assert (play.minted, play.members, play.view.step) == (True, ["e", "f"], 6)
-    play.tell(co.Progress(12, 1.0))
-    play.lost("e")
-    play.says("f", "broken", 12, generation=play.view.generation, suspect="e")
-    play.lost("f")
-    play.comes(*"abcd")
-    for key in order:
-        applied = 4 if key in "ab" else 8 if key in good else 0
-        play.says(key, "ready", applied, lineage="8" * 32 if applied == 8 else L[applied])
-        assert not [item for item in play.of(co.SendAssign) if item.restore_step >= 0]
-    assert not play.minted, "somebody may have step 12"
-    play.tell(co.Signal.TICK, 700.0)
-    assert (play.minted, play.view.step, play.view.lineage) == (True, 4, L[4])
 
 
 def test_the_stage_of_a_worker_outlives_its_process_and_the_seed() -> None:
@@ -494,14 +414,6 @@ def test_cuts_that_are_chosen_already_stay() -> None:
     assert play.assigned == {"a": 0, "b": 1}
 
 
-def test_two_crews_have_the_same_cuts() -> None:
-    play = Planned(crews=2)
-    play.come(seen("a", flops=1e9), seen("b", flops=3e9), seen("c", flops=1e9), seen("d", flops=3e9))
-    play.tell(co.Signal.SURVEYED)
-    assert play.assigned["a"] == play.assigned["c"] != play.assigned["b"] == play.assigned["d"]
-    assert len(play.of(co.Planned)) == 1
-
-
 def test_a_spare_takes_the_stage_that_it_has_the_memory_for_and_is_told_why_not() -> None:
     play = Planned(cuts=(3,))
     play.come(seen("a", 160), seen("b", 500))
@@ -612,27 +524,6 @@ def test_where_the_files_did_not_come_the_run_goes_back_further() -> None:
     assert told(play) == {"a": (0, 10, []), "c": (1, 10, ["a"])}
     play.ready("a", "c", applied=10)
     assert play.view.step == 10
-
-
-def test_who_dies_while_it_fetches_is_followed_by_another() -> None:
-    play = far_ahead({"a": frozenset({10, 20})}, {"a": frozenset({10, 20})})
-    play.ready("a", applied=20)
-    play.lost("c")
-    play.comes("d")
-    assert told(play) == {"d": (1, 20, ["a"])}
-    play.ready("d", applied=20)
-    assert (play.members, play.view.step) == (["a", "d"], 20)
-
-
-def test_a_person_may_go_back_to_a_whole() -> None:
-    play = Play()
-    view = play.begun("a", "b", "c")
-    play.tell(co.Saved({}, {}, {"c": frozenset({5})}))
-    play.tell(co.Progress(9, 1.0))
-    play.tell(co.Restore(5, "c", L[5]))
-    play.says("a", "held", 9, generation=view.generation)
-    play.says("b", "held", 9, generation=view.generation)
-    assert told(play) == {"a": (0, 5, ["c"]), "b": (1, 5, ["c"])}
 
 
 def test_what_can_be_gone_back_to_counts_for_more_than_what_spares_begin_with() -> None:

@@ -13,7 +13,6 @@ from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, Refused
 from p2ptrain.core.world import Network
 from ring.links import Inbound
 from ring.local import HOST, LocalMember, local_view
-from ring.session import RingSession
 from ring.view import View
 from wire.connection import Connection
 from wire.handshake import RefusalCode, dial, local_hello
@@ -136,28 +135,6 @@ async def test_another_peer_at_the_neighbours_address_is_not_taken_for_it():
     ports = [await member.listen() for member in members]
     with pytest.raises(DeadlineExceeded, match="is another peer, x"):
         await members[0].form(local_view({"a": ports[0], "b": ports[1]}))
-    for member in members:
-        await member.stop()
-
-
-async def test_whoever_gives_up_in_the_instant_when_all_are_there_leaves_the_ring(monkeypatch):
-    network = MemoryNetwork()
-    members = [LocalMember(peer_id, network) for peer_id in "ab"]
-    view = local_view({member.peer_id: await member.listen() for member in members})
-    barrier = RingSession.barrier
-
-    async def passed(session: RingSession, *, patience_s: float) -> None:
-        await barrier(session, patience_s=patience_s)
-        if session.rank == 0:
-            raise asyncio.CancelledError  # as of a task that is cancelled before it goes on
-
-    monkeypatch.setattr(RingSession, "barrier", passed)
-    forming = [asyncio.ensure_future(member.form(view, heartbeat_s=5, death_s=15)) for member in members]
-    await asyncio.wait(forming)
-    assert forming[0].cancelled()
-    async with asyncio.timeout(1):  # long before its silence would tell
-        broken = await forming[1].result().broken
-    assert "it left the ring" in broken.cause.message
     for member in members:
         await member.stop()
 
@@ -345,26 +322,6 @@ async def test_what_arrives_in_the_instant_when_time_is_up_is_not_left_open():
     await member.stop()
 
 
-@virtual
-async def test_a_connection_that_is_renewed_in_the_instant_of_its_expiry_is_held():
-    member = LocalMember("b", MemoryNetwork())
-    member.inbound = Inbound(hold_s=30)
-    await member.listen()
-    dialled = await dial_member(member, ring_hello("x"))
-    arriving = await member.inbound.take("job", 1, "x", "bulk", timeout_s=60)
-    expiring = await dial_member(member, ring_hello("a"))
-    again: list[asyncio.Task[None]] = []
-    loop = asyncio.get_running_loop()
-    loop.call_later(30, lambda: again.append(loop.create_task(member.inbound.offer(arriving, ring_hello("a")))))
-    await asyncio.sleep(31)
-    assert expiring.closed.is_set()
-    assert await member.inbound.take("job", 1, "a", "bulk", timeout_s=1) is arriving
-    dialled.abort()
-    await asyncio.wait(again)
-    again[0].result()
-    await member.stop()
-
-
 # ---------------------------------------------------------------------------------------- who may take which place here
 
 
@@ -405,25 +362,6 @@ def test_a_place_in_a_chain_is_judged_apart_from_the_one_in_the_ring():
 
 
 @virtual
-async def test_of_one_peers_connections_only_those_without_a_place_are_let_go():
-    member = LocalMember("b", MemoryNetwork())
-    await member.listen()
-    ring, chain = [
-        await dial_member(member, ring_hello("a", channel, generation=4)) for channel in ("bulk", "chain-bulk")
-    ]
-    await asyncio.sleep(1)
-    view = ring_view("a", "b", "c", generation=4)
-    member.inbound.announced(view, "b")
-    member.inbound.announced_chain(view, "c")
-    await asyncio.sleep(1)
-    assert not ring.closed.is_set()
-    assert isinstance(chain.close_cause, Refused)
-    assert await member.inbound.take("job", 4, "a", "bulk", timeout_s=1) is not None
-    ring.abort()
-    await member.stop()
-
-
-@virtual
 async def test_whoever_waits_for_a_view_is_judged_when_it_arrives_and_both_sides_hear_why():
     member = LocalMember("b", MemoryNetwork())
     await member.listen()
@@ -454,15 +392,4 @@ async def test_one_peer_holds_one_place_whatever_it_claims():
     honest = await dial_member(member, ring_hello("y"))
     for connection in (honest, *greedy):
         connection.abort()
-    await member.stop()
-
-
-@virtual
-async def test_an_older_view_does_not_take_the_place_of_a_newer_one():
-    member = LocalMember("b", MemoryNetwork())
-    await member.listen()
-    newer, older = [await dial_member(member, ring_hello("a", generation=generation)) for generation in (7, 6)]
-    await asyncio.sleep(1)
-    assert (newer.closed.is_set(), older.closed.is_set()) == (False, True)
-    newer.abort()
     await member.stop()
