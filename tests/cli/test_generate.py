@@ -19,8 +19,8 @@ from p2ptrain.cli.text import Source
 from p2ptrain.cli.text_options import TextOptions, on_terminal
 from p2ptrain.core.errors import ConnectionLost
 from p2ptrain.core.serving import Sampling
-from roles.stage_stand_in import stand_in_part
 from roles.verifier import targets
+from tests.roles.stage_stand_in import stand_in_part
 from tests.roles.verifier.doubles import CONFIG, GREEDY, model_text, reference, text_of
 from tests.roles.verifier.scripted import ScriptedService, ScriptedWriting
 from wire.records import CheckpointInfo

@@ -22,9 +22,9 @@ from roles.chain.generation import MAX_STAGES, _position_untrusted, arrived_untr
 from roles.chain.peer import Context, WorkerAt
 from roles.chain.plan import Model, WorkerPool, loaded_untrusted, local_model, offer_untrusted
 from roles.chain.session import CHUNK
-from roles.stage_stand_in import WIDTH, StandIns, stand_in_config, write_model
 from tests.roles.chain.decoding import generate
 from tests.roles.stage_doubles import PORT, Stage
+from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, write_model
 from wire.chain_messages import ChainBroken, PartLoading, Picked, Took
 from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Message, Request, Response, StillHere
@@ -179,7 +179,7 @@ async def _generated(crew: WorkerPool, model: Model, stages: list[Stage], said: 
         async for token in session:
             assert 0 <= token.id < VOCAB
             for index, message in left[:3]:
-                _say(stages[index], session.id, message)
+                _say(stages[index], session.session.id, message)
             del left[:3]
             await asyncio.sleep(0.01)
     except P2PTrainError:

@@ -23,7 +23,6 @@ from roles.speculation.received import (
     tokens_untrusted,
     told_untrusted,
 )
-from roles.stage_stand_in import tokens_of
 from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
 from roles.worker.stage_requests import MAX_POSITIONS
@@ -40,6 +39,7 @@ from tests.roles.drafter_hosts import (
     model_serves,
     write,
 )
+from tests.roles.stage_stand_in import tokens_of
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork, run_virtual

@@ -17,16 +17,6 @@ from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.serving import PartSpec, Sampling
 from roles.model_directory import ModelDirectory, cached_untrusted
 from roles.model_table import FILE, TableTaker, check_record_untrusted, is_file_name
-from roles.stage_stand_in import (
-    WIDTH,
-    StandInBuilder,
-    StandInStage,
-    shapes_of,
-    stand_in_config,
-    stand_in_part,
-    tokens_of,
-    write_model,
-)
 from roles.worker import stage_requests
 from roles.worker.forward_requests import WORK_POSITIONS, Terms
 from roles.worker.model_loading import _owned_untrusted
@@ -38,6 +28,16 @@ from tests.roles.stage_doubles import (
     load_params,
     model_at,
     open_params,
+)
+from tests.roles.stage_stand_in import (
+    WIDTH,
+    StandInBuilder,
+    StandInStage,
+    shapes_of,
+    stand_in_config,
+    stand_in_part,
+    tokens_of,
+    write_model,
 )
 from wire.chain_messages import CHAIN_STREAM, Picked, TensorRecord, TensorsPage, Work
 from wire.connection import Connection
@@ -179,7 +179,7 @@ WORKS = Target(
     _check_work,
     (
         "roles.worker.forward_requests.Terms.payload_bytes_untrusted",
-        "roles.stage_stand_in.StandInStage._taken_in_untrusted",
+        "tests.roles.stage_stand_in.StandInStage._taken_in_untrusted",
     ),
     peak_bytes=1 << 20,
 )

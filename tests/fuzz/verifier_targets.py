@@ -8,7 +8,6 @@ from typing import Any
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
-from roles.stage_stand_in import stand_in_config
 from roles.verifier.asking import TextRequest
 from roles.verifier.client import Text, VerifierClient
 from roles.verifier.protocol import (
@@ -19,6 +18,7 @@ from roles.verifier.protocol import (
     request_untrusted,
     size_untrusted,
 )
+from tests.roles.stage_stand_in import stand_in_config
 from wire import generate_messages as wire
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve

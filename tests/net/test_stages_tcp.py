@@ -12,7 +12,6 @@ import pytest
 
 from p2ptrain.core.serving import Sampling
 from roles.model_directory import ModelDirectory
-from roles.stage_stand_in import StandIns, stand_in_config, tokens_of, write_model
 from tests.roles.in_process import Cluster, Peer
 from tests.roles.stage_doubles import (
     Generation,
@@ -24,6 +23,7 @@ from tests.roles.stage_doubles import (
     model_at,
     open_params,
 )
+from tests.roles.stage_stand_in import StandIns, stand_in_config, tokens_of, write_model
 from wire.chain_messages import ChainBroken, Took
 from wire.transport import TcpNetwork
 

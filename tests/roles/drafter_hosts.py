@@ -25,8 +25,8 @@ from roles.speculation.cost_model import CostModel
 from roles.speculation.events import Began, Drop, Finished, Give, PassDone, Run, Tell, Tick, Told, VerifierEvent
 from roles.speculation.received import told_untrusted
 from roles.speculation.verifying import Stats, Verifying
-from roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part
 from roles.verifier.drafting_source import DrafterFacts, DrafterSource, Opening
+from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part
 from wire.connection import Connection
 from wire.handshake import Server, local_welcome, serve
 from wire.messages import Hello, Refuse, Request, Response, Welcome

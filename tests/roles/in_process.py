@@ -152,7 +152,7 @@ class Cluster:
         build_part: Callable[[Profile, Stage], Engine] = lambda profile, stage: StandInEngine(profile, stage=stage),
         strategies: Callable[[Profile], Factory] = _of_stand_ins,
     ) -> Peer:
-        """Start a worker. ``holding``: for parts of split models, as ``roles.stage_stand_in.StandIns`` has it."""
+        """Start a worker. ``holding``: for parts of split models, as ``tests.roles.stage_stand_in.StandIns`` has it."""
         said: dict[str, Scalar] = {"device": "test"}
         if holding is not None:
             said["parts_memory_bytes"] = holding.limit_bytes

@@ -20,10 +20,10 @@ from p2ptrain.core.world import LoopClock, Network, World
 from roles.compute_thread import ComputeThread
 from roles.line import Line
 from roles.model_directory import DigestCache, ModelDirectory, open_model
-from roles.stage_stand_in import WIDTH, StandIns
 from roles.worker.links import Prober, Sink
 from roles.worker.model_loading import give
 from roles.worker.stages import StageContext, Stages
+from tests.roles.stage_stand_in import WIDTH, StandIns
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, PartLoading, PartsHeld, Picked, Took, Work
 from wire.client import Calls
 from wire.connection import Connection

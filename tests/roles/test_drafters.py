@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from p2ptrain.core.serving import Ran, Sampling
-from roles.stage_stand_in import tokens_of
 from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
 from tests.roles.drafter_hosts import (
@@ -26,6 +25,7 @@ from tests.roles.drafter_hosts import (
     there,
     write,
 )
+from tests.roles.stage_stand_in import tokens_of
 from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.memory import MemoryNetwork, run_virtual
 

@@ -12,7 +12,6 @@ from p2ptrain.core.serving import Sampling
 from roles.line import MOST_BEATS
 from roles.speculation.events import Told
 from roles.speculation.received import packed
-from roles.stage_stand_in import tokens_of
 from roles.verifier.drafter_link import FARTHEST_S, MISBEHAVED_S, Tokens
 from roles.verifier.drafters import Drafters
 from tests.roles.drafter_hosts import (
@@ -28,6 +27,7 @@ from tests.roles.drafter_hosts import (
     there,
     write,
 )
+from tests.roles.stage_stand_in import tokens_of
 from wire.connection import Connection
 from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import StillHere

@@ -19,7 +19,6 @@ from roles.drafter.drafter import MAX_CALLERS
 from roles.line import Line
 from roles.speculation.events import Told
 from roles.speculation.received import packed, tokens_untrusted
-from roles.stage_stand_in import tokens_of
 from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
 from tests.roles.drafter_hosts import (
@@ -36,6 +35,7 @@ from tests.roles.drafter_hosts import (
     there,
     write,
 )
+from tests.roles.stage_stand_in import tokens_of
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork, run_virtual

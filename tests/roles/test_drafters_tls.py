@@ -10,7 +10,6 @@ import pytest
 
 from p2ptrain.core.errors import Refused
 from p2ptrain.core.serving import Sampling
-from roles.stage_stand_in import tokens_of
 from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
 from tests.roles.drafter_hosts import (
@@ -26,6 +25,7 @@ from tests.roles.drafter_hosts import (
     write,
 )
 from tests.roles.in_process import DEADLINE_S, HOST, Cluster
+from tests.roles.stage_stand_in import tokens_of
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork
 

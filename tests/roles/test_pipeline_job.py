@@ -23,12 +23,12 @@ from ring import coordination as co
 from ring.schedule import extended, gpipe, one_f_one_b
 from roles.compute_thread import ComputeThread
 from roles.seed import jobs
-from roles.stage_stand_in import StandIns
 from roles.stand_in import StandInEngine
 from roles.strategies.interface import StageLoad
 from roles.strategies.pipeline import PipelineStrategy, StageStep, strategy_of
 from roles.worker.build import engine_builder, stage_builder
 from tests.roles.in_process import Cluster, Peer
+from tests.roles.stage_stand_in import StandIns
 from wire.memory import MemoryNetwork
 
 STEPS = 50

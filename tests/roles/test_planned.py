@@ -12,9 +12,9 @@ from ring.training_costs import ModelShape, ModelSizes
 from roles.engine import Stage
 from roles.seed.jobs import seen_for
 from roles.seed.peers import Link
-from roles.stage_stand_in import StandIns
 from roles.stand_in import StandInEngine
 from tests.roles.in_process import Cluster, Peer
+from tests.roles.stage_stand_in import StandIns
 from wire.handshake import local_hello
 from wire.messages import Heartbeat
 

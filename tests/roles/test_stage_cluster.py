@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.core.serving import Sampling
-from roles.stage_stand_in import StandIns, stand_in_config, tokens_of, write_model
 from tests.roles.in_process import Cluster, Peer
 from tests.roles.stage_doubles import TestChain, client_of, giving, load_params, model_at, open_params
+from tests.roles.stage_stand_in import StandIns, stand_in_config, tokens_of, write_model
 from wire.memory import MemoryNetwork
 
 CONFIG = stand_in_config(layers=6)

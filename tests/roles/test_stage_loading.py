@@ -22,7 +22,6 @@ from p2ptrain.core.serving import Sampling
 from roles.line import QUIET_S, Line
 from roles.model_directory import DigestCache, ModelDirectory, open_model
 from roles.model_table import FILE, model_id
-from roles.stage_stand_in import WIDTH, StandIns, stand_in_config, tokens_of, write_model
 from roles.worker.model_loading import MAX_LOADS, SLOWEST_BYTES_S
 from roles.worker.part_cache import MAX_PARTS, MAX_SESSIONS
 from roles.worker.stages import MAX_MODELS, MAX_TAKERS
@@ -37,6 +36,7 @@ from tests.roles.stage_doubles import (
     model_at,
     open_params,
 )
+from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, tokens_of, write_model
 from wire.chain_messages import TensorsPage, TensorsRequest
 from wire.connection import Connection
 from wire.handshake import dial, local_hello

@@ -13,9 +13,9 @@ from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.serving import PartSpec
 from roles.compute_thread import Turns
-from roles.stage_stand_in import WIDTH, decode_hidden, encode, stand_in_config, stand_in_part
 from roles.worker.forward_requests import QUEUED_BYTES, QUEUED_FROM_STAGE, WORK_POSITIONS, History, StageSession, Terms
 from roles.worker.part_cache import IDLE_S, MAX_PARTS, WINDOW_S, Pace, Part, PartCache
+from tests.roles.stage_stand_in import WIDTH, decode_hidden, encode, stand_in_config, stand_in_part
 from wire.chain_messages import Work
 
 ENCODINGS = ("fp32", "bf16", "fp16", "int8")

@@ -11,7 +11,7 @@ import pytest
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.serving import Sampling
 from roles.engine import StageEngine
-from roles.stage_stand_in import StandInStage, picked, stand_in_config, stand_in_part, tokens_of
+from tests.roles.stage_stand_in import StandInStage, picked, stand_in_config, stand_in_part, tokens_of
 
 CONFIG = stand_in_config(layers=6)
 PROMPT = [5, 80, 11, 11, 3]

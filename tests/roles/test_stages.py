@@ -14,7 +14,6 @@ import pytest
 from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.serving import Sampling
 from roles.model_directory import ModelDirectory
-from roles.stage_stand_in import WIDTH, StandIns, stand_in_config, tokens_of, write_model
 from roles.worker.forward_requests import MOST_QUEUED, QUEUED_FROM_STAGE, REPLAY_S, WORK_POSITIONS
 from tests.roles.stage_doubles import (
     PORT,
@@ -32,6 +31,7 @@ from tests.roles.stage_doubles import (
     open_params,
     sampling_params,
 )
+from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, tokens_of, write_model
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, Picked, Took, Work
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork, run_virtual

@@ -17,8 +17,8 @@ from ring.training_costs import ModelSizes
 from roles.chain.client import Chain, Progress
 from roles.chain.peer import Context, WorkerAt
 from roles.chain.plan import Model, Plan, WorkerPool, local_model
-from roles.stage_stand_in import WIDTH, StandIns, shapes_of, stand_in_config, write_model
 from tests.roles.stage_doubles import PORT, Stage
+from tests.roles.stage_stand_in import WIDTH, StandIns, shapes_of, stand_in_config, write_model
 from wire.memory import MemoryNetwork, run_virtual
 
 LAYERS = 6

@@ -24,11 +24,11 @@ from roles.chain.client import Chain
 from roles.chain.peer import Context
 from roles.chain.plan import HeldPart, Model, Offer, WorkerPool
 from roles.chain.session import Submit
-from roles.stage_stand_in import WIDTH, stand_in_config, tokens_of
 from roles.worker.forward_requests import NEXT_STAGE, UNKNOWN_SESSION
 from roles.worker.part_cache import UNKNOWN_PART
 from roles.worker.stages import MAX_REQUESTS
 from tests.roles.chain.decoding import Generation, generate
+from tests.roles.stage_stand_in import WIDTH, stand_in_config, tokens_of
 from wire.chain_messages import ChainBroken, Picked
 
 from .scene import CONFIG, Scene, play

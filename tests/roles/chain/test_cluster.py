@@ -14,9 +14,9 @@ from p2ptrain.core.serving import Sampling
 from roles.chain.client import Chain
 from roles.chain.peer import Context
 from roles.chain.plan import WorkerPool, local_model, workers_of
-from roles.stage_stand_in import WIDTH, StandIns, tokens_of, write_model
 from tests.roles.chain.decoding import generate
 from tests.roles.in_process import Cluster, Peer
+from tests.roles.stage_stand_in import WIDTH, StandIns, tokens_of, write_model
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork
 

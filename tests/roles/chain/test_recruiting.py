@@ -15,10 +15,10 @@ from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, Re
 from p2ptrain.core.serving import Sampling
 from roles.chain import client as recruiting
 from roles.chain.client import Chain, Recruiting
-from roles.stage_stand_in import StandIns, tokens_of
 from roles.verifier.targets import ChainTarget
 from tests.roles.chain.decoding import generate
 from tests.roles.stage_doubles import PORT, Stage
+from tests.roles.stage_stand_in import StandIns, tokens_of
 from wire.records import PeerInfo
 
 from .scene import CONFIG, Scene, play

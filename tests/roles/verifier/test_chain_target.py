@@ -12,9 +12,9 @@ import pytest
 from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused, UserError
 from p2ptrain.core.serving import Sampling
 from roles.chain.client import Chain
-from roles.stage_stand_in import tokens_of
 from roles.verifier.targets import ChainTarget, Passed, Target, TargetSession
 from tests.roles.chain.scene import CONFIG, Scene, play
+from tests.roles.stage_stand_in import tokens_of
 
 from .by_hand import decoded
 

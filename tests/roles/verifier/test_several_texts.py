@@ -15,7 +15,6 @@ from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.serving import Ran, SamplingWish
 from p2ptrain.core.world import LoopClock, World
 from roles.compute_thread import ComputeThread
-from roles.stage_stand_in import StandInStage, stand_in_part
 from roles.verifier.asking import TextRequest
 from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
@@ -23,6 +22,7 @@ from roles.verifier.service import ServiceOptions, VerifierService
 from roles.verifier.targets import WholeTarget
 from tests.roles.drafter_hosts import PORT, DrafterHost, around_of, drafter_hosts, model_serves
 from tests.roles.stage_doubles import LoopThreads
+from tests.roles.stage_stand_in import StandInStage, stand_in_part
 from tests.roles.verifier.doubles import CONFIG, model_text
 from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.memory import MemoryNetwork, run_virtual

@@ -15,8 +15,8 @@ from p2ptrain.core.serving import Sampling
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock
 from roles.compute_thread import ComputeThread
-from roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
 from roles.verifier.targets import Target, TargetSession, WholeTarget, load_whole_engine
+from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
 from wire.memory import run_virtual
 
 from .by_hand import decoded
