@@ -25,8 +25,7 @@ from p2ptrain.core.world import Clock
 from ring.detector import FailureDetector, Memory
 from ring.view import View
 from wire.connection import Connection
-from wire.heal_messages import MemberLost
-from wire.job_messages import MemberRecord
+from wire.job_messages import MemberLost, MemberRecord
 from wire.messages import Heartbeat, HeartbeatAck, Leave, Message, Refuse
 
 AT_WORK = "between operations"

@@ -33,7 +33,7 @@ from wire.connection import Connection
 from wire.enrol import Member
 from wire.handshake import RefusalCode, local_hello, local_welcome, serve
 from wire.messages import EventNotice, Hello, Message, Refuse, Request, Response, Scalar, Welcome
-from wire.speculation_messages import MAX_DRAFTERS, DrafterAt, DraftersHere, Serving
+from wire.text_messages import MAX_DRAFTERS, DrafterAt, DraftersHere, Serving
 
 PURPOSES = {"verifier": ("generate",), "drafter": ("draft",)}
 """Role → what its members are dialled for."""

@@ -24,7 +24,7 @@ from roles.model_table import (
     model_id,
 )
 from wire.chain_messages import TensorRecord
-from wire.heal_messages import RANGE_BYTES
+from wire.job_messages import RANGE_BYTES
 
 CACHE_FILE = "tensor-digests.json"
 MAX_CACHE_BYTES = 64 << 20

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.tensor_files import ITEM_BYTES, MAX_DIMS, MAX_TENSORS
 from wire.chain_messages import TensorRecord, TensorsPage
-from wire.heal_messages import RANGE_BYTES
+from wire.job_messages import RANGE_BYTES
 
 FILE = "FILE"
 """In place of a dtype: a small file, such as the tokenizer's. Its shape is its bytes."""

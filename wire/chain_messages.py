@@ -5,8 +5,7 @@
     client  → stage    (purpose ``chain``)  Request → Response: part.offer, part.load, part.free, model.open,
                        session.open, session.resume, session.replay, session.close; meanwhile stage → client PartLoading
     client  → first stage, stage → next stage (purpose ``stage``)   Work, then one bulk frame
-    last stage → client                     Picked
-    stage at which a Work ends → client     Took
+    stage at which a Work ends → client     Picked
     stage   → client                        ChainBroken: the next stage is lost
     receiver → giver   (purposes ``model``: the receiver dials; ``give``: the giver dials)
                        TensorsRequest → TensorsPage; RangeRequest → bulk frame | RangeGone
@@ -60,24 +59,13 @@ class Work(Message):
 
 @dataclass(frozen=True, slots=True)
 class Picked(Message):
-    """Last stage to client: the tokens of a ``Work``. ``tokens``: int32, little-endian."""
+    """Stage to client: a ``Work`` ended here. ``tokens``: int32, little-endian; none where nothing was to be picked."""
 
     KIND: ClassVar[int] = 39
     session: str
     attempt: int
     number: int
     tokens: bytes
-    spent_us: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Took(Message):
-    """Stage to client: a ``Work`` without picks ended here, taken in."""
-
-    KIND: ClassVar[int] = 40
-    session: str
-    attempt: int
-    number: int
     spent_us: list[int]
 
 

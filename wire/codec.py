@@ -14,14 +14,7 @@ from typing import Any
 import msgpack
 
 from p2ptrain.core.errors import ProtocolError
-from wire import (
-    chain_messages,
-    generate_messages,
-    heal_messages,
-    job_messages,
-    messages,
-    speculation_messages,
-)
+from wire import chain_messages, job_messages, messages, text_messages
 from wire.frame import CONTROL_FRAME_BYTES, LAST_HANDSHAKE_KIND
 from wire.messages import PROTOCOL_VERSION, Hello, Message, Welcome
 from wire.schema import instance_untrusted
@@ -31,14 +24,7 @@ MAX_MAP_ITEMS = 1024
 MAX_HANDSHAKE_ITEMS = 64
 """The same for handshake messages: nested lists that claim many items cost memory before they are found to be short."""
 
-MODULES = (
-    messages,
-    job_messages,
-    heal_messages,
-    chain_messages,
-    speculation_messages,
-    generate_messages,
-)
+MODULES = (messages, job_messages, chain_messages, text_messages)
 MESSAGE_TYPES: dict[int, type[Message]] = {
     item.KIND: item
     for module in MODULES

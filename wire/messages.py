@@ -9,9 +9,8 @@ Who says what to whom::
     seed   → peer      Request → Response                             (delete a checkpoint, dial-back, ...)
     where two peers talk at length, and have nothing to say: StillHere
 
-Conversations with a file of their own: a newcomer's in ``wire.messages``, of a seed and the workers of a job in
-``wire.job_messages``, between those workers in ``wire.heal_messages``, of split models in ``wire.chain_messages``, of
-speculation in ``wire.speculation_messages``, and of who asks for text in ``wire.generate_messages``.
+Conversations with a file of their own: of a seed and the workers of a job in ``wire.job_messages``, of split models in
+``wire.chain_messages``, of text and speculation in ``wire.text_messages``. A newcomer's (``wire.enrol``) are here.
 
 A message is encoded as a msgpack map of its fields in the frame's header; the frame's ``kind`` names the class.
 Decoding checks every type and bound (``wire.codec``); an unknown, missing or ill-typed field is a ``ProtocolError``.
@@ -24,7 +23,7 @@ from typing import Annotated, Any, ClassVar
 
 from wire.schema import Bound
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_TERM = 1 << 13
 """Terms of leading seeds are less: a generation of term t is above t << 40, and every number here below 2**53."""
 

@@ -256,7 +256,7 @@ class PartInfo(Record):
 @dataclass(frozen=True, slots=True)
 class ServingInfo(Record):
     """What a verifier or a drafter serves. ``id`` is the peer's; the other attributes are those of
-    ``wire.speculation_messages.Serving``.
+    ``wire.text_messages.Serving``.
 
     Attributes:
         role: ``verifier`` or ``drafter``.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from roles.member import ServingMember
     from roles.verifier.service import VerifierService
     from roles.verifier.targets import Target
-    from wire.speculation_messages import Serving
+    from wire.text_messages import Serving
 
 USUAL_SESSIONS = 4
 LEAVE_S = 0.8
@@ -341,7 +341,7 @@ async def _http(stack: AsyncExitStack, member: ServingMember, wish: ServeWish, s
 
 
 def _serving(service: VerifierService, target: Target, tokenizer: str, weights: str, http: str) -> Serving:
-    from wire.speculation_messages import Serving
+    from wire.text_messages import Serving
 
     drafters = service.drafters()
     return Serving(

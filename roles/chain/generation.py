@@ -28,7 +28,7 @@ from p2ptrain.core.texts import shortened
 from roles.background import Background
 from roles.chain import session as ev
 from roles.chain.session import CHUNK, Session
-from wire.chain_messages import ChainBroken, Picked, Took, Work
+from wire.chain_messages import ChainBroken, Picked, Work
 
 if TYPE_CHECKING:
     from roles.chain.client import Chain
@@ -173,7 +173,7 @@ class GenerationSession:
             self._handling = False
         self._set_timer()
 
-    def heard(self, peer: Peer, message: Picked | Took | ChainBroken) -> None:
+    def heard(self, peer: Peer, message: Picked | ChainBroken) -> None:
         """As of ``roles.chain.peer.Listener``."""
         if message.attempt != self._core.epoch:
             return  # of an older one: who says it may hold another stage by now, or none
@@ -309,18 +309,16 @@ class GenerationSession:
         return failure
 
 
-def arrived_untrusted(message: Picked | Took, vocab_size: int) -> ev.Arrived:
+def arrived_untrusted(message: Picked, vocab_size: int) -> ev.Arrived:
     """What a stage says of a work that ended there. Raises ``ProtocolError``."""
     spent_us = tuple(message.spent_us)
     if len(spent_us) > MAX_STAGES or not all(0 <= each < 1 << 53 for each in spent_us):
         raise ProtocolError("a work of which stages took an impossible time")
-    tokens: tuple[int, ...] = ()
-    if isinstance(message, Picked):
-        if len(message.tokens) % 4 or not 0 < len(message.tokens) <= 4 * CHUNK:
-            raise ProtocolError(f"{len(message.tokens)} bytes are no token ids")
-        tokens = decode_ids(message.tokens)
-        if not all(0 <= token < vocab_size for token in tokens):
-            raise ProtocolError(f"a token that is none of the {vocab_size} that there are")
+    if len(message.tokens) % 4 or len(message.tokens) > 4 * CHUNK:
+        raise ProtocolError(f"{len(message.tokens)} bytes are no token ids")
+    tokens = decode_ids(message.tokens)
+    if not all(0 <= token < vocab_size for token in tokens):
+        raise ProtocolError(f"a token that is none of the {vocab_size} that there are")
     return ev.Arrived(message.attempt, message.number, tokens, spent_us)
 
 

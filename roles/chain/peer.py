@@ -19,7 +19,7 @@ from p2ptrain.core.world import World
 from roles.background import Background
 from roles.line import QUIET_S, Line
 from wire.address import is_loopback
-from wire.chain_messages import CHAIN_STREAM, ChainBroken, PartLoading, Picked, Took, Work
+from wire.chain_messages import CHAIN_STREAM, ChainBroken, PartLoading, Picked, Work
 from wire.client import Calls
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
@@ -79,7 +79,7 @@ class WorkerAt:
 class Listener(Protocol):
     """A session, as far as the peers of its stages tell it something."""
 
-    def heard(self, peer: Peer, message: Picked | Took | ChainBroken) -> None:
+    def heard(self, peer: Peer, message: Picked | ChainBroken) -> None:
         """A stage of the session at ``peer`` said this. Raises ``ProtocolError`` where no correct stage does."""
         ...
 
@@ -244,7 +244,7 @@ class Peer:
         match message:
             case Response():
                 self._calls.answered(message)
-            case Picked() | Took() | ChainBroken():
+            case Picked() | ChainBroken():
                 listener = self.listeners.get(message.session)
                 if listener is not None:  # else its session was closed a moment ago
                     listener.heard(self, message)

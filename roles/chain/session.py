@@ -108,7 +108,7 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """``Picked``, or ``Took`` (no tokens), from the stage at which a request ended."""
+    """``Picked`` from the stage at which a request ended."""
 
     epoch: int
     number: int

@@ -50,13 +50,13 @@ from roles.worker.stage_requests import MAX_POSITIONS, printable
 from wire.connection import Connection, Received
 from wire.handshake import RefusalCode
 from wire.messages import Hello, Message, Refuse, Request, Response
-from wire.speculation_messages import (
-    DraftClose,
+from wire.text_messages import (
     DraftOpen,
     DraftReady,
-    DraftRefused,
     Drafts,
     Serving,
+    StreamClose,
+    StreamRefused,
     Verdict,
 )
 
@@ -267,7 +267,7 @@ class Drafter:
                     number = received.generation
                     told = told_untrusted(verdict, number, verified=verified, vocab_size=vocab_size)
                     self._told_untrusted(session, told)
-            case DraftClose():
+            case StreamClose():
                 session = self._find_untrusted(caller, stream)
                 if session is not None:
                     self._close(session)
@@ -342,7 +342,7 @@ class Drafter:
 
     def _refuse(self, caller: _Caller, stream: int, problem: P2PTrainError) -> None:
         code = problem.code if isinstance(problem, Refused) else ENGINE
-        caller.say(DraftRefused(code, shortened(problem.message), shortened(problem.remedy)), stream=stream)
+        caller.say(StreamRefused(code, shortened(problem.message), shortened(problem.remedy)), stream=stream)
 
     def _close(self, session: _Session) -> None:
         """Forget a session. What is computed for it now is dropped."""

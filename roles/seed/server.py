@@ -60,7 +60,7 @@ from wire.messages import (
     Welcome,
 )
 from wire.records import ClusterInfo, PeerInfo
-from wire.speculation_messages import Serving
+from wire.text_messages import Serving
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from wire.chain_messages import HeldPart, PartsHeld
 from wire.handshake import PERMITTED
 from wire.messages import EventNotice, Hello
 from wire.records import PartInfo, ServingInfo
-from wire.speculation_messages import MAX_DRAFTERS, DrafterAt, DraftersHere, Serving
+from wire.text_messages import MAX_DRAFTERS, DrafterAt, DraftersHere, Serving
 
 DTYPE_BYTES = 16
 

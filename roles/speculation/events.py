@@ -71,7 +71,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A verdict; as of ``wire.speculation_messages.Verdict``, with its number."""
+    """A verdict; as of ``wire.text_messages.Verdict``, with its number."""
 
     number: int
     start: int

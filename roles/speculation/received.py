@@ -16,7 +16,7 @@ from p2ptrain.core.texts import printable
 from roles.line import LONGEST_SILENCE_S, SHORTEST_SILENCE_S
 from roles.speculation.events import Told
 from roles.worker.stage_requests import MAX_POSITIONS
-from wire.speculation_messages import DraftOpen, DraftReady, DraftRefused, Drafts, Verdict
+from wire.text_messages import DraftOpen, DraftReady, Drafts, StreamRefused, Verdict
 
 MAX_DEPTH = 256
 """Drafts beyond what is verified: what a fast drafter makes during a round trip around the world, and more."""
@@ -27,7 +27,7 @@ DIGEST_CHARS = 128
 MAX_STEP_S = 3600.0
 OTHER_TOKENIZER, TOO_LONG, FULL, ENGINE = "other-tokenizer", "too-long", "full", "engine"
 REFUSALS = (OTHER_TOKENIZER, TOO_LONG, FULL, ENGINE)
-"""Codes of ``DraftRefused``."""
+"""Codes of ``StreamRefused``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def step_untrusted(message: DraftReady) -> float:
     return message.step_ms / 1e3
 
 
-def refused_untrusted(message: DraftRefused) -> Refused:
+def refused_untrusted(message: StreamRefused) -> Refused:
     """What a drafter says when it does not draft, fit to be shown. Never raises."""
     return Refused(printable(message.code, 64), printable(message.reason), remedy=printable(message.remedy))
 

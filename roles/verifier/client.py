@@ -20,7 +20,7 @@ from roles.background import Background
 from roles.line import QUIET_S, Line
 from roles.verifier.asking import Piece, TextRequest
 from roles.verifier.protocol import error_untrusted, question
-from wire import generate_messages as wire
+from wire import text_messages as wire
 from wire.address import is_loopback
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
@@ -136,7 +136,7 @@ class VerifierClient:
         """For its texts: no more of this one is wanted, and nobody reads it any more."""
         if self._texts.pop(stream, None) is not None:
             with suppress(ConnectionLost):  # then nothing comes, either
-                self._connection.send(wire.Stop(), stream=stream)
+                self._connection.send(wire.StreamClose(), stream=stream)
 
     def _lost(self, text: Text | None) -> NetworkError:
         assert self._problem is not None
@@ -170,14 +170,14 @@ class VerifierClient:
 
     def _take_untrusted(self, message: Message, stream: int) -> None:
         """Raises ``ProtocolError`` where no correct verifier says this."""
-        if not isinstance(message, wire.Asked | wire.Piece | wire.Written | wire.AskRefused):
+        if not isinstance(message, wire.Asked | wire.Piece | wire.Written | wire.StreamRefused):
             raise ProtocolError(f"a verifier does not say {type(message).__name__} to a client")
         if not 0 < stream < self._next:
             raise ProtocolError(f"an answer to question {stream}, which was not asked")
         if (text := self._texts.get(stream)) is None:  # nobody reads it any more
             return
         text.take_untrusted(message)
-        if isinstance(message, wire.Written | wire.AskRefused):
+        if isinstance(message, wire.Written | wire.StreamRefused):
             self._texts.pop(stream, None)
 
 
@@ -231,7 +231,7 @@ class Text:
         self._error = error
         self._news.set()
 
-    def take_untrusted(self, message: wire.Asked | wire.Piece | wire.Written | wire.AskRefused) -> None:
+    def take_untrusted(self, message: wire.Asked | wire.Piece | wire.Written | wire.StreamRefused) -> None:
         """Raises ``ProtocolError`` where no correct verifier says this."""
         if self.ended or self._error is not None:
             raise ProtocolError(f"{type(message).__name__} after the end of a text")
@@ -246,7 +246,7 @@ class Text:
                 if ended not in ENDS or not (self._began or ended == "cancelled"):
                     raise ProtocolError(f"a text that ends by {ended[:40]!r}")
                 self._began, self.ended, self._stats = True, ended, _plain(stats)
-            case wire.AskRefused():
+            case wire.StreamRefused():
                 so_far = f" (after {self.count} tokens of the text)" if self._began else ""
                 self.fail(error_untrusted(message, self._client.verifier.name, so_far))
         self._news.set()

@@ -34,7 +34,7 @@ from wire.client import Calls
 from wire.connection import Received
 from wire.handshake import dial, local_hello
 from wire.messages import Message, Refuse, Response
-from wire.speculation_messages import DraftClose, DrafterAt, DraftOpen, DraftReady, DraftRefused, Drafts, Verdict
+from wire.text_messages import DrafterAt, DraftOpen, DraftReady, Drafts, StreamClose, StreamRefused, Verdict
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
 """Between two attempts to reach a drafter; it doubles while they fail."""
@@ -266,7 +266,7 @@ class DrafterLink:
     def close(self, session: DraftSession) -> None:
         """Its text needs it no more. Never raises."""
         if not session.over:
-            session.say(DraftClose())
+            session.say(StreamClose())
             self._forget(session)
 
     def lose(self, session: DraftSession) -> None:
@@ -303,7 +303,7 @@ class DrafterLink:
                 return
             case Refuse(code, text, remedy):
                 raise Refused(code, f"it refuses: {printable(text)}", remedy=printable(remedy))
-            case Drafts() | DraftReady() | DraftRefused():
+            case Drafts() | DraftReady() | StreamRefused():
                 if not 0 < stream <= self._last_stream:
                     raise ProtocolError(f"it speaks of session {stream}, which was never opened")
             case _:
@@ -328,7 +328,7 @@ class DrafterLink:
                 position = position or session.drafted
                 session.drafted = position + len(tokens)
                 session.on_event(Drafted(session.drafter, received.generation, position, tokens))
-            case DraftRefused():
+            case StreamRefused():
                 refused = refused_untrusted(message)
                 self._tell_why(refused)
                 if refused.code != TOO_LONG:  # that is about this session

@@ -16,7 +16,7 @@ from roles.chain.peer import Context
 from roles.speculation.events import DrafterLost, DrafterReady, DrafterState, Tell
 from roles.verifier.drafter_link import DrafterLink, DraftSession, Tokens
 from roles.verifier.drafting_source import Connected, DrafterFacts, Drafting, Opening
-from wire.speculation_messages import MAX_DRAFTERS, DrafterAt
+from wire.text_messages import MAX_DRAFTERS, DrafterAt
 
 DRAFTERS = 2
 """Of one session."""

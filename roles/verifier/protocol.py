@@ -1,4 +1,4 @@
-"""Questions and refusals as they travel between a client and a verifier (``wire.generate_messages``)."""
+"""Questions and refusals as they travel between a client and a verifier (``wire.text_messages``)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from p2ptrain.core.errors import (
 from p2ptrain.core.serving import SamplingWish
 from p2ptrain.core.texts import printable, shortened
 from roles.verifier.asking import TextRequest
-from wire import generate_messages as wire
+from wire import text_messages as wire
 
 MOST_BYTES = 4 << 20
 """Of a question: a prompt of a million tokens."""
@@ -101,16 +101,16 @@ def _cut(data: bytes | bytearray, sizes: list[int]) -> Iterator[str]:
         start += size_bytes
 
 
-def refused(error: P2PTrainError) -> wire.AskRefused:
+def refused(error: P2PTrainError) -> wire.StreamRefused:
     """What the client is told of ``error``."""
     code = error.code if isinstance(error, Refused) else "failed"
     for name, kind in _CODES.items():
         if isinstance(error, kind):
             code = name
-    return wire.AskRefused(shortened(code, 64), shortened(error.message), shortened(error.remedy))
+    return wire.StreamRefused(shortened(code, 64), shortened(error.message), shortened(error.remedy))
 
 
-def error_untrusted(message: wire.AskRefused, who: str, more: str = "") -> P2PTrainError:
+def error_untrusted(message: wire.StreamRefused, who: str, more: str = "") -> P2PTrainError:
     """What a verifier said, as the error that a person is shown. Never raises. ``more``: what is known beside it."""
     text, remedy = f"{who}: {printable(message.reason)}{more}", printable(message.remedy)
     kind = _CODES.get(message.code)

@@ -15,7 +15,7 @@ from roles.background import Background
 from roles.line import QUIET_S, Line
 from roles.verifier.asking import Piece, TextRequest, TextService, Writing, failed
 from roles.verifier.protocol import refused, request_untrusted, size_untrusted
-from wire import generate_messages as wire
+from wire import text_messages as wire
 from wire.connection import Connection
 from wire.handshake import RefusalCode
 from wire.messages import Hello, Message
@@ -74,7 +74,7 @@ class _Caller:
                     return
                 self._asked[stream] = self.tasks.start(self._answer(stream, request), f"question {stream}")
                 self._asked[stream].add_done_callback(lambda _: self._forget(stream))
-            case wire.Stop():
+            case wire.StreamClose():
                 # The asker cannot know that it has ended; then nothing is done.
                 if (task := self._asked.get(stream)) is not None and stream not in self._stopped:
                     self._stopped.add(stream)

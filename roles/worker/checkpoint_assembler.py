@@ -44,8 +44,7 @@ from roles.worker.heal import TELL_EVERY_S
 from roles.worker.transfer import Everything, Piece, Receiver, Source, send_range
 from wire.connection import Connection
 from wire.handshake import RefusalCode, local_hello
-from wire.heal_messages import FilesOffer, FilesRequest, RangeRequest
-from wire.job_messages import MemberRecord
+from wire.job_messages import FilesOffer, FilesRequest, MemberRecord, RangeRequest
 from wire.messages import Hello, Message, Refuse
 
 BESIDE_BYTES, ALONE_BYTES = 256 << 10, 1 << 20

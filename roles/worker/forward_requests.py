@@ -28,7 +28,7 @@ from roles.compute_thread import ComputeThread, Turns
 from roles.line import Line, dial_worker
 from roles.worker.part_cache import MAX_SESSIONS, Part, PartCache
 from roles.worker.stage_requests import OpenRequest, Place, ReplayRequest, ResumeRequest, SessionRequest
-from wire.chain_messages import CHAIN_STREAM, ChainBroken, Picked, Took, Work
+from wire.chain_messages import CHAIN_STREAM, ChainBroken, Picked, Work
 from wire.connection import GARBLED, Connection
 from wire.handshake import local_hello
 from wire.messages import Hello, Message
@@ -711,11 +711,8 @@ class StageWorks:
                 session.link.give(onward, ran.payload)
 
     def _ended(self, session: LiveSession, work: Work, ran: Ran, spent_us: list[int]) -> None:
-        if work.picks:
-            tokens = encode_ids(ran.tokens)
-            session.caller.say(Picked(work.session, work.attempt, work.number, tokens, spent_us))
-        else:
-            session.caller.say(Took(work.session, work.attempt, work.number, spent_us))
+        tokens = encode_ids(ran.tokens) if work.picks else b""
+        session.caller.say(Picked(work.session, work.attempt, work.number, tokens, spent_us))
 
     def _broken(self, session: LiveSession, lost: int, code: str, problem: P2PTrainError) -> None:
         """It goes no further in this attempt: the client is told, and may mend it."""

@@ -30,8 +30,7 @@ from roles.worker.context import Context
 from roles.worker.heal_source import ANSWER_S, CHUNK_BYTES, DIGEST_BYTES, STEP, TABLE, chunks_of, log_limit_bytes
 from roles.worker.transfer import Piece, Receiver, Source, most_said
 from wire.handshake import dial, local_hello
-from wire.heal_messages import HealOffer, HealRequest, StepLogged
-from wire.job_messages import CatchUp, MemberRecord, Report
+from wire.job_messages import CatchUp, HealOffer, HealRequest, MemberRecord, Report, StepLogged
 from wire.messages import Message
 
 TELL_EVERY_S = 10.0

@@ -42,8 +42,7 @@ from roles.worker.context import Context
 from roles.worker.transfer import send_range
 from wire.connection import Connection
 from wire.handshake import RefusalCode
-from wire.heal_messages import BlobRecord, HealOffer, HealRequest, RangeRequest, StepLogged
-from wire.job_messages import LedgerRow
+from wire.job_messages import BlobRecord, HealOffer, HealRequest, LedgerRow, RangeRequest, StepLogged
 from wire.messages import Hello, Message, Refuse
 
 CHUNK_BYTES = 1 << 20

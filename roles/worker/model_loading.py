@@ -41,7 +41,7 @@ from roles.worker.transfer import Everything, Piece, Receiver, Source, send_rang
 from wire.chain_messages import TensorRecord, TensorsPage, TensorsRequest
 from wire.connection import Connection
 from wire.handshake import RefusalCode
-from wire.heal_messages import RANGE_BYTES, RangeGone, RangeRequest
+from wire.job_messages import RANGE_BYTES, RangeGone, RangeRequest
 from wire.messages import Message
 
 SLOWEST_BYTES_S = 64 << 10

@@ -28,7 +28,7 @@ from p2ptrain.core.errors import (
 )
 from p2ptrain.core.texts import shortened
 from roles.line import QUIET_S, Line
-from wire.heal_messages import RANGE_BYTES, RangeGone, RangeRequest
+from wire.job_messages import RANGE_BYTES, RangeGone, RangeRequest
 from wire.messages import Message
 
 WINDOW = 4

@@ -19,7 +19,7 @@ from roles.member import ServingMember
 from roles.verifier import targets
 from tests.roles.drafter_hosts import around_of, whole
 from wire.memory import MemoryNetwork, run_virtual
-from wire.speculation_messages import Serving
+from wire.text_messages import Serving
 
 
 class Member:

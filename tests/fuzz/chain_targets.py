@@ -25,7 +25,7 @@ from roles.chain.session import CHUNK
 from tests.roles.chain.decoding import generate
 from tests.roles.stage_doubles import PORT, Stage
 from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, write_model
-from wire.chain_messages import ChainBroken, PartLoading, Picked, Took
+from wire.chain_messages import ChainBroken, PartLoading, Picked
 from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Message, Request, Response, StillHere
 
@@ -110,10 +110,10 @@ _SMALL = st.integers(-1, 6)
 _ATTEMPT = st.sampled_from([1, 1, 1, 2, 2, 0, -1, 3])  # what is not of the one that counts is not looked at
 _ENDED = st.builds(
     Picked, st.just("s"), _ATTEMPT, _SMALL, _TOKENS | st.binary(max_size=9) | st.just(bytes(4 * CHUNK + 4)), _SPENT
-) | st.builds(Took, st.just("s"), _ATTEMPT, _SMALL, _SPENT)
+)
 
 
-def _check_ended(message: Picked | Took) -> None:
+def _check_ended(message: Picked) -> None:
     try:
         found = arrived_untrusted(message, VOCAB)
     except ProtocolError:
@@ -192,8 +192,6 @@ def _say(stage: Stage, session: str, message: Message) -> None:
     """To each client of a worker, of its session where it is of one."""
     if isinstance(message, Picked):
         message = Picked(session, message.attempt, message.number, message.tokens, message.spent_us)
-    elif isinstance(message, Took):
-        message = Took(session, message.attempt, message.number, message.spent_us)
     elif isinstance(message, ChainBroken):
         message = ChainBroken(session, message.attempt, message.lost, message.code, message.reason, message.remedy)
     for client in stage.stages._clients:

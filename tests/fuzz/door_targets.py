@@ -39,8 +39,7 @@ from wire.connection import Connection
 from wire.credentials import PeerIdentity, unverified_context
 from wire.frame import encode_control
 from wire.handshake import local_hello, local_welcome, serve
-from wire.heal_messages import BlobRecord, HealOffer, HealRequest, RangeGone, RangeRequest, StepLogged
-from wire.job_messages import MemberRecord
+from wire.job_messages import BlobRecord, HealOffer, HealRequest, MemberRecord, RangeGone, RangeRequest, StepLogged
 from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import EnrolRequest, Hello, Message, Refuse, Request, Response, Welcome
 from wire.tls import TlsNetwork

@@ -14,7 +14,7 @@ from p2ptrain.core.checkpoints import MANIFEST, MAX_MANIFEST_BYTES, CheckpointSt
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ProtocolError, StorageError
 from roles.worker.checkpoint_assembler import offered_untrusted
-from wire.heal_messages import FilesRequest
+from wire.job_messages import FilesRequest
 
 from .engine import Target
 from .strategies import FREE, mostly, mutated

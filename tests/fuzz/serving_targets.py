@@ -8,7 +8,7 @@ from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.ids import is_id
 from roles.member import drafters_untrusted
 from wire.address import is_loopback
-from wire.speculation_messages import MAX_DRAFTERS, DrafterAt, DraftersHere
+from wire.text_messages import MAX_DRAFTERS, DrafterAt, DraftersHere
 
 from .engine import Target
 from .strategies import TEXT, made, mostly

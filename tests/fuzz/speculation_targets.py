@@ -44,7 +44,7 @@ from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Message, Request
-from wire.speculation_messages import DraftClose, DraftOpen, DraftReady, DraftRefused, Drafts, Verdict
+from wire.text_messages import DraftOpen, DraftReady, Drafts, StreamClose, StreamRefused, Verdict
 
 from .engine import Target
 from .strategies import WHOLE, made, mutated
@@ -72,7 +72,7 @@ _OPENINGS = made(
 )
 _DRAFTS = made(Drafts, position=st.integers(0, 20), tokens=_BYTES)
 _VERDICTS = made(Verdict, right=st.integers(0, 20), tokens=_BYTES, depth=st.integers(0, 20))
-_REFUSALS = made(DraftRefused)
+_REFUSALS = made(StreamRefused)
 _NUMBERS = st.integers(0, 5) | WHOLE.filter(lambda number: 0 <= number < 1 << 64)
 
 
@@ -95,7 +95,7 @@ def _check_words(case: tuple[Message, int]) -> None:
                 assert 0 <= told.depth <= MAX_DEPTH
             case DraftReady():
                 assert 0 <= step_untrusted(message) < 1e5
-            case DraftRefused():
+            case StreamRefused():
                 refused = refused_untrusted(message)
                 assert (refused.code + refused.message + refused.remedy).isprintable()
     except ProtocolError:
@@ -162,7 +162,7 @@ async def _asked(said: list[tuple[Message, int, int, bytes]]) -> None:
 
 _STREAMS = st.sampled_from([1, 1, 1, 2, 2, 3, 0])
 _AS_VERIFIER = st.tuples(
-    _VERDICTS | _OPENINGS | st.just(DraftClose()) | st.just(Request(1, "probe.clock", {})) | _DRAFTS,
+    _VERDICTS | _OPENINGS | st.just(StreamClose()) | st.just(Request(1, "probe.clock", {})) | _DRAFTS,
     st.sampled_from([1, 1, 2, 0]),
     _STREAMS,
     st.sampled_from([b"", b"", encode_ids(PROMPT), bytes(16)]),

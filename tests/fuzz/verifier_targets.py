@@ -19,7 +19,7 @@ from roles.verifier.protocol import (
     size_untrusted,
 )
 from tests.roles.stage_stand_in import stand_in_config
-from wire import generate_messages as wire
+from wire import text_messages as wire
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
 from wire.memory import MemoryNetwork, run_virtual
@@ -85,7 +85,7 @@ _ANSWERS = st.lists(
         | _PIECE
         | _PIECE
         | made(wire.Written, ended=mostly(st.sampled_from(["stop", "end", "length", "cancelled"]), TEXT))
-        | made(wire.AskRefused, code=mostly(st.sampled_from(["busy", "wrong-wish", "protocol-error"]), TEXT))
+        | made(wire.StreamRefused, code=mostly(st.sampled_from(["busy", "wrong-wish", "protocol-error"]), TEXT))
         | made(wire.Ask)
         | st.just(StillHere()),
         _STREAM,
@@ -153,7 +153,7 @@ class _Nobody:
 def _check_text(said: list[tuple[Any, int]]) -> None:
     text = Text(_Nobody(), 1)  # type: ignore[arg-type]
     for message, _ in said:
-        if isinstance(message, wire.Asked | wire.Piece | wire.Written | wire.AskRefused):
+        if isinstance(message, wire.Asked | wire.Piece | wire.Written | wire.StreamRefused):
             try:
                 text.take_untrusted(message)
             except ProtocolError:
@@ -173,7 +173,7 @@ TEXTS = Target(
 )
 
 
-def _check_refusal(message: wire.AskRefused) -> None:
+def _check_refusal(message: wire.StreamRefused) -> None:
     error = error_untrusted(message, "it")
     assert isinstance(error, P2PTrainError)
     assert (error.message + error.remedy).isprintable()
@@ -181,7 +181,7 @@ def _check_refusal(message: wire.AskRefused) -> None:
 
 REFUSALS = Target(
     "verifier-refusals",
-    made(wire.AskRefused, code=mostly(st.sampled_from(["busy", "wrong-wish", "protocol-error"]), TEXT)),
+    made(wire.StreamRefused, code=mostly(st.sampled_from(["busy", "wrong-wish", "protocol-error"]), TEXT)),
     _check_refusal,
     ("roles.verifier.protocol.error_untrusted",),
     peak_bytes=64 << 10,

@@ -24,7 +24,7 @@ from tests.roles.stage_doubles import (
     open_params,
 )
 from tests.roles.stage_stand_in import StandIns, stand_in_config, tokens_of, write_model
-from wire.chain_messages import ChainBroken, Took
+from wire.chain_messages import ChainBroken, Picked
 from wire.transport import TcpNetwork
 
 ROWS = 200_000  # 6.1 MiB a layer: two ranges
@@ -86,7 +86,7 @@ async def test_a_long_prompt_flows_through_three_processes_worth_of_sockets(
             chain.clients[0].give(*work)
         for number in range(2):
             took = await chain.clients[2].next()
-            assert isinstance(took, Took)
+            assert isinstance(took, Picked)
             assert took.number == number
         generation = Generation("s1", PROMPT[2999:], 2, keep=2999)
         while len(generation.made) < 5:

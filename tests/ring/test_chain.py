@@ -21,7 +21,7 @@ from tests.ring.local import local_chain, networks_apart
 from wire.connection import Received
 from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.handshake import RefusalCode, dial, local_hello
-from wire.heal_messages import MemberLost
+from wire.job_messages import MemberLost
 from wire.memory import MemoryNetwork, run_virtual
 from wire.transport import TcpNetwork
 

@@ -15,7 +15,7 @@ from ring.local import LocalMember, local_view
 from ring.session import RingSession
 from tests.ring.local import local_ring
 from wire.emulate import EmulatedNetwork, preset_named
-from wire.heal_messages import MemberLost
+from wire.job_messages import MemberLost
 from wire.memory import MemoryNetwork, VirtualClockLoop, run_virtual
 from wire.messages import HeartbeatAck
 

@@ -30,7 +30,7 @@ from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_p
 from wire.connection import Connection
 from wire.handshake import Server, local_welcome, serve
 from wire.messages import Hello, Refuse, Request, Response, Welcome
-from wire.speculation_messages import DraftClose, DrafterAt, DraftOpen, DraftReady, Verdict
+from wire.text_messages import DrafterAt, DraftOpen, DraftReady, StreamClose, Verdict
 
 PORT = 4000
 VOCAB = 97
@@ -190,7 +190,7 @@ class Liar:
                         if self.takes_in(frame.stream):
                             connection.send(DraftReady(5.0), stream=frame.stream)
                             self.says(frame.stream, None, 0, connection)
-                    case DraftClose():
+                    case StreamClose():
                         self.closed.append(frame.stream)
                     case Verdict() as verdict:
                         self.verdicts += 1

@@ -24,8 +24,7 @@ from roles.worker.checkpoint_store import Snapshots
 from roles.worker.heal_source import HealSource
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
-from wire.heal_messages import HealOffer, HealRequest, RangeRequest
-from wire.job_messages import LedgerRow, MemberRecord
+from wire.job_messages import HealOffer, HealRequest, LedgerRow, MemberRecord, RangeRequest
 from wire.messages import Hello, Message, Welcome
 
 JOB = "job"

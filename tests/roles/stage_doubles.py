@@ -24,7 +24,7 @@ from roles.worker.links import Prober, Sink
 from roles.worker.model_loading import give
 from roles.worker.stages import StageContext, Stages
 from tests.roles.stage_stand_in import WIDTH, StandIns
-from wire.chain_messages import CHAIN_STREAM, ChainBroken, PartLoading, PartsHeld, Picked, Took, Work
+from wire.chain_messages import CHAIN_STREAM, ChainBroken, PartLoading, PartsHeld, Picked, Work
 from wire.client import Calls
 from wire.connection import Connection
 from wire.handshake import Server, dial, local_hello, local_welcome, serve
@@ -104,7 +104,7 @@ class TestClient:
     """A client's connection to one worker. Answers to works are kept in the order in which they came.
 
     Attributes:
-        heard: ``Picked``, ``Took`` and ``ChainBroken``.
+        heard: ``Picked`` and ``ChainBroken``.
         progress: ``PartLoading``.
     """
 
@@ -138,7 +138,7 @@ class TestClient:
                 elif isinstance(message, PartLoading):
                     self.progress.append(message)
                 else:
-                    assert isinstance(message, Picked | Took | ChainBroken), message
+                    assert isinstance(message, Picked | ChainBroken), message
                     self.heard.put_nowait(message)
         self._calls.lost("it")
 

@@ -24,8 +24,7 @@ from roles.stand_in import StandInEngine
 from roles.worker import checkpoint_assembler, checkpoint_store
 from roles.worker.checkpoint_assembler import OfferedFiles, assembles, offered_untrusted
 from tests.roles.in_process import Cluster, Peer
-from wire.heal_messages import FilesRequest
-from wire.job_messages import MemberRecord
+from wire.job_messages import FilesRequest, MemberRecord
 from wire.memory import MemoryNetwork
 
 

@@ -31,7 +31,7 @@ from tests.roles.stage_stand_in import tokens_of
 from wire.connection import Connection
 from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import StillHere
-from wire.speculation_messages import DrafterAt, DraftRefused, Drafts
+from wire.text_messages import DrafterAt, Drafts, StreamRefused
 
 PROMPT = [5, 80, 11, 11, 3]
 GREEDY = Sampling(temperature=0)
@@ -124,7 +124,7 @@ def test_whatever_reason_one_makes_up_for_each_refusal_people_hear_of_it_once() 
 
     def says(stream: int, verdict: Told | None, number: int, connection: Connection) -> None:
         if verdict is None:
-            connection.send(DraftRefused(f"reason {next(reasons)}", "\x1b[31mno", "why?"), stream=stream)
+            connection.send(StreamRefused(f"reason {next(reasons)}", "\x1b[31mno", "why?"), stream=stream)
 
     async def main() -> None:
         scene = Scene()

@@ -40,7 +40,7 @@ from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Message, Response
-from wire.speculation_messages import DraftClose, DraftOpen, DraftReady, DraftRefused, Drafts, Verdict
+from wire.text_messages import DraftOpen, DraftReady, Drafts, StreamClose, StreamRefused, Verdict
 
 PROMPT = [5, 80, 11, 11, 3]
 GREEDY = Sampling(temperature=0)
@@ -351,7 +351,7 @@ BAD_WORDS = {
     "no number": lambda verifier: verifier.open(stream=0),
     "fewer ids than it says": lambda verifier: verifier.open(data=IDS[4:], stream=2),
     "a verdict of no session": says(Verdict(0, 8, packed([1], VOCAB)), stream=9),
-    "a closing of no session": says(DraftClose(), stream=9),
+    "a closing of no session": says(StreamClose(), stream=9),
     "a verdict of another number": says(Verdict(0, 8, packed([1], VOCAB)), generation=2),
     "a verdict from nowhere": says(Verdict(55, 8, packed([1], VOCAB))),
     "a verdict from before": says(Verdict(-1, 8, packed([1], VOCAB))),
@@ -383,7 +383,7 @@ def refusal(opening: DraftOpen, expected_code: str, text: str, **options: Any) -
         async with verifier_of(network) as verifier:
             verifier.open(opening)
             stream, message = await verifier.next()
-            assert isinstance(message, DraftRefused)
+            assert isinstance(message, StreamRefused)
             assert (stream, message.code) == (1, expected_code)
             assert text in message.reason
             assert message.remedy
@@ -406,13 +406,13 @@ def test_vocabularies_that_are_padded_differently_are_drafted_for() -> None:
                 verifier.open(replace(OPENING, vocab_size=vocab_size), stream=stream)
                 assert isinstance((await verifier.next())[1], DraftReady)
                 assert isinstance((await verifier.next())[1], Drafts)
-                verifier.connection.send(DraftClose(), stream=stream)
+                verifier.connection.send(StreamClose(), stream=stream)
             verifier.open(replace(OPENING, vocab_size=81), stream=3)
             while (answer := await verifier.next())[0] != 3:
                 pass
             assert isinstance(answer[1], DraftReady)
             await asyncio.sleep(1)
-            verifier.connection.send(DraftClose(), stream=9)
+            verifier.connection.send(StreamClose(), stream=9)
             drafts = [message async for stream, message in verifier.rest() if stream == 3]
             for each in drafts:
                 assert isinstance(each, Drafts)
@@ -456,7 +456,7 @@ def test_an_engine_that_fails_ends_that_session_with_its_reason() -> None:
     async def test(network: MemoryNetwork, host: DrafterHost) -> None:
         async with verifier_of(network) as verifier:
             verifier.open(replace(OPENING, count=4, prompt=4), IDS[4:])
-            assert (await verifier.next())[1] == DraftRefused(
+            assert (await verifier.next())[1] == StreamRefused(
                 "engine", "the device has no memory left", "use a smaller model"
             )
             assert host.drafter.sessions == 1
@@ -481,7 +481,7 @@ def test_callers_and_their_sessions_are_bounded() -> None:
                 verifier.open(replace(OPENING, depth=0), stream=stream)
             answers = [(await verifier.next())[1] for _ in range(8)]
             assert sum(isinstance(answer, DraftReady) for answer in answers) == 4
-            assert sum(isinstance(answer, DraftRefused) for answer in answers) == 4
+            assert sum(isinstance(answer, StreamRefused) for answer in answers) == 4
 
     with_drafter(test, most_sessions=5)
 
@@ -502,7 +502,7 @@ def test_no_memory_is_given_for_the_ids_of_who_is_refused() -> None:
                     for verifier in (one, other):
                         verifier.connection.send_bulk(memoryview(data), generation=0, stream=stream)
                         answer = await verifier.next()
-                        assert isinstance(answer[1], DraftRefused)
+                        assert isinstance(answer[1], StreamRefused)
             finally:
                 tracemalloc.stop()
 

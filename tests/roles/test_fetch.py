@@ -12,7 +12,7 @@ import xxhash
 from p2ptrain.core.world import LoopClock
 from roles.worker.heal import Base, Fetch, Giver, Self
 from tests.roles.heal_doubles import FIRST, JOB, engine_of
-from wire.heal_messages import HealRequest, StepLogged
+from wire.job_messages import HealRequest, StepLogged
 
 
 def fetch_of(post: Callable[..., None]) -> tuple[Fetch, Giver]:

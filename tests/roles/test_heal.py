@@ -38,8 +38,7 @@ from tests.roles.heal_doubles import (
     stands_elsewhere,
 )
 from wire.handshake import dial, local_hello
-from wire.heal_messages import HealOffer, HealRequest, RangeRequest
-from wire.job_messages import Report
+from wire.job_messages import HealOffer, HealRequest, RangeRequest, Report
 from wire.memory import MemoryNetwork, run_virtual
 from wire.transport import TcpNetwork
 

@@ -20,7 +20,7 @@ from wire.handshake import RefusalCode, dial, local_hello
 from wire.memory import MemoryNetwork
 from wire.messages import Hello, Request, Response
 from wire.records import PeerInfo, ServingInfo
-from wire.speculation_messages import MAX_DRAFTERS, DrafterAt, DraftersHere, Serving
+from wire.text_messages import MAX_DRAFTERS, DrafterAt, DraftersHere, Serving
 from wire.transport import TcpNetwork
 
 SERVED = Serving("big", 50257, 1024, "ab12", "", 0)

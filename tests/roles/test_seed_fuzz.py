@@ -27,7 +27,7 @@ from wire.handshake import Server, dial, local_hello, local_welcome, serve
 from wire.job_messages import Assign, CheckpointSaved, Report, StepMetrics, ViewAnnounced
 from wire.memory import MemoryNetwork
 from wire.messages import EventNotice, Heartbeat, HeartbeatAck, Hello, Leave, Message, Response, Welcome
-from wire.speculation_messages import Serving
+from wire.text_messages import Serving
 
 DEADLINE_S = 10.0
 PROFILE = Profile.model_validate({"job": {"workers": 2, "steps": 100}, "batch": {"micro_batches": 4}})

@@ -25,7 +25,7 @@ from wire.job_messages import CheckpointSaved, LedgerRows, Report, StepMetrics
 from wire.messages import EventNotice, Hello, Message, Welcome
 from wire.records import ServingInfo
 from wire.schema import instance_untrusted
-from wire.speculation_messages import MAX_DRAFTERS, DraftersHere, Serving
+from wire.text_messages import MAX_DRAFTERS, DraftersHere, Serving
 
 DEADLINE_S = 10.0
 SERVING = Serving("small", 100, 0, "ab", "", 0)

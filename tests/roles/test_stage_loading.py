@@ -40,7 +40,7 @@ from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, tokens_
 from wire.chain_messages import TensorsPage, TensorsRequest
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
-from wire.heal_messages import RANGE_BYTES, RangeGone, RangeRequest
+from wire.job_messages import RANGE_BYTES, RangeGone, RangeRequest
 from wire.memory import MemoryNetwork, run_virtual
 
 CONFIG = stand_in_config(layers=4)

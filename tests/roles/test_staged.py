@@ -20,7 +20,7 @@ from roles.stand_in import StandInEngine
 from roles.worker.heal import Fetch, Giver, Self
 from tests.roles.heal_doubles import world_of
 from tests.roles.in_process import Cluster, Peer
-from wire.heal_messages import HealOffer, HealRequest, StepLogged
+from wire.job_messages import HealOffer, HealRequest, StepLogged
 from wire.memory import MemoryNetwork
 
 

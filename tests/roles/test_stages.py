@@ -32,7 +32,7 @@ from tests.roles.stage_doubles import (
     sampling_params,
 )
 from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, tokens_of, write_model
-from wire.chain_messages import CHAIN_STREAM, ChainBroken, Picked, Took, Work
+from wire.chain_messages import CHAIN_STREAM, ChainBroken, Picked, Work
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Request
@@ -139,7 +139,7 @@ def test_a_long_prompt_comes_in_several_works(tmp_path: Path, model: ModelDirect
             chain.clients[0].give(*ids_work("s1", ids, keep=start, last=2, number=number, picks=0))
         for number in range(5):
             took = await chain.clients[2].next()
-            assert isinstance(took, Took)
+            assert isinstance(took, Picked)
             assert (took.number, len(took.spent_us)) == (number, 3)
         assert await chain.generate("s1", prompt[49:], 6, keep=49) == tokens_of(CONFIG, prompt, 6, GREEDY)
 
@@ -214,7 +214,7 @@ def test_a_lost_stage_is_replaced_and_the_same_tokens_come(
             chain.clients[0].give(*generation.work())
             generation.take(await chain.answer())
             chain.clients[0].give(*ids_work("s1", [9, 9], keep=generation.keep, last=2, picks=0))  # taken back later
-            assert isinstance(await chain.answer(), Took)
+            assert isinstance(await chain.answer(), Picked)
         spare = Stage("spare", network.at("spare"), tmp_path / "spare")
         await spare.start()
         async with client_of(network.at("client"), "spare") as successor:
@@ -244,10 +244,10 @@ def test_a_lost_stage_is_replaced_and_the_same_tokens_come(
             replay = {"session": "s1", "attempt": 1, "number": 77, "stop": generation.keep, "last": 1}
             await chain.clients[0].ask("session.replay", replay)
             took = await successor.next()
-            assert isinstance(took, Took)
+            assert isinstance(took, Picked)
             assert (took.number, took.attempt, len(took.spent_us)) == (77, 1, 2)
             if prefill_encoding == "int8":  # the prompt travelled so, and what followed did not: two works
-                assert isinstance(await successor.next(), Took)
+                assert isinstance(await successor.next(), Picked)
             while len(generation.made) < 12:
                 chain.clients[0].give(*generation.work())
                 generation.take(await chain.clients[2].next())
@@ -329,7 +329,7 @@ def test_a_new_stage_can_itself_replay_what_it_was_replayed(tmp_path: Path, mode
                 replay = {"session": "s1", "attempt": index, "number": 0, "stop": generation.keep, "last": index}
                 await clients[index - 1].ask("session.replay", replay)
                 for _ in range(2):  # the prompt travelled as int8, and what followed did not: two works
-                    assert isinstance(await clients[index].next(), Took)
+                    assert isinstance(await clients[index].next(), Picked)
             await tokens(3)
             assert generation.made == tokens_of(CONFIG, PROMPT, 9, GREEDY)
             for client in clients:
@@ -695,7 +695,7 @@ def test_a_stage_is_not_given_more_than_it_takes(
         assert chain.stages[0].stages.works.sessions["s1", 0].core.position <= (20 + QUEUED_FROM_STAGE + 8) * size
         for number in range(count):
             took = await chain.answer()
-            assert isinstance(took, Took)
+            assert isinstance(took, Picked)
             assert took.number == number
         assert chain.stages[1].stand_ins.engines[0].length("s1") == count * size
 
@@ -741,7 +741,7 @@ def test_works_of_2048_positions_pass_in_any_encoding(tmp_path: Path, model: Mod
         for encoding in ("fp32", "bf16", "fp16", "int8"):
             await chain.open(encoding, positions=2060, encoding="bf16", prefill_encoding=encoding)
             chain.clients[0].give(*ids_work(encoding, prompt[:-1], keep=0, last=1, picks=0))
-            assert isinstance(await chain.answer(), Took)
+            assert isinstance(await chain.answer(), Picked)
             made = await chain.generate(encoding, prompt[-1:], 2, keep=WORK_POSITIONS)
             assert made == expected
 

@@ -22,11 +22,10 @@ from wire.codec import (
     decode_untrusted,
     encode,
 )
-from wire.heal_messages import BlobRecord, HealOffer
-from wire.job_messages import CheckpointSaved, LedgerRow, LedgerRows, StepMetrics
+from wire.job_messages import BlobRecord, CheckpointSaved, HealOffer, LedgerRow, LedgerRows, StepMetrics
 from wire.messages import BULK_KIND, PROTOCOL_VERSION, Heartbeat, Hello, Message, Refuse, Request, Update, Welcome
 from wire.schema import MAX_DEPTH
-from wire.speculation_messages import Drafts
+from wire.text_messages import Drafts
 
 
 def sendable(message: Message) -> bool:

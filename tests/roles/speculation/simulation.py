@@ -36,7 +36,7 @@ from roles.speculation.events import (
 from roles.speculation.received import packed
 from roles.speculation.verifying import Stats, Verifying
 from wire.codec import encode
-from wire.speculation_messages import Drafts, Verdict
+from wire.text_messages import Drafts, Verdict
 
 VOCAB = 150_000
 

@@ -17,7 +17,7 @@ from roles.verifier.drafters import Drafters
 from tests.roles.drafter_hosts import TOKENIZER, DrafterHost, Liar, around_of, model_serves, there
 from tests.roles.verifier.doubles import ScriptedTarget, reference, service
 from wire.connection import Connection
-from wire.speculation_messages import Drafts
+from wire.text_messages import Drafts
 from wire.transport import TcpNetwork
 
 from .test_several_texts import Often

@@ -32,7 +32,7 @@ from roles.verifier.protocol import MOST_BYTES, error_untrusted, question, refus
 from roles.verifier.server import MOST_ASKED, serve_texts
 from roles.verifier.service import VerifierService
 from tests.roles.verifier.doubles import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
-from wire import generate_messages as wire
+from wire import text_messages as wire
 from wire.connection import Connection
 from wire.handshake import dial, local_hello, local_welcome, serve
 from wire.memory import MemoryNetwork, run_virtual
@@ -251,7 +251,7 @@ def test_who_takes_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.Monke
                 await asyncio.sleep(2)
                 if stuck.closed.is_set():
                     break
-                stuck.send(wire.Stop(), stream=99)
+                stuck.send(wire.StreamClose(), stream=99)
             assert stuck.closed.is_set()
             assert there.service.sessions == 0
             stuck.abort()
@@ -436,7 +436,7 @@ def test_failures_are_the_same_on_both_sides() -> None:
         assert told.exit_code == error.exit_code or type(error) is P2PTrainError
         assert told.message == "big one: a"
         assert told.remedy == error.remedy
-    odd = error_untrusted(wire.AskRefused("x" * 9000, "\x1b[2J" + "y" * 9000, ""), "it")
+    odd = error_untrusted(wire.StreamRefused("x" * 9000, "\x1b[2J" + "y" * 9000, ""), "it")
     assert "\x1b" not in odd.message
     assert len(odd.message) < 1010
 

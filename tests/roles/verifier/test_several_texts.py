@@ -26,7 +26,7 @@ from tests.roles.stage_stand_in import StandInStage, stand_in_part
 from tests.roles.verifier.doubles import CONFIG, model_text
 from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.memory import MemoryNetwork, run_virtual
-from wire.speculation_messages import DrafterAt
+from wire.text_messages import DrafterAt
 
 VOCAB, TOKENS, PASS_S = 256, 64, 0.05
 TOKENIZER = "bytes"

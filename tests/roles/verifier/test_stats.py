@@ -7,7 +7,7 @@ from roles.verifier.drafting_source import DrafterFacts
 from roles.verifier.stats import MOST_TOLD, WritingStats
 from wire.codec import encode
 from wire.frame import CONTROL_FRAME_BYTES
-from wire.generate_messages import Written
+from wire.text_messages import Written
 
 
 def facts(drafter: int, peer_id: str) -> DrafterFacts:

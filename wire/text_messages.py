@@ -1,11 +1,18 @@
-"""Messages between a verifier and its drafters, and of both to the seed, as those of ``wire.messages``.
+"""Messages of text and of speculation, as those of ``wire.messages``. Between a client and a verifier::
 
-::
+    client → verifier    Ask, then one bulk frame (UTF-8: the prompt, or what the turns say) → Asked | StreamRefused
+    verifier → client    Piece, as text comes; in the end Written, or StreamRefused
+    client → verifier    StreamClose: no more is wanted
+    both ways when idle  StillHere
 
-    verifier → drafter   (purpose ``draft``)   DraftOpen, then one bulk frame → DraftReady | DraftRefused
+The ``stream`` of a frame's header is the client's number of its question, so several may be under way.
+
+Between a verifier and its drafters, and of both to the seed::
+
+    verifier → drafter   (purpose ``draft``)   DraftOpen, then one bulk frame → DraftReady | StreamRefused
     drafter → verifier   Drafts, its header's generation the epoch
-    verifier → drafter   Verdict, its header's generation the verdict's number; DraftClose
-    drafter → verifier   DraftRefused, also when a session cannot go on
+    verifier → drafter   Verdict, its header's generation the verdict's number; StreamClose
+    drafter → verifier   StreamRefused, also when a session cannot go on
     both ways when idle  StillHere
     seed → verifier      DraftersHere
     either → seed        Serving
@@ -18,11 +25,84 @@ token is two bytes (little-endian) where the vocabulary's size allows it, else t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from p2ptrain.core.errors import ProtocolError
 from wire.messages import Message
 from wire.schema import Bound, Count, Figure, Id, TokenOrNone
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRefused(Message):
+    """To a client: its text is not written, or no further. To a verifier: its session is not, or no longer, drafted
+    for. ``code``, ``reason``, ``remedy``: as of ``Refuse``."""
+
+    KIND: ClassVar[int] = 71
+    code: str
+    reason: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamClose(Message):
+    """No more of this text, or of this session's drafts, is wanted."""
+
+    KIND: ClassVar[int] = 74
+
+
+@dataclass(frozen=True, slots=True)
+class Ask(Message):
+    """Go on from the prompt in the bulk frame behind it.
+
+    Attributes:
+        sizes: bytes of each text in that frame. roles: whose turn each of them is; empty: there is one, a prompt.
+        max_new_tokens: 0: as many as the model's context has room for.
+        temperature, top_k, top_p: None: what the model says.
+        stop: the text ends before the first of these.
+        speculate: whether drafters may help.
+    """
+
+    KIND: ClassVar[int] = 69
+    sizes: list[int]
+    roles: list[str]
+    max_new_tokens: int
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    seed: int
+    stop: list[str]
+    speculate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Asked(Message):
+    """It will be written. ``prompt_tokens``: of the prompt; ``left_out``: turns that did not fit."""
+
+    KIND: ClassVar[int] = 70
+    prompt_tokens: int
+    left_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece(Message):
+    """New text, whole characters only, and the tokens (int32, little-endian) that came since the last piece."""
+
+    KIND: ClassVar[int] = 72
+    text: str
+    tokens: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Written(Message):
+    """The text is whole. ``ended``: ``stop``, ``end``, ``length``, ``cancelled``; ``stats``: how it came about."""
+
+    KIND: ClassVar[int] = 73
+    ended: str
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+# ---------------------------------------------------------------------------------------------------------- speculation
+
 
 MAX_DRAFTERS = 64
 """That a verifier is told of, and that it uses: with long names they fill a frame."""
@@ -65,16 +145,6 @@ class DraftReady(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class DraftRefused(Message):
-    """The session is not, or no longer, drafted for. ``code``, ``reason``, ``remedy``: as of ``Refuse``."""
-
-    KIND: ClassVar[int] = 61
-    code: str
-    reason: str
-    remedy: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Drafts(Message):
     """Drafted ``tokens`` from ``position`` of the session on.
 
@@ -101,13 +171,6 @@ class Verdict(Message):
     right: int
     depth: int
     tokens: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class DraftClose(Message):
-    """The session is over."""
-
-    KIND: ClassVar[int] = 65
 
 
 @dataclass(frozen=True, slots=True)
