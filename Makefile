@@ -46,11 +46,13 @@ lint: $(VENV)/.installed-dev ## check style, types and who imports whom
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(VENV)/.installed-dev ## format the code, and write the example profile anew
+format: $(VENV)/.installed-dev ## format the code, and write the example profile and the protocol reference anew
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/python -m configs.example > configs/profiles/example.toml.new
 	mv configs/profiles/example.toml.new configs/profiles/example.toml
+	$(BIN)/python -m wire.protocol > docs/protocol.md.new
+	mv docs/protocol.md.new docs/protocol.md
 
 clean: ## remove the environment, caches and the demo's state
 	rm -rf $(VENV) build dist *.egg-info .p2ptrain .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
