@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count, takewhile
+from itertools import count
 
-from p2ptrain.core.activations import IDS, encode_ids
+from p2ptrain.core.activations import ID_BYTES, IDS, encode_ids
 from p2ptrain.core.errors import (
     ConnectionLost,
     JobFailed,
@@ -40,10 +40,10 @@ from roles.speculation.received import (
     FULL,
     OTHER_TOKENIZER,
     TOO_LONG,
-    Opening,
+    check_opening_untrusted,
     ids_untrusted,
-    opening_untrusted,
     packed,
+    sampling_of,
     told_untrusted,
 )
 from roles.worker.stage_requests import MAX_POSITIONS, printable
@@ -68,8 +68,6 @@ BEAT_S = 0.5
 """A verifier hears from this drafter so often, before it has said what silence means to it."""
 SHARED_PIECE = 256
 """Positions of a prompt that are taken in at a time where other sessions wait for their next draft."""
-AT_ONCE_S = 0.002
-"""Drafts are made at once that take so long: a verdict that cuts them may wait for that."""
 LONGER = "draft with a model of a longer context"
 
 
@@ -123,7 +121,7 @@ class _Session:
     stream: int
     caller: _Caller
     core: Drafting
-    opening: Opening
+    opening: DraftOpen
     positions: int
     cache_bytes: int
     verified: int
@@ -134,14 +132,6 @@ class _Session:
     opened: bool = False
     ready: bool = False
     closed: bool = False
-
-
-@dataclass(slots=True)
-class _Made:
-    """Drafts; of which the engine has taken in the first ``taken``."""
-
-    tokens: list[int] = field(default_factory=list)
-    taken: int = 0
 
 
 class Gauge:
@@ -258,8 +248,8 @@ class Drafter:
     async def _heard(self, caller: _Caller, received: Received) -> None:
         stream = received.stream
         match received.message:
-            case DraftOpen() as message:
-                await self._open_untrusted(caller, stream, message)
+            case DraftOpen() as opening:
+                await self._open_untrusted(caller, stream, opening)
             case Verdict() as verdict:
                 session = self._find_untrusted(caller, stream)
                 if session is not None:
@@ -282,10 +272,10 @@ class Drafter:
             raise ProtocolError(f"session {stream} was not opened")
         return caller.sessions.get(stream)
 
-    async def _open_untrusted(self, caller: _Caller, stream: int, message: DraftOpen) -> None:
+    async def _open_untrusted(self, caller: _Caller, stream: int, opening: DraftOpen) -> None:
         """Raises ``ProtocolError``: no correct verifier opens a session like this. ``NetworkError``: its ids did not
         come."""
-        opening = opening_untrusted(message)
+        check_opening_untrusted(opening)
         if stream <= caller.last:
             raise ProtocolError(f"session {stream} after session {caller.last}")
         caller.last = stream
@@ -293,10 +283,10 @@ class Drafter:
         try:
             self._admitted(opening)  # before memory is given for its ids
         except Refused as refused:
-            await self._poured_away(caller, opening.ids_bytes, stream)
+            await self._poured_away(caller, ID_BYTES * opening.count, stream)
             self._refuse(caller, stream, refused)
             return
-        data = await caller.line.bulk(opening.ids_bytes, stream=stream)
+        data = await caller.line.bulk(ID_BYTES * opening.count, stream=stream)
         ids = ids_untrusted(data, vocab_size=opening.vocab_size)
         try:
             positions, cache_bytes = self._admitted(opening)  # others may have been, meanwhile
@@ -316,7 +306,7 @@ class Drafter:
         into = memoryview(self._sink)[:ids_bytes]
         await caller.line.landed(caller.line.post(into, stream=stream))
 
-    def _admitted(self, opening: Opening) -> tuple[int, int]:
+    def _admitted(self, opening: DraftOpen) -> tuple[int, int]:
         """Positions that the session may have here, and the bytes of its cache. Raises ``Refused``."""
         serves = self.serves
         if opening.tokenizer != serves.tokenizer:  # vocabularies may be padded differently
@@ -416,7 +406,7 @@ class Drafter:
         piece = left if len(self._sessions) == 1 else min(left, SHARED_PIECE)
         session.running = True
         try:
-            made = await self._compute_piece(session, run, piece, last=piece == left)
+            picks = await self._compute_piece(session, run, piece, last=piece == left)
         except P2PTrainError as problem:
             if not session.closed:
                 self._refuse(session.caller, session.stream, problem)
@@ -431,12 +421,10 @@ class Drafter:
             self._turns.add(session)
             return
         session.wanted = None
-        vocab_size = session.opening.vocab_size
-        tokens = tuple(takewhile(lambda token: token < vocab_size, made.tokens))  # others are not the verifier's
-        self._feed(session, RunDone(tokens, min(made.taken, len(tokens))))
+        self._feed(session, RunDone(tuple(token for token in picks if token < session.opening.vocab_size)))
 
-    async def _compute_piece(self, session: _Session, run: Run, piece: int, *, last: bool) -> _Made:
-        """What came of a piece of a run, and behind the last one as many drafts as are of use, and soon made.
+    async def _compute_piece(self, session: _Session, run: Run, piece: int, *, last: bool) -> tuple[int, ...]:
+        """The pick of a piece of a run, behind the last one.
 
         Raises:
             P2PTrainError: the engine cannot, or the session is too long for it.
@@ -448,43 +436,26 @@ class Drafter:
         began = self._now()
         if not session.opened:
             session.opened = True
-            sampling = session.opening.sampling
-            positions = session.positions
-            await self._compute.run(self._engine.open, session.name, positions=positions, sampling=sampling)
+            sampling = sampling_of(session.opening)
+            await self._compute.run(self._engine.open, session.name, positions=session.positions, sampling=sampling)
         # The verifier's vocabulary may be padded to more: a token that only it has is taken for another one.
         ids = [min(token, self._engine.vocab_size - 1) for token in run.ids[session.taken : session.taken + piece]]
-        drafts = 0
-        if last and run.picks:
-            soon = int(AT_ONCE_S / self.gauge.draft.seconds) if self.gauge.draft.count else 1
-            drafts = max(1, min(run.most, soon, session.positions - keep - piece + 1))
-        made = await self._compute.run(self._made, session.name, keep, ids, drafts, run.draw)
+        ran = await self._compute.run(
+            self._engine.run,
+            session.name,
+            keep=keep,
+            payload=memoryview(encode_ids(ids)),
+            count=piece,
+            encoding=IDS,
+            out_encoding=IDS,
+            picks=run.picks if last else 0,
+            draw=run.draw,
+        )
         now = self._now()
         if piece == 1:
-            self.gauge.draft.add((now - began) / (1 + made.taken))
+            self.gauge.draft.add(now - began)
         self.gauge.add(now, now - began, 0)
-        return made
-
-    def _made(self, name: str, keep: int, ids: list[int], drafts: int, draw: int) -> _Made:
-        """On the compute thread: take ``ids`` in, and draft: all at once, for the way to this thread and back may take
-        as long as a draft."""
-        made = _Made()
-        while True:
-            ran = self._engine.run(
-                name,
-                keep=keep,
-                payload=memoryview(encode_ids(ids)),
-                count=len(ids),
-                encoding=IDS,
-                out_encoding=IDS,
-                picks=min(drafts, 1),
-                draw=draw + len(made.tokens),
-            )
-            made.tokens += ran.tokens
-            if len(made.tokens) >= drafts or len(ran.tokens) != 1:
-                return made
-            keep += len(ids)
-            ids = list(ran.tokens)
-            made.taken += 1
+        return ran.tokens
 
 
 async def _ended(call: asyncio.Future[None]) -> None:

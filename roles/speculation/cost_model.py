@@ -16,7 +16,7 @@ PRIOR_ALPHA, PRIOR_DRAFTS = 0.8, 3.0
 """Acceptance of a drafter that is not known yet, and how many drafts that counts as. It is high: others are tried."""
 MOST_DRAFTS = 64
 """In a pass."""
-LEAST_USE = 0.04
+LEAST_USE = 0.03
 """A draft is made if it is of use with this chance: less wastes bytes, more leaves a far drafter too short a line."""
 MOST_LOSS = 0.03
 """Share of the time that plain decoding takes that may be lost in the long run."""
@@ -95,15 +95,14 @@ class DrafterModel:
     """Moving averages of one drafter, which all texts that it drafts for share.
 
     Attributes:
-        latency_s: one way. draft: time of a draft. restart: from a verdict that ends a line to the first draft of the
-            next one, without the two ways.
+        latency_s: one way. draft: time of a draft.
     """
 
     FADE = 0.97  # weight of a comparison when the next one comes: the last thirty count most
 
     def __init__(self, latency_s: float = 0.0, draft_s: float = 0.005) -> None:
         self.latency_s = latency_s
-        self.draft, self.restart = Average(draft_s), Average(draft_s)
+        self.draft = Average(draft_s)
         self._agreed = self._tried = 0.0
 
     def compared(self, agreed: int, *, failed: bool) -> None:
@@ -125,7 +124,7 @@ class DrafterModel:
     @property
     def restart_s(self) -> float:
         """From a verdict that ends a line to the first draft of the next one."""
-        return 2 * self.latency_s + self.restart.seconds
+        return 2 * self.latency_s + self.draft.seconds
 
     @property
     def depth(self) -> int:
@@ -154,9 +153,7 @@ def choose(
     pass_s: Callable[[int], float],
     rate: float,
     *,
-    late: int = 0,
     line_s: float,
-    most_wait_s: float,
     most_loss_s: float,
 ) -> Choice:
     """Choose for how many drafts the next pass waits. A pass with ``k`` drafts is worth
@@ -168,17 +165,15 @@ def choose(
     Args:
         waits_s: until one draft is there, two, and so on; 0 if it is there now.
         rate: tokens a second, the price of time.
-        late: drafts before them that stand for text which is there already; they must be right, too.
         line_s: what it is worth that the drafter's line goes on.
-        most_wait_s: longest wait. most_loss_s: that may be lost, against a plain step, if no draft is right.
+        most_loss_s: that may be lost, against a plain step, if no draft is right.
     """
-    right = alpha**late
     line = rate * line_s * alpha
-    best = Choice(0, 0.0, 1.0 - rate * pass_s(0) + right * line)
-    expected = 1.0
+    best = Choice(0, 0.0, 1.0 - rate * pass_s(0) + line)
+    right = expected = 1.0
     for drafts, wait_s in enumerate(waits_s, 1):
         cost_s = wait_s + pass_s(drafts)
-        if wait_s > most_wait_s or cost_s - pass_s(0) > most_loss_s:
+        if cost_s - pass_s(0) > most_loss_s:
             break
         right *= alpha
         expected += right

@@ -19,8 +19,6 @@ CHUNK = 2048
 """Positions in one run, at most."""
 GROUP = 2
 """Drafts that are sent together: a message costs more than a token."""
-AHEAD = 8
-"""Drafts more that are made before they may be sent: what waits when a verdict contradicts it costs no bytes."""
 
 
 class Drafting:
@@ -75,8 +73,8 @@ class Drafting:
                 pass
             case Told():
                 self._told(event)
-            case RunDone(tokens, taken):
-                self._done(tokens, taken)
+            case RunDone(picks):
+                self._done(picks)
             case RunDropped():
                 self._running = False
         sends = self._sends()
@@ -132,30 +130,27 @@ class Drafting:
         self._reach = stop
         ids = tuple(self._ids[self._held : stop])
         draw = size - self._prompt if picks else 0
-        return [Run(self._held, ids, picks, draw, prefill=not self.ready, most=max(1, self._limit - size))]
+        return [Run(self._held, ids, picks, draw, prefill=not self.ready)]
 
-    def _done(self, tokens: Sequence[int], taken: int) -> None:
+    def _done(self, picks: Sequence[int]) -> None:
         if not self._running:
             return
         self._running = False
         self._held = self._reach  # less than was asked for, if tokens that the run saw were cut off meanwhile
         self.ready = self.ready or self._held >= self._opened
-        if self._held == len(self._ids):
-            room = min(max(self._limit - self._held, 1), self._positions - self._held)
-            self._ids += tokens[:room]
-            self._held += min(taken, len(tokens[:room]) - 1) if tokens else 0  # the last one is for the next run
+        if self._held == len(self._ids) < self._positions:
+            self._ids += picks
 
     @property
     def _limit(self) -> int:
         """Up to here it drafts."""
-        return min(self._verified + self._depth + min(self._depth, AHEAD), self._positions)
+        return min(self._verified + self._depth, self._positions)
 
     def _sends(self) -> list[DrafterInstruction]:
-        allowed = min(self._verified + self._depth, self._positions)
-        stop = min(len(self._ids), allowed)
+        stop = min(len(self._ids), self._limit)
         bare = self._sent == self._verified  # the verifier has no draft: it is better to have few than none
         ended = self._held == len(self._ids) and not self._running  # the model picked what the verifier does not know
-        if stop <= self._sent or (stop - self._sent < GROUP and not ended and not (bare and stop == allowed)):
+        if stop <= self._sent or (stop - self._sent < GROUP and not ended and not (bare and stop == self._limit)):
             return []
         send = Send(self.epoch, self._sent, tuple(self._ids[self._sent : stop]))
         self._sent = stop

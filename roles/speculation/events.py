@@ -81,11 +81,9 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class RunDone:
-    """The picks of the ``Run`` that was asked for: drafts one behind the other. ``taken``: of them, the first so many
-    the model has taken in as well."""
+    """The pick of the ``Run`` that was asked for; none if none was asked for, or it is no token of the verifier."""
 
-    tokens: tuple[int, ...]
-    taken: int = 0
+    picks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +99,6 @@ class Run:
     """Cut the model's history to ``keep`` positions, take ``ids`` more, and pick for the last ``picks`` of them.
 
     One at a time: the next one is asked for when this one is done. ``draw``: sample index of the first pick.
-    ``most``: drafting: tokens that are of use, the pick and what the model would pick behind it.
     """
 
     keep: int
@@ -109,7 +106,6 @@ class Run:
     picks: int
     draw: int
     prefill: bool = False
-    most: int = 1
 
 
 @dataclass(frozen=True, slots=True)

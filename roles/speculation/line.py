@@ -45,7 +45,6 @@ class Line:
         self._heard_at = self._told_at = now  # drafts came last, and the last verdict was sent
         self._cut_at: float | None = None  # the verdict was sent that ended the line
         self._cut_size = 0  # and what was told by it
-        self._measures = True  # the drafter drafted until then: its restart is measured
         self._free = told + depth  # up to here it may have drafted before it hears the last verdict
 
     # --------------------------------------------------------------------------------------------------------- drafts
@@ -75,7 +74,11 @@ class Line:
         if self.dead:
             self.wasted += len(tokens)
             return ""
-        self._measure(len(tokens), began=began, follows=follows, now=now)
+        if began:
+            self._cut_at = None
+        elif follows and self._end < self._free:
+            self.model.draft.add((now - self._heard_at) / len(tokens))
+        self._heard_at = now
         known = text[position : self._end]
         agreed = next((at for at, token in enumerate(known) if token != tokens[at]), len(known))
         self.late += agreed
@@ -111,16 +114,6 @@ class Line:
         self.wasted += count
         self.ahead.clear()
 
-    def _measure(self, count: int, *, began: bool, follows: bool, now: float) -> None:
-        model = self.model
-        if began:
-            if self._cut_at is not None and self._measures:
-                model.restart.add(now - self._cut_at - (count - 1) * model.draft.seconds - 2 * model.latency_s)
-            self._cut_at = None
-        elif follows and self._end < self._free:
-            model.draft.add((now - self._heard_at) / count)
-        self._heard_at = now
-
     # ------------------------------------------------------------------------------------------------------- verdicts
 
     def verdict(self, size: int, depth: int, now: float) -> tuple[int, int, int]:
@@ -140,14 +133,10 @@ class Line:
         self._sizes.append(size)
         self._told_at = now
         if self.dead and depth and (self._cut_at is None or rested):
-            self._cut_at, self._cut_size, self._measures = now, size, not rested
+            self._cut_at, self._cut_size = now, size
         return self.number, start, right
 
     # ----------------------------------------------------------------------------------------------------- prediction
-
-    def late_by(self, size: int) -> int:
-        """Drafts that come before those behind the text's ``size`` tokens, as far as it is known."""
-        return max(0, size - (self._cut_size if self.dead else self._end))
 
     @property
     def anew_s(self) -> float:

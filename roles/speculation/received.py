@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from p2ptrain.core.activations import ID_BYTES, decode_ids
 from p2ptrain.core.errors import ProtocolError, Refused, UserError
@@ -30,25 +29,7 @@ REFUSALS = (OTHER_TOKENIZER, TOO_LONG, FULL, ENGINE)
 """Codes of ``StreamRefused``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """A ``DraftOpen``. ``sampling``: with draws of the verifier's size. ``ids_bytes``: of the bulk frame behind it."""
-
-    count: int
-    prompt: int
-    positions: int
-    vocab_size: int
-    tokenizer: str
-    sampling: Sampling
-    depth: int
-    silence_s: float
-
-    @property
-    def ids_bytes(self) -> int:
-        return ID_BYTES * self.count
-
-
-def opening_untrusted(message: DraftOpen) -> Opening:
+def check_opening_untrusted(message: DraftOpen) -> None:
     """Raises ``ProtocolError``: no correct verifier opens a session like this."""
     if not 0 < message.prompt <= message.count <= message.positions <= MAX_POSITIONS:
         raise ProtocolError(
@@ -59,22 +40,15 @@ def opening_untrusted(message: DraftOpen) -> Opening:
     _check_depth_untrusted(message.depth)
     if not SHORTEST_SILENCE_S <= message.silence_s <= LONGEST_SILENCE_S:
         raise ProtocolError(f"a session in which silence is allowed for {message.silence_s:g} s")
-    shape = (message.temperature, message.top_k, message.top_p)
     try:
-        sampling = Sampling(*shape, message.seed, message.vocab_size)
-        check_sampling(sampling)
+        check_sampling(sampling_of(message))
     except UserError as error:
         raise ProtocolError(error.message) from error
-    return Opening(
-        message.count,
-        message.prompt,
-        message.positions,
-        message.vocab_size,
-        message.tokenizer,
-        sampling,
-        message.depth,
-        message.silence_s,
-    )
+
+
+def sampling_of(opening: DraftOpen) -> Sampling:
+    """How the session's tokens are picked: with noise for the verifier's size of vocabulary."""
+    return Sampling(opening.temperature, opening.top_k, opening.top_p, opening.seed, opening.vocab_size)
 
 
 def ids_untrusted(data: bytes | bytearray, *, vocab_size: int) -> tuple[int, ...]:

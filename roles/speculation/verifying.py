@@ -303,9 +303,7 @@ class Verifying:
                 line.model.alpha,
                 lambda drafts: passes.seconds(drafts) + between_s,
                 rate,
-                late=line.late_by(size),
                 line_s=min(1.1 * step_s, line.anew_s),
-                most_wait_s=step_s - since_s,
                 most_loss_s=self._model.most_loss_s - since_s,
             )
             if choice.worth > best.worth:

@@ -9,14 +9,14 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from p2ptrain.core.activations import ID_BYTES, encode_ids
+from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.serving import Sampling
 from roles.speculation.events import Told
 from roles.speculation.received import (
     MAX_DEPTH,
+    check_opening_untrusted,
     drafts_untrusted,
-    opening_untrusted,
     packed,
     refused_untrusted,
     step_untrusted,
@@ -81,9 +81,8 @@ def _check_words(case: tuple[Message, int]) -> None:
     try:
         match message:
             case DraftOpen():
-                opening = opening_untrusted(message)
-                assert 0 < opening.prompt <= opening.count <= opening.positions <= MAX_POSITIONS
-                assert opening.ids_bytes <= ID_BYTES * MAX_POSITIONS
+                check_opening_untrusted(message)
+                assert 0 < message.prompt <= message.count <= message.positions <= MAX_POSITIONS
             case Drafts():
                 tokens = drafts_untrusted(message, number, vocab_size=VOCAB)
                 assert 0 < len(tokens) <= MAX_DEPTH
@@ -107,7 +106,7 @@ WORDS = Target(
     st.tuples(_OPENINGS | _DRAFTS | _VERDICTS | made(DraftReady) | _REFUSALS, _NUMBERS),
     _check_words,
     (
-        "roles.speculation.received.opening_untrusted",
+        "roles.speculation.received.check_opening_untrusted",
         "roles.speculation.received.drafts_untrusted",
         "roles.speculation.received.told_untrusted",
         "roles.speculation.received.tokens_untrusted",

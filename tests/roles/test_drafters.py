@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import asynccontextmanager
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from p2ptrain.core.serving import Ran, Sampling
+from p2ptrain.core.serving import Sampling
 from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
 from tests.roles.drafter_hosts import (
@@ -113,28 +112,6 @@ def test_a_drafter_drafts_for_many_sessions_at_a_time_and_none_waits_for_all() -
             written = await asyncio.gather(*(write(scene.drafters, prompt, 40, SEEDED) for prompt in prompts))
             assert [each.tokens for each in written] == [expected(prompt, 40, SEEDED) for prompt in prompts]
             assert all(each.stats.accepted > 10 for each in written)
-
-    run_virtual(main())
-
-
-@pytest.mark.parametrize(("step_s", "at_once"), [(0.0005, True), (0.005, False)])
-def test_quick_drafts_are_made_several_at_once_and_each_is_taken_in_once(step_s: float, *, at_once: bool) -> None:
-    runs: list[tuple[float, int, int]] = []
-
-    class Noting(Wobbly):
-        def run(self, session: str, **how: Any) -> Ran:
-            runs.append((asyncio.get_running_loop().time(), how["keep"], how["count"]))
-            return super().run(session, **how)
-
-    async def main() -> None:
-        scene = Scene(one_way_ms=20)
-        async with scene.running(scene.host("d1", Noting(1.0), step_s=step_s)):
-            assert (await write(scene.drafters, PROMPT, 60, GREEDY)).tokens == expected(PROMPT, 60, GREEDY)
-        del runs[:10]  # in which it learns how long a draft takes
-        assert all(keep == before + took for (_, before, took), (_, keep, _) in pairwise(runs))
-        assert sum(count == 1 for _, _, count in runs) > 0.9 * len(runs)  # after a rest it takes in what was verified
-        calls = len({at for at, _, _ in runs})
-        assert calls < len(runs) / 2 if at_once else calls == len(runs)
 
     run_virtual(main())
 

@@ -10,7 +10,6 @@ from roles.speculation.drafting import Drafting
 from roles.speculation.events import (
     Began,
     Drafted,
-    DrafterLost,
     DrafterReady,
     Drop,
     Finished,
@@ -75,8 +74,7 @@ def test_drafts_of_a_line_that_is_dead_are_dropped() -> None:
     core.handle(Drafted(1, 0, 3, (9, 5, 6, 7)), 0.25)
     assert core.line(1).dead
     core.handle(Drafted(1, 0, 7, (1, 2)), 0.25)
-    assert not any(isinstance(item, Run) for item in core.handle(PassDone((6,), 0.1), 0.3))  # it waits for a new line
-    (run,) = core.handle(DrafterLost(1), 0.31)
+    run = core.handle(PassDone((6,), 0.1), 0.3)[-1]
     assert isinstance(run, Run)
     assert run.ids == (6,)
     assert core.stats.wasted == 6
@@ -102,7 +100,7 @@ def drafter() -> Drafting:
     """It sent a line of four from position 3."""
     core = Drafting(PROMPT, prompt=3, positions=20, depth=4)
     (run,) = core.handle(Began(), 0.0)
-    assert run == Run(0, PROMPT, 1, 0, prefill=True, most=8)
+    assert run == Run(0, PROMPT, 1, 0, prefill=True)
     sent: list[Send] = []
     for token in (4, 5, 6, 7):
         sent += [item for item in core.handle(RunDone((token,)), 0.0) if isinstance(item, Send)]
@@ -127,12 +125,12 @@ def test_a_verdict_that_no_verifier_says(told: Told) -> None:
 
 def test_a_verdict_that_agrees_leaves_the_line_and_one_that_does_not_cuts_it() -> None:
     core = drafter()
-    assert core.handle(Told(1, 5, (6,), 4), 0.0) == []  # a run is under way, and all is sent
+    assert core.handle(Told(1, 5, (6,), 4), 0.0) == [Run(6, (7,), 1, 4)]
     assert (core.epoch, core.verified) == (0, (1, 2, 3, 4, 5, 6))
     assert core.handle(Told(2, 6, (9,), 4), 0.0) == []
     assert (core.epoch, core.verified) == (2, (1, 2, 3, 4, 5, 6, 9))
     (run,) = core.handle(RunDone((8,)), 0.0)  # its pick stood on what was cut: it is dropped
-    assert run == Run(6, (9,), 1, 4, most=8)
+    assert run == Run(6, (9,), 1, 4)
     core.handle(RunDone((1,)), 0.0)
     send = core.handle(RunDone((2,)), 0.0)[0]
     assert send == Send(2, 7, (1, 2))
@@ -153,20 +151,7 @@ def test_a_pause_stops_it_and_a_probe_goes_on() -> None:
     (run,) = core.handle(Told(3, 5, (1, 1), 0), 0.0)
     assert run == Run(4, (1, 1), 1, 3)  # it takes in what is verified, but for the last token
     (run,) = core.handle(RunDone((9,)), 0.0)[1:] or core.handle(Told(4, 7, (2,), 2), 0.0)
-    assert run == Run(6, (1, 2), 1, 5, most=4)
-
-
-def test_drafts_that_were_made_at_once_are_not_taken_in_again_and_those_beyond_the_room_are_dropped() -> None:
-    core = Drafting(PROMPT, prompt=3, positions=20, depth=2)
-    (run,) = core.handle(Began(), 0.0)
-    assert run.most == 4
-    send, run = core.handle(RunDone((4, 5, 6), 2), 0.0)
-    assert send == Send(0, 3, (4, 5))
-    assert run == Run(5, (6,), 1, 3, most=1)
-    assert core.handle(RunDone((7, 8, 9), 2), 0.0) == []  # one was asked for
-    send, run = core.handle(Told(1, 3, (4, 5), 2), 0.0)
-    assert send == Send(0, 5, (6, 7))
-    assert run == Run(6, (7,), 1, 4, most=2)
+    assert run == Run(6, (1, 2), 1, 5)
 
 
 def test_nothing_comes_behind_a_stop_token_in_the_middle_of_a_pass() -> None:

@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 
-from roles.speculation.cost_model import CostModel, choose
+from roles.speculation.cost_model import CostModel
 from tests.roles.speculation.simulation import (
     DrafterSetting,
     Outcome,
@@ -83,18 +83,6 @@ def test_no_pass_takes_more_drafts_than_it_may() -> None:
         assert max(drafts for _, drafts, _ in outcome.passes) == most or most == 64
         assert outcome.token_s >= PASS_S / (1 + most)
     assert token_s[64] < token_s[3] < token_s[1]
-
-
-def test_drafts_that_stand_on_some_for_text_that_is_there_are_hardly_waited_for() -> None:
-    def waits_s(late: int) -> float:
-        waits = [0.1 * PASS_S + DRAFT_S * place for place in range(8)]
-        choice = choose(
-            waits, 0.8, constant(PASS_S), 1 / PASS_S, late=late, line_s=PASS_S, most_wait_s=PASS_S, most_loss_s=9.0
-        )
-        return choice.wait_s
-
-    assert waits_s(0) > 0
-    assert waits_s(9) == 0
 
 
 def test_a_link_that_wavers() -> None:
