@@ -21,8 +21,7 @@ import tomli
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from configs.conflicts import Conflict
-from configs.schema import DERIVED, Profile, fields, tables
+from configs.schema import Conflict, Profile, fields, tables
 from p2ptrain.core.errors import ConfigError
 
 PROFILES_DIR = Path(__file__).parent / "profiles"
@@ -43,7 +42,7 @@ class Loaded:
 
     Attributes:
         sources: for every dotted key, where its value came from: ``default``, ``profile tiny``, a path with a line, the
-            name of a variable, the override, or ``as job.steps`` where it yields to what a person says of that.
+            name of a variable, or the override.
     """
 
     profile: Profile
@@ -91,12 +90,8 @@ def load(profile: str, environ: Mapping[str, str], sets: Sequence[str]) -> Loade
     for key, setting in layers:
         settings.pop(key, None)  # inserted anew, so that the order of the map is the order of strength
         settings[key] = setting
-    said = {key for key, setting in settings.items() if not is_shipped(setting.source)}
-    derived = {own: of for own, of in DERIVED.items() if own in settings and own not in said and of in said}
-    for own in derived:
-        del settings[own]
     sources = {key: settings[key].source if key in settings else DEFAULT_SOURCE for key in _FIELDS}
-    return Loaded(_validated(settings), sources | {own: f"as {of}" for own, of in derived.items()})
+    return Loaded(_validated(settings), sources)
 
 
 # ------------------------------------------------------------------------------------------------------------- layers

@@ -7,12 +7,12 @@ A profile says what a job is, never where it runs: every member of a job gets th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from configs.conflicts import check
 from p2ptrain.core.errors import ProtocolError
 
 LinkPresetName = Literal["", "lan", "wifi", "metro", "wan", "transcontinental", "satellite", "lossy"]
@@ -22,6 +22,20 @@ LINK_PRESETS = tuple(name for name in get_args(LinkPresetName) if name)
 SPEC_LIMIT_BYTES = 32 * 1024
 
 Text = Annotated[str, Field(max_length=1024)]
+
+
+class Conflict(ValueError):
+    """Settings that cannot all hold.
+
+    Args:
+        keys: the dotted keys that take part, such as ``model.heads``.
+        problem: what is wrong, naming keys and values.
+        remedy: what would be right.
+    """
+
+    def __init__(self, *keys: str, problem: str, remedy: str) -> None:
+        super().__init__(problem)
+        self.keys, self.problem, self.remedy = keys, problem, remedy
 
 
 class Table(BaseModel):
@@ -142,8 +156,7 @@ class Pipeline(Table):
 
 class Drafter(Table):
     """A smaller model, which `p2ptrain up` trains in a job of its own, on the same text, and then lets draft for the
-    model. What is not said here is as in the model's job; and so is what only a shipped profile says here, of its steps
-    and learning rate, where you say job.steps or optimizer.lr."""
+    model. What is not said here is as in the model's job."""
 
     layers: int = Field(
         default=0,
@@ -157,11 +170,6 @@ class Drafter(Table):
     intermediate_size: int = Field(default=172, ge=8, le=2**20, description="Width of its feed-forward layer.")
     steps: int = Field(default=0, ge=0, le=10**9, description="Optimizer steps of its run; 0: job.steps.")
     lr: float = Field(default=0.0, ge=0, le=10, description="Its highest learning rate; 0: optimizer.lr.")
-
-
-DERIVED = {"drafter.steps": "job.steps", "drafter.lr": "optimizer.lr"}
-"""Settings of a drafter whose 0 means another one. Where a person says that one, and only a profile that ships says
-its own, it is 0: who asks for ten steps means both."""
 
 
 class Optimizer(Table):
@@ -330,7 +338,7 @@ class Profile(Table):
 
     @model_validator(mode="after")
     def _cross_check(self) -> Profile:
-        check(self)
+        _check(self)
         return self
 
     @property
@@ -377,6 +385,90 @@ class Profile(Table):
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "the whole"
             raise ProtocolError(f"a job's profile is not valid: {where}: {first['msg']}") from error
+
+
+# ---------------------------------------------------------------------------------- settings that cannot all hold
+
+
+def _check(profile: Profile) -> None:
+    """Raise ``Conflict`` where settings of a profile, each of them possible, cannot all hold."""
+    new, split, stages = not profile.model.path, profile.job.strategy == "pipeline", profile.pipeline.stages
+    if new:  # a directory brings its own sizes; compute checks those
+        _check_divides(profile, "model.hidden_size", "model.heads")
+        _check_divides(profile, "model.heads", "model.kv_heads")
+        _check_at_most(profile, "data.sequence_tokens", "model.context")
+    if split != (stages >= 2):
+        remedy = "strategy 'pipeline' with pipeline.stages of 2 or more, or strategy 'sync' with 0"
+        raise _conflict(profile, "job.strategy", "pipeline.stages", why="they belong together", remedy=remedy)
+    if split:
+        _check_at_most(profile, "pipeline.stages", "job.workers", why=": each part needs a worker")
+        if new:
+            _check_at_most(profile, "pipeline.stages", "model.layers", why=": a part without a layer")
+        _check_cuts(profile)
+    else:
+        _check_at_most(profile, "job.workers", "batch.micro_batches", why=": some would have nothing to do")
+    if profile.job.workers // profile.stages > profile.batch.micro_batches:
+        why = "more replicas than micro-batches, and some would have nothing to do"
+        remedy = f"job.workers at most {profile.batch.micro_batches * stages}"
+        raise _conflict(profile, "job.workers", "pipeline.stages", "batch.micro_batches", why=why, remedy=remedy)
+    if profile.job.exact and split:
+        why = "exact sums are not made of a model in parts yet"
+        raise _conflict(profile, "job.exact", "job.strategy", why=why, remedy="job.exact = false")
+    if profile.job.exact and profile.ring.codec not in ("fp32", "auto"):
+        remedy = "ring.codec = 'fp32', or job.exact = false"
+        raise _conflict(profile, "job.exact", "ring.codec", why="a codec rounds what exact sums keep", remedy=remedy)
+    beats = ("membership.heartbeat_s", "membership.death_s")
+    beat, death = profile.membership.heartbeat_s, profile.membership.death_s
+    if (beat == 0) != (death == 0):
+        raise _conflict(profile, *beats, why="one is measured, one is set", remedy="set both, or neither")
+    if death < 2 * beat:
+        remedy = f"{beats[1]} at least {2 * beat}, so that one late beat is no death"
+        raise _conflict(profile, *beats, why="death comes within two beats", remedy=remedy)
+    if profile.drafter.layers:
+        if not new:
+            why = "a drafter is a new model of bytes, and knows other tokens than that one"
+            remedy = "drafter.layers = 0, or a new model"
+            raise _conflict(profile, "drafter.layers", "model.path", why=why, remedy=remedy)
+        why = ": it would draft no sooner than the model writes"
+        _check_at_most(profile, "drafter.layers", "model.layers", why=why)
+        _check_divides(profile, "drafter.hidden_size", "drafter.heads")
+        _check_divides(profile, "drafter.heads", "drafter.kv_heads")
+
+
+def _check_cuts(profile: Profile) -> None:
+    cuts, stages = profile.pipeline.cuts, profile.pipeline.stages
+    if not cuts:
+        return
+    if len(cuts) != stages - 1:
+        why, remedy = f"{len(cuts)} cuts make {len(cuts) + 1} parts", f"{stages - 1} cuts, or none"
+        raise _conflict(profile, "pipeline.cuts", "pipeline.stages", why=why, remedy=remedy)
+    if any(before >= after for before, after in pairwise(cuts)):
+        why, remedy = "they must grow, for each begins the next part", f"such as {sorted(set(cuts))}"
+        raise _conflict(profile, "pipeline.cuts", why=why, remedy=remedy)
+    if not profile.model.path and cuts[-1] >= profile.model.layers:
+        remedy = f"the last cut at most {profile.model.layers - 1}"
+        why = "the last part would have no layer"
+        raise _conflict(profile, "pipeline.cuts", "model.layers", why=why, remedy=remedy)
+
+
+def _check_divides(profile: Profile, key: str, by_key: str) -> None:
+    value, by = profile.value(key), profile.value(by_key)
+    if value % by:
+        below = value // by * by or by
+        problem = f"{key} = {value} is not a multiple of {by_key} = {by}"
+        raise Conflict(key, by_key, problem=problem, remedy=f"{key} could be {below} or {below + by}")
+
+
+def _check_at_most(profile: Profile, key: str, most_key: str, *, why: str = "") -> None:
+    value, most = profile.value(key), profile.value(most_key)
+    if value > most:
+        problem = f"{key} = {value} is more than {most_key} = {most}{why}"
+        raise Conflict(key, most_key, problem=problem, remedy=f"{key} at most {most}, or {most_key} at least {value}")
+
+
+def _conflict(profile: Profile, *keys: str, why: str, remedy: str) -> Conflict:
+    said = ", ".join(f"{key} = {profile.value(key)!r}" for key in keys)
+    return Conflict(*keys, problem=f"{said}: {why}", remedy=remedy)
 
 
 def fields() -> Iterator[tuple[str, FieldInfo]]:

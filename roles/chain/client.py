@@ -19,7 +19,7 @@ from roles.background import Background
 from roles.chain import session as ev
 from roles.chain.generation import CLOSE_S, GenerationSession, SessionOptions
 from roles.chain.peer import Peer, WorkerAt
-from roles.chain.plan import Loaded, Model, Plan, Request, StagePlan, WorkerPool, giving, loaded_untrusted, workers_of
+from roles.chain.plan import Loaded, Model, Plan, Request, StagePlan, WorkerPool, giving, workers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,7 +402,7 @@ class Chain:
             await stack.enter_async_context(peer.turn)
             if self.model.source is not None:
                 await stack.enter_async_context(giving(self.context, self.model.source, peer.worker))
-            loaded = loaded_untrusted(await peer.load(params, on_bytes))
+            loaded = Loaded.from_map_untrusted(await peer.load(params, on_bytes))
         total_bytes = last.total_bytes or loaded.weights_bytes
         self._on_progress(Progress(index, peer.name, total_bytes, total_bytes, True, loaded.received_bytes))
         return loaded

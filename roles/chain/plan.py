@@ -4,13 +4,12 @@ made of it."""
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import ring.placement as placing
 from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError, Refused, UserError
@@ -29,6 +28,7 @@ from wire.chain_messages import TensorRecord
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.records import PeerInfo
+from wire.schema import Bound, Count, Id, Record
 
 Request = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 """As ``SeedClient.request``."""
@@ -37,7 +37,6 @@ OFFER_S = 30.0
 """A worker measures how fast it reads memory before its first offer, and may compute for others meanwhile."""
 MODEL_OPEN_S = 600.0
 """A worker hashes a model that it never gave before: seconds per gigabyte."""
-MAX_PARTS = 64
 
 
 # ----------------------------------------------------------------------------------------------------------- the model
@@ -187,93 +186,42 @@ async def workers_of(ask: Request) -> list[WorkerAt]:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldPart:
+class HeldPart(Record):
     """A part that a worker has loaded."""
 
     model: str
-    start: int
-    stop: int
-    layers: int
+    start: Count
+    stop: Count
+    layers: Count
     dtype: str
-    weights_bytes: int
+    weights_bytes: Count
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """What a worker has for parts. ``memory_bytes``: of its limit, what is not in use or promised."""
+class Offer(Record):
+    """The answer to ``part.offer``. ``memory_bytes``: of the worker's limit, what is not in use or promised."""
 
-    memory_bytes: int
-    limit_bytes: int
-    stream_bps: float
-    device: str
-    parts: tuple[HeldPart, ...]
-
-
-def offer_untrusted(answer: dict[str, Any]) -> Offer:
-    """The answer to ``part.offer``. Raises ``ProtocolError``."""
-    parts = answer.get("parts")
-    if not isinstance(parts, list) or len(parts) > MAX_PARTS:
-        raise ProtocolError("an offer without a list of parts")
-    device = answer.get("device")
-    rate = answer.get("stream_bps")
-    if not isinstance(device, str) or not isinstance(rate, int | float) or isinstance(rate, bool):
-        raise ProtocolError("an offer without a device, or its speed")
-    if not math.isfinite(rate) or not 0 < rate < 1e18:
-        raise ProtocolError(f"an offer of {rate} bytes per second")
-    return Offer(
-        _count(answer, "memory_bytes"),
-        _count(answer, "limit_bytes"),
-        float(rate),
-        device[:80],
-        tuple(_part_untrusted(item) for item in parts),
-    )
-
-
-def _part_untrusted(item: object) -> HeldPart:
-    if not isinstance(item, dict):
-        raise ProtocolError("a part that is no map")
-    model, dtype = item.get("model"), item.get("dtype")
-    if not isinstance(model, str) or not isinstance(dtype, str):
-        raise ProtocolError("a part without model or dtype")
-    counts = [_count(item, name) for name in ("start", "stop", "layers", "weights_bytes")]
-    return HeldPart(model, counts[0], counts[1], counts[2], dtype, counts[3])
+    memory_bytes: Count
+    limit_bytes: Count
+    stream_bps: Annotated[float, Bound(1.0, 1e18)]
+    device: Annotated[str, Bound(0, 80)]
+    parts: Annotated[list[HeldPart], Bound(0, 64)]
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(Record):
     """The answer to ``part.load``."""
 
-    part: str
-    encoding: str
-    device: str
-    width: int
-    vocab_size: int
-    weights_bytes: int
-    cache_position_bytes: int
-    read_bytes: int
-    received_bytes: int
-    resident_bytes: int
-
-
-def loaded_untrusted(answer: dict[str, Any]) -> Loaded:
-    """The answer to ``part.load``. Raises ``ProtocolError``."""
-    part, encoding, device = answer.get("part"), answer.get("encoding"), answer.get("device")
-    if not isinstance(part, str) or not is_id(part):
-        raise ProtocolError("a part that is loaded without an id")
-    if not isinstance(encoding, str) or not isinstance(device, str) or len(encoding) > 16:
-        raise ProtocolError("a part that is loaded without encoding or device")
-    names = ("weights_bytes", "cache_position_bytes", "read_bytes", "received_bytes", "resident_bytes")
-    width, vocab_size, *sizes = [_count(answer, name) for name in ("width", "vocab_size", *names)]
-    if not 0 < vocab_size < 1 << 31:
-        raise ProtocolError("a part of a model without a vocabulary")
-    return Loaded(part, encoding, device[:80], width, vocab_size, *sizes)
-
-
-def _count(source: dict[str, Any], name: str) -> int:
-    value = source.get(name)
-    if type(value) is not int or not 0 <= value < 1 << 60:
-        raise ProtocolError(f"{name} is no count")
-    return value
+    part: Id
+    encoding: Annotated[str, Bound(0, 16)]
+    device: Annotated[str, Bound(0, 80)]
+    width: Count
+    vocab_size: Annotated[int, Bound(1, 1 << 31)]
+    weights_bytes: Count
+    cache_position_bytes: Count
+    read_bytes: Count
+    received_bytes: Count
+    resident_bytes: Count
 
 
 # --------------------------------------------------------------------------------------------------------------- plans
@@ -374,7 +322,7 @@ class WorkerPool:
 
     async def renew(self, peer: Peer) -> Offer:
         """What a peer offers now. Raises ``P2PTrainError``."""
-        offer = offer_untrusted(await peer.ask("part.offer", {}, timeout_s=OFFER_S))
+        offer = Offer.from_map_untrusted(await peer.ask("part.offer", {}, timeout_s=OFFER_S))
         self.offers[peer.worker.peer_id] = offer
         return offer
 

@@ -178,7 +178,7 @@ def _refusal(profile: str, environ: dict[str, str] | None = None, sets: list[str
         ),
         (
             "membership.death_s=3",
-            "membership.heartbeat_s = 0.0 and membership.death_s = 3.0: one is measured, one is set",
+            "membership.heartbeat_s = 0.0, membership.death_s = 3.0: one is measured, one is set",
             "set both, or neither",
         ),
     ],
@@ -191,7 +191,7 @@ def test_a_wrong_override_is_named_with_what_would_be_right(override: str, messa
 def test_death_takes_two_beats() -> None:
     message, remedy = _refusal("tiny", sets=["membership.heartbeat_s=5", "membership.death_s=9"])
     assert message == (
-        "--set membership.death_s=9: membership.heartbeat_s = 5.0 and membership.death_s = 9.0: "
+        "--set membership.death_s=9: membership.heartbeat_s = 5.0, membership.death_s = 9.0: "
         "death comes within two beats"
     )
     assert remedy == "membership.death_s at least 10.0, so that one late beat is no death"
@@ -271,19 +271,6 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     large = tmp_path / "large.toml"
     large.write_bytes(b"#" * (1024 * 1024 + 1))
     assert _refusal(str(large))[0] == f"{large} is larger than a profile may be (1048576 bytes)"
-
-
-def test_what_a_person_says_of_the_model_goes_for_a_shipped_drafter_too(tmp_path: Path) -> None:
-    mine = _file(tmp_path, 'base = "pair"\n[job]\nsteps = 7\n')
-    for loaded in (
-        load("pair", {}, ["job.steps=7"]),
-        load(mine, {}, []),
-        load("pair", {"P2PTRAIN__JOB__STEPS": "7"}, []),
-    ):
-        drafter = loaded.profile.of_drafter()
-        assert (drafter.job.steps, loaded.sources["drafter.steps"]) == (7, "as job.steps")
-        assert drafter.optimizer.lr == load("pair", {}, []).profile.drafter.lr, "of that nobody said anything"
-    assert load("pair", {}, ["optimizer.lr=0.25"]).profile.of_drafter().optimizer.lr == 0.25
 
 
 def test_what_a_person_says_of_the_drafter_stays(tmp_path: Path) -> None:

@@ -237,9 +237,6 @@ def _records(base: type[Record] = Record) -> list[type[Record]]:
     return list(found.values())  # of a class with slots there are two, and the second counts
 
 
-RECORDS = _records()
-
-
 @st.composite
 def _maps(draw: st.DrawFn, kind: type[Record]) -> tuple[type[Record], Any]:
     source: Any = draw(made(kind).map(dataclasses.asdict))
@@ -281,7 +278,7 @@ def _check_record(case: tuple[type[Record], Any]) -> None:
 
 RECORD = Target(
     "records",
-    st.one_of([_maps(kind) for kind in RECORDS]) | st.tuples(st.sampled_from(RECORDS), FREE),
+    st.deferred(lambda: st.sampled_from(_records()).flatmap(lambda kind: _maps(kind) | st.tuples(st.just(kind), FREE))),
     _check_record,
     ("wire.schema.Record.from_map_untrusted", "wire.schema.instance_untrusted"),
     peak_bytes=1 << 20,

@@ -42,7 +42,7 @@ class Quiet:
 
 def link(rtt_ms: float = 0.1, beats: tuple[float, float] | None = None, memory: Memory | None = None) -> Link:
     heartbeat_s, death_s = beats or beat_defaults(rtt_ms)
-    rhythm, _ = (memory or Memory()).of("a")
+    rhythm = (memory or Memory()).of("a")
     detector = FailureDetector(heartbeat_s=heartbeat_s, death_s=death_s, now=0.0, rhythm=rhythm)
     hello = local_hello(peer_id="a", name="a", roles=["worker"], purpose="peer")
     connection: Any = Quiet()
