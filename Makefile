@@ -10,9 +10,10 @@ DEMO_STATE ?= .p2ptrain/demo
 DEMO_ARGS ?=
 PROMPT ?= def 
 MINUTES ?= 10
+SCHEDULES ?= 200
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast fuzz lint format clean
+.PHONY: help demo test test-fast fuzz sim lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -39,6 +40,10 @@ test-fast: $(VENV)/.installed-dev ## run the tests that take less than ten secon
 
 fuzz: $(VENV)/.installed-dev ## give every parser of a peer's bytes whatever comes to mind, for MINUTES
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
+
+sim: $(VENV)/.installed ## run SCHEDULES fresh schedules of the simulator, and a quarter as many of split models
+	$(BIN)/p2ptrain sim --schedules $(SCHEDULES) --jobs 2
+	$(BIN)/p2ptrain sim --schedules $$(($(SCHEDULES) / 4 + 1)) --stages 2 --jobs 2
 
 lint: $(VENV)/.installed-dev ## check style, types and who imports whom
 	$(BIN)/ruff check .

@@ -15,8 +15,7 @@ from p2ptrain.cli.runtime import JsonOption
 from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
 
 if TYPE_CHECKING:
-    from roles.sim.batch import Summary
-    from roles.sim.run import Verdict
+    from roles.sim.run import Summary, Verdict
 
 MOST_NUMBER = 1 << 31
 SHOW_EVERY_S = 0.5
@@ -48,9 +47,9 @@ def sim(
       p2ptrain sim --without dir-sync
       p2ptrain sim --peers 500 --churn
     """
-    from roles.sim.batch import Summary, run_batch
     from roles.sim.faults import KINDS, KINDS_OF_PARTS
-    from roles.sim.mutations import MUTATIONS, STAGED
+    from roles.sim.run import Summary, run_batch
+    from roles.sim.watching import MUTATIONS, STAGED
 
     safeguards = MUTATIONS | STAGED if stages > 1 else MUTATIONS
     kinds = tuple(name.strip() for name in faults.split(",") if name.strip())
@@ -119,7 +118,7 @@ class _Progress:
 
 
 def _report(summary: Summary, peers: int, kinds: tuple[str, ...], mutation: str, stages: int, *, as_json: bool) -> None:
-    from roles.sim.batch import replay
+    from roles.sim.run import replay
 
     lines = [
         replay(verdict, peers=peers, kinds=kinds, mutation=mutation, stages=stages) for verdict in summary.violations

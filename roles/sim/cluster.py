@@ -16,11 +16,8 @@ from roles.engine import WHOLE, Stage
 from roles.identity import claim
 from roles.seed import ledger, restore, run_seed
 from roles.seed.backup import COPY_NAME, keep_copy
-from roles.sim.disk import MachineDisk
-from roles.sim.engine import Buffer, SimEngine
-from roles.sim.loop import PROCESS, Process, SimLoop
+from roles.sim.machine import PROCESS, Buffer, MachineDisk, Process, SimEngine, SimLoop, SimThreads
 from roles.sim.observer import Observer
-from roles.sim.threads import SimThreads
 from roles.strategies.pipeline import StagedStrategy, strategy_of
 from roles.worker.worker import Worker, WorkerOptions
 from wire.client import SeedClient

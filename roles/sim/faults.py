@@ -10,8 +10,7 @@ from typing import Any
 
 from ring.transaction import Phase
 from roles.sim.cluster import SEED, Machine, Simulation
-from roles.sim.engine import NUMEL
-from roles.sim.loop import PROCESS
+from roles.sim.machine import NUMEL, PROCESS
 from wire.connection import Connection
 
 # Kind → weight.

@@ -29,8 +29,7 @@ from ring.ledger import counts_of_untrusted
 from ring.token import next_lineage
 from ring.transaction import Transaction
 from ring.view import View
-from roles.sim.engine import SimEngine
-from roles.sim.loop import Process
+from roles.sim.machine import Process, SimEngine
 from wire.job_messages import LedgerRow
 from wire.records import LedgerHead
 

@@ -35,7 +35,7 @@ def test_ctrl_c_shows_what_was_found_so_far(command: Command, monkeypatch: pytes
             raise KeyboardInterrupt
         return real(number, **more)
 
-    monkeypatch.setattr("roles.sim.batch.run_schedule", two)
+    monkeypatch.setattr("roles.sim.run.run_schedule", two)
     ended = command("sim", "--schedules", "50", "--seed", "5", "--peers", "2")
     assert ended.code == 130
     assert "2 schedules" in ended.out

@@ -16,8 +16,7 @@ from p2ptrain.core.world import World, real_world
 from roles.seed.authority import Authority
 from roles.seed.backup import COPY_NAME, Backup, keep_copy, restore
 from roles.seed.store import JobRecord, Records, Store
-from roles.sim.disk import Died, MachineDisk
-from roles.sim.loop import Process
+from roles.sim.machine import Died, MachineDisk, Process
 from wire.memory import MemoryNetwork
 
 JOB = JobRecord("j1", "first", "tiny", "sync", 2, 4, 100, 3, 5.0)

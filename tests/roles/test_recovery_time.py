@@ -9,8 +9,7 @@ import pytest
 
 from configs.schema import Profile
 from roles.sim.cluster import Simulation
-from roles.sim.engine import undisturbed
-from roles.sim.loop import SimLoop
+from roles.sim.machine import SimLoop, undisturbed
 from roles.sim.watching import watched
 
 LAN_S, THREAD_S, DISK_S = 0.0003, 0.01, 0.002

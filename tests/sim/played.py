@@ -11,8 +11,7 @@ from typing import Any
 from configs.schema import Profile
 from roles.seed.store import Records
 from roles.sim.cluster import PERSON, SEED, SEED_PORT, STATE, Simulation
-from roles.sim.engine import undisturbed
-from roles.sim.loop import SimLoop
+from roles.sim.machine import SimLoop, undisturbed
 from roles.sim.watching import watched
 from wire.client import SeedClient
 

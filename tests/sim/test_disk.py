@@ -10,8 +10,7 @@ import pytest
 
 from p2ptrain.core.disk import Disk, write_atomic
 from p2ptrain.core.errors import StorageError
-from roles.sim.disk import Died, MachineDisk
-from roles.sim.loop import Process
+from roles.sim.machine import Died, MachineDisk, Process
 
 ROOT = Path("/state")
 FILE = ROOT / "file"

@@ -7,8 +7,7 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from roles.sim.loop import Process, SimLoop
-from roles.sim.threads import SimThreads
+from roles.sim.machine import Process, SimLoop, SimThreads
 
 
 def run(main: Callable[[SimLoop], Coroutine[Any, Any, None]]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from roles.sim.mutations import MUTATIONS
 from roles.sim.run import run_schedule
+from roles.sim.watching import MUTATIONS
 
 # Name → a schedule that shows it, and by which invariant. Another one: `p2ptrain sim --without NAME --seed 0`.
 FOUND = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from ring.view import TERM_BITS
-from roles.sim.disk import MachineDisk
+from roles.sim.machine import MachineDisk
 from tests.sim.played import WORKERS, Played, play
 
 

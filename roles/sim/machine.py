@@ -1,4 +1,8 @@
-"""A disk in memory that forgets, as disks do, what was not flushed before the power failed.
+"""A simulated machine: processes that can be frozen and killed, threads that take virtual time, a disk that forgets.
+
+Every callback belongs to the *process* whose context it was scheduled in (``PROCESS``); contexts are inherited by tasks
+and timers, and ``wire.memory`` keeps them apart at its pipes. So a whole process can be made to stand still, as SIGSTOP
+does it: its callbacks wait, its timers ring late, and the others see silence. A *moment* of a process is one callback.
 
 What survives a *power cut*, by the rules that journalling file systems keep and not one more:
 
@@ -9,22 +13,186 @@ What survives a *power cut*, by the rules that journalling file systems keep and
 
 A process that is *killed* loses nothing that a call had done, but the call it died in may be done in part. A database
 (SQLite) keeps what was committed.
+
+The engine keeps its files on that disk, and counts its steps.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import errno
 import hashlib
 import os
 import random
 import sqlite3
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from configs.schema import Profile
 from p2ptrain.core.disk import Disk, Lock
 from p2ptrain.core.errors import StorageError
-from roles.sim.loop import Process
+from p2ptrain.core.threads import Thread, outcome_of, settle
+from roles.engine import WHOLE, Applied, Blob, OnFinal, Stage
+from roles.stand_in import StandInEngine
+from wire.memory import VirtualClockLoop
+
+_TASKS_KEPT = 256  # ended tasks are forgotten when so many are known
+
+
+class Process:
+    """One life of one program on one machine.
+
+    Attributes:
+        host: the machine's name in the network.
+        alive: False once it was killed or has ended: then nothing that it does has an effect.
+        on_moment: called after each of its callbacks, outside its context.
+    """
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.alive = True
+        self.frozen = False
+        self.moments = 0
+        self.on_moment: Callable[[], None] | None = None
+        self.waiting: deque[asyncio.Handle] = deque()
+        self.tasks: dict[asyncio.Task[Any], None] = {}
+
+    def add(self, task: asyncio.Task[Any]) -> None:
+        if len(self.tasks) >= _TASKS_KEPT:
+            self.tasks = {known: None for known in self.tasks if not known.done()}
+        self.tasks[task] = None
+
+    def __repr__(self) -> str:
+        return f"<{self.host}>"
+
+
+PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
+
+
+class SimLoop(VirtualClockLoop):
+    """Virtual time for processes that can be frozen and killed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.callbacks = 0
+        self.set_task_factory(_make_task)  # type: ignore[arg-type]
+
+    def run_handle(self, handle: asyncio.Handle) -> None:
+        process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
+        if process is None:
+            handle._run()
+        elif process.frozen:
+            process.waiting.append(handle)
+        else:
+            handle._run()
+            self.callbacks += 1
+            process.moments += 1
+            if process.on_moment is not None:
+                process.on_moment()
+
+    def start(self, process: Process, main: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run ``main`` as ``process``."""
+        context = contextvars.copy_context()
+        context.run(PROCESS.set, process)
+        return self.create_task(main, name=f"{process.host}", context=context)
+
+    def freeze(self, process: Process) -> None:
+        """It stands still, and notices nothing."""
+        process.frozen = True
+
+    def thaw(self, process: Process) -> None:
+        """It goes on where it stood; what it waited for and what is overdue happens at once."""
+        process.frozen = False
+        self._ready.extend(process.waiting)
+        process.waiting.clear()
+
+    def kill(self, process: Process) -> None:
+        """It does nothing any more that has an effect. Its tasks are unwound, to leave nothing behind."""
+        process.alive, process.on_moment = False, None
+        self.thaw(process)
+        for task in process.tasks:
+            task.cancel()
+        process.tasks.clear()
+
+
+def _make_task(
+    loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **settings: Any
+) -> asyncio.Task[Any]:
+    task = asyncio.Task(coroutine, loop=loop, **settings)
+    context = settings.get("context")
+    process = context.get(PROCESS) if context is not None else PROCESS.get()
+    if process is not None:
+        process.add(task)
+    return task
+
+
+T = TypeVar("T")
+
+
+class SimThreads:
+    """Starts the threads of one process.
+
+    Args:
+        call_s: what a call takes on average; every machine has its own.
+    """
+
+    def __init__(self, process: Process, rng: random.Random, call_s: float) -> None:
+        self._process, self._random, self._call_s = process, rng, call_s
+
+    def start(self, name: str) -> Thread:
+        return _SimThread(self._process, self._random, self._call_s)
+
+
+class _SimThread:
+    def __init__(self, process: Process, rng: random.Random, call_s: float) -> None:
+        self._process, self._random, self._call_s = process, rng, call_s
+        self._free_at = 0.0
+
+    def submit(self, call: Callable[[], T], *, idle: bool = False) -> asyncio.Future[T]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        if not self._process.alive:
+            future.cancel()
+            return future
+        begin_at = max(loop.time(), self._free_at)
+        self._free_at = begin_at + self._call_s * (0.5 + self._random.random())
+        if begin_at > loop.time():
+            loop.call_at(begin_at, self._begin, call, future, self._free_at)
+        else:
+            self._begin(call, future, self._free_at)
+        return future
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def _begin(self, call: Callable[[], Any], future: asyncio.Future[Any], end_at: float) -> None:
+        if future.cancelled():
+            return  # it had not begun
+        loop = asyncio.get_running_loop()
+        # What the call does is seen at its begin or at its end: others' callbacks run between in either case.
+        if self._random.random() < _SEEN_EARLY:
+            loop.call_soon(self._call, call, future, end_at)
+        else:
+            loop.call_at(end_at, self._call, call, future, end_at)
+
+    def _call(self, call: Callable[[], Any], future: asyncio.Future[Any], end_at: float) -> None:
+        if not self._process.alive:
+            return
+        outcome = outcome_of(call)
+        if self._process.alive:
+            asyncio.get_running_loop().call_at(end_at, settle, future, *outcome)
+
+
+_SEEN_EARLY = 0.25
+
 
 Entries = dict[str, "_File | _Dir"]
 _CAPACITY_BYTES = 1 << 40
@@ -337,3 +505,85 @@ class ProcessDisk:
 
 def _problem(code: int, path: Path) -> StorageError:
     return StorageError(f"cannot use {path}: {os.strerror(code)}", remedy="choose another place with --state")
+
+
+Buffer = npt.NDArray[Any]
+
+NUMEL = 320
+
+
+class SimEngine(StandInEngine):
+    """Keeps, as a part of its state, how many steps went into it: so a step that is applied twice shows.
+
+    Args:
+        spoil: called with this member's contribution to every step before it goes out: what a liar does to it.
+    """
+
+    def __init__(self, profile: Profile, disk: Disk, spoil: Callable[[Buffer], None], stage: Stage = WHOLE) -> None:
+        super().__init__(profile, numel=NUMEL, stage=stage)
+        self._disk = disk
+        self._count = np.zeros(1, np.int64)
+        self._spoil = spoil
+
+    @property
+    def count(self) -> int:
+        return int(self._count[0])
+
+    @property
+    def part(self) -> slice:
+        """Which of the whole model's parameters it has."""
+        return self._part
+
+    @property
+    def parameters(self) -> npt.NDArray[np.float32]:
+        return self._parameters
+
+    def bits(self) -> bytes:
+        """Digest of the whole state: what ``state_file`` of a checkpoint of it would have, too."""
+        return bits_of(b"".join(bytes(blob.view) for blob in self.state()))
+
+    def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
+        super().micro_batch(step, index, None)
+        if on_final is not None:  # the last one of this member's share, and nothing of it has gone out yet
+            self._spoil(self.reduce_buffer)
+            on_final(self.exact_from // 2)
+
+    def apply(self, step: int, square_sum: float) -> Applied:
+        applied = super().apply(step, square_sum)
+        self._count += 1
+        return applied
+
+    def state(self) -> list[Blob]:
+        return [*super().state(), Blob("count", self._count.view(np.uint8).data)]
+
+    def load_initial(self) -> None:
+        super().load_initial()
+        self._count[:] = 0
+
+    def load(self, directory: Path) -> None:
+        data = memoryview(self._disk.read(directory / self.state_file, max_bytes=1 << 20))
+        blobs = self.state()
+        if data.nbytes != sum(blob.view.nbytes for blob in blobs):
+            raise StorageError(f"{directory / self.state_file} is of another model")
+        for blob in blobs:
+            blob.view[:] = data[: blob.view.nbytes]
+            data = data[blob.view.nbytes :]
+
+
+def bits_of(data: bytes) -> bytes:
+    return xxhash.xxh3_64_digest(data)
+
+
+def undisturbed(profile: Profile) -> list[npt.NDArray[np.float32]]:
+    """The parameters after 0, 1, 2, … steps of one process alone."""
+    engine = StandInEngine(profile, numel=NUMEL)
+    engine.load_initial()
+    found = [engine._parameters.copy()]
+    for step in range(profile.job.steps):
+        engine.begin_step(step)
+        for index in range(profile.batch.micro_batches):
+            engine.micro_batch(step, index)
+        engine.finish_gradients()
+        engine.apply(step, engine.partial_square_sum(0, engine.reduce_buffer.size))
+        found.append(engine._parameters.copy())
+    return found
