@@ -83,14 +83,13 @@ def create(
     from pathlib import Path
 
     from configs.loader import load
-    from p2ptrain.cli.training_shape import wants_plan
 
     label = Path(profile).stem
     loaded, other = _one_of_pair(load(profile, os.environ, sets).profile, label, drafter=drafter)
     name = name or (f"{label}-drafter" if drafter else label)
     planned = None
-    if dry_run or wants_plan(loaded):
-        from p2ptrain.cli import training_plan as plans
+    if dry_run or loaded.stages > 1:
+        from p2ptrain.cli import placement as plans
 
         planned = _planned(seed, loaded, dry_run=dry_run)
         if dry_run and planned is not None:
@@ -129,7 +128,7 @@ def _one_of_pair(profile: Profile, label: str, *, drafter: bool) -> tuple[Profil
 
 
 def _shape_of(profile: Profile) -> dict[str, Any]:
-    from p2ptrain.cli.training_shape import shape_param
+    from p2ptrain.cli.model_sizes import shape_param
 
     return shape_param(profile)
 
@@ -141,10 +140,10 @@ def _planned(seed: str, profile: Profile, *, dry_run: bool) -> tuple[TrainingPla
         Refused: it does not fit. In a dry run also: too few workers are there.
         UserError, ConfigError, StorageError: in a dry run: there is nothing to plan, or the sizes are not known.
     """
-    from p2ptrain.cli.training_shape import shape_of, wants_plan
+    from p2ptrain.cli.model_sizes import shape_of
     from p2ptrain.core.errors import Refused, UserError
 
-    if not wants_plan(profile):
+    if profile.stages < 2:
         raise UserError(
             "the model of this job is not split: every worker trains all of it, and there is nothing to place",
             remedy="leave --dry-run out, or set job.strategy=pipeline and pipeline.stages",

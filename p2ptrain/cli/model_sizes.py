@@ -1,23 +1,30 @@
-"""What the parts of a model weigh, from the table of its tensors: what placement needs, without torch.
+"""What the parts of a model weigh, to be served or trained: what placement needs, without torch.
 
-``compute.split.layer_sizes`` builds the model on torch's meta device for that, which is right for any architecture and
-takes seconds to import. Here the names that the known families use are enough; where one is not known, that is asked.
+``compute.part.layer_sizes`` builds the model on torch's meta device for that, which is right for any architecture and
+takes seconds to import. Here the names of tensors that the known families use are enough, and for a
+new model of the Llama family the ``[model]`` table; where that is not known, that is asked.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from p2ptrain.core.errors import ConfigError
-from p2ptrain.core.model_config import config_untrusted
-from p2ptrain.core.tensor_files import TensorEntry
-from ring.training_costs import ModelSizes
+from p2ptrain.core.errors import ConfigError, P2PTrainError, StorageError
+from p2ptrain.core.model_config import MAX_CONFIG_BYTES, config_untrusted
+from p2ptrain.core.tensor_files import TensorEntry, TensorTable
+from ring.training_costs import ModelShape, ModelSizes
 from wire.chain_messages import TensorRecord
 
+if TYPE_CHECKING:
+    from configs.schema import Model, Profile
+
+BYTES_VOCAB = 256
+"""Of a new model: its tokens are bytes (``compute.tokenizer``)."""
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _IN_CONFIG = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _IN_FILES = frozenset({"F32", "BF16", "F16"})
@@ -57,10 +64,6 @@ def anatomy(config: str, tensors: Mapping[str, TensorRecord], dtype: str = "") -
         ProtocolError: its configuration is none.
     """
     table = config_untrusted(config)
-    heads, kv_heads = _number(table, "num_attention_heads", "n_head"), _number(table, "num_key_value_heads")
-    if heads and kv_heads and heads % kv_heads:  # which transformers notices at the first forward pass
-        text = f"the model's configuration shares {kv_heads} heads of keys and values among {heads} heads of queries"
-        raise ConfigError(text, remedy="use the config.json of these weights: one number is a multiple of the other")
     said = str(table.get("dtype") or table.get("torch_dtype") or "").removeprefix("torch.")
     computed = dtype or _IN_CONFIG.get(said, "fp32")
     weights = weights_in(computed, tensors)
@@ -127,3 +130,83 @@ def _by_building(config: str, dtype: str) -> ModelSizes:
 def _number(table: Mapping[str, Any], *keys: str) -> int | None:
     found = (table.get(key) for key in keys)
     return next((value for value in found if isinstance(value, int) and value > 0), None)
+
+
+# -------------------------------------------------------------------------------------------------------- to be trained
+
+
+def shape_of(profile: Profile, *, may_build: bool = True) -> ModelShape | None:
+    """The shape of the model that the profile trains; None where it cannot be known here: its directory is not on this
+    machine, or it would take torch and ``may_build`` is False.
+
+    Raises:
+        ConfigError, StorageError: the model's directory, or table, is none that can be trained in parts.
+    """
+    model = profile.model
+    if model.path:
+        directory = Path(model.path)
+        return _of_directory(directory) if (directory / "config.json").is_file() else None
+    if model.architecture in ("llama", "mistral", "qwen2", "qwen3"):
+        return _like_llama(model)
+    return _shape_by_building(profile) if may_build else None
+
+
+def shape_param(profile: Profile, *, may_build: bool = True) -> dict[str, Any]:
+    """What is added to a request that creates a job; nothing where the shape is not known. Raises nothing: the worker
+    that builds the model tells what is wrong with it."""
+    if profile.stages < 2:
+        return {}
+    try:
+        shape = shape_of(profile, may_build=may_build)
+    except P2PTrainError:
+        return {}
+    return {"shape": shape.to_map()} if shape is not None else {}
+
+
+def _like_llama(model: Model) -> ModelShape:
+    width, inner = model.hidden_size, model.intermediate_size
+    head, keys = width // model.heads, model.kv_heads * (width // model.heads)
+    layer = 2 * width * width + 2 * width * keys + 3 * width * inner + 2 * width
+    if model.architecture == "qwen2":
+        layer += width + 2 * keys  # biases of queries, keys and values
+    if model.architecture == "qwen3":
+        layer += 2 * head  # norms of queries and keys
+    matrix = 4 * BYTES_VOCAB * width
+    tied = matrix if model.tie_embeddings else 0
+    sizes = ModelSizes((4 * layer,) * model.layers, (0,) * model.layers, matrix, matrix + 4 * width, tied)
+    return ModelShape(sizes, width, inner, BYTES_VOCAB)
+
+
+def _of_directory(directory: Path) -> ModelShape:
+    """Raises ``ConfigError``, ``StorageError``, ``ProtocolError``."""
+    path = directory / "config.json"
+    try:
+        with path.open("rb") as file:
+            config = file.read(MAX_CONFIG_BYTES + 1).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StorageError(f"cannot read {path}: {error}") from error
+    entries = TensorTable(directory).entries
+    records = {
+        name: TensorRecord(name, entry.dtype, list(entry.shape), entry.size_bytes, bytes(16))
+        for name, entry in entries.items()
+    }
+    found, table = anatomy(config, records, "fp32"), config_untrusted(config)
+    vocab, inner = table.get("vocab_size"), table.get("intermediate_size")
+    if not isinstance(vocab, int) or vocab < 1:
+        raise ConfigError(f"{path} does not say how many tokens it knows", remedy="add vocab_size to it")
+    without_cache = replace(found.sizes, cache_bytes=(0,) * found.sizes.layers)
+    return ModelShape(without_cache, found.width, inner if isinstance(inner, int) else 4 * found.width, vocab)
+
+
+def _shape_by_building(profile: Profile) -> ModelShape:
+    """Raises ``ConfigError``."""
+    from p2ptrain.compute.model import model_config
+    from p2ptrain.compute.part import layer_sizes
+    from roles.worker.build import trainer_arguments
+
+    config = model_config(trainer_arguments(profile)["model"], BYTES_VOCAB)
+    found = layer_sizes(config)
+    cache = (0,) * len(found.layers_bytes)
+    sizes = ModelSizes(found.layers_bytes, cache, found.first_bytes, found.last_bytes, found.tied_bytes)
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return ModelShape(sizes, config.hidden_size, inner, int(config.vocab_size))

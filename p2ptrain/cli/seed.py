@@ -221,7 +221,7 @@ async def _first_job(host: str, port: int, root: Path, profile: str, spec: str, 
         elif not jobs:
             name = Path(profile).stem
             from configs.schema import Profile
-            from p2ptrain.cli.training_shape import shape_param
+            from p2ptrain.cli.model_sizes import shape_param
 
             more = shape_param(Profile.from_spec_untrusted(spec), may_build=False)
             job = await client.create_job(name, profile, spec, **more)

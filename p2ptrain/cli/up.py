@@ -211,7 +211,7 @@ def _plan_here(profile: Profile, workers: int, link: str, *, dry_run: bool, as_j
         ResourceError: it does not fit, with the numbers.
     """
     from p2ptrain.cli.output import print_json
-    from p2ptrain.cli.training_plan import local_plan, print_plan, to_json
+    from p2ptrain.cli.placement import local_plan, print_plan, to_json
     from p2ptrain.cli.up_cluster import part_bytes
 
     if profile.stages < 2:

@@ -229,7 +229,7 @@ class Run:
 
     async def _job_for(self, name: str, profile: Profile, begun: Mapping[str, str]) -> str:
         """The unfinished job of these settings, else a new one; its id. People are told which."""
-        from p2ptrain.cli.training_shape import shape_param
+        from p2ptrain.cli.model_sizes import shape_param
 
         profile_name, spec = self._plan.profile_name, profile.to_spec()
         if (job := begun.get(spec)) is not None:

@@ -83,13 +83,6 @@ def test_a_name_that_is_not_known_has_the_model_built(tmp_path: Path) -> None:
     assert anatomy(config, table).sizes == built(config, "fp32")
 
 
-def test_heads_that_cannot_be_shared_are_refused_when_it_is_planned(tmp_path: Path) -> None:
-    make("llama", tmp_path)
-    config, table = json.loads((tmp_path / "config.json").read_text()), records(tmp_path)
-    with pytest.raises(ConfigError, match="shares 3 heads of keys and values among 4 heads"):
-        anatomy(json.dumps(config | {"num_attention_heads": 4, "num_key_value_heads": 3}), table)
-
-
 def test_what_does_not_split_is_refused() -> None:
     config = json.dumps({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50})
     with pytest.raises(ConfigError, match="cannot be split"):

@@ -9,7 +9,7 @@ import pytest
 
 from p2ptrain.cli.placement import placement_map, print_placement
 from ring.order import LinkQuality
-from ring.placement import Peer, Placement, Wanted, place, replacement
+from ring.placement import Peer, Placement, Wanted, place
 from ring.training_costs import ModelSizes
 
 GIB = 1 << 30
@@ -68,28 +68,6 @@ def test_a_rate_without_bound_is_no_number(capsys: pytest.CaptureFixture[str]) -
     assert (document["tokens_per_s"], document["stages"][0]["tokens_per_s"]) == (None, None)
     print_placement(found)
     assert "1 stage, predicted at best: 0.00 ms a token (– tokens/s)" in capsys.readouterr().out
-
-
-def test_the_link_that_holds_everything_up_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    slow = {**LINKS, ("1", "2"): LinkQuality(0.0, 1e5)}
-    print_placement(place(replace(WANTED, links=slow), [stage.peer for stage in placed().stages], stages=2))
-    assert "held up by the link from laptop to desk" in capsys.readouterr().out
-    slow = {pair: link if "me" not in pair else LinkQuality(0.0, 1.0) for pair, link in LINKS.items()}
-    print_placement(place(replace(WANTED, links=slow), [Peer("1", "desk", 8 * GIB, 0.0)]))
-    assert "held up by the link from desk to here" in capsys.readouterr().out
-
-
-def test_a_peer_with_two_stages_is_named_for_both(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = replace(SIZES, first_bytes=0, last_bytes=0, tied_bytes=0)
-    wanted, peers = (
-        replace(WANTED, sizes=sizes),
-        [Peer("1", "desk", 8 * GIB, 5e-12), Peer("2", "laptop", 4 * GIB, 2e-11)],
-    )
-    made = replacement(wanted, place(wanted, peers, stages=2), ["2"], [])
-    assert made.placement is not None
-    print_placement(made.placement)
-    said = capsys.readouterr()
-    assert said.out.splitlines()[-1].endswith("31 tokens/s with the chain full, held up by desk")
 
 
 def test_names_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

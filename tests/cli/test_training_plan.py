@@ -8,7 +8,7 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.cli import up_cluster
-from p2ptrain.cli.training_plan import local_plan, prediction, short
+from p2ptrain.cli.placement import local_plan, prediction, short
 from p2ptrain.core.errors import Refused, ResourceError
 from ring.training_costs import shape_untrusted
 

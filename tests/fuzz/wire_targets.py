@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 from hypothesis import strategies as st
 
-from p2ptrain.cli.training_plan import prediction
+from p2ptrain.cli.placement import prediction
 from p2ptrain.core.errors import ProtocolError, Refused, UserError
 from wire.address import ROLES, Ticket, format_address, is_ticket, parse_address
 from wire.codec import MESSAGE_TYPES, decode_untrusted, encode
