@@ -193,7 +193,7 @@ def test_a_quantile_is_a_value_that_was_seen(share: float, value: int) -> None:
 
 
 def test_a_report_says_what_a_program_needs(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report("p2ptrain chaos --seed 1", 4, False, complete=True, baseline_steps_per_s=4.0, steps_per_s=3.0)
+    report = Report(4, False, complete=True, baseline_steps_per_s=4.0, steps_per_s=3.0)
     report.injuries = [injury(recovery_s=0.5), injury(recovery_s=1.5), injury()]
     report.verdicts = [Verdict("this", True), Verdict("that", None)]
     document = report.to_json()
@@ -205,7 +205,6 @@ def test_a_report_says_what_a_program_needs(capsys: pytest.CaptureFixture[str]) 
     shown = capsys.readouterr().out
     assert "BROKEN    the last: why" in shown
     assert "not seen  that" in shown
-    assert shown.rstrip().endswith("p2ptrain chaos --seed 1")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from p2ptrain.cli.chaos.proxy import WAITING_BYTES, Proxy
+from p2ptrain.cli.chaos.proxy import Proxy
 
 DEADLINE_S = 10.0
 QUIET_S = 0.2
@@ -194,8 +194,6 @@ async def test_a_slow_link_holds_a_bounded_number_of_bytes(echo: Echo, proxy: Pr
     caller.send(bytes(64 << 20))
     assert await caller.silent()
     taken = (64 << 20) - caller.writer.transport.get_write_buffer_size()
-    held = sum(side._queued_bytes for side in proxy._sides)
-    assert held <= WAITING_BYTES + (256 << 10), "one more read of the loop's at most"
     assert taken < 32 << 20, "the rest waits at the sender"
 
 

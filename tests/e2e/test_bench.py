@@ -9,6 +9,10 @@ from typing import Any
 import psutil
 import pytest
 
+from p2ptrain.compute.model import build_model
+from p2ptrain.compute.tokenizer import Tokenizer
+from tests.compute.tiny_trainer import tiny
+
 
 async def document(process: Any) -> Any:
     """Standard output as one JSON document, and nothing else."""
@@ -133,3 +137,30 @@ async def test_ctrl_c_between_saves_keeps_what_was_measured(machine: Any) -> Non
     assert not found["complete"]
     assert found["results"]
     assert list(machine.root.glob("p2ptrain-bench-*")) == []
+
+
+@pytest.mark.slow
+async def test_a_far_drafter_beside_none_and_one_that_is_killed(machine: Any) -> None:
+    """Texts are checked against the known one. How fast they come is another day's question."""
+    times = ("--pass-ms", "4", "--draft-ms", "0.5", "--tokens", "24", "--texts", "1")
+    found = await document(await machine.start("bench", "generate", *times, "--rtt", "8", "--kill", "--json", "-"))
+    (case,) = found["results"]
+    assert {name: item["samples"] for name, item in case["contenders"].items()} == {"alone": 1, "ahead": 1}
+    assert (case["goal_s"], case["differ"]) == (None, 0)
+    (kill,) = case["kills"]
+    assert (kill["victim"], kill["alike"]) == ("drafter", True)
+
+
+@pytest.mark.slow
+async def test_a_real_pair_and_a_split_model_beside_transformers(machine: Any, tmp_path: Path) -> None:
+    for name, layers in (("big", 2), ("small", 1)):
+        build_model(tiny(layers=layers), 256, seed=1).save_pretrained(tmp_path / name)
+        Tokenizer.of_bytes().save(tmp_path / name)
+    models = ("--verifier", str(tmp_path / "big"), "--drafter", str(tmp_path / "small"), "--split", "2", "--kill")
+    options = ("--tokens", "12", "--texts", "2", "--rtt", "0", "--json", "-")
+    found = await document(await machine.start("bench", "generate", *models, *options))
+    (case,) = found["results"]
+    assert set(case["contenders"]) == {"alone", "ahead", "transformers", "assisted"}
+    assert case["differ"] == 0, "fp32 parts compute what the whole does"
+    assert case["rest_a_hop_s"] is not None
+    assert [(kill["victim"], kill["alike"]) for kill in case["kills"]] == [("worker-1", True), ("worker-2", True)]

@@ -310,7 +310,7 @@ def generate(
         int, typer.Option("--together", metavar="N", min=0, max=16, help="So many texts at once as well.")
     ] = 0,
     kill: Annotated[
-        bool, typer.Option("--kill", help="Kill the drafter, or each worker in turn, in the midst of a text as well.")
+        bool, typer.Option("--kill", help="Kill the drafter, or N of 2 N workers, in the midst of a text as well.")
     ] = False,
     threads: ThreadsOption = 1,
     json_to: JsonTo = "",

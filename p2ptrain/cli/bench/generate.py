@@ -14,7 +14,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise, product
@@ -47,7 +47,7 @@ class GeneratePlan:
             for none where the verifier is real.
         stages: workers over which the verifier's model is split; 0: it is whole.
         together: texts at once, beside one alone; 0: not measured.
-        kill: whether the drafter, or each worker in turn, is killed in the midst of a text.
+        kill: whether the drafter, or N of 2 N workers one after another, are killed in the midst of a text.
     """
 
     verifier: str
@@ -99,7 +99,7 @@ class GeneratePlan:
         if self.together:
             report.columns["together_per_s"] = (f"{self.together} AT ONCE", "{:.1f}/s".format)
         report.notes.append(
-            "of a token, from the first of a text to its last; faster: than the verifier alone; every text was compared"
+            "of a token, from asking for a text to its last; faster: than the verifier alone; every text was compared"
         )
         return report
 
@@ -115,7 +115,8 @@ class Text:
 
     @property
     def token_s(self) -> float:
-        return (self.came_s[-1] - self.came_s[0]) / max(1, self.tokens - 1)
+        """Of a token, from asking to the last one: the prompt's pass is counted, as transformers' is."""
+        return (self.came_s[-1] - self.asked_s) / max(1, self.tokens)
 
     def pause_s(self, since_s: float) -> float:
         """The longest time without a piece, from then on."""
@@ -180,9 +181,6 @@ class Peers:
         began_s, ended_s = min(text.asked_s for text in made), max(text.came_s[-1] for text in made)
         return sum(text.tokens for text in made) / (ended_s - began_s)
 
-    async def start_worker(self, number: int, link: Sequence[str]) -> None:
-        await self.cluster.start_peer(f"worker-{number}", number, "--threads", str(self.plan.threads), *link)
-
 
 @asynccontextmanager
 async def started(bench: Bench, plan: GeneratePlan, models: dict[str, Path], round_trip_ms: float) -> Any:
@@ -192,9 +190,9 @@ async def started(bench: Bench, plan: GeneratePlan, models: dict[str, Path], rou
     peers = Peers(cluster, plan, port)
     try:
         await cluster.start_seed()
-        for number in range(1, plan.stages + plan.kill + 1 if plan.stages else 1):
-            await peers.start_worker(number, link)
         threads = ["--threads", str(plan.threads)]
+        for number in range(1, plan.stages * (2 if plan.kill else 1) + 1):  # a spare for each that is killed
+            await cluster.start_peer(f"worker-{number}", number, *threads, *link)
         if "drafter" in models:
             options = ("--role", "drafter", "--model", str(models["drafter"]), *threads, *link)
             await cluster.start_peer("drafter", 1, *options)
@@ -310,7 +308,7 @@ def _conclude(plan: GeneratePlan, report: Report, case: Case) -> None:
 
 
 def _victims(peers: Peers) -> list[str]:
-    return [name for name in peers.cluster.peers if name.startswith("worker" if peers.plan.stages else "drafter")]
+    return [f"worker-{number}" for number in range(1, peers.plan.stages + 1)] or ["drafter"]
 
 
 async def _kill(bench: Bench, peers: Peers, case: Case, victim: str) -> Answer:
@@ -331,13 +329,6 @@ async def _kill(bench: Bench, peers: Peers, case: Case, victim: str) -> Answer:
     found: Answer = {"victim": victim, "alike": text.text == undisturbed.text, "pause_s": text.pause_s(killed_s)}
     found["limit_s"] = MEND_GOAL_S + prefill_s if plan.stages else 2 * alone_s
     found["held"] = found["alike"] and found["pause_s"] <= found["limit_s"]
-    if plan.stages:  # the next victim needs a spare, too
-        await child.ended(5.0)
-        link = ["--link", f"{case.facts['round_trip_ms']:g}ms"] * bool(case.facts["round_trip_ms"])
-        peers.cluster.peers.pop(victim)
-        number = 1 + max(int(name.removeprefix("worker-")) for name in _victims(peers))
-        await peers.start_worker(number, link)
-        await peers.cluster.joined([f"worker-{number}"])
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -17,11 +16,9 @@ from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
 if TYPE_CHECKING:
     from configs.schema import Profile
 
-EXIT_BROKEN = 1
 DURATION = "60s"
-STEPS = 1_000_000  # where nobody says how many: it trains on until the faults are over
-SAVE_EVERY, KEEP = 20, 4
-"""Steps between two checkpoints, and how many are kept: often, for each also compares the members' states."""
+SAVE_EVERY = 20
+"""Steps between two checkpoints: often, for each also compares the members' states."""
 
 
 def chaos(
@@ -64,10 +61,11 @@ def chaos(
     state: Annotated[
         Path | None,
         typer.Option(
-            "--state", metavar="DIR", help="Where everything is kept, new or empty. Default: a temporary one."
+            "--state",
+            metavar="DIR",
+            help="Keep everything there, new or empty; default: a temporary one.",
         ),
     ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the temporary directory; it is left on failure.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Start a real cluster on this machine, hurt it on a schedule, and see whether it holds.
@@ -85,7 +83,7 @@ def chaos(
       p2ptrain chaos --exact --tls --duration 10m --seed 7
     """
     from p2ptrain.cli.chaos.conduct import Plan, conduct, kinds_here
-    from p2ptrain.cli.chaos.judge import kinds_of, seconds_of, span_of
+    from p2ptrain.cli.chaos.judge import Report, kinds_of, seconds_of, span_of
     from p2ptrain.cli.output import print_json
 
     if duration and faults:
@@ -97,7 +95,9 @@ def chaos(
     if every_s[1] <= 0:
         raise UserError("--every 0: faults without a moment between", remedy="write 0.5-2s")
     loaded = _profile(profile, sets, workers, exact=exact)
-    root = _directory(state)
+    root = Path(tempfile.mkdtemp(prefix="p2ptrain-chaos-")) if state is None else state.absolute()
+    if root.is_dir() and any(root.iterdir()):
+        raise UserError(f"{root} is not empty", remedy="name another directory: each run begins afresh")
     plan = Plan(
         profile_name=profile,
         profile=loaded,
@@ -110,21 +110,19 @@ def chaos(
         seed=seed,
         tls=tls,
         exact=exact or loaded.job.exact,
-        replay=_replay(workers, profile, duration, faults, every, seed, chosen, sets, exact, tls),
     )
-    well = False
+    report, well = Report(workers, tls), False
     try:
-        report = run(conduct(plan), children=True)
-        well = report.complete and not report.broken
+        run(conduct(plan, report), children=True)
         print_json(report.to_json()) if as_json else report.print()
-        well |= not report.complete and not report.broken
+        well = not report.broken
     finally:
-        if state is None and not keep and well:
+        if state is None and well:
             shutil.rmtree(root, ignore_errors=True)
         else:
             typer.echo(f"everything is left in {root}", err=True)
     if report.broken:
-        raise typer.Exit(EXIT_BROKEN)
+        raise typer.Exit(1)
     if not report.complete:
         raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -139,9 +137,9 @@ def _profile(name: str, sets: list[str], workers: int, *, exact: bool) -> Profil
     loaded = load(name, os.environ, sets)
     wanted = {
         "job.workers": str(workers),
-        "job.steps": str(STEPS),
+        "job.steps": "1000000",  # it trains on until the faults are over
         "checkpoint.every": str(SAVE_EVERY),
-        "checkpoint.keep": str(KEEP),
+        "checkpoint.keep": "4",
     }
     mine = [f"{key}={value}" for key, value in wanted.items() if is_shipped(loaded.sources[key])]
     mine += [f"checkpoint.copies={workers}"]  # what all hold is compared at the end
@@ -155,33 +153,3 @@ def _profile(name: str, sets: list[str], workers: int, *, exact: bool) -> Profil
     if made.checkpoint.every == 0:
         raise UserError("checkpoint.every = 0: there would be nothing to compare", remedy=f"set it to {SAVE_EVERY}")
     return made
-
-
-def _directory(state: Path | None) -> Path:
-    if state is None:
-        return Path(tempfile.mkdtemp(prefix="p2ptrain-chaos-"))
-    root = state.absolute()
-    if root.is_dir() and any(root.iterdir()):
-        raise UserError(f"{root} is not empty", remedy="name another directory: each run begins afresh")
-    return root
-
-
-def _replay(
-    workers: int,
-    profile: str,
-    duration: str,
-    faults: int,
-    every: str,
-    seed: int,
-    kinds: tuple[str, ...],
-    sets: list[str],
-    exact: bool,
-    tls: bool,
-) -> str:
-    parts = ["p2ptrain", "chaos", "--workers", str(workers), "--profile", profile]
-    parts += ["--faults", str(faults)] if faults else ["--duration", duration or DURATION]
-    parts += ["--every", every, "--seed", str(seed), "--kinds", ",".join(kinds) or "none"]
-    parts += [part for item in sets for part in ("--set", item)]
-    parts += ["--exact"] if exact else []
-    parts += ["--tls"] if tls else []
-    return shlex.join(parts)

@@ -63,7 +63,6 @@ class Plan:
     seed: int
     tls: bool
     exact: bool
-    replay: str
 
 
 class Stopped(Exception):
@@ -508,10 +507,10 @@ async def command(name: str, *arguments: str) -> Verdict:
 # ------------------------------------------------------------------------------------------------------------- the run
 
 
-async def conduct(plan: Plan) -> Report:
-    """Raises ``P2PTrainError`` where the cluster cannot even be started."""
+async def conduct(plan: Plan, report: Report) -> None:
+    """Fill the report. Raises ``P2PTrainError`` where the cluster cannot even be started."""
     console, stop = Console(), asyncio.Event()
-    run = Run(plan, console, stop)
+    run = Run(plan, report, console, stop)
 
     def leave(text: str) -> None:
         for cluster in run.clusters:  # at once: a second Ctrl+C may end this process
@@ -522,21 +521,19 @@ async def conduct(plan: Plan) -> Report:
     try:
         await run.all()
     except Stopped:
-        run.report.notes.append("interrupted: what only shows at the end was not looked at")
+        report.notes.append("interrupted: what only shows at the end was not looked at")
     finally:
         for cluster in run.clusters:
             await cluster.end()
         console.finish()
-    return run.report
 
 
 class Run:
     """The parts of one run, in order, and what they find."""
 
-    def __init__(self, plan: Plan, console: Console, stop: asyncio.Event) -> None:
-        self.plan, self._console, self._stop = plan, console, stop
+    def __init__(self, plan: Plan, report: Report, console: Console, stop: asyncio.Event) -> None:
+        self.plan, self.report, self._console, self._stop = plan, report, console, stop
         self.clusters: list[Cluster] = []
-        self.report = Report(plan.replay, plan.workers, plan.tls)
 
     async def all(self) -> None:
         """Raises ``Stopped``, ``P2PTrainError``."""

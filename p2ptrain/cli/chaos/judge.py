@@ -14,6 +14,8 @@ import itertools
 import math
 import random
 import re
+import shlex
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -269,12 +271,10 @@ class Report:
     """Everything that is told.
 
     Attributes:
-        replay: the command line that gives the same schedule.
         baseline_steps_per_s, steps_per_s: without faults, and under them.
         complete: it was not interrupted.
     """
 
-    replay: str
     workers: int
     tls: bool
     seconds: float = 0.0
@@ -309,7 +309,7 @@ class Report:
 
     def to_json(self) -> dict[str, object]:
         return {
-            "replay": self.replay,
+            "command": shlex.join(["p2ptrain", *sys.argv[1:]]),
             "complete": self.complete,
             "broken": self.broken,
             "workers": self.workers,
@@ -347,4 +347,3 @@ class Report:
             typer.echo(printable(f"{mark:<8}  {verdict.name}" + (f": {verdict.text}" if verdict.text else "")))
         for note in self.notes:
             typer.echo(printable(f"note      {note}"))
-        typer.echo(f"\nthe same schedule again:  {self.replay}")
