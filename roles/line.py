@@ -111,7 +111,6 @@ class Line:
             self._count_beat()
 
     def _count_beat(self) -> None:
-        """Raises ``ProtocolError``: it says nothing else, and all the time."""
         now = self._now()
         self._beats, self._beats_at = max(0.0, self._beats - BEATS_PER_S * (now - self._beats_at)) + 1, now
         if self._beats > MOST_BEATS:
@@ -169,11 +168,9 @@ class Line:
         return waiting.result()
 
     def _silent_s(self, since: float) -> float:
-        """How long nothing came; before ``since`` nobody listened."""
         return self._now() - max(self.connection.last_heard, since)
 
     def _patience_s(self, since: float) -> float:
-        """Until silence is to be judged again. It may be agreed on anew meanwhile."""
         return min(max(self.silence_s - self._silent_s(since), MARGIN_S), self._beat_s)
 
     def _judged(self, since: float, due: float) -> float:

@@ -193,7 +193,6 @@ def read_range(file: BinaryIO, start: int, size_bytes: int) -> bytearray:
 def _digests(
     path: Path, entries: Mapping[str, TensorEntry], cache: DigestCache | None
 ) -> tuple[Stamp, dict[str, bytes]]:
-    """The file's stamp, and the digests of what it holds."""
     with _opened(path) as (file, stamp):
         known = cache.get(path, stamp) if cache is not None else {}
         sizes = {name: digest_size(entry.size_bytes) for name, entry in entries.items()}
@@ -211,7 +210,6 @@ def _digests(
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, Stamp]]:
-    """Raises ``StorageError``."""
     try:
         with path.open("rb", buffering=0) as file:
             status = os.fstat(file.fileno())
@@ -221,7 +219,6 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, Stamp]]:
 
 
 def _stamps(directory: Path) -> dict[str, Stamp]:
-    """Of every file; none where there is no such directory, which the reading of its headers tells."""
     try:
         with os.scandir(directory) as entries:
             found = ((each.name, each.stat()) for each in entries if each.is_file())
@@ -235,7 +232,6 @@ def _whole(name: str, size_bytes: int) -> TensorEntry:
 
 
 def _small_files(directory: Path) -> dict[str, int]:
-    """Name to bytes, of what comes with a model beside its weights."""
     try:
         with os.scandir(directory) as entries:
             found = {

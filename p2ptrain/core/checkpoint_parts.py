@@ -137,7 +137,6 @@ _ALL = 1 << 31
 
 @contextmanager
 def _contents(parts: Sequence[CheckpointEntry]) -> Iterator[Mapping[str, memoryview]]:
-    """The files' bytes, by name, as they lie on disk."""
     with ExitStack() as stack:
         blobs: dict[str, memoryview] = {}
         for part in parts:

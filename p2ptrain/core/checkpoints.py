@@ -214,7 +214,6 @@ class CheckpointStore:
         return self._root / step_name(step)
 
     def _directories(self) -> list[tuple[int, Path]]:
-        """Step and path of everything that bears a checkpoint's name, newest first."""
         matches = ((_STEP_DIR.fullmatch(name), name) for name in self._disk.list_dir(self._root))
         return sorted(((int(match[1]), self._root / name) for match, name in matches if match), reverse=True)
 
@@ -240,7 +239,6 @@ class CheckpointStore:
         self._disk.sync_dir(self._root)
 
     def _aside(self, target: Path) -> Path:
-        """Where the checkpoint of the same step waits until its successor is durable."""
         return self._root / f"{_OLD}{target.name}"
 
     def _prune(self, written: int) -> None:
@@ -397,7 +395,6 @@ def _sane_value(value: object) -> bool:
 
 
 def _sane_file(name: str, size: object, digest: object) -> bool:
-    """A plain file name (never a way out of the directory), a size and a sum."""
     return (
         re.fullmatch(r"[\w][\w.-]*", name) is not None
         and type(size) is int

@@ -236,7 +236,6 @@ def _json_object_untrusted(encoded: bytes | memoryview, what: str) -> dict[str, 
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A name twice would make what one reader takes differ from what another does."""
     value = dict(pairs)
     if len(value) != len(pairs):
         raise ValueError("a name stands twice")

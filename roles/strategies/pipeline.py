@@ -185,7 +185,6 @@ class _Running:
         self._on_work()
 
     async def _on_thread(self, function: Callable[..., T], *args: Any) -> tuple[T, float]:
-        """What the call gives, and how long it took; given up at once where the chain breaks meanwhile."""
         call, queued_at = asyncio.ensure_future(self._compute.run(self._unless_failed, function, *args)), self._clock()
         if not self._queued:
             self._spent.waited_s += queued_at - self._idle_since
@@ -407,7 +406,6 @@ class PipelineStrategy(StagedStrategy):
         return StageRunner(engine, self._crew_chain, self._compute, on_work=self._progress)
 
     def _schedule(self, count: int) -> Schedule:
-        """Of a step of ``count`` micro-batches."""
         chain, most = self._crew_chain, self._max_in_flight
         if self._wanted == GPIPE:
             return Schedule(GPIPE, count, (min(count, most or count) - 1,) * chain.stages)

@@ -240,7 +240,6 @@ class SyncStrategy:
         return None
 
     def _pieces_for(self, session: RingSession) -> list[Piece]:
-        """The operations of every step in this session."""
         buffer = self._engine.reduce_buffer
         codec = None if self._engine.exact else codec_of(session)
         residual = np.zeros(self._engine.exact_from, np.float32) if codec is not None and codec.feedback else None

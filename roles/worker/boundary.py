@@ -71,7 +71,6 @@ class BoundaryWork:
         return list(digests)
 
     def _saves(self, replica: int) -> bool:
-        """Whether whoever holds that replica of the model, or a part of it, writes checkpoints."""
         return replica < self._profile.checkpoint.copies
 
     async def validate(

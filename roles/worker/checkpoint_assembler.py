@@ -164,7 +164,6 @@ class CheckpointAssembler:
         raise StorageError("its own part was not saved")
 
     def _lying(self, entry: CheckpointEntry) -> _Part:
-        """This stage's part of a checkpoint on this worker's disk."""
         meta, files = part_of(entry, self._stage.index, self._stage.count)
         return _Part(meta, files, partial(self._read, entry), str(entry.path))
 
@@ -295,7 +294,6 @@ class CheckpointAssembler:
 
 
 async def _unverified(data: memoryview) -> bytes:
-    """A file is verified as a whole, by its manifest."""
     return b""
 
 

@@ -715,7 +715,6 @@ class StageWorks:
         session.caller.say(Picked(work.session, work.attempt, work.number, tokens, spent_us))
 
     def _broken(self, session: LiveSession, lost: int, code: str, problem: P2PTrainError) -> None:
-        """It goes no further in this attempt: the client is told, and may mend it."""
         core = session.core
         core.fail()
         self._turns.drop(session)

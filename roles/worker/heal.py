@@ -250,7 +250,6 @@ class Fetch:
     # --------------------------------------------------------------------------------------------------------- sources
 
     async def _lane(self) -> None:
-        """Talk to one member after the other, until this is cancelled or nobody is left to ask."""
         waited_for = True
         while self._candidates:
             member = self._candidates.popleft()
@@ -296,7 +295,6 @@ class Fetch:
     # ----------------------------------------------------------------------------------------------------------- state
 
     def _decide(self) -> None:
-        """Somebody offered something, or is gone: most sources decide what is fetched."""
         self.receiver.changed.set()
         if self._next >= 0:
             self._want_steps()
@@ -342,8 +340,7 @@ class Fetch:
     def _want_chunks(self) -> None:
         for index, chunk in enumerate(self._chunks):
             digest = bytes(self._table[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)])
-            stop = chunk.offset + chunk.size_bytes
-            self.receiver.want(("chunk", index), Piece(chunk.blob.name, chunk.offset, stop, chunk.view, digest))
+            self.receiver.want(("chunk", index), replace(chunk, digest=digest))
 
     def _has_state(self) -> bool:
         base = self._base
@@ -356,12 +353,11 @@ class Fetch:
         return self.receiver.has(base.root) and self.receiver.complete
 
     def _landed(self, source: Source, key: Hashable) -> None:
-        """A piece is there, and right."""
         match key:
             case bytes():
                 self._decide()
             case ("chunk", int(index)):
-                self.given[source.name] += self._chunks[index].size_bytes
+                self.given[source.name] += self._chunks[index].into.nbytes
                 self._on_progress(self.given.total(), self.total_bytes)
             case _:
                 self.given[source.name] += self._me.reduce_bytes
@@ -384,7 +380,6 @@ class Fetch:
         self._want_steps()
 
     def _gone(self, source: Source, key: Hashable) -> None:
-        """Its log keeps that step no more."""
         giver = self.givers.get(source.id)
         if giver is None or not isinstance(key, int):
             source.end("it has no more of what it offered")
@@ -673,7 +668,6 @@ class Follower:
         fetch.used(step)
 
     async def _to_its_end(self, work: Coroutine[Any, Any, None]) -> None:
-        """An optimizer step cannot be taken back: whoever stops this waits for its end."""
         task = asyncio.create_task(work)
         try:
             await asyncio.shield(task)

@@ -39,7 +39,7 @@ from roles.engine import WHOLE, Blob, Engine, Stage
 from roles.line import LONGEST_SILENCE_S, SHORTEST_SILENCE_S, Line
 from roles.worker.checkpoint_store import Snapshot, Snapshots
 from roles.worker.context import Context
-from roles.worker.transfer import send_range
+from roles.worker.transfer import Piece, send_range
 from wire.connection import Connection
 from wire.handshake import RefusalCode
 from wire.job_messages import BlobRecord, HealOffer, HealRequest, LedgerRow, RangeRequest, StepLogged
@@ -66,23 +66,12 @@ def log_limit_bytes(state_bytes: int, reduce_bytes: int) -> int:
     return max(state_bytes + 2 * reduce_bytes, 16 << 20)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    blob: Blob
-    offset: int
-    size_bytes: int
-
-    @property
-    def view(self) -> memoryview:
-        return self.blob.view[self.offset : self.offset + self.size_bytes]
-
-
-def chunks_of(blobs: Sequence[Blob]) -> list[Chunk]:
+def chunks_of(blobs: Sequence[Blob]) -> list[Piece]:
     """All bytes of all blobs, in order, in chunks of at most ``CHUNK_BYTES``."""
+    places = [(blob, start) for blob in blobs for start in range(0, blob.view.nbytes, CHUNK_BYTES)]
+    stops = [min(start + CHUNK_BYTES, blob.view.nbytes) for blob, start in places]
     return [
-        Chunk(blob, offset, min(CHUNK_BYTES, blob.view.nbytes - offset))
-        for blob in blobs
-        for offset in range(0, blob.view.nbytes, CHUNK_BYTES)
+        Piece(blob.name, start, stop, blob.view[start:stop]) for (blob, start), stop in zip(places, stops, strict=True)
     ]
 
 
@@ -110,7 +99,7 @@ class Given:
             if not self.table:
                 digests = []
                 for chunk in chunks_of(self.blobs):
-                    digests.append(xxhash.xxh3_128_digest(chunk.view))
+                    digests.append(xxhash.xxh3_128_digest(chunk.into))
                     await asyncio.sleep(0)
                 self.table = b"".join(digests)
         return xxhash.xxh3_128_digest(self.table)
@@ -353,7 +342,7 @@ class HealSource:
         name = hello.name[:64]
         if not SHORTEST_SILENCE_S <= request.silence_s <= LONGEST_SILENCE_S:
             raise ProtocolError(f"{name} would give up after {request.silence_s} s of silence")
-        if request.stage != self._stage.index:  # sizes and names of two parts may be alike
+        if not self._has_part(request):
             raise PeerError(f"{name} asks for stage {request.stage}, this member holds {self._stage}")
         line = Line(connection, request.silence_s)
         taker = Taker(line, hello.name, request.step >= 0)
@@ -382,6 +371,10 @@ class HealSource:
                 self._around.tell("info", "gave", f"gave {size} of state and steps to {taker.name}")
 
     # ------------------------------------------------------------------------------------------------------ internals
+
+    def _has_part(self, request: HealRequest) -> bool:
+        """Whether the caller holds the same part of the model: sizes and names of two parts may be alike."""
+        return request.stage == self._stage.index
 
     async def _serve(self, taker: Taker, request: HealRequest, engine: Engine) -> None:
         try:
@@ -510,7 +503,6 @@ class HealSource:
             given.snapshot.release()
 
     def _ask_for_snapshot(self) -> None:
-        """If somebody waits for one, and it would be given at once: it grows old from then on."""
         if self._pace.ready and any(taker.waits for taker in self._takers):
             self._want_snapshot()
 
@@ -650,7 +642,6 @@ class Pace:
             self._credit_bytes = min(self._credit_bytes, 0.0) + self.allowance_bytes
 
     def _judge(self, rise: float) -> None:
-        """Raise or halve the allowance by what the steps since the last time took."""
         mean_s = sum(seconds for seconds, _ in self._busy) / len(self._busy)
         most_bytes = max(given_bytes for _, given_bytes in self._busy)
         self._busy.clear()

@@ -18,13 +18,12 @@ import asyncio
 import statistics
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from p2ptrain.core.errors import DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
-from p2ptrain.core.ids import is_id
 from p2ptrain.core.world import World
 from ring.order import NEAR_RTT_S, STRIPES, LinkQuality
+from roles.worker.stage_requests import Place, place_untrusted
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Hello, Request, Response
@@ -42,15 +41,6 @@ MAX_CALLERS = 32
 """Probe connections that a worker serves at a time; more are told that it is busy."""
 QUIET_S = 5.0
 """A probe connection that asks nothing for so long is closed: who measures is never that slow."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Another worker's port. An empty ``host`` is the seed's."""
-
-    peer_id: str
-    host: str
-    port: int
 
 
 # --------------------------------------------------------------------------------------------------------- being asked
@@ -96,7 +86,6 @@ class Sink:
             connection.send(Response(request.id))
 
     async def _take(self, connection: Connection) -> None:
-        """Take frames of ``PIECE_BYTES``, each announced by a request, ``PUSH_BYTES`` at most."""
         into, arrived = memoryview(bytearray(PIECE_BYTES)), asyncio.Event()
         for _ in range(PUSH_BYTES // PIECE_BYTES):
             request = await connection.expect(Request, timeout_s=QUIET_S)
@@ -118,7 +107,6 @@ class Sink:
 
     @asynccontextmanager
     async def _turn_of(self, caller: str) -> AsyncIterator[None]:
-        """One caller at a time pushes, on as many connections as it has."""
         async with self._turn:
             async with within(QUIET_S):
                 await self._turn.wait_for(lambda: self._pushing in ("", caller))
@@ -136,23 +124,15 @@ class Sink:
 # -------------------------------------------------------------------------------------------------------------- asking
 
 
-def targets_untrusted(params: dict[str, Any]) -> tuple[list[Target], float]:
+def targets_untrusted(params: dict[str, Any]) -> tuple[list[Place], float]:
     """The parameters of ``links.measure``: whom to measure, and within how many seconds. Raises ``ProtocolError``."""
     peers, deadline_s = params.get("peers"), params.get("deadline_s")
     if not isinstance(peers, list) or not 0 < len(peers) <= MAX_ASKED:
         raise ProtocolError(f"links.measure needs 1 to {MAX_ASKED} peers")
     if not isinstance(deadline_s, int | float) or not 0 < deadline_s <= MAX_DEADLINE_S:
         raise ProtocolError(f"links.measure needs deadline_s, {MAX_DEADLINE_S:g} at most")
-    return [_target_untrusted(item) for item in peers], float(deadline_s)
-
-
-def _target_untrusted(item: object) -> Target:
-    if isinstance(item, dict):
-        peer_id, host, port = item.get("id"), item.get("host"), item.get("port")
-        texts = isinstance(peer_id, str) and is_id(peer_id) and isinstance(host, str) and len(host) <= 255
-        if texts and isinstance(port, int) and 0 < port < 65536:
-            return Target(str(peer_id), str(host), port)
-    raise ProtocolError("a peer to measure is {id, host, port}")
+    named = [{**item, "peer": item.get("id")} if isinstance(item, dict) else item for item in peers]
+    return [place_untrusted(item) for item in named], float(deadline_s)
 
 
 class Prober:
@@ -168,7 +148,7 @@ class Prober:
         self._hello = local_hello(peer_id=peer_id, name=name, roles=["worker"], purpose="probe")
         self._push = asyncio.Lock()  # to one other at a time
 
-    async def measure(self, targets: Sequence[Target], *, deadline_s: float) -> dict[str, LinkQuality]:
+    async def measure(self, targets: Sequence[Place], *, deadline_s: float) -> dict[str, LinkQuality]:
         """Peer id → what was measured within ``deadline_s``; who was not reached is not in it.
 
         The latencies of all are measured side by side, bandwidths one after the other, so what time does not allow is
@@ -187,14 +167,14 @@ class Prober:
                 raise result
         return found
 
-    async def _measure(self, target: Target, found: dict[str, LinkQuality]) -> None:
+    async def _measure(self, target: Place, found: dict[str, LinkQuality]) -> None:
         connection = await self._dial(target)
         try:
             latency_s = await self._latency_s(connection)
-            found[target.peer_id] = LinkQuality(latency_s)
+            found[target.peer] = LinkQuality(latency_s)
             async with self._push:
                 bandwidth_bps = await self._pushed_bps([connection], latency_s)
-                found[target.peer_id] = LinkQuality(latency_s, bandwidth_bps)
+                found[target.peer] = LinkQuality(latency_s, bandwidth_bps)
         finally:
             connection.abort()
         if 2 * latency_s < NEAR_RTT_S or bandwidth_bps is None:
@@ -203,14 +183,14 @@ class Prober:
             striped_bps = await self._striped_bps(target, latency_s)
         if striped_bps is not None:
             striped_bps = min(max(striped_bps, bandwidth_bps), STRIPES * bandwidth_bps)
-            found[target.peer_id] = LinkQuality(latency_s, bandwidth_bps, striped_bps)
+            found[target.peer] = LinkQuality(latency_s, bandwidth_bps, striped_bps)
 
-    async def _dial(self, target: Target) -> Connection:
+    async def _dial(self, target: Place) -> Connection:
         host = target.host or self.seed_host
         connection, welcome = await dial(
-            self._world.network, host, target.port, self._hello, timeout_s=MAX_DEADLINE_S, expect_peer=target.peer_id
+            self._world.network, host, target.port, self._hello, timeout_s=MAX_DEADLINE_S, expect_peer=target.peer
         )
-        if welcome.peer_id != target.peer_id:
+        if welcome.peer_id != target.peer:
             connection.abort()
             raise Refused("wrong-identity", f"another peer answers at {host}:{target.port}")
         return connection
@@ -224,7 +204,7 @@ class Prober:
             round_trips_s.append(now() - began)
         return min(round_trips_s) / 2
 
-    async def _striped_bps(self, target: Target, latency_s: float) -> float | None:
+    async def _striped_bps(self, target: Place, latency_s: float) -> float | None:
         opened = await asyncio.gather(*(self._dial(target) for _ in range(STRIPES)), return_exceptions=True)
         connections = [item for item in opened if isinstance(item, Connection)]
         try:

@@ -377,7 +377,6 @@ class Loader:
         return read_bytes, total_bytes - read_bytes
 
     async def _own(self, path: str) -> TensorTable | None:
-        """This worker's copy, where it has one that can be read."""
         if not path:
             return None
         with suppress(StorageError, ConfigError):
@@ -385,7 +384,6 @@ class Loader:
         return None
 
     async def _read(self, own: TensorTable, record: TensorRecord) -> bytearray | None:
-        """The tensor from the own copy; None where that is not the same tensor."""
         entry = own.entries.get(record.name)
         if entry is None or (entry.dtype, list(entry.shape)) != (record.dtype, record.shape):
             return None

@@ -123,7 +123,6 @@ class Forming:
         return chain
 
     def _usual(self, view: View) -> _Usual:
-        """What all that is formed for a view has in common."""
         around, membership, usual_s = self._around, self._membership, self._around.beats()
         return {
             "world": around.world,
@@ -309,14 +308,12 @@ class JobRunner:
             self._standing.set()
 
     def _after_following(self, event: Event) -> None:
-        """Handle ``event`` as soon as the state in memory is nobody else's affair."""
         if self.follower.active:
             self.follower.end(event)
         else:
             self._handle(event)
 
     def _brought_on(self, event: Event) -> None:
-        """What the follower did with the state, or what had to wait for it."""
         self._handle(event)
         if self.core.torn:
             self.reports.forget_steps()
@@ -360,7 +357,6 @@ class JobRunner:
     async def _guarded(
         self, activity: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        """Run one activity. What the ring did is a break; what this member cannot do is a failure."""
         generation = self.core.view.generation if self.core.view else 0
         try:
             await activity(*args, **kwargs)
@@ -404,7 +400,6 @@ class JobRunner:
     # ----------------------------------------------------------------------------------------------------- activities
 
     async def _load(self) -> None:
-        """Build the engine if there is none, then load the state to begin with."""
         around = self._around
         self.donations.cut("another state is loaded")
         if self._engine is None:

@@ -218,11 +218,10 @@ def place_untrusted(item: object) -> Place:
         texts = isinstance(peer, str) and is_id(peer) and isinstance(host, str) and len(host) <= 255
         if texts and type(port) is int and 0 < port < 65536:
             return Place(str(peer), str(host), port)
-    raise ProtocolError("a stage to dial is {peer, host, port}")
+    raise ProtocolError("a peer to dial is {peer, host, port}")
 
 
 def _is_place(path: str) -> bool:
-    """Whether it names one place, wherever this worker was started."""
     return os.path.isabs(path) and "\0" not in path
 
 

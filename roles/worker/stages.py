@@ -335,7 +335,6 @@ class Stages:
         }
 
     async def _load_anew(self, client: _Client, request: LoadRequest, tell: OnBytes) -> tuple[Part, int, int]:
-        """The part, the bytes that were read, and those that were received."""
         made: list[Part] = []
 
         def hold(part: Part) -> None:
@@ -347,7 +346,6 @@ class Stages:
         return made[0], read_bytes, received_bytes
 
     def _progress_of(self, client: _Client) -> OnBytes:
-        """Tells a client how far its part is, now and then."""
         told_at = -LOADING_S
 
         def tell(done_bytes: int, total_bytes: int) -> None:
@@ -376,7 +374,6 @@ class Stages:
 
     @asynccontextmanager
     async def _receiver(self, client: _Client, request: LoadRequest) -> AsyncIterator[ModelReceiver]:
-        """Of whoever gives the model. Raises ``Refused``."""
         model, place = request.model, request.giver
         if place is None:
             yield await self._given_by(client, model)
@@ -454,7 +451,6 @@ class Stages:
             await asyncio.sleep(TELL_S)
 
     def _nothing_to_do_s(self) -> float | None:
-        """Until there is something to do though nothing happens; None: for ever."""
         parts = self.cache.parts.values()
         if not all(part.pace.quiet for part in parts):
             return 0.0

@@ -396,7 +396,6 @@ class Worker:
         return runner.assembler.files if runner.assembler is not None and stage == WHOLE else None
 
     async def _saving(self, job: str, stage: Stage, step: int, lineage: str) -> None:
-        """Wait until that state's checkpoint is durable here, or there will be none."""
         if self._runner is not None and (self._runner.job, self._runner.stage) == (job, stage):
             await self._runner.saved(step, lineage)
 

@@ -254,7 +254,7 @@ def _check_links(case: tuple[dict[str, Any], dict[str, Any]]) -> None:
         pass
     else:
         assert 0 < deadline_s < float("inf")
-        assert all(is_id(target.peer_id) and 0 < target.port < 65536 for target in targets)
+        assert all(is_id(target.peer) and 0 < target.port < 65536 for target in targets)
     try:
         found = measured_untrusted(result, {"a1", "b2"})
     except ProtocolError:
@@ -269,7 +269,6 @@ LINKS = Target(
     _check_links,
     (
         "roles.worker.links.targets_untrusted",
-        "roles.worker.links._target_untrusted",
         "roles.seed.links.measured_untrusted",
     ),
     peak_bytes=256 << 10,

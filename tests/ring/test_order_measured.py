@@ -11,7 +11,8 @@ import pytest
 
 from ring.local import LocalMember, local_view
 from ring.order import LinkQuality, best_order
-from roles.worker.links import Prober, Sink, Target
+from roles.worker.links import Prober, Sink
+from roles.worker.stage_requests import Place
 from wire.connection import Connection
 from wire.emulate import EmulatedNetwork, LinkPreset, PresetOf
 from wire.handshake import local_welcome, serve
@@ -72,12 +73,12 @@ async def measured(weather: Weather) -> dict[tuple[str, str], LinkQuality]:
             serve=Sink().serve,
             on_problem=lambda problem, address: problems.append(problem),
         )
-        targets.append(Target(name, name, server.address[1]))
+        targets.append(Place(name, name, server.address[1]))
         servers.append(server)
     links = {}
     for name, member in members.items():
         prober = Prober(member.world, peer_id=name, name=name, seed_host="")
-        others = [target for target in targets if target.peer_id != name]
+        others = [target for target in targets if target.peer != name]
         found = await prober.measure(others, deadline_s=10)
         links.update({(name, other): quality for other, quality in found.items()})
     for server in servers:

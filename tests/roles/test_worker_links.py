@@ -23,11 +23,11 @@ from roles.worker.links import (
     QUIET_S,
     Prober,
     Sink,
-    Target,
     rate_bps,
     targets_untrusted,
     to_result,
 )
+from roles.worker.stage_requests import Place
 from wire.connection import Connection
 from wire.emulate import PRESETS, EmulatedNetwork, LinkPreset
 from wire.handshake import Server, dial, local_hello, local_welcome, serve
@@ -54,7 +54,7 @@ class Side:
     def prober(self) -> Prober:
         return Prober(self.world, peer_id=self.peer_id, name=self.peer_id, seed_host="127.0.0.1")
 
-    async def listen(self) -> Target:
+    async def listen(self) -> Place:
         async def decide(hello: Hello, connection: Connection) -> Welcome:
             return local_welcome(peer_id=self.peer_id, name=self.peer_id, wall=0.0)
 
@@ -67,7 +67,7 @@ class Side:
             on_problem=lambda problem, address: self.problems.append(problem),
         )
         host = self.peer_id if isinstance(self.network, EmulatedNetwork | MemoryNetwork) else ""
-        return Target(self.peer_id, host, self.server.address[1])
+        return Place(self.peer_id, host, self.server.address[1])
 
     async def stop(self) -> None:
         if self.server is not None:
@@ -145,9 +145,7 @@ def test_who_is_not_there_does_not_hold_up_the_others() -> None:
         hub = one.network._inner  # type: ignore[attr-defined]
         hub.silence("aa", "gone")
         began = asyncio.get_running_loop().time()
-        found = await one.prober.measure(
-            [Target("cc", "gone", 1), Target("dd", "bb", target.port), target], deadline_s=3
-        )
+        found = await one.prober.measure([Place("cc", "gone", 1), Place("dd", "bb", target.port), target], deadline_s=3)
         assert set(found) == {"bb"}  # the second answers under another name
         assert found["bb"].bandwidth_bps == pytest.approx(1e8, rel=0.05)
         assert asyncio.get_running_loop().time() - began == pytest.approx(3)
@@ -180,7 +178,7 @@ def test_a_worker_takes_the_push_of_one_at_a_time() -> None:
     run_virtual(main())
 
 
-async def called(side: Side, target: Target, name: str = "ee") -> Connection:
+async def called(side: Side, target: Place, name: str = "ee") -> Connection:
     hello = local_hello(peer_id=name, name=name, roles=["worker"], purpose="probe")
     connection, _ = await dial(side.network, target.host, target.port, hello, timeout_s=5)
     return connection
@@ -300,6 +298,6 @@ def test_a_request_that_cannot_be_is_refused(params: dict[str, object]) -> None:
 
 def test_a_request_and_its_answer() -> None:
     good = GOOD | {"id": "0123456789ab"}
-    assert targets_untrusted({"peers": [good], "deadline_s": 2}) == ([Target("0123456789ab", "h", 1)], 2.0)
+    assert targets_untrusted({"peers": [good], "deadline_s": 2}) == ([Place("0123456789ab", "h", 1)], 2.0)
     assert to_result({"ab": LinkQuality(0.1, 2.0)}) == {"links": [["ab", 0.1, 2.0, None]]}
     assert STRIPES * PIECE_BYTES <= PUSH_BYTES
