@@ -110,7 +110,6 @@ class _Session:
 
     Attributes:
         name: with the engine. positions: that it may have; its cache takes ``cache_bytes``.
-        verified: positions, by the last verdict.
         drafted: position behind the drafts that were sent last; 0 before the first.
         wanted: what the core wants run; None while it wants nothing.
         taken: positions of ``wanted`` that were run already, in pieces. running: a piece is under way.
@@ -124,7 +123,6 @@ class _Session:
     opening: DraftOpen
     positions: int
     cache_bytes: int
-    verified: int
     drafted: int = 0
     wanted: Run | None = None
     taken: int = 0
@@ -253,7 +251,7 @@ class Drafter:
             case Verdict() as verdict:
                 session = self._find_untrusted(caller, stream)
                 if session is not None:
-                    vocab_size, verified = session.opening.vocab_size, session.verified
+                    vocab_size, verified = session.opening.vocab_size, session.core.known
                     number = received.generation
                     told = told_untrusted(verdict, number, verified=verified, vocab_size=vocab_size)
                     self._told_untrusted(session, told)
@@ -295,7 +293,7 @@ class Drafter:
             return
         core = Drafting(ids, prompt=opening.prompt, positions=opening.positions, depth=opening.depth)
         name = f"draft-{next(self._names)}"
-        session = _Session(name, stream, caller, core, opening, positions, cache_bytes, verified=opening.count)
+        session = _Session(name, stream, caller, core, opening, positions, cache_bytes)
         caller.sessions[stream] = session
         self._sessions.add(session)
         self._feed(session, Began())
@@ -350,12 +348,11 @@ class Drafter:
     def _told_untrusted(self, session: _Session, told: Told) -> None:
         """Raises ``ProtocolError``: a verdict that no correct verifier says."""
         queued = session.wanted is not None and not session.running and not session.taken
-        epoch, right = session.core.epoch, told.start - session.verified
+        epoch, right = session.core.epoch, told.start - session.core.known
         self._feed(session, told)
         session.caller.right += right
         self.gauge.right += right
         self.gauge.wrong += session.core.epoch != epoch
-        session.verified = told.start + len(told.tokens)
         if queued:  # what is to be run depends on what was heard: a run that has not begun is asked for anew
             session.wanted = None
             self._feed(session, RunDropped())

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 PRIOR_ALPHA, PRIOR_DRAFTS = 0.8, 3.0
 """Acceptance of a drafter that is not known yet, and how many drafts that counts as. It is high: others are tried."""
@@ -138,15 +137,6 @@ class DrafterModel:
         return self.alpha * draft_s + (1 - self.alpha) * (self.restart_s + 1.4 * step_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A pass with so many drafts, after so long. ``worth``: in tokens."""
-
-    drafts: int
-    wait_s: float
-    worth: float
-
-
 def choose(
     waits_s: Sequence[float],
     alpha: float,
@@ -155,12 +145,15 @@ def choose(
     *,
     line_s: float,
     most_loss_s: float,
-) -> Choice:
+) -> tuple[float, int, float]:
     """Choose for how many drafts the next pass waits. A pass with ``k`` drafts is worth
 
         E(k) - rate * (wait + pass_s(k)) + alpha^(k+1) * rate * line_s
 
     and a pass without drafts, which waits for nothing, is always one of the choices.
+
+    Returns:
+        Worth in tokens, drafts, and the wait.
 
     Args:
         waits_s: until one draft is there, two, and so on; 0 if it is there now.
@@ -169,7 +162,7 @@ def choose(
         most_loss_s: that may be lost, against a plain step, if no draft is right.
     """
     line = rate * line_s * alpha
-    best = Choice(0, 0.0, 1.0 - rate * pass_s(0) + line)
+    best = 1.0 - rate * pass_s(0) + line, 0, 0.0
     right = expected = 1.0
     for drafts, wait_s in enumerate(waits_s, 1):
         cost_s = wait_s + pass_s(drafts)
@@ -178,8 +171,8 @@ def choose(
         right *= alpha
         expected += right
         worth = expected - rate * cost_s + right * line
-        if worth > best.worth:
-            best = Choice(drafts, wait_s, worth)
+        if worth > best[0]:
+            best = worth, drafts, wait_s
     return best
 
 

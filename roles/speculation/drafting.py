@@ -53,9 +53,9 @@ class Drafting:
         self._running = False
 
     @property
-    def sent(self) -> int:
-        """Positions that the verifier knows, by what it told or was sent, and that are in the line."""
-        return self._sent
+    def known(self) -> int:
+        """Positions that are verified."""
+        return self._verified
 
     @property
     def verified(self) -> tuple[int, ...]:

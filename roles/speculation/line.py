@@ -30,7 +30,7 @@ class Line:
         depth: that it was told last; 0: it rests. number: of the last verdict.
         epoch: of the line. dead: the line contradicts the text.
         ahead: drafts of the line from the end of the text on.
-        late: drafts that were right, but not before the text was there. wasted: those that were wrong or stood on such.
+        wasted: drafts that were wrong or stood on such.
     """
 
     def __init__(self, told: int, depth: int, model: DrafterModel, now: float = 0.0) -> None:
@@ -38,7 +38,7 @@ class Line:
         self.number = self.epoch = 0
         self.dead = False
         self.ahead: deque[int] = deque()
-        self.late = self.wasted = 0
+        self.wasted = 0
         self._end = self._matched = told  # position of the line's next draft; up to there it agrees with the text
         self._sizes = [told]  # of the text, by the number of the verdict that told of it
         self._reach = depth  # positions beyond ``told`` that it may have drafted by the time that it is told more
@@ -65,7 +65,7 @@ class Line:
         if began:
             if not self._sizes[epoch] <= position <= self.told:
                 return f"a line from position {position}, with {self._sizes[epoch]} to {self.told} told"
-            self._drop(len(self.ahead))
+            self._drop()
             self.epoch, self.dead = epoch, False
         elif not self._end <= position <= max(self.told, self._end):
             return f"drafts from position {position}, with {self._end} next and {self.told} told"
@@ -81,37 +81,34 @@ class Line:
         self._heard_at = now
         known = text[position : self._end]
         agreed = next((at for at, token in enumerate(known) if token != tokens[at]), len(known))
-        self.late += agreed
         self._matched = min(position + agreed, len(text))
         if agreed < len(known):
-            self._die(len(tokens) - agreed)
+            self.dead = True
+            self.wasted += len(tokens) - agreed
+            self._drop()
         else:
             self.ahead.extend(tokens[agreed:])
         self.model.compared(agreed, failed=self.dead)
         return ""
 
-    def grew(self, tokens: Sequence[int], used: int) -> None:
-        """The text has ``tokens`` more. ``used``: drafts of this line that the pass had and that were right."""
+    def grew(self, tokens: Sequence[int]) -> None:
+        """The text has ``tokens`` more."""
         agreed, failed = 0, False
         for token in tokens:
             if not self.ahead or failed:
                 break
             failed = self.ahead[0] != token
             if failed:
-                self._die(len(self.ahead))
+                self.dead = True
+                self._drop()
             else:
                 self.ahead.popleft()
                 agreed += 1
         self._matched += agreed
-        self.late += max(0, agreed - used)
         self.model.compared(agreed, failed=failed)
 
-    def _die(self, dropped: int) -> None:
-        self.dead = True
-        self._drop(dropped)
-
-    def _drop(self, count: int) -> None:
-        self.wasted += count
+    def _drop(self) -> None:
+        self.wasted += len(self.ahead)
         self.ahead.clear()
 
     # ------------------------------------------------------------------------------------------------------- verdicts

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
 
-from roles.speculation.cost_model import MOST_DRAFTS, Average, Choice, CostModel, choose
+from roles.speculation.cost_model import MOST_DRAFTS, Average, CostModel, choose
 from roles.speculation.events import (
     Began,
     Cancel,
@@ -51,10 +51,9 @@ class Stats:
     Attributes:
         passes: of the target behind the prompt. self_steps: those of them without drafts.
         tokens: of new text. verified: drafts that were in passes. accepted: those of them that were right.
-        drafted: drafts that came. wasted: those that were wrong or stood on such. late: those that were right and that
-            no pass had, since the text was there first.
+        drafted: drafts that came. wasted: those that were wrong or stood on such.
         tried_at, accepted_at: by place in the pass: drafts there with all before them right, and those that were right.
-        verify_s: in passes behind the prompt. wait_s: in which no pass was under way. prefill_s: the prompt's passes.
+        verify_s: in passes behind the prompt. wait_s: in which no pass was under way.
     """
 
     passes: int = 0
@@ -64,12 +63,10 @@ class Stats:
     accepted: int = 0
     drafted: int = 0
     wasted: int = 0
-    late: int = 0
     tried_at: list[int] = field(default_factory=lambda: [0] * PLACES)
     accepted_at: list[int] = field(default_factory=lambda: [0] * PLACES)
     verify_s: float = 0.0
     wait_s: float = 0.0
-    prefill_s: float = 0.0
 
     @property
     def alpha(self) -> float:
@@ -157,7 +154,7 @@ class Verifying:
             return []
         out = self._handled(event, now)
         if out and isinstance(out[-1], Finished):
-            self._leave(now)
+            self.leave(now)
         elif self._pass is None and self._began:
             out += self._next_pass(now)
         return out
@@ -183,11 +180,8 @@ class Verifying:
         return []
 
     def leave(self, now: float) -> None:
-        """The session ends in the middle: its target or its reader is lost. May be called twice."""
+        """The session ends, perhaps in the middle: its target or its reader is lost. May be called twice."""
         self.ended = self.ended or "cancelled"
-        self._leave(now)
-
-    def _leave(self, now: float) -> None:
         if self._began:
             self._began = False
             self._model.sessions -= 1
@@ -218,7 +212,8 @@ class Verifying:
         if fault:
             return [Drop(event.drafter, fault), *self._lost(event.drafter, now)]
         self.stats.drafted += len(event.tokens)
-        self._count_line(line)
+        self.stats.wasted += line.wasted
+        line.wasted = 0
         return []
 
     def _lost(self, drafter: int, now: float) -> list[VerifierInstruction]:
@@ -259,11 +254,6 @@ class Verifying:
         if line.depth:
             self._model.works_until(now + line.model.latency_s + min(2 * line.model.draft.seconds, 1.0))
 
-    def _count_line(self, line: Line) -> None:
-        self.stats.wasted += line.wasted
-        self.stats.late += line.late
-        line.wasted = line.late = 0
-
     # -------------------------------------------------------------------------------------------------------- passes
 
     def _next_pass(self, now: float) -> list[VerifierInstruction]:
@@ -274,23 +264,24 @@ class Verifying:
             ids = tuple(self._text[self._held : stop])
             self._pass = Run(self._held, ids, int(stop == self._prompt), 0, prefill=True)
             return [self._pass]
-        choice, self._guide = self._choose(now)
-        if choice.wait_s > 0:
-            self._due = now + choice.wait_s
+        count, wait_s, self._guide = self._choose(now)
+        if wait_s > 0:
+            self._due = now + wait_s
             return []
-        drafts = () if self._guide is None else tuple(islice(self._lines[self._guide].ahead, choice.drafts))
+        drafts = () if self._guide is None else tuple(islice(self._lines[self._guide].ahead, count))
         self._waited_s = now - self._idle_since
         self.stats.wait_s += self._waited_s
         draw = len(self._text) - self._prompt
         self._pass = Run(len(self._text) - 1, (self._text[-1], *drafts), len(drafts) + 1, draw)
         return [self._pass]
 
-    def _choose(self, now: float) -> tuple[Choice, int | None]:
+    def _choose(self, now: float) -> tuple[int, float, int | None]:
         """What the next pass takes, after which wait, and whose drafts."""
         passes = self._model.passes
-        best, found = Choice(0, 0.0, -math.inf), None
+        best: tuple[int, float, int | None] = 0, 0.0, None
         if not passes.known:
-            return best, found
+            return best
+        most_worth = -math.inf
         size, between_s = len(self._text), self._between.seconds
         room = min(self._stop - size - 1, self._most_drafts, passes.most_drafts)
         step_s = passes.seconds(0) + between_s
@@ -298,7 +289,7 @@ class Verifying:
         rate = max(1 / step_s, tokens / seconds if seconds else 0.0)
         since_s = now - self._idle_since
         for drafter, line in self._lines.items():
-            choice = choose(
+            worth, drafts, wait_s = choose(
                 line.waits_s(size, room, now),
                 line.model.alpha,
                 lambda drafts: passes.seconds(drafts) + between_s,
@@ -306,9 +297,9 @@ class Verifying:
                 line_s=min(1.1 * step_s, line.anew_s),
                 most_loss_s=self._model.most_loss_s - since_s,
             )
-            if choice.worth > best.worth:
-                best, found = choice, drafter
-        return best, found
+            if worth > most_worth:
+                most_worth, best = worth, (drafts, wait_s, drafter)
+        return best
 
     def _passed(self, event: PassDone, now: float) -> list[VerifierInstruction]:
         run, self._pass = self._pass, None
@@ -317,7 +308,6 @@ class Verifying:
         accepted = 0
         if run.prefill:
             self._held = run.keep + len(run.ids)
-            self.stats.prefill_s += event.took_s
             if not run.picks:
                 return []
             fresh = self._grow(event.tokens)
@@ -331,9 +321,10 @@ class Verifying:
             self.right_of[self._guide] += accepted
         self._idle_since = now
         self.stats.tokens += len(fresh)
-        for drafter, line in self._lines.items():
-            line.grew(fresh, accepted if drafter == self._guide else 0)
-            self._count_line(line)
+        for line in self._lines.values():
+            line.grew(fresh)
+            self.stats.wasted += line.wasted
+            line.wasted = 0
         self._guide = None
         if self.ended:
             return [Give(fresh), Finished(self.ended)]

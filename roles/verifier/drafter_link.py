@@ -64,7 +64,7 @@ class DraftSession:
         drafter: its number in the text. stream: the session's number on the connection.
         ready: the drafter has taken in the opening. over: nothing more is told of it.
         drafted: position behind the drafts that came last; 0 before the first.
-        bytes_in, bytes_out: of bodies. frames: that they came and went in.
+        bytes_in, bytes_out: of bodies.
     """
 
     def __init__(
@@ -72,14 +72,12 @@ class DraftSession:
     ) -> None:
         self.link, self.drafter, self.opening, self.stream, self.on_event = link, drafter, opening, stream, on_event
         self.ready = self.over = False
-        self.drafted = self.bytes_in = self.bytes_out = self.frames = 0
+        self.drafted = self.bytes_in = self.bytes_out = 0
         self.timer: asyncio.TimerHandle | None = None
 
     def facts(self) -> DrafterFacts:
         at, latency_s = self.link.at, self.link.model.latency_s
-        return DrafterFacts(
-            self.drafter, at.peer_id, at.name, at.model, latency_s, self.bytes_in, self.bytes_out, self.frames
-        )
+        return DrafterFacts(self.drafter, at.peer_id, at.name, at.model, latency_s, self.bytes_in, self.bytes_out)
 
     def tell(self, tell: Tell) -> None:
         """Give it a verdict. Never raises."""
@@ -95,7 +93,6 @@ class DraftSession:
             return
         with suppress(ConnectionLost):  # its end is on its way
             self.bytes_out += self.link.line.connection.send(message, generation=generation, stream=self.stream)
-            self.frames += 1
 
 
 class DrafterLink:
@@ -312,7 +309,6 @@ class DrafterLink:
         if session is None:  # the session was over when this was on its way
             return
         session.bytes_in += received.body_bytes
-        session.frames += 1
         match message:
             case DraftReady():
                 if session.ready:

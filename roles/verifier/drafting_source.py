@@ -39,7 +39,7 @@ class DrafterFacts:
 
     Attributes:
         drafter: its number in the session's events. model: what it drafts with. latency_s: one way.
-        bytes_in, bytes_out: of message bodies of this session, from and to it. frames: that these came and went in.
+        bytes_in, bytes_out: of message bodies of this session, from and to it.
     """
 
     drafter: int
@@ -49,7 +49,6 @@ class DrafterFacts:
     latency_s: float
     bytes_in: int
     bytes_out: int
-    frames: int = 0
 
     def as_map(self) -> dict[str, Any]:
         return {

