@@ -39,9 +39,6 @@ def chaos(
             help="Instead of --duration: N faults, one at a time, each when all are members again.",
         ),
     ] = 0,
-    every: Annotated[
-        str, typer.Option("--every", metavar="TIME-TIME", help="From one fault to the next, at random between.")
-    ] = "0.5-2s",
     seed: Annotated[
         int, typer.Option("--seed", metavar="S", min=0, help="Of the schedule: the same one, the same faults.")
     ] = 1,
@@ -83,7 +80,7 @@ def chaos(
       p2ptrain chaos --exact --tls --duration 10m --seed 7
     """
     from p2ptrain.cli.chaos.conduct import Plan, conduct, kinds_here
-    from p2ptrain.cli.chaos.judge import Report, kinds_of, seconds_of, span_of
+    from p2ptrain.cli.chaos.judge import Report, kinds_of, seconds_of
     from p2ptrain.cli.output import print_json
 
     if duration and faults:
@@ -91,9 +88,6 @@ def chaos(
     chosen = kinds_of(kinds, tls=tls, here=kinds_here())
     if faults and not chosen:
         raise UserError("--faults counts faults, and --kinds none has none", remedy="give --duration")
-    every_s, duration_s = span_of(every), seconds_of(duration or DURATION)
-    if every_s[1] <= 0:
-        raise UserError("--every 0: faults without a moment between", remedy="write 0.5-2s")
     loaded = _profile(profile, sets, workers, exact=exact)
     root = Path(tempfile.mkdtemp(prefix="p2ptrain-chaos-")) if state is None else state.absolute()
     if root.is_dir() and any(root.iterdir()):
@@ -104,9 +98,8 @@ def chaos(
         workers=workers,
         root=root,
         kinds=chosen,
-        every_s=every_s,
         count=faults,
-        duration_s=duration_s,
+        duration_s=seconds_of(duration or DURATION),
         seed=seed,
         tls=tls,
         exact=exact or loaded.job.exact,

@@ -57,7 +57,6 @@ class Plan:
     workers: int
     root: Path
     kinds: Sequence[str]
-    every_s: tuple[float, float]
     count: int
     duration_s: float
     seed: int
@@ -266,10 +265,9 @@ class Faults:
         began = now()
         try:
             for action in actions:
-                wait_s = action.gap_s if count else began + action.at_s - now()
-                if action.number > count if count else began + duration_s <= now() + max(wait_s, 0.0):
+                if action.number > count if count else began + duration_s <= now() + action.gap_s:
                     break
-                await self._pause(wait_s)
+                await self._pause(action.gap_s)
                 if count or action.kind == "seed":
                     await self._settled()
                 place = await self._taken(action)
@@ -542,7 +540,7 @@ class Run:
             await self._undisturbed(observer)
             faults = Faults(cluster, observer, self._console, self._stop)
             begin_s = now()
-            actions = judge.schedule(plan.seed, workers=plan.workers, kinds=plan.kinds, every_s=plan.every_s)
+            actions = judge.schedule(plan.seed, workers=plan.workers, kinds=plan.kinds)
             try:
                 await faults.run(actions, count=plan.count, duration_s=plan.duration_s)
             finally:

@@ -48,7 +48,7 @@ class Action:
 
     Attributes:
         number: 1, 2, ...
-        at_s: seconds after the faults began, where they go by the clock. gap_s: after the one before.
+        gap_s: seconds after the one before.
         order: numbers of workers, whom to try first.
         lasts_s: seconds until it is mended, or the dead are started again.
         cut: one of ``CUTS``.
@@ -57,7 +57,6 @@ class Action:
     """
 
     number: int
-    at_s: float
     gap_s: float
     kind: str
     order: tuple[int, ...]
@@ -68,12 +67,11 @@ class Action:
     skip_bytes: int
 
 
-def schedule(seed: int, *, workers: int, kinds: Sequence[str], every_s: tuple[float, float]) -> Iterator[Action]:
+def schedule(seed: int, *, workers: int, kinds: Sequence[str]) -> Iterator[Action]:
     """Faults without end. Every action draws the same numbers whatever its kind.
 
     Args:
         workers: they are numbered from 1.
-        every_s: least and most seconds from one to the next.
     """
     if not kinds:
         return
@@ -82,14 +80,11 @@ def schedule(seed: int, *, workers: int, kinds: Sequence[str], every_s: tuple[fl
     def between(least: float, most: float) -> float:
         return least + (most - least) * draw()
 
-    at_s = 0.0
     for number in itertools.count(1):
-        gap_s = between(*every_s)
-        at_s += gap_s
+        gap_s = between(0.5, 2.0)
         kind = kinds[int(draw() * len(kinds))]
         yield Action(
             number=number,
-            at_s=at_s,
             gap_s=gap_s,
             kind=kind,
             order=tuple(sorted(range(1, workers + 1), key=lambda _: draw())),
@@ -110,17 +105,6 @@ def seconds_of(text: str) -> float:
     if not match:
         raise UserError(f"{text!r} is not a duration", remedy="write 60s, 30m or 1h")
     return float(match[1]) * _UNITS_S[match[2]]
-
-
-def span_of(text: str) -> tuple[float, float]:
-    """``0.5-2s``, or one duration for both ends. Raises ``UserError``."""
-    if match := re.fullmatch(r"\s*([0-9.]+)\s*-\s*([0-9.]+)\s*(ms|s|min|m|h|)\s*", text, re.ASCII):
-        least, most = seconds_of(match[1] + match[3]), seconds_of(match[2] + match[3])
-    else:
-        least = most = seconds_of(text)
-    if least > most:
-        raise UserError(f"{text!r} ends before it begins", remedy=f"write {most:g}-{least:g}s")
-    return least, most
 
 
 def kinds_of(text: str, *, tls: bool, here: Sequence[str]) -> tuple[str, ...]:
