@@ -1,4 +1,4 @@
-"""What is known of the workers of a split model, and how crews are made of them. Pure functions and records.
+"""What is known of the workers of a split model, how crews are made of them, and which stage suits whom. Pure.
 
 A *state* is (step, lineage) of the whole model; each worker holds its stage's part of one. A group of workers, one for
 each stage, *shares* a state where each of them has applied up to it, or can redo the one step that it lacks.
@@ -7,12 +7,19 @@ each stage, *shares* a state where each of them has applied up to it, or can red
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from ring.coordination import STANDSTILL, Peer, holds
+from p2ptrain.core.errors import ResourceError, UserError
+from p2ptrain.core.texts import human_bytes
+from ring.coordination import STANDSTILL, Emit, Instruction, Peer, Planned, SendSurvey, holds
 from ring.order import LinkQuality, Links, known_link
+from ring.training_costs import Trainee, Training
 from ring.view import View
 from wire.job_messages import MemberRecord, Report
+
+if TYPE_CHECKING:
+    from ring.training_placement import TrainingPlan
 
 State = tuple[int, str]
 NOTHING: State = (0, "0" * 32)
@@ -166,6 +173,143 @@ def _matched(stage: int, able: Mapping[int, Sequence[str]], taken: dict[str, int
             taken[key] = stage
             return True
     return False
+
+
+class StagePlanner:
+    """How the model of a job is cut, and which stage its workers suit: rules 7 and 8 of ``ring.crews``.
+
+    Args:
+        training: None where the model's sizes are not known: then any worker fits anywhere.
+        planned: stages were given before.
+
+    Attributes:
+        planned: whether stages are given one by one from now on.
+        unfit: why there is no plan.
+        too_small: workers of whom people were told why they stay spares.
+    """
+
+    def __init__(self, training: Training | None, *, planned: bool) -> None:
+        self.training, self.planned, self.unfit = training, planned or training is None, ""
+        self.too_small: set[str] = set()
+        self._due: float | None = None
+        self._tell_due: float | None = None
+        self._survey_due: float | None = None
+        self._surveyed: frozenset[str] = frozenset()  # between whom the ways were measured, or asked for
+        self._asked_for: frozenset[Trainee] = frozenset()  # for whom there is no plan
+
+    def next_deadline(self, now: float) -> float | None:
+        return self._due if self._due is not None and self._due > now else None
+
+    def surveyed(self) -> None:
+        """The ways between workers are measured, as far as they could be."""
+        self._survey_due = None
+
+    def end(self) -> None:
+        """The job is over."""
+        self._due, self.unfit = None, ""
+
+    def plan(self, peers: Mapping[str, Peer], links: Links, now: float) -> tuple[dict[str, int], list[Instruction]]:
+        """Worker → stage, once everything that may be known is; and what to say."""
+        training = self.training
+        if training is None or len(peers) < training.workers:
+            self._due = None
+            return {}, []
+        said: list[Instruction] = []
+        if self._waits_for_figures(peers, now, said):
+            return {}, said
+        from ring.training_placement import plan  # numpy with it: a seed without split jobs stays small
+
+        self._due = None
+        there = [_trainee(peer) for peer in peers.values()]
+        if frozenset(there) == self._asked_for:
+            return {}, said
+        self._asked_for = frozenset(there)
+        try:
+            found = plan(training, there, links)
+        except (ResourceError, UserError) as refusal:
+            self.unfit = f"{refusal.message}; {refusal.remedy}"
+            return {}, [*said, Emit("warning", "does-not-fit", self.unfit)]
+        self.planned, self.unfit = True, ""
+        if not training.cuts:
+            self.training = replace(training, cuts=found.cuts)
+            said.append(Planned(found.cuts))
+        said.append(Emit("info", "planned", _summary(found)))
+        return {each.id: stage for stage, part in enumerate(found.stages) for each in part.trainees}, said
+
+    def _waits_for_figures(self, peers: Mapping[str, Peer], now: float, said: list[Instruction]) -> bool:
+        """For the speeds of those here, then for the ways between them; neither for long."""
+        if all(peer.flops is not None for peer in peers.values()):
+            self._tell_due = None
+        elif self._tell_due is None:
+            self._tell_due = now + 30.0  # they load their libraries first, which has to be done in any case
+        if self._tell_due is not None and now < self._tell_due:
+            self._due = self._tell_due
+            return True
+        known = any(peer.flops or peer.memory_bytes for peer in peers.values())
+        if known and peers.keys() - self._surveyed:
+            self._surveyed, self._survey_due = frozenset(peers), now + 4.0  # the shell gives up before
+            said.append(SendSurvey(tuple(sorted(peers))))
+        self._due = self._survey_due
+        return self._survey_due is not None and now < self._survey_due
+
+    def deal(
+        self,
+        counts: Sequence[int],
+        peers: Mapping[str, Peer],
+        spares: Sequence[str],
+        homes: Mapping[str, int | None],
+        most: int,
+    ) -> tuple[dict[str, int], list[Instruction]]:
+        """Worker → the stage that it is to take from now on; and what to say.
+
+        Args:
+            counts: workers of each stage, without those of ``homes``, which have one that they may leave.
+            most: crews that are wanted.
+        """
+        given = dealt(counts, [*spares, *homes], homes, most, lambda key, stage: self._fits(peers[key], stage))
+        left = {key: peers[key] for key in spares if key not in given}
+        return {key: stage for key, stage in given.items() if homes.get(key) != stage}, self._why_not(counts, left)
+
+    @property
+    def _bounds(self) -> tuple[int, ...]:
+        """Of the stages' layers; empty where they, or the model's sizes, are not known."""
+        training = self.training
+        return (0, *training.cuts, training.layers) if training is not None and training.cuts else ()
+
+    def _fits(self, peer: Peer, stage: int) -> bool:
+        bounds, training = self._bounds, self.training
+        return training is None or not bounds or training.fits(_trainee(peer), stage, bounds)
+
+    def _why_not(self, counts: Sequence[int], left: Mapping[str, Peer]) -> list[Instruction]:
+        """People see why somebody stays a spare: it fits no stage, or none of those that lack a worker."""
+        training, bounds = self.training, self._bounds
+        said: list[Instruction] = []
+        if training is None or not bounds:
+            return said
+        lacking = [stage for stage, count in enumerate(counts) if count == min(counts)]
+        for key, peer in left.items():
+            useful = len(left) < len(lacking) and any(self._fits(peer, stage) for stage in range(len(counts)))
+            stages = [stage for stage in lacking if not self._fits(peer, stage)]
+            if key in self.too_small or useful or not stages:
+                continue
+            self.too_small.add(key)
+            need = training.need_bytes
+            needs = ((need(at, bounds[at], bounds[at + 1], on_host=peer.on_host), at) for at in stages)
+            need_bytes, at = min(needs)
+            text = f"it gives {human_bytes(peer.memory_bytes)}, and stage {at} (layers {bounds[at]} to "
+            text += f"{bounds[at + 1] - 1}) takes {human_bytes(need_bytes)} to train"
+            said.append(Emit("warning", "too-small", f"{peer.name} stays a spare: {text}", key))
+        return said
+
+
+def _trainee(peer: Peer) -> Trainee:
+    return Trainee(peer.peer_id, peer.name, peer.memory_bytes, peer.flops or 0.0, peer.on_host)
+
+
+def _summary(found: TrainingPlan) -> str:
+    stages = (f"{part.start}-{part.stop - 1} {'+'.join(each.name for each in part.trainees)}" for part in found.stages)
+    rate = f", {found.tokens_per_s:,.0f} tokens/s predicted" if found.tokens_per_s else ""
+    return f"layers of the stages: {', '.join(stages)}{rate}"
 
 
 def report_of(

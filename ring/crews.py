@@ -29,25 +29,22 @@ Rules
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from p2ptrain.core.errors import ResourceError, UserError
-from p2ptrain.core.texts import human_bytes
 from ring import coordination as co
 from ring.coordination import BESIDE, ENDED, RETURN_S, STANDSTILL, TORN_S, Phase, holds
 from ring.coordinator import Coordinator
 from ring.crewing import (
     NOTHING,
     Crew,
+    StagePlanner,
     State,
     Worker,
     as_peer,
     between_crews,
     contracted,
-    dealt,
     holding,
     in_groups,
     newest_kept,
@@ -57,12 +54,9 @@ from ring.crewing import (
     told_stage,
 )
 from ring.quarantine import Quarantine
-from ring.training_costs import Trainee, Training
+from ring.training_costs import Training
 from ring.view import View
 from wire.job_messages import MemberRecord, Report
-
-if TYPE_CHECKING:
-    from ring.training_placement import TrainingPlan
 
 
 class Crews:
@@ -96,15 +90,7 @@ class Crews:
         past = past or co.Past()
         self.job, self.terms, self.stages, self.held = job, terms, stages, dict(held or {})
         self.view = replace(past.view, stages=stages) if past.view is not None else None
-        self.training = training
-        self._planned = training is None or past.view is not None or bool(held)
-        self._plan_due: float | None = None
-        self._tell_due: float | None = None
-        self._survey_due: float | None = None
-        self._surveyed: frozenset[str] = frozenset()  # between whom the ways were measured, or asked for
-        self._asked_for: frozenset[Trainee] = frozenset()  # for whom there is no plan
-        self._unfit = ""  # why
-        self._too_small: set[str] = set()  # of whom people were told
+        self._planner = StagePlanner(training, planned=past.view is not None or bool(held))
         self._workers: dict[str, Worker] = {}
         self._crews: dict[str, Crew] = {}
         self._made = 0
@@ -162,7 +148,8 @@ class Crews:
 
     @property
     def reason(self) -> str:
-        return self._unfit if self._unfit and self.phase is Phase.WAITING else self.core.reason
+        unfit = self._planner.unfit if self.phase is Phase.WAITING else ""
+        return unfit or self.core.reason
 
     @property
     def paused(self) -> bool:
@@ -171,6 +158,11 @@ class Crews:
     @property
     def restore(self) -> co.Restore | None:
         return self.core.restore
+
+    @property
+    def training(self) -> Training | None:
+        """What is trained; its cuts once they are chosen."""
+        return self._planner.training
 
     @property
     def known_step(self) -> int:
@@ -206,7 +198,7 @@ class Crews:
 
     def next_deadline(self) -> float | None:
         """When to ``handle(Tick())`` at the latest."""
-        planning = self._plan_due if self._plan_due is not None and self._plan_due > self._now else None
+        planning = self._planner.next_deadline(self._now)
         own = [self._absence, self._stop, self._build, self._back_due, planning, self.core.next_deadline()]
         return min([*(at for at in own if at is not None), *self._quarantine.next()], default=None)
 
@@ -234,7 +226,7 @@ class Crews:
                 if worker := self._workers.get(peer.peer_id):
                     worker.peer = peer
             case co.Signal.SURVEYED:
-                self._survey_due = None
+                self._planner.surveyed()
             case co.Progress():
                 self._progress(event)
             case co.Restore(step, _, lineage):
@@ -304,7 +296,7 @@ class Crews:
 
     def _lost(self, peer_id: str, *, left: bool) -> None:
         self._banned.discard(peer_id)
-        self._too_small.discard(peer_id)
+        self._planner.too_small.discard(peer_id)
         worker = self._workers.pop(peer_id, None)
         if worker is None:
             return
@@ -671,8 +663,8 @@ class Crews:
         self._unheard.clear()
         self._quarantine.out.clear()
         self._regrouped, self._held, self._broke, self._tried, self._back = True, "", False, None, None
-        self._absence = self._stop = self._build = self._short = self._back_due = self._plan_due = None
-        self._unfit = ""
+        self._absence = self._stop = self._build = self._short = self._back_due = None
+        self._planner.end()
 
     def _anchored(self) -> bool:
         if self.view is not None and not self._regrouped:
@@ -777,8 +769,13 @@ class Crews:
         """Rules 1, 7 and 8."""
         if not self._takes_crews():
             return False
-        if not self._planned:
-            return self._plan()
+        peers = {key: worker.peer for key, worker in self._workers.items()}
+        if not self._planner.planned:
+            given, said = self._planner.plan(peers, self._measured.links, self._now)
+            self._out += said
+            for key, stage in given.items():
+                self._give(self._workers[key], stage)
+            return bool(given)
         counts = [0] * self.stages
         for worker in self._workers.values():
             if worker.stage is not None:
@@ -787,7 +784,9 @@ class Crews:
         idle = self._idle(counts)
         for key in idle:
             counts[self._workers[key].stage or 0] -= 1
-        given = self._dealt(counts, spares, idle)
+        homes = {key: self._workers[key].stage for key in idle}
+        given, said = self._planner.deal(counts, peers, spares, homes, self.terms.most)
+        self._out += said
         for key, stage in given.items():
             self._give(self._workers[key], stage)
         return bool(given)
@@ -940,57 +939,6 @@ class Crews:
             known[stage].append(self._kept(key))
         return newest_kept(known, [self._untried(steps) for steps in self._wholes.values()]) > step
 
-    # ------------------------------------------------------------------------------------------------- the first crews
-
-    def _plan(self) -> bool:
-        """Rule 7: cut the model and give out its stages, once everything that may be known is."""
-        training = self.training
-        if training is None or len(self._workers) < training.workers:
-            self._plan_due = None
-            return False
-        if self._waits_for_figures():
-            return False
-        from ring.training_placement import plan  # numpy with it: a seed without split jobs stays small
-
-        self._plan_due = None
-        there = [self._trainee(worker) for worker in self._workers.values()]
-        question = frozenset(there)
-        if question == self._asked_for:
-            return False
-        self._asked_for = question
-        try:
-            found = plan(training, there, self._measured.links)
-        except (ResourceError, UserError) as refusal:
-            self._unfit = f"{refusal.message}; {refusal.remedy}"
-            self._say("warning", "does-not-fit", self._unfit)
-            return False
-        self._planned, self._unfit = True, ""
-        if not training.cuts:
-            self.training = replace(training, cuts=found.cuts)
-            self._out.append(co.Planned(found.cuts))
-        self._say("info", "planned", _summary(found))
-        for stage, part in enumerate(found.stages):
-            for trainee in part.trainees:
-                self._give(self._workers[trainee.id], stage)
-        return True
-
-    def _waits_for_figures(self) -> bool:
-        """For the speeds of those here, then for the ways between them; neither for long."""
-        silent = any(worker.peer.flops is None for worker in self._workers.values())
-        if not silent:
-            self._tell_due = None
-        elif self._tell_due is None:
-            self._tell_due = self._now + 30.0  # they load their libraries first, which has to be done in any case
-        if self._tell_due is not None and self._now < self._tell_due:
-            self._plan_due = self._tell_due
-            return True
-        known = any(worker.peer.flops or worker.peer.memory_bytes for worker in self._workers.values())
-        if known and self._workers.keys() - self._surveyed:
-            self._surveyed, self._survey_due = frozenset(self._workers), self._now + 4.0  # the shell gives up before
-            self._out.append(co.SendSurvey(tuple(sorted(self._workers))))
-        self._plan_due = self._survey_due
-        return self._survey_due is not None and self._now < self._survey_due
-
     def _give(self, worker: Worker, stage: int) -> None:
         """Have it build that stage, as it holds nothing that anybody needs."""
         worker.stage, worker.report, worker.restored, worker.asked = stage, None, -1, False
@@ -999,54 +947,6 @@ class Crews:
             self._go_to(worker, self._back)  # as all others were told
         else:
             self._assign(worker)
-
-    # ---------------------------------------------------------------------------------------------------- spares, later
-
-    def _dealt(self, counts: Sequence[int], spares: Sequence[str], idle: Sequence[str]) -> dict[str, int]:
-        """Rule 8: worker → the stage that it is to take from now on.
-
-        Args:
-            counts: workers of each stage, without ``idle``, which have one that they may leave.
-        """
-        homes = {key: self._workers[key].stage for key in idle}
-        given = dealt(counts, [*spares, *idle], homes, self.terms.most, self._fits)
-        self._tell_why_not(counts, [key for key in spares if key not in given])
-        return {key: stage for key, stage in given.items() if homes.get(key) != stage}
-
-    def _trainee(self, worker: Worker) -> Trainee:
-        peer = worker.peer
-        return Trainee(peer.peer_id, peer.name, peer.memory_bytes, peer.flops or 0.0, peer.on_host)
-
-    @property
-    def _bounds(self) -> tuple[int, ...]:
-        """Of the stages' layers; empty where they, or the model's sizes, are not known."""
-        training = self.training
-        return (0, *training.cuts, training.layers) if training is not None and training.cuts else ()
-
-    def _fits(self, peer_id: str, stage: int) -> bool:
-        bounds, training = self._bounds, self.training
-        return training is None or not bounds or training.fits(self._trainee(self._workers[peer_id]), stage, bounds)
-
-    def _tell_why_not(self, counts: Sequence[int], left: Sequence[str]) -> None:
-        """People see why somebody stays a spare: it fits no stage, or none of those that lack a worker."""
-        training, bounds = self.training, self._bounds
-        if training is None or not bounds:
-            return
-        lacking = [stage for stage, count in enumerate(counts) if count == min(counts)]
-        for key in left:
-            peer, told = self._workers[key].peer, key in self._too_small
-            if told or (len(left) < len(lacking) and any(self._fits(key, stage) for stage in range(self.stages))):
-                continue
-            stages = [stage for stage in lacking if not self._fits(key, stage)]
-            if stages:
-                self._too_small.add(key)
-                need = training.need_bytes
-                need_bytes, at = min(
-                    (need(stage, bounds[stage], bounds[stage + 1], on_host=peer.on_host), stage) for stage in stages
-                )
-                text = f"it gives {human_bytes(peer.memory_bytes)}, and stage {at} (layers {bounds[at]} to "
-                text += f"{bounds[at + 1] - 1}) takes {human_bytes(need_bytes)} to train"
-                self._say("warning", "too-small", f"{peer.name} stays a spare: {text}", key)
 
     # ---------------------------------------------------------------------------------- to the coordinator, and from it
 
@@ -1251,9 +1151,3 @@ class Crews:
 
     def _say(self, level: str, kind: str, text: str, peer_id: str = "") -> None:
         self._out.append(co.Emit(level, kind, text, peer_id))
-
-
-def _summary(found: TrainingPlan) -> str:
-    stages = (f"{part.start}-{part.stop - 1} {'+'.join(each.name for each in part.trainees)}" for part in found.stages)
-    rate = f", {found.tokens_per_s:,.0f} tokens/s predicted" if found.tokens_per_s else ""
-    return f"layers of the stages: {', '.join(stages)}{rate}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -35,11 +36,11 @@ class BottomlessConnection:
         self.sent_bytes += payload.nbytes
 
 
-def lane_to(right: BottomlessConnection) -> Lane:
+def lane_to(right: BottomlessConnection, left: Any = Any) -> Lane:
     def fail(connection: Connection, error: P2PTrainError) -> None:
         raise error
 
-    return Lane(Any, cast(Connection, right), 1, on_progress=lambda flow: None, on_error=fail)
+    return Lane(left, cast(Connection, right), 1, on_progress=lambda flow: None, on_error=fail)
 
 
 def long_flow(done: asyncio.Event) -> Flow:
@@ -70,6 +71,38 @@ async def test_a_lane_that_is_stopped_between_two_turns_sends_no_more():
         await asyncio.sleep(0)
     assert right.sent_bytes == TURN_BYTES
     assert not done.is_set()
+
+
+class SlowConnection(BottomlessConnection):
+    """To a kernel that takes what it was given only when told to."""
+
+    def send_bulk(self, payload: memoryview, *, generation: int, stream: int) -> None:
+        super().send_bulk(payload, generation=generation, stream=stream)
+        self.unsent_bytes = payload.nbytes
+
+
+class Arrivals:
+    """From a left neighbour: what was posted arrives when the test says so."""
+
+    def __init__(self) -> None:
+        self.posted: list[Callable[[], None]] = []
+
+    def post(self, into: memoryview, *, generation: int, stream: int, done: Callable[[], None]) -> None:
+        self.posted.append(done)
+
+
+async def test_memory_is_the_callers_again_only_when_the_kernel_has_taken_it_all():
+    left, right, done = Arrivals(), SlowConnection(), asyncio.Event()
+    array = np.zeros(2 * SUB_CHUNK_BYTES, np.uint8)
+    lane = lane_to(right, left)
+    schedule = collectives.all_gather(0, 2, array.size, SUB_CHUNK_BYTES)
+    lane.submit(Flow(schedule, array, "uint8", 1, SUB_CHUNK_BYTES, done.set))
+    assert right.sent_bytes == SUB_CHUNK_BYTES
+    left.posted.pop()()
+    assert not done.is_set(), "all is received, and what was sent is still borrowed"
+    right.unsent_bytes = 0
+    lane._drained()
+    assert done.is_set()
 
 
 @pytest.mark.parametrize("codec", [None, "int8"])
