@@ -22,14 +22,15 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import tokenizers
+from typing import TYPE_CHECKING, Any
 
 from p2ptrain.compute.tokenizer import TOKENIZER_FILES, Tokenizer
 from p2ptrain.core.errors import ConfigError, TooLong, UserError
 from p2ptrain.core.serving import Sampling, SamplingWish, check_sampling
 from p2ptrain.core.stop_strings import StopStrings
+
+if TYPE_CHECKING:
+    import tokenizers
 
 TEXT_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 """Small files of a model directory that its text side reads."""

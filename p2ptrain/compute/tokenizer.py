@@ -11,16 +11,15 @@ import shutil
 import struct
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import tokenizers
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 
 from p2ptrain.core.errors import ConfigError, StorageError
+
+if TYPE_CHECKING:
+    import tokenizers  # at run time where one is made: whoever knows texts only need not load it
 
 Tokens = npt.NDArray[np.generic]
 
@@ -56,6 +55,11 @@ class Tokenizer:
     @classmethod
     def of_bytes(cls) -> Tokenizer:
         """The byte-level vocabulary."""
+        import tokenizers
+        from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+        from tokenizers.models import BPE
+        from tokenizers.pre_tokenizers import ByteLevel
+
         backend = tokenizers.Tokenizer(BPE(vocab=_byte_vocabulary(), merges=[]))
         backend.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = ByteLevelDecoder()
@@ -64,6 +68,8 @@ class Tokenizer:
     @classmethod
     def of_directory(cls, directory: Path) -> Tokenizer:
         """The vocabulary of a model directory. Raises ``ConfigError``."""
+        import tokenizers
+
         path = directory / "tokenizer.json"
         try:
             return cls(tokenizers.Tokenizer.from_str(path.read_text("utf-8")), directory)
