@@ -111,6 +111,11 @@ def test_an_answer_that_is_no_ledger_is_refused(command: Command, answers: dict[
     assert command("jobs", "audit", "tiny").code not in (0, 1)
 
 
+def test_views_that_are_not_in_order_are_refused(command: Command, answers: dict[str, Any]) -> None:
+    answers["jobs.views"]["views"] *= 2
+    assert command("jobs", "audit", "tiny").code == 4
+
+
 # ------------------------------------------------------------------------------------------------------------- samples
 
 

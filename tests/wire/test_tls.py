@@ -318,8 +318,9 @@ def test_who_claims_more_roles_than_its_certificate_has() -> None:
 def test_what_each_role_permits(purpose: str, permitted: set[str]) -> None:
     for role in (*ROLES, "other"):
         said = dataclasses.replace(hello(purpose=purpose), roles=[role])
-        refusal = judge_caller(said, PeerIdentity("a1", frozenset({role}), 0.0, 1))
-        assert (refusal is None) == (role in permitted)
+        for claim in (said, dataclasses.replace(said, roles=[])):  # who claims no role has those of its certificate
+            refusal = judge_caller(claim, PeerIdentity("a1", frozenset({role}), 0.0, 1))
+            assert (refusal is None) == (role in permitted)
         # A machine that may be any of them does as one of them what that one may.
         refusal = judge_caller(said, PeerIdentity("a1", frozenset({*ROLES, "other"}), 0.0, 1))
         assert (refusal is None) == (role in permitted)
