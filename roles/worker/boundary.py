@@ -23,9 +23,6 @@ from roles.worker.checkpoint_assembler import CheckpointAssembler
 from roles.worker.checkpoint_store import Checkpointing, state_digest
 from roles.worker.context import Context
 
-ROUND_S = 2.0
-"""So often members tell each other whether they still collect."""
-
 _VALIDATION = struct.Struct("!dQ")  # sum of losses in nats, number of targets
 _SAVING = struct.Struct("!q?16s")  # newest durable checkpoint, whether none is being written, the state's digest
 
@@ -112,13 +109,13 @@ class BoundaryWork:
 
     async def gathered(self, assembler: CheckpointAssembler, session: RingSession, *, patience_s: float) -> None:
         """Wait until all members' whole checkpoints are there, or were given up: the job is not done before."""
-        going = True
+        going, round_s = True, 2.0  # so often members tell each other whether they still collect
         while going:
-            mine = b"\0" if await assembler.settled(ROUND_S) else b"\1"
+            mine = b"\0" if await assembler.settled(round_s) else b"\1"
             try:
                 going = any(byte != b"\0" for byte in await session.all_gather(mine, patience_s=patience_s))
             except (NetworkError, PeerError) as problem:  # the others' are their affair: the step itself is safe
                 self._around.notify("warning", "not-gathered", f"the ring broke while files were collected: {problem}")
-                while not await assembler.settled(ROUND_S):
+                while not await assembler.settled(round_s):
                     pass
                 return

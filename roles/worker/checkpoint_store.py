@@ -31,7 +31,6 @@ from roles.engine import WHOLE, Blob, Engine, Stage
 from roles.worker.context import Context
 from wire.job_messages import CheckpointSaved
 
-MOST_SNAPSHOTS = 2
 WRITE_SHARE = 1 / 8
 """Of one core: what writing a checkpoint takes of it while steps are computed."""
 STANDSTILL_S = 30.0
@@ -91,10 +90,8 @@ class Snapshots:
             if (each.step, each.lineage) == (step, lineage):
                 each.holders += 1
                 return each
-        if len(held) + self._copying >= MOST_SNAPSHOTS:
-            raise ResourceError(
-                f"{MOST_SNAPSHOTS} earlier copies of the state are still being read", remedy="raise checkpoint.every"
-            )
+        if len(held) + self._copying >= 2:
+            raise ResourceError("2 earlier copies of the state are still being read", remedy="raise checkpoint.every")
         free = [each.blobs for each in self._made if not each.holders]
         self._made, self._copying = held, self._copying + 1
         try:

@@ -28,8 +28,6 @@ from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Hello, Request, Response
 
-ROUND_TRIPS_S = 0.3
-"""After so much of it, two round trips are enough: far away, what varies is small beside what does not."""
 PIECE_BYTES = 32 << 10
 PUSH_BYTES = 1 << 20
 """With ``PUSH_S``, all that one measurement may put on a link: a tenth of a second of 100 Mbit/s."""
@@ -197,7 +195,8 @@ class Prober:
 
     async def _latency_s(self, connection: Connection) -> float:
         now, round_trips_s = self._world.clock.now, list[float]()
-        while len(round_trips_s) < (5 if sum(round_trips_s) < ROUND_TRIPS_S else 2):
+        # Far away two are enough: what varies is small beside what does not.
+        while len(round_trips_s) < (5 if sum(round_trips_s) < 0.3 else 2):
             began = now()
             connection.send(Request(len(round_trips_s), "probe.clock"))
             await connection.expect(Response, timeout_s=MAX_DEADLINE_S)

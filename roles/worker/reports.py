@@ -30,8 +30,6 @@ ROWS = 4096
 """Newest ones kept: a seed that was away for so many steps does not learn of older ones."""
 BATCH_BYTES = 32 << 10
 """Of one message, half of what a control frame may have."""
-ROW_BYTES = 96
-"""Of a row beside its counts, at most: keys, numbers, digest."""
 
 
 class Ledger:
@@ -71,7 +69,7 @@ class Ledger:
         batch: list[LedgerRow] = []
         first_lineage, size_bytes = "", 0
         for lineage, row in islice(self._rows, skipped, None):
-            row_bytes = ROW_BYTES + len(row.counts)
+            row_bytes = 96 + len(row.counts)  # of keys, numbers and digest at most
             if batch and size_bytes + row_bytes > BATCH_BYTES:
                 self._say(LedgerRows(self._job, first_lineage, batch))
                 batch, size_bytes = [], 0

@@ -14,14 +14,12 @@ from p2ptrain.core.errors import ProtocolError, UserError
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.model_config import config_untrusted
 from p2ptrain.core.serving import PartSpec, Sampling, check_sampling
+from ring.view import MAX_STAGES
+from roles.line import LONGEST_SILENCE_S, SHORTEST_SILENCE_S
 
 MAX_POSITIONS = 1 << 20
 MAX_LAYERS = 4096
-MAX_STAGES = 64
-MAX_ATTEMPT = 1 << 31
 MAX_PATH_CHARS = 4096
-NAME_CHARS = 200
-SHORTEST_SILENCE_S, LONGEST_SILENCE_S = 0.1, 600.0
 DTYPES = ("", "fp32", "bf16", "fp16")
 
 
@@ -162,7 +160,7 @@ def open_untrusted(params: Params) -> OpenRequest:
         index=index,
         stages=stages,
         positions=_number(params, "positions", 1, MAX_POSITIONS),
-        attempt=_number(params, "attempt", 0, MAX_ATTEMPT),
+        attempt=_number(params, "attempt", 0, 1 << 31),
         next=None if following is None else place_untrusted(following),
         encoding=_encoding(params, "encoding"),
         prefill_encoding=_encoding(params, "prefill_encoding"),
@@ -176,7 +174,7 @@ def resume_untrusted(params: Params) -> ResumeRequest:
     following = params.get("next")
     return ResumeRequest(
         which=session_untrusted(params),
-        attempt=_number(params, "attempt", 0, MAX_ATTEMPT),
+        attempt=_number(params, "attempt", 0, 1 << 31),
         keep=_number(params, "keep", 0, MAX_POSITIONS),
         next=None if following is None else place_untrusted(following),
     )
@@ -186,7 +184,7 @@ def replay_untrusted(params: Params) -> ReplayRequest:
     """Raises ``ProtocolError``."""
     return ReplayRequest(
         which=session_untrusted(params),
-        attempt=_number(params, "attempt", 0, MAX_ATTEMPT),
+        attempt=_number(params, "attempt", 0, 1 << 31),
         number=_number(params, "number", 0, 1 << 53),
         stop=_number(params, "stop", 0, MAX_POSITIONS),
         last=_number(params, "last", 0, MAX_STAGES - 1),
@@ -227,7 +225,7 @@ def _is_place(path: str) -> bool:
 
 def printable(text: str) -> str:
     """What a peer calls something, for a terminal."""
-    return texts.printable(text, NAME_CHARS)
+    return texts.printable(text, 200)
 
 
 # ---------------------------------------------------------------------------------------------------- single values

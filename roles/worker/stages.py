@@ -56,18 +56,14 @@ from wire.messages import Hello, Message, Refuse, Request, Response
 
 PURPOSES = frozenset({"chain", "stage", "model", "give"})
 MAX_CALLERS = 64
+"""Of each kind: clients, those who give models, and those who take them, each with a range in memory at a time."""
 MAX_REQUESTS = 32
 """Of one client that are being answered at a time."""
-MAX_GIVERS = 64
-MAX_TAKERS = 64
-"""Of models that are given here, each with a range in memory at a time."""
 MAX_MODELS = 16
 """Directories that a client has this worker give at a time."""
 BEAT_S = 0.5
 """A client hears from this worker so often, before it has said what silence means to it."""
 GIVE_WAIT_S = 10.0
-LOADING_S = 0.25
-"""A client hears so often how far its part is."""
 TELL_S = 1.0
 
 
@@ -190,14 +186,14 @@ class Stages:
                 return Refuse(UNKNOWN_SESSION, "that session is not open here", "open it on the last stage first")
             case "model" if self._given(hello.job) is None:
                 return Refuse("unknown-model", f"model {hello.job[:40]!r} is not given here", "ask it to: model.open")
-            case "model" if self._takers >= MAX_TAKERS:
-                return Refuse(RefusalCode.BUSY, f"{MAX_TAKERS} peers take models from this worker", "try again later")
+            case "model" if self._takers >= MAX_CALLERS:
+                return Refuse(RefusalCode.BUSY, f"{MAX_CALLERS} peers take models from this worker", "try again later")
             case "give" if hello.peer_id not in {client.peer_id for client in self._clients}:
                 return Refuse(RefusalCode.NOT_A_MEMBER, "who gives a model must be a client of this worker")
             case "give" if not is_id(hello.job):
                 return Refuse(RefusalCode.PROTOCOL, "a model whose id is none")
-            case "give" if sum(each.sources for each in self._givers.values()) >= MAX_GIVERS:
-                return Refuse(RefusalCode.BUSY, f"{MAX_GIVERS} connections give models to this worker", "close some")
+            case "give" if sum(each.sources for each in self._givers.values()) >= MAX_CALLERS:
+                return Refuse(RefusalCode.BUSY, f"{MAX_CALLERS} connections give models to this worker", "close some")
         return None
 
     async def serve(self, connection: Connection, hello: Hello) -> None:
@@ -346,11 +342,12 @@ class Stages:
         return made[0], read_bytes, received_bytes
 
     def _progress_of(self, client: _Client) -> OnBytes:
-        told_at = -LOADING_S
+        every_s = 0.25
+        told_at = -every_s
 
         def tell(done_bytes: int, total_bytes: int) -> None:
             nonlocal told_at
-            if self._now() - told_at >= LOADING_S or done_bytes == total_bytes:
+            if self._now() - told_at >= every_s or done_bytes == total_bytes:
                 told_at = self._now()
                 client.say(PartLoading(done_bytes, total_bytes))
 

@@ -38,7 +38,6 @@ from wire.messages import EventNotice, Hello, Message, Refuse, Request, Response
 
 LEAVE_S = 1.2  # how long a leaving worker waits for the step boundary; with closing, Ctrl+C takes less than 2 s
 JOBS = "jobs"  # directory of the jobs' checkpoints, in a worker's own
-IDLE_BEATS_S = (0.5, 2.0)  # between neighbours before the seed has said how far apart they are
 # What people are shown (``wire.records.PeerInfo.state``); every other phase is part of training.
 _SHOWN = {
     Phase.EMPTY: "building",
@@ -126,7 +125,7 @@ class Worker:
         self._disk = world.threads.start("disk")
         self._files = FileSender(world.disk, self._disk, identity.directory / JOBS, self._saving)
         self._gauges = Gauges(world.clock.now)
-        self._beats = IDLE_BEATS_S
+        self._beats = (0.5, 2.0)  # between neighbours before the seed has said how far apart they are
         self._runner: JobRunner | None = None
         self._job_task: asyncio.Task[None] | None = None
         self._leaving = False
