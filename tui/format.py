@@ -27,6 +27,9 @@ class Span(NamedTuple):
     role: str = ""
 
 
+Row = list[Span]
+
+
 class Look(NamedTuple):
     """How a state is shown: a symbol of one cell, and a colour role."""
 
@@ -69,6 +72,14 @@ JOB_LOOKS = {
 LEVEL_LOOKS = {"info": Look("·", "dim"), "warning": Look("▲", "warn"), "error": Look("✗", "bad")}
 WEIGHTS, CACHES, FREE = Look("█", "compute"), Look("▓", "communicate"), Look("·", "border")
 BUSY, BUBBLE = Look("█", "good"), Look("░", "wait")
+SLOWEST, GONE = Look("!", "warn"), Look("✗", "bad")
+SPENT_LOOKS = {
+    "verify": Look("█", "compute"),
+    "draft": Look("▓", "communicate"),
+    "wait": Look("▒", "warn"),
+    "rest": Look("·", "border"),
+}
+"""What a verifier's token spends its time on."""
 _UNKNOWN_LOOK = Look("?", "dim")
 
 
@@ -283,6 +294,51 @@ def fit(text: str, width: int) -> str:
     if cell_len(text) <= width:
         return text
     return set_cell_size(text, width - 1).rstrip() + "…" if width > 0 else ""
+
+
+def cells(row: Sequence[Span]) -> int:
+    """Cells that a row takes."""
+    return sum(cell_len(span.text) for span in row)
+
+
+def cut(row: Sequence[Span], width: int) -> Row:
+    """The row in at most ``width`` cells."""
+    kept: Row = []
+    for span in row:
+        text = fit(span.text, width)
+        if text:
+            kept.append(Span(text, span.role))
+        width -= cell_len(text)
+    return kept
+
+
+def fitting(first: Sequence[Span], more: Sequence[Span], width: int) -> Row:
+    """``first``, and those of ``more`` for which there is room."""
+    row = list(first)
+    for span in more:
+        if cells(row) + cell_len(span.text) <= width:
+            row.append(span)
+    return row
+
+
+def table(columns: Sequence[tuple[str, int]], rows: Sequence[Sequence[Row]], width: int) -> list[Row]:
+    """Lines of cells under labels, one blank between; columns that do not fit are left out.
+
+    Args:
+        columns: label and width of each.
+    """
+    shown, room = 0, width + 1
+    while shown < len(columns) and columns[shown][1] < room:
+        room -= columns[shown][1] + 1
+        shown += 1
+    lines: list[Row] = []
+    for cells_ in ([[Span(label, "dim")] for label, _ in columns], *rows):
+        line: Row = []
+        for (_, column), cell in zip(columns[:shown], cells_, strict=False):
+            kept = cut(cell, column)
+            line += [*([Span(" ")] if line else []), *kept, Span(" " * (column - cells(kept)))]
+        lines.append(line)
+    return lines
 
 
 def downsample(steps: Sequence[int], values: Sequence[float], buckets: int) -> tuple[list[float], list[float]]:

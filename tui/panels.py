@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import textwrap
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,15 +15,15 @@ from textual.widgets import Static
 from textual_plotext import PlotextPlot
 
 from tui import format as fmt
-from tui.format import Span
+from tui.format import SLOWEST, Row, Span
 from tui.model import Phase, Store, eta_s, split
-from tui.ring_art import SLOWEST, Seat, draw_ring
-from tui.serving import models_of
 from tui.theme import DARK, Palette
 from wire.records import EventInfo, JobInfo, MetricRow, PeerInfo, RecoveryInfo, recovery_spread
 
 READABLE_S = 0.5
 """Numbers that change faster than this cannot be read; drawing them would only cost the training its CPU."""
+ROOMY = 100
+"""From this width on there are no tabs that say how to go back (``tui.app.WIDE_COLUMNS``, less the borders)."""
 RECENT = 30
 """Rows that the split and the time left are averaged over: long enough to read, short enough to follow a change."""
 
@@ -89,7 +88,7 @@ class HeaderBar(Widget):
         spans.append(Span(f"  up {fmt.duration(frame.wall - cluster.started_at)}", "dim"))
         if models := len({part.model for part in frame.store.parts.values()}):
             spans.append(Span(f"  {fmt.plural(models, 'model')} split", "dim"))
-        if models := models_of(frame.store.serving.values()):
+        if models := len({info.model for info in frame.store.serving.values() if info.role == "verifier"}):
             spans.append(Span(f"  {fmt.plural(models, 'model')} served", "dim"))
         return spans
 
@@ -145,24 +144,15 @@ class RingPanel(Widget, can_focus=True):
     def render(self) -> RenderResult:
         return lines(*self._drawn)
 
-    def _rows(self, frame: Frame, job: JobInfo) -> list[list[Span]]:
+    def _rows(self, frame: Frame, job: JobInfo) -> list[Row]:
         width, height = self.size.width, self.size.height
         outside = self._outside(frame, job, width)
-        below = 0 if not outside or height < 4 else 2 if height > 14 else 1
-        edges, slowest = job.edges() or [(None, None)] * len(job.members), job.slowest_edge()
-        seats = [
-            dataclasses.replace(_seat(job, rank, peer), ways=fmt.ways(*edges[rank]), slowest=rank == slowest)
-            for rank, peer in enumerate(frame.store.members(job))
-        ]
-        drawing = draw_ring(
-            seats,
-            width,
-            height - below,
-            pulse=job.step if job.state == "running" else None,
-            centre=_centre(job, slowest),
-        )
-        drawing += [[] for _ in range(height - below - len(drawing))]
-        return drawing + [[], outside][2 - below :]
+        rows = ring_rows(frame, job, width)
+        room = height - 2 * bool(outside)
+        if len(rows) > room > 1:
+            more = len(rows) - room + 1
+            rows = [*rows[: room - 1], [Span(f"… and {more} more, then back to 0", "dim")]]
+        return [*rows, *([[], outside] if outside else [])]
 
     def _outside(self, frame: Frame, job: JobInfo, width: int) -> list[Span]:
         others = [peer for peer in frame.store.peers_in_order() if peer.id not in job.members and _trains(peer)]
@@ -180,21 +170,35 @@ class RingPanel(Widget, can_focus=True):
         return spans
 
 
-def _centre(job: JobInfo, slowest: int | None) -> tuple[str, ...]:
-    lines = (f"generation {job.generation}", f"step {job.step:,}")
-    if slowest is None:
-        return lines
-    words = fmt.ways(*job.edges()[slowest])
-    return (*lines, f"{SLOWEST.symbol} slowest: {words[len(words) // 2]}")
-
-
-def _seat(job: JobInfo, rank: int, peer: PeerInfo | None) -> Seat:
-    if peer is None:
-        look = fmt.peer_look("lost")
-        return Seat(look.symbol, look.role, (job.members[rank], "gone"))
-    look = fmt.peer_look(peer.state)
-    share = f" ×{peer.share}" if peer.share else ""
-    return Seat(look.symbol, look.role, (peer.name, f"{peer.state}{share}", f"{fmt.count(peer.tokens_per_s)} tok/s"))
+def ring_rows(frame: Frame, job: JobInfo, width: int) -> list[Row]:
+    """The members in ring order, each with what is known of the way to the next one."""
+    edges, slowest = job.edges() or [(None, None)] * len(job.members), job.slowest_edge()
+    peers = frame.store.members(job)
+    names = min(22, max([len(peer.name) if peer else len(id_) for peer, id_ in zip(peers, job.members, strict=True)]))
+    room = max(10, min(30, width - names - 28))
+    rows: list[list[Row]] = []
+    for rank, (peer, id_) in enumerate(zip(peers, job.members, strict=True)):
+        look = fmt.peer_look(peer.state if peer else "lost")
+        name = peer.name if peer else id_
+        state = "gone" if peer is None else f"{peer.state} ×{peer.share}" if peer.share else peer.state
+        way = next((text for text in fmt.ways(*edges[rank]) if len(text) + 4 <= room), "")
+        mark = SLOWEST if rank == slowest else None
+        rows.append(
+            [
+                [
+                    Span(f"{rank:>2} ", "dim"),
+                    Span(f"{look.symbol} ", look.role),
+                    Span(name, "strong"),
+                ],
+                [Span(state, look.role)],
+                [Span(f"{fmt.count(peer.tokens_per_s) if peer else fmt.UNKNOWN:>6}")],
+                [Span("→ " if rank + 1 < len(peers) else "↩ ", "dim"), Span(way, mark.role if mark else "")]
+                + ([Span(f" {mark.symbol}", mark.role)] if mark else []),
+            ]
+        )
+    title = [Span(f"generation {job.generation}", "accent"), Span(f" · step {job.step:,}", "dim")]
+    columns = [(" # member", 5 + names), ("state", 12), (" tok/s", 6), ("to the next", room)]
+    return [title, [], *fmt.table(columns, rows, width)]
 
 
 def _trains(peer: PeerInfo) -> bool:

@@ -1,18 +1,31 @@
-"""Who writes text for whom, and how well: verifiers with their drafters, out of what each says that it serves. Pure.
+"""Who writes text for whom, and how well: verifiers with their drafters, out of what each says that it serves.
 
 Figures that are not known are None. Those of a verifier are of the last tokens that it wrote: while it writes none they
-tell how it was, and are to be shown so (``Verifier.idle``).
+tell how it was, and are shown faded (``Verifier.idle``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
+from rich.cells import cell_len
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
+from textual.widgets import Static
+
+from tui import format as fmt
+from tui.format import UNKNOWN, Look, Row, Span, fit
+from tui.model import Phase
+from tui.panels import READABLE_S, ROOMY, Frame, lines, not_connected, seed_address, set_title
 from wire.records import ServingInfo
 
+LABEL = 10
+"""Cells of what stands before a line of figures."""
 MOST_PLACES = 16
-SPENT = ("verify", "draft", "wire", "wait", "rest")
+SPENT = tuple(fmt.SPENT_LOOKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +103,6 @@ def unused(serving: Mapping[str, ServingInfo]) -> list[ServingInfo]:
     return sorted(found, key=lambda info: (info.name, info.id))
 
 
-def models_of(serving: Iterable[ServingInfo]) -> int:
-    """Different models that verifiers write with."""
-    return len({info.model for info in serving if info.role == "verifier"})
-
-
 def _drafters(info: ServingInfo, serving: Mapping[str, ServingInfo]) -> tuple[Drafter, ...]:
     found = [_drafter(info, at, serving.get(peer)) for at, peer in enumerate(info.drafters)]
     return tuple(sorted(found, key=lambda each: (-(each.share or 0.0), not each.peer, each.name, each.peer)))
@@ -112,3 +120,184 @@ def _drafter(info: ServingInfo, at: int, itself: ServingInfo | None) -> Drafter:
 
 def _figures(info: ServingInfo) -> tuple[list[float], list[float], list[float]]:
     return info.drafter_alpha, info.drafter_latency_ms, info.drafter_share
+
+
+# ------------------------------------------------------------------------------------------------------ how it is drawn
+
+
+def draw_verifier(
+    verifier: Verifier, look_of: Callable[[str], Look], paces: Sequence[float | None], width: int
+) -> list[Row]:
+    """Rows of spans, each at most ``width`` cells. ``paces``: tokens a second, of each of the last seconds."""
+    rows = [_title(verifier, look_of, width)]
+    figures: list[Row] = []
+    if verifier.wrote:
+        figures += [_pace(verifier, paces, width - 2), *_token(verifier, width - 2), *_drafts(verifier, width - 2)]
+    rows += [[Span("  "), *row] for row in (map(_faded, figures) if verifier.idle else figures)]
+    if verifier.drafters:
+        rows += [[], *([Span("  "), *row] for row in _drafter_rows(verifier, look_of, width - 2))]
+    return [fmt.cut(row, width) for row in rows]
+
+
+def _title(verifier: Verifier, look_of: Callable[[str], Look], width: int) -> Row:
+    info, look = verifier.info, look_of(verifier.info.id)
+    row = [Span(f"{look.symbol} ", look.role), Span(f"{fit(info.name, 24)}  ", "strong"), Span(fit(info.model, 40))]
+    written = verifier.figure("tokens") or 0.0
+    told = ["idle" if verifier.idle else fmt.plural(info.sessions, "text")]
+    if waiting := verifier.figure("waiting"):
+        told.append(f"{fmt.count(waiting)} waiting")
+    told += [f"{fmt.count(written)} tokens so far" if written else "nothing written yet"]
+    if verifier.idle and verifier.wrote:
+        told.append("figures of the last texts")
+    if info.http:
+        told.append(info.http)
+    return fmt.fitting(row, _dotted(told, "  ", "dim"), width)
+
+
+def _pace(verifier: Verifier, paces: Sequence[float | None], width: int) -> Row:
+    told = f" {fmt.count(verifier.pace):>6} tok/s"
+    cells = max(0, width - LABEL - cell_len(told))
+    line = fmt.sparkline(paces, cells) if any(paces) else " " * cells
+    return [Span(f"{'pace':<{LABEL}}", "dim"), Span(line, "calm"), Span(told, "strong")]
+
+
+def _token(verifier: Verifier, width: int) -> list[Row]:
+    """Where the time of a token goes, and what that is of the verifier's by itself."""
+    parts = verifier.spent_ms
+    whole = sum(spent for _, spent in parts)
+    told: Row = [Span(f" {fmt.millis(verifier.figure('token_ms'))}", "strong")]
+    if (speed_up := verifier.figure("speed_up")) is not None:
+        role = "bad" if speed_up < 0.97 else "good" if speed_up > 1.03 else "strong"
+        alone = verifier.figure("alone_ms")
+        told += [
+            Span(f" · {speed_up:.2f}×", role),
+            Span(" alone" + f" ({fmt.millis(alone)})" * (alone is not None), "dim"),
+        ]
+    bar = fmt.stacked_bar(
+        [(fmt.SPENT_LOOKS[name], spent) for name, spent in parts], whole, max(4, width - LABEL - fmt.cells(told))
+    )
+    legend: Row = [Span(" " * LABEL)]
+    for name, spent in parts:
+        if whole > 0 and spent >= 0.005 * whole:
+            look = fmt.SPENT_LOOKS[name]
+            legend += [Span(f"{look.symbol} ", look.role), Span(f"{name} {fmt.percent(spent / whole)}  ")]
+    return [[Span(f"{'a token':<{LABEL}}", "dim"), *bar, *told], fmt.cut(legend, width)]
+
+
+def _drafts(verifier: Verifier, width: int) -> list[Row]:
+    told: list[str] = []
+    if (alpha := verifier.figure("alpha")) is not None:
+        told.append(f"{fmt.percent(alpha)} right")
+    if places := verifier.right_at:
+        told.append(f"by place {''.join('▁▂▃▄▅▆▇█'[min(7, int(8 * share))] for share in places)}")
+    for name, words in (
+        ("accepted_length", "{:.2f} tokens a pass"),
+        ("wasted_share", "{:.0%} wasted"),
+        ("bytes_per_token", "{:.1f} B a token"),
+        ("alone_share", "{:.0%} of passes without"),
+    ):
+        if (value := verifier.figure(name)) is not None:
+            told.append(words.format(value))
+    label = [Span(f"{'drafts':<{LABEL}}", "dim")]
+    return [fmt.fitting(label, _dotted(told, "", ""), width)] if told else []
+
+
+def _dotted(words: Sequence[str], first: str, role: str) -> Row:
+    return [Span(f"{' · ' if index else first}{word}", role) for index, word in enumerate(words)]
+
+
+def _drafter_rows(verifier: Verifier, look_of: Callable[[str], Look], width: int) -> list[Row]:
+    names = max([cell_len(each.name) + cell_len(each.model) + 4 for each in verifier.drafters])
+    columns = [("drafter", min(42, names)), ("right", 12), ("    away", 8), ("its share", 11), (" drafts/s", 9)]
+    rows = []
+    for each in verifier.drafters:
+        look = look_of(each.peer)
+        rows.append(
+            [
+                [Span(f"{look.symbol} ", look.role), Span(fit(each.name, 18)), Span(f"  {fit(each.model, 20)}", "dim")],
+                _share_bar(each.alpha, 7, "good"),
+                [Span(f"{fmt.millis(each.latency_ms):>8}")],
+                _share_bar(each.share, 6, "accent"),
+                [Span(f"{fmt.count(each.pace):>9}", "dim")],
+            ]
+        )
+    return fmt.table(columns, rows, width)
+
+
+def _share_bar(share: float | None, cells: int, role: str) -> Row:
+    if share is None:
+        return [Span(f"{UNKNOWN:>{cells + 5}}", "dim")]
+    return [Span(fmt.bar(share, cells), role), Span(f"{fmt.percent(share):>5}")]
+
+
+def _faded(row: Row) -> Row:
+    return [Span(span.text, "dim") for span in row]
+
+
+class ServingPanel(VerticalScroll):
+    """Who writes text, who drafts for whom, and what it is worth."""
+
+    TOPICS: ClassVar[frozenset[str]] = frozenset({"serving", "peers", "link"})
+    TIMED = True
+    EVERY_S = READABLE_S
+
+    def __init__(self) -> None:
+        super().__init__(id="serving", classes="panel")
+        self.border_title = "Serving"
+        self._text = Text()
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="serving-text")
+
+    def show(self, frame: Frame) -> None:
+        count = sum(info.role == "verifier" for info in frame.store.serving.values())
+        set_title(self, f"Serving · {count}" if count else "Serving")
+        back = "1: ring and training" if self.size.width >= ROOMY else ""
+        if self.border_subtitle != back:
+            self.border_subtitle = back
+        text = lines(serving_rows(frame, self.size.width - 2), frame.palette)
+        if text != self._text or text.spans != self._text.spans:
+            self._text = text
+            self.query_one("#serving-text", Static).update(text)
+
+
+def serving_rows(frame: Frame, width: int) -> list[Row]:
+    """All verifiers, one below the other, and the drafters that nobody uses."""
+    store = frame.store
+    if store.cluster is None and store.link.phase is not Phase.LIVE:
+        return not_connected(frame)
+
+    def look_of(peer_id: str) -> Look:
+        peer = store.peers.get(peer_id)
+        return fmt.peer_look(peer.state if peer else "")
+
+    rows: list[Row] = []
+    for verifier in verifiers_of(store.serving):
+        paces = store.paces(verifier.info.id, frame.now, max(1, width))
+        rows += [*([[]] if rows else []), *draw_verifier(verifier, look_of, paces, width)]
+        if not verifier.drafters:
+            rows += [[], [Span("  no drafter: "), Span(_command("drafter", frame), "accent")]]
+    if not rows:
+        rows = _nobody(frame)
+    left = unused(store.serving)
+    if left:
+        rows += [[], [Span("drafters that no verifier uses: ", "dim"), *_names(left)]]
+    return rows
+
+
+def _names(left: list[ServingInfo]) -> Row:
+    return [Span(", ".join(f"{fmt.fit(info.name, 18)} ({fmt.fit(info.model, 20)})" for info in left))]
+
+
+def _nobody(frame: Frame) -> list[Row]:
+    return [
+        [Span("nobody writes text yet", "strong")],
+        [],
+        [Span("A verifier writes with its model; drafters with a small one speed it up:")],
+        [Span(f"  {_command('verifier', frame)}", "accent")],
+        [Span(f"  {_command('drafter', frame)}", "accent")],
+    ]
+
+
+def _command(role: str, frame: Frame) -> str:
+    return f"p2ptrain join {seed_address(frame)} --role {role} --model DIR"

@@ -10,8 +10,8 @@ import pytest
 
 from p2ptrain.cli.up_cluster import View
 from p2ptrain.core.errors import JobFailed
+from tests.tui.demo import DemoSource
 from tui.app import SERVING
-from tui.demo import DemoSource
 
 
 async def seen(

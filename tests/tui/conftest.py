@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.core.errors import P2PTrainError
-from tui.demo import DemoCluster
+from tests.tui.demo import DemoCluster
 from tui.source import PlainWay, SeedSource
 from wire.connection import Connection
 from wire.handshake import Server, local_welcome, serve

@@ -7,14 +7,12 @@ from contextlib import asynccontextmanager
 
 from textual.pilot import Pilot
 
-from tui.app import P2PTrainApp
+from tests.tui.demo import DemoCluster, DemoSource
+from tests.tui.demo_serving import drafters, verifier
+from tui.app import ConfirmScreen, HelpScreen, P2PTrainApp
 from tui.chains import how_to_split
-from tui.demo import DemoCluster, DemoSource
-from tui.demo_serving import drafters, verifier
 from tui.panels import HeaderBar, RingPanel, TrainingPanel
-from tui.screens import ConfirmScreen, HelpScreen
-from tui.table import LiveTable
-from tui.tables import CheckpointsPanel, JobsPanel, PeersPanel
+from tui.tables import CheckpointsPanel, JobsPanel, LiveTable, PeersPanel
 from tui.theme import DARK, LIGHT
 
 COMPACT, WIDE = (80, 24), (160, 48)

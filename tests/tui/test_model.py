@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ConnectionLost, ProtocolError
-from tui.demo import DemoCluster
-from tui.demo_serving import verifier
+from tests.tui.demo import DemoCluster
+from tests.tui.demo_serving import verifier
 from tui.model import (
     MAX_CHECKPOINTS,
     MAX_EVENTS,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from textual.pilot import Pilot
 
+from tests.tui.demo import DemoCluster, DemoSource
 from tui.app import P2PTrainApp
-from tui.demo import DemoCluster, DemoSource
 
 SIZES = {"80x24": (80, 24), "160x48": (160, 48)}
 Compare = Callable[..., bool]

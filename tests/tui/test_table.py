@@ -9,8 +9,7 @@ from textual.app import App, ComposeResult
 from textual.pilot import Pilot
 
 from tui.format import Span
-from tui.table import Cell, Column, LiveTable, choose
-from tui.tables import PeersTable
+from tui.tables import Cell, Column, LiveTable, PeersTable, choose
 from tui.theme import DARK, LIGHT
 
 

@@ -1,10 +1,10 @@
 """A scripted cluster to look at: for screenshots, tests and measurements. Deterministic: no clock, no chance.
 
-python -m tui.demo                                  watch it train
-python -m tui.demo --serving                        and write text: key 6
-python -m tui.demo --screenshot docs/tui.svg        what the README shows, and
-python -m tui.demo --serving --view 6 --size 116x20 --screenshot docs/tui-serving.svg
-python -m tui.demo --peers 64 --measure 100         CPU time per update, in milliseconds
+python -m tests.tui.demo                                  watch it train
+python -m tests.tui.demo --serving                        and write text: key 6
+python -m tests.tui.demo --screenshot docs/tui.svg        what the README shows, and
+python -m tests.tui.demo --serving --view 6 --size 116x20 --screenshot docs/tui-serving.svg
+python -m tests.tui.demo --peers 64 --measure 100         CPU time per update, in milliseconds
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from p2ptrain.core.errors import ConnectionLost, Refused
-from tui.demo_serving import drafters, noise, verifier, writer
+from tests.tui.demo_serving import drafters, noise, verifier, writer
 from tui.model import Link, Phase, Store
 from tui.source import backoff_s
 from wire.messages import Update
@@ -435,7 +435,7 @@ async def _measure(updates: int, *, peers: int, serving: bool, columns: int, row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tui.demo", description="A scripted cluster to look at.")
+    parser = argparse.ArgumentParser(prog="python -m tests.tui.demo", description="A scripted cluster to look at.")
     parser.add_argument("--peers", type=int, default=6)
     parser.add_argument("--serving", action="store_true", help="a verifier and drafters, too")
     parser.add_argument("--screenshot", type=Path, help="write an SVG and leave")
