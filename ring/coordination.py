@@ -398,7 +398,7 @@ class Roster:
         """Everybody that stands still."""
         return {peer_id: known.standing for peer_id, known in self.peers.items() if known.standing}
 
-    def heirs(self, view: View | None) -> Reports:
+    def survivors(self, view: View | None) -> Reports:
         """Members that stand still in ``view``, or before it with the state that it was to begin with, as they never
         heard of it: they carry the run's state in memory."""
         if view is None:
@@ -596,16 +596,17 @@ class RecoveryPolicy:
         return max(self.known_step, *saved, 0)
 
     def sources(
-        self, ready: Reports, heirs: Reports, view: View, *, in_memory: bool, patient: bool
+        self, ready: Reports, survivors: Reports, view: View, *, in_memory: bool, patient: bool
     ) -> tuple[Reports, str]:
         """Whose state the next view may start from now; where nobody's, why.
 
         Args:
-            ready: all that stand still. heirs: those that do so in ``view``, the last one; they carry the run's state.
+            ready: all that stand still.
+            survivors: those that do so in ``view``, the last one; they carry the run's state.
             in_memory: a member of that view may still hold what it had there.
             patient: rather wait than give up a step that somebody may still bring.
         """
-        if in_hand := carried(heirs, view):
+        if in_hand := carried(survivors, view):
             return in_hand, ""
         elsewhere = max((step for peer_id, step in self.saved.items() if peer_id not in ready), default=0)
         wanted = self._reached if in_memory else min(self._reached, elsewhere)
@@ -617,9 +618,9 @@ class RecoveryPolicy:
         best = f"step {max(report.applied for report in own.values())}" if own else "none of this run"
         return {}, f"waiting for a worker that holds step {wanted} (at hand: {best})"
 
-    def given_up(self, step: int, chosen_from: Reports, heirs: Reports, view: View) -> tuple[str, str]:
+    def given_up(self, step: int, chosen_from: Reports, survivors: Reports, view: View) -> tuple[str, str]:
         """What is, if the next view starts at ``step`` of these, as an event's kind and text; mostly nothing."""
-        if carried(heirs, view):
+        if carried(survivors, view):
             return "", ""
         if step < self._reached:
             lost = f"{self._reached - step} steps are lost, for nobody that holds step {self._reached} is here"
@@ -638,9 +639,9 @@ class RecoveryPolicy:
             self.branch = kept.union(fits)
 
 
-def carried(heirs: Reports, view: View) -> Reports:
-    """The heirs whose state is whole: one that was healing may have less than the view began with."""
-    return {peer_id: report for peer_id, report in heirs.items() if report.applied >= view.step}
+def carried(survivors: Reports, view: View) -> Reports:
+    """The survivors whose state is whole: one that was healing may have less than the view began with."""
+    return {peer_id: report for peer_id, report in survivors.items() if report.applied >= view.step}
 
 
 # ------------------------------------------------------------------------------------------------ how a view is made up
@@ -686,13 +687,13 @@ def ordered(
     peers: Mapping[str, Peer],
     ready: Reports,
     healthy: Collection[str],
-    heirs: Collection[str],
+    survivors: Collection[str],
     most: int,
     apart: Iterable[frozenset[str]],
 ) -> list[str]:
     """Whom to take, in rank order: who holds the state first, then who was in before, at most ``most``, and no more
     than a view can name in one frame."""
-    chosen = sorted(ready, key=lambda peer_id: (peer_id not in healthy, peer_id not in heirs, peer_id))[:most]
+    chosen = sorted(ready, key=lambda peer_id: (peer_id not in healthy, peer_id not in survivors, peer_id))[:most]
     sizes_bytes = accumulate(_record_bytes(peers[peer_id]) for peer_id in chosen)
     most_bytes = CONTROL_FRAME_BYTES - 4096  # with room for what else ``ViewAnnounced`` says
     chosen = [peer_id for peer_id, size_bytes in zip(chosen, sizes_bytes, strict=True) if size_bytes <= most_bytes]

@@ -3,20 +3,20 @@
 Rules
     1. A view is minted only when no member of the view before it may still be training: each one stands still (it said
        so for that generation), is lost, or was struck off after a deadline.
-    2. The run's state belongs to the *heirs*: members of the last view that stand still in it. A newcomer heals; what
-       it brings from its own disk counts only where no heir is left.
-    3. A view starts at the highest step that an heir applied. Who can redo it from its redo buffer is healthy, too.
+    2. The run's state belongs to the *survivors*: members of the last view that stand still in it. A newcomer heals;
+       what it brings from its own disk counts only where no survivor is left.
+    3. A view starts at the highest step that an survivor applied. Who can redo it from its redo buffer is healthy, too.
     4. A lost link to the seed is not a death, be it that of all: the ring's neighbours see a death at once and report
        ``broken``. Only for a member that stays away while the ring runs on, the ring is held, and goes on without it.
        Before the first commit of a view there may be no ring yet that could notice: there it counts as a death. A
        member that comes as a new worker has no ring any more, and so its whole view has none.
-    5. Where no heir is left, nothing is given up that may still come: less than the newest known step is started from
-       only when nobody has more, or after patience: as long as it took to compute what would be lost, within
+    5. Where no survivor is left, nothing is given up that may still come: less than the newest known step is started
+       from only when nobody has more, or after patience: as long as it took to compute what would be lost, within
        ``grace_s`` and ``build_s``. What peers hold of a course given up counts no more (``RecoveryPolicy``).
     6. What a person asked for (pause, restore) is carried out when all stand still; cancel, at once.
     7. A newcomer fetches the state beside the running ring, which is held when the newcomer follows, or has had its
-       time (``CatchUps``). A view of heirs is made without those that do not follow yet: nobody waits for them. What
-       such a peer said of its state counts for nothing, for it changes; it is never called healthy.
+       time (``CatchUps``). A view of survivors is made without those that do not follow yet: nobody waits for them.
+       What such a peer said of its state counts for nothing, for it changes; it is never called healthy.
     8. *Two sides.* The newest generation that the seed minted wins, however far another side has come. A side that is
        cut off from the seed goes on, with unchanged membership only, and re-forms never: when it breaks it stands
        still. It is taken back as it is as long as no newer generation was minted; after that its members are released
@@ -157,10 +157,10 @@ class Coordinator:
         """How long to wait for whoever holds more than ``step``."""
         return self._recovery.patience_s(step, self.terms.grace_s, self.terms.build_s)
 
-    def paused_heirs(self) -> Reports | None:
+    def paused_survivors(self) -> Reports | None:
         """Those that carry a paused job's state in memory; None where it is not paused, or has nobody to let go."""
         quiet = self.phase is Phase.PAUSED and bool(self._who.peers) and not self._who.running
-        return self._who.heirs(self.view) if quiet else None
+        return self._who.survivors(self.view) if quiet else None
 
     def next_deadline(self) -> float | None:
         """When to ``handle(Signal.TICK)`` at the latest."""
@@ -407,7 +407,7 @@ class Coordinator:
             self._stop(now, "the job goes on")
 
     def _yield(self, event: Signal, now: float) -> None:
-        if self.paused_heirs() is not None:
+        if self.paused_survivors() is not None:
             for peer_id in sorted(self._who.peers):
                 self._out.append(co.SendRelease(peer_id, "the job is paused, and another needs its workers"))
                 self._forget(peer_id)
@@ -461,23 +461,23 @@ class Coordinator:
             self._try_mint(now)
 
     def _stood_still(self, now: float) -> None:
-        heirs = self._who.heirs(self.view)
+        survivors = self._who.survivors(self.view)
         if self.restore and self.paused:
             self._go(Phase.PAUSED, "paused by a person")  # it goes back when it goes on
         elif self.restore:
             self._begin_restore(now)
-        elif heirs and all(report.status == "done" for report in heirs.values()):
+        elif survivors and all(report.status == "done" for report in survivors.values()):
             self._end(Phase.DONE, "every step is done")
         elif self.view and all(member.peer_id in self._failures for member in self.view.members):
             self._end(Phase.FAILED, next(iter(self._failures.values())))
         elif self.paused:
             self._go(Phase.PAUSED, "paused by a person")
-        elif not self._is_hopeless(heirs, now):
+        elif not self._is_hopeless(survivors, now):
             self._go(Phase.WAITING, "every member stands still")
 
-    def _is_hopeless(self, heirs: Reports, now: float) -> bool:
+    def _is_hopeless(self, survivors: Reports, now: float) -> bool:
         """Why the ring broke, and whether it would for ever: then the job has failed."""
-        verdict = self._quarantine.judge(heirs, self.view.step if self.view else 0, self._who.name, now)
+        verdict = self._quarantine.judge(survivors, self.view.step if self.view else 0, self._who.name, now)
         if verdict is not None and verdict.hopeless:
             self._end(Phase.FAILED, verdict.text)
         elif verdict is not None:
@@ -496,8 +496,8 @@ class Coordinator:
             if len(ready) >= self.terms.workers:
                 self._mint(ready, now)
             return
-        heirs = self._who.heirs(self.view)
-        if not carried(heirs, self.view):
+        survivors = self._who.survivors(self.view)
+        if not carried(survivors, self.view):
             self._recall()
         ready = {key: report for key, report in self._candidates().items() if key not in self._catch_ups.moving}
         if not ready:
@@ -506,7 +506,7 @@ class Coordinator:
             return
         passed, in_memory = self._deadlines.passed, not self._who.all_back(self.view)
         patient = "grace" not in passed or ("build" not in passed and self._who.building())
-        chosen, self.reason = self._recovery.sources(ready, heirs, self.view, in_memory=in_memory, patient=patient)
+        chosen, self.reason = self._recovery.sources(ready, survivors, self.view, in_memory=in_memory, patient=patient)
         if chosen:
             self._mint(chosen, now)
             return
@@ -536,22 +536,22 @@ class Coordinator:
         """The next view, from the newest state among these, with all that stand still as far as there is work."""
         step, lineage = newest(chosen_from)
         self._cool_down(now)
-        ready, heirs, moving = self._candidates(), self._who.heirs(self.view), self._catch_ups.moving
+        ready, survivors, moving = self._candidates(), self._who.survivors(self.view), self._catch_ups.moving
         holders = {key for key, it in self._who.standing().items() if key not in moving and holds(it, step, lineage)}
         if not holders & ready.keys():
             ready = self._who.standing()  # they sit out: better a bad link than a lost step
         healthy = holders & ready.keys()
-        if self.view and carried(heirs, self.view):  # rule 7
-            at_once = healthy | heirs.keys()
+        if self.view and carried(survivors, self.view):  # rule 7
+            at_once = healthy | survivors.keys()
             ready = {key: it for key, it in ready.items() if key in at_once or not self._comes_after(key)}
         peers = {peer_id: self._who.peers[peer_id].peer for peer_id in ready}
-        chosen = ordered(peers, ready, healthy, heirs, self.terms.micro_batches, self._quarantine.apart)
+        chosen = ordered(peers, ready, healthy, survivors, self.terms.micro_batches, self._quarantine.apart)
         load = Load(max(report.reduce_bytes for report in ready.values()), self._measured.compute_s)
         wishes, apart = self.terms.wishes, self._quarantine.apart
         plan = plan_ring(chosen, self._measured.links, wishes, load, apart=apart, name=self._who.name)
         units_us = [ready[peer_id].unit_us for peer_id in plan.order]
         members = records([peers[peer_id] for peer_id in plan.order], self.terms.micro_batches, healthy, units_us)
-        kind, text = self._recovery.given_up(step, chosen_from, heirs, self.view) if self.view else ("", "")
+        kind, text = self._recovery.given_up(step, chosen_from, survivors, self.view) if self.view else ("", "")
         if kind and not self.restore:
             self._say("warning", kind, text)
         went_back = bool(kind) or self.restore is not None
@@ -591,7 +591,9 @@ class Coordinator:
 
     def _cool_down(self, now: float) -> None:
         """Rule 9: members of the view before that died, unless their ring is what they came back with."""
-        for peer_id in sorted(self._quarantine.fallen - self._quarantine.excused - self._who.heirs(self.view).keys()):
+        for peer_id in sorted(
+            self._quarantine.fallen - self._quarantine.excused - self._who.survivors(self.view).keys()
+        ):
             if seconds := self._quarantine.flaps(peer_id, now):
                 text = f"{self._who.name(peer_id)} dies again and again: it is not let in for {seconds:.0f} s"
                 self._say("warning", "flapping", text, peer_id)
@@ -727,7 +729,7 @@ class Coordinator:
 
     def _end(self, phase: Phase, reason: str) -> None:
         """The job is over. When it is done its members keep what they hold until another job needs them."""
-        keep = self._who.heirs(self.view) if phase is Phase.DONE else {}
+        keep = self._who.survivors(self.view) if phase is Phase.DONE else {}
         self._out += [co.SendRelease(peer_id, reason) for peer_id in sorted(self._who.peers) if peer_id not in keep]
         self._say("error" if phase is Phase.FAILED else "info", f"job-{phase}", reason)
         self._go(phase, reason)

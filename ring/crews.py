@@ -185,9 +185,9 @@ class Crews:
             return False
         return peer_id in self.held or len(self._workers) < self.stages * self.terms.most
 
-    def paused_heirs(self) -> dict[str, Report] | None:
+    def paused_survivors(self) -> dict[str, Report] | None:
         """Those that carry a paused job's state in memory; None where it is not paused, or has nobody to let go."""
-        if self.core.paused_heirs() is None:
+        if self.core.paused_survivors() is None:
             return None
         return {key: worker.report for key, worker in self._workers.items() if worker.crew and worker.report}
 
@@ -197,7 +197,7 @@ class Crews:
         return worker.stage if worker is not None else self.held.get(peer_id)
 
     def next_deadline(self) -> float | None:
-        """When to ``handle(Tick())`` at the latest."""
+        """When to ``handle(Signal.TICK)`` at the latest."""
         planning = self._planner.next_deadline(self._now)
         own = [self._absence, self._stop, self._build, self._back_due, planning, self.core.next_deadline()]
         return min([*(at for at in own if at is not None), *self._quarantine.next()], default=None)
@@ -315,7 +315,7 @@ class Crews:
         self._hurry()
 
     def _yield(self) -> None:
-        if self.core.paused_heirs() is None:
+        if self.core.paused_survivors() is None:
             return
         self._tell(co.Signal.YIELD)
         for worker in list(self._workers.values()):

@@ -120,18 +120,18 @@ class Quarantine:
             self._contributors.clear()
             self._step, self.lenient = 0, False
 
-    def judge(self, heirs: Reports, began_at: int, name: Callable[[str], str], now: float) -> Verdict | None:
+    def judge(self, survivors: Reports, began_at: int, name: Callable[[str], str], now: float) -> Verdict | None:
         """All stand still. Returns why, and what is done about it; mostly None.
 
         Args:
-            heirs: the members that live. began_at: the step at which the view began. name: of a peer.
+            survivors: the members that live. began_at: the step at which the view began. name: of a peer.
         """
-        return self._refusal(heirs, name, now) or self._broken_link(heirs, began_at, name, now)
+        return self._refusal(survivors, name, now) or self._broken_link(survivors, began_at, name, now)
 
-    def _refusal(self, heirs: Reports, name: Callable[[str], str], now: float) -> Verdict | None:
+    def _refusal(self, survivors: Reports, name: Callable[[str], str], now: float) -> Verdict | None:
         told = Counter(
             (report.applied + 1, report.cause, report.suspect, report.beside)
-            for report in heirs.values()
+            for report in survivors.values()
             if report.status == "broken" and report.cause in CAUSES and report.suspect
         )
         if not told:
@@ -143,7 +143,7 @@ class Quarantine:
         if cause == "contribution":
             if self.lenient:
                 return Verdict("step-refused", f"step {step} cannot be computed: {_NOT_FINITE}", hopeless=True)
-            alone = not heirs.keys() - {suspect}
+            alone = not survivors.keys() - {suspect}
             others = set(self._contributors) - {suspect}
             self.lenient = bool(others) or (alone and suspect in self._contributors)
             self._contributors.append(suspect)
@@ -160,20 +160,20 @@ class Quarantine:
             what = f"{name(suspect)} holds another sum than others"
         return Verdict("step-refused", f"step {step} was not applied: {what}: {self._excluded(suspect, name, now)}")
 
-    def _broken_link(self, heirs: Reports, began_at: int, name: Callable[[str], str], now: float) -> Verdict | None:
+    def _broken_link(self, survivors: Reports, began_at: int, name: Callable[[str], str], now: float) -> Verdict | None:
         if self._first is None:
             return None
-        if any(report.applied > began_at for report in heirs.values()):
+        if any(report.applied > began_at for report in survivors.values()):
             self._strikes.clear()
         reporter, suspect = self._first
-        if self.fallen or reporter == suspect or not {reporter, suspect} <= set(heirs):
+        if self.fallen or reporter == suspect or not {reporter, suspect} <= set(survivors):
             return None
         edge = frozenset({reporter, suspect})
         self._strikes[edge] += 1
         if self._strikes[edge] < 2:
             return None
         del self._strikes[edge]
-        if len(heirs) > 3 and arranged(sorted(heirs), self.apart | {edge}):
+        if len(survivors) > 3 and arranged(sorted(survivors), self.apart | {edge}):
             self.apart.add(edge)
             done = "they are no neighbours any more"
         else:

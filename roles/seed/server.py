@@ -562,11 +562,11 @@ class Seed:
         """Whether a paused job can let its workers go: where it stopped is on the disk of one of them."""
         if not desk.settled.is_set():
             return False
-        heirs = desk.core.paused_heirs()
-        if not heirs:
-            return heirs is not None
-        step = max(report.applied for report in heirs.values())
-        at_step = [peer_id for peer_id, report in heirs.items() if report.applied == step]
+        survivors = desk.core.paused_survivors()
+        if not survivors:
+            return survivors is not None
+        step = max(report.applied for report in survivors.values())
+        at_step = [peer_id for peer_id, report in survivors.items() if report.applied == step]
         return desk.whole(peer_id for peer_id in at_step if f"{desk.id}@{step}@{peer_id}" in self.checkpoints.known)
 
     # ------------------------------------------------------------------------------------------------------------- jobs

@@ -605,13 +605,13 @@ def test_a_paused_job_saves_where_it_stops_and_can_let_its_workers_go() -> None:
     assert [type(item) for item in desk.said[:2]] == [co.SendSave, co.SendHold]  # in this order: both in one step
     assert desk.tell(co.Signal.YIELD) == []  # it still trains
     desk.stand("held", 6, "a", "b")
-    heirs = desk.core.paused_heirs()
-    assert heirs is not None
-    assert {peer_id: report.applied for peer_id, report in heirs.items()} == {"a": 6, "b": 6}
+    survivors = desk.core.paused_survivors()
+    assert survivors is not None
+    assert {peer_id: report.applied for peer_id, report in survivors.items()} == {"a": 6, "b": 6}
     desk.tell(co.Saved({"a": 6}))
     desk.tell(co.Signal.YIELD)
     assert [item.peer_id for item in desk.said if isinstance(item, co.SendRelease)] == ["a", "b"]
-    assert (desk.core.state, desk.core.paused_heirs()) == ("paused", None)
+    assert (desk.core.state, desk.core.paused_survivors()) == ("paused", None)
     desk.tell(co.Signal.RESUME)
     desk.offer("b")
     desk.ready("b", applied=6)

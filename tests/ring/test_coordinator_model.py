@@ -139,9 +139,11 @@ class Cluster(History):
     @rule()
     def another_job_waits(self) -> None:
         """The shell lets a paused job's workers go where one of them has the state on its disk."""
-        heirs = self.core.paused_heirs()
-        newest = max((report.applied for report in heirs.values()), default=0) if heirs else 0
-        if heirs and any((newest, heirs[peer_id].lineage) == self.members[peer_id].disk for peer_id in heirs):
+        survivors = self.core.paused_survivors()
+        newest = max((report.applied for report in survivors.values()), default=0) if survivors else 0
+        if survivors and any(
+            (newest, survivors[peer_id].lineage) == self.members[peer_id].disk for peer_id in survivors
+        ):
             self.tell(co.Signal.YIELD)
             assert not self.core.peer_ids
 

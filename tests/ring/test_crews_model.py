@@ -321,13 +321,13 @@ class Cluster(History):
 
     @rule()
     def another_job_waits(self) -> None:
-        heirs = self.core.paused_heirs()
-        if not heirs:
+        survivors = self.core.paused_survivors()
+        if not survivors:
             return
-        newest = max(report.applied for report in heirs.values())
+        newest = max(report.applied for report in survivors.values())
         kept = Counter(
             self.members[peer_id].stage
-            for peer_id, report in heirs.items()
+            for peer_id, report in survivors.items()
             if (newest, report.lineage) in self.disks[peer_id].of(self.members[peer_id].stage or 0)
         )
         if len(kept) == self.stages:
