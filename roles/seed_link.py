@@ -31,23 +31,10 @@ from wire.handshake import RefusalCode, dial
 from wire.job_messages import CheckpointSaved, StepMetrics
 from wire.messages import MAX_TERM, EventNotice, Heartbeat, HeartbeatAck, Hello, Leave, Message, Response, Welcome
 
-DIAL_TIMEOUT_S = 10.0  # dial, handshake (5 s) and the seed's dial-back (3 s) fit
-FIRST_DELAY_S = 0.1
-MAX_DELAY_S = (1.0, 5.0)
-"""Between two tries: a twentieth of how long the seed has been away, within these, so that whoever waits for it to be
-back waits hardly longer than it took. A try that is refused costs a packet; half a thousand at once, a second."""
-KEPT_MESSAGES = 20_000
-"""Metrics rows kept while the seed is away: about half a day at two seconds a step, 10 MB at most."""
-
-RESENT_MESSAGES = 512
-"""The newest ones that were sent are sent again after a loss of the link: they may have died in a socket's buffer. The
-seed keeps one of each."""
 RESENT_SAVES = 16
 """Of those, checkpoints: the seed flushes each to its disk, and a whole run's would keep that busy for long. Older ones
 are not on this worker's disk any more."""
 TOLD_EVERY_S = 30.0
-RENEWAL_S = 10.0
-"""For the seed's answer: it writes the certificate down first, on a disk that may be busy."""
 TERMS_FILE = "terms.json"
 MAX_CLUSTERS = 8
 
@@ -101,8 +88,11 @@ class SeedLink:
         self._hello, self._pulse = hello, pulse
         self._on_message, self._on_up, self._on_down = on_message, on_up, on_down
         self._connection: Connection | None = None
-        self._kept: deque[Message] = deque(maxlen=KEPT_MESSAGES)
-        self._recent: deque[Message] = deque(maxlen=RESENT_MESSAGES)
+        # Metrics rows kept while the seed is away: about half a day at two seconds a step, 10 MB at most.
+        self._kept: deque[Message] = deque(maxlen=20_000)
+        # The newest ones that were sent are sent again after a loss of the link: they may have died in a socket's
+        # buffer. The seed keeps one of each.
+        self._recent: deque[Message] = deque(maxlen=512)
         self.rtt_ms: float | None = None
         self._leaving = False
         self._sent_at: dict[int, float] = {}
@@ -171,7 +161,12 @@ class SeedLink:
             hello = replace(self._hello(), cluster=self._cluster, term=self._terms.get(self._cluster, 0))
             try:
                 connection, welcome = await dial(
-                    self._world.network, *place, hello, timeout_s=DIAL_TIMEOUT_S, expect_role="seed"
+                    # dial, handshake (5 s) and the seed's dial-back (3 s) fit
+                    self._world.network,
+                    *place,
+                    hello,
+                    timeout_s=10.0,
+                    expect_role="seed",
                 )
             except P2PTrainError as problem:
                 if isinstance(problem, Refused) and problem.code in _FINAL:
@@ -197,7 +192,7 @@ class SeedLink:
     async def _find_again(self) -> tuple[Connection, Welcome]:
         clock = self._world.clock
         began = clock.now()
-        delay_s, tell_at = FIRST_DELAY_S, began
+        delay_s, tell_at = 0.1, began
         while True:
             await asyncio.sleep(delay_s * (0.5 + self._world.random.random()))
             try:
@@ -209,7 +204,10 @@ class SeedLink:
                 if isinstance(problem, Refused) and clock.now() >= tell_at:
                     tell_at = clock.now() + TOLD_EVERY_S
                     self._on_down(problem)
-            least_s, most_s = MAX_DELAY_S
+            # Between two tries: a twentieth of how long the seed has been away, within these, so that whoever waits for
+            # it to be back waits hardly longer than it took. A try that is refused costs a packet; half a thousand at
+            # once, a second.
+            least_s, most_s = (1.0, 5.0)
             delay_s = min(2 * delay_s, max(least_s, min((clock.now() - began) / 20, most_s)))
 
     async def _live(self, connection: Connection, welcome: Welcome) -> P2PTrainError:
@@ -352,7 +350,8 @@ class Membership:
         """Renew the certificate while the link is up. There are hours to try again."""
         while True:
             try:
-                await member.keep_fresh(partial(self.link.ask, timeout_s=RENEWAL_S))
+                # For the seed's answer: it writes the certificate down first, on a disk that may be busy.
+                await member.keep_fresh(partial(self.link.ask, timeout_s=10.0))
             except P2PTrainError as problem:
                 self._notify("warning", "certificate", f"the certificate is not renewed yet: {problem.message}")
                 await asyncio.sleep(LOOK_S)

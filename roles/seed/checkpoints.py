@@ -13,14 +13,11 @@ from ring.token import is_lineage
 from ring.view import View
 from roles.background import started_in
 from roles.seed.events import Board
-from roles.seed.jobs import Desk, newest_of_all_stages, saved_of
+from roles.seed.jobs import JobController, newest_of_all_stages, saved_of
 from roles.seed.peers import Link, checkpoint_of, clipped, did_you_mean
 from roles.seed.store import Records, Store
 from wire.job_messages import CheckpointSaved
 from wire.records import CheckpointInfo
-
-MAX_NOTING = 64
-"""Checkpoints that are being noted at a time; whoever tells of more waits."""
 
 
 class Catalogue:
@@ -33,10 +30,11 @@ class Catalogue:
         known: by their ids.
     """
 
-    def __init__(self, clock: Clock, store: Store, board: Board, desks: Mapping[str, Desk]) -> None:
+    def __init__(self, clock: Clock, store: Store, board: Board, desks: Mapping[str, JobController]) -> None:
         self.known: dict[str, CheckpointInfo] = {}
         self._clock, self._store, self._board, self._desks = clock, store, board, desks
-        self._noting = asyncio.Semaphore(MAX_NOTING)
+        # Checkpoints that are being noted at a time; whoever tells of more waits.
+        self._noting = asyncio.Semaphore(64)
         self._tasks: asyncio.TaskGroup | None = None
 
     async def load(self) -> None:
@@ -80,7 +78,7 @@ class Catalogue:
         later = [item for item in self.of(view.job) if item.step > view.step]
         await self.drop([item.id for item in later if item.peer_id in members])
 
-    async def loaded(self, link: Link, desk: Desk, applied: int) -> None:
+    async def loaded(self, link: Link, desk: JobController, applied: int) -> None:
         """A stage holds the newest state that it could load, or more: what it has of later steps is gone, or damaged.
 
         Of a model that is not split it stays known until a view begins: the job waits by it for who still builds.
@@ -120,14 +118,10 @@ class Catalogue:
             self._desks[job].post(saved_of(self.of(job), split=self._desks[job].stages > 1))
 
 
-WORKER_S = 10.0
-VERIFY_S = 60.0  # it reads the whole checkpoint
-
-
 class Archive:
     """The checkpoints of ``catalogue``, with their holders, where these are among ``links``."""
 
-    def __init__(self, catalogue: Catalogue, desks: Mapping[str, Desk], links: Mapping[str, Link]) -> None:
+    def __init__(self, catalogue: Catalogue, desks: Mapping[str, JobController], links: Mapping[str, Link]) -> None:
         self._catalogue, self._desks, self._links = catalogue, desks, links
 
     def named(self, checkpoint_id: str) -> CheckpointInfo:
@@ -147,7 +141,7 @@ class Archive:
             raise Refused("holder-away", text, remedy="start that worker, or choose a checkpoint of another")
         return holder
 
-    async def verified(self, desk: Desk, checkpoint: CheckpointInfo) -> str:
+    async def verified(self, desk: JobController, checkpoint: CheckpointInfo) -> str:
         """The lineage of a checkpoint, of which its holder has just read every byte; of a split model, all who are here
         and hold one of that step, of each stage at least one. They spare it from now on, until they have gone back.
 
@@ -178,7 +172,7 @@ class Archive:
         """
         was_there = True
         try:
-            await self.holder(checkpoint).ask("checkpoint.delete", self._named_to(checkpoint), timeout_s=WORKER_S)
+            await self.holder(checkpoint).ask("checkpoint.delete", self._named_to(checkpoint), timeout_s=10.0)
         except Refused as problem:
             if problem.code != "not-here":
                 raise
@@ -186,7 +180,7 @@ class Archive:
         await self._catalogue.drop([checkpoint.id])
         return was_there
 
-    def _check_whole(self, desk: Desk, checkpoint: CheckpointInfo) -> None:
+    def _check_whole(self, desk: JobController, checkpoint: CheckpointInfo) -> None:
         """Raise ``Refused`` where a split model cannot go back to it, for nobody here has the other stages'."""
         if desk.stages > 1 and not _is_whole(found := self._alike_here(checkpoint), desk.stages):
             stages = sorted({item.stage for item in found if item.stage is not None})
@@ -218,7 +212,8 @@ class Archive:
     async def _lineage(self, checkpoint: CheckpointInfo) -> str:
         """Of one, of which its holder has just read every byte."""
         asked = self._named_to(checkpoint)
-        result = await self.holder(checkpoint).ask("checkpoint.verify", asked, timeout_s=VERIFY_S)
+        # it reads the whole checkpoint
+        result = await self.holder(checkpoint).ask("checkpoint.verify", asked, timeout_s=60.0)
         lineage = result.get("lineage")
         if result.get("step") != checkpoint.step or not isinstance(lineage, str) or not is_lineage(lineage):
             raise Refused("damaged", f"{checkpoint.peer_name} does not say what state that checkpoint holds")

@@ -48,8 +48,6 @@ class Strangers:
 
 INTERVAL_S = 0.1
 PATIENCE_S = 5.0
-FRAME_BYTES = 24 << 10
-"""Items in one frame, packed; with what is around them it stays well below 32 KiB."""
 MAX_ROWS = 4000
 STATE_TOPICS = ("cluster", "peers", "jobs", "checkpoints", "parts", "serving")
 
@@ -178,7 +176,8 @@ def _updates(topic: str, items: Iterable[Map]) -> Iterator[Update]:
     size_bytes = 0
     for item in items:
         item_bytes = len(msgpack.packb(item))
-        if batch and size_bytes + item_bytes > FRAME_BYTES:
+        # Items in one frame, packed; with what is around them it stays well below 32 KiB.
+        if batch and size_bytes + item_bytes > (24 << 10):
             yield Update(topic, batch)
             batch, size_bytes = [], 0
         batch.append(item)
@@ -187,12 +186,11 @@ def _updates(topic: str, items: Iterable[Map]) -> Iterator[Update]:
         yield Update(topic, batch)
 
 
-MAX_KINDS_CHARS = 24
 RECENT_EVENTS = 100
 LEVELS = frozenset({"info", "warning", "error"})
 
 
-class Diary:
+class EventLog:
     """See the module's docstring.
 
     Attributes:
@@ -215,7 +213,7 @@ class Diary:
         self._last_id += 1
         level = level if level in LEVELS else "info"
         wall = self._clock.wall()
-        event = EventInfo(self._last_id, wall, level, clipped(kind, MAX_KINDS_CHARS), clipped(text), peer, job)
+        event = EventInfo(self._last_id, wall, level, clipped(kind, 24), clipped(text), peer, job)
         self._store.add(event)
         self.recent.append(event)
         self._board.add(event)

@@ -222,7 +222,7 @@ def _nothing_known(job: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Office:
+class JobContext:
     """What every job needs of the seed.
 
     Attributes:
@@ -246,7 +246,7 @@ class Office:
     restored: Callable[[View], Awaitable[None]]
     survey: Survey
     ledger_step: Callable[[str], int] = _nothing_known
-    settled: Callable[[Desk], None] = lambda desk: None
+    settled: Callable[[JobController], None] = lambda desk: None
     minted: Callable[[], None] = lambda: None
     minted_below: int = 0
 
@@ -263,10 +263,10 @@ class History:
     reread: bool = False
 
 
-class Desk:
+class JobController:
     """One job. ``run`` is its task."""
 
-    def __init__(self, office: Office, record: JobRecord, spec: str, history: History) -> None:
+    def __init__(self, office: JobContext, record: JobRecord, spec: str, history: History) -> None:
         self.record = record
         self.spec = spec
         self._office = office

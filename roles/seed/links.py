@@ -25,14 +25,11 @@ START_S = 2.0
 """A job's start waits no longer than this for measurements."""
 ANSWER_S = 0.2
 """Of the time that a worker is waited for: its answer's way back."""
-LATER_S = 20.0
-"""For a worker's measurements while a ring runs: 16 ways over a satellite."""
 FRESH_S = 300.0
 """What is older is measured again, after the next view."""
 MAX_AT_ONCE = 16
 """Peers in one request; a worker takes no more."""
 MAX_PAIRS = 128 * 128
-MAX_LATENCY_S = 60.0
 MIN_BPS, MAX_BPS = 1e2, 1e14
 
 CAPABILITY = "measures"
@@ -154,7 +151,8 @@ class Survey:
             wanted = self._askable(link, members) if link is not None else []
             for first in range(0, len(wanted), MAX_AT_ONCE):
                 if link is not None and self._links.get(peer_id) is link:
-                    await self._ask(link, wanted[first : first + MAX_AT_ONCE], LATER_S)
+                    # For a worker's measurements while a ring runs: 16 ways over a satellite.
+                    await self._ask(link, wanted[first : first + MAX_AT_ONCE], 20.0)
         del self._later[job]
 
     def _askable(self, link: Link, others: Collection[str]) -> list[Link]:
@@ -193,7 +191,7 @@ def measured_untrusted(result: dict[str, Any], asked: Collection[str]) -> dict[s
         peer_id, latency_s, bandwidth_bps, striped_bps = item
         if not isinstance(peer_id, str) or peer_id not in asked or peer_id in found:
             raise ProtocolError("a link to a peer that was not asked for")
-        if not _within(latency_s, 0, MAX_LATENCY_S):
+        if not _within(latency_s, 0, 60.0):
             raise ProtocolError("a latency that cannot be")
         if not all(rate is None or _within(rate, MIN_BPS, MAX_BPS) for rate in (bandwidth_bps, striped_bps)):
             raise ProtocolError("a bandwidth that cannot be")

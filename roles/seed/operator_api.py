@@ -37,7 +37,7 @@ from wire.records import StagePlanInfo, TrainingPlanInfo
 
 if TYPE_CHECKING:
     from ring.training_placement import StagePlan, TrainingPlan
-    from roles.seed.jobs import Desk
+    from roles.seed.jobs import JobController
     from roles.seed.server import Seed
 
 Params = dict[str, Any]
@@ -177,18 +177,14 @@ IDLE_S = 120.0
 """An operator that neither asks nor watches for this long is let go; a client asks for the clock far more often."""
 MAX_SPEC_BYTES = 32 << 10
 MAX_ROWS = 200
-MAX_SINK_BYTES = 16 << 20
 SINK_S = 60.0
-FIRST_ROWS = 300
-FIRST_RECOVERIES = 100
-LEDGER_ROWS = 512
 ANSWER_BYTES = 40 << 10
 """Of the items in an answer, whatever they are; with what is around them it fits a frame."""
 
 _SLOW = frozenset({"checkpoints.restore", "checkpoints.delete", "jobs.plan"})
 
 
-class Clerk:
+class OperatorApi:
     """Answers operators. One for all of them."""
 
     def __init__(self, seed: Seed) -> None:
@@ -291,8 +287,8 @@ class Clerk:
             feed.add(seed.diary.recent)
             shown = [desk.id for desk in seed.desks.values() if desk.live] or list(seed.desks)[-1:]
             for job in shown[:4]:
-                feed.add(await seed.store.call(Records.last_metrics, job, FIRST_ROWS))
-                feed.add(await seed.store.call(Records.recoveries, job, FIRST_RECOVERIES))
+                feed.add(await seed.store.call(Records.last_metrics, job, 300))
+                feed.add(await seed.store.call(Records.recoveries, job, 100))
             await seed.board.serve(feed, connection)
 
     # ------------------------------------------------------------------------------------------------ cluster and peers
@@ -402,7 +398,7 @@ class Clerk:
             raise _wrong_state(desk, "saved", "its members save at step boundaries, while it runs")
         return await self._tell(desk, co.Signal.SAVE, "was told to save")
 
-    async def _tell(self, desk: Desk, event: co.Event, what: str) -> Result:
+    async def _tell(self, desk: JobController, event: co.Event, what: str) -> Result:
         if not desk.settled.is_set():
             text = f"the seed was restored, and waits for the members of job {desk.record.name}"
             raise Refused("busy", text, remedy=f"try again in {SETTLE_S:g} s")
@@ -419,7 +415,7 @@ class Clerk:
         await self._seed.forget_job(desk)
         return {"job": desk.id}
 
-    def _desk(self, params: Params) -> Desk:
+    def _desk(self, params: Params) -> JobController:
         """The job meant by an id, the beginning of one, or a name (of several with that name, the newest)."""
         text, desks = text_of(params, "job", 128), self._seed.desks
         if text in desks:
@@ -443,7 +439,7 @@ class Clerk:
         """Rows of later steps, as many as fit: runs of steps with the same generation and shares."""
         desk, after = self._desk(params), whole_of(params, "after_step", 0, 0, 2**53)
         head = await self._seed.store.call(Records.ledger_head, desk.id)
-        rows = await self._seed.store.call(Records.ledger_rows, desk.id, after, LEDGER_ROWS)
+        rows = await self._seed.store.call(Records.ledger_rows, desk.id, after, 512)
         runs = [
             {
                 "first": run[0].step,
@@ -516,7 +512,7 @@ class Clerk:
     async def _probe_sink(self, params: Params, connection: Connection) -> Result:
         """Takes one bulk frame, which may follow at once, and answers when it has it all."""
         size_bytes, stream = (
-            whole_of(params, "size_bytes", None, 0, MAX_SINK_BYTES),
+            whole_of(params, "size_bytes", None, 0, 16 << 20),
             whole_of(params, "stream", None, 0, 2**31),
         )
         if self._sink.locked():
@@ -561,6 +557,6 @@ def _runs(rows: Iterable[LedgerRow]) -> list[list[LedgerRow]]:
     return runs
 
 
-def _wrong_state(desk: Desk, verb: str, why: str, remedy: str = "see p2ptrain jobs show") -> Refused:
+def _wrong_state(desk: JobController, verb: str, why: str, remedy: str = "see p2ptrain jobs show") -> Refused:
     text = f"job {desk.record.name} is {desk.core.state} and cannot be {verb}: {why}"
     return Refused("wrong-state", text, remedy=remedy)

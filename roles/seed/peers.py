@@ -35,7 +35,6 @@ TEXT_BYTES = 1000
 """Of an event's text: what happened and what to do, with a path."""
 MAX_WHOLE = 2**53
 """No number that a peer sends is larger, or less than 0: SQLite, msgpack and viewers of any kind hold these."""
-MAX_FLOPS = 10**18
 SPEED = "compute_flops"
 """In a beat: floating-point operations per second, as the worker has measured."""
 GAUGES = "gauges"
@@ -140,7 +139,7 @@ class Link:
         told = self.beat.stats.get(SPEED) if self.beat else None
         if told is None:
             return None if self.hello.capabilities.get(GAUGES) is True else 0.0
-        return float(_told(told, MAX_FLOPS))
+        return float(_told(told, 10**18))
 
     def beaten(self, beat: Heartbeat) -> bool:
         """Take in a beat. True where it is the first that tells how fast the worker computes."""

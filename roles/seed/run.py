@@ -1,23 +1,181 @@
-"""Running a seed: opens its record and its authority, listens, and ends cleanly."""
+"""Running a seed, keeping copies of all that it knows, and restoring one from a copy anywhere.
+
+A copy is one file: the database as SQLite's backup gives it, with the authority's files in a table of their own. It is
+written beside the copy before it and renamed over that, so it is complete or not there.
+
+A restored seed leads in a higher term, which is durable in the copy and in the record before the seed listens: so
+generations of two terms never meet, and a worker that has seen the higher term refuses the seed that was lost, should
+it come back. The copy may be behind by some views; each job takes the newest one from its living members before
+anything is decided (``roles.seed.jobs``). What no member holds is lost: evictions, tickets, revocations and jobs that
+nobody has begun to train, if they are newer than the copy.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+import json
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from p2ptrain.core.errors import P2PTrainError, first_error
+from p2ptrain.core.disk import Disk, write_atomic
+from p2ptrain.core.errors import P2PTrainError, StorageError, UserError, first_error
 from p2ptrain.core.world import Clock, World
-from roles.seed.authority import Authority
-from roles.seed.backup import Backup
+from ring.coordination import ENDED
+from roles.seed.authority import Authority, keep_files
 from roles.seed.server import Beats, Guard, Seed, cluster_id
-from roles.seed.store import Store
+from roles.seed.store import FILE_NAME, SCHEMA_VERSION, TERM_FACT, Records, Store
 from wire.address import Ticket, format_address
 from wire.enrol import until_half_life
 from wire.handshake import Server, serve
+from wire.messages import MAX_TERM
 from wire.tls import TlsNetwork
+
+COPY_NAME = "seed-backup.sqlite3"
+COPIED_FACT = "copied-at"
+EVERY_S = 60.0
+
+
+def copied(records: Records, files: dict[str, bytes], wall: float) -> bytes:
+    """A copy, with the authority's files. On the store's thread."""
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as copy:
+        records.backup_to(copy)
+        copy.execute("CREATE TABLE authority (name TEXT PRIMARY KEY, data BLOB NOT NULL)")
+        copy.executemany("INSERT INTO authority VALUES (?, ?)", files.items())
+        copy.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (COPIED_FACT, str(wall)))
+        return _file_of(copy)
+
+
+def _file_of(database: sqlite3.Connection) -> bytes:
+    data = database.serialize()
+    return data[:18] + b"\1\1" + data[20:]  # no write-ahead log belongs to it
+
+
+class Backup:
+    """Copies a store to a directory: every minute, and as soon as ``soon`` says so.
+
+    Args:
+        failed: told why a copy could not be written, once until one can be.
+    """
+
+    def __init__(
+        self, world: World, store: Store, authority: Authority | None, directory: Path, failed: Callable[[str], None]
+    ) -> None:
+        self._world, self._store, self._authority, self._directory = world, store, authority, directory
+        self._failed = failed
+        self._thread = world.threads.start("backup")
+        self._soon = asyncio.Event()
+
+    async def write(self) -> None:
+        """Make a copy now. Raises ``StorageError``."""
+        files = self._authority.files() if self._authority is not None else {}
+        data = await self._store.call(copied, files, self._world.clock.wall())
+        await self._thread.submit(partial(keep_copy, self._world.disk, self._directory, data))
+
+    def soon(self) -> None:
+        self._soon.set()
+
+    async def run(self) -> None:
+        """Until cancelled. A copy that fails is told of; the seed goes on."""
+        working = True
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(EVERY_S):
+                    await self._soon.wait()
+            self._soon.clear()
+            try:
+                await self.write()
+                working = True
+            except StorageError as problem:
+                if working:
+                    self._failed(f"no backup is made: {problem.message}: {problem.remedy}")
+                working = False
+
+    def close(self) -> None:
+        self._thread.close()
+
+
+def keep_copy(disk: Disk, directory: Path, data: bytes) -> None:
+    """Blocking. Raises ``StorageError``."""
+    disk.make_dir(directory, mode=0o700)
+    disk.set_mode(directory, 0o700)
+    write_atomic(disk, directory / COPY_NAME, data, private=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a copy was: made at ``wall``; of an ``encrypted`` cluster; its seed leads in ``term`` now."""
+
+    wall: float
+    encrypted: bool
+    term: int
+
+
+def restore(disk: Disk, directory: Path, state_dir: Path) -> Restored:
+    """Make ``state_dir`` that of a seed with all that the copy in ``directory`` has, in a higher term. Blocking.
+
+    Raises:
+        UserError: there is no copy, or there is a seed's record in the state directory already.
+        StorageError: the copy is damaged, or something cannot be written.
+    """
+    if COPY_NAME not in disk.list_dir(directory):
+        raise UserError(f"there is no backup of a seed in {directory}", remedy="name the DIR of seed --backup DIR")
+    disk.make_dir(state_dir, mode=0o700)
+    if FILE_NAME in disk.list_dir(state_dir):
+        text = f"{state_dir} has a seed's record already"
+        raise UserError(text, remedy="start that seed without --restore, or choose another --state")
+    data = disk.read(directory / COPY_NAME, max_bytes=16 << 30)
+    with _opened(directory / COPY_NAME, data) as copy:
+        found = Restored(*_begin_term(copy))
+        keep_copy(disk, directory, _file_of(copy))  # first: who restores it again gets a higher term still
+        files = dict(copy.execute("SELECT name, data FROM authority"))
+        copy.execute("DROP TABLE authority")
+        keep_files(disk, state_dir / "authority", files) if files else None
+        write_atomic(disk, state_dir / FILE_NAME, _file_of(copy), private=True)
+    return found
+
+
+def _begin_term(copy: sqlite3.Connection) -> tuple[float, bool, int]:
+    """Raise the term, and have every job that goes on ask its members for a newer view."""
+    facts = dict(copy.execute("SELECT name, value FROM facts"))
+    term = next_term(int(facts.get(TERM_FACT, 0)))
+    copy.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (TERM_FACT, str(term)))
+    for job, text in copy.execute("SELECT id, record FROM jobs").fetchall():
+        record = json.loads(text)
+        if record["state"] not in {str(phase) for phase in ENDED}:
+            copy.execute("UPDATE jobs SET record = ? WHERE id = ?", (json.dumps(record | {"unsettled": True}), job))
+    encrypted = bool(copy.execute("SELECT count(*) FROM authority").fetchone()[0])
+    return float(facts[COPIED_FACT]), encrypted, term
+
+
+def next_term(term: int) -> int:
+    """Raises ``StorageError`` where there is none."""
+    if term + 1 >= MAX_TERM:
+        raise StorageError(f"this cluster was restored {term} times", remedy="begin a new one")
+    return term + 1
+
+
+@contextmanager
+def _opened(path: Path, data: bytes) -> Iterator[sqlite3.Connection]:
+    damaged = StorageError(f"the backup {path} is damaged", remedy="use another copy, or begin a new cluster")
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as copy:
+        try:
+            if not data.startswith(b"SQLite format 3\0"):
+                raise damaged
+            copy.deserialize(data)
+            version = copy.execute("PRAGMA user_version").fetchone()[0]
+            if copy.execute("PRAGMA quick_check").fetchone()[0] != "ok":
+                raise damaged
+            if version != SCHEMA_VERSION:
+                text = f"the backup {path} was written by another release (schema {version}, not {SCHEMA_VERSION})"
+                raise StorageError(text, remedy="use the release that wrote it")
+            yield copy
+        except (sqlite3.Error, ValueError, KeyError, TypeError) as error:
+            raise damaged from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +237,7 @@ async def run_seed(
         state_dir: where it keeps its record; made where it does not exist. One seed at a time.
         heartbeat_s, death_s: of the links to workers; 0 and 0: from each worker's measured round trip.
         encryption: None: a plain seed, which is for the loopback.
-        backup_dir: where a copy of all that it knows is kept up to date (``roles.seed.backup``).
+        backup_dir: where a copy of all that it knows is kept up to date (``roles.seed.run``).
         on_ready: called with the address that it listens on.
 
     Raises:
@@ -96,20 +254,21 @@ async def run_seed(
             world = dataclasses.replace(world, network=own.network)
             guard = Guard(authority, encryption.ticket_host)
         seed = await Seed.open(world, store, name=name, beats=Beats(heartbeat_s, death_s), guard=guard)
+        backup: Backup | None = None
         if backup_dir is not None:
-            seed.backup = Backup(
-                world, store, guard.authority, backup_dir, lambda text: seed.note("error", "backup", text)
-            )
-            await seed.backup.write()  # it is known at once where that cannot be done
+            told = partial(seed.note, "error", "backup")
+            backup = Backup(world, store, guard.authority, backup_dir, told)
+            await backup.write()  # it is known at once where that cannot be done
+            seed.copy_soon = backup.soon
         door = seed.door.decide
         server = await serve(world.network, host, port, decide=door, serve=seed.serve, on_problem=seed.diary.refused)
         try:
             ticket = await seed.gate.opened(server.address)
             if encryption is not None and ticket is not None:
                 encryption.on_ticket(ticket)
-            await _until(stop, seed, own, server, on_ready)
-            if seed.backup is not None:
-                await seed.backup.write()
+            await _until(stop, seed, own, backup, server, on_ready)
+            if backup is not None:
+                await backup.write()
         finally:
             await server.close()
     finally:
@@ -120,12 +279,13 @@ async def _until(
     stop: asyncio.Event,
     seed: Seed,
     own: OwnCertificate | None,
+    backup: Backup | None,
     server: Server,
     on_ready: Callable[[tuple[str, int]], None],
 ) -> None:
     try:
         async with asyncio.TaskGroup() as tasks:
-            work = tasks.create_task(_work(seed, own, server.address))
+            work = tasks.create_task(_work(seed, own, backup, server.address))
             how = ", encrypted" if seed.gate.encrypted else ""
             seed.diary.note(
                 "info", "seed-started", f"the seed listens on {format_address(*server.address)}{how}", "", ""
@@ -138,9 +298,11 @@ async def _until(
         raise first_error(group) from None
 
 
-async def _work(seed: Seed, own: OwnCertificate | None, address: tuple[str, int]) -> None:
+async def _work(seed: Seed, own: OwnCertificate | None, backup: Backup | None, address: tuple[str, int]) -> None:
     async with asyncio.TaskGroup() as tasks:
         seed.start(tasks, address)
         if own is not None:
             tasks.create_task(own.keep_fresh(), name="own certificate")
+        if backup is not None:
+            tasks.create_task(backup.run(), name="backup")
         await asyncio.Event().wait()  # until cancelled: jobs come and go

@@ -7,7 +7,7 @@ neighbours, and is told so at once, with a remedy, instead of breaking a ring la
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -21,13 +21,12 @@ from ring.detector import FailureDetector, Memory, beat_defaults
 from ring.view import TERM_BITS, View
 from roles.background import started_in
 from roles.seed.authority import Authority
-from roles.seed.backup import Backup
 from roles.seed.checkpoints import Catalogue
 from roles.seed.enrolment import Gate
-from roles.seed.events import Board, Diary, Map
-from roles.seed.jobs import Desk, History, Office, history, stages_of
+from roles.seed.events import Board, EventLog, Map
+from roles.seed.jobs import History, JobContext, JobController, history, stages_of
 from roles.seed.links import Survey
-from roles.seed.operator_api import Clerk
+from roles.seed.operator_api import OperatorApi
 from roles.seed.peers import (
     NAME_CHARS,
     Link,
@@ -87,12 +86,11 @@ async def cluster_id(store: Store) -> str:
     return await store.call(Records.fact, "cluster-id", new_id)
 
 
-DIAL_BACK_S = 3.0
 MAX_PEERS = 1024
 MAX_OPERATORS = 64
 
 
-class Door:
+class Acceptor:
     """Answers every ``Hello``; what is done with who came in is the seed's affair.
 
     Args:
@@ -180,9 +178,7 @@ class Door:
     async def dial_back(self, host: str, port: int, peer_id: str = "") -> None:
         """Reach a port of somebody who wants to be reached. Raises ``P2PTrainError``."""
         hello = self.introduction("probe", 0)
-        connection, welcome = await dial(
-            self._world.network, host, port, hello, timeout_s=DIAL_BACK_S, expect_peer=peer_id
-        )
+        connection, welcome = await dial(self._world.network, host, port, hello, timeout_s=3.0, expect_peer=peer_id)
         await connection.close()
         if peer_id and welcome.peer_id != peer_id:
             raise ProtocolError(f"another peer ({welcome.name[:NAME_CHARS]}) answers there")
@@ -211,12 +207,6 @@ class Door:
         )
 
 
-LOST_SHOWN_S = 60.0
-"""How long a lost worker stays in the list, as lost."""
-AGE_S = 1.0
-MAX_EARLY = 4096
-
-
 class Seed:
     """Made by ``open``, run by ``run_seed``."""
 
@@ -227,9 +217,9 @@ class Seed:
         self.store = store
         self.board = Board(self.render)
         self.links: dict[str, Link] = {}
-        self.desks: dict[str, Desk] = {}  # oldest first
+        self.desks: dict[str, JobController] = {}  # oldest first
         self.checkpoints = Catalogue(world.clock, store, self.board, self.desks)
-        self.diary = Diary(world.clock, store, self.board)
+        self.diary = EventLog(world.clock, store, self.board)
         self.note = self.diary.note
         self._cluster_id, self._name, self._beats = cluster_id, name, beats
         self._started_at = world.clock.wall()
@@ -238,7 +228,7 @@ class Seed:
         self._memory = Memory()
         self._tasks: asyncio.TaskGroup | None = None
         self.gate = Gate(guard.authority, world.clock, guard.ticket_host, self.note)
-        self.door = Door(
+        self.door = Acceptor(
             world=world,
             cluster_id=cluster_id,
             name=name,
@@ -247,11 +237,11 @@ class Seed:
             gate=self.gate,
             term=term,
         )
-        self._clerk = Clerk(self)
+        self._clerk = OperatorApi(self)
         self.parts = Holdings(partial(self.board.touch, "parts"))
         self.services = Services(self.links, self._served)
         self.survey = Survey(world.clock, self.links, self._measured_links)
-        self.office = Office(
+        self.office = JobContext(
             world.clock,
             store,
             self.board,
@@ -262,10 +252,10 @@ class Seed:
             self.survey,
             self.ledger_step,
             self._settled,
-            self._copy_soon,
+            lambda: self.copy_soon(),
             term << TERM_BITS,
         )
-        self.backup: Backup | None = None
+        self.copy_soon: Callable[[], None] = lambda: None  # asks for a backup
 
     @classmethod
     async def open(cls, world: World, store: Store, *, name: str, beats: Beats, guard: Guard) -> Seed:
@@ -275,7 +265,7 @@ class Seed:
         await seed.diary.load()
         for record, spec in await store.call(Records.jobs):
             known = await store.call(history, record.id, split=stages_of(spec) > 1)
-            seed.desks[record.id] = Desk(seed.office, record, spec, known)
+            seed.desks[record.id] = JobController(seed.office, record, spec, known)
         await seed.checkpoints.load()
         return seed
 
@@ -289,8 +279,6 @@ class Seed:
             tasks.create_task(desk.run(), name=f"job {desk.id}")
         tasks.create_task(self.store.run(), name="store")
         tasks.create_task(self._age(), name="ages")
-        if self.backup is not None:
-            tasks.create_task(self.backup.run(), name="backup")
 
     def stop(self) -> None:
         """Tell everybody that the seed goes; workers train on and look for it again."""
@@ -408,20 +396,16 @@ class Seed:
             return
         await self._heard_of_job(link, desk, message)
 
-    async def _heard_early(self, link: Link, desk: Desk, message: Message) -> None:
+    async def _heard_early(self, link: Link, desk: JobController, message: Message) -> None:
         """The seed was restored, and does not know the job's newest view yet: the rest waits for that."""
         if isinstance(message, ViewAnnounced):
             desk.view_told(link.id, View.from_message_untrusted(message))
             return
-        if len(link.early) >= MAX_EARLY:
+        if len(link.early) >= 4096:
             await desk.settled.wait()
         link.early.append(message)
 
-    def _copy_soon(self) -> None:
-        if self.backup is not None:
-            self.backup.soon()
-
-    def _settled(self, desk: Desk) -> None:
+    def _settled(self, desk: JobController) -> None:
         assert self._tasks is not None
         for link in self.links.values():
             if link.job == desk.id:
@@ -438,7 +422,7 @@ class Seed:
             say_last(link.connection, problem)
             link.connection.abort(problem)
 
-    async def _heard_of_job(self, link: Link, desk: Desk | None, message: Message) -> None:
+    async def _heard_of_job(self, link: Link, desk: JobController | None, message: Message) -> None:
         match message:
             case Report() if desk is not None and message.job == desk.id:
                 await self._reported(link, desk, checked_report(message, desk.record.steps_total))
@@ -494,7 +478,7 @@ class Seed:
             return problem
         return None
 
-    async def _reported(self, link: Link, desk: Desk, report: Report) -> None:
+    async def _reported(self, link: Link, desk: JobController, report: Report) -> None:
         event = co.PeerReported(link.id, report)
         if report.status == "following":
             link.fetched = report
@@ -519,7 +503,7 @@ class Seed:
         """The step up to which it is known who computed each."""
         return self.desks[job].writer.ledger.step if job in self.desks else 0
 
-    def _trained_by(self, link: Link, job: str) -> Desk | None:
+    def _trained_by(self, link: Link, job: str) -> JobController | None:
         """The job, where the worker is on it, or was last: what it kept while the link was down comes late."""
         return self.desks.get(job) if job and job in (link.job, link.last_job) else None
 
@@ -558,7 +542,7 @@ class Seed:
                     desk.post(co.Signal.YIELD)
         self.board.touch("jobs", *(desk.id for desk in waiting))
 
-    def may_yield(self, desk: Desk) -> bool:
+    def may_yield(self, desk: JobController) -> bool:
         """Whether a paused job can let its workers go: where it stopped is on the disk of one of them."""
         if not desk.settled.is_set():
             return False
@@ -574,16 +558,16 @@ class Seed:
     async def create_job(self, record: JobRecord, spec: str) -> None:
         """Add a job; it starts when enough workers are ready. Raises ``StorageError``."""
         await self.store.call(Records.add_job, record, spec)
-        desk = self.desks[record.id] = Desk(self.office, record, spec, History())
+        desk = self.desks[record.id] = JobController(self.office, record, spec, History())
         assert self._tasks is not None
         started_in(self._tasks, desk.run(), f"job {desk.id}")
-        self._copy_soon()
+        self.copy_soon()
         self.note("info", "job-created", f"job {record.name} ({record.id}) was created", "", record.id)
         self.board.touch("jobs", record.id)
         self.board.touch("cluster", "")
         self._assign_free()
 
-    async def forget_job(self, desk: Desk) -> None:
+    async def forget_job(self, desk: JobController) -> None:
         """Remove an ended job and all that is kept of it here; its checkpoints stay on the workers' disks."""
         desk.retire()
         del self.desks[desk.id]
@@ -617,7 +601,7 @@ class Seed:
         stage = (desk.stage_of(link.id), desk.stages) if desk else (None, 1)
         return link.info(now, view, edge, shares, *stage)
 
-    def is_queued(self, desk: Desk) -> bool:
+    def is_queued(self, desk: JobController) -> bool:
         """Whether the workers that it waits for are with another job."""
         if desk.core.phase is not co.Phase.WAITING or desk.core.peer_ids:
             return False
@@ -640,9 +624,10 @@ class Seed:
     async def _age(self) -> None:
         """Once a second: ages grow even where nothing is heard, and those lost long ago leave the list."""
         while True:
-            await asyncio.sleep(AGE_S)
+            await asyncio.sleep(1.0)
             now = self.world.clock.now()
-            for link in [link for link in self._lost.values() if now - (link.lost_at or 0.0) > LOST_SHOWN_S]:
+            # How long a lost worker stays in the list, as lost.
+            for link in [link for link in self._lost.values() if now - (link.lost_at or 0.0) > 60.0]:
                 del self._lost[link.id]
                 self.board.touch("peers", link.id)
             if self.board.watched:

@@ -16,8 +16,6 @@ from wire.messages import EventNotice, Hello
 from wire.records import PartInfo, ServingInfo
 from wire.text_messages import MAX_DRAFTERS, DrafterAt, DraftersHere, Serving
 
-DTYPE_BYTES = 16
-
 
 class Holdings:
     """All parts that are held in a cluster.
@@ -78,7 +76,7 @@ def _info(peer: str, peer_name: str, part: HeldPart) -> PartInfo:
         start=part.start,
         stop=part.stop,
         layers=part.layers,
-        dtype=clipped(part.dtype, DTYPE_BYTES),
+        dtype=clipped(part.dtype, 16),
         weights_bytes=part.weights_bytes,
         cache_bytes=part.cache_bytes,
         limit_bytes=part.limit_bytes,
@@ -93,7 +91,6 @@ def _info(peer: str, peer_name: str, part: HeldPart) -> PartInfo:
 
 ASKED_BY_VERIFIERS = frozenset({"peers.list", "parts.list", "checkpoints.list", "serving.list"})
 """Requests that a verifier may make, over its link: it uses workers as an operator does, and controls nothing."""
-HTTP_BYTES = 255
 
 
 def check_role(hello: Hello) -> None:
@@ -201,7 +198,7 @@ def info_of(link: Link, message: Serving) -> ServingInfo:
         vocab_size=message.vocab_size,
         context=message.context,
         tokenizer=message.tokenizer,
-        http=clipped(message.http, HTTP_BYTES),
+        http=clipped(message.http, 255),
         sessions=message.sessions,
         stats=dict(message.stats),
         drafters=list(message.drafters),

@@ -15,7 +15,7 @@ from ring.transaction import Phase
 from roles.engine import WHOLE, Stage
 from roles.identity import claim
 from roles.seed import ledger, restore, run_seed
-from roles.seed.backup import COPY_NAME, keep_copy
+from roles.seed.run import COPY_NAME, keep_copy
 from roles.sim.machine import PROCESS, Buffer, MachineDisk, Process, SimEngine, SimLoop, SimThreads
 from roles.sim.observer import Observer
 from roles.strategies.pipeline import StagedStrategy, strategy_of
@@ -27,9 +27,6 @@ from wire.messages import Scalar
 SEED, PERSON, LISTEN = "seed", "person", "127.0.0.1"
 SEED_PORT = 7700
 STATE, BACKUP = Path("/state"), Path("/backup")
-EPOCH_S = 1_700_000_000.0
-CALL_S = 0.01
-MEMORY_BYTES = 1 << 40
 SHAPE = ModelShape(ModelSizes((1 << 20,) * 4, (0,) * 4, 1 << 20, 1 << 20), 64, 64, 64)
 """Of the model that is split, as who creates the job says it."""
 AGAIN_S = 3.0  # how soon a person starts a program again that ended with an error
@@ -42,7 +39,7 @@ class SimClock(LoopClock):
         return asyncio.get_running_loop().time()
 
     def wall(self) -> float:
-        return EPOCH_S + self.now()
+        return 1_700_000_000.0 + self.now()
 
 
 class Machine:
@@ -267,12 +264,12 @@ class Simulation:
         self.machines[SEED] = self.seed
         for index in range(1, peers + 1):
             host = f"w{index}"
-            self.machines[host] = Machine(self, host, CALL_S * self.random.choice((1, 1, 1, 2, 5)))
+            self.machines[host] = Machine(self, host, 0.01 * self.random.choice((1, 1, 1, 2, 5)))
         self._verbose = verbose
         # Of every fourth split model the sizes are known, and what each gives: the seed has the ways between them
         # measured, and cuts it by that.
         self._is_placed = profile.stages > 1 and number % 4 == 1
-        self.said: dict[str, Scalar] = {"parts_memory_bytes": MEMORY_BYTES} if self._is_placed else {}
+        self.said: dict[str, Scalar] = {"parts_memory_bytes": (1 << 40)} if self._is_placed else {}
         self.copies: list[tuple[int, bytes]] = []  # of the seed, each with the generation that was minted last
         self.job = ""
         self.complaints: list[str] = []

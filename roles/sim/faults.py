@@ -60,8 +60,6 @@ PHASES = (
 )
 PATIENCE_S = 5.0
 """A fault that waits for a phase that does not come strikes anyhow after so long."""
-PHASE_MOMENTS = 5.0
-"""Callbacks in a phase before it is struck, on average."""
 LASTS_S = (0.3, 0.3, 1.0, 1.0, 3.0, 3.0, 8.0, 35.0)
 """How long what lasts may last: less and more than the deadlines of beats (2 s), and of a grace (30 s)."""
 
@@ -157,7 +155,8 @@ class Faults:
     async def _in_phase(self, victim: Machine, phase: Phase, act: Callable[[Machine], None]) -> None:
         """Some callbacks after the victim came to be in ``phase``, if it is still in it; else when it is again. Most
         phases are over after a few callbacks, and some last for dozens."""
-        moments, seen = int(self._random.expovariate(1 / PHASE_MOMENTS)), 0
+        # Callbacks in a phase before it is struck, on average.
+        moments, seen = int(self._random.expovariate(1 / 5.0)), 0
 
         def there() -> bool:
             nonlocal seen

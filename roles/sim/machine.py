@@ -44,8 +44,6 @@ from roles.engine import WHOLE, Applied, Blob, OnFinal, Stage
 from roles.stand_in import StandInEngine
 from wire.memory import VirtualClockLoop
 
-_TASKS_KEPT = 256  # ended tasks are forgotten when so many are known
-
 
 class Process:
     """One life of one program on one machine.
@@ -66,7 +64,8 @@ class Process:
         self.tasks: dict[asyncio.Task[Any], None] = {}
 
     def add(self, task: asyncio.Task[Any]) -> None:
-        if len(self.tasks) >= _TASKS_KEPT:
+        # ended tasks are forgotten when so many are known
+        if len(self.tasks) >= 256:
             self.tasks = {known: None for known in self.tasks if not known.done()}
         self.tasks[task] = None
 
@@ -178,7 +177,7 @@ class _SimThread:
             return  # it had not begun
         loop = asyncio.get_running_loop()
         # What the call does is seen at its begin or at its end: others' callbacks run between in either case.
-        if self._random.random() < _SEEN_EARLY:
+        if self._random.random() < 0.25:
             loop.call_soon(self._call, call, future, end_at)
         else:
             loop.call_at(end_at, self._call, call, future, end_at)
@@ -191,11 +190,7 @@ class _SimThread:
             asyncio.get_running_loop().call_at(end_at, settle, future, *outcome)
 
 
-_SEEN_EARLY = 0.25
-
-
 Entries = dict[str, "_File | _Dir"]
-_CAPACITY_BYTES = 1 << 40
 
 
 class Died(BaseException):
@@ -377,7 +372,7 @@ class ProcessDisk:
 
     def free_bytes(self, path: Path) -> int:
         self._check()
-        return 0 if self._machine.full else _CAPACITY_BYTES
+        return 0 if self._machine.full else (1 << 40)
 
     # --------------------------------------------------------------------------------------------------------- changing
 

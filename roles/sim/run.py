@@ -35,7 +35,6 @@ _PROFILE: dict[str, Any] = {
     "ring": {"bucket_bytes": 1024},  # two buckets, the first of which is sent while the step is being computed
 }
 SETTLE_S = 3.0  # until what was said at the end has arrived
-CHURN_STEPS = 200
 CHURN = 0.5
 """Of those who come in a run of much coming and going, so many make somebody go, or come again."""
 
@@ -102,7 +101,7 @@ def run_schedule(
 
 def run_churn(number: int, *, peers: int) -> Verdict:
     """``peers`` machines join and leave one seed and one job, as ``number`` decides."""
-    return _run(number, peers, ["leave", "kill", "join"], "", False, _churn, CHURN_STEPS)
+    return _run(number, peers, ["leave", "kill", "join"], "", False, _churn, 200)
 
 
 def _run(

@@ -24,8 +24,8 @@ from ring.links import Inbound
 from ring.transaction import Followed, Phase, Transaction
 from ring.view import View
 from roles import gauges
-from roles.seed import backup
-from roles.seed.jobs import Desk
+from roles.seed import run as backup
+from roles.seed.jobs import JobController
 from roles.seed.store import Records
 from roles.seed_link import SeedLink
 from roles.sim.machine import PROCESS, ProcessDisk, bits_of
@@ -276,7 +276,7 @@ def _same_term() -> list[Patch]:
 
 def _copy_is_newest() -> list[Patch]:
     """A restored seed goes on from the newest view in its copy, whatever the members are in."""
-    return [(Desk, "_newest_told", lambda original: lambda self: None)]
+    return [(JobController, "_newest_told", lambda original: lambda self: None)]
 
 
 MUTATIONS: dict[str, tuple[Callable[[], list[Patch]], tuple[str, ...]]] = {

@@ -27,7 +27,7 @@ from ring.view import View
 from roles.line import Line
 from roles.seed.authority import Authority, TicketRecord
 from roles.seed.enrolment import Gate
-from roles.seed.operator_api import Clerk
+from roles.seed.operator_api import OperatorApi
 from roles.stand_in import StandInEngine
 from roles.worker.heal import Fetch, Giver, Self
 from roles.worker.heal_source import CHUNK_BYTES, Given, HealSource, piece_untrusted
@@ -475,7 +475,7 @@ def _methods() -> list[str]:
         gate = NoGate()
         checkpoints = desks = links = None
 
-    return [name for name in Clerk(NoSeed())._methods if name != "probe.sink"]  # type: ignore[arg-type]
+    return [name for name in OperatorApi(NoSeed())._methods if name != "probe.sink"]  # type: ignore[arg-type]
 
 
 _REQUEST = st.tuples(

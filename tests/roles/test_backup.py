@@ -14,7 +14,7 @@ from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.world import World, real_world
 from roles.seed.authority import Authority
-from roles.seed.backup import COPY_NAME, Backup, keep_copy, restore
+from roles.seed.run import COPY_NAME, Backup, keep_copy, restore
 from roles.seed.store import JobRecord, Records, Store
 from roles.sim.machine import Died, MachineDisk, Process
 from wire.memory import MemoryNetwork

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from configs.schema import Profile
 from p2ptrain.core.errors import P2PTrainError, Refused
-from roles.seed.operator_api import Clerk
+from roles.seed.operator_api import OperatorApi
 from tests.roles.in_process import HOST, Cluster
 from wire.chain_messages import PartsHeld
 from wire.codec import MESSAGE_TYPES
@@ -104,7 +104,7 @@ REPORTS = st.builds(
 SAID = st.one_of(
     [made(kind) for kind in TOLD] + [REPORTS] * 4 + [st.sampled_from(list(MESSAGE_TYPES.values())).flatmap(made)]
 )
-METHODS = [name for name in Clerk(MagicMock())._methods if name != "probe.sink"]
+METHODS = [name for name in OperatorApi(MagicMock())._methods if name != "probe.sink"]
 PARAMS = st.dictionaries(
     st.sampled_from(["job", "name", "profile", "spec", "id", "limit", "after_step", "after_id", "port"]),
     FREE | st.sampled_from([PROFILE.to_spec(), "[" * 9000, '{"job": {"steps": 1e999}}', "first"]), max_size=5,

@@ -49,7 +49,7 @@ class FakeLink:
         }
 
 
-class Desk:
+class JobController:
     """A survey of fake workers, and who was let in when."""
 
     def __init__(self, *workers: FakeLink) -> None:
@@ -66,7 +66,7 @@ class Desk:
         return self.survey.before(cast(Link, self.links[peer_id]), list(self.links), then)
 
 
-def surveyed(desk: Desk, act: Any, until_s: float = 60.0) -> None:
+def surveyed(desk: JobController, act: Any, until_s: float = 60.0) -> None:
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
             desk.survey.start(tasks)
@@ -77,7 +77,7 @@ def surveyed(desk: Desk, act: Any, until_s: float = 60.0) -> None:
 
 
 def test_a_worker_is_let_in_when_it_has_measured() -> None:
-    desk = Desk(FakeLink("a"), FakeLink("b"), FakeLink("c", host="127.0.0.1"))
+    desk = JobController(FakeLink("a"), FakeLink("b"), FakeLink("c", host="127.0.0.1"))
     surveyed(desk, lambda: desk.ready("a"))
     assert desk.let_in == [("a", pytest.approx(0.5))]
     assert desk.survey.table.known == {("a", "b"): GOOD, ("a", "c"): GOOD}
@@ -91,7 +91,7 @@ def test_a_worker_is_let_in_when_it_has_measured() -> None:
 def test_nobody_waits_for_measurements_for_long(answer: Any) -> None:
     slow = FakeLink("a", takes_s=1000.0 if answer is None else 0.1)
     slow.answer = answer
-    desk = Desk(slow, FakeLink("b"))
+    desk = JobController(slow, FakeLink("b"))
     surveyed(desk, lambda: desk.ready("a"))
     ((_, at),) = desk.let_in
     assert at <= START_S
@@ -99,9 +99,9 @@ def test_nobody_waits_for_measurements_for_long(answer: Any) -> None:
 
 
 def test_who_has_nothing_to_measure_or_cannot_is_not_asked() -> None:
-    alone = Desk(FakeLink("a"))
-    old = Desk(FakeLink("a", measures=False), FakeLink("b"))
-    fresh = Desk(FakeLink("a"), FakeLink("b"))
+    alone = JobController(FakeLink("a"))
+    old = JobController(FakeLink("a", measures=False), FakeLink("b"))
+    fresh = JobController(FakeLink("a"), FakeLink("b"))
     fresh.survey.table.put("a", {"b": GOOD}, 0.0)
     for desk in (alone, old, fresh):
         surveyed(desk, lambda desk=desk: desk.let_in.append(desk.ready("a")))
@@ -110,7 +110,7 @@ def test_who_has_nothing_to_measure_or_cannot_is_not_asked() -> None:
 
 
 def test_what_a_worker_said_is_dropped_when_it_is_no_longer_so() -> None:
-    desk = Desk(FakeLink("a"), FakeLink("b"))
+    desk = JobController(FakeLink("a"), FakeLink("b"))
 
     def act() -> None:
         desk.ready("a")
@@ -122,7 +122,7 @@ def test_what_a_worker_said_is_dropped_when_it_is_no_longer_so() -> None:
 
 
 def test_members_of_a_view_measure_what_is_missing_one_after_the_other() -> None:
-    desk = Desk(*(FakeLink(name) for name in "abc"))
+    desk = JobController(*(FakeLink(name) for name in "abc"))
     desk.survey.table.put("b", {"a": GOOD, "c": GOOD}, 0.0)
     surveyed(desk, lambda: desk.survey.view_began("job", "abc"))
     assert set(desk.survey.table.known) == set(itertools.permutations("abc", 2))
@@ -130,7 +130,7 @@ def test_members_of_a_view_measure_what_is_missing_one_after_the_other() -> None
 
 
 def test_the_next_view_ends_the_measurements_of_the_one_before() -> None:
-    desk = Desk(*(FakeLink(name, takes_s=5.0) for name in "abcd"))
+    desk = JobController(*(FakeLink(name, takes_s=5.0) for name in "abcd"))
 
     def act() -> None:
         desk.survey.view_began("job", "ab")
@@ -166,7 +166,7 @@ def test_the_table_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_no_request_is_longer_than_a_worker_takes() -> None:
-    desk = Desk(*(FakeLink(f"p{number}") for number in range(3 * MAX_AT_ONCE)))
+    desk = JobController(*(FakeLink(f"p{number}") for number in range(3 * MAX_AT_ONCE)))
     surveyed(desk, lambda: desk.ready("p0"))
     assert len(desk.links["p0"].asked[0]["peers"]) == MAX_AT_ONCE
     surveyed(desk, lambda: desk.survey.view_began("job", sorted(desk.links)), until_s=1000.0)
