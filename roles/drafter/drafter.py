@@ -34,7 +34,7 @@ from roles.engine import StageEngine
 from roles.line import QUIET_S, Line
 from roles.speculation.cost_model import Average
 from roles.speculation.drafting import Drafting
-from roles.speculation.events import Began, DrafterEvent, Run, RunDone, RunDropped, Send, Told
+from roles.speculation.events import Began, Run, RunDone, RunDropped, Send, Told
 from roles.speculation.received import (
     ENGINE,
     FULL,
@@ -62,7 +62,6 @@ from wire.text_messages import (
 
 PURPOSES = frozenset({"draft"})
 MAX_CALLERS = 64
-MAX_OPENING_BYTES = 4 * MAX_POSITIONS
 MAX_SESSIONS = 32
 BEAT_S = 0.5
 """A verifier hears from this drafter so often, before it has said what silence means to it."""
@@ -300,7 +299,7 @@ class Drafter:
 
     async def _poured_away(self, caller: _Caller, ids_bytes: int, stream: int) -> None:
         """The ids of a session that is refused are on their way nonetheless. Raises ``NetworkError``."""
-        self._sink = self._sink or bytearray(MAX_OPENING_BYTES)
+        self._sink = self._sink or bytearray(ID_BYTES * MAX_POSITIONS)
         into = memoryview(self._sink)[:ids_bytes]
         await caller.line.landed(caller.line.post(into, stream=stream))
 
@@ -359,7 +358,7 @@ class Drafter:
             if session.wanted is None:
                 self._turns.drop(session)
 
-    def _feed(self, session: _Session, event: DrafterEvent) -> None:
+    def _feed(self, session: _Session, event: Began | Told | RunDone | RunDropped) -> None:
         """Raises ``ProtocolError`` as the core."""
         instructions = session.core.handle(event, self._now())
         if session.core.ready and not session.ready:

@@ -11,24 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-PRIOR_ALPHA, PRIOR_DRAFTS = 0.8, 3.0
-"""Acceptance of a drafter that is not known yet, and how many drafts that counts as. It is high: others are tried."""
 MOST_DRAFTS = 64
 """In a pass."""
-LEAST_USE = 0.03
-"""A draft is made if it is of use with this chance: less wastes bytes, more leaves a far drafter too short a line."""
-MOST_LOSS = 0.03
-"""Share of the time that plain decoding takes that may be lost in the long run."""
 FIRST_BUDGET, MOST_BUDGET = 0.8, 6.0
 """Plain steps that may be lost at first, and after gains."""
-GAIN = 0.98
-"""Time of a token with drafters, relative to the verifier alone, above which they are no gain."""
 TRY_TOKENS = 32
-"""Tokens after which it is judged whether drafters are a gain."""
-FIRST_REST, LONGEST_REST = 32, 1024
-"""Tokens for which drafters rest that are no gain; each rest is twice as long as the one before."""
+"""Tokens after which it is judged whether drafters are a gain; as long is the first rest of those that are none."""
 BASELINE_STEPS = 4
-"""Steps of which a first baseline is the mean."""
+"""Steps of which a baseline is the mean, at least."""
 FAR_OFF = 4.0
 """No measurement counts as more than so many times the average: one that stood still says nothing of the next."""
 SHORTEST_S = 1e-6
@@ -117,8 +107,8 @@ class DrafterModel:
 
     @property
     def alpha(self) -> float:
-        """Acceptance; below 1."""
-        return (self._agreed + PRIOR_DRAFTS * PRIOR_ALPHA) / (self._tried + PRIOR_DRAFTS)
+        """Acceptance; below 1. At first it is 0.8, as three drafts would tell: so high that others are tried."""
+        return (self._agreed + 3 * 0.8) / (self._tried + 3)
 
     @property
     def restart_s(self) -> float:
@@ -127,8 +117,9 @@ class DrafterModel:
 
     @property
     def depth(self) -> int:
-        """Drafts beyond what is verified that have a chance of ``LEAST_USE`` to be of use."""
-        return max(1, min(MOST_DRAFTS, int(math.log(LEAST_USE) / math.log(min(self.alpha, 0.999)))))
+        """Drafts beyond what is verified that are of use with a chance of 3 % or more: fewer leave a far drafter too
+        short a line, more waste bytes."""
+        return max(1, min(MOST_DRAFTS, int(math.log(0.03) / math.log(min(self.alpha, 0.999)))))
 
     def token_s(self, step_s: float, *, sessions: int = 0) -> float:
         """About what a token costs with it, beside so many other sessions: a draft, or, if that is wrong, a new line
@@ -196,7 +187,7 @@ class CostModel:
         self._budget = FIRST_BUDGET  # steps
         self._tokens = self._seconds = 0.0  # while drafters work, the newest counting most
         self._tried = 0  # tokens since they began, or were found a gain
-        self._rest = FIRST_REST
+        self._rest = TRY_TOKENS
         self._left = 0 if step_s else BASELINE_STEPS  # tokens of the rest
         self._quiet_from = 0.0  # drafters work on for a moment when they are told to rest
         self.resting = not step_s
@@ -223,7 +214,7 @@ class CostModel:
             if not drafts and began_at >= self._quiet_from:
                 self._alone.add(seconds)
             self._left -= tokens
-            self._budget = max(self._budget, min(FIRST_BUDGET, self._budget + MOST_LOSS * tokens))
+            self._refill(tokens)
             if self._left <= 0 and self.step_s:
                 self._begin()
             return
@@ -231,17 +222,21 @@ class CostModel:
             self._beside.add(seconds)
         step_s = self.step_s
         self._budget = min(self._budget + tokens - seconds / step_s, MOST_BUDGET)
-        self._budget = max(self._budget, min(FIRST_BUDGET, self._budget + MOST_LOSS * tokens))
+        self._refill(tokens)
         fade = (1 - 0.5 / TRY_TOKENS) ** tokens
         self._tokens, self._seconds = fade * self._tokens + tokens, fade * self._seconds + seconds
         self._tried += tokens
         judged = self._tried >= TRY_TOKENS
-        if self._budget < -FIRST_BUDGET or (judged and self._seconds > GAIN * self._tokens * step_s):
+        if self._budget < -FIRST_BUDGET or (judged and self._seconds > 0.98 * self._tokens * step_s):
             self.resting = True
             self._left = self._rest
-            self._rest = min(2 * self._rest, LONGEST_REST)
+            self._rest = min(2 * self._rest, 32 * TRY_TOKENS)
         elif judged:
-            self._tried, self._rest = 0, FIRST_REST
+            self._tried, self._rest = 0, TRY_TOKENS
+
+    def _refill(self, tokens: int) -> None:
+        """In the long run 3 % of the time that plain decoding takes may be lost."""
+        self._budget = max(self._budget, min(FIRST_BUDGET, self._budget + 0.03 * tokens))
 
     def _begin(self) -> None:
         self.resting = False

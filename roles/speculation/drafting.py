@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from p2ptrain.core.errors import ProtocolError
-from roles.speculation.events import Began, DrafterEvent, DrafterInstruction, Run, RunDone, RunDropped, Send, Told
+from roles.speculation.events import Began, Run, RunDone, RunDropped, Send, Told
 
 CHUNK = 2048
 """Positions in one run, at most."""
@@ -62,7 +62,7 @@ class Drafting:
         """What both sides share."""
         return tuple(self._ids[: self._verified])
 
-    def handle(self, event: DrafterEvent, now: float) -> list[DrafterInstruction]:
+    def handle(self, event: Began | Told | RunDone | RunDropped, now: float) -> list[Run | Send]:
         """Take an event; what is to be done.
 
         Raises:
@@ -112,7 +112,7 @@ class Drafting:
 
     # ---------------------------------------------------------------------------------------------------------- runs
 
-    def _runs(self) -> list[DrafterInstruction]:
+    def _runs(self) -> list[Run | Send]:
         size = len(self._ids)
         if self._running or self._held == size:  # nothing new since the model picked what the verifier does not know
             return []
@@ -146,7 +146,7 @@ class Drafting:
         """Up to here it drafts."""
         return min(self._verified + self._depth, self._positions)
 
-    def _sends(self) -> list[DrafterInstruction]:
+    def _sends(self) -> list[Run | Send]:
         stop = min(len(self._ids), self._limit)
         bare = self._sent == self._verified  # the verifier has no draft: it is better to have few than none
         ended = self._held == len(self._ids) and not self._running  # the model picked what the verifier does not know

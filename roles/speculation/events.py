@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from roles.speculation.cost_model import DrafterModel
 
@@ -151,8 +152,6 @@ class Send:
     tokens: tuple[int, ...]
 
 
-DrafterState = DrafterReady | Drafted | DrafterLost
-VerifierEvent = Began | PassDone | DrafterState | Cancel | Tick
-VerifierInstruction = Run | Tell | Drop | Give | Finished
-DrafterEvent = Began | Told | RunDone | RunDropped
-DrafterInstruction = Run | Send
+DrafterState: TypeAlias = "DrafterReady | Drafted | DrafterLost"
+VerifierEvent: TypeAlias = "Began | PassDone | DrafterState | Cancel | Tick"
+VerifierInstruction: TypeAlias = "Run | Tell | Drop | Give | Finished"

@@ -22,8 +22,6 @@ MAX_DEPTH = 256
 MAX_NUMBER = 1 << 53
 MOST_TOKEN_BYTES = 3
 MAX_VOCAB = 1 << 8 * MOST_TOKEN_BYTES
-DIGEST_CHARS = 128
-MAX_STEP_S = 3600.0
 OTHER_TOKENIZER, TOO_LONG, FULL, ENGINE = "other-tokenizer", "too-long", "full", "engine"
 REFUSALS = (OTHER_TOKENIZER, TOO_LONG, FULL, ENGINE)
 """Codes of ``StreamRefused``."""
@@ -35,7 +33,7 @@ def check_opening_untrusted(message: DraftOpen) -> None:
         raise ProtocolError(
             f"a session with {message.count} ids, {message.prompt} of them its prompt's, of {message.positions} at most"
         )
-    if not 0 < message.vocab_size <= MAX_VOCAB or len(message.tokenizer) > DIGEST_CHARS:
+    if not 0 < message.vocab_size <= MAX_VOCAB or len(message.tokenizer) > 128:
         raise ProtocolError("a session of a model that cannot be: by the size of its vocabulary, or its tokenizer")
     _check_depth_untrusted(message.depth)
     if not SHORTEST_SILENCE_S <= message.silence_s <= LONGEST_SILENCE_S:
@@ -107,7 +105,7 @@ def drafts_untrusted(message: Drafts, epoch: int, *, vocab_size: int) -> tuple[i
 
 def step_untrusted(message: DraftReady) -> float:
     """Seconds that a draft takes; 0 where it is not known. Raises ``ProtocolError``."""
-    if not (math.isfinite(message.step_ms) and 0 <= message.step_ms <= 1e3 * MAX_STEP_S):
+    if not (math.isfinite(message.step_ms) and 0 <= message.step_ms <= 3.6e6):
         raise ProtocolError(f"a draft that takes {message.step_ms:g} ms")
     return message.step_ms / 1e3
 

@@ -37,9 +37,6 @@ from roles.speculation.line import Line
 
 CHUNK, SHARED_CHUNK = 2048, 256
 """Positions of a prompt in one pass: by itself, and while other texts wait for their next token."""
-OPENING_DEPTH = 8
-TOLD_AT_REST = 32
-"""Tokens that a drafter at rest is told of at a time: it takes the text in all the same."""
 PLACES = 16
 """Places in a pass that are counted one by one."""
 
@@ -132,7 +129,7 @@ class Verifying:
         self._began = False
         self._between = Average()  # from a result to the next pass, without waiting for drafts
         self._rate = (0.0, 0.0)  # tokens and seconds, the newest counting most
-        self.opening_depth = 0 if self._model.resting else OPENING_DEPTH
+        self.opening_depth = 0 if self._model.resting else 8
 
     @property
     def history(self) -> tuple[int, ...]:
@@ -238,8 +235,8 @@ class Verifying:
     def _tells(self, now: float) -> list[VerifierInstruction]:
         """What drafters are told when the text has grown."""
         out = self._review(now)
-        for drafter, line in self._lines.items():
-            if len(self._text) - line.told >= (1 if line.depth else TOLD_AT_REST):
+        for drafter, line in self._lines.items():  # one at rest takes the text in all the same, 32 tokens at a time
+            if len(self._text) - line.told >= (1 if line.depth else 32):
                 out.append(self._tell(drafter, line, now))
         return out
 

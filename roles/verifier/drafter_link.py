@@ -36,17 +36,15 @@ from wire.handshake import dial, local_hello
 from wire.messages import Message, Refuse, Response
 from wire.text_messages import DrafterAt, DraftOpen, DraftReady, Drafts, StreamClose, StreamRefused, Verdict
 
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
-"""Between two attempts to reach a drafter; it doubles while they fail."""
-MISBEHAVED_S, LONGEST_MISBEHAVED_S = 60.0, 3600.0
-"""The same after it said what no correct drafter says."""
+FIRST_WAIT_S = 0.5
+"""Until a drafter is dialled again; it doubles up to ``MISBEHAVED_S`` while it is not reached."""
+MISBEHAVED_S, LONGEST_S = 60.0, 3600.0
+"""The same after it said what no correct drafter says; people hear of the same fault again after the longest."""
 READY_S = 120.0
 """For a drafter to take in the ids of an opening: a long prompt, and a drafter with much to do."""
 PING_S = 5.0
 FARTHEST_S = 1.0
 """One way. What takes longer is no distance, and a drafter that answers late on purpose is not waited for longer."""
-SAID_S = 3600.0
-"""After so long people hear of the same fault of a drafter again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +153,10 @@ class DrafterLink:
                     self._misbehaved_s = MISBEHAVED_S
                 if isinstance(problem, ProtocolError | Refused):
                     wait_s = self._misbehaved_s
-                    self._misbehaved_s = min(2 * self._misbehaved_s, LONGEST_MISBEHAVED_S)
+                    self._misbehaved_s = min(2 * self._misbehaved_s, LONGEST_S)
                 else:
                     lived = self._now() - began >= PING_S
-                    wait_s = FIRST_WAIT_S if lived else min(2 * wait_s, LONGEST_WAIT_S)
+                    wait_s = FIRST_WAIT_S if lived else min(2 * wait_s, MISBEHAVED_S)
             self.not_before = self._now() + wait_s * self._around.world.random.uniform(1.0, 1.2)
 
     async def _connected(self) -> None:
@@ -224,7 +222,7 @@ class DrafterLink:
 
     def _notify(self, level: str, kind: str, text: str, *, about: str) -> None:
         now = self._now()
-        if now - self._said.get(about, -SAID_S) >= SAID_S:
+        if now - self._said.get(about, -LONGEST_S) >= LONGEST_S:
             self._said[about] = now
             self._around.notify(level, kind, text)
 

@@ -25,10 +25,10 @@ from roles.verifier.targets import TargetSession
 
 MOST_PIECES = 64
 """That may wait for who reads them."""
-READER_S = 120.0
-"""Who takes nothing for so long does not read any more."""
 PATIENCE_S = 2.0
 """For a pass under way when no more is wanted: when it ended, its session can be used again."""
+READER_S = 120.0
+"""Who takes nothing for so long does not read any more."""
 
 
 class TextSession:
