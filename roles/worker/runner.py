@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypedDict
+from typing import Any, ParamSpec
 
 from configs.schema import Membership, Profile
 from p2ptrain.core.errors import JobFailed, NeighbourAway, NetworkError, P2PTrainError, PeerError, ProtocolError
-from p2ptrain.core.world import World
 from ring.chain import Chain
-from ring.links import Inbound, Topology
+from ring.links import Topology
 from ring.session import RingSession
 from ring.token import Flag
 from ring.transaction import (
@@ -64,18 +63,6 @@ FORM_TIMEOUT_S = 20.0  # a neighbour may still be aborting a long micro-batch be
 P = ParamSpec("P")
 
 
-class _Usual(TypedDict):
-    world: World
-    peer_id: str
-    name: str
-    seed_host: str
-    inbound: Inbound
-    heartbeat_s: float
-    death_s: float
-    streams: int
-    timeout_s: float
-
-
 class Forming:
     """``roles.strategies.interface.Meet``, for one job.
 
@@ -122,7 +109,7 @@ class Forming:
         self._joined(chain)
         return chain
 
-    def _usual(self, view: View) -> _Usual:
+    def _usual(self, view: View) -> dict[str, Any]:
         around, membership, usual_s = self._around, self._membership, self._around.beats()
         return {
             "world": around.world,

@@ -365,6 +365,17 @@ def test_a_giver_that_lies_or_dies_is_named_and_costs_nothing(tmp_path: Path, mo
     with_stage(tmp_path, test, faults=True)
 
 
+@pytest.mark.parametrize("kind", ["flipped", "gone", "dies", "silent"])
+def test_a_giver_beside_another_costs_only_what_it_owed(tmp_path: Path, model: ModelDirectory, kind: str) -> None:
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        async with giver_that(network, model, LIARS[kind][0]), giving(network.at("client"), "w0", model):
+            loaded = await client.ask("part.load", load_params(model, 0, 4, 4), timeout_s=100)
+            assert loaded["received_bytes"] == bytes_of(model, "")
+            await answers(client, loaded["part"])
+
+    with_stage(tmp_path, test, faults=True)
+
+
 @asynccontextmanager
 async def slow_giver(
     network: MemoryNetwork, model: ModelDirectory, peer_id: str, tensor_s: float
