@@ -30,7 +30,6 @@ from p2ptrain.cli.runtime import (
 )
 from p2ptrain.core.errors import P2PTrainError, Unreachable, UserError
 from p2ptrain.core.ids import new_id
-from p2ptrain.core.texts import human_bytes
 
 if TYPE_CHECKING:
     from p2ptrain.cli.access import Access
@@ -42,9 +41,6 @@ if TYPE_CHECKING:
     from wire.messages import Hello, Refuse, Welcome
 
 PINGS = 10
-SINK_BYTES = 4 * 1024 * 1024
-SINK_STREAM = 1
-SINK_TIMEOUT_S = 60.0  # 4 MiB at half a megabit a second: slower than that is no link to train over
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +160,6 @@ class Visit:
                 Probe("handshake", self.shake_hands, essential=True),
                 Probe("clock", self.compare_clocks),
                 Probe("round trip", self.measure_round_trip),
-                Probe("bandwidth", self.measure_bandwidth),
                 Probe("dial-back", self.be_dialled_back),
             ]
         else:
@@ -234,22 +229,6 @@ class Visit:
             trip_s = self._clock.now() - started
             self._pings.append((trip_s, theirs - (wall + trip_s / 2)))
         return self._pings
-
-    async def measure_bandwidth(self) -> str:
-        """One bulk frame to the seed, which answers when it has it all."""
-        client = await self._connect()  # one of its own: a payload that nobody takes would block what comes after it
-        try:
-            started = self._clock.now()
-            params = {"size_bytes": SINK_BYTES, "stream": SINK_STREAM}
-            await asyncio.gather(  # started in this order: the request is on its way before the payload
-                client.request("probe.sink", params, timeout_s=SINK_TIMEOUT_S), _push(client.connection)
-            )
-            seconds = max(self._clock.now() - started, 1e-9)
-        finally:
-            await client.close()
-        return (
-            f"{SINK_BYTES * 8 / seconds / 1e6:,.0f} Mbit/s to the seed ({human_bytes(SINK_BYTES)} in {seconds:.2f} s)"
-        )
 
     async def be_dialled_back(self) -> str:
         """The seed dials a port of ours, as other workers would."""
@@ -336,11 +315,6 @@ class _Call(asyncio.BufferedProtocol):
 
     def hang_up(self) -> None:
         self._transport.close()
-
-
-async def _push(connection: Connection) -> None:
-    connection.send_bulk(memoryview(bytes(SINK_BYTES)), generation=0, stream=SINK_STREAM)
-    await connection.flush(timeout_s=SINK_TIMEOUT_S)
 
 
 async def _welcome(clock: Clock, peer_id: str, hello: Hello, connection: Connection) -> Welcome | Refuse:

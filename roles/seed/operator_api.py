@@ -177,7 +177,6 @@ IDLE_S = 120.0
 """An operator that neither asks nor watches for this long is let go; a client asks for the clock far more often."""
 MAX_SPEC_BYTES = 32 << 10
 MAX_ROWS = 200
-SINK_S = 60.0
 ANSWER_BYTES = 40 << 10
 """Of the items in an answer, whatever they are; with what is around them it fits a frame."""
 
@@ -190,7 +189,6 @@ class OperatorApi:
     def __init__(self, seed: Seed) -> None:
         self._seed = seed
         self._archive = Archive(seed.checkpoints, seed.desks, seed.links)
-        self._sink = asyncio.Lock()  # one at a time: it costs memory and bandwidth
         self._methods: dict[str, Callable[[Params, Connection], Awaitable[Result]]] = {
             "cluster.info": self._cluster_info,
             "peers.list": self._peers_list,
@@ -220,7 +218,6 @@ class OperatorApi:
             "checkpoints.restore": self._checkpoints_restore,
             "checkpoints.delete": self._checkpoints_delete,
             "probe.clock": self._probe_clock,
-            "probe.sink": self._probe_sink,
             "probe.dialback": self._probe_dialback,
         }
 
@@ -508,31 +505,6 @@ class OperatorApi:
 
     async def _probe_clock(self, params: Params, connection: Connection) -> Result:
         return {"wall": self._seed.world.clock.wall()}
-
-    async def _probe_sink(self, params: Params, connection: Connection) -> Result:
-        """Takes one bulk frame, which may follow at once, and answers when it has it all."""
-        size_bytes, stream = (
-            whole_of(params, "size_bytes", None, 0, 16 << 20),
-            whole_of(params, "stream", None, 0, 2**31),
-        )
-        if self._sink.locked():
-            raise Refused("busy", "another operator measures its bandwidth", remedy="try again in a minute")
-        async with self._sink:
-            clock, arrived = self._seed.world.clock, asyncio.Event()
-            began = clock.now()
-            connection.post(memoryview(bytearray(size_bytes)), generation=0, stream=stream, done=arrived.set)
-            closed = asyncio.create_task(connection.closed.wait())
-            landed = asyncio.create_task(arrived.wait())
-            try:
-                await asyncio.wait({closed, landed}, timeout=SINK_S, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                closed.cancel()
-                landed.cancel()
-            if not arrived.is_set():
-                problem = DeadlineExceeded(f"{size_bytes} bytes did not arrive within {SINK_S:g} s")
-                connection.abort(problem)  # the buffer is given up: nothing may land in it later
-                raise problem
-            return {"size_bytes": size_bytes, "elapsed_s": clock.now() - began}
 
     async def _probe_dialback(self, params: Params, connection: Connection) -> Result:
         """Whether the operator's machine is reached on a port; only its own address is dialled."""

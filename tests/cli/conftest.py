@@ -92,13 +92,6 @@ class FakeSeed:
     async def _probe(self, connection: Connection, request: Request) -> dict[str, Any]:
         if request.method == "probe.clock":
             return {"wall": time.time() + self.wall_offset_s}
-        if request.method == "probe.sink":
-            landed = asyncio.Event()
-            buffer = memoryview(bytearray(request.params["size_bytes"]))
-            connection.post(buffer, generation=0, stream=request.params["stream"], done=landed.set)
-            async with asyncio.timeout(DEADLINE_S):
-                await landed.wait()
-            return {}
         hello = local_hello(peer_id="5eed", name="fake", roles=["seed"], purpose="probe")
         back, _ = await dial(TcpNetwork(), connection.remote[0], request.params["port"], hello, timeout_s=DEADLINE_S)
         await back.close()

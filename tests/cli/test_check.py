@@ -13,7 +13,7 @@ from p2ptrain.core.errors import Refused
 from wire.messages import Refuse
 
 Command = Callable[..., Any]
-NAMES = ["DNS", "TCP", "handshake", "clock", "round trip", "bandwidth", "dial-back"]
+NAMES = ["DNS", "TCP", "handshake", "clock", "round trip", "dial-back"]
 
 
 def _outcomes(document: dict[str, Any]) -> dict[str, bool | None]:
@@ -32,7 +32,6 @@ def test_all_is_well(command: Command, fake_seed: Any) -> None:
         "fake runs p2ptrain",
         "cluster c1",
         "median of 10",
-        "Mbit/s",
         "reached port",
     ):
         assert part in outcome.out
@@ -123,9 +122,7 @@ def test_a_wrong_clock(command: Command, fake_seed: Any) -> None:
     assert "NTP" in line["remedy"]
 
 
-@pytest.mark.parametrize(
-    ("method", "name"), [("probe.sink", "bandwidth"), ("probe.dialback", "dial-back"), ("probe.clock", "clock")]
-)
+@pytest.mark.parametrize(("method", "name"), [("probe.dialback", "dial-back"), ("probe.clock", "clock")])
 def test_a_refused_probe_fails_its_line(command: Command, fake_seed: Any, method: str, name: str) -> None:
     fake_seed.answers[method] = Refused("unreachable", "cannot", remedy="open the port in the firewall")
     outcome = command("check", "--json")

@@ -359,7 +359,7 @@ async def knock(port: int, data: bytes) -> None:
 
 async def test_check_names_what_is_wrong(machine: Any, nobody: int) -> None:
     seed = await machine.seed("--no-job")
-    names = ["DNS", "TCP", "handshake", "clock", "round trip", "bandwidth", "dial-back", "join"]
+    names = ["DNS", "TCP", "handshake", "clock", "round trip", "dial-back", "join"]
     async with answering(web) as other:
         for address, code, failed in (
             (f"127.0.0.1:{machine.port}", 0, None),

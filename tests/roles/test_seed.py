@@ -17,13 +17,13 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import ConnectionLost, P2PTrainError, Refused, UserError
+from p2ptrain.core.errors import P2PTrainError, Refused, UserError
 from p2ptrain.core.world import LoopClock, World
 from ring.coordination import Peer, records
 from ring.ledger import pack_counts
 from ring.token import next_lineage
 from ring.view import View
-from roles.seed import events, operator_api, run_seed
+from roles.seed import events, run_seed
 from roles.seed import server as server_module
 from roles.seed.events import Board
 from roles.seed.peers import REASON_BYTES, TEXT_BYTES, announced_to
@@ -1019,7 +1019,6 @@ async def test_an_ambiguous_beginning_names_the_candidates(bench: Bench) -> None
         ("metrics.history", {"job": "first", "limit": 201}, "bad-parameter"),
         ("metrics.history", {"job": "first", "after_step": "x"}, "bad-parameter"),
         ("events.list", {"limit": True}, "bad-parameter"),
-        ("probe.sink", {"size_bytes": (16 << 20) + 1, "stream": 1}, "bad-parameter"),
         ("probe.dialback", {"port": 0}, "bad-parameter"),
         ("probe.dialback", {"port": 1}, "unreachable"),
         ("checkpoints.restore", {}, "bad-parameter"),
@@ -1042,36 +1041,6 @@ async def test_probes(bench: Bench) -> None:
     async with bench.operator() as client:
         assert (await client.request("probe.clock"))["wall"] > 1e9
         assert (await client.request("probe.dialback", {"port": worker.server.address[1]}))["port"]
-        for size_bytes in (0, 1 << 20):
-            asking = asyncio.create_task(client.request("probe.sink", {"size_bytes": size_bytes, "stream": 3}))
-            await asyncio.sleep(0)  # the request goes first
-            client.connection.send_bulk(memoryview(bytes(size_bytes)), generation=0, stream=3)
-            assert (await asking)["size_bytes"] == size_bytes
-
-
-async def test_a_bandwidth_probe_that_breaks_off_frees_the_sink(bench: Bench) -> None:
-    async with bench.operator() as first:
-        asking = asyncio.create_task(first.request("probe.sink", {"size_bytes": 9, "stream": 1}))
-        await asyncio.sleep(0)
-        await bench.ask("cluster.info")  # by now the request has been read
-        assert (await bench.refused("probe.sink", size_bytes=9, stream=1)).code == "busy"
-        first.connection.abort()
-        with pytest.raises(ConnectionLost):
-            await asking
-    async with bench.operator() as client:
-        asking = asyncio.create_task(client.request("probe.sink", {"size_bytes": 1, "stream": 1}))
-        await asyncio.sleep(0)
-        client.connection.send_bulk(memoryview(b"x"), generation=0, stream=1)
-        assert (await asking)["size_bytes"] == 1
-
-
-async def test_a_bandwidth_probe_without_its_bytes_ends_the_connection(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(operator_api, "SINK_S", 0.05)
-    async with bench.operator() as client:
-        with pytest.raises(ConnectionLost):
-            await client.request("probe.sink", {"size_bytes": 9, "stream": 1})
 
 
 async def test_a_full_page_of_the_largest_rows_fits_a_frame() -> None:
