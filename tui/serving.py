@@ -171,7 +171,7 @@ def _token(verifier: Verifier, width: int) -> list[Row]:
         alone = verifier.figure("alone_ms")
         told += [
             Span(f" · {speed_up:.2f}×", role),
-            Span(" alone" + f" ({fmt.millis(alone)})" * (alone is not None), "dim"),
+            Span(" as fast as alone" + f" ({fmt.millis(alone)})" * (alone is not None), "dim"),
         ]
     bar = fmt.stacked_bar(
         [(fmt.SPENT_LOOKS[name], spent) for name, spent in parts], whole, max(4, width - LABEL - fmt.cells(told))

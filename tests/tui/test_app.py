@@ -380,12 +380,11 @@ async def test_those_that_write_take_the_place_of_the_ring_where_a_person_asks_f
         assert stage.shown() == {"serving", "peers", "jobs", "checkpoints", "events"}
         text = stage.text("#serving")
         assert "Serving · 1" in text
-        for told in ("vera", "code-400m", "2 texts", "1 waiting", "dora", "n-gram look-up", "83%", "41 ms", "93%"):
+        for told in ("vera", "code-400m", "2 texts", "1 waiting", "dora", "code-15m", "83%", "41 ms", "93%"):
             assert told in text
         for told in (
             "× as fast as alone (45.7 ms)",
             "verify",
-            "wire",
             "3.84 tokens a pass",
             "27% wasted",
             "11.4 B a token",
