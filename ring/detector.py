@@ -4,13 +4,9 @@ A closed socket is a death notice and needs no detector. This one is for what cl
 process, a host that lost power. A peer is dead when nothing was heard from it for longer than its own past allows.
 
 Learned deadlines (``Rhythm``). Of each peer the newest ``WINDOW`` gaps between two beats are remembered, across views
-and connections, and the patience is ``median + FACTOR * (longest - median)``, within bounds. Why not phi accrual
-(Hayashibara et al., 2004), which fits a normal distribution: the gaps of a machine whose cores are shared are nothing
-like it. Nearly all stand at the interval, and a few are several times as long (another process had the core; an import
-or a copy held the interpreter): there phi's variance, and a median deviation still more, forgets exactly the gaps that
-matter. For gaps that are alike over time the longest of n is exceeded with probability 1 / (n + 1) each; to exceed its
-excess three times is as rare as the third power of that where tails are exponential. ``tests/ring/test_detector.py``
-replays what eight busy workers on two cores did, and states the margin.
+and connections, and the patience is ``median + FACTOR * (longest - median)``, within bounds. (Not phi accrual: the gaps
+of a machine whose cores are shared are not normal, and its variance forgets exactly the few long ones that matter.)
+``tests/ring/test_detector.py`` replays what eight busy workers on two cores did, and states the margin.
 
 Bounds. Below: three quarters of ``death_s``, and three beats at least: one lost beat is weather, and a machine may
 stop for a second (swap, a container's quota). Above: ``death_s``: whatever a

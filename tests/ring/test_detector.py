@@ -159,21 +159,6 @@ def test_busy_workers_are_never_evicted_and_frozen_ones_within_two_seconds():
             watch.beat(now)
 
 
-def test_without_its_bounds_only_the_rule_chosen_survives_the_record():
-    """Why the longest gap and not a variance: phi accrual at phi = 8, and a median deviation, evict living workers."""
-    false = {"phi": 0, "median": 0, "longest": 0}
-    for gaps in RECORDED:
-        for at in range(ENOUGH, len(gaps)):
-            seen = gaps[max(0, at - WINDOW) : at]
-            mean, median = sum(seen) / len(seen), sorted(seen)[len(seen) // 2]
-            spread = (sum((gap - mean) ** 2 for gap in seen) / len(seen)) ** 0.5
-            middle = sorted(abs(gap - median) for gap in seen)[len(seen) // 2]
-            false["phi"] += gaps[at] >= mean + 5.61 * spread  # the normal's tail of 1e-8
-            false["median"] += gaps[at] >= median + 8 * middle
-            false["longest"] += gaps[at] >= median + FACTOR * (max(seen) - median)
-    assert false["longest"] == 0 < min(false["phi"], false["median"]), false
-
-
 # ---------------------------------------------------------------------------------------------------------------- beats
 
 
