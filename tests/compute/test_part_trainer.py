@@ -38,12 +38,8 @@ FAMILIES = {
     "gpt2": tiny(layers=4, architecture="gpt2", kv_heads=4),
 }
 BOUNDS = [(0, 2, 4), (0, 1, 2, 4), (0, 1, 2, 3, 4)]
-EVERY_COUNT = [(family, count, BOUNDS) for family in ("llama-tied", "llama") for count in (1, 2, 3, 4, 8, 16)]
-OTHER_FAMILIES = [
-    (family, count, [bounds])
-    for family in ("qwen2", "qwen3", "mistral", "gpt2")
-    for bounds, count in zip(BOUNDS, (1, 3, 16), strict=True)
-]
+EVERY_COUNT = [("llama-tied", count, BOUNDS) for count in (1, 3, 8)] + [("llama", 4, BOUNDS[2:])]
+OTHER_FAMILIES = [(family, 3, BOUNDS[1:2]) for family in ("qwen2", "qwen3", "mistral", "gpt2")]
 
 
 def reference(text: Path, spec: ModelSpec, micro_batches: int, step: int) -> tuple[Any, float]:
@@ -109,18 +105,18 @@ def test_the_loss_curve_is_that_of_one_process(spec: ModelSpec) -> None:
         "model": spec,
         "data": DataSpec(sequence_tokens=16, limit_bytes=200_000),
         "optimizer": OptimizerSpec(lr=3e-3, warmup_steps=5, clip_norm=0.5),
-        "steps": 50,
+        "steps": 25,
     }
     alone = tiny_trainer(Path("stdlib"), **settings)
     two, three = Pipeline("stdlib", (0, 2, 4), **settings), Pipeline("stdlib", (0, 1, 3, 4), **settings)
     clipped = 0
-    for step in range(50):
+    for step in range(25):
         expected = train(alone, step)
         for got in (two.run(step, [1, 0]), three.run(step, [2, 1, 0])):
             assert got.loss == pytest.approx(expected.loss, rel=1e-5)
             assert got.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
         clipped += expected.grad_norm > 0.5
-    assert clipped > 40
+    assert clipped > 15
     losses, targets = alone.validate(0, 3)
     for pipeline in (two, three):
         assert pipeline.validation_loss() == pytest.approx(losses / targets, rel=1e-5)
@@ -355,9 +351,7 @@ def full_losses(text_file: Path) -> list[float]:
     ("split", "precision", "off"),
     [
         ({"activations": "bf16", "gradients": "bf16"}, "fp32", 0.02),
-        ({"activations": "fp16", "gradients": "bf16"}, "fp32", 0.02),
         ({"activations": "int8", "gradients": "bf16"}, "fp32", 0.03),
-        ({"activations": "int8", "gradients": "fp32"}, "bf16", 0.03),
         ({"activations": "int8", "recompute": True}, "fp32", 0.03),
     ],
 )

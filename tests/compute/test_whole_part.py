@@ -13,7 +13,7 @@ from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import ConfigError, ResourceError, StorageError, UserError
 from p2ptrain.core.serving import Sampling
 
-from .families import FAMILIES, VOCAB, make
+from .families import VOCAB, make
 
 IDS = [3, 14, 15, 92, 65]
 
@@ -34,7 +34,7 @@ def likeliest(directory: Path, count: int = 4, dtype: str = "") -> tuple[int, ..
     return ran.tokens
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama-tied", "qwen2-window", "gpt2"])
 def test_it_computes_what_transformers_does(family: str, tmp_path: Path) -> None:
     whole = make(family, tmp_path, max_shard_size="100KB")
     with torch.inference_mode():
