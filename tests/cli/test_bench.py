@@ -18,6 +18,7 @@ import pytest
 from configs.schema import Profile
 from p2ptrain.cli.bench import runner
 from p2ptrain.cli.bench.commands import ITEM_BYTES, adapted
+from p2ptrain.cli.bench.generate import GeneratePlan, Text, _conclude, _texts
 from p2ptrain.cli.bench.member import make_credentials
 from p2ptrain.cli.bench.network import AllReducePlan, RingPlan, measure_allreduce
 from p2ptrain.cli.bench.pipeline import PipelinePlan, measure_pipeline
@@ -50,6 +51,7 @@ from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConnectionLost, JobFailed, ResourceError, UserError
 from ring import dtypes
 from ring.schedule import Costs, Schedule, simulate
+from roles.timed_model import text_after
 from wire.credentials import Credentials
 from wire.records import CheckpointInfo, MetricRow
 
@@ -444,6 +446,63 @@ async def test_a_cap_is_kept_on_every_stage() -> None:
     assert case.contenders["gpipe"].facts["in_flight"] == [16, 16, 16]
 
 
+# ----------------------------------------------------------------------------------------------------------- generate
+
+
+def a_generation(**changes: Any) -> GeneratePlan:
+    values: dict[str, Any] = {"verifier": "", "drafter": "", "stages": 0, "round_trips_ms": [0.0], "alphas": [0.8]}
+    values |= {"pass_s": 0.05, "draft_s": 0.005, "tokens": 8, "texts": 2, "together": 0, "kill": False, "threads": 1}
+    return GeneratePlan(**(values | changes))
+
+
+def test_what_a_protocol_takes_whose_sides_wait_for_each_other() -> None:
+    found_ms = [1e3 * a_generation().synchronous_s(0.8, round_trip_s) for round_trip_s in (0.0, 0.02, 0.08, 0.2)]
+    assert found_ms == pytest.approx([20, 25, 39, 66], abs=0.6), "the known figures"
+
+
+async def test_a_text_that_is_not_the_verifiers_own_counts_for_nothing() -> None:
+    spoilt: list[int] = []
+
+    class FakePeers:
+        def __init__(self, plan: GeneratePlan) -> None:
+            self.plan = plan
+
+        async def write(self, number: int, speculate: str) -> Text:
+            text = text_after(f"TEXT {number}: ".encode(), 8).decode()
+            return Text("x" + text[1:] if number in spoilt and speculate == "auto" else text, 8, 0.0, [0.1, 0.8])
+
+    async def written(plan: GeneratePlan, plain: list[dict[str, Any]]) -> Case:
+        contenders = {name: Contender(name) for name in ("alone", "ahead")}
+        case = Case("", 1, contenders, {"differ": 0, "round_trip_ms": 0.0, "alpha": 0.8})
+        await _texts(a_bench(None), FakePeers(plan), case, plain)  # type: ignore[arg-type]
+        return case
+
+    case = await written(a_generation(), [])
+    assert [each.seconds for each in case.contenders.values()] == [[0.1, 0.1]] * 2
+    spoilt.append(1)
+    with pytest.raises(JobFailed, match="text 1, ahead: not the verifier's own"):
+        await written(a_generation(), [])
+    plain = [{"text": text_after(f"TEXT {number}: ".encode(), 8).decode()} for number in range(2)]
+    case = await written(a_generation(verifier="big", drafter="small"), plain)
+    assert (case.facts["differ"], case.contenders["ahead"].seconds) == (1, [0.1]), "real ones may part by rounding"
+
+
+def test_a_generation_is_held_against_its_goals() -> None:
+    plan = a_generation()
+    report = plan.report()
+    for ahead_s, held in ((0.019, True), (0.021, False)):
+        contenders = {"alone": Contender("alone", [0.05]), "ahead": Contender("ahead", [ahead_s])}
+        case = Case("", 1, contenders, {"differ": 0, "round_trip_ms": 0.0, "alpha": 0.8})
+        report.cases = [case]
+        _conclude(plan, report, case)
+        assert (case.facts["goal_s"], case.facts["held"], report.facts["held"]) == (0.02, held, held)
+    split = a_generation(stages=3)
+    contenders = {"alone": Contender("alone", [0.1]), "transformers": Contender("transformers", [0.05])}
+    case = Case("", 1, contenders, {"differ": 0, "round_trip_ms": 20.0})
+    _conclude(split, split.report(), case)
+    assert case.facts["rest_a_hop_s"] == pytest.approx((0.1 - 0.05 - 4 * 0.01) / 4)
+
+
 # --------------------------------------------------------------------------------------------- what a person touches
 
 
@@ -465,6 +524,9 @@ async def test_a_cap_is_kept_on_every_stage() -> None:
         (("save", "--size", "much"), "is no size"),
         (("save", "--state", "/nowhere/at/all"), "is no directory"),
         (("save", "--size", "1M", "--set", "no.such=1"), "no.such"),
+        (("generate", "--drafter", "/nowhere"), "a real drafter is for a real verifier"),
+        (("generate", "--verifier", "/nowhere"), "holds no model"),
+        (("generate", "--alpha", "1.5"), "no list of numbers from 0 to 1"),
         (("pipeline", "--rtt", "20,far"), "'20,far' is no list of numbers"),
         (("pipeline", "--stages", "1"), "Invalid value"),
         (("pipeline", "--payload", "none"), "'none' is no size"),

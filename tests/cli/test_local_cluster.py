@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from p2ptrain.cli.local_cluster import Child
+from p2ptrain.cli.local_cluster import Child, LocalCluster
+from p2ptrain.core.errors import ConnectionLost, JobFailed
 
 
 def old(directory: Path) -> Path:
@@ -54,3 +56,66 @@ async def test_a_line_of_many_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert made.process.stdout is not None
     assert len(await made.process.stdout.readline()) == 1_000_001
     await made.process.wait()
+
+
+class Process:
+    """What a child is of a process: it lives until it is told to die."""
+
+    def __init__(self) -> None:
+        self.returncode: int | None = None
+        self._over = asyncio.Event()
+
+    def die(self) -> None:
+        self.returncode = 1
+        self._over.set()
+
+    async def wait(self) -> int:
+        await self._over.wait()
+        return 1
+
+
+def living(directory: Path, *names: str) -> tuple[list[Child], list[Process]]:
+    processes = [Process() for _ in names]
+    children = [Child(name, process, directory / name, 0) for name, process in zip(names, processes, strict=True)]  # type: ignore[arg-type]
+    return children, processes
+
+
+async def test_work_ends_with_a_process_that_it_needs(tmp_path: Path) -> None:
+    cluster, (children, processes) = LocalCluster(tmp_path, 1), living(tmp_path, "seed", "one", "two")
+    told: list[str] = []
+    working = asyncio.create_task(
+        cluster.while_alive(
+            asyncio.Event().wait(),
+            needed=children[:1],
+            others=children[1:],
+            least=1,
+            on_end=lambda child: told.append(child.name),
+        )
+    )
+    processes[1].die()
+    await asyncio.sleep(0.01)
+    assert (told, working.done()) == (["one"], False), "another one lives"
+    processes[2].die()
+    with pytest.raises(JobFailed, match="two ended"):
+        await working
+    children, processes = living(tmp_path, "seed")
+    working = asyncio.create_task(cluster.while_alive(asyncio.Event().wait(), needed=children))
+    processes[0].die()
+    with pytest.raises(JobFailed, match="seed ended"):
+        await working
+
+
+async def test_that_a_process_died_says_more_than_that_its_connection_is_lost(tmp_path: Path) -> None:
+    cluster, (children, processes) = LocalCluster(tmp_path, 1), living(tmp_path, "seed")
+
+    async def loses() -> None:
+        asyncio.get_running_loop().call_later(0.01, processes[0].die)
+        raise ConnectionLost("the seed ended the connection")
+
+    (tmp_path / "seed").write_text("error: no room\n  → make some\n")
+    with pytest.raises(JobFailed, match="seed ended: no room"):
+        await cluster.while_alive(loses(), needed=children)
+
+
+async def test_the_result_of_work(tmp_path: Path) -> None:
+    assert await LocalCluster(tmp_path, 1).while_alive(asyncio.sleep(0, 7), needed=living(tmp_path, "seed")[0]) == 7

@@ -127,20 +127,6 @@ async def test_checkpoints_beside_the_steps_around_them(machine: Any) -> None:
 
 
 @pytest.mark.slow
-async def test_ctrl_c_between_saves_keeps_what_was_measured(machine: Any) -> None:
-    arguments = ("--size", "100K", "--saves", "1000", "--json", "-", "--state", str(machine.root))
-    process = await machine.start("bench", "save", *arguments, *machine.settings())
-    await process.until(r"save [2-9] of 1000 is durable")
-    peers = psutil.Process(process.process.pid).children(recursive=True)
-    assert await process.interrupt() == 130
-    await all_gone(peers)
-    found = json.loads("\n".join(process.out))
-    assert not found["complete"]
-    assert found["results"]
-    assert list(machine.root.glob("p2ptrain-bench-*")) == []
-
-
-@pytest.mark.slow
 async def test_a_far_drafter_beside_none_and_one_that_is_killed(machine: Any) -> None:
     """Texts are checked against the known one. How fast they come is another day's question."""
     times = ("--pass-ms", "4", "--draft-ms", "0.5", "--tokens", "24", "--texts", "1")

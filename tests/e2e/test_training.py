@@ -114,18 +114,6 @@ async def test_up_trains_says_how_far_and_leaves_a_directory_that_transformers_o
     assert output.startswith("def")  # what follows may begin with a new line
 
 
-async def test_up_that_was_interrupted_goes_on_where_it_was(machine: Any) -> None:
-    arguments = ["up", "--state", str(machine.root), "--plain", *machine.settings(job__steps=150)]
-    first = await machine.start(*arguments)
-    await first.until(r"step +[3-9]\d/150")
-    assert await first.interrupt() == 130, first.text
-    second = await machine.start(*arguments)
-    await second.until("going on with job")
-    line = await second.until(r"step +(\d+)/150")
-    assert int(line[1]) > 30, "nothing that was saved is done again"
-    assert await second.end() == 0, second.text
-
-
 async def test_a_worker_leaves_on_ctrl_c_and_the_seed_too(machine: Any) -> None:
     seed = await machine.seed(*machine.settings(job__steps=100_000))
     workers = [await machine.join(), await machine.join()]
