@@ -433,7 +433,7 @@ class Fetched:
     """What a fetch brought.
 
     Attributes:
-        given: bytes of use, by donor's name. received_bytes: all that came.
+        given: bytes of use, by source's name. received_bytes: all that came.
         lost_donors: that went away before the state was complete.
     """
 
@@ -493,24 +493,24 @@ class Healer:
         rank = view.rank_of(self._around.peer_id) or 0
         alike, own = view.same_stage(rank), view.replica_of(rank)
         ahead = [*alike[own:], *alike[:own]]  # so that several do not ask the same ones
-        donors = [member for member in ahead if member.healthy]
+        sources = [member for member in ahead if member.healthy]
         have = (-1, "") if instruction.torn or core.applied >= view.step else (core.applied, core.lineage)
         silence_s = max(view.death_s, self._around.beats()[1])
         try:
             request = HealRequest(core.job, view.step, view.lineage, silence_s, *have, stage=self.stage.index)
-            return await self._to_the_start(request, view.generation, donors, engine)
+            return await self._to_the_start(request, view.generation, sources, engine)
         except NetworkError:
             if have[0] < 0:
                 raise
         # Whoever had the steps is gone: what was applied of them is overwritten.
         request = HealRequest(core.job, view.step, view.lineage, silence_s, stage=self.stage.index)
-        return await self._to_the_start(request, view.generation, donors, engine)
+        return await self._to_the_start(request, view.generation, sources, engine)
 
     async def _to_the_start(
-        self, request: HealRequest, generation: int, donors: Sequence[MemberRecord], engine: Engine
+        self, request: HealRequest, generation: int, sources: Sequence[MemberRecord], engine: Engine
     ) -> Fetched:
         began = self._around.world.clock.now()
-        fetch = await self.fetch(request, generation, donors, engine, on_torn=lambda: None)
+        fetch = await self.fetch(request, generation, sources, engine, on_torn=lambda: None)
         async with fetch.running():
             base = await fetch.state()
             if base.root:
@@ -530,7 +530,7 @@ class Healer:
         self,
         request: HealRequest,
         generation: int,
-        donors: Sequence[MemberRecord],
+        sources: Sequence[MemberRecord],
         engine: Engine,
         *,
         on_torn: Callable[[], None],
@@ -556,7 +556,7 @@ class Healer:
             Self(around.peer_id, around.name, around.seed_host, state, engine.reduce_buffer.nbytes, self.stage),
             request=request,
             generation=generation,
-            members=donors,
+            members=sources,
             on_torn=on_torn,
             on_progress=on_progress,
         )

@@ -59,7 +59,7 @@ _NOT_HERE = "not-here"
 
 
 def log_limit_bytes(state_bytes: int, reduce_bytes: int) -> int:
-    """How much of the steps since a snapshot a donor keeps: see the module's docstring.
+    """How much of the steps since a snapshot a source keeps: see the module's docstring.
 
     For a small state, of which round trips take longer than bytes, it is a little memory of a fixed size.
     """
@@ -272,7 +272,7 @@ class HealSource:
         self._live, self._applying = None, False
         self._next_turn()
         for taker in [taker for taker in self._takers if taker.inside]:
-            taker.end(f"the donor's view ended: {reason}")
+            taker.end(f"the source's view ended: {reason}")
 
     def cut(self, reason: str) -> None:
         """The state is replaced by another: nothing that was given leads on from here."""
@@ -280,7 +280,7 @@ class HealSource:
         self._logging, self._kept = False, None
         self._log.begin(-1, "")
         for taker in list(self._takers):
-            taker.end(f"the donor's state was replaced: {reason}")
+            taker.end(f"the source's state was replaced: {reason}")
 
     async def keep(self, engine: Engine) -> None:
         """A step is being committed: copy its reduced bytes, if there is somebody who follows."""
@@ -314,7 +314,7 @@ class HealSource:
         self._next_turn()
 
     async def snapshot(self, engine: Engine, snapshots: Snapshots) -> None:
-        """The ring stands between two steps, and some donor asked for this: copy the state for those who wait."""
+        """The ring stands between two steps, and some source asked for this: copy the state for those who wait."""
         waiting = [taker for taker in self._takers if taker.waits]
         if not waiting:
             return

@@ -227,7 +227,7 @@ class JobRunner:
     def catch_up(self, message: CatchUp) -> None:
         """Fetch the state beside the ring that runs, and follow it."""
         if self.core.phase is Phase.IDLE and self._engine is not None:
-            if not self.follower.active:  # one that was a donor may be a newcomer now, with the same state in memory
+            if not self.follower.active:  # one that gave its state may be a newcomer now, with the same state in memory
                 self.donations.cut("it follows the ring itself")
             self.follower.begin(message, self._engine)
 
@@ -276,7 +276,7 @@ class JobRunner:
         return self.core.applied, self.progress
 
     async def give_state(self, connection: Connection, hello: Hello) -> None:
-        """Be a donor, for a member of the current view that heals or for a worker that follows its ring."""
+        """Give the state to a member of the current view that heals or to a worker that follows its ring."""
         if self._engine is None or self.follower.active:
             raise PeerError("this member has no state to give")
         await self.donations.give(connection, hello, self._engine)
