@@ -211,6 +211,10 @@ async def _next(pieces: AsyncIterator[Piece]) -> Piece | None:
         return None
 
 
+async def _stats(writing: Writing) -> dict[str, Any]:
+    return writing.stats()  # the service's clock is its loop's
+
+
 # ------------------------------------------------------------------------------------------------- the conversation
 
 
@@ -338,7 +342,7 @@ class Talk:
                 text += piece.text
                 tokens += len(piece.tokens)
                 shown.piece(piece.text)
-            ended, self._stats = writing.ended, writing.stats()
+            ended, self._stats = writing.ended, self._thread.call(_stats(writing))
         except KeyboardInterrupt:
             if not self._at_terminal:
                 raise

@@ -22,8 +22,11 @@ from p2ptrain.cli.chat import ServiceThread
 from p2ptrain.cli.text import Source
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConnectionLost, Unreachable
+from roles.verifier import targets
 from roles.verifier.asking import Piece, TextRequest
 from tests.compute.tiny_trainer import TINY
+from tests.roles.stage_stand_in import stand_in_part
+from tests.roles.verifier.doubles import CONFIG, model_text, reference, text_of
 
 Command = Callable[..., Any]
 CTRL_C = "\x03"
@@ -301,6 +304,21 @@ def test_the_real_service_answers_as_transformers_does(command: Command, tmp_pat
     expected = bytes(made[0, 5:].tolist()).decode(errors="replace")
     drawn = ["--temperature", "1", "--top-k", "0", "--random-seed", "3", "-n", "12", "--json", "--device", "cpu"]
     assert command("generate", "hello", "-c", tmp_path, *drawn).json["text"] == expected
+
+
+def test_a_model_of_this_machine_answers(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def load(directory: Path, compute: Any, **_: Any) -> tuple[Any, int]:
+        return stand_in_part(CONFIG, 0, 2), 600
+
+    monkeypatch.setattr(targets, "load_whole_engine", load)
+    model_text(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\nand now?\n")))
+    outcome = command("chat", "-c", tmp_path, "-n", "12", "--json")
+    assert outcome.code == 0, outcome.err
+    first, second = outcome.json["answers"]
+    assert first["text"] == text_of(reference("User: hello\nAssistant:", 12)).strip()
+    assert (first["tokens"], second["tokens"]) == (12, 12)
+    assert outcome.json["stats"]["cached_tokens"] > 16, "the second question goes on from the first one"
 
 
 # --------------------------------------------------------------------------------------------------- the other thread
