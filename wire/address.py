@@ -93,8 +93,6 @@ ID_BYTES = 6
 SECRET_BYTES = 16
 PIN_BYTES = 32
 NONCE_BYTES = 32
-MAX_TICKET_CHARS = 512
-"""Longer than the longest host name and a ticket; checked before anything is decoded."""
 
 _VERSION = 1
 _CHECKSUM_BYTES = 2
@@ -147,8 +145,8 @@ class Ticket:
         Raises:
             ProtocolError: it is no ticket. The text is not repeated, for it may hold a secret.
         """
-        if len(text) > MAX_TICKET_CHARS:
-            raise _no_ticket(f"it is longer than {MAX_TICKET_CHARS} characters")
+        if len(text) > 512:  # longer than the longest host name and a ticket
+            raise _no_ticket("it is longer than 512 characters")
         address, slash, encoded = "".join(text.split()).rpartition("/")
         if not slash:
             remedy = "copy the whole ticket again; or, if it is the name of a machine, write it in small letters"

@@ -41,11 +41,10 @@ JOIN_AGAIN = "join again with a fresh ticket: p2ptrain ticket new, at the seed"
 CHECK_CLOCKS = "check the date and time of both machines"
 
 # X509_V_ERR_* of OpenSSL, which the ssl module gives as numbers.
-_NOT_YET_VALID, _EXPIRED, _WRONG_PURPOSE = 9, 10, 26
 _VERIFY = {
-    _NOT_YET_VALID: ("certificate-not-yet-valid", "a certificate that is not valid yet", CHECK_CLOCKS),
-    _EXPIRED: ("certificate-expired", "an expired certificate", f"{CHECK_CLOCKS}, or {JOIN_AGAIN}"),
-    _WRONG_PURPOSE: ("certificate-untrusted", "a certificate made for something else", JOIN_AGAIN),
+    9: ("certificate-not-yet-valid", "a certificate that is not valid yet", CHECK_CLOCKS),
+    10: ("certificate-expired", "an expired certificate", f"{CHECK_CLOCKS}, or {JOIN_AGAIN}"),
+    26: ("certificate-untrusted", "a certificate made for something else", JOIN_AGAIN),
 }
 _UNTRUSTED = (
     "certificate-untrusted",
@@ -100,7 +99,6 @@ ANSWERS_BYTES = 16 << 10
 """Of TLS's own answers in a connection's life: about 600 changes of keys. One is due after 2**24.5 records (RFC 8446,
 section 5.5), so no honest peer has so many; each costs time and memory here."""
 
-_HANDSHAKE_RECORD, _ALERT_RECORD = 0x16, 0x15
 _DECODE_ERROR_ALERT = b"\x15\x03\x03\x00\x02\x02\x32"  # OpenSSL has no word for what does not even look like TLS
 
 
@@ -395,7 +393,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         if self._state in (_State.CLOSING, _State.FAILED):
             return
         if not self._heard:
-            if self._shared[0] not in (_HANDSHAKE_RECORD, _ALERT_RECORD):
+            if self._shared[0] not in (0x16, 0x15):  # a record of a handshake, or of an alert
                 self._not_tls(bytes(self._shared[: min(nbytes, 16)]))
                 return
             self._heard = True

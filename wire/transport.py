@@ -124,7 +124,6 @@ class FlowControl(asyncio.Transport):
 
 READS_A_TURN = 4
 BULK_BUFFER_BYTES = 4 << 20  # of each side; several times what a ring has on its way between near members
-HIGH_BYTES, ACCEPT_REST_S = 64 << 10, 1.0  # asyncio's
 _NOT_NOW = (BlockingIOError, InterruptedError)
 
 
@@ -148,7 +147,7 @@ class SocketTransport(FlowControl):
     def __init__(
         self, loop: asyncio.AbstractEventLoop, sock: socket.socket, protocol: asyncio.BufferedProtocol
     ) -> None:
-        super().__init__(protocol, high_bytes=HIGH_BYTES)
+        super().__init__(protocol, high_bytes=64 << 10)  # asyncio's
         self._loop = loop
         self._sock = sock
         self._fd = sock.fileno()
@@ -387,7 +386,7 @@ class SocketListener:
         """Out of file descriptors or memory: a busy loop over the one waiting connection would make it worse."""
         self._loop.call_exception_handler({"message": "accepting a connection failed", "exception": error})
         self._loop.remove_reader(self._sock.fileno())
-        self._retry = self._loop.call_later(ACCEPT_REST_S, self._resume)
+        self._retry = self._loop.call_later(1.0, self._resume)  # as asyncio
 
     def _resume(self) -> None:
         self._loop.add_reader(self._sock.fileno(), self._acceptable)
