@@ -254,7 +254,6 @@ class ServingMember:
         return Pulse(0, 0, "leaving" if self._leaving else state, stats)
 
     async def _tell(self) -> None:
-        """What is served, when it is another than the seed was told over this link."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(TELL_S):

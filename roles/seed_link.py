@@ -237,7 +237,6 @@ class SeedLink:
             connection.abort()
 
     async def _catch_up(self, connection: Connection, timeout_s: float) -> None:
-        """Send what the seed may have missed."""
         missed = _without_old_saves([*self._recent, *self._kept])
         self._recent.clear()
         self._kept.clear()
@@ -347,7 +346,6 @@ class Membership:
         self._on_up(welcome)
 
     async def _stay(self, member: Member) -> NoReturn:
-        """Renew the certificate while the link is up. There are hours to try again."""
         while True:
             try:
                 # For the seed's answer: it writes the certificate down first, on a disk that may be busy.

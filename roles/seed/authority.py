@@ -502,7 +502,6 @@ def _check_pair(key_pem: bytes, ca_pem: bytes) -> None:
 
 
 def _requested(csr_der: bytes, peer_id: str) -> tuple[ec.EllipticCurvePublicKey, str]:
-    """The key of a request, and its SHA-256 in hex."""
     named, key = request_of_untrusted(csr_der)
     if named != peer_id:
         raise ProtocolError(f"a certificate request for {named} from {peer_id}")

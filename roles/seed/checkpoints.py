@@ -25,14 +25,22 @@ class Catalogue:
 
     Args:
         desks: the jobs, by their ids; told of how far each could go back, or on.
+        links: the peers that are here, among them holders.
 
     Attributes:
         known: by their ids.
     """
 
-    def __init__(self, clock: Clock, store: Store, board: Board, desks: Mapping[str, JobController]) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        store: Store,
+        board: Board,
+        desks: Mapping[str, JobController],
+        links: Mapping[str, Link],
+    ) -> None:
         self.known: dict[str, CheckpointInfo] = {}
-        self._clock, self._store, self._board, self._desks = clock, store, board, desks
+        self._clock, self._store, self._board, self._desks, self._links = clock, store, board, desks, links
         # Checkpoints that are being noted at a time; whoever tells of more waits.
         self._noting = asyncio.Semaphore(64)
         self._tasks: asyncio.TaskGroup | None = None
@@ -117,18 +125,13 @@ class Catalogue:
         if job in self._desks:
             self._desks[job].post(saved_of(self.of(job), split=self._desks[job].stages > 1))
 
-
-class Archive:
-    """The checkpoints of ``catalogue``, with their holders, where these are among ``links``."""
-
-    def __init__(self, catalogue: Catalogue, desks: Mapping[str, JobController], links: Mapping[str, Link]) -> None:
-        self._catalogue, self._desks, self._links = catalogue, desks, links
+    # --------------------------------------------------------------------------------------------------- going back
 
     def named(self, checkpoint_id: str) -> CheckpointInfo:
         """The one with this id. Raises ``Refused``."""
-        found = self._catalogue.known.get(checkpoint_id)
+        found = self.known.get(checkpoint_id)
         if found is None:
-            hint = did_you_mean(checkpoint_id, self._catalogue.known)
+            hint = did_you_mean(checkpoint_id, self.known)
             what = f"there is no checkpoint {clipped(checkpoint_id, 120)!r}{hint}"
             raise Refused("unknown-checkpoint", what, remedy="see p2ptrain checkpoints list")
         return found
@@ -177,7 +180,7 @@ class Archive:
             if problem.code != "not-here":
                 raise
             was_there = False  # somebody removed it there
-        await self._catalogue.drop([checkpoint.id])
+        await self.drop([checkpoint.id])
         return was_there
 
     def _check_whole(self, desk: JobController, checkpoint: CheckpointInfo) -> None:
@@ -189,7 +192,6 @@ class Archive:
             raise Refused("holder-away", text, remedy="start the workers that hold the others, or choose another step")
 
     def _named_to(self, checkpoint: CheckpointInfo) -> dict[str, Any]:
-        """As its holder is asked for it."""
         desk, whole = self._desks.get(checkpoint.job), {"job": checkpoint.job, "step": checkpoint.step}
         if desk is None or checkpoint.stage is None:
             return whole
@@ -202,15 +204,11 @@ class Archive:
             return problem
 
     def _alike_here(self, checkpoint: CheckpointInfo) -> list[CheckpointInfo]:
-        """Those of the same step whose holders are connected."""
         return [
-            item
-            for item in self._catalogue.known.values()
-            if (item.job, item.step) == (checkpoint.job, checkpoint.step) and item.peer_id in self._links
+            item for item in self.of(checkpoint.job) if item.step == checkpoint.step and item.peer_id in self._links
         ]
 
     async def _lineage(self, checkpoint: CheckpointInfo) -> str:
-        """Of one, of which its holder has just read every byte."""
         asked = self._named_to(checkpoint)
         # it reads the whole checkpoint
         result = await self.holder(checkpoint).ask("checkpoint.verify", asked, timeout_s=60.0)

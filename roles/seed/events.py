@@ -25,27 +25,8 @@ from wire.messages import Update
 from wire.records import EventInfo, MetricRow, RecoveryInfo
 
 TOLD_EVERY_S = 1.0
+"""Of equal refusals to one machine one is told in this time: who knocks a thousand times must not push out the news."""
 MAX_KEPT = 1024
-
-
-class Strangers:
-    """Of equal refusals to one machine, one a second is told, with the number of those that were not. Pure."""
-
-    def __init__(self) -> None:
-        self._last: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()  # told at, left out since
-
-    def told(self, host: str, reason: str, text: str, now: float) -> str | None:
-        """What to write of this refusal; None where it is left out."""
-        told_at, left_out = self._last.pop((host, reason), (-TOLD_EVERY_S, 0))
-        if now - told_at < TOLD_EVERY_S:
-            self._last[host, reason] = (told_at, left_out + 1)
-            return None
-        self._last[host, reason] = (now, 0)
-        while len(self._last) > MAX_KEPT:
-            self._last.popitem(last=False)
-        return f"{text} ({left_out} more like it before)" if left_out else text
-
-
 INTERVAL_S = 0.1
 PATIENCE_S = 5.0
 MAX_ROWS = 4000
@@ -201,7 +182,7 @@ class EventLog:
         self.recent: deque[EventInfo] = deque(maxlen=RECENT_EVENTS)
         self._clock, self._store, self._board = clock, store, board
         self._last_id = 0
-        self._strangers = Strangers()
+        self._refused: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()  # told at, left out since
 
     async def load(self) -> None:
         """Go on where the store ends. Raises ``StorageError``."""
@@ -222,8 +203,19 @@ class EventLog:
         """A stranger was refused, or sent nonsense."""
         if isinstance(problem, Refused | ProtocolError):
             reason = problem.message.replace(format_address(*address), "")  # the port is another one each time
-            text = self._strangers.told(address[0], reason, told_of(address, problem.message), self._clock.now())
+            text = self._told(address[0], reason, told_of(address, problem.message), self._clock.now())
             # Commands on this machine ask in plain whether the seed is: no reason to warn anybody.
             asked = getattr(problem, "code", "") == "tls-required" and is_loopback(address[0])
             if text is not None:
                 self.note("info" if asked else "warning", "refused", text, "", "")
+
+    def _told(self, host: str, reason: str, text: str, now: float) -> str | None:
+        """What to write of a refusal, with the number of equal ones left out before; None where it is left out."""
+        told_at, left_out = self._refused.pop((host, reason), (-TOLD_EVERY_S, 0))
+        if now - told_at < TOLD_EVERY_S:
+            self._refused[host, reason] = (told_at, left_out + 1)
+            return None
+        self._refused[host, reason] = (now, 0)
+        while len(self._refused) > MAX_KEPT:
+            self._refused.popitem(last=False)
+        return f"{text} ({left_out} more like it before)" if left_out else text

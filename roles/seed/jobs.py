@@ -107,30 +107,13 @@ def wishes_of(spec: str) -> Wishes:
 _STANDING = frozenset({str(phase) for phase in (*ENDED, Phase.PAUSED)})
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """What the store has of it."""
-
-    head: LedgerHead | None = None
-    begins: Sequence[tuple[int, int, str]] = ()
-    view: View | None = None
-    recoveries: int = 0
-
-
-def written_of(records: Records, job: str) -> Written:
-    """On the store's thread."""
-    newest = records.recoveries(job, 1)
-    begins, number = records.begins(job), newest[-1].number if newest else 0
-    return Written(records.ledger_head(job), begins, records.last_view(job), number)
-
-
 class LedgerWriter:
     """One job's. ``note``: (level, kind, text) into the diary."""
 
     def __init__(
         self,
         job: str,
-        past: Written,
+        past: History,
         *,
         clock: Clock,
         store: Store,
@@ -259,7 +242,9 @@ class History:
     row: MetricRow | None = None
     val_loss: float | None = None
     saved: co.Saved = field(default_factory=lambda: co.Saved({}))
-    written: Written = field(default_factory=Written)
+    head: LedgerHead | None = None
+    begins: Sequence[tuple[int, int, str]] = ()
+    recoveries: int = 0
     reread: bool = False
 
 
@@ -288,7 +273,6 @@ class JobController:
         self._begin(history)
 
     def _begin(self, history: History) -> None:
-        """Make the coordinator from what the store knows."""
         office, record, spec, view = self._office, self.record, self.spec, history.view
         self._row, self._val_loss = history.row, history.val_loss
         past = co.Past(
@@ -312,7 +296,7 @@ class JobController:
         )
         self._links_seen = 0
         self.writer = LedgerWriter(
-            record.id, history.written, clock=office.clock, store=office.store, board=office.board, note=self._note
+            record.id, history, clock=office.clock, store=office.store, board=office.board, note=self._note
         )
         now = office.clock.now()
         self.core: Coordinator | Crews = (
@@ -570,7 +554,6 @@ class JobController:
                 self._let_go(link.id)
 
     async def _keep_wishes(self) -> None:
-        """What a person wants outlives this seed."""
         core, restore = self.core, self.core.restore
         restoring = [restore.step, restore.peer_id, restore.lineage] if restore else self.record.restoring
         if (self.record.paused, self.record.restoring) != (core.paused, restoring):
@@ -669,7 +652,9 @@ def history(records: Records, job: str, *, split: bool) -> History:
     """What the store knows of a job beside its record. On the store's thread."""
     row, val_loss = _last(records, job)
     view, saved = records.last_view(job), saved_of(records.checkpoints_of(job), split=split)
-    return History(view, row, val_loss, saved, written_of(records, job), reread=True)
+    newest = records.recoveries(job, 1)
+    number = newest[-1].number if newest else 0
+    return History(view, row, val_loss, saved, records.ledger_head(job), records.begins(job), number, reread=True)
 
 
 def saved_of(checkpoints: Iterable[CheckpointInfo], *, split: bool) -> co.Saved:

@@ -23,7 +23,6 @@ from ring import coordination as co
 from ring.coordination import ENDED, Phase
 from ring.ledger import counts_of_untrusted
 from ring.training_costs import ModelShape, Trainee, Training, shape_untrusted
-from roles.seed.checkpoints import Archive
 from roles.seed.events import first_that_fit, newest_that_fit
 from roles.seed.jobs import SETTLE_S, device_of, seen_for, training_of
 from roles.seed.links import Survey
@@ -188,7 +187,6 @@ class OperatorApi:
 
     def __init__(self, seed: Seed) -> None:
         self._seed = seed
-        self._archive = Archive(seed.checkpoints, seed.desks, seed.links)
         self._methods: dict[str, Callable[[Params, Connection], Awaitable[Result]]] = {
             "cluster.info": self._cluster_info,
             "peers.list": self._peers_list,
@@ -272,7 +270,6 @@ class OperatorApi:
             return Response(request.id, {}, "failed", problem.message, problem.remedy)
 
     async def _watch(self, connection: Connection) -> None:
-        """Everything as it is now, then what changes."""
         seed = self._seed
         with seed.board.open() as feed:
             feed.touch("cluster", [""])
@@ -481,12 +478,12 @@ class OperatorApi:
         return {"checkpoints": newest_that_fit(item.to_map() for item in found), "total": len(found)}
 
     async def _checkpoints_restore(self, params: Params, connection: Connection) -> Result:
-        checkpoint = self._archive.named(text_of(params, "id", 256))
+        checkpoint = self._seed.checkpoints.named(text_of(params, "id", 256))
         desk = self._seed.desks.get(checkpoint.job)
         if desk is None:
             raise Refused("unknown-job", f"the job {checkpoint.job} of that checkpoint is not known here")
-        lineage = await self._archive.verified(desk, checkpoint)  # before anybody sets newer ones aside
-        holder = self._archive.holder(checkpoint)
+        lineage = await self._seed.checkpoints.verified(desk, checkpoint)  # before anybody sets newer ones aside
+        holder = self._seed.checkpoints.holder(checkpoint)
         other = self._seed.desks.get(holder.job)
         if other is not None and other is not desk and self._seed.may_yield(other):
             await other.post(co.Signal.YIELD)
@@ -497,8 +494,8 @@ class OperatorApi:
         return await self._tell(desk, restored, f"goes back to step {checkpoint.step}")
 
     async def _checkpoints_delete(self, params: Params, connection: Connection) -> Result:
-        checkpoint = self._archive.named(text_of(params, "id", 256))
-        was_there = await self._archive.delete(checkpoint)
+        checkpoint = self._seed.checkpoints.named(text_of(params, "id", 256))
+        was_there = await self._seed.checkpoints.delete(checkpoint)
         return {"deleted": checkpoint.id, "was_there": was_there}
 
     # ----------------------------------------------------------------------------------------------------------- probes

@@ -16,7 +16,7 @@ import asyncio
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from roles.seed.authority import Authority, keep_files
 from roles.seed.server import Beats, Guard, Seed, cluster_id
 from roles.seed.store import FILE_NAME, SCHEMA_VERSION, TERM_FACT, Records, Store
 from wire.address import Ticket, format_address
+from wire.credentials import Credentials
 from wire.enrol import until_half_life
 from wire.handshake import Server, serve
 from wire.messages import MAX_TERM
@@ -191,30 +192,11 @@ class Encryption:
     on_ticket: Callable[[Ticket], None]
 
 
-class OwnCertificate:
-    """The seed's own: like everybody's it is good for a day, but the seed signs it itself.
-
-    Attributes:
-        network: what presents it.
-    """
-
-    def __init__(self, authority: Authority, peer_id: str, clock: Clock, network: TlsNetwork) -> None:
-        self.network = network
-        self._authority, self._peer_id, self._clock = authority, peer_id, clock
-
-    @classmethod
-    async def make(cls, world: World, authority: Authority, peer_id: str) -> OwnCertificate:
-        """Raises ``StorageError``."""
-        made = await asyncio.to_thread(authority.own_credentials, peer_id, world.clock.wall())
-        network = TlsNetwork(world.network, made, require_client_certificate=False)
-        return cls(authority, peer_id, world.clock, network)
-
-    async def keep_fresh(self) -> None:
-        """A new one at half its life, until cancelled. Raises ``StorageError``."""
-        while True:
-            await until_half_life(self._clock.wall(), self._clock)
-            made = await asyncio.to_thread(self._authority.own_credentials, self._peer_id, self._clock.wall())
-            self.network.use(made)
+async def _keep_fresh(network: TlsNetwork, sign: Callable[[], Awaitable[Credentials]], clock: Clock) -> None:
+    """The seed's own certificate is good for a day, as everybody's; the seed signs it itself. Until cancelled."""
+    while True:
+        await until_half_life(clock.wall(), clock)
+        network.use(await sign())
 
 
 async def run_seed(
@@ -246,12 +228,18 @@ async def run_seed(
     """
     store = await Store.open(world.disk, state_dir, world.threads)
     try:
-        guard, own = Guard(), None
+        guard, beside = Guard(), list[Callable[[], Coroutine[None, None, None]]]()
         if encryption is not None:
             directory, now = state_dir / "authority", world.clock.wall()
             authority = await asyncio.to_thread(Authority.open, world.disk, directory, name=name, now=now)
-            own = await OwnCertificate.make(world, authority, await cluster_id(store))
-            world = dataclasses.replace(world, network=own.network)
+            peer_id, clock = await cluster_id(store), world.clock
+
+            async def sign() -> Credentials:
+                return await asyncio.to_thread(authority.own_credentials, peer_id, clock.wall())
+
+            network = TlsNetwork(world.network, await sign(), require_client_certificate=False)
+            beside.append(partial(_keep_fresh, network, sign, clock))
+            world = dataclasses.replace(world, network=network)
             guard = Guard(authority, encryption.ticket_host)
         seed = await Seed.open(world, store, name=name, beats=Beats(heartbeat_s, death_s), guard=guard)
         backup: Backup | None = None
@@ -260,17 +248,20 @@ async def run_seed(
             backup = Backup(world, store, guard.authority, backup_dir, told)
             await backup.write()  # it is known at once where that cannot be done
             seed.copy_soon = backup.soon
+            beside.append(backup.run)
         door = seed.door.decide
         server = await serve(world.network, host, port, decide=door, serve=seed.serve, on_problem=seed.diary.refused)
         try:
             ticket = await seed.gate.opened(server.address)
             if encryption is not None and ticket is not None:
                 encryption.on_ticket(ticket)
-            await _until(stop, seed, own, backup, server, on_ready)
+            await _until(stop, seed, beside, server, on_ready)
             if backup is not None:
                 await backup.write()
         finally:
             await server.close()
+            if backup is not None:
+                backup.close()
     finally:
         await store.close()
 
@@ -278,14 +269,13 @@ async def run_seed(
 async def _until(
     stop: asyncio.Event,
     seed: Seed,
-    own: OwnCertificate | None,
-    backup: Backup | None,
+    beside: Sequence[Callable[[], Coroutine[None, None, None]]],
     server: Server,
     on_ready: Callable[[tuple[str, int]], None],
 ) -> None:
     try:
         async with asyncio.TaskGroup() as tasks:
-            work = tasks.create_task(_work(seed, own, backup, server.address))
+            work = tasks.create_task(_work(seed, beside, server.address))
             how = ", encrypted" if seed.gate.encrypted else ""
             seed.diary.note(
                 "info", "seed-started", f"the seed listens on {format_address(*server.address)}{how}", "", ""
@@ -298,11 +288,11 @@ async def _until(
         raise first_error(group) from None
 
 
-async def _work(seed: Seed, own: OwnCertificate | None, backup: Backup | None, address: tuple[str, int]) -> None:
+async def _work(
+    seed: Seed, beside: Sequence[Callable[[], Coroutine[None, None, None]]], address: tuple[str, int]
+) -> None:
     async with asyncio.TaskGroup() as tasks:
         seed.start(tasks, address)
-        if own is not None:
-            tasks.create_task(own.keep_fresh(), name="own certificate")
-        if backup is not None:
-            tasks.create_task(backup.run(), name="backup")
+        for work in beside:
+            tasks.create_task(work())
         await asyncio.Event().wait()  # until cancelled: jobs come and go

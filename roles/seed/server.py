@@ -218,7 +218,7 @@ class Seed:
         self.board = Board(self.render)
         self.links: dict[str, Link] = {}
         self.desks: dict[str, JobController] = {}  # oldest first
-        self.checkpoints = Catalogue(world.clock, store, self.board, self.desks)
+        self.checkpoints = Catalogue(world.clock, store, self.board, self.desks, self.links)
         self.diary = EventLog(world.clock, store, self.board)
         self.note = self.diary.note
         self._cluster_id, self._name, self._beats = cluster_id, name, beats
@@ -389,7 +389,6 @@ class Seed:
                 raise ProtocolError(f"a {link.role} does not say {type(message).__name__} to a seed")
 
     async def _heard_of_work(self, link: Link, message: Message) -> None:
-        """What workers alone say."""
         desk = self.desks.get(link.job)
         if desk is not None and not isinstance(message, PartsHeld) and (link.early or not desk.settled.is_set()):
             await self._heard_early(link, desk, message)
@@ -468,7 +467,6 @@ class Seed:
             self._unwelcome(connection)
 
     def _unwelcome(self, connection: Connection) -> Refused | None:
-        """Why a connection had to be ended, if it had."""
         try:
             self.gate.judge(connection)
         except Refused as problem:

@@ -148,7 +148,6 @@ class Faults:
     # ----------------------------------------------------------------------------------------------------------- when
 
     async def _at_moment(self, victim: Machine, moments: int, act: Callable[[Machine], None]) -> None:
-        """After so many callbacks of the victim from now."""
         due = victim.process.moments + moments
         await self._when(victim, lambda: victim.process.moments >= due, act)
 

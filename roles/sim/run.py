@@ -233,7 +233,6 @@ async def _churn(simulation: Simulation, faults: Faults, rng: random.Random, kin
 
 
 async def _wait(simulation: Simulation, seconds: float) -> None:
-    """Let time pass, or the job's state change."""
     simulation.job_changed.clear()
     try:
         async with asyncio.timeout(seconds):
@@ -319,7 +318,6 @@ def _leave_ctrl_c() -> None:
 
 
 def _without_timeline(number: int, *, peers: int, kinds: Sequence[str], mutation: str, stages: int) -> Verdict:
-    """A timeline is long, and the schedule can be run again."""
     return replace(run_schedule(number, peers=peers, kinds=kinds, mutation=mutation, stages=stages), timeline=[])
 
 
