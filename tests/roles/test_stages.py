@@ -585,7 +585,7 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], str]] = [
     ("session.open", {"top_p": 0}, "top_p"),
     ("session.open", {"seed": 0.5}, "seed"),
     ("session.open", {"silence_s": 0}, "silence_s"),
-    ("session.open", {"next": {"peer": "w1", "host": "w1", "port": 0}}, "stage to dial"),
+    ("session.open", {"next": {"peer": "w1", "host": "w1", "port": 0}}, "peer to dial"),
     ("session.resume", {"attempt": 1, "keep": 0, "next": None}, "not open here"),
     ("part.load", {}, "layers"),
     ("part.free", {"part": 7}, "id"),
