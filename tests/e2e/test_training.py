@@ -109,9 +109,9 @@ async def test_up_trains_says_how_far_and_leaves_a_directory_that_transformers_o
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     ids = tokenizer("def f(x):", return_tensors="pt").input_ids
     assert model(ids).logits.shape == (1, 9, 256)
-    code, output = await machine.run("generate", "def ", "--checkpoint", str(directory), "--tokens", "8")
-    assert code == 0, output
-    assert output.startswith("def")  # what follows may begin with a new line
+    writing = await machine.start("generate", "def ", "--checkpoint", str(directory), "--tokens", "8")
+    assert await writing.end() == 0, writing.text
+    assert writing.out[0].startswith("def")  # what follows may begin with a new line
 
 
 async def test_a_worker_leaves_on_ctrl_c_and_the_seed_too(machine: Any) -> None:
