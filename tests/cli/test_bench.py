@@ -19,7 +19,6 @@ from configs.schema import Profile
 from p2ptrain.cli.bench import runner
 from p2ptrain.cli.bench.commands import ITEM_BYTES, adapted
 from p2ptrain.cli.bench.generate import GeneratePlan, Text, _conclude, _texts
-from p2ptrain.cli.bench.member import make_credentials
 from p2ptrain.cli.bench.network import AllReducePlan, RingPlan, measure_allreduce
 from p2ptrain.cli.bench.pipeline import PipelinePlan, measure_pipeline
 from p2ptrain.cli.bench.report import (
@@ -32,7 +31,7 @@ from p2ptrain.cli.bench.report import (
     human_size,
     human_spread,
 )
-from p2ptrain.cli.bench.sockets import SocketRing, Traffic
+from p2ptrain.cli.bench.sockets import SocketRing, Traffic, make_credentials
 from p2ptrain.cli.bench.training import (
     DDP,
     LAYERS,

@@ -12,7 +12,7 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from p2ptrain.cli.bench.sockets import SocketRing, Traffic
+from p2ptrain.cli.bench.sockets import SocketRing, Traffic, peer_id
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import Network
@@ -42,11 +42,6 @@ if TYPE_CHECKING:
 TILE_NUMEL = 262_147  # a prime: the repeating pattern falls differently on every chunk and sub-chunk
 
 Answer = dict[str, Any]
-
-
-def peer_id(rank: int) -> str:
-    """What the member of this rank is called, in the ring and in its certificate."""
-    return f"member-{rank}"
 
 
 async def run_member(rank: int, size: int) -> None:
@@ -272,20 +267,6 @@ class Member:
 
         act: Callable[..., Awaitable[Answer]] = getattr(Side(), part)
         return await act(**arguments)
-
-
-def make_credentials(root: Path, peers: Sequence[str]) -> list[str]:
-    """A directory with credentials for each peer, under one new CA whose key is not kept. Raises ``StorageError``."""
-    from wire import credentials
-
-    disk, now = RealDisk(), time.time()
-    ca_key, ca_pem = credentials.new_authority("p2ptrain bench", now=now)
-    for peer in peers:
-        key_pem, csr_der = credentials.new_key_and_request(peer)
-        _, key = credentials.request_of_untrusted(csr_der)
-        der = credentials.sign_certificate(ca_key, ca_pem, key, peer_id=peer, roles=["worker"], now=now)
-        Credentials(root / peer, ca_pem, credentials.pem_of(der), key_pem).save(disk)
-    return [str(root / peer) for peer in peers]
 
 
 def _tile(rank: int, dtype: str, storage: np.dtype[Any]) -> npt.NDArray[Any]:

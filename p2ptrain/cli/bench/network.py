@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from p2ptrain.cli.bench.member import make_credentials, peer_id
 from p2ptrain.cli.bench.report import Case, Contender, Report, human_rate, human_size, per_cent, times
 from p2ptrain.cli.bench.runner import Answer, Bench, Members, check_fits, interleave, repeats_for
+from p2ptrain.cli.bench.sockets import make_credentials, peer_id
 from p2ptrain.core.errors import JobFailed
 from wire.emulate import preset_named
 

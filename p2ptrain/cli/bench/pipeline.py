@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from p2ptrain.cli.bench.member import peer_id
 from p2ptrain.cli.bench.report import Case, Contender, Report, human_size, milliseconds, per_cent
 from p2ptrain.cli.bench.runner import Bench, Members, check_fits, interleave
+from p2ptrain.cli.bench.sockets import peer_id
 from p2ptrain.core.world import Network
 from ring.local import LocalMember, local_view
 from ring.schedule import Costs, Schedule, extended, gpipe, one_f_one_b, simulate

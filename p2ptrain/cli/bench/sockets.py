@@ -10,9 +10,13 @@ import select
 import socket
 import ssl
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError
+from wire.credentials import Credentials
 from wire.transport import tune_for_bulk
 
 HOST = "127.0.0.1"
@@ -293,3 +297,22 @@ def _translated(error: OSError) -> P2PTrainError:
     if isinstance(error, TimeoutError):
         return DeadlineExceeded(f"the sockets moved nothing for {SILENCE_S:.0f} s")
     return ConnectionLost(f"a plain socket of the benchmark ended: {error}")
+
+
+def peer_id(rank: int) -> str:
+    """What the member of this rank is called, in the ring and in its certificate."""
+    return f"member-{rank}"
+
+
+def make_credentials(root: Path, peers: Sequence[str]) -> list[str]:
+    """A directory with credentials for each peer, under one new CA whose key is not kept. Raises ``StorageError``."""
+    from wire import credentials
+
+    disk, now = RealDisk(), time.time()
+    ca_key, ca_pem = credentials.new_authority("p2ptrain bench", now=now)
+    for peer in peers:
+        key_pem, csr_der = credentials.new_key_and_request(peer)
+        _, key = credentials.request_of_untrusted(csr_der)
+        der = credentials.sign_certificate(ca_key, ca_pem, key, peer_id=peer, roles=["worker"], now=now)
+        Credentials(root / peer, ca_pem, credentials.pem_of(der), key_pem).save(disk)
+    return [str(root / peer) for peer in peers]
