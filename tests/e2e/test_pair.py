@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 import pytest
 
-from p2ptrain.compute.generate import LocalModel, generate
 from p2ptrain.core.serving import Sampling
+from tests.compute.local_model import LocalModel, generate
 
 pytestmark = pytest.mark.slow
 
