@@ -69,7 +69,6 @@ def whole_of(params: Params, name: str, default: int | None, least: int, most: i
     return value
 
 
-ANSWER_BYTES = 40 << 10
 TELL_S = 20.0
 """For workers to load their libraries and tell how fast they are; the plan is made without who did not."""
 MAX_SHOWN = 64
