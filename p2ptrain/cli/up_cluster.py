@@ -247,6 +247,7 @@ class Run:
             if not self._plan.is_pair:
                 return
             await end_all(self._workers)  # they are done, and would keep the cores from those that serve
+            self.cluster.peers.clear()  # their end is no failure
             for role, summary in (await self._summaries(interrupted=False)).items():
                 if summary["state"] != "done":
                     return
