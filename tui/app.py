@@ -18,7 +18,7 @@ from textual.widgets import Button, Footer, Static
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import Clock, LoopClock
 from tui import format as fmt
-from tui.chains import ChainsPanel
+from tui.chain_panel import ChainsPanel
 from tui.format import GONE, SLOWEST, SPENT_LOOKS, Span
 from tui.model import Link, Phase
 from tui.panels import EventsPanel, Frame, HeaderBar, RecoveriesPanel, RingPanel, TrainingPanel

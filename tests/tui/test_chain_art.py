@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from p2ptrain.core.texts import layers_text
-from tui.chains import Chain, Gap, chains_of, draw_chain
+from tui.chain_panel import draw_chain
+from tui.chains import Chain, Gap, chains_of
 from tui.format import Look, Span
 from wire.records import PartInfo
 

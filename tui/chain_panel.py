@@ -1,0 +1,175 @@
+"""Chains of split models, drawn: the panel of the full-screen view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from rich.cells import cell_len
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
+from textual.widgets import Static
+
+from p2ptrain.core.texts import layers_text
+from tui import format as fmt
+from tui.chains import Chain, Gap, chains_of, how_to_split
+from tui.format import GONE, SLOWEST, Look, Row, Span, fit
+from tui.model import Phase
+from tui.panels import READABLE_S, ROOMY, Frame, lines, not_connected, seed_address, set_title, what_next
+from wire.records import PartInfo
+
+LEGEND = (
+    f"{fmt.WEIGHTS.symbol} weights {fmt.CACHES.symbol} caches {fmt.FREE.symbol} free",
+    f"{fmt.BUSY.symbol} busy {fmt.BUBBLE.symbol} bubble",
+    f"{SLOWEST.symbol} slowest stage",
+)
+LookOf = Callable[[str], Look]
+"""Peer id → how its state is shown."""
+
+
+def draw_chain(chain: Chain, look_of: LookOf, width: int) -> list[Row]:
+    """A title, and a line per stage with as many columns as fit; each row has at most ``width`` cells."""
+    names = min(18, max([cell_len(part.peer_name or part.peer) for part in chain.parts], default=4))
+    ranges = max([cell_len(layers_text(stage.start, stage.stop)) for stage in chain.stages], default=1)
+    columns = [
+        ("layers", max(6, ranges) + 2),
+        ("held by", 2 + max(5, names)),
+        ("a work", 8),
+        ("weights, caches", 20),
+        ("busy ░ bubble", 14),
+        ("tok/s", 6),
+        ("to next", 9),
+        ("sessions", 8),
+    ]
+    rows = fmt.table(columns, [_stage_cells(chain, stage, look_of) for stage in chain.stages], width)
+    for row, stage in zip(rows[1:], chain.stages, strict=True):
+        if isinstance(stage, Gap):
+            why = "no part fits from here" if stage.held else "nobody holds these layers"
+            row[:] = [
+                Span(fit(f"{layers_text(stage.start, stage.stop):<{ranges + 2}} {GONE.symbol} {why}", width), GONE.role)
+            ]
+    rows = [_title(chain, width), *rows]
+    if chain.beside:
+        rows.append(_beside(chain, look_of, width))
+    return rows
+
+
+def _stage_cells(chain: Chain, stage: PartInfo | Gap, look_of: LookOf) -> list[Row]:
+    if isinstance(stage, Gap):
+        return []
+    look, slowest = look_of(stage.peer), stage is chain.slowest
+    return [
+        [Span(layers_text(stage.start, stage.stop), "strong"), Span(f" {SLOWEST.symbol}" * slowest, SLOWEST.role)],
+        [Span(f"{look.symbol} ", look.role), Span(stage.peer_name or stage.peer)],
+        [Span(f"{fmt.millis(stage.compute_ms or None):>8}", SLOWEST.role if slowest else "")],
+        _memory(stage, 20),
+        [
+            *fmt.stacked_bar([(fmt.BUSY, stage.busy), (fmt.BUBBLE, 1 - stage.busy)], 1.0, 9),
+            Span(f"{fmt.percent(stage.busy):>5}"),
+        ],
+        [Span(f"{fmt.count(stage.tokens_per_s):>6}")],
+        [Span(f"{fmt.size(stage.out_position_bytes or None):>9}", "dim")],
+        [Span(f"{fmt.count(stage.sessions):>8}", "dim")],
+    ]
+
+
+def _title(chain: Chain, width: int) -> Row:
+    parts = chain.parts
+    name = f"{chain.name} #{chain.number + 1}" if chain.number else chain.name
+    found = [Span(fit(name, width), "strong")]
+    if chain.missing:
+        found.append(Span(f"  {GONE.symbol} {chain.missing} of {fmt.plural(chain.layers, 'layer')} missing", GONE.role))
+    kind = " · ".join(sorted({part.dtype for part in parts} - {""}))
+    pace = f" · {fmt.count(chain.tokens_per_s)} tok/s"
+    use = "in training" if chain.trains else fmt.plural(chain.sessions, "session")
+    found += [Span(f"  {fmt.plural(chain.layers, 'layer')} · {use}", "dim")]
+    found += [Span(pace, "accent" if chain.tokens_per_s else "dim")]
+    if chain.bubble is not None:
+        found.append(Span(f" · bubble {fmt.percent(chain.bubble)}", "dim"))
+    found += [Span(f" · {word}", "dim") for word in (kind, fmt.plural(len(parts), "stage")) if word]
+    return fmt.fitting(found[:1], found[1:], width)
+
+
+def _memory(part: PartInfo, width: int) -> Row:
+    if part.limit_bytes <= 0:
+        return [Span(fmt.size(part.used_bytes), "dim")]
+    share = part.used_bytes / part.limit_bytes
+    text = f" {fmt.used_of(part.used_bytes, part.limit_bytes)}"
+    used = [(fmt.WEIGHTS, float(part.weights_bytes)), (fmt.CACHES, float(part.cache_bytes))]
+    bar = fmt.stacked_bar(used, float(part.limit_bytes), max(4, width - cell_len(text)))
+    return [*bar, Span(text, "bad" if share > 0.95 else "warn" if share > 0.85 else "")]
+
+
+def _beside(chain: Chain, look_of: LookOf, width: int) -> Row:
+    row = [Span(fit("beside: ", width), "dim")]
+    room = width - 8
+    for index, part in enumerate(chain.beside):
+        look = look_of(part.peer)
+        text = f"{fit(part.peer_name or part.peer, 18)} {layers_text(part.start, part.stop)}  "
+        if cell_len(text) + 2 > room - 6:  # room to say how many more there are
+            return [*row, Span(fit(f"+{len(chain.beside) - index}", max(0, room)), "dim")]
+        row += [Span(f"{look.symbol} ", look.role), Span(text)]
+        room -= cell_len(text) + 2
+    return row
+
+
+class ChainsPanel(VerticalScroll):
+    """Which peers hold which layers of which models, and how fast the chains are."""
+
+    TOPICS: ClassVar[frozenset[str]] = frozenset({"parts", "peers", "link"})
+    TIMED = False
+    EVERY_S = READABLE_S
+
+    def __init__(self) -> None:
+        super().__init__(id="chains", classes="panel")
+        self.border_title = "Chains"
+        self._found: tuple[int, list[Chain]] = (-1, [])
+        self._text = Text()
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="chains-text")
+
+    def show(self, frame: Frame) -> None:
+        version = frame.store.versions["parts"]
+        if self._found[0] != version:  # peers change far more often
+            jobs = {job.id: job.name for job in frame.store.jobs.values()}
+            self._found = (version, chains_of(frame.store.parts.values(), jobs))
+        chains = self._found[1]
+        set_title(self, f"Chains · {len(chains)}" if chains else "Chains")
+        back = ("1: ring and training",) if self.size.width >= ROOMY else ()
+        legend = "  │  ".join((*LEGEND, *back) if chains else back)
+        if self.border_subtitle != legend:
+            self.border_subtitle = legend
+        rows = chain_rows(frame, chains, self.size.width - 2) if chains else no_chains(frame)
+        text = lines(rows, frame.palette)
+        if text != self._text or text.spans != self._text.spans:
+            self._text = text
+            self.query_one("#chains-text", Static).update(text)
+
+
+def chain_rows(frame: Frame, chains: list[Chain], width: int) -> list[Row]:
+    """All chains, one below the other, a blank row between."""
+
+    def look_of(peer_id: str) -> Look:
+        peer = frame.store.peers.get(peer_id)
+        return fmt.peer_look(peer.state if peer else "")
+
+    rows: list[Row] = []
+    for chain in chains:
+        rows += [*([[]] if rows else []), *draw_chain(chain, look_of, width)]
+    return rows
+
+
+def no_chains(frame: Frame) -> list[Row]:
+    """What to do while no model is split."""
+    if frame.store.cluster is None and frame.store.link.phase is not Phase.LIVE:
+        return not_connected(frame)
+    if not frame.store.peers:
+        return what_next(frame)
+    return [
+        [Span("no model is split over machines yet", "strong")],
+        [],
+        [Span("Talk to one that no machine here could hold alone:")],
+        [Span(f"  {how_to_split(seed_address(frame))}", "accent")],
+    ]
