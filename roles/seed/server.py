@@ -100,7 +100,7 @@ class Acceptor:
     Attributes:
         closed: nobody comes in any more.
         host: where the seed listens.
-        measured: round trip in ms to the peers and standbys that were let in, until they are served.
+        measured: round trip in ms to the peers that were let in, until they are served.
         operators: those that are here.
     """
 
