@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import wraps
 from typing import Any
 
 from p2ptrain.core.world import Network
@@ -12,7 +13,7 @@ from ring.chain import Chain
 from ring.local import HOST, LocalMember, local_view
 from ring.session import RingSession
 from wire.emulate import EmulatedNetwork, LinkPreset
-from wire.memory import MemoryNetwork
+from wire.memory import MemoryNetwork, run_virtual
 
 
 @asynccontextmanager
@@ -94,3 +95,13 @@ def networks_apart(one_way_s: Sequence[float]) -> list[Network]:
         return EmulatedNetwork(inner.at(chr(ord("a") + stage)), link, seed=stage)
 
     return [seen_from(stage) for stage in range(len(one_way_s) + 1)]
+
+
+def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on virtual time: its seconds cost nothing, and are exact."""
+
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        run_virtual(test(*args, **kwargs))
+
+    return run

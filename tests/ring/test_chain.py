@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable, Coroutine
-from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -13,32 +12,19 @@ import pytest
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused
 from p2ptrain.core.world import Network
-from ring import chain as chain_module
 from ring.chain import PATIENCE_PART, Chain, Payload, figures_untrusted
 from ring.local import HOST, LocalMember, local_view
 from ring.schedule import Kind, Schedule, extended, gpipe, one_f_one_b
-from tests.ring.local import local_chain, networks_apart
-from wire.connection import Received
+from tests.ring.local import local_chain, networks_apart, virtual
 from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.handshake import RefusalCode, dial, local_hello
-from wire.job_messages import MemberLost
-from wire.memory import MemoryNetwork, run_virtual
+from wire.memory import MemoryNetwork
 from wire.transport import TcpNetwork
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 AT_ONCE_S = 5.0  # generous for a slow machine, far below every deadline that could otherwise have ended a wait
 ACTIVATION_BYTES, GRADIENT_BYTES = 64, 40
 SIZES = {"activation_bytes": ACTIVATION_BYTES, "gradient_bytes": GRADIENT_BYTES}
-
-
-def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test on virtual time: its seconds cost nothing, and are exact."""
-
-    @wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        run_virtual(test(*args, **kwargs))
-
-    return run
 
 
 @pytest.fixture(params=["memory", "tcp"])
@@ -97,15 +83,6 @@ async def test_every_payload_arrives_where_it_belongs_step_after_step(count: int
         assert len(members[0].chain.round_trips_s) == count - 1
 
 
-@pytest.mark.parametrize("streams", [2, 3])
-async def test_over_several_connections(streams: int, network: Network) -> None:
-    async with local_chain(3, network, streams=streams, **SIZES) as members:
-        await everyone(members, lambda chain: run_step(chain, extended(16, [0.2, 0.2], 0.1)))
-        carried = [bulk.bytes_out for bulk in members[0].chain.neighbours[0].bulks]
-        assert len(carried) == streams
-        assert min(carried) >= 16 // streams * ACTIVATION_BYTES
-
-
 async def test_no_more_buffers_are_held_than_the_schedule_says() -> None:
     """A stage that takes nothing: the sender's payloads wait on its own side."""
     async with local_chain(2, MemoryNetwork(), **SIZES) as members:
@@ -122,24 +99,6 @@ async def test_no_more_buffers_are_held_than_the_schedule_says() -> None:
         assert len({payload.ctypes.data for payload in held if payload is not None}) == schedule.ahead(0) == 3
         with pytest.raises(ConnectionLost):
             await finishing
-
-
-async def test_buffers_are_used_again() -> None:
-    async with local_chain(2, MemoryNetwork(), **SIZES) as members:
-        seen: set[int] = set()
-        receive = members[1].chain.receive
-
-        async def watched(kind: Kind, index: int, *, patience_s: float) -> Payload | None:
-            payload = await receive(kind, index, patience_s=patience_s)
-            if payload is not None:
-                seen.add(payload.ctypes.data)
-            return payload
-
-        members[1].chain.receive = watched  # type: ignore[method-assign]
-        schedule = one_f_one_b(2, 16)
-        for step in range(3):
-            await everyone(members, lambda chain, step=step: run_step(chain, schedule, step))
-        assert len(seen) <= schedule.ahead(0)
 
 
 async def test_sent_memory_is_borrowed_until_the_step_is_finished() -> None:
@@ -181,14 +140,6 @@ async def test_what_is_no_payload_is_refused_before_anything_is_sent() -> None:
         assert not first.broken.done()
 
 
-async def test_stream_numbers_begin_anew_before_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain_module, "_STREAMS", 20)
-    async with local_chain(2, MemoryNetwork(), **SIZES) as members:
-        for step in range(5):
-            await everyone(members, lambda chain, step=step: run_step(chain, one_f_one_b(2, 6), step))
-        assert members[0].chain._next_stream <= 20
-
-
 # --------------------------------------------------------------------------------------------------------- round trips
 
 
@@ -217,26 +168,6 @@ def test_figures_that_are_none(payload: bytes) -> None:
     with pytest.raises(ProtocolError):
         figures_untrusted(payload, 2)
     assert figures_untrusted(struct.pack("!3d", 3600.0, 0, 65536), 2) == ([3600.0], [0, 65536])
-
-
-async def test_all_stages_learn_what_each_has_memory_for() -> None:
-    network = MemoryNetwork()
-    members = [LocalMember(peer_id, network, seed=at) for at, peer_id in enumerate("abc")]
-    view = local_view({member.peer_id: await member.listen(HOST) for member in members})
-    try:
-        rooms = (7, 0, 2)
-        await asyncio.gather(*(member.form_chain(view, **SIZES, in_flight=room)
-                               for member, room in zip(members, rooms, strict=True)))  # fmt: skip
-        assert [member.chain.in_flight for member in members] == [rooms] * 3
-    finally:
-        await asyncio.gather(*(member.stop() for member in members))
-
-
-async def test_a_stage_that_says_nonsense_of_its_links_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain_module, "_packed", lambda seconds: np.full(8 * len(seconds), 255, np.uint8))
-    with pytest.raises(ProtocolError, match="lost the next stage b: a round trip that cannot be"):
-        async with local_chain(2, MemoryNetwork(), **SIZES):
-            pass
 
 
 async def test_stages_that_expect_other_sizes_are_told(network: Network) -> None:
@@ -313,18 +244,6 @@ async def test_a_stage_that_does_not_come_is_named() -> None:
         await member.stop()
 
 
-async def test_what_is_no_chain() -> None:
-    member = LocalMember("a", MemoryNetwork())
-    view = local_view({"a": 1, "b": 2})
-    for order in (["b"], ["a", "x"], ["a", "a"]):
-        with pytest.raises(ValueError, match="no chain"):
-            await member.form_chain(view, order=order, **SIZES)
-    with pytest.raises(ValueError, match="payloads of 0"):
-        await member.form_chain(view, activation_bytes=0, gradient_bytes=1)
-    with pytest.raises(ValueError, match="17 streams"):
-        await member.form_chain(view, streams=17, **SIZES)
-
-
 # -------------------------------------------------------------------------------------------------------------- deaths
 
 
@@ -351,17 +270,6 @@ async def test_a_death_in_a_step_ends_every_stage_at_once_and_names_it(
             others[0].chain.begin(gpipe(count, 1))
 
 
-async def test_news_that_came_before_the_end_of_the_beats_counts_though_payloads_ended_first() -> None:
-    async with local_chain(3, MemoryNetwork(), **SIZES) as members:
-        last = members[2].chain
-        before = last.neighbours[0]
-        before.beat.abort()
-        before.beat._inbox.append(Received(MemberLost("a", "b", "it spoke nonsense"), 1, 0))  # as if it had come before
-        last._failed(before.bulks[0], ConnectionLost("it was reset"))
-        async with asyncio.timeout(AT_ONCE_S / 2):  # far less than a beat
-            assert (await last.broken).suspect == "a"
-
-
 @virtual
 async def test_of_several_that_wait_who_stands_beside_the_stuck_one_gives_up_first() -> None:
     """c beats and reads, and computes nothing: a, b and d all wait, and the first word is of c."""
@@ -386,16 +294,6 @@ async def test_a_payload_that_dribbles_in_is_no_silence() -> None:
         began = asyncio.get_running_loop().time()
         await everyone(members, lambda chain: run_step(chain, gpipe(2, 2), patience_s=1.5))
         assert asyncio.get_running_loop().time() - began > 3.5, "each takes longer than the patience"
-
-
-@virtual
-async def test_forming_has_a_deadline_however_the_bytes_dribble_in() -> None:
-    network = EmulatedNetwork(MemoryNetwork(), LinkPreset("slow", 1.0, rate_bps=8 * 16 << 10), seed=0)
-    began = asyncio.get_running_loop().time()
-    with pytest.raises(DeadlineExceeded, match="was not ready within"):
-        async with local_chain(2, network, activation_bytes=256 << 10, gradient_bytes=8):
-            pass
-    assert asyncio.get_running_loop().time() - began == pytest.approx(10, abs=0.1)
 
 
 # ------------------------------------------------------------------------------------------------------------- leaving

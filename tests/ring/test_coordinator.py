@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from ring import coordination as co
-from ring.coordination import ENDED, LEAVE_S, RETURN_S, TORN_S, TRANSITIONS, InvalidTransition, Phase
+from ring.coordination import LEAVE_S, InvalidTransition, Phase
 from ring.coordinator import Coordinator
+from ring.order import LinkQuality, Wishes
 from ring.view import View
 from wire.job_messages import Report
 
@@ -155,18 +157,6 @@ def test_a_worker_with_other_data_is_released_with_a_remedy_and_not_taken_again(
     assert desk.core.wants("b")  # another process may have the right files
 
 
-def test_more_members_than_micro_batches_stay_spare_and_take_a_place_when_one_dies() -> None:
-    desk = Desk(co.Terms(workers=2, micro_batches=2))
-    desk.start("a", "b")
-    desk.offer("c")
-    desk.ready("c")
-    assert desk.said == []  # no hold: there is no work for it
-    desk.report("a", "broken", 3, suspect="b")
-    desk.tell(co.PeerLost("b", "closed"))
-    view = desk.minted()
-    assert (ids(view), healthy(view), view.step) == (["a", "c"], ["a"], 3)
-
-
 # ------------------------------------------------------------------------------------------------- newcomers and holds
 
 
@@ -183,18 +173,6 @@ def test_newcomers_hold_the_ring_once_and_come_in_together() -> None:
     desk.stand("held", 4, "b")
     view = desk.minted()
     assert (view.generation, view.step, ids(view), healthy(view)) == (2, 4, ["a", "b", "c", "d"], ["a", "b"])
-
-
-def test_a_newcomer_waits_until_the_one_before_it_is_healed() -> None:
-    desk = Desk()
-    desk.start("a", "b")
-    desk.offer("c", "d")
-    desk.ready("c")
-    desk.stand("held", 4, "a", "b")
-    desk.ready("d")
-    assert desk.said == []
-    desk.report("c", "healed", 4)
-    assert desk.of(co.SendHold) == [co.SendHold(("a", "b", "c"), 2, "name-d joining")]
 
 
 # --------------------------------------------------------------------------------------------------- death and breaks
@@ -225,22 +203,6 @@ def test_a_silent_survivor_is_struck_off_and_may_come_back() -> None:
     assert desk.core.wants("b")
 
 
-def test_a_member_torn_by_a_broken_transfer_is_waited_for_briefly_and_comes_in_when_ready() -> None:
-    desk = Desk()
-    desk.start("a", "b")
-    desk.offer("c")
-    desk.ready("c")
-    desk.stand("held", 4, "a", "b")
-    assert healthy(desk.minted()) == ["a", "b"]
-    desk.report("a", "broken", 4, suspect="b")
-    desk.tell(co.PeerLost("b", "closed"))
-    desk.after(TORN_S)
-    assert ids(desk.minted()) == ["a"]
-    assert desk.of(co.SendRelease) == []
-    desk.ready("c")
-    assert desk.of(co.SendHold)
-
-
 def test_a_link_that_breaks_twice_without_a_step_parts_the_neighbours() -> None:
     desk = Desk(co.Terms(workers=5, micro_batches=8))
     desk.start("a", "b", "c", "d", "e")
@@ -267,38 +229,6 @@ def test_in_a_small_ring_the_suspect_sits_out_and_longer_each_time() -> None:
         assert desk.of(co.SendHold)
         desk.stand("held", 0, "a")
         assert ids(desk.minted()) == ["a", "b"]
-
-
-def test_a_committed_step_between_two_breaks_forgives() -> None:
-    desk = Desk()
-    desk.start("a", "b")
-    for applied in (1, 2, 3):
-        desk.report("a", "broken", applied, suspect="b")
-        desk.stand("broken", applied, "b")
-        assert sorted(ids(desk.minted())) == ["a", "b"]
-
-
-def test_a_death_explains_any_break() -> None:
-    desk = Desk(co.Terms(workers=4, micro_batches=8))
-    desk.start("a", "b", "c", "d")
-    for dead in ("d", "c"):
-        desk.report("a", "broken", 0, suspect="b")  # b passed on what it saw
-        desk.tell(co.PeerLost(dead, "closed"))
-        desk.stand("broken", 0, *{"b", "c"} - {dead})
-    assert ids(desk.minted()) == ["a", "b"]
-    assert "link" not in desk.kinds()
-
-
-def test_who_sits_out_still_gives_the_state_that_only_it_has() -> None:
-    desk = Desk()
-    desk.start("a", "b")
-    desk.report("a", "broken", 0, suspect="b")
-    desk.stand("broken", 0, "b")
-    desk.report("a", "broken", 0, suspect="b", prepared=1, prepared_lineage="other")
-    desk.report("b", "broken", 0)
-    assert ids(desk.minted()) == ["a"]
-    desk.tell(co.PeerLost("a", "closed"))
-    assert ids(desk.minted()) == ["b"]  # nobody else is left: better a bad link than no training
 
 
 # --------------------------------------------------------------------------------------------------- links to the seed
@@ -346,39 +276,7 @@ def test_a_restarted_seed_takes_a_running_ring_back_as_it_is() -> None:
     assert desk.after(1000.0) == []
 
 
-def test_the_seed_losing_every_link_at_once_takes_the_ring_for_running() -> None:
-    desk = Desk()
-    desk.start("a", "b")
-    desk.offer("c")
-    desk.tell(co.Progress(1000))
-    for peer_id in ("a", "b"):
-        desk.tell(co.PeerLost(peer_id, "the seed's network is down"))
-    desk.ready("c")
-    assert desk.of(co.Mint) == []
-    for peer_id in ("a", "b"):
-        desk.now += 10
-        desk.tell(co.PeerReturned(peer(peer_id), 1))
-        desk.report(peer_id, "training", 1010)
-    assert desk.of(co.SendRelease) == []
-    assert desk.of(co.SendHold) == [co.SendHold(("a", "b"), 1, "name-c joining")]
-    desk.stand("held", 1011, "a", "b")
-    assert (desk.minted().step, healthy(desk.minted())) == (1011, ["a", "b"])
-
-
 # -------------------------------------------------------------------------------------------------- everybody was gone
-
-
-def test_after_everybody_was_gone_the_holder_of_the_newest_state_goes_on_at_once() -> None:
-    desk = Desk()
-    desk.start("a", "b")
-    desk.tell(co.Progress(73))
-    desk.tell(co.PeerLost("a", "closed"))
-    desk.tell(co.PeerLost("b", "closed"))
-    desk.offer("b")  # so its ring is over
-    assert desk.core.state == "waiting"
-    desk.ready("b", applied=73)
-    view = desk.minted()
-    assert (view.generation, view.step, ids(view)) == (2, 73, ["b"])
 
 
 @pytest.mark.parametrize("how", ["all members are back", "patience"])
@@ -414,16 +312,6 @@ def test_fresh_workers_wait_for_the_holder_that_is_still_building() -> None:
     assert desk.of(co.Mint) == []
     desk.ready("h", applied=1000)
     assert (desk.minted().step, healthy(desk.minted())) == (1000, ["h"])
-
-
-def test_whoever_builds_for_ever_is_not_waited_for_for_ever() -> None:
-    desk = Desk(past=co.Past(view=Desk().start("h", "i"), corpus="C", known_step=1000))
-    desk.offer("h", "x")
-    desk.ready("x")
-    desk.after(RETURN_S + TERMS.build_s - 1.0)  # the other member is given up first
-    assert desk.of(co.Mint) == []
-    desk.after(1.0)
-    assert (desk.minted().step, ids(desk.minted())) == (0, ["x"])
 
 
 def lossy() -> Desk:
@@ -469,20 +357,6 @@ def test_pause_and_resume_keep_the_members_and_their_state() -> None:
     desk.tell(co.Signal.RESUME)
     view = desk.minted()
     assert (view.step, healthy(view)) == (6, ["a", "b"])
-
-
-def test_a_pause_outlives_the_seed() -> None:
-    view = Desk().start("a", "b")
-    desk = Desk(past=co.Past(state="forming", paused=True, view=view, corpus="C", known_step=6))
-    desk.tell(co.PeerReturned(peer("a"), 1))
-    desk.report("a", "held", 6)
-    desk.tell(co.PeerReturned(peer("b"), 1))
-    desk.report("b", "training", 6)  # the hold never reached it
-    assert desk.of(co.SendHold) == [co.SendHold(("b",), 1, "the job is paused")]
-    desk.report("b", "held", 6)
-    assert desk.core.state == "paused"
-    desk.tell(co.Signal.RESUME)
-    assert ids(desk.minted()) == ["a", "b"]
 
 
 def test_cancel_releases_everybody() -> None:
@@ -544,15 +418,6 @@ def test_done_when_all_members_are_done() -> None:
     assert desk.of(co.SendRelease) == []  # they keep the model until another job needs them
 
 
-def test_done_on_one_side_of_a_break_is_finished_by_the_others() -> None:
-    desk = Desk()
-    desk.start("a", "b")
-    desk.report("a", "done", 400)
-    desk.report("b", "broken", 399, prepared=400, prepared_lineage="L400")
-    view = desk.minted()
-    assert (view.step, healthy(view)) == (400, ["a", "b"])
-
-
 def test_a_failed_member_leaves_the_view_and_the_others_go_on() -> None:
     desk = Desk()
     desk.start("a", "b")
@@ -573,15 +438,6 @@ def test_when_all_members_fail_the_job_has_failed_with_their_reason(spares: Iter
     desk.report("b", "failed", 3, reason="the loss is not finite")
     assert desk.core.state == "failed"
     assert desk.of(co.SetState) == [co.SetState("failed", "the loss is not finite")]
-
-
-def test_a_job_that_its_only_worker_cannot_build_has_failed() -> None:
-    desk = Desk()
-    desk.offer("a", "b")
-    desk.report("a", "failed", 0, reason="no such file")
-    assert desk.core.state == "waiting"
-    desk.report("b", "failed", 0, reason="no such file")
-    assert desk.core.state == "failed"
 
 
 def test_a_job_takes_two_workers_more_than_it_has_work_for() -> None:
@@ -627,35 +483,7 @@ def test_a_member_that_leaves_at_a_boundary_is_not_put_into_the_next_view() -> N
     assert ids(desk.minted()) == ["a"]
 
 
-def test_a_member_that_leaves_at_once_breaks_the_ring_and_the_others_go_on() -> None:
-    desk = Desk(co.Terms(workers=3, micro_batches=8))
-    desk.start("a", "b", "c")
-    desk.tell(co.PeerLost("b", "stopped", left=True))
-    assert desk.of(co.SendHold) == [co.SendHold(("a", "c"), 1, "name-b left")]
-    desk.stand("broken", 5, "a", "c", suspect="b")
-    assert ids(desk.minted()) == ["a", "c"]
-
-
-def test_long_transfers_do_not_strike_members_off() -> None:
-    desk = Desk()
-    desk.start("a", "b")
-    desk.offer("c")
-    desk.ready("c")
-    desk.stand("held", 4, "a", "b")
-    desk.tell(co.Signal.PAUSE)
-    desk.after(TERMS.hold_s)
-    assert desk.said == []
-    desk.report("c", "healed", 4)
-    desk.stand("held", 4, "a", "b", "c")
-    assert desk.core.state == "paused"
-
-
 # ------------------------------------------------------------------------------------------------------- the table
-
-
-def test_every_phase_has_its_row_and_ended_phases_only_restart() -> None:
-    assert set(TRANSITIONS) == set(Phase)
-    assert all(TRANSITIONS[phase] == {Phase.WAITING} for phase in ENDED)
 
 
 def test_a_forbidden_transition_tells_its_story() -> None:
@@ -680,3 +508,55 @@ def test_a_view_that_its_members_never_heard_of_costs_no_step(status: str) -> No
         desk.report(peer_id, status, 500, generation=old.generation)
     again = desk.minted()
     assert (again.generation, again.step, healthy(again)) == (view.generation + 1, 500, ["a", "b"])
+
+
+# ------------------------------------------------------------------------------------------ the plan of a view's ring
+
+
+def slow_between(*slow: str) -> dict[tuple[str, str], LinkQuality]:
+    """Links between a, b, c and d, of which those of the named pairs are slow both ways."""
+    unwanted = {frozenset(pair) for pair in slow}
+    return {
+        pair: LinkQuality(0.02, 20e6) if frozenset(pair) in unwanted else LinkQuality(1e-3, 1e9)
+        for pair in itertools.permutations("abcd", 2)
+    }
+
+
+def planned(links: dict[tuple[str, str], LinkQuality], compute_s: float = 0.0, **wishes: Any) -> Desk:
+    desk = Desk(co.Terms(workers=4, micro_batches=8, wishes=Wishes(**wishes)))
+    desk.tell(co.Measured(links, compute_s))
+    desk.offer(*"abcd")
+    for name in "abcd":
+        desk.report(name, "ready", reduce_bytes=1 << 24)
+    return desk
+
+
+def neighbours(desk: Desk) -> set[frozenset[str]]:
+    order = ids(desk.minted())
+    return {frozenset(pair) for pair in itertools.pairwise([*order, order[0]])}
+
+
+def test_a_view_has_the_order_of_the_measured_links_and_says_why() -> None:
+    desk = planned(slow_between("ab", "cd"), streams=2, sub_chunk_bytes=65536, codec="bf16")
+    view = desk.minted()
+    assert not neighbours(desk) & {frozenset("ab"), frozenset("cd")}
+    assert [member.first for member in view.members] == [0, 2, 4, 6]  # shares follow the ranks
+    assert (view.streams, view.sub_chunk_bytes, view.codec) == (2, 65536, "bf16")
+    texts = {item.kind: item.text for item in desk.said if isinstance(item, co.Emit)}
+    assert "; slowest edge name-" in texts["ring-order"]
+    assert texts["ring-carriage"] == "2 streams, as the profile says; codec bf16, as the profile says"
+
+
+def test_a_better_order_ends_no_ring_but_is_taken_by_the_next_view() -> None:
+    desk = planned(slow_between("ac", "bd"))
+    assert ids(desk.minted()) == list("abcd")
+    desk.stand("training", 1, *"abcd")
+    assert desk.tell(co.Measured(slow_between("ab", "cd"))) == []
+    desk.stand("broken", 1, *"abcd")
+    assert frozenset("ab") not in neighbours(desk)
+
+
+@pytest.mark.parametrize(("compute_s", "codec"), [(0.0, "int8"), (100.0, "fp32")])
+def test_the_codec_follows_from_what_a_step_sends_and_computes(compute_s: float, codec: str) -> None:
+    desk = planned(slow_between("ab", "bc", "cd", "da", "ac", "bd"), compute_s, codec="auto")
+    assert desk.minted().codec == codec

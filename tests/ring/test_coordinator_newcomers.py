@@ -45,25 +45,6 @@ def test_a_newcomer_catches_up_first_and_the_ring_is_held_when_it_follows() -> N
     assert (view.step, ids(view), healthy(view)) == (3, ["a", "b", "c"], ["a", "b"]), "what it holds it knows itself"
 
 
-def test_one_that_cannot_follow_is_let_in_as_before() -> None:
-    desk = Desk()
-    desk.run("a", "b")
-    desk.offer("c")
-    desk.ready("c")
-    assert not asked(desk)
-    assert held(desk)
-
-
-def test_a_newcomer_that_holds_where_the_ring_begins_comes_in_at_once() -> None:
-    desk = Desk(follows=True)
-    desk.start("a", "b")
-    desk.offer("c")
-    desk.ready("c")
-    assert held(desk)
-    desk.stand("held", 0, "a", "b")
-    assert healthy(desk.minted()) == ["a", "b", "c"]
-
-
 def test_the_time_to_catch_up_grows_with_the_state() -> None:
     desk = Desk(follows=True)
     desk.run("a", "b")
@@ -92,16 +73,6 @@ def test_a_view_after_a_death_is_made_without_those_that_catch_up() -> None:
     assert desk.core.phase is Phase.STOPPING
 
 
-def test_what_a_follower_said_of_its_state_counts_for_nothing() -> None:
-    """The ring may take back what the follower was given of the last step: then it must not be called healthy."""
-    desk = beside("c")
-    desk.report("c", "following", 3)
-    desk.tell(co.PeerLost("b", "closed"))
-    desk.report("a", "broken", 3)
-    view = desk.minted()
-    assert (view.step, healthy(view)) == (3, ["a"])
-
-
 def test_where_the_ring_is_gone_the_follower_is_asked_what_it_has() -> None:
     desk = beside("c")
     desk.report("c", "following", 3)
@@ -111,15 +82,6 @@ def test_where_the_ring_is_gone_the_follower_is_asked_what_it_has() -> None:
     desk.ready("c", applied=3)
     view = desk.minted()
     assert (view.step, healthy(view)) == (3, ["c"])
-
-
-def test_a_newcomer_that_is_lost_while_it_catches_up_is_forgotten() -> None:
-    desk = beside("c")
-    desk.tell(co.PeerLost("c", "closed"))
-    assert desk.core.next_deadline() is None
-    desk.offer("c")
-    desk.ready("c")
-    assert asked(desk) == ["c"]
 
 
 def test_no_more_are_fed_at_a_time_than_the_members_can_feed_and_have_room_for() -> None:
@@ -189,33 +151,6 @@ def test_it_is_forgiven_after_a_quiet_while() -> None:
     assert [die_and_return(desk) for _ in range(2)] == [0, FIRST_FALL_S]
 
 
-def test_whoever_leaves_on_purpose_does_not_flap() -> None:
-    desk = Desk(co.Terms(workers=3, micro_batches=8))
-    desk.run("a", "b", "c")
-    for _ in range(4):
-        step = desk.core.known_step
-        desk.tell(co.PeerLost("c", "stopped", left=True))
-        desk.stand("held", step, "a", "b")
-        desk.tell(co.Progress(step + 1))
-        desk.offer("c")
-        desk.ready("c")
-        assert held(desk)
-        desk.stand("held", step + 1, "a", "b")
-        desk.tell(co.Progress(step + 2))
-
-
-def test_one_that_flaps_is_in_where_there_is_nobody_else() -> None:
-    desk = Desk(co.Terms(workers=1, micro_batches=8))
-    desk.run("a")
-    for _ in range(4):
-        desk.tell(co.PeerLost("a", "closed"))
-        desk.after(desk.core.terms.grace_s)
-        desk.offer("a")
-        desk.ready("a", applied=1)
-        assert ids(desk.minted()) == ["a"]
-        desk.tell(co.Progress(2))
-
-
 # ------------------------------------------------------------------------------------------------------- shares, doubt
 
 
@@ -225,21 +160,6 @@ def test_shares_follow_the_members_speed() -> None:
     desk.report("a", "ready", unit_us=1000)
     desk.report("b", "ready", unit_us=4000)
     assert [(member.first, member.count) for member in desk.minted().members] == [(0, 8), (8, 2)]
-
-
-def test_a_frozen_member_that_thaws_comes_back_as_a_newcomer() -> None:
-    desk = Desk(co.Terms(workers=3, micro_batches=8), follows=True)
-    desk.run("a", "b", "c")
-    desk.tell(co.PeerLost("c", "silent"))
-    desk.stand("broken", 5, "a", "b")
-    assert ids(desk.minted()) == ["a", "b"]
-    desk.tell(co.PeerReturned(peer("c"), 1))
-    desk.report("c", "broken", 5, generation=1)
-    assert desk.of(co.SendRelease) == [co.SendRelease("c", "the ring went on without it")]
-    desk.tell(co.Progress(7))
-    desk.offer("c")
-    desk.ready("c")
-    assert asked(desk) == ["c"]
 
 
 # ---------------------------------------------------------------------------------------------------------- two sides
@@ -282,17 +202,6 @@ def test_the_side_that_was_cut_off_is_given_up_when_a_newer_view_was_minted() ->
         desk.report(peer_id, status, 160, generation=1)
         assert desk.of(co.SendRelease) == [co.SendRelease(peer_id, "the ring went on without it")]
     assert desk.core.known_step == 1
-
-
-def test_patience_with_a_recovery_is_bounded_on_both_sides() -> None:
-    desk = cut_off(step_s=0.01)
-    desk.after(desk.core.terms.grace_s)
-    assert ids(desk.minted()) == ["x", "y"]
-    desk = cut_off(step_s=1000.0)
-    desk.after(desk.core.terms.build_s - 1)
-    assert desk.core.phase is Phase.WAITING
-    desk.after(1.0)
-    assert ids(desk.minted()) == ["x", "y"]
 
 
 # ------------------------------------------------------------------------------------------------------------- a crowd

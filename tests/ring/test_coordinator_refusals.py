@@ -73,15 +73,6 @@ def test_a_faulty_member_sits_out_longer_each_time_whatever_its_connection(cause
         assert "c" in ids(desk.minted())
 
 
-def test_a_sum_that_differed_before_is_no_witness_that_the_data_is_bad() -> None:
-    desk = running("a", "b", "c")
-    refuse(desk, "a", cause="digest")
-    assert next_view(desk) == (["b", "c"], False)
-    refuse(desk, "c")
-    assert "name-c sits out 30 s" in text(desk)
-    assert next_view(desk) == (["b"], False)
-
-
 def test_what_another_member_computes_alike_is_the_data_and_who_sat_out_is_absolved() -> None:
     desk = running("a", "b", "c")
     refuse(desk, "c")
@@ -111,14 +102,3 @@ def test_in_exact_mode_who_sent_other_bytes_than_arrived_is_named() -> None:
     refuse(desk, "b", cause="hop", beside="c")
     assert text(desk) == ("step 8 was not applied: what name-b sent is not what name-c received: name-b sits out 30 s")
     assert next_view(desk) == (["a", "c", "d"], False)
-
-
-def test_another_step_begins_anew() -> None:
-    desk = running("a", "b", "c")
-    refuse(desk, "c")
-    desk.tell(co.Progress(STEP + 1))
-    view = desk.core.view
-    assert view is not None
-    for peer_id in ids(view):
-        desk.report(peer_id, "broken", STEP + 1, cause="contribution", suspect="b")
-    assert next_view(desk) == (["a"], False), "another one at another step is no witness"

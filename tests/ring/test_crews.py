@@ -6,8 +6,6 @@ import itertools
 import random
 from typing import Any
 
-import pytest
-
 from ring import coordination as co
 from ring.crewing import dealt, newest_kept, shared_states, told_stage
 from ring.crews import Crews
@@ -98,14 +96,6 @@ def test_a_view_waits_for_whole_crews_and_leaves_spares_out() -> None:
     assert [(m.first, m.count) for m in play.view.members] == [(0, 2), (2, 0), (2, 2), (4, 0)]
 
 
-def test_a_spare_builds_only_when_a_crew_is_whole_with_it() -> None:
-    play = Play()
-    play.comes("a")
-    assert not play.of(co.SendAssign)
-    play.comes("b")
-    assert [(item.peer_id, item.stage, item.stages) for item in play.of(co.SendAssign)] == [("a", 0, 2), ("b", 1, 2)]
-
-
 def test_a_view_says_how_large_its_largest_stage_is() -> None:
     """So the others know how long it may take that one to heal."""
     play = Play(crews=2)
@@ -129,14 +119,6 @@ def test_what_is_left_of_two_crews_carries_the_state_on_together() -> None:
     assert play.view.square_sum == 1.0, "who redoes the step clips with its norm"
 
 
-def test_a_step_that_nobody_applied_is_run_again() -> None:
-    play = Play()
-    view = play.begun("a", "b")
-    play.says("a", "broken", 4, generation=view.generation, prepared=True)
-    play.says("b", "broken", 4, generation=view.generation, prepared=True)
-    assert (play.minted, play.view.step) == (True, 4)
-
-
 def test_a_worker_that_is_silent_while_the_others_stand_is_struck_off() -> None:
     play = Play(crews=2)
     view = play.begun("a", "b", "c", "d")
@@ -148,28 +130,6 @@ def test_a_worker_that_is_silent_while_the_others_stand_is_struck_off() -> None:
     play.tell(co.Signal.TICK, after_s=2)
     assert (play.minted, play.members) == (True, ["a", "b"])
     assert [item.peer_id for item in play.of(co.SendRelease)] == ["d"]
-
-
-def test_a_lost_link_is_not_a_death() -> None:
-    play = Play()
-    view = play.begun("a", "b")
-    play.lost("a")
-    play.tell(co.Signal.TICK, after_s=20)
-    play.tell(co.PeerReturned(co.Peer("a", "a", "h", 1), view.generation))
-    play.says("a", "training", 9, generation=view.generation)
-    play.tell(co.Signal.TICK, after_s=100)
-    assert (play.core.state, play.view) == ("running", view)
-
-
-def test_who_stays_away_while_the_ring_runs_has_it_stopped() -> None:
-    play = Play()
-    view = play.begun("a", "b")
-    play.lost("a")
-    play.tell(co.Signal.TICK, after_s=31)
-    assert [item.peer_ids for item in play.of(co.SendHold)] == [("b",)]
-    play.comes("c")
-    play.says("b", "held", 7, generation=view.generation)
-    assert play.core.stage_of("c") == 0
 
 
 def test_a_newcomer_crew_is_healed_stage_by_stage() -> None:
@@ -200,45 +160,6 @@ def test_where_a_part_is_gone_it_goes_back_to_the_newest_step_of_which_all_parts
     assert play.of(co.Mint)[0].restored
 
 
-def test_it_waits_for_who_is_away_before_it_goes_back() -> None:
-    play = Play()
-    view = play.begun("a", "b")
-    play.tell(co.Saved({}, {"a": frozenset({4, 8}), "b": frozenset({4, 8})}))
-    play.tell(co.Progress(10, 5.0))
-    play.lost("b")
-    play.says("a", "broken", 10, generation=view.generation, suspect="b")
-    play.comes("c")
-    play.ready("c")
-    play.tell(co.Signal.TICK, after_s=29)
-    assert not play.of(co.SendAssign)
-    play.comes("b")
-    play.says("b", "ready", 8)
-    assert {item.restore_step for item in play.of(co.SendAssign)} == {8}
-
-
-def test_a_crew_of_old_states_does_not_outdo_what_all_stages_have_saved_since() -> None:
-    """Whoever was away for long comes back with an old checkpoint, before those who have the newest."""
-    play = Play()
-    view = play.begun("a", "b")
-    saved = {key: frozenset({4, 8}) for key in "ab"} | {key: frozenset({3}) for key in "cd"}
-    play.tell(co.Saved({}, saved))
-    play.comes("c", "d")
-    play.ready("c", "d", applied=3)
-    play.lost("c", "d")
-    play.tell(co.Progress(10, 1.0))
-    play.lost("a")
-    play.says("b", "broken", 10, generation=view.generation, suspect="a")
-    play.comes("c", "d")
-    play.ready("c", "d", applied=3)
-    assert not play.minted, "somebody may bring more"
-    play.comes("a")
-    play.ready("a", applied=8)
-    assert {(item.peer_id, item.restore_step) for item in play.of(co.SendAssign)} == {(key, 8) for key in "abcd"}
-    play.ready("c", "d", applied=3)
-    play.ready("a", "b", applied=8)
-    assert (play.minted, play.view.step, play.members[:2]) == (True, 8, ["a", "b"])
-
-
 def test_the_stage_of_a_worker_outlives_its_process_and_the_seed() -> None:
     play = Play()
     view = play.begun("a", "b")
@@ -246,29 +167,6 @@ def test_the_stage_of_a_worker_outlives_its_process_and_the_seed() -> None:
     again = Play(past=past, held=play.core.held)
     again.comes("b", "a")
     assert (again.core.stage_of("a"), again.core.stage_of("b")) == (0, 1)
-
-
-def test_after_a_restart_of_the_seed_a_running_ring_is_taken_back() -> None:
-    play = Play(crews=2)
-    view = play.begun("a", "b", "c", "d")
-    again = Play(crews=2, past=co.Past(view=view, corpus="C", known_step=9), held=play.core.held)
-    for key in "abcd":
-        again.tell(co.PeerReturned(co.Peer(key, key, "h", 1), view.generation))
-        again.says(key, "training", 9, generation=view.generation)
-    again.tell(co.Signal.TICK, after_s=60)
-    assert (again.core.state, again.core.view) == ("running", view)
-
-
-def test_a_worker_of_too_many_takes_a_stage_that_nobody_holds() -> None:
-    play = Play()
-    play.comes("a", "b")
-    play.ready("a", "b")
-    play.comes("c", "d")
-    play.ready("c", "d")
-    view = play.view
-    play.lost("a", "c")
-    play.says("b", "broken", 0, generation=view.generation)
-    assert (play.core.stage_of("b"), play.core.stage_of("d")) == (1, 0)
 
 
 def test_a_worker_with_other_data_is_let_go_alone() -> None:
@@ -287,26 +185,6 @@ def test_the_job_fails_where_everybody_failed() -> None:
     for key in "ab":
         play.tell(co.PeerReported(key, Report("job", 0, "failed", 0, 0, "", reason="out of memory")))
     assert (play.core.state, play.core.reason) == ("failed", "out of memory")
-
-
-@pytest.mark.parametrize(
-    ("counts", "spares", "most", "expected"),
-    [
-        ([0, 0], 1, 9, [0, 0]),
-        ([0, 0], 3, 9, [1, 1]),
-        ([1, 0], 1, 9, [0, 1]),
-        ([2, 1], 1, 9, [0, 1]),
-        ([3, 1], 1, 9, [0, 1]),
-        ([1, 1], 5, 2, [1, 1]),
-    ],
-)
-def test_spares_are_given_to_stages_that_make_crews_whole(
-    counts: list[int], spares: int, most: int, expected: list[int]
-) -> None:
-    pool = [f"w{index}" for index in range(spares)]
-    given = dealt(counts, pool, {}, most, lambda key, stage: True)
-    assert [list(given.values()).count(stage) for stage in range(len(counts))] == expected
-    assert list(given) == pool[: len(given)]
 
 
 def test_the_newest_step_that_all_stages_keep() -> None:
@@ -382,15 +260,6 @@ def test_stages_are_given_when_speeds_are_told_and_ways_are_measured() -> None:
     assert not play.of(co.Planned)
 
 
-def test_who_never_tells_is_waited_for_no_longer_than_that() -> None:
-    play = Planned()
-    play.come(seen("a", flops=None), seen("b", memory_mib=900, flops=1e9))
-    play.tell(co.Signal.TICK, after_s=31)
-    assert play.of(co.SendSurvey)
-    play.tell(co.Signal.TICK, after_s=5)
-    assert set(play.assigned) == {"a", "b"}
-
-
 def test_what_does_not_fit_waits_and_says_so_in_numbers_until_somebody_comes_who_fits() -> None:
     play = Planned()
     play.come(seen("a", 300), seen("b", 100))
@@ -404,14 +273,6 @@ def test_what_does_not_fit_waits_and_says_so_in_numbers_until_somebody_comes_who
     play.tell(co.Signal.SURVEYED)
     assert set(play.assigned) == {"a", "c"}
     assert "needs" not in play.core.reason
-
-
-def test_cuts_that_are_chosen_already_stay() -> None:
-    play = Planned(cuts=(3,))
-    play.come(seen("a", 160), seen("b", 500))
-    play.tell(co.Signal.SURVEYED)
-    assert not play.of(co.Planned)
-    assert play.assigned == {"a": 0, "b": 1}
 
 
 def test_a_spare_takes_the_stage_that_it_has_the_memory_for_and_is_told_why_not() -> None:
@@ -511,11 +372,6 @@ def test_a_whole_checkpoint_counts_for_a_stage_that_nobody_else_has() -> None:
     assert (play.minted, play.members, play.view.step) == (True, ["a", "c"], 20)
 
 
-def test_a_spare_may_be_who_has_the_whole() -> None:
-    play = far_ahead({"a": frozenset({20})}, {"c": frozenset({20}), "z": frozenset({24})})
-    assert told(play) == {"a": (0, 20, ["c"]), "c": (1, 20, [])}
-
-
 def test_where_the_files_did_not_come_the_run_goes_back_further() -> None:
     play = far_ahead({"a": frozenset({10, 20})}, {"a": frozenset({10, 20})})
     play.ready("a", applied=20)
@@ -524,18 +380,3 @@ def test_where_the_files_did_not_come_the_run_goes_back_further() -> None:
     assert told(play) == {"a": (0, 10, []), "c": (1, 10, ["a"])}
     play.ready("a", "c", applied=10)
     assert play.view.step == 10
-
-
-def test_what_can_be_gone_back_to_counts_for_more_than_what_spares_begin_with() -> None:
-    """Both are waited for as long."""
-    play = Play()
-    view = play.begun("a", "b")
-    play.comes("c", "d")
-    play.ready("c", "d")
-    play.tell(co.Saved({}, {"a": frozenset({8}), "b": frozenset({8})}, {"a": frozenset({8})}))
-    play.tell(co.Progress(9, 1.0))
-    play.lost("b")
-    play.says("a", "broken", 9, generation=view.generation, suspect="b")
-    play.ready("c", "d")
-    play.tell(co.Signal.TICK, after_s=30.0)
-    assert {step for _, step, _ in told(play).values()} == {8}, "c and d share step 0"

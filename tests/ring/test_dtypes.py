@@ -5,12 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ring.dtypes import storage_dtype, sum_into
-
-words = st.lists(st.tuples(st.integers(0, 0xFFFF), st.integers(0, 0xFFFF)), max_size=40)
 
 
 def torch_sum(left: np.ndarray, right: np.ndarray) -> torch.Tensor:
@@ -29,12 +25,6 @@ def assert_same_as_torch(left: np.ndarray, right: np.ndarray) -> None:
     assert torch.equal(got.view(torch.int16)[known], expected.view(torch.int16)[known])
 
 
-@given(words)
-def test_bfloat16_adds_as_torch_does(pairs):
-    stored = np.array(pairs, np.uint16).reshape(-1, 2)
-    assert_same_as_torch(stored[:, 0].copy(), stored[:, 1].copy())
-
-
 def test_bfloat16_adds_as_torch_does_for_every_value():
     every = np.arange(2**16, dtype=np.uint16)
     draw = np.random.default_rng(0)
@@ -42,13 +32,6 @@ def test_bfloat16_adds_as_torch_does_for_every_value():
         assert_same_as_torch(draw.permutation(every), draw.permutation(every))
     nearby = every ^ draw.integers(0, 512, every.size).astype(np.uint16)  # close exponents, where rounding ties are
     assert_same_as_torch(every.copy(), nearby)
-
-
-def test_bfloat16_rounds_ties_to_even():
-    one, half_ulp = 0x3F80, 0x3B80  # 1.0 and 2**-8, half of the last bit of 1.0
-    dst = np.array([one, one | 1], np.uint16)
-    sum_into(dst, np.array([half_ulp, half_ulp], np.uint16), "bfloat16")
-    assert dst.tolist() == [one, one | 2]
 
 
 def test_bfloat16_keeps_nan_and_overflows_to_infinity():
@@ -82,16 +65,6 @@ def test_overflow_and_nan_are_values_not_warnings(dtype):
     sum_into(dst, np.array([limit, -np.inf, 0], dtype), dtype)
     assert np.isinf(dst[0])
     assert np.isnan(dst[1:]).all()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_unaligned_and_empty_memory_is_summed(dtype):
-    stored = storage_dtype(dtype)
-    raw = np.zeros(1 + 4 * stored.itemsize, np.uint8)
-    dst = raw[1:].view(stored)
-    sum_into(dst, np.ones(4, stored), dtype)
-    assert np.array_equal(dst, np.ones(4, stored))
-    sum_into(dst[:0], dst[:0], dtype)
 
 
 def test_an_unknown_type_is_refused_with_the_known_ones():

@@ -45,39 +45,11 @@ def fitting(head: LedgerHead, newest: View, begins: Begins, lineage: str, rows: 
 # ------------------------------------------------------------------------------------------------------------- keeping
 
 
-def test_rows_continue_the_ledger_and_are_taken_once():
-    head, rows = LedgerHead(0, START, 0, START), [row(1), row(2), row(3)]
-    head, taken, problem = fitting(head, view(1, 0), NONE, START, rows)
-    assert (taken, problem, head.step, head.lineage) == (rows, "", 3, chained(rows))
-    assert fitting(head, view(1, 0), NONE, START, rows)[1:] == ([], ""), "told again"
-    overlapping = [row(3), row(4)]
-    assert fitting(head, view(1, 0), NONE, chained(rows[:2]), overlapping)[1] == [row(4)]
-
-
-def test_rows_beyond_a_gap_wait_until_the_gap_is_told():
-    head = LedgerHead(0, START, 0, START)
-    later = [row(2), row(3)]
-    assert fitting(head, view(1, 0), NONE, chained([row(1)]), later) == (head, [], "")
-    head, taken, _ = fitting(head, view(1, 0), NONE, START, [row(1), *later])
-    assert [item.step for item in taken] == [1, 2, 3]
-
-
 def test_rows_of_another_past_are_refused_and_told_of():
     head, _, _ = fitting(LedgerHead(0, START, 0, START), view(1, 0), NONE, START, [row(1)])
     same, taken, problem = fitting(head, view(1, 0), NONE, chained([row(1, salt="x")]), [row(2)])
     assert (same, taken) == (head, [])
     assert "another past" in problem
-
-
-def test_steps_that_a_view_took_back_are_not_taken_from_the_view_before():
-    rows = [row(1), row(2), row(3)]
-    head, _, _ = fitting(LedgerHead(0, START, 0, START), view(1, 0), NONE, START, rows)
-    second = view(2, 1, chained(rows[:1]))
-    head = begun(head, second)
-    assert (head.step, head.lineage) == (1, chained(rows[:1]))
-    assert fitting(head, second, NONE, chained(rows[:1]), rows[1:]) == (head, [], ""), "late words of the first view"
-    again = row(2, generation=2, salt="again")
-    assert fitting(head, second, NONE, head.lineage, [again])[1] == [again]
 
 
 def test_rows_that_lead_elsewhere_than_to_where_a_view_began_are_refused_and_told_of():
@@ -86,19 +58,6 @@ def test_rows_that_lead_elsewhere_than_to_where_a_view_began_are_refused_and_tol
     head, taken, problem = fitting(LedgerHead(0, START, 0, START), view(3, 4, "11" * 16), begins, START, liar)
     assert (taken, "another outcome" in problem) == (liar[:1], True)
     assert fitting(head, view(3, 4, "11" * 16), begins, START, [row(1), row(2)])[1:] == ([row(2)], "")
-
-
-def test_a_redone_step_is_told_with_the_view_that_computed_it():
-    head, _, _ = fitting(LedgerHead(0, START, 0, START), view(1, 0), NONE, START, [row(1)])
-    second = view(2, 2, chained([row(1), row(2)]))
-    head = begun(head, second)
-    assert head.step == 1, "it is still to be told"
-    assert fitting(head, second, NONE, chained([row(1)]), [row(2)])[1] == [row(2)]
-
-
-def test_a_view_below_the_base_begins_a_new_record():
-    assert begun(None, view(1, 5)) == LedgerHead(5, START, 5, START)
-    assert begun(LedgerHead(100, START, 200, START), view(9, 50)) == LedgerHead(50, START, 50, START)
 
 
 def test_of_what_views_computed_anew_the_newest_counts():
@@ -254,24 +213,8 @@ def test_a_line_that_a_later_view_took_up_is_sound_and_nothing_else_of_an_older_
         assert (fault.kind, fault.step) == ("lineage" if odd[4].digest != rows[4].digest else "generation", step)
 
 
-def test_an_end_that_is_missing_or_other_is_a_fault():
-    audit, _ = audited(ROWS[:4], VIEWS)
-    assert audit.finish(5, chained(ROWS)) == Fault(5, "gap", "the ledger ends with step 4, and should with 5")
-    audit, _ = audited(ROWS, VIEWS)
-    assert (fault := audit.finish(5, START)) is not None
-    assert fault.kind == "lineage"
-
-
 def test_a_base_that_no_view_vouches_for_is_a_fault():
     assert audited([], [replace(VIEWS[0], lineage="11" * 16)])[1].kind == "lineage"
-
-
-def test_of_the_views_that_begin_at_the_base_the_newest_vouches_for_it():
-    other = replace(VIEWS[0], generation=5, lineage="11" * 16)
-    audit = Audit(base_step=0, base_lineage=other.lineage, micro_batches=M, views=[VIEWS[0], other])
-    assert audit.begin() is None
-    assert audit.take(row(1, 5)) is None
-    assert audited([], [other, replace(VIEWS[0], generation=6, lineage="22" * 16)])[1].kind == "lineage"
 
 
 def test_views_whose_course_was_taken_back_do_not_count():

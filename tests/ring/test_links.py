@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from functools import wraps
-from typing import Any
 
 import pytest
 
@@ -14,23 +11,14 @@ from p2ptrain.core.world import Network
 from ring.links import Inbound
 from ring.local import HOST, LocalMember, local_view
 from ring.view import View
+from tests.ring.local import virtual
 from wire.connection import Connection
 from wire.handshake import RefusalCode, dial, local_hello
-from wire.memory import MemoryNetwork, run_virtual
+from wire.memory import MemoryNetwork
 from wire.messages import Hello
 from wire.transport import TcpNetwork
 
 AT_ONCE_S = 5.0  # generous for a slow machine, far below every deadline that could otherwise have ended a wait
-
-
-def virtual(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """Run a test on virtual time: its seconds cost nothing, and are exact."""
-
-    @wraps(test)
-    def run() -> None:
-        run_virtual(test())
-
-    return run
 
 
 @pytest.fixture(params=["memory", "tcp"])
@@ -76,20 +64,6 @@ async def test_a_neighbour_that_hears_of_the_view_later_is_waited_for():
 
 
 @virtual
-async def test_a_neighbour_that_does_not_listen_yet_is_dialled_again():
-    network = MemoryNetwork()
-    members = [LocalMember(peer_id, network) for peer_id in "ab"]
-    view = local_view({"a": await members[0].listen(), "b": 7000})
-    early = asyncio.create_task(members[0].form(view))
-    await asyncio.sleep(3)
-    await members[1].listen(port=7000)
-    await members[1].form(view)
-    await early
-    for member in members:
-        await member.stop()
-
-
-@virtual
 async def test_a_neighbour_that_is_too_busy_is_dialled_again():
     network = MemoryNetwork()
     members = [LocalMember(peer_id, network) for peer_id in "ab"]
@@ -119,13 +93,6 @@ async def test_a_neighbour_that_never_dials_is_named():
     assert not members[1].inbound._places, "the connections of a ring that did not form were left open"
     for member in members:
         await member.stop()
-
-
-@virtual
-async def test_a_neighbour_that_is_never_reached_is_named():
-    member = LocalMember("a", MemoryNetwork())
-    with pytest.raises(DeadlineExceeded, match=r"right neighbour b was not reached in time: .*connection refused"):
-        await member.form(local_view({"a": 1, "b": 7001}))
 
 
 @virtual
@@ -185,15 +152,6 @@ async def test_an_older_view_is_refused_and_a_newer_one_is_not(network):
         await member.stop()
 
 
-async def test_a_view_without_this_peer_and_absurd_sub_chunks_are_refused(network):
-    member = LocalMember("a", network)
-    with pytest.raises(ValueError, match="a is no member of generation 1"):
-        await member.form(local_view({"b": 1}))
-    for size in (7, (64 << 20) + 1):
-        with pytest.raises(ValueError, match="sub-chunks of"):
-            await member.form(local_view({"a": 1}), sub_chunk_bytes=size)
-
-
 # -------------------------------------------------------------------------------------------------------------- inbound
 
 
@@ -240,20 +198,6 @@ async def test_a_connection_is_held_until_its_view_arrives_and_not_for_ever():
 
 
 @virtual
-async def test_connections_of_an_older_view_are_closed_when_a_newer_one_arrives():
-    member = LocalMember("b", MemoryNetwork())
-    await member.listen()
-    older, newer = [await dial_member(member, ring_hello("a", generation=generation)) for generation in (1, 2)]
-    await asyncio.sleep(1)
-    member.inbound.expect("job", 2)
-    await asyncio.sleep(1)
-    assert older.closed.is_set()
-    assert not newer.closed.is_set()
-    newer.abort()
-    await member.stop()
-
-
-@virtual
 async def test_the_number_of_held_connections_is_bounded():
     member = LocalMember("b", MemoryNetwork())
     member.inbound = Inbound(max_held=2)
@@ -272,53 +216,6 @@ async def test_the_number_of_held_connections_is_bounded():
     await waiting
     for connection in (held[1], again, expected):
         connection.abort()
-    await member.stop()
-
-
-@virtual
-async def test_a_held_connection_that_ended_gives_its_place_back():
-    member = LocalMember("b", MemoryNetwork())
-    member.inbound = Inbound(max_held=1)
-    await member.listen()
-    first = await dial_member(member, ring_hello("x"))
-    await asyncio.sleep(1)
-    first.abort()
-    await asyncio.sleep(1)
-    second = await dial_member(member, ring_hello("y"))
-    second.abort()
-    await member.stop()
-
-
-@virtual
-async def test_whoever_stops_waiting_in_the_instant_of_arrival_leaves_no_connection_behind():
-    member = LocalMember("b", MemoryNetwork())
-    await member.listen()
-    dialled = await dial_member(member, ring_hello("x"))
-    arriving = await member.inbound.take("job", 1, "x", "bulk", timeout_s=60)
-    waiting = asyncio.create_task(member.inbound.take("job", 1, "a", "bulk", timeout_s=60))
-    await asyncio.sleep(0)
-    offering = asyncio.create_task(member.inbound.offer(arriving, ring_hello("a")))
-    await asyncio.sleep(0)  # it is given, and not yet taken
-    waiting.cancel()
-    await asyncio.wait([waiting, offering])
-    assert waiting.cancelled()
-    await dialled.closed.wait()
-    await member.stop()
-
-
-@virtual
-async def test_what_arrives_in_the_instant_when_time_is_up_is_not_left_open():
-    member = LocalMember("b", MemoryNetwork())
-    await member.listen()
-    dialled = await dial_member(member, ring_hello("x"))
-    arriving = await member.inbound.take("job", 1, "x", "bulk", timeout_s=60)
-    offering = member.inbound.offer(arriving, ring_hello("a"))
-    asyncio.get_running_loop().call_later(60 - 1e-10, offering.send, None)  # given; then, in the same turn, time is up
-    with pytest.raises(DeadlineExceeded):
-        await member.inbound.take("job", 1, "a", "bulk", timeout_s=60)
-    async with asyncio.timeout(1):
-        await dialled.closed.wait()
-    offering.close()
     await member.stop()
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from functools import wraps
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,21 +10,9 @@ import pytest
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded
 from ring.local import LocalMember, local_view
 from ring.session import RingSession
-from tests.ring.local import local_ring
+from tests.ring.local import local_ring, virtual
 from wire.emulate import EmulatedNetwork, preset_named
-from wire.job_messages import MemberLost
 from wire.memory import MemoryNetwork, VirtualClockLoop, run_virtual
-from wire.messages import HeartbeatAck
-
-
-def virtual(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """Run a test on virtual time: its seconds cost nothing, and are exact."""
-
-    @wraps(test)
-    def run() -> None:
-        run_virtual(test())
-
-    return run
 
 
 def now() -> float:
@@ -96,45 +81,6 @@ async def test_all_round_the_ring_the_dead_one_is_named_as_fast_as_the_wires_are
 
 
 @virtual
-async def test_a_frozen_member_is_named_all_round_the_ring_too():
-    network = MemoryNetwork()
-    members = await three_hosts(network)
-    await asyncio.sleep(300)  # long enough to know each other
-    frozen_at = now()
-    for other in "ac":
-        network.silence("b", other)
-    a, c = [await members[rank].session.broken for rank in (0, 2)]
-    assert (a.suspect, c.suspect) == ("b", "b")
-    assert now() - frozen_at <= 15.0 + 5.0
-    for member in members:
-        await member.stop()
-
-
-@virtual
-async def test_news_of_nobody_and_of_oneself_only_tell_that_the_messenger_goes():
-    for news in (MemberLost("x", "a", "?"), MemberLost("b", "a", "you are slow"), MemberLost("c", "x", "?")):
-        async with local_ring(3, MemoryNetwork()) as members:
-            await asyncio.sleep(1)
-            a, b = members[0].session, members[1].session
-            a.neighbours[1].say(a.neighbours[1].beat, news, 1)
-            assert (await b.broken).suspect == "a"
-
-
-@virtual
-async def test_a_payload_is_a_sign_of_life_too():
-    async with local_ring(2, MemoryNetwork(), heartbeat_s=5.0, death_s=15.0) as members:
-        a, b = (member.session for member in members)
-        a.neighbours[1].beat.send = lambda message, **_: None  # its beats are lost on the way; its payloads are not
-        for seq in range(10):
-            b.neighbours[0].beat.send(HeartbeatAck(seq))
-            await asyncio.sleep(10)
-            await asyncio.gather(a.barrier(), b.barrier())
-        assert not b.broken.done()
-        async with asyncio.timeout(60):
-            assert (await b.broken).suspect == "a"
-
-
-@virtual
 async def test_a_member_that_was_asleep_itself_does_not_blame_its_neighbours():
     async with local_ring(3, MemoryNetwork(), heartbeat_s=5.0, death_s=15.0) as members:
         await asyncio.sleep(7)
@@ -190,26 +136,6 @@ async def test_beats_say_how_far_this_member_is():
         await waiting
         await asyncio.sleep(5)
         assert [(message.state, message.progress) for message in heard] == [("barrier", 1), ("between operations", 2)]
-
-
-@virtual
-async def test_members_that_have_lost_count_of_the_operations_do_not_mix_them():
-    async with local_ring(2, MemoryNetwork()) as members:
-        members[0].session._stream += 1
-        ends = await asyncio.gather(
-            *(member.session.all_gather(b"12", patience_s=30) for member in members), return_exceptions=True
-        )
-        assert {type(end) for end in ends} <= {DeadlineExceeded, ConnectionLost}
-
-
-@virtual
-async def test_a_fast_member_waits_for_a_slow_one():
-    async with local_ring(3, MemoryNetwork()) as members:
-        fast = [asyncio.create_task(member.session.barrier()) for member in members[:2]]
-        await asyncio.sleep(60)
-        assert not any(task.done() for task in fast)
-        await members[2].session.barrier()
-        await asyncio.gather(*fast)
 
 
 @pytest.mark.parametrize("preset", ["wifi", "transcontinental", "lossy"])

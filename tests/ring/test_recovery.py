@@ -66,15 +66,6 @@ def test_a_lost_link_to_the_seed_alone_is_no_interruption():
     assert (found.kind, found.text, found.detect_s) == ("held", "d joining", 9.0)
 
 
-def test_a_held_ring_finishes_its_step_first():
-    recorder = running()
-    recorder.held("d joining", 10.5, 0.0)
-    recorder.committed(1, 6, 11.0)
-    recorder.minted(view(2, 6, "abcd"), 11.25)
-    found = recorder.committed(2, 7, 12.0)
-    assert (found.detect_s, found.agree_s, found.total_s) == (0.0, 0.25, 1.0)
-
-
 def test_a_view_that_breaks_before_its_first_commit_is_a_further_attempt():
     recorder = running()
     recorder.lost("b", "reset", 10.5, 0.0, left=False)
@@ -91,17 +82,6 @@ def test_what_a_person_asked_for_is_no_interruption():
     recorder.abandon()
     recorder.minted(view(2, 5), 500.0)
     assert recorder.committed(2, 6, 501.0) is None
-
-
-def test_old_words_and_strangers_say_nothing():
-    recorder = running()
-    recorder.reported("a", report("broken", 9), 10.5, 0.0)
-    recorder.reported("x", report("broken"), 10.5, 0.0)
-    recorder.lost("x", "reset", 10.5, 0.0, left=False)
-    recorder.minted(view(2, 5), 11.0)
-    assert recorder.committed(1, 6, 11.5) is None
-    assert recorder.committed(2, 5, 11.5) is None, "the step that it begins with"
-    assert recorder.committed(2, 6, 12.0) is None
 
 
 ACTS = st.sampled_from(["lost", "left", "broken", "held", "mint", "heal", "commit", "abandon"])

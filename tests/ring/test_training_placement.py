@@ -199,14 +199,6 @@ def test_crews_share_the_cuts_and_each_stage_is_held_by_workers_alike():
     assert found.cuts == alone.cuts or [stage.trainees[0].id for stage in found.stages] != ["w0", "w1"]
 
 
-def test_where_workers_alike_in_speed_do_not_fit_those_alike_in_memory_do():
-    told = [(6000, 1e10), (900, 1.1e10), (6000, 4e10), (900, 4.4e10)]
-    found = plan(replace(TRAINING, crews=2), workers(*told))
-    held = {tuple(sorted(trainee.id for trainee in stage.trainees)): stage for stage in found.stages}
-    assert set(held) == {("w0", "w2"), ("w1", "w3")}
-    assert held["w1", "w3"].need_bytes <= 900 * MIB
-
-
 def test_the_prediction_is_the_schedules_and_the_sums():
     links = {("w0", "w1"): LinkQuality(0.2, 1e9), ("w1", "w0"): LinkQuality(0.2, 1e9)}
     even = workers((0, 1e10), (0, 1e10))
@@ -218,19 +210,6 @@ def test_the_prediction_is_the_schedules_and_the_sums():
     assert far.reduce_s > near.reduce_s == 0  # the matrix that both ends have
     unknown = plan(TRAINING, workers((0, 0), (0, 0)))
     assert (unknown.tokens_per_s, unknown.step_s, unknown.stages[0].compute_s) == (None, 0, 0)
-
-
-def test_more_are_in_flight_over_a_slow_link_and_no_more_than_there_is_memory_for():
-    even = workers((0, 1e12), (0, 1e12))
-    links = {pair: LinkQuality(2.0, 1e12) for pair in (("w0", "w1"), ("w1", "w0"))}
-    free = plan(TRAINING, even, links)
-    assert free.stages[0].in_flight == 8
-    need = [stage.need_bytes for stage in free.stages]
-    kept = TRAINING.kept_bytes(free.stages[0].start, free.stages[0].stop)
-    room = [max(need) + kept + 1, max(need) + kept + 1]
-    bounded = plan(TRAINING, [replace(each, memory_bytes=size) for each, size in zip(even, room, strict=True)], links)
-    assert bounded.stages[0].in_flight in (3, 4)
-    assert bounded.step_s > free.step_s
 
 
 def test_a_refusal_tells_what_each_has_what_the_smallest_stage_needs_and_what_would_do():
@@ -272,16 +251,3 @@ def test_sixty_workers_are_placed_in_little_time():
     found = plan(training, told)
     assert time.process_time() - began < 10
     assert all(stage.need_bytes <= min(trainee.memory_bytes for trainee in stage.trainees) for stage in found.stages)
-
-
-def test_what_alike_workers_cost_is_held_once() -> None:
-    """Each array is of (layers + 1)^2 numbers: 128 alike workers as 128 stages took 2.1 GB of the seed's memory."""
-    shape = ModelShape(ModelSizes((10**6,) * 128, (0,) * 128, 10**6, 10**6, 0), 64, 64, 256)
-    deep = Training(shape, stages=128, crews=1, tokens=64, sequence_tokens=64, micro_batches=64)
-    boards = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ring.training_placement.best_chain", lambda board, counts: boards.append(board))
-        with pytest.raises(ResourceError):
-            plan(deep, [Trainee(f"{number:03}", "w", 10**12, 1e10) for number in range(128)])
-    arrays = {id(array) for level in boards[0].levels for array in level}
-    assert (len(boards[0].levels), len(arrays)) == (64, 64)

@@ -15,13 +15,11 @@ from p2ptrain.core.errors import ProtocolError
 from ring.token import TOKEN_BYTES, Flag, Token, next_lineage
 from ring.transaction import (
     Apply,
-    Boundary,
     Broken,
     Compute,
     Confirm,
     Confirmed,
     Failed,
-    Finished,
     Form,
     Heal,
     Loaded,
@@ -65,22 +63,6 @@ def reduce_(member: Member, generation: int) -> None:
 # ---------------------------------------------------------------------------------------------------------- scenarios
 
 
-def test_a_member_alone_trains_to_the_end() -> None:
-    member = alone(steps_total=2)
-    assert member.said[-1].status == "ready"
-    member.handle(ViewArrived(view(1, ["a"])))
-    member.finish()
-    for _ in range(2):
-        run_step(member, 1)
-        member.finish()
-    assert isinstance(member.activity, Boundary)
-    member.finish()
-    assert member.core.phase is Phase.DONE
-    assert member.said[-1].status == "done"
-    assert [(item.applied, item.last) for item in member.boundaries] == [(1, False), (2, True)]
-    assert member.core.lineage == member.lineage()
-
-
 def test_a_hold_stops_at_the_boundary_and_the_session_stays() -> None:
     member = alone()
     member.handle(ViewArrived(view(1, ["a"])))
@@ -92,29 +74,6 @@ def test_a_hold_stops_at_the_boundary_and_the_session_stays() -> None:
     assert (member.said[-1].status, member.said[-1].applied) == ("held", 1)
     member.handle(Broken(1, "b", "the faster one is gone"))
     assert member.core.phase is Phase.HELD
-
-
-def test_a_hold_before_the_ring_is_formed_is_a_standstill_at_once() -> None:
-    member = alone()
-    member.handle(ViewArrived(view(1, ["a", "b"])))
-    assert isinstance(member.activity, Form)
-    member.handle(Wish(Flag.HOLD, 1))
-    assert member.activity is None
-    assert (member.said[-1].status, member.said[-1].generation) == ("held", 1)
-    member.handle(ViewArrived(view(2, ["a"])))
-    assert isinstance(member.activity, Form)
-
-
-def test_a_torn_member_that_is_held_while_it_forms_loads_its_state_first() -> None:
-    member = alone()
-    member.handle(ViewArrived(view(1, ["a", "b"], step=3, lineage="ab" * 32)))
-    member.finish()
-    assert isinstance(member.activity, Heal)
-    member.handle(ViewArrived(view(2, ["a", "b"], step=3, lineage="ab" * 32)))
-    said = len(member.said)
-    member.handle(Wish(Flag.HOLD, 2))
-    assert isinstance(member.activity, Reload)
-    assert len(member.said) == said
 
 
 def test_a_state_that_is_given_up_is_not_trained_on_nor_given_until_another_is_loaded() -> None:
@@ -132,30 +91,6 @@ def test_a_state_that_is_given_up_is_not_trained_on_nor_given_until_another_is_l
     assert isinstance(member.activity, Form)
 
 
-def test_a_hold_for_another_generation_changes_nothing() -> None:
-    member = alone()
-    member.handle(ViewArrived(view(2, ["a"])))
-    member.finish()
-    member.handle(Wish(Flag.HOLD, 1))
-    run_step(member, 2)
-    member.finish()
-    assert member.core.phase is Phase.COMPUTING
-
-
-def test_a_wish_for_a_save_survives_a_break() -> None:
-    member = alone()
-    member.handle(ViewArrived(view(1, ["a"])))
-    member.finish()
-    member.handle(Wish(Flag.SAVE))
-    member.handle(Broken(1, "", "cut"))
-    member.handle(ViewArrived(view(2, ["a"])))
-    member.finish()
-    run_step(member, 2)
-    assert isinstance(member.activity, Confirm)
-    member.finish()
-    assert member.boundaries[-1].save
-
-
 def test_a_break_while_applying_waits_for_the_optimizer() -> None:
     member = alone()
     member.handle(ViewArrived(view(1, ["a", "b"])))
@@ -171,16 +106,6 @@ def test_a_break_while_applying_waits_for_the_optimizer() -> None:
     assert member.core.phase is Phase.IDLE
     assert (member.said[-1].status, member.said[-1].applied, member.said[-1].suspect) == ("broken", 1, "b")
     assert member.said[-1].square_sum == 3.0
-
-
-def test_a_late_end_of_an_abandoned_activity_changes_nothing() -> None:
-    member = alone()
-    member.handle(ViewArrived(view(1, ["a", "b"])))
-    form = member.activity
-    assert isinstance(form, Form)
-    member.handle(Broken(1, "b", "died"))
-    member.handle(Finished(form.ticket))
-    assert member.core.phase is Phase.IDLE
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -201,16 +126,6 @@ def test_only_the_very_step_that_was_committed_is_redone(same: bool) -> None:
     assert isinstance(member.activity, Form)
     member.finish()
     assert isinstance(member.activity, Compute if same else Heal)
-
-
-def test_an_old_view_changes_nothing() -> None:
-    member = alone()
-    member.handle(ViewArrived(view(3, ["a"])))
-    activity = member.activity
-    member.handle(ViewArrived(view(2, ["a", "b"])))
-    assert member.activity is activity
-    assert member.core.view is not None
-    assert member.core.view.generation == 3
 
 
 @pytest.mark.parametrize("name", ["digest", "lineage", "step", "generation"])
@@ -364,13 +279,6 @@ def test_a_step_whose_norm_nobody_knows_is_not_redone() -> None:
     assert isinstance(member.activity, Form)
     member.finish()
     assert isinstance(member.activity, Heal)
-
-
-def test_a_long_reason_is_cut_to_what_a_report_can_carry() -> None:
-    member = alone()
-    member.handle(ViewArrived(view(1, ["a", "b"])))
-    member.handle(Broken(1, "b", "x" * 100_000))
-    assert len(member.said[-1].reason) <= 500
 
 
 def test_a_failure_is_final_until_the_state_is_loaded_anew() -> None:

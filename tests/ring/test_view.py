@@ -30,11 +30,6 @@ def test_ranks_and_neighbours_go_round():
     assert [member.peer_id for member in view.donors()] == ["b", "c"]
 
 
-def test_alone_a_member_is_its_own_neighbour():
-    view = make_view("a")
-    assert view.right_of(0) == view.left_of(0) == view.members[0]
-
-
 def test_a_view_survives_its_message():
     view = dataclasses.replace(make_view("a", "b"), streams=16, sub_chunk_bytes=8, codec="int8", reduce_bytes=9)
     assert View.from_message_untrusted(view.to_message()) == view
@@ -80,12 +75,6 @@ def test_shares_cover_the_micro_batches_in_proportion(micro_batches, weights):
         assert abs(count - micro_batches * weight / sum(weights)) < 1 + 1e-6
         covered += count
     assert covered == micro_batches
-
-
-def test_equal_weights_share_equally_and_the_first_takes_the_rest():
-    assert shares(8, [1, 1, 1, 1]) == [(0, 2), (2, 2), (4, 2), (6, 2)]
-    assert shares(3, [1, 1]) == [(0, 2), (2, 1)]
-    assert shares(1, [1, 1, 1]) == [(0, 1), (1, 0), (1, 0)]
 
 
 @pytest.mark.parametrize("weights", [[], [1, 0], [-1.0]])
