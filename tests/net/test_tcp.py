@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any
@@ -18,8 +17,6 @@ from p2ptrain.core.errors import Unreachable, UserError
 from p2ptrain.core.world import Network
 from tests.wire import doubles
 from tests.wire.doubles import Recorder
-from wire.address import format_address
-from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.transport import TcpNetwork, cannot_listen, unreachable
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
@@ -70,20 +67,6 @@ def test_every_kind_of_address_carries_bytes(play: Play, host: str) -> None:
     doubles.play(scenario())
 
 
-@pytest.mark.parametrize("host", ["", "0.0.0.0"])
-def test_listening_everywhere_is_reached_on_the_loopback(play: Play, host: str) -> None:
-    async def scenario() -> None:
-        network = TcpNetwork()
-        listener = await network.listen(host, 0, Recorder)
-        dialler = Recorder()
-        await network.connect("127.0.0.1", listener.address[1], lambda: dialler, timeout_s=5)
-        await listener.close()
-        dialler.transport.abort()
-        await dialler.until_lost()
-
-    doubles.play(scenario())
-
-
 def test_both_ends_have_the_options_that_find_a_dead_peer(play: Play) -> None:
     async def scenario() -> None:
         async with connection(TcpNetwork(keepalive_s=9, user_timeout_s=45)) as ends:
@@ -124,51 +107,6 @@ def test_a_port_with_connections_in_time_wait_can_be_bound_again(play: Play) -> 
         await listener.close()
         again = await network.listen(*listener.address, Recorder)
         await again.close()
-
-    doubles.play(scenario())
-
-
-def test_the_end_of_an_emulated_stream_is_told_once_whatever_is_paused_then(play: Play) -> None:
-    async def scenario() -> None:
-        link = LinkPreset("link", 1.0)
-        network, acceptor, dialler = EmulatedNetwork(TcpNetwork(), link, 0), Recorder(keep_open=True), Recorder()
-        listener = await network.listen("127.0.0.1", 0, lambda: acceptor)
-        await network.connect(*listener.address, lambda: dialler, timeout_s=5)
-        dialler.transport.write_eof()
-        await acceptor.until(lambda: "eof" in acceptor.events)
-        acceptor.transport.pause_reading()
-        acceptor.transport.resume_reading()
-        acceptor.transport.write(b"answer")
-        await dialler.until_received(6)
-        acceptor.transport.close()
-        await acceptor.until_lost()
-        assert acceptor.events.count("eof") == 1
-        await dialler.until_lost()
-        await listener.close()
-
-    doubles.play(scenario())
-
-
-def test_a_killed_process_is_noticed(play: Play) -> None:
-    child_code = """if True:
-        import socket, sys
-        connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
-        connection.sendall(b"alive")
-        connection.recv(1)
-    """
-
-    async def scenario() -> None:
-        acceptor = Recorder()
-        listener = await TcpNetwork().listen("127.0.0.1", 0, lambda: acceptor)
-        port = str(listener.address[1])
-        child = await asyncio.create_subprocess_exec(sys.executable, "-c", child_code, port)
-        try:
-            await acceptor.until_received(5, timeout_s=15)
-        finally:
-            child.kill()
-            await child.wait()
-        await acceptor.until_lost()
-        await listener.close()
 
     doubles.play(scenario())
 
@@ -238,26 +176,6 @@ def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     doubles.play(scenario())
 
 
-@pytest.mark.parametrize("host", ["a..b", "x" * 64 + ".example"])
-def test_a_name_that_is_none(play: Play, host: str) -> None:
-    async def scenario() -> None:
-        with pytest.raises(Unreachable, match="host name is not known"):
-            await TcpNetwork().connect(host, 7337, Recorder, timeout_s=5)
-        with pytest.raises(UserError, match="host name is not known"):
-            await TcpNetwork().listen(host, 7337, Recorder)
-
-    doubles.play(scenario())
-
-
-def test_an_address_of_another_machine_cannot_be_bound(play: Play) -> None:
-    async def scenario() -> None:
-        with pytest.raises(UserError, match="not an address of this machine") as caught:
-            await TcpNetwork().listen("192.0.2.1", 0, Recorder)
-        assert "0.0.0.0" in caught.value.remedy
-
-    doubles.play(scenario())
-
-
 @pytest.mark.parametrize(
     ("error", "message", "remedy"),
     [
@@ -285,8 +203,3 @@ def test_why_an_address_cannot_be_bound(error: OSError, message: str, remedy: st
     said = cannot_listen("0.0.0.0", 80, error)
     assert said.message == f"cannot listen on 0.0.0.0:80: {message}"
     assert remedy in said.remedy
-
-
-def test_ipv6_addresses_are_bracketed() -> None:
-    assert format_address("::1", 7) == "[::1]:7"
-    assert format_address("seed.local", 7) == "seed.local:7"

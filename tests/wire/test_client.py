@@ -13,7 +13,7 @@ from p2ptrain.core.world import Network
 from wire.client import MAX_UPDATES, SILENCE_S, SeedClient, parse_address
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
-from wire.messages import Hello, Leave, Message, Request, Response, Update, Welcome
+from wire.messages import Hello, Request, Response, Update, Welcome
 
 Scenario = Callable[[Network], Awaitable[None]]
 Play = Callable[[Scenario], None]
@@ -207,53 +207,7 @@ def test_a_silent_seed_is_asked_and_then_given_up(play_virtual: Play):
     play_virtual(scenario)
 
 
-def test_a_seed_with_nothing_to_say_is_not_given_up(play_virtual: Play):
-    async def scenario(network: Network) -> None:
-        async def refuse(connection: Connection, request: Request) -> None:
-            connection.send(Response(request.id, {}, "no", "whatever it answers"))
-
-        async with operator(network, refuse) as (client, seed, _):
-            watching = asyncio.ensure_future(drain(client))
-            await asyncio.sleep(3.5 * SILENCE_S)  # virtual
-            assert not watching.done()
-            await seed.close()
-            await watching
-
-    play_virtual(scenario)
-
-
-@pytest.mark.parametrize("nonsense", [Response(99, {}), Response(0, {}), Response(-1, {}), Leave("?"), Request(1, "m")])
-def test_what_answers_nothing_ends_the_connection(play: Play, nonsense: Message):
-    async def scenario(network: Network) -> None:
-        async def confused(connection: Connection, request: Request) -> None:
-            connection.send(nonsense)
-
-        async with operator(network, confused) as (client, _, _):
-            error = await failure(client.request("a"))
-            assert isinstance(error, ConnectionLost)
-            assert "answers nothing" in error.message
-
-    play(scenario)
-
-
 # ------------------------------------------------------------------------------------------------------------ addresses
-
-
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [
-        ("seed", ("seed", 7337)),
-        ("seed.example.org:80", ("seed.example.org", 80)),
-        ("127.0.0.1:1", ("127.0.0.1", 1)),
-        ("127.0.0.1:65535", ("127.0.0.1", 65535)),
-        (" seed:80\n", ("seed", 80)),
-        ("[::1]", ("::1", 7337)),
-        ("[fe80::1%eth0]:80", ("fe80::1%eth0", 80)),
-    ],
-)
-def test_addresses(text: str, address: tuple[str, int]):
-    assert parse_address(text) == address
-    assert parse_address("seed", default_port=9) == ("seed", 9)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
-import numpy as np
 import pytest
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
@@ -152,19 +151,6 @@ def test_done_is_never_called_from_within_post(play: Play):
         _, done = posted(far, 0)
         assert not done.is_set()
         await done.wait()
-        await closed(near, far)
-
-    play(scenario)
-
-
-def test_arrays_are_sent_and_filled_as_they_are(play: Play):
-    async def scenario(network: Network) -> None:
-        near, far = await joined(network)
-        sent, got, done = np.arange(1000, dtype=np.float32), np.zeros(1000, np.float32), asyncio.Event()
-        far.post(memoryview(got), generation=1, stream=0, done=done.set)
-        near.send_bulk(memoryview(sent), generation=1, stream=0)
-        await done.wait()
-        assert np.array_equal(got, sent)
         await closed(near, far)
 
     play(scenario)
@@ -378,18 +364,6 @@ def test_nothing_works_on_a_closed_connection(play: Play):
     play(scenario)
 
 
-def test_close_gives_up_on_a_peer_that_does_not_read(play: Play):
-    async def scenario(network: Network) -> None:
-        near, far = await joined(network)
-        near.send_bulk(memoryview(bytes(8 * MIB)), generation=1, stream=0)
-        await near.close(timeout_s=0.1)
-        assert near.closed.is_set()
-        assert near.close_cause is None
-        await closed(far)
-
-    play(scenario)
-
-
 @pytest.mark.parametrize("cut", [1, HEADER.size - 1, HEADER.size, HEADER.size + 3])
 def test_an_end_in_the_middle_of_a_frame_is_told_as_such(play: Play, cut: int):
     async def scenario(network: Network) -> None:
@@ -400,25 +374,6 @@ def test_an_end_in_the_middle_of_a_frame_is_told_as_such(play: Play, cut: int):
         error = await failure(far.receive(timeout_s=5))
         assert isinstance(error, ConnectionLost)
         assert "in the middle of a frame" in error.message
-
-    play(scenario)
-
-
-@pytest.mark.parametrize("garbage", [b"\xff" * 64, bytes(64), HEADER.pack(17, 17, 0, 1, 0, 0) + b"\xc1"])
-def test_garbage_ends_the_connection_by_protocol_error(play: Play, garbage: bytes):
-    async def scenario(network: Network) -> None:
-        near, far = await joined(network)
-        waiters = [asyncio.ensure_future(far.receive(timeout_s=50)) for _ in range(2)]
-        near._transport.write(garbage)
-        for waiter in waiters:
-            error = await failure(waiter)
-            assert isinstance(error, ProtocolError)
-            assert error is far.close_cause
-            assert error.message.startswith(f"127.0.0.1:{far.remote[1]}: ")
-        await near.closed.wait()
-        with pytest.raises(ConnectionLost):
-            far.send(Leave(""))
-        await closed(near, far)
 
     play(scenario)
 
@@ -485,21 +440,6 @@ def test_silence_raises_and_the_connection_lives_on(play: Play):
     play(scenario)
 
 
-def test_deadlines_and_last_heard_are_loop_time(play_virtual: Play):
-    async def scenario(network: Network) -> None:
-        loop = asyncio.get_running_loop()
-        near, far = await joined(network)
-        began = loop.time()
-        assert isinstance(await failure(far.receive(timeout_s=7)), DeadlineExceeded)
-        assert loop.time() - began == pytest.approx(7)
-        near.send(Leave(""))
-        await far.receive(timeout_s=5)
-        assert far.last_heard == pytest.approx(began + 7)
-        await closed(near, far)
-
-    play_virtual(scenario)
-
-
 def test_a_cancelled_receiver_loses_no_frame(play: Play):
     async def scenario(network: Network) -> None:
         near, far = await joined(network)
@@ -509,18 +449,5 @@ def test_a_cancelled_receiver_loses_no_frame(play: Play):
         near.send(Leave("for the other"))
         assert (await second).message == Leave("for the other")
         await closed(near, far)
-
-    play(scenario)
-
-
-def test_given_up_before_it_was_open(play: Play):
-    async def scenario(network: Network) -> None:
-        for give_up in (Connection.abort, Connection.close):
-            near = Connection()
-            if (pending := give_up(near)) is not None:
-                await pending
-            _, far = await joined(network, near=near)
-            await near.closed.wait()
-            await far.closed.wait()
 
     play(scenario)

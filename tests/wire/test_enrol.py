@@ -23,17 +23,13 @@ from p2ptrain.core.errors import (
     P2PTrainError,
     ProtocolError,
     Refused,
-    StorageError,
-    Unreachable,
 )
 from p2ptrain.core.world import Network
-from tests.wire.doubles import Recorder, Run, credentials, run
+from tests.wire.doubles import Run, credentials, run
 from wire.address import NONCE_BYTES, Ticket, verify_proof
-from wire.codec import encode
 from wire.connection import Connection, last_word
-from wire.credentials import Credentials, authority_context, der_of, new_key_and_request, pem_of
+from wire.credentials import Credentials, authority_context, der_of, new_key_and_request
 from wire.enrol import RENEW, enrol, renew
-from wire.frame import encode_control
 from wire.handshake import Server, dial, local_hello, local_welcome, serve
 from wire.messages import (
     EnrolGranted,
@@ -177,18 +173,6 @@ def test_a_wrong_pin_ends_it_before_anything_is_said(on_stage: Play, tmp_path: P
     on_stage(scenario)
 
 
-def test_somebody_in_between_with_a_ca_of_his_own_is_found_by_the_pin(on_stage: Play, tmp_path: Path) -> None:
-    async def scenario(network: Network) -> None:
-        proxy = Seed(presents=run("proxy").member("seed", "seed"), ca_der=der_of(run("proxy").ca_pem))
-        async with proxy.listening(network):
-            with pytest.raises(Refused) as caught:
-                await enrolled(network, proxy.ticket, tmp_path)
-            assert caught.value.code == "wrong-pin"
-            assert (await proxy.problem()).code == "wrong-pin"  # type: ignore[attr-defined]
-
-    on_stage(scenario)
-
-
 def test_somebody_in_between_who_shows_the_true_ca_cannot_speak_under_it(on_stage: Play, tmp_path: Path) -> None:
     async def scenario(network: Network) -> None:
         proxy = Seed(presents=run("proxy").member("seed", "seed"))
@@ -268,17 +252,6 @@ def test_a_seed_that_falls_silent_is_given_up_in_time(in_memory: Play, tmp_path:
     in_memory(scenario)
 
 
-def test_one_that_never_speaks_tls_is_given_up_in_time(in_memory: Play, tmp_path: Path) -> None:
-    async def scenario(network: Network) -> None:
-        listener = await network.listen(HOST, 0, Recorder)
-        ticket = Ticket(*listener.address, "worker", "0" * 12, SECRET, bytes(32))
-        with pytest.raises((DeadlineExceeded, Unreachable)):
-            await enrolled(network, ticket, tmp_path, timeout_s=3)
-        await listener.close()
-
-    in_memory(scenario)
-
-
 @pytest.mark.parametrize(
     "seed",
     [
@@ -301,36 +274,6 @@ def test_a_seed_that_answers_wrongly(on_stage: Play, tmp_path: Path, seed: dict[
             assert not os.listdir(tmp_path)
 
     on_stage(scenario)
-
-
-def test_what_cannot_be_kept_is_told(on_stage: Play, tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-
-    async def scenario(network: Network) -> None:
-        async with Seed().listening(network) as seed:
-            with pytest.raises(StorageError):
-                await enrolled(network, seed.ticket, tmp_path / "file" / "mine")
-
-    on_stage(scenario)
-
-
-@pytest.mark.parametrize("cut", [1, 19, 20, 30, -1])
-def test_a_truncated_answer(in_memory: Play, tmp_path: Path, cut: int) -> None:
-    frame = encode_control(
-        EnrolOffer.KIND, encode(EnrolOffer(der_of(run().ca_pem), bytes(NONCE_BYTES))), generation=0, stream=0
-    )
-
-    async def scenario(network: Network) -> None:
-        async def half(connection: Connection, hello: Hello) -> None:
-            connection._transport.write(frame[:cut])
-
-        seed = Seed()
-        seed.serve = half  # type: ignore[method-assign]
-        async with seed.listening(network):
-            with pytest.raises(ConnectionLost, match="middle of a frame"):
-                await enrolled(network, seed.ticket, tmp_path)
-
-    in_memory(scenario)
 
 
 # -------------------------------------------------------------------------------------------------------------- renewal
@@ -370,7 +313,3 @@ def test_a_renewal_that_is_none_leaves_what_was(answer: Callable[[bytes], dict[s
     with pytest.raises(ProtocolError):
         renewed(held, answer)
     assert Credentials.load(RealDisk(), held.directory) == held
-
-
-def test_pem_and_der_are_the_same_certificate() -> None:
-    assert pem_of(der_of(run().ca_pem)).split() == run().ca_pem.split()

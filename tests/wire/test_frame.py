@@ -81,15 +81,6 @@ def test_header_layout_is_the_one_of_the_architecture_page():
     )
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_control_frames_one_after_the_other(chunk: int):
-    core = decoder()
-    events, rest = feed(core, control(b"one", generation=3, stream=4) + control(b"second", kind=2), chunk)
-    assert events == [ControlFrame(16, 3, 4, bytearray(b"one")), ControlFrame(2, 0, 0, bytearray(b"second"))]
-    assert not rest
-    assert core.between_frames
-
-
 @pytest.mark.parametrize("cut", range(1, len(control(b"one"))))
 def test_a_stream_must_not_end_within_a_frame(cut: int):
     core = decoder()
@@ -107,16 +98,6 @@ def test_bulk_lands_in_what_was_posted_and_the_next_frame_is_untouched(chunk: in
     assert events == [BulkDone(nothing), ControlFrame(16, 0, 0, bytearray(b"next"))]
     assert into == b"12345"
     assert not rest
-
-
-def test_bulk_lands_in_place():
-    core = decoder()
-    into, _ = post(core, 5)
-    feed(core, bulk(b"12345")[: HEADER.size])
-    buffer = core.next_buffer()
-    assert len(buffer) == 5
-    buffer[:] = b"abcde"
-    assert into == b"abcde"
 
 
 def test_a_destination_of_any_format_is_filled_as_bytes():
@@ -172,12 +153,6 @@ def test_generation_0_is_outside_every_view_and_never_stale():
     into, _ = post(core, 3, generation=0)
     assert feed(core, bulk(b"new"))[0] == [BulkDone(nothing)]
     assert into == b"new"
-
-
-def test_the_fence_only_grows():
-    core = decoder(fence=5)
-    core.raise_fence(3)
-    assert core.fence == 5
 
 
 def test_the_fence_takes_back_the_buffer_of_a_frame_half_read():
@@ -255,16 +230,6 @@ def test_before_the_handshake_only_its_own_kinds_pass(kind: int):
         feed(decoder(large=False), header(20, kind=kind, header_bytes=4 if kind != BULK_KIND else 0))
 
 
-@pytest.mark.parametrize(("large", "limit"), [(False, HANDSHAKE_FRAME_BYTES), (True, CONTROL_FRAME_BYTES)])
-def test_longest_control_frame(large: bool, limit: int):
-    size = limit - HEADER.size
-    longest = HEADER.pack(16 + size, 2, 0, size, 0, 0) + bytes(size)
-    assert feed(decoder(large=large), longest)[0] == [ControlFrame(2, 0, 0, bytearray(size))]
-    size += 1
-    with pytest.raises(ProtocolError):
-        feed(decoder(large=large), HEADER.pack(16 + size, 2, 0, size, 0, 0))
-
-
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("chunk", [1, 2, 4])
 def test_a_length_of_4_gib_is_refused_by_its_first_four_bytes_and_nothing_is_allocated(large: bool, chunk: int):
@@ -276,22 +241,6 @@ def test_a_length_of_4_gib_is_refused_by_its_first_four_bytes_and_nothing_is_all
         assert tracemalloc.get_traced_memory()[1] < 64 * 1024
     finally:
         tracemalloc.stop()
-
-
-@pytest.mark.parametrize(
-    ("words", "protocol"),
-    [
-        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "HTTP"),
-        (b"HTTP/1.1 400 Bad Request\r\n", "HTTP"),
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "TLS"),
-        (b"SSH-2.0-OpenSSH_9.6\r\n", "SSH"),
-    ],
-)
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_strangers_are_told_apart(words: bytes, protocol: str, chunk: int):
-    with pytest.raises(ProtocolError, match=f"speaks {protocol}") as caught:
-        feed(decoder(large=False), words, chunk)
-    assert "port" in caught.value.remedy
 
 
 @pytest.mark.parametrize("size", [4, 6])

@@ -17,7 +17,6 @@ from p2ptrain.core.errors import (
     ProtocolError,
     Refused,
     Unreachable,
-    UserError,
 )
 from p2ptrain.core.world import Network
 from wire.codec import MESSAGE_TYPES, decode_untrusted, encode
@@ -34,7 +33,6 @@ from wire.handshake import (
     local_welcome,
     serve,
 )
-from wire.memory import MemoryNetwork
 from wire.messages import PROTOCOL_VERSION, EventNotice, Hello, Message, Refuse, Welcome
 
 Scenario = Callable[[Network], Awaitable[None]]
@@ -65,21 +63,6 @@ def converse(hello: Hello, decide: Callable[[Hello], Welcome | Refuse]) -> Welco
 # ------------------------------------------------------------------------------------------------------- the two judges
 
 
-def test_the_owners_refusal_is_raised_with_its_code_and_remedy():
-    with pytest.raises(Refused) as caught:
-        converse(HELLO, lambda hello: Refuse(RefusalCode.FULL, "no room", "come back later"))
-    assert (caught.value.code, caught.value.remedy) == ("full", "come back later")
-    assert caught.value.message == "seed:7337 refuses: no room"
-
-
-@pytest.mark.parametrize(("version", "older"), [(PROTOCOL_VERSION - 1, "calling"), (PROTOCOL_VERSION + 1, "answering")])
-def test_another_callers_version_is_refused_without_asking(version: int, older: str):
-    with pytest.raises(Refused) as caught:
-        converse(replace(HELLO, version=version, software="p2ptrain x.y"), lambda hello: pytest.fail("asked"))
-    check_version_refusal(caught.value, f"calling side speaks protocol {version} (p2ptrain x.y)", older)
-    assert f"answering side speaks protocol {PROTOCOL_VERSION}" in caught.value.message
-
-
 @pytest.mark.parametrize(("version", "older"), [(PROTOCOL_VERSION - 1, "answering"), (PROTOCOL_VERSION + 1, "calling")])
 def test_another_answerers_version_is_refused_by_the_caller(version: int, older: str):
     with pytest.raises(Refused) as caught:
@@ -93,11 +76,6 @@ def check_version_refusal(refused: Refused, says: str, older: str) -> None:
     assert says in refused.message
     newest = max(PROTOCOL_VERSION, int(says.split("protocol ")[1].split()[0]))
     assert refused.remedy == f"upgrade p2ptrain on the {older} side to a release that speaks protocol {newest}"
-
-
-def test_an_answer_that_is_none():
-    with pytest.raises(ProtocolError, match="answered a Hello with Hello"):
-        judge_answer(HELLO, "seed:7337")
 
 
 # --------------------------------------------------------------------------------------------------------------- shells
@@ -255,27 +233,6 @@ def test_a_silent_caller_is_refused_after_five_seconds(play_virtual: Play):
     play_virtual(scenario)
 
 
-def test_a_byte_a_second_does_not_buy_time(play_virtual: Play):
-    async def scenario(network: Network) -> None:
-        loop, owner = asyncio.get_running_loop(), Owner()
-        server = await owner.listen(network)
-        began = loop.time()
-        connection = await raw(network, server)
-        answer = asyncio.ensure_future(connection.expect(Refuse, timeout_s=60))
-        for byte in encode_control(Hello.KIND, encode(HELLO), generation=0, stream=0):
-            connection._transport.write(bytes([byte]))
-            await asyncio.wait([answer], timeout=1)  # virtual seconds
-            if answer.done():
-                break
-        assert (await answer).code == RefusalCode.TOO_SLOW
-        assert loop.time() - began == pytest.approx(HANDSHAKE_TIMEOUT_S)
-        assert not owner.hellos
-        await connection.close()
-        await server.close()
-
-    play_virtual(scenario)
-
-
 def test_an_owner_that_does_not_decide_in_time(play_virtual: Play):
     async def scenario(network: Network) -> None:
         owner = Owner()
@@ -325,45 +282,6 @@ def test_closing_the_server_ends_everything_within_a_second(play: Play):
             assert isinstance(connection.close_cause, ConnectionLost)
         with pytest.raises(Unreachable):
             await dial(network, *address, HELLO, timeout_s=1)
-        await server.close()
-
-    play(scenario)
-
-
-def test_closing_the_server_does_not_wait_for_who_does_not_end(play_virtual: Play):
-    async def scenario(network: Network) -> None:
-        loop, owner, release = asyncio.get_running_loop(), Owner(), asyncio.Event()
-
-        async def stubborn(connection: Connection, hello: Hello) -> None:
-            while not release.is_set():
-                try:
-                    await release.wait()
-                except asyncio.CancelledError:
-                    continue
-
-        server = await serve(network, HOST, 0, decide=owner.decide, serve=stubborn, on_problem=owner.on_problem)
-        connection, _ = await knock(network, server)
-        began = loop.time()
-        await server.close()
-        assert loop.time() - began == pytest.approx(1)
-        await connection.closed.wait()
-        release.set()
-
-    play_virtual(scenario)
-
-
-def test_an_address_that_is_taken(play: Play):
-    async def scenario(network: Network) -> None:
-        owner = Owner()
-        server = await owner.listen(network)
-        with pytest.raises(UserError):
-            await serve(
-                network,
-                *server.address,
-                decide=owner.decide,
-                serve=owner.serve,
-                on_problem=owner.on_problem,
-            )
         await server.close()
 
     play(scenario)
@@ -420,16 +338,6 @@ def test_who_answers_wrongly(
     play(scenario)
 
 
-def test_nobody_is_there(play: Play):
-    async def scenario(network: Network) -> None:
-        listener = await network.listen(HOST, 0, Connection)
-        await listener.close()
-        with pytest.raises(Unreachable):
-            await dial(network, *listener.address, HELLO, timeout_s=1)
-
-    play(scenario)
-
-
 def test_a_cancelled_dial_leaves_nothing_open(play: Play):
     async def scenario(network: Network) -> None:
         silent = asyncio.Event()
@@ -443,26 +351,3 @@ def test_a_cancelled_dial_leaves_nothing_open(play: Play):
         await listener.close()
 
     play(scenario)
-
-
-async def test_what_is_told_of_a_peer_names_it() -> None:
-    network = MemoryNetwork()
-    seen: list[str] = []
-
-    async def answer(connection: Connection, hello: Hello) -> None:
-        try:
-            await connection.receive(timeout_s=5)
-        except ConnectionLost as lost:
-            seen.append(lost.message)
-
-    async def decide(hello: Hello, connection: Connection) -> Welcome:
-        return local_welcome(peer_id="s1", name="seed\x1b[31m" + "x" * 99, cluster_id="c", wall=0.0)
-
-    server = await serve(network, HOST, 0, decide=decide, serve=answer, on_problem=lambda *_: None)
-    hello = local_hello(peer_id="w1", name="borea", roles=["worker"], purpose="peer")
-    connection, _ = await dial(network, HOST, server.address[1], hello, timeout_s=5)
-    with pytest.raises(DeadlineExceeded, match=r"^seed\[31mx{55} \(.*:\d+\) "):
-        await connection.receive(timeout_s=0.01)
-    await connection.close()
-    await server.close()
-    assert [message.partition(" (")[0] for message in seen] == ["borea"]

@@ -61,16 +61,6 @@ def test_the_default_host_is_found_under_any_name() -> None:
     run_virtual(main())
 
 
-def test_a_free_port_is_free() -> None:
-    async def main() -> None:
-        network = MemoryNetwork()
-        taken = [await network.listen("host", port, Recorder) for port in (49152, 49153)]
-        listener = await network.listen("host", 0, Recorder)
-        assert listener.address not in [other.address for other in taken]
-
-    run_virtual(main())
-
-
 def test_a_cut_resets_both_ends_and_refuses_until_mended() -> None:
     async def main() -> None:
         hub = MemoryNetwork()
@@ -132,50 +122,5 @@ def test_a_reset_is_noticed_by_who_reads_or_writes_only() -> None:
         assert asleep.events == ["made"]
         asleep.transport.write(b"hello?")
         assert isinstance(await asleep.until_lost(), ConnectionResetError)
-
-    run_virtual(main())
-
-
-def test_an_abort_after_close_is_never_taken_for_a_proper_end() -> None:
-    async def main() -> None:
-        dialler, acceptor = await pair(network := MemoryNetwork(), network)
-        dialler.transport.write(bytes(1000))
-        dialler.transport.close()
-        dialler.transport.abort()
-        assert isinstance(await acceptor.until_lost(), ConnectionResetError)
-        assert acceptor.events == ["made", "lost"]
-        assert not acceptor.received
-
-    run_virtual(main())
-
-
-def test_a_payload_stays_the_writers_until_it_was_read() -> None:
-    async def main() -> None:
-        dialler, acceptor = await pair(network := MemoryNetwork(), network)
-        payload = bytearray(b"before")
-        dialler.transport.write(payload)
-        payload[:] = b"behind"
-        assert await acceptor.until_received(6) == b"behind"
-        payload.clear()  # nothing holds it any more
-        with pytest.raises(TypeError, match="contiguous"):
-            dialler.transport.write(memoryview(b"abcdef")[::2])
-        numbers = memoryview(bytes(8)).cast("i")
-        dialler.transport.write(numbers)
-        assert await acceptor.until_received(14) == b"behind" + bytes(8)
-
-    run_virtual(main())
-
-
-def test_a_dial_that_is_cancelled_leaves_no_connection() -> None:
-    async def main() -> None:
-        network, acceptor = MemoryNetwork(), Recorder()
-        listener = await network.listen("host", 0, lambda: acceptor)
-        dialling = asyncio.ensure_future(network.connect(*listener.address, Recorder, timeout_s=5))
-        await asyncio.sleep(0)
-        dialling.cancel()
-        await asyncio.wait([dialling])
-        assert dialling.cancelled()
-        assert isinstance(await acceptor.until_lost(), ConnectionResetError)
-        assert acceptor.events == ["made", "lost"]
 
     run_virtual(main())

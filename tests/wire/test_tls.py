@@ -24,9 +24,8 @@ from p2ptrain.core.world import Network
 from tests.wire.doubles import Recorder, credentials, run
 from wire.address import ROLES
 from wire.connection import Connection
-from wire.credentials import Credentials, PeerIdentity, authority_context, unverified_context
+from wire.credentials import Credentials, PeerIdentity, authority_context
 from wire.handshake import Dialler, Server, dial, judge_answerer, judge_caller, local_hello, local_welcome, serve
-from wire.memory import MemoryNetwork
 from wire.messages import EventNotice, Hello, Refuse, Welcome
 from wire.tls import HANDSHAKE_TIMEOUT_S, TlsDialler, TlsNetwork
 from wire.transport import MAX_HALF_OPEN_PER_MACHINE
@@ -132,16 +131,6 @@ def test_both_sides_know_whom_they_talk_to(on_stage: Play) -> None:
     on_stage(scenario)
 
 
-def test_a_plain_connection_has_no_identity_and_needs_none(on_stage: Play) -> None:
-    async def scenario(network: Network) -> None:
-        async with Seed().listening(network) as seed:
-            near = await knock(network, seed, expect_peer="seed", expect_role="seed")
-            assert (near.encrypted, near.identity) == (False, None)
-            await near.close()
-
-    on_stage(scenario)
-
-
 def test_a_renewed_certificate_is_presented_from_the_next_connection_on(on_stage: Play) -> None:
     async def scenario(network: Network) -> None:
         before, after = run().member("a1", "worker"), run().member("a1", "worker")
@@ -231,20 +220,6 @@ def test_a_caller_without_a_certificate_may_enrol_and_nothing_else(on_stage: Pla
     on_stage(scenario)
 
 
-def test_an_enrolment_has_the_handshakes_time(in_memory: Play) -> None:
-    async def scenario(network: Network) -> None:
-        there = tls(network, credentials("seed", "seed"), require_client_certificate=False)
-        async with Seed().listening(there) as seed:
-            began = asyncio.get_running_loop().time()
-            near = await knock(TlsDialler(network, unverified_context()), seed, hello(purpose="enrol"))
-            with pytest.raises(Refused) as caught:
-                await near.expect(EventNotice, timeout_s=60)
-            assert caught.value.code == "too-slow"
-            assert asyncio.get_running_loop().time() - began == pytest.approx(HANDSHAKE_TIMEOUT_S)
-
-    in_memory(scenario)
-
-
 # ---------------------------------------------------------------------------------------------- identities refused
 
 
@@ -272,17 +247,6 @@ def test_a_caller_who_calls_itself_something_else(on_stage: Play) -> None:
             tls(network, credentials("a1")),
             "wrong-identity",
             said=hello("b2"),
-        )
-    )
-
-
-def test_a_worker_may_not_operate(on_stage: Play) -> None:
-    on_stage(
-        lambda network: exchange(
-            tls(network, credentials("seed", "seed")),
-            tls(network, credentials("a1")),
-            "not-permitted",
-            said=hello(purpose="operator"),
         )
     )
 
@@ -422,33 +386,6 @@ def test_who_never_answers_is_given_up_in_time(in_memory: Play) -> None:
     in_memory(scenario)
 
 
-def test_one_machine_in_the_doorway_leaves_room_for_a_good_peer(in_memory: Play) -> None:
-    async def scenario(network: Network) -> None:
-        assert isinstance(network, MemoryNetwork)
-        for there in (network, tls(network, credentials("seed", "seed"))):  # the same bounds with and without TLS
-            async with Seed().listening(there, host=EVERYWHERE) as seed:
-                crowd = [Recorder() for _ in range(500)]
-                for each in crowd:
-                    await network.at("hostile").connect(*seed.address, lambda caller=each: caller, timeout_s=5)
-                await asyncio.sleep(0.1)  # virtual
-                assert sum(not each.lost_by and "eof" not in each.events for each in crowd) == MAX_HALF_OPEN_PER_MACHINE
-                assert {getattr(problem, "code", "") for problem in seed.problems} == {"busy"}
-                good = network.at("good")
-                near = await knock(good if there is network else tls(good, credentials("a1")), seed)
-                hostile = network.at("hostile")
-                error = await refused(hostile if there is network else tls(hostile, credentials("a1")), seed)
-                assert error.code == "busy"
-                await asyncio.sleep(HANDSHAKE_TIMEOUT_S + 2)  # virtual: those who stood there have gone
-                late = await knock(hostile if there is network else tls(hostile, credentials("a1")), seed)
-                for connection in (near, late):
-                    await connection.close()
-            for each in crowd:
-                each.transport.abort()
-                await each.until_lost()
-
-    in_memory(scenario)
-
-
 @pytest.fixture
 def traced() -> Iterator[None]:
     gc.collect()
@@ -471,18 +408,3 @@ def test_who_stands_in_the_doorway_without_a_word_costs_little(in_memory: Play, 
                 await each.until_lost()
 
     in_memory(scenario)
-
-
-def test_closing_the_listener_turns_strangers_away(on_stage: Play) -> None:
-    async def scenario(network: Network) -> None:
-        stranger = Recorder()
-        async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
-            await network.connect(*seed.address, lambda: stranger, timeout_s=5)
-            served = await knock(tls(network, credentials("a1")), seed)  # so the stranger has been accepted too
-            await served.close()
-        await stranger.until(lambda: "eof" in stranger.events or bool(stranger.lost_by))
-        stranger.transport.abort()
-        await stranger.until_lost()
-        assert not seed.problems
-
-    on_stage(scenario)

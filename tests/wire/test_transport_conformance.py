@@ -150,18 +150,6 @@ def test_bytes_arrive_in_order_and_whole_in_both_directions_at_once(stage: Stage
     stage.play(scenario)
 
 
-@pytest.mark.parametrize("buffer_bytes", [1, 7])
-def test_tiny_read_buffers_lose_nothing(stage: Stage, buffer_bytes: int) -> None:
-    async def scenario(network: Network) -> None:
-        text = noise(3000)
-        dialler, acceptor, listener = await connected(network, accept={"buffer_bytes": buffer_bytes})
-        dialler.transport.write(text)
-        assert await acceptor.until_received(len(text)) == text
-        await hang_up(dialler, acceptor, listener)
-
-    stage.play(scenario)
-
-
 def test_a_reader_that_stops_holds_the_writer_and_bounds_memory(stage: Stage) -> None:
     total, chunk = 8 << 20, 64 << 10
 
@@ -359,22 +347,6 @@ def test_half_a_connection_can_be_closed_except_over_tls(stage: Stage) -> None:
         assert dialler.received == answer
         await hang_up(dialler, acceptor, listener)
         assert acceptor.events.count("eof") == 1
-
-    stage.play(scenario)
-
-
-def test_reading_paused_twice_resumes_once(stage: Stage) -> None:
-    async def scenario(network: Network) -> None:
-        dialler, acceptor, listener = await connected(network)
-        acceptor.transport.pause_reading()
-        acceptor.transport.pause_reading()
-        assert not acceptor.transport.is_reading()
-        acceptor.transport.resume_reading()
-        acceptor.transport.resume_reading()
-        assert acceptor.transport.is_reading()
-        dialler.transport.write(b"hello")
-        assert await acceptor.until_received(5) == b"hello"
-        await hang_up(dialler, acceptor, listener)
 
     stage.play(scenario)
 
