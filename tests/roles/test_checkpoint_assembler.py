@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import threading
 from collections.abc import Iterator
@@ -14,17 +13,12 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.core.checkpoint_parts import gather, parts_below
-from p2ptrain.core.checkpoints import CheckpointStore, Meta, manifest_of, read_checkpoint
+from p2ptrain.core.checkpoints import CheckpointStore, read_checkpoint
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import ProtocolError
 from ring import coordination as co
-from ring.view import View
 from roles.engine import Stage
 from roles.stand_in import StandInEngine
-from roles.worker import checkpoint_assembler, checkpoint_store
-from roles.worker.checkpoint_assembler import OfferedFiles, assembles, offered_untrusted
 from tests.roles.in_process import Cluster, Peer
-from wire.job_messages import FilesRequest, MemberRecord
 from wire.memory import MemoryNetwork
 
 
@@ -226,49 +220,6 @@ async def test_no_room_for_the_whole_is_told_and_ends_nothing(
         assert "step 30 is not put together here: a checkpoint needs" in said(peer, "not-gathered")[-1]
 
 
-async def test_nobody_waits_for_a_part_of_the_last_step_that_could_not_be_saved(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free = RealDisk.free_bytes
-    monkeypatch.setattr(RealDisk, "free_bytes", lambda self, path: 100 if "stage-1" in str(path) else free(self, path))
-    profile = profile_of()
-    job = await cluster.create(profile)
-    peers = [cluster.join() for _ in range(2)]
-    async with asyncio.timeout(checkpoint_store.STANDSTILL_S / 2):
-        await ended_undisturbed(cluster, job, profile)
-    for peer in peers:
-        assert "step 30 is not put together here" in said(peer, "not-gathered")[-1]
-
-
-async def test_a_long_collecting_tells_how_far_it_is(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_assembler, "TELL_EVERY_S", 0.0)
-    job = await cluster.create(profile_of())
-    peers = [cluster.join() for _ in range(2)]
-    await cluster.job_until(job, done)
-    for peer in peers:
-        size = next(item["size_bytes"] for item in await wholes_of(cluster, job) if item["step"] == 30)
-        assert said(peer, "gathering")[-1] == f"collected {size / 1e6:.1f} of {size / 1e6:.1f} MB of step 30"
-
-
-async def test_where_nothing_else_goes_on_more_is_on_its_way(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only checkpoint is that of the last step: no step suffers from its bytes."""
-    monkeypatch.setattr(checkpoint_assembler, "BESIDE_BYTES", 50)
-    given: list[int] = []
-
-    def give(self: OfferedFiles, name: str, start: int, stop: int) -> bytes:
-        given.append(stop - start)
-        return read(self, name, start, stop)
-
-    read = OfferedFiles.read
-    monkeypatch.setattr(OfferedFiles, "read", give)
-    job = await cluster.create(profile_of(checkpoint={"every": 30}))
-    peers = [cluster.join() for _ in range(2)]
-    await cluster.job_until(job, done)
-    assert all(said(peer, "gathered") for peer in peers)
-    assert given
-    assert 50 not in given
-
-
 async def test_what_a_crash_left_is_cleared_and_what_is_one_too_many_is_deleted(
     cluster: Cluster, impatient: None, gate: Gate
 ) -> None:
@@ -320,47 +271,3 @@ async def test_a_giver_that_lies_is_named_and_nothing_is_left(
     expected = f"state-00002-of-00002.bin of {giver.identity.name} is not what its manifest says"
     assert expected in said(keeper, "not-gathered")[-1]
     assert not list(whole_of(keeper, job).iterdir())
-
-
-async def test_a_number_beyond_any_in_a_manifest_costs_that_whole_and_no_worker(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is written down, were it taken: whoever starts again would die of it again."""
-    monkeypatch.setattr(
-        checkpoint_assembler,
-        "manifest_of",
-        lambda step, meta, files: manifest_of(step, meta | {"val_loss": 10**400}, files),
-    )
-    profile = profile_of()
-    job = await cluster.create(profile)
-    peers = [cluster.join() for _ in range(2)]
-    await ended_undisturbed(cluster, job, profile)
-    for peer in peers:
-        assert "is not a checkpoint's manifest" in said(peer, "not-gathered")[-1]
-        assert not list(whole_of(peer, job).iterdir())
-
-
-@pytest.mark.parametrize("lineage", [None, 7, "", "that of a friend"])
-def test_a_holder_that_does_not_say_which_state_it_gives_is_not_believed(lineage: str | int | None) -> None:
-    """Such a checkpoint could not be loaded, and would be the newest there is each time."""
-    files = {"model-00002-of-00002.safetensors": (9, "0" * 64)}
-    meta: Meta = {"job": "job1", "stage": 1, "stages": 2, "lineage": "ab" * 16}
-    asked = FilesRequest("job1", 20, "", 1, 2)
-    assert offered_untrusted(manifest_of(20, meta, files), asked) == (meta, files)
-    with pytest.raises(ProtocolError, match="does not say which state"):
-        offered_untrusted(manifest_of(20, meta | {"lineage": lineage}, files), asked)
-
-
-def test_different_machines_keep_the_whole() -> None:
-    def keepers(stages: int, replicas: int, copies: int) -> list[tuple[int, int]]:
-        members = tuple(MemberRecord(str(rank), "", "", 1, 0, 0, True) for rank in range(stages * replicas))
-        view = View("job", 1, 0, "0" * 32, members, stages=stages)
-        return [
-            (view.replica_of(rank), view.stage_of(rank)) for rank in range(view.size) if assembles(view, rank, copies)
-        ]
-
-    assert keepers(2, 1, 1) == [(0, 0)]
-    assert keepers(2, 1, 2) == [(0, 0), (0, 1)]
-    assert keepers(2, 2, 2) == [(0, 0), (1, 0)]
-    assert keepers(3, 2, 3) == [(0, 0), (0, 1), (1, 0)]
-    assert len(keepers(2, 2, 99)) == 4

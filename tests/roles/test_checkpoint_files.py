@@ -155,16 +155,6 @@ async def test_what_was_verified_is_there_when_the_job_goes_back_to_it(desk: Des
     assert [entry.step for entry in await mine.entries()] == [7, 6], "it is like any other then"
 
 
-async def test_delete_and_list(desk: Desk) -> None:
-    engine, mine = StandInEngine(Profile()), desk.keeper()
-    for step in (5, 9):
-        await desk.save(engine, step)
-    assert [entry.step for entry in await mine.entries()] == [9, 5]
-    assert await mine.delete(9) is True
-    assert await mine.delete(9) is False
-    assert [entry.step for entry in await mine.entries()] == [5]
-
-
 async def test_going_back_waits_for_a_save_and_sets_it_aside(desk: Desk) -> None:
     """Else a run that goes back would find a checkpoint of the future that it left."""
     engine = StandInEngine(Profile())

@@ -98,18 +98,6 @@ async def test_steps_go_on_while_the_disk_hangs_and_the_last_waits_for_it(cluste
     assert "checkpoint-failed" not in kinds
 
 
-async def test_a_disk_that_is_too_slow_gets_fewer_checkpoints(cluster: HangingCluster) -> None:
-    job = await cluster.create(profile(every=2))
-    peer = cluster.join()
-    await cluster.job_until(job, lambda item: item["step"] == STEPS)
-    cluster.disk.go.set()
-    await cluster.job_until(job, lambda item: item["state"] == "done")
-    assert await cluster.saved() == {2, 4, STEPS}, "one under way, one that waits, and the last"
-    told = [text for level, kind, text in peer.told if kind == "checkpoint-failed" and level == "error"]
-    assert len(told) == 4
-    assert all("Raise checkpoint.every" in text or "raise checkpoint.every" in text for text in told)
-
-
 @pytest.mark.parametrize("broken", [False, True], ids=["hangs", "broken"])
 async def test_stages_never_lose_the_newest_state_that_all_have_saved(cluster: HangingCluster, broken: bool) -> None:
     """One stage's disk takes nothing more after step 4: the others, who save on, keep what goes with its checkpoint."""
@@ -153,13 +141,6 @@ async def test_a_run_does_not_end_for_a_broken_disk(cluster: HangingCluster) -> 
     assert await cluster.saved() == set()
     assert [kind for _, kind, _ in peer.told].count("checkpoint-failed") == 3
     assert not list(cluster.root.glob("worker-1/jobs/*/checkpoints/*")), "what was begun is cleared"
-
-
-async def test_leaving_does_not_wait_for_a_disk_that_hangs(cluster: HangingCluster) -> None:
-    await cluster.create(profile(every=6))
-    peer = cluster.join()
-    assert await asyncio.to_thread(cluster.disk.hangs.wait, 20)
-    await peer.leave()  # has its own deadline
 
 
 async def test_who_waits_for_a_save_waits_for_its_end_and_not_for_one_that_will_not_come(

@@ -5,31 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
-
-import pytest
 
 from ring.transaction import Event, Heal, Loaded, Phase, Transaction, Unloaded, ViewArrived
 from roles.stand_in import StandInEngine
 from roles.worker.heal import Fetched, Follower, Healer
 from roles.worker.heal_source import MAX_FOLLOWERS, Taker, log_limit_bytes
 from tests.roles.heal_doubles import (
-    FIRST,
     JOB,
     Ring,
-    Serve,
-    another_state,
     around_of,
     dies_after,
     engine_of,
-    flipped,
     goes_silent,
-    is_silent,
     ring_of,
     set_view,
-    spoils,
 )
 from wire.job_messages import CatchUp, Report
 from wire.memory import MemoryNetwork, run_virtual
@@ -121,72 +113,6 @@ def test_a_newcomer_follows_the_ring_and_holds_its_bits_at_every_step() -> None:
             newcomer.follower.end()
             await quiet_until(lambda: not newcomer.follower.active)
         assert all(member.donations.followers == 0 for member in ring.members)
-
-    run_virtual(play())
-
-
-def test_whoever_holds_what_the_log_begins_with_needs_no_state() -> None:
-    async def play() -> None:
-        async with ring_of(MemoryNetwork(), 2, numel=NUMEL) as ring, newcomer_to(ring) as newcomer:
-            newcomer.core.handle(Loaded(0, FIRST))
-            newcomer.engine = engine_of(NUMEL)
-            begin(newcomer, ring)
-            await quiet_until(is_level(newcomer, ring))
-            assert newcomer.said[0].fetched_bytes == 0
-            await ring.step()
-            await quiet_until(lambda: newcomer.core.applied == 1)
-            assert {newcomer.engine.digest()} == ring.digests()
-
-    run_virtual(play())
-
-
-def test_steps_that_come_while_the_state_is_put_to_use_are_no_part_of_it() -> None:
-    async def play() -> None:
-        async with ring_of(MemoryNetwork(), 2, numel=NUMEL) as ring, newcomer_to(ring) as newcomer:
-            around: Any = newcomer.follower._around
-            inline = around.compute
-
-            class Slow:
-                async def run(self, call: Callable[..., Any], *args: Any) -> Any:
-                    if call == newcomer.engine.state_loaded:
-                        for _ in range(3):
-                            await ring.step()
-                        await asyncio.sleep(1.0)
-                    return await inline.run(call, *args)
-
-            around.compute = Slow()
-            begin(newcomer, ring)
-            await ring.steps_until(lambda: newcomer.core.torn)
-            await quiet_until(is_level(newcomer, ring))
-            report = newcomer.said[0]
-            assert report.fetched_bytes == sum(blob.view.nbytes for blob in newcomer.engine.state())
-            assert 0 <= report.received_bytes - report.fetched_bytes < 4096, "but for what is said about it"
-
-    run_virtual(play())
-
-
-@pytest.mark.parametrize("bad", [dies_after(0), dies_after(1), spoils(flipped), another_state, is_silent])
-def test_a_donor_that_fails_is_done_without(bad: Serve) -> None:
-    async def play() -> None:
-        async with ring_of(MemoryNetwork(), 3, numel=NUMEL, behaviour={1: bad}) as ring, newcomer_to(ring) as newcomer:
-            begin(newcomer, ring)
-            await ring.steps_until(is_level(newcomer, ring))
-            core = ring.members[0].core
-            await ring.step()
-            await quiet_until(lambda: newcomer.core.applied == core.applied)
-            assert newcomer.engine.digest() == ring.members[0].engine.digest() == ring.members[2].engine.digest()
-
-    run_virtual(play())
-
-
-def test_a_frozen_donor_is_waited_for_no_longer_than_its_silence() -> None:
-    async def play() -> None:
-        frozen = {1: goes_silent}
-        async with ring_of(MemoryNetwork(), 3, numel=NUMEL, behaviour=frozen) as ring, newcomer_to(ring) as newcomer:
-            begin(newcomer, ring)
-            await ring.steps_until(lambda: newcomer.core.torn)
-            await quiet_until(is_level(newcomer, ring))  # its ring stands still, too
-            assert {newcomer.engine.digest()} == ring.digests()
 
     run_virtual(play())
 
@@ -346,19 +272,3 @@ async def _follow_for_a_while(ring: Ring) -> None:
     async with newcomer_to(ring) as newcomer:
         begin(newcomer, ring)
         await quiet_until(lambda: bool(newcomer.said) or not newcomer.follower.active)
-
-
-def test_a_newer_wish_of_the_seed_is_answered_again() -> None:
-    async def play() -> None:
-        async with ring_of(MemoryNetwork(), 2, numel=NUMEL) as ring, newcomer_to(ring) as newcomer:
-            begin(newcomer, ring)
-            await ring.steps_until(is_level(newcomer, ring))
-            view = replace(ring.view, generation=5)
-            for member in ring.members:
-                member.core.view = view
-            newcomer.follower.begin(CatchUp(JOB, 5, ring.records), newcomer.engine)
-            await ring.step()
-            await quiet_until(is_level(newcomer, ring))
-            assert [report.status for report in newcomer.said] == ["following", "following"]
-
-    run_virtual(play())

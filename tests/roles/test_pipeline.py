@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 
 from p2ptrain.core.errors import ConnectionLost, ProtocolError
-from p2ptrain.core.threads import settle
 from p2ptrain.core.world import Network
 from ring.local import LocalMember
-from ring.schedule import Costs, Schedule, extended, gpipe, one_f_one_b, simulate
+from ring.schedule import Schedule, extended, gpipe, one_f_one_b
 from roles.compute_thread import ComputeFailed, ComputeThread
 from roles.engine import PartEngine, Payload
 from roles.stand_in import TimedPart
 from roles.strategies.pipeline import StageRunner, StageStep
-from tests.ring.local import local_chain, networks_apart
-from wire.memory import MemoryNetwork, run_virtual
+from tests.ring.local import local_chain
+from wire.memory import MemoryNetwork
 from wire.transport import TcpNetwork
 
 from .arithmetic_part import ArithmeticPart
@@ -127,104 +126,7 @@ async def test_what_is_computed_on_is_not_received_into() -> None:
             assert np.concatenate([part.gradients for part in parts]).tobytes() == whole.gradients.tobytes()
 
 
-def test_the_stand_ins_gradients_are_gradients() -> None:
-    """Against differences of the loss: else equal numbers would prove little."""
-    whole = in_one_process(3, 1)
-    for layer, what, place in ((0, 0, 1), (2, 1, 0), (5, 0, 7)):
-        losses = []
-        for change in (1e-6, -1e-6):
-            part = ArithmeticPart(0, LAYERS, LAYERS)
-            part._parameters[layer, what, place] += change
-            part.forward(3, 0, None)
-            losses.append(part.losses[0])
-        assert whole.gradients[layer, what, place] == pytest.approx((losses[0] - losses[1]) / 2e-6, rel=1e-4, abs=1e-9)
-
-
 # ---------------------------------------------------------------------------------------------------------------- time
-
-
-class VirtualThread:
-    """A compute thread on virtual time: one call after another, and each takes as long as it slept."""
-
-    def __init__(self) -> None:
-        self._slept_s = self._free_at = 0.0
-        self.queued = self.most_queued = 0
-
-    def start(self, name: str) -> VirtualThread:
-        return self
-
-    def sleep(self, seconds: float) -> None:
-        self._slept_s += seconds
-
-    @property
-    def time(self) -> dict[str, Any]:
-        return {"sleep": self.sleep, "clock": lambda: self._slept_s}
-
-    def submit(self, call: Callable[[], T], *, idle: bool = False) -> asyncio.Future[T]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-        result, problem, self._slept_s = None, None, 0.0
-        try:
-            result = call()
-        except BaseException as error:  # noqa: BLE001 - as the real thread does
-            problem = error
-        self._free_at = max(self._free_at, loop.time()) + self._slept_s
-        self.queued += 1
-        self.most_queued = max(self.most_queued, self.queued)
-        loop.call_at(self._free_at, self._end, future, result, problem)
-        return future
-
-    def _end(self, future: asyncio.Future[Any], result: object, problem: BaseException | None) -> None:
-        self.queued -= 1
-        settle(future, result, problem)
-
-    def close(self) -> None:
-        """Nothing to let go of."""
-
-
-@pytest.mark.parametrize(
-    "round_trips_s", [[0.0], [0.02], [0.08], [0.2], [0.08, 0.02], [0.2, 0.0, 0.33], [0.0, 0.05, 0.12]]
-)
-@pytest.mark.parametrize("micro_batches", [1, 5, 16])
-def test_a_step_takes_the_ideal_time_of_its_schedule(round_trips_s: list[float], micro_batches: int) -> None:
-    """To the microsecond: nothing that could overlap waits for anything else."""
-    count, forward_s, backward_s = len(round_trips_s) + 1, 0.04, 0.08
-
-    async def measure() -> None:
-        networks = networks_apart([seconds / 2 for seconds in round_trips_s])
-        sizes = {"activation_bytes": 100_000, "gradient_bytes": 50_000}
-        async with local_chain(count, networks, hosts=True, **sizes) as members:
-            stages, threads = [], [VirtualThread() for _ in members]
-            for stage, (member, thread) in enumerate(zip(members, threads, strict=True)):
-                part = TimedPart(
-                    stage,
-                    count,
-                    forward_s=forward_s,
-                    backward_s=backward_s,
-                    **thread.time,
-                    **sizes,
-                )
-                stages.append(StageRunner(part, member.chain, ComputeThread(thread)))
-            assert members[0].chain.round_trips_s == pytest.approx(round_trips_s)
-            costs = Costs.even(forward_s, backward_s, round_trips_s)
-            for step, schedule in enumerate(
-                [
-                    extended(micro_batches, round_trips_s, forward_s + backward_s),
-                    one_f_one_b(count, micro_batches),
-                    gpipe(count, micro_batches),
-                ]
-            ):
-                spent = await all_run(stages, step, schedule)
-                assert spent[0].step_s == pytest.approx(simulate(schedule, costs), abs=1e-6), schedule
-                busy_s = micro_batches * (forward_s + backward_s)
-                assert spent[0].forward_s == pytest.approx(micro_batches * forward_s, abs=1e-6)
-                assert spent[0].backward_s == pytest.approx(micro_batches * backward_s, abs=1e-6)
-                assert spent[0].waited_s == pytest.approx(spent[0].step_s - busy_s, abs=1e-6)
-            assert {thread.queued for thread in threads} == {0}
-            assert threads[-1].most_queued == 2, "its backward stands behind its forward"
-            assert max(thread.most_queued for thread in threads) == 2
-
-    run_virtual(measure())
 
 
 # ---------------------------------------------------------------------------------------------------------------- ends
@@ -307,21 +209,6 @@ async def test_an_engine_that_fails_ends_the_step_of_all() -> None:
         assert all(isinstance(end, ConnectionLost) and " b: " in end.message for end in (ends[0], ends[2]))
 
 
-async def test_what_is_queued_behind_a_failure_is_skipped() -> None:
-    parts = [ArithmeticPart(0, 2, 4), Broken(2, 4, 4)]
-    async with (
-        local_chain(2, MemoryNetwork(), activation_bytes=64, gradient_bytes=64) as members,
-        runners(members, parts) as stages,
-    ):
-        running = [stage.run(0, one_f_one_b(2, 4), patience_s=3600) for stage in stages]
-        async with asyncio.timeout(AT_ONCE_S):
-            ends = await asyncio.gather(*running, return_exceptions=True)
-        assert isinstance(ends[1], ComputeFailed)
-        await stages[1]._compute.run(lambda: None)  # after all that was queued
-        assert isinstance(parts[1], Broken)
-        assert not parts[1].went_on
-
-
 class Picky(Broken):
     error = ProtocolError("these are no activations")
 
@@ -338,18 +225,6 @@ async def test_who_sends_what_cannot_be_read_is_blamed() -> None:
         assert ends[1].message == "lost the stage before a: these are no activations"
         assert members[2].chain.broken.result().suspect == "a"
         assert members[1].chain.broken.result().suspect == "a"
-
-
-async def test_a_first_stage_has_nobody_to_blame() -> None:
-    async with (
-        local_chain(2, MemoryNetwork(), activation_bytes=64, gradient_bytes=64) as members,
-        runners(members, [Picky(0, 2, 4), ArithmeticPart(2, 4, 4)]) as stages,
-    ):
-        running = [stage.run(0, one_f_one_b(2, 4), patience_s=3600) for stage in stages]
-        async with asyncio.timeout(AT_ONCE_S):
-            ends = await asyncio.gather(*running, return_exceptions=True)
-        assert isinstance(ends[0], ProtocolError)
-        assert members[0].chain.broken.result().suspect == ""
 
 
 async def test_a_step_that_is_given_up_ends_the_chain() -> None:
@@ -401,28 +276,3 @@ def timed(stage: int, clock: LateClock) -> TimedPart:
         sleep=clock.sleep,
         clock=lambda: clock.now_s,
     )
-
-
-def test_timed_payloads_that_are_mixed_up_are_noticed() -> None:
-    clock = LateClock()
-    parts = [timed(stage, clock) for stage in range(2)]
-    made = parts[0].forward(0, 3, None)
-    assert made is not None
-    with pytest.raises(ProtocolError, match="another operation"):
-        parts[1].forward(0, 4, made)
-    assert parts[1].forward(0, 3, made) is None
-    gradient = parts[1].backward(3, None)
-    assert gradient is not None
-    assert gradient.nbytes == parts[0].gradient_bytes
-    assert parts[0].backward(3, gradient) is None
-    assert clock.now_s == 1 + 1 + 2 + 2
-
-
-def test_no_operation_of_a_timed_part_is_shorter_than_it_should_be() -> None:
-    """Though the one before was too long."""
-    clock, ended_s = LateClock(0.25, 0.0, 1.5), []
-    part = timed(0, clock)
-    for index in range(4):
-        part.forward(0, index, None)
-        ended_s.append(clock.now_s)
-    assert ended_s == [1.25, 2.25, 4.75, 5.75]

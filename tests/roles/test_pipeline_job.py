@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -20,15 +16,10 @@ from transformers import AutoModelForCausalLM
 from configs.schema import Profile
 from p2ptrain.compute.trainer import Trainer
 from ring import coordination as co
-from ring.schedule import extended, gpipe, one_f_one_b
-from roles.compute_thread import ComputeThread
 from roles.seed import jobs
-from roles.stand_in import StandInEngine
-from roles.strategies.interface import StageLoad
-from roles.strategies.pipeline import PipelineStrategy, StageStep, strategy_of
+from roles.strategies.pipeline import strategy_of
 from roles.worker.build import engine_builder, stage_builder
 from tests.roles.in_process import Cluster, Peer
-from tests.roles.stage_stand_in import StandIns
 from wire.memory import MemoryNetwork
 
 STEPS = 50
@@ -208,19 +199,6 @@ async def test_a_spare_takes_a_lost_stage_out_of_the_whole_checkpoint_of_another
     ]
 
 
-async def test_certificates_change_nothing(tmp_path: Path, text: Path) -> None:
-    profile = profile_of(text, 2, 1, job={"steps": 10})
-    cluster = Cluster(tmp_path / "encrypted", MemoryNetwork(), encrypted=True)
-    await cluster.start_seed()
-    try:
-        job = await cluster.create(profile)
-        for _ in range(2):
-            join(cluster)
-        await ended_as_one_process(cluster, job, profile)
-    finally:
-        await cluster.close()
-
-
 async def test_short_activations_learn_nearly_as_well(cluster: Cluster, text: Path) -> None:
     profile = profile_of(text, 2, 1, pipeline={"activations": "bf16"})
     job = await cluster.create(profile)
@@ -231,100 +209,6 @@ async def test_short_activations_learn_nearly_as_well(cluster: Cluster, text: Pa
     seen = [row["loss"] for row in await rows_of(cluster, job)]
     assert seen == pytest.approx(losses, abs=0.05)
     assert seen != pytest.approx(losses, abs=1e-5), "they were short"
-
-
-async def test_people_see_the_stages_that_train_as_long_as_they_do(cluster: Cluster, text: Path) -> None:
-    profile = profile_of(text, 2, 1, job={"steps": 10_000})
-    job = await cluster.create(profile)
-    for _ in range(2):
-        join(cluster, holding=StandIns().holding)
-    item = await cluster.job_until(job, at(5))
-    first, last = await parts_until(cluster, lambda parts: len(parts) == 2)
-    assert [(part["peer"], part["model"], part["start"], part["stop"], part["layers"]) for part in (first, last)] == [
-        (item["members"][0], job, 0, 2, 4),
-        (item["members"][1], job, 2, 4, 4),
-    ]
-    assert (first["next"], last["next"]) == (item["members"][1], "")
-    assert (first["out_position_bytes"], last["out_position_bytes"]) == (2 * 32 * 4, 0), "there, and its gradient back"
-    for part, peer in zip((first, last), await members_of(cluster, job, item), strict=True):
-        engine = peer.engines[-1]
-        assert part["weights_bytes"] == sum(len(blob.view) for blob in engine.state()) + engine.reduce_buffer.nbytes
-        assert part["limit_bytes"] == 1 << 30
-        assert 0 < part["busy"] <= 1
-        assert part["compute_ms"] > 0
-        assert part["tokens_per_s"] > 0
-    listed = (await cluster.ask("peers.list"))["peers"]
-    assert sorted((peer["rank"], peer["stage"], peer["stages"]) for peer in listed) == [(0, 0, 2), (1, 1, 2)]
-    await cluster.ask("jobs.cancel", job=job)
-    assert await parts_until(cluster, lambda parts: not parts) == []
-
-
-async def parts_until(cluster: Cluster, fits: Callable[[list[Any]], bool]) -> list[Any]:
-    """What is told of parts, in order of layers, once it fits."""
-    async with asyncio.timeout(60), cluster.operator() as client:
-        await client.request("subscribe")
-        async for _ in client.updates():
-            parts: list[Any] = (await cluster.ask("parts.list"))["parts"]
-            if fits(parts):
-                return parts
-    raise AssertionError("the updates ended")
-
-
-def test_the_bubble_is_the_share_of_a_step_in_which_nothing_could_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy = strategy_with((0.25,))
-    part = SimpleNamespace(layers=(0, 3, 8), activation_bytes=600, gradient_bytes=1200, tokens_per_micro_batch=12)
-    spent = StageStep(step_s=2.0, forward_s=0.3, backward_s=0.9, waited_s=0.5)
-    monkeypatch.setattr(strategy, "_part", part)
-    monkeypatch.setattr(strategy, "_next", "b")
-    monkeypatch.setattr(strategy, "_runner", lambda share: SimpleNamespace(run=AsyncMock(return_value=spent)))
-    assert strategy.stage_load() is None
-    asyncio.run(strategy._fill(0, 0, 4, lambda numel: None))
-    assert strategy.stage_load() == StageLoad(0, 3, 8, pytest.approx(0.3), 0.75, 150.0, "b")
-    monkeypatch.setattr(strategy, "_next", "")
-    asyncio.run(strategy._fill(1, 0, 4, lambda numel: None))
-    load = strategy.stage_load()
-    assert load is not None
-    assert load.token_bytes == 0, "nothing leaves the last stage"
-
-
-def strategy_with(round_trips_s: tuple[float, ...], **settings: Any) -> PipelineStrategy:
-    """One that stands in a chain of so many hops."""
-    engine: Any = StandInEngine(Profile())
-    engine.contributed_square_sum = engine.partial_square_sum
-    usual = {"schedule": "1f1b", "max_in_flight": 0, "ahead": 8}
-    thread = ComputeThread()
-    thread.close()
-    stages = len(round_trips_s) + 1
-    rooms = settings.pop("in_flight", (0,) * stages)
-    strategy = PipelineStrategy(engine, thread, lambda: None, **(usual | settings))
-    chain: Any = SimpleNamespace(stages=stages, round_trips_s=round_trips_s, in_flight=rooms)
-    strategy._chain = chain
-    return strategy
-
-
-def test_the_schedule_follows_the_links_and_the_slowest_stage() -> None:
-    strategy = strategy_with((0.25, 0.01))
-    assert strategy._schedule(12) == one_f_one_b(3, 12), "nothing is known of the pace yet"
-    for unknown in ([0.0, 0.0, 0.0], [math.nan, 0.1, 0.1], [math.inf, 0.1, 0.1]):
-        strategy._heard(unknown)
-        assert strategy._schedule(12) == one_f_one_b(3, 12)
-    strategy._heard([0.1, 0.05, 0.02])
-    assert strategy._schedule(12) == extended(12, (0.25, 0.01), 0.1)
-    strategy._heard([0.05, 0.4, 0.02])
-    assert strategy._schedule(12) == extended(12, (0.25, 0.01), 0.1), "something held that step up"
-    assert strategy._schedule(2).warm_ups == (1, 1, 0)
-
-
-def test_what_is_in_flight_is_bounded() -> None:
-    strategy = strategy_with((0.25,), max_in_flight=2)
-    strategy._heard([0.01, 0.01])
-    assert strategy._schedule(12).in_flight(0) == 2
-    strategy = strategy_with((0.25, 0.25), in_flight=(7, 4, 0))
-    assert strategy._schedule(12).warm_ups == (2, 1, 0)
-    strategy._heard([0.01, 0.01, 0.01])
-    assert strategy._schedule(12).warm_ups == (6, 3, 0), "each stage has memory for so many"
-    assert strategy_with((0.25,), schedule="gpipe")._schedule(12) == gpipe(2, 12)
-    assert strategy_with((0.25,), schedule="gpipe", max_in_flight=3)._schedule(12).warm_ups == (2, 2)
 
 
 async def test_a_spoiled_gradient_of_the_tied_matrix_ends_the_job_with_the_reason(tmp_path: Path, text: Path) -> None:

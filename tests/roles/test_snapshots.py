@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
 from configs.schema import Profile
-from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ResourceError
-from p2ptrain.core.threads import RealThreads
 from roles.compute_thread import ComputeThread
 from roles.stand_in import StandInEngine
-from roles.worker.checkpoint_store import CheckpointFiles, Snapshot, Snapshots
+from roles.worker.checkpoint_store import Snapshot, Snapshots
 
 
 @pytest.fixture
@@ -65,24 +60,4 @@ async def test_without_memory_there_is_none(engine: StandInEngine, monkeypatch: 
             await snapshots.take(engine, step=1, lineage="x", square_sum=0.0)
     monkeypatch.undo()
     (await snapshots.take(engine, step=1, lineage="x", square_sum=0.0)).release()
-    compute.close()
-
-
-@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="this system has no idle threads")
-async def test_a_save_beside_the_steps_takes_idle_time_and_one_that_is_waited_for_does_not(
-    engine: StandInEngine, tmp_path: Path
-) -> None:
-    class Watched(RealDisk):
-        def append_file(self, path: Path, data: bytes | memoryview) -> None:
-            policies.append(os.sched_getscheduler(0))
-            super().append_file(path, data)
-
-    compute, disk, policies = ComputeThread(), RealThreads().start("disk"), list[int]()
-    files = CheckpointFiles(disk, Watched(), tmp_path, 2, lambda *notice: None)
-    with await Snapshots(compute).take(engine, step=1, lineage="x", square_sum=0.5) as snapshot:
-        for urgent, expected in ((False, os.SCHED_IDLE), (True, os.sched_getscheduler(0))):
-            policies.clear()
-            await files.save(snapshot, engine.checkpoint_files(1), {}, urgent=urgent)
-            assert set(policies) == {expected}
-    disk.close()
     compute.close()

@@ -13,8 +13,8 @@ from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.serving import PartSpec
 from roles.compute_thread import Turns
-from roles.worker.forward_requests import QUEUED_BYTES, QUEUED_FROM_STAGE, WORK_POSITIONS, History, StageSession, Terms
-from roles.worker.part_cache import IDLE_S, MAX_PARTS, WINDOW_S, Pace, Part, PartCache
+from roles.worker.forward_requests import QUEUED_BYTES, QUEUED_FROM_STAGE, History, StageSession, Terms
+from roles.worker.part_cache import IDLE_S, WINDOW_S, Pace, Part, PartCache
 from tests.roles.stage_stand_in import WIDTH, decode_hidden, encode, stand_in_config, stand_in_part
 from wire.chain_messages import Work
 
@@ -58,15 +58,6 @@ def test_what_was_given_on_comes_again_position_by_position(
         assert (decode_hidden(run.payload, run.encoding, run.count) == states(at, run.count)).all()
         at += run.count
     assert at == min(stop, len(encodings))
-
-
-def test_a_replay_is_few_long_works() -> None:
-    history = History()
-    history.append("fp32", 100, memoryview(encode(states(0, 100), "fp32")))
-    for position in range(100, 3000):
-        history.append("fp32", 1, memoryview(encode(states(position, 1), "fp32")))
-    counts = [run.count for run in history.runs(3000)]
-    assert counts == [WORK_POSITIONS, 3000 - WORK_POSITIONS]
 
 
 def terms_of(index: int = 1, stages: int = 3) -> Terms:
@@ -224,27 +215,6 @@ def test_promises_count_and_end_with_their_session() -> None:
     assert shelf.expired(9.0 + IDLE_S - 0.1) == []
     assert shelf.expired(9.0 + IDLE_S) == [part]
     assert shelf.expired(9.0 + IDLE_S) == []
-
-
-def test_one_part_more_than_there_may_be_takes_the_place_of_an_idle_one() -> None:
-    shelf = PartCache(1 << 30)
-    for number in range(MAX_PARTS):
-        assert shelf.check_number() == []
-        shelf.parts[str(number)] = part_of(str(number), float(-number))
-    assert [part.id for part in shelf.check_number()] == [str(MAX_PARTS - 1)]
-
-
-def test_a_part_is_found_by_what_it_computes() -> None:
-    shelf = PartCache(1 << 30)
-    part = shelf.parts["a"] = part_of("a")
-    assert shelf.find("a", PartSpec("other text", 0, 2, 2, "fp32", "cuda")) is part
-    for model, spec in (
-        ("b", SPEC),
-        ("a", PartSpec(CONFIG, 0, 1, 2, "fp32")),
-        ("a", PartSpec(CONFIG, 1, 2, 2, "fp32")),
-        ("a", PartSpec(CONFIG, 0, 2, 2, "bf16")),
-    ):
-        assert shelf.find(model, spec) is None
 
 
 def test_rates_are_of_the_last_seconds() -> None:

@@ -110,23 +110,6 @@ async def test_a_split_run_is_bit_for_bit_the_unsplit_one(cluster: Cluster, stag
     assert ended["generation"] == 1
 
 
-async def test_people_see_stages_ranks_and_the_crews_share(cluster: Cluster) -> None:
-    profile = split_profile(2, 2, steps=2000)
-    job = await cluster.create(profile)
-    for _ in range(4):
-        cluster.join()
-    item = await cluster.job_until(job, at(2))
-    infos = {info["id"]: info for info in (await cluster.ask("peers.list"))["peers"]}
-    members = [infos[peer_id] for peer_id in item["members"]]
-    assert [(info["rank"], info["stage"], info["share"]) for info in members] == [
-        (0, 0, 4),
-        (1, 1, 4),
-        (2, 0, 4),
-        (3, 1, 4),
-    ]
-    await cluster.ask("jobs.cancel", job=job)
-
-
 async def test_a_spare_takes_the_place_of_a_worker_that_died(cluster: Cluster) -> None:
     profile = split_profile(2, 2, steps=400)
     job = await cluster.create(profile)

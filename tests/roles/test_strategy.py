@@ -18,15 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import Profile
-from p2ptrain.core.errors import ConfigError, ConnectionLost
 from ring.local import LocalMember
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import OnFinal
 from roles.stand_in import StandInEngine
 from roles.strategies.interface import Contribution
-from roles.strategies.pipeline import strategy_of
-from roles.strategies.sync import Exchange, Piece, SyncStrategy
+from roles.strategies.sync import SyncStrategy
 from tests.ring.local import local_ring
 from wire.memory import MemoryNetwork
 
@@ -202,19 +200,6 @@ def test_two_members_get_the_bits_of_the_plain_sum(
     asyncio.run(run())
 
 
-async def test_a_ring_of_one_and_the_times_that_it_tells() -> None:
-    async with local_ring(1, MemoryNetwork()) as ring:
-        use_codec(ring, "int8")
-        member = Member(ring[0].session, Pieces())
-        await member.step(0, 0, 4)
-        assert (
-            member.engine.reduce_buffer.tobytes()
-            == sum(Pieces.gradient(0, index, 1001) for index in range(4)).tobytes()
-        )
-        assert member.strategy.exposed_s >= 0
-        assert member.strategy.communicating_s >= 0
-
-
 # -------------------------------------------------------------------------------------------------------------- breaks
 
 
@@ -253,39 +238,6 @@ async def test_a_break_while_computing_leaves_nothing_behind_and_the_step_is_don
             fresh = [Member(local.session, Pieces()) for local in ring]
             await everyone(fresh, 0, [(0, 2), (2, 2)])
         assert fresh[0].engine.reduce_buffer.tobytes() == engine.reduce_buffer.tobytes()
-
-
-async def test_a_break_while_waiting_for_the_ring_is_told() -> None:
-    with nothing_unheard():
-        async with local_ring(2, MemoryNetwork()) as ring:
-            member = Member(ring[0].session, Pieces())
-            task = asyncio.create_task(member.step(0, 0, 4))
-            await asyncio.to_thread(member.engine.whole.wait, 20)
-            ring[1].die()
-            with pytest.raises(ConnectionLost, match="lost"):
-                await task
-            with pytest.raises(ConnectionLost):  # a session that is over takes nothing
-                await member.step(0, 0, 4)
-
-
-async def test_giving_up_the_wait_leaves_the_operations_to_the_session() -> None:
-    async with local_ring(2, MemoryNetwork()) as ring:
-        arrays = [np.ones(1000, np.float32) for _ in ring]
-        exchange = Exchange(ring[0].session, [Piece(arrays[0])], patience_s=PATIENCE_S)
-        waiting = asyncio.create_task(exchange.finished())
-        await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        await ring[1].session.all_reduce(arrays[1])
-        await exchange.finished()
-        assert arrays[0].tolist() == [2.0] * 1000
-
-
-async def test_reducing_what_was_computed_in_another_session_is_refused() -> None:
-    async with local_ring(1, MemoryNetwork()) as ring:
-        member = Member(ring[0].session, Pieces())
-        with pytest.raises(RuntimeError, match="nothing was computed"):
-            await member.strategy.reduce(ring[0].session)
 
 
 # -------------------------------------------------------------------------------------------------------------- codecs
@@ -329,17 +281,6 @@ async def test_what_the_codec_left_out_goes_out_later_and_is_dropped_with_the_vi
     assert mean_error < error / 5
     async with local_ring(2, MemoryNetwork(), sub_chunk_bytes=4096) as ring:
         assert np.array_equal(await sums(ring, members, 1), once), "something of the last view was left"
-
-
-async def test_a_codec_that_this_version_does_not_know() -> None:
-    async with local_ring(1, MemoryNetwork()) as ring:
-        use_codec(ring, "int2")
-        with pytest.raises(ConfigError, match="int2"):
-            await Member(ring[0].session, Pieces()).step(0, 0, 1)
-
-
-def test_the_usual_strategy() -> None:
-    assert strategy_of(Profile()) is SyncStrategy
 
 
 async def losses_of_two(text: Path, codec: str, steps: int) -> tuple[list[float], list[bytes]]:

@@ -64,23 +64,3 @@ def measured(*shares: tuple[float, int]) -> int:
     for seconds, count in shares:
         unit.measured(seconds, count)
     return unit.us
-
-
-def test_a_unit_is_the_average_of_what_was_measured() -> None:
-    assert measured() == 0
-    assert measured((0.08, 4)) == 20_000
-    assert measured((0.08, 4), (0.04, 4)) == 10_000, "the first one was cold"
-    assert measured((0.0, 1), (1e-9, 1)) == 1, "known, be it next to nothing"
-
-
-def test_one_disturbed_step_moves_nothing_and_a_lasting_change_does() -> None:
-    steady = [(0.08, 4)] * 6
-    assert measured(*steady, (3.0, 4), *steady) == 20_000
-    assert measured(*steady, (3.0, 4)) == 20_000
-    assert measured(*steady, *[(0.32, 4)] * 6) == pytest.approx(80_000, rel=0.1)
-
-
-def test_what_was_measured_before_a_rest_is_forgotten_with_the_next_measurement() -> None:
-    assert measured(*[(0.8, 1)] * 6, (0.0, 0), (0.0, 0)) == 800_000
-    assert measured(*[(0.8, 1)] * 6, (0.0, 0), (0.02, 1)) == 20_000
-    assert measured(*[(0.8, 1)] * 6, (0.0, 0), (0.02, 1), (0.06, 2)) == pytest.approx(22_500, rel=0.2)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roles.worker.heal_source import KNOWN_STEPS, ROUND, SHARE, Pace
-from roles.worker.transfer import WINDOW, Ask, GiveUp, Transfer, most_said
+from roles.worker.heal_source import ROUND, SHARE, Pace
+from roles.worker.transfer import Ask, GiveUp, Transfer, most_said
 
 
 def right(key: int) -> bytes:
@@ -87,41 +87,6 @@ def test_whatever_donors_do_all_pieces_arrive_while_one_is_left(pieces: int, dee
     assert play.doubles <= lost + lies, "something was asked for twice without need"
 
 
-def test_a_faster_donor_gives_more_and_a_slow_one_does_not_hold_up_the_end() -> None:
-    play = Play(200, {"fast": 1.0, "slow": 9.0}, 1)
-    play.run()
-    assert play.core.complete
-    assert play.sent["fast"] > 6 * play.sent["slow"] > 0
-    assert play.now <= 1.1 * 200 / (1 / 1.0 + 1 / 9.0), "the slow one's last pieces were waited for"
-
-
-def test_a_wrong_piece_is_fetched_elsewhere_and_its_donor_given_up() -> None:
-    play = Play(10, {"liar": 1.0, "good": 1.0}, 1)
-    play.deliver("liar", wrong=True)
-    assert play.given_up == ["liar"]
-    play.run()
-    assert play.core.complete
-
-
-def test_another_table_costs_only_the_pieces_that_differ() -> None:
-    play = Play(8, {"a": 1.0}, 1)
-    play.run()
-    play.core.want(3, b"other")
-    assert not play.core.complete
-    play.take(play.core.asks(play.now))
-    assert play.under_way["a"] == [3]
-    play.core.arrived("a", 3, b"other", play.now)
-    assert play.core.complete
-
-
-def test_a_window_bounds_what_is_asked_ahead() -> None:
-    play = Play(40, {"a": 1.0}, 1)
-    assert len(play.under_way["a"]) == 1  # unknown yet
-    play.now = 1.0
-    play.deliver("a")
-    assert len(play.under_way["a"]) == WINDOW
-
-
 @pytest.mark.parametrize(("said", "most"), [("x", "x"), ("xy", "x"), ("xyy", "y"), ("", None)])
 def test_most_decide_and_ties_go_to_the_first(said: str, most: str | None) -> None:
     assert most_said(said) == most
@@ -170,23 +135,6 @@ def test_what_is_given_costs_a_step_no_more_than_its_share(cost_s: float) -> Non
     assert sum(given_bytes[-100:]) * cost_s >= 0.2 * SHARE * 100, "far less than what would be free"
 
 
-def test_where_giving_costs_nothing_it_is_hardly_bounded() -> None:
-    _, given_bytes = paced(40, 0.0)
-    assert max(given_bytes) > 1 << 30
-
-
-def test_some_steps_stay_quiet_so_that_the_usual_one_is_known() -> None:
-    _, given_bytes = paced(20 * ROUND, 1e-9)
-    assert given_bytes[:KNOWN_STEPS] == [0] * KNOWN_STEPS
-    assert sum(given == 0 for given in given_bytes) >= 20
-
-
-def test_steps_that_scatter_do_not_stop_the_giving() -> None:
-    noise = random.Random(1)
-    _, given_bytes = paced(800, 1e-10, usual_s=1.0, noise=lambda: noise.uniform(0.8, 1.2))
-    assert sum(given_bytes[400:]) / 400 > 8 * PIECE
-
-
 def test_a_new_view_waits_for_one_quiet_step_and_goes_on_with_half() -> None:
     pace = Pace(PIECE)
     pace.ring_began()
@@ -201,12 +149,3 @@ def test_a_new_view_waits_for_one_quiet_step_and_goes_on_with_half() -> None:
     pace.stepped(2.0)
     assert pace.open
     assert pace.allowance_bytes == before / 2 > PIECE
-
-
-def test_outside_a_ring_nobody_is_hindered() -> None:
-    pace = Pace(PIECE)
-    heard = [pace.open]
-    pace.ring_began()
-    heard.append(pace.open)
-    pace.ring_ended()
-    assert [*heard, pace.open] == [True, False, True]

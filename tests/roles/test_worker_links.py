@@ -23,9 +23,7 @@ from roles.worker.links import (
     QUIET_S,
     Prober,
     Sink,
-    rate_bps,
     targets_untrusted,
-    to_result,
 )
 from roles.worker.stage_requests import Place
 from wire.connection import Connection
@@ -33,7 +31,6 @@ from wire.emulate import PRESETS, EmulatedNetwork, LinkPreset
 from wire.handshake import Server, dial, local_hello, local_welcome, serve
 from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Hello, Request, Response, Welcome
-from wire.transport import TcpNetwork
 
 
 @dataclass
@@ -119,25 +116,6 @@ def test_the_presets_are_measured_as_they_are(name: str) -> None:
     )
 
 
-def test_a_slow_link_is_not_pushed_on_for_long() -> None:
-    found, took_s = measured(LinkPreset("modem", 10.0, rate_bps=2e6))
-    assert found is not None
-    assert found.bandwidth_bps == pytest.approx(2e6, rel=0.1)
-    assert took_s < 2 * PUSH_S + 0.5
-    found, took_s = measured(LinkPreset("morse", 10.0, rate_bps=50e3))
-    assert found is not None
-    assert found.bandwidth_bps is None  # not even three pieces came through
-    assert took_s < PUSH_S + 0.5
-
-
-def test_without_time_the_latency_is_better_than_nothing() -> None:
-    found, took_s = measured(PRESETS["wan"], deadline_s=0.4)
-    assert found is not None
-    assert found.bandwidth_bps is None
-    assert took_s == pytest.approx(0.4)
-    assert measured(PRESETS["satellite"], deadline_s=1.0)[0] is None
-
-
 def test_who_is_not_there_does_not_hold_up_the_others() -> None:
     async def main() -> None:
         one, other = two_sides(LinkPreset("plain", 5.0, rate_bps=1e8))
@@ -150,30 +128,6 @@ def test_who_is_not_there_does_not_hold_up_the_others() -> None:
         assert found["bb"].bandwidth_bps == pytest.approx(1e8, rel=0.05)
         assert asyncio.get_running_loop().time() - began == pytest.approx(3)
         await other.stop()
-
-    run_virtual(main())
-
-
-def test_a_worker_takes_the_push_of_one_at_a_time() -> None:
-    async def main() -> None:
-        hub, link = MemoryNetwork(), LinkPreset("plain", 1.0, rate_bps=50e6)
-        names = ("aa", "bb", "cc", "dd")
-        sides = [Side(name, EmulatedNetwork(hub.at(name), link, 0)) for name in names]
-        target = await sides[0].listen()
-        busy: list[int] = []
-        take = sides[0].sink._take
-
-        async def watched(connection: Connection) -> None:
-            busy.append(1)
-            assert len(busy) == 1
-            await take(connection)
-            busy.pop()
-
-        sides[0].sink._take = watched  # type: ignore[method-assign]
-        results = await asyncio.gather(*(side.prober.measure([target], deadline_s=10) for side in sides[1:]))
-        for found in results:
-            assert found["aa"].bandwidth_bps == pytest.approx(50e6, rel=0.05)
-        await sides[0].stop()
 
     run_virtual(main())
 
@@ -247,32 +201,6 @@ def test_who_takes_a_turn_and_does_nothing_keeps_the_others_waiting_for_a_while_
     run_virtual(main())
 
 
-async def test_over_real_sockets() -> None:
-    one, other = Side("aa", TcpNetwork()), Side("bb", TcpNetwork())
-    target = await other.listen()
-    found = (await one.prober.measure([target], deadline_s=10))["bb"]
-    assert 0 < found.latency_s < 0.1
-    assert found.bandwidth_bps is not None
-    assert found.bandwidth_bps > 50e6
-    await other.stop()
-    assert not other.problems
-
-
-def test_the_rate_is_that_between_pauses() -> None:
-    piece_s = 8 * PIECE_BYTES / 1e6
-    steady = [number * piece_s for number in range(32)]
-    assert rate_bps(steady) == pytest.approx(1e6)
-    slow_start = [10.0 * number for number in range(-8, 0)] + steady[:24]
-    assert rate_bps(slow_start) == pytest.approx(1e6)
-    lost_one = steady[:20] + [steady[19] + 0.2 + max(0.0, number * piece_s - 0.2) for number in range(1, 13)]
-    assert rate_bps(lost_one) == pytest.approx(1e6, rel=0.05)
-    lumps = [0.5 + 1e-7 * number for number in range(32)]
-    assert rate_bps(lumps, 0.5 - 32 * piece_s) == pytest.approx(1e6)
-    assert (rate_bps(lumps) or 0) > 1e9
-    assert rate_bps([0.0, 1.0]) is None
-    assert rate_bps([1.0] * 9) is None
-
-
 GOOD = {"id": "ab", "host": "h", "port": 1}
 
 
@@ -294,10 +222,3 @@ GOOD = {"id": "ab", "host": "h", "port": 1}
 def test_a_request_that_cannot_be_is_refused(params: dict[str, object]) -> None:
     with pytest.raises(ProtocolError):
         targets_untrusted(params)
-
-
-def test_a_request_and_its_answer() -> None:
-    good = GOOD | {"id": "0123456789ab"}
-    assert targets_untrusted({"peers": [good], "deadline_s": 2}) == ([Place("0123456789ab", "h", 1)], 2.0)
-    assert to_result({"ab": LinkQuality(0.1, 2.0)}) == {"links": [["ab", 0.1, 2.0, None]]}
-    assert STRIPES * PIECE_BYTES <= PUSH_BYTES
