@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from p2ptrain.compute.model import ModelSpec, model_config
 from p2ptrain.compute.part import Part, PartModel, load_part
+from p2ptrain.core.serving import Sampling
 from p2ptrain.core.tensor_files import TensorTable
 
 VOCAB = 211
@@ -97,3 +98,22 @@ def chars_read() -> int:
     """Bytes that this process has read with system calls so far, as the system counts them (Linux)."""
     fields = dict(line.split(": ") for line in Path(f"/proc/{os.getpid()}/io").read_text().splitlines())
     return int(fields["rchar"])
+
+
+def generated(whole: Any, ids: list[int], count: int, sampling: Sampling) -> list[int]:
+    """New tokens, by transformers' own ``generate``."""
+    x = torch.tensor([ids])
+    sampled = sampling.temperature > 1e-4
+    how = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p} if sampled else {}
+    with torch.random.fork_rng(devices=[]), torch.inference_mode():
+        torch.manual_seed(sampling.seed)
+        out = whole.generate(
+            x,
+            attention_mask=torch.ones_like(x),
+            max_new_tokens=count,
+            do_sample=sampled,
+            pad_token_id=0,
+            use_cache=True,
+            **how,
+        )
+    return [int(token) for token in out[0, len(ids) :]]

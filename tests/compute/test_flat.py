@@ -57,37 +57,9 @@ def test_the_last_layer_comes_first_and_the_embedding_last(tie: bool) -> None:
     assert flat.stops == [*(segment.offset for segment in flat.segments[1:]), flat.numel]
 
 
-def test_backward_adds_into_the_flat_gradients() -> None:
-    flat = flat_model()
-    ids = torch.arange(10)[None]
-    pointers = [parameter.grad.data_ptr() for parameter in flat.model.parameters() if parameter.grad is not None]
-    sums = []
-    for _ in range(2):
-        flat.model(input_ids=ids).logits.square().mean().backward()
-        sums.append(float(flat.gradients.abs().sum()))
-    assert sums[0] > 0
-    assert sums[1] == pytest.approx(2 * sums[0], rel=1e-5)
-    assert pointers == [
-        parameter.grad.data_ptr() for parameter in flat.model.parameters() if parameter.grad is not None
-    ]
-    flat.gradients.zero_()
-    assert all(p.grad is not None and p.grad.count_nonzero() == 0 for p in flat.model.parameters())
-
-
 def test_layout_tells_models_apart() -> None:
     assert flat_model().layout == flat_model().layout
     assert len({flat_model().layout, flat_model(layers=3).layout, flat_model(tie_embeddings=False).layout}) == 3
-
-
-def test_copy_weights() -> None:
-    flat = flat_model()
-    before = flat.parameters.clone()
-    flat.copy_tensors(dict(build_model(TINY, 256, seed=2).named_parameters()))
-    assert not torch.equal(flat.parameters, before)
-    flat.copy_tensors(dict(build_model(TINY, 256, seed=1).named_parameters()))
-    assert torch.equal(flat.parameters, before)
-    with pytest.raises(ValueError, match="different parameters"):
-        flat.copy_tensors(dict(build_model(tiny(layers=1), 256, seed=1).named_parameters()))
 
 
 def _updated(threads: int, numel: int) -> bytes:
@@ -106,9 +78,8 @@ def _updated(threads: int, numel: int) -> bytes:
     return b"".join(part.numpy().tobytes() for part in (flat.parameters, optimizer.exp_avg, optimizer.exp_avg_sq))
 
 
-@pytest.mark.parametrize("numel", [100_003, 400_000])
-def test_the_update_has_the_same_bits_at_every_thread_count(numel: int) -> None:
-    assert _updated(1, numel) == _updated(2, numel) == _updated(3, numel)
+def test_the_update_has_the_same_bits_at_every_thread_count() -> None:
+    assert _updated(1, 100_003) == _updated(2, 100_003) == _updated(3, 100_003)
 
 
 def test_the_update_runs_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,24 +18,23 @@ from p2ptrain.compute.stage import build_training_part, initial_digest, initial_
 from p2ptrain.core.errors import ConfigError, ResourceError
 from tests.compute.tiny_trainer import tiny
 
-ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gpt2"]
 SPEC = tiny(layers=3, kv_heads=4)
 CONFIG = model_config(SPEC, 256)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "tied"), [("llama", True), ("qwen2", False), ("qwen3", True), ("mistral", False), ("gpt2", True)]
+)
 def test_parts_have_the_bits_of_the_whole(architecture: str, tied: bool) -> None:
     spec = tiny(layers=3, kv_heads=4, architecture=architecture, tie_embeddings=tied)
     config = model_config(spec, 256)
     before = torch.random.get_rng_state()
     whole = build_model(spec, 256, 7, config=config).state_dict()
-    for cuts in ([0, 1, 3], [0, 2, 3]):
-        for start, stop in itertools.pairwise(cuts):
-            part = build_training_part(config, Part(start, stop, 3), None, 7)
-            assert part.names
-            for name, parameter in part.module.named_parameters():
-                assert torch.equal(parameter, whole[part.names[name]]), (name, start)
+    for start, stop in itertools.pairwise([0, 1, 3]):
+        part = build_training_part(config, Part(start, stop, 3), None, 7)
+        assert part.names
+        for name, parameter in part.module.named_parameters():
+            assert torch.equal(parameter, whole[part.names[name]]), (name, start)
     assert torch.equal(torch.random.get_rng_state(), before), "the global random state is left as it was"
     other = build_model(spec, 256, 8, config=config).state_dict()
     assert sum(torch.equal(other[name], tensor) for name, tensor in whole.items() if tensor.ndim > 1) == 0
@@ -87,13 +86,6 @@ def test_what_is_not_drawn_by_its_own_module_is_refused(monkeypatch: pytest.Monk
     )
     with pytest.raises(ConfigError, match="not drawn by itself"):
         build_training_part(CONFIG, Part(0, 1, 3), None, 7)
-
-
-def test_impossible_sizes_are_refused() -> None:
-    config = model_config(tiny(), 256)
-    config.hidden_size = -4
-    with pytest.raises(ConfigError):
-        initial_digest(config, None, 7, (0, 1, 3))
 
 
 def test_threads_of_one_process_draw_the_same() -> None:

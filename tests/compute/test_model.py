@@ -31,7 +31,7 @@ def same(first: nn.Module, second: nn.Module) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_architectures_with_grouped_heads(architecture: str) -> None:
     model: Any = build_model(tiny(architecture=architecture), 256, seed=1)
     assert model.config.model_type == architecture
@@ -76,25 +76,11 @@ def test_weights_begin_at_the_scale_of_the_width() -> None:
     assert model_config(tiny(extra={"initializer_range": 0.01}), 256).initializer_range == 0.01
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss", "rwkv", "mamba"])
+@pytest.mark.parametrize("architecture", ["gemma2", "mamba"])
 def test_an_architecture_that_cannot_be_built_is_named(architecture: str) -> None:
     with pytest.raises(ConfigError, match=f"'{architecture}' model cannot be built here") as caught:
         build_model(tiny(architecture=architecture, kv_heads=4), 256, seed=1)
     assert "llama" in caught.value.remedy
-
-
-def test_no_token_of_another_vocabulary_ends_a_text() -> None:
-    config = build_model(TINY, 256, seed=1).generation_config
-    assert config is not None
-    assert (config.bos_token_id, config.eos_token_id) == (None, None)
-
-
-def test_extra_settings() -> None:
-    config = model_config(
-        tiny(extra={"rms_norm_eps": 1e-3, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}), 256
-    )
-    assert config.rms_norm_eps == 1e-3
-    assert config.rope_parameters["rope_theta"] == 5e5
 
 
 @pytest.mark.parametrize(
@@ -114,12 +100,6 @@ def test_bad_values_name_their_key(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         model_config(tiny(**changes), 256)
     assert key in caught.value.message
-
-
-def test_a_close_name_is_offered() -> None:
-    with pytest.raises(ConfigError) as caught:
-        model_config(tiny(architecture="lama"), 256)
-    assert "llama" in caught.value.remedy
 
 
 def test_a_model_too_large_is_refused_before_it_is_built() -> None:

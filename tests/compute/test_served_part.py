@@ -13,25 +13,20 @@ import pytest
 import torch
 
 from p2ptrain.compute.picking import Picker
-from p2ptrain.compute.served_part import MAX_SESSIONS, ServedPart, ServedPartBuilder, begin_part
+from p2ptrain.compute.served_part import MAX_SESSIONS, ServedPart, ServedPartBuilder, begin_part, load_whole
 from p2ptrain.core.activations import activation_bytes, encode_ids
-from p2ptrain.core.errors import ConfigError, JobFailed, ProtocolError, ResourceError, UserError
+from p2ptrain.core.errors import ConfigError, JobFailed, ProtocolError, ResourceError, StorageError, UserError
 from p2ptrain.core.serving import PartSpec, Sampling
 from p2ptrain.core.tensor_files import TensorTable
 from roles.engine import PartBuilder, StageEngine
 
-from .families import VOCAB, make
+from .families import VOCAB, generated, make
 
 GREEDY = Sampling(temperature=0)
 SETTINGS = [
     GREEDY,
     Sampling(seed=1),
-    Sampling(temperature=0.7, seed=2),
-    Sampling(temperature=1.5, top_k=5, seed=3),
-    Sampling(top_p=0.8, seed=4),
     Sampling(temperature=0.9, top_k=50, top_p=0.5, seed=2**63 - 1),
-    Sampling(temperature=1.2, top_k=10_000, top_p=0.95, seed=-1),
-    Sampling(temperature=1e-5, seed=6),
 ]
 
 
@@ -98,24 +93,6 @@ def prompt(number: int) -> list[int]:
     return [(31 * number + 7 * index * index) % VOCAB for index in range(1 + number % 9)]
 
 
-def generated(whole: Any, ids: list[int], count: int, sampling: Sampling) -> list[int]:
-    x = torch.tensor([ids])
-    sampled = sampling.temperature > 1e-4
-    how = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p} if sampled else {}
-    with torch.random.fork_rng(devices=[]), torch.inference_mode():
-        torch.manual_seed(sampling.seed)
-        out = whole.generate(
-            x,
-            attention_mask=torch.ones_like(x),
-            max_new_tokens=count,
-            do_sample=sampled,
-            pad_token_id=0,
-            use_cache=True,
-            **how,
-        )
-    return [int(token) for token in out[0, len(ids) :]]
-
-
 Loaded = tuple[Path, Any, list[ServedPart]]
 
 
@@ -136,7 +113,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Loaded]:
 @pytest.mark.parametrize("family", ["llama-tied", "mistral-window", "gpt2"])
 def test_the_tokens_are_those_of_generate(loaded: Callable[[str], Loaded], family: str, sampling: Sampling) -> None:
     _, whole, parts = loaded(family)
-    for number in range(6):
+    for number in (2, 8):
         ids = prompt(number)
         client = Client(parts, "s", sampling)
         expected = generated(whole, ids, 10, sampling)
@@ -149,22 +126,6 @@ def test_the_tokens_are_those_of_generate(loaded: Callable[[str], Loaded], famil
         for name in ("s", "t"):
             for part in parts:
                 part.close(name)
-
-
-def test_draws_are_numbered() -> None:
-    """Whatever is asked in whatever order, by whomever: the same row and draw give the same token."""
-    logits = 3 * torch.randn(60, VOCAB, generator=torch.Generator().manual_seed(1))
-    sampling = Sampling(temperature=0.8, top_k=40, top_p=0.9, seed=11)
-    expected = Picker(sampling).pick(logits, 0)
-    assert len(set(expected)) > 20
-    one = Picker(sampling)
-    order = torch.randperm(60, generator=torch.Generator().manual_seed(2)).tolist()
-    for draw in [*order, *range(59, -1, -1), 0, 59, 30, 31]:
-        assert one.pick(logits[draw : draw + 1], draw) == (expected[draw],)
-        assert len(one._states) <= 128
-    assert one.pick(logits[20:30], 20) == expected[20:30]
-    assert Picker(sampling).pick(logits[45:], 45) == expected[45:]
-    assert Picker(Sampling(temperature=0.8, top_k=40, top_p=0.9, seed=12)).pick(logits, 0) != expected
 
 
 class Elsewhere:
@@ -240,24 +201,6 @@ def test_it_is_what_a_worker_needs(loaded: Callable[[str], Loaded]) -> None:
                 here, there = (inspect.signature(each).parameters for each in (getattr(kind, name), method))
                 assert list(here.items())[: len(there)] == list(there.items()), name
                 assert all(extra.default is not extra.empty for extra in list(here.values())[len(there) :])
-
-
-def test_smaller_encodings_are_close(loaded: Callable[[str], Loaded]) -> None:
-    _, _, parts = loaded("llama-tied")
-    first, middle = parts[:2]
-    outs = {}
-    for encoding in ("fp32", "bf16", "fp16", "int8"):
-        for part in parts[:2]:
-            part.open(encoding, positions=9, sampling=GREEDY)
-        arguments: dict[str, Any] = {"keep": 0, "count": 9, "out_encoding": encoding, "picks": 0, "draw": 0}
-        ran = first.run(encoding, payload=memoryview(encode_ids(prompt(8))), encoding="ids", **arguments)
-        arguments["out_encoding"] = "fp32"
-        ran = middle.run(encoding, payload=ran.payload, encoding=encoding, **arguments)
-        outs[encoding] = torch.frombuffer(bytearray(ran.payload), dtype=torch.float32)
-        for part in parts[:2]:
-            part.close(encoding)
-    errors = {name: float((out - outs["fp32"]).norm() / outs["fp32"].norm()) for name, out in outs.items()}
-    assert errors["fp32"] == 0 < errors["fp16"] < errors["bf16"] < errors["int8"] < 0.05
 
 
 def test_what_a_part_tells(loaded: Callable[[str], Loaded], tmp_path: Path) -> None:
@@ -469,3 +412,83 @@ def test_where_frequencies_change_with_the_length_a_session_stays_within_it(tmp_
     picks = whole.run(ids, picks=32)
     chunked.run(ids[:20], picks=1)
     assert chunked.run(ids[20:], picks=12) == picks[20:]
+
+
+# --------------------------------------------------------------------------------------- a whole directory as one part
+
+IDS = [3, 14, 15, 92, 65]
+
+
+def likeliest(directory: Path, count: int = 4, dtype: str = "") -> tuple[int, ...]:
+    part = load_whole(directory, device="cpu", dtype=dtype)
+    part.open("s", positions=8, sampling=Sampling(temperature=0))
+    ran = part.run(
+        "s",
+        keep=0,
+        payload=memoryview(encode_ids(IDS)),
+        count=len(IDS),
+        encoding="ids",
+        out_encoding=part.encoding,
+        picks=count,
+        draw=0,
+    )
+    return ran.tokens
+
+
+def test_a_whole_directory_computes_what_transformers_does(tmp_path: Path) -> None:
+    whole = make("qwen2-window", tmp_path, max_shard_size="100KB")
+    with torch.inference_mode():
+        expected = whole(input_ids=torch.tensor([IDS])).logits.argmax(-1)[0].tolist()
+    assert list(likeliest(tmp_path)) == expected[-4:]
+
+
+def test_what_a_whole_tells(tmp_path: Path) -> None:
+    whole = make("llama-tied", tmp_path, dtype=torch.bfloat16, max_shard_size="100KB")
+    heard: list[tuple[int, int]] = []
+    part = load_whole(tmp_path, device="cpu", on_bytes=lambda *both: heard.append(both))
+    assert (part.context, part.vocab_size, part.encoding) == (128, VOCAB, "bf16")
+    assert (part.spec.start, part.spec.stop, part.spec.layers) == (0, 6, 6)
+    assert part.weights_bytes == sum(parameter.nbytes for parameter in whole.parameters()) == heard[-1][1]
+    assert [done for done, _ in heard] == sorted({done for done, _ in heard})
+    assert heard[-1][0] == heard[-1][1]
+    assert load_whole(tmp_path, device="cpu", dtype="fp32").encoding == "fp32"
+
+
+def test_a_directory_that_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make("llama", tmp_path)
+    config = tmp_path / "config.json"
+    said = json.loads(config.read_text())
+
+    def refused(words: str, kind: type[Exception] = ConfigError, **options: str) -> None:
+        with pytest.raises(kind, match=words) as caught:
+            load_whole(tmp_path, **({"device": "cpu"} | options))  # type: ignore[arg-type]
+        assert caught.value.remedy  # type: ignore[attr-defined]
+
+    config.write_text(json.dumps(said | {"intermediate_size": 81}))
+    refused(r"gate_proj\.weight is of shape \(80, 64\); by config\.json it is \(81, 64\)")
+    config.write_text(json.dumps(said))
+    with monkeypatch.context() as patched:
+        patched.setattr("p2ptrain.compute.device._host_available", lambda: 1000)
+        refused("6 of 6 layers", ResourceError)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5])
+    with pytest.raises(StorageError, match="accounts for"):
+        load_whole(tmp_path)
+    weights.unlink()
+    refused("no weights in safetensors")
+    config.write_text(" " * (64 << 10) + "{}")
+    refused("larger than")
+    config.write_bytes(b"\xff\xff")
+    refused("is no text")
+    config.unlink()
+    refused("there is no")
+
+
+def test_what_hears_of_pieces_may_end_it(tmp_path: Path) -> None:
+    make("llama", tmp_path)
+
+    def enough(done_bytes: int, total_bytes: int) -> None:
+        raise UserError("enough")
+
+    with pytest.raises(UserError, match="enough"):
+        load_whole(tmp_path, device="cpu", on_bytes=enough)

@@ -14,9 +14,7 @@ from p2ptrain.core.serving import Sampling, SamplingWish
 MODELS: list[dict[str, Any]] = [
     {},
     {"do_sample": False, "temperature": 0.6},
-    {"do_sample": True},
     {"do_sample": True, "temperature": 0.6, "top_p": 0.9},
-    {"do_sample": True, "top_k": 0, "temperature": None},
     {"do_sample": True, "top_k": 20, "top_p": 0.8, "temperature": 0.7, "eos_token_id": 3},
 ]
 ASKED: list[dict[str, Any]] = [{}, {"temperature": 0.3}, {"top_k": 7}, {"top_p": 0.4, "temperature": 1.1}]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from p2ptrain.compute.split_check import _chosen_layers, check_splits
+from p2ptrain.compute.split_check import check_splits
 from p2ptrain.core.errors import ConfigError
 
 from .families import FAMILIES
@@ -72,10 +72,3 @@ def test_an_architecture_that_does_not_split_is_refused_by_name(kind: str, setti
         check_splits(AutoConfig.for_model(kind, **settings))
     assert caught.value.message.startswith(f"a {kind!r} model cannot be split: ")
     assert "llama, qwen2, qwen3, mistral or gpt2" in caught.value.remedy
-
-
-def test_the_layers_that_are_tried() -> None:
-    assert _chosen_layers(["a"] * 12) == [0, 3, 6, 9]
-    assert _chosen_layers(["a"] * 9 + ["b"]) == [0, 5, 7, 9]
-    assert _chosen_layers(["a"]) == [0, 0, 0, 0]
-    assert _chosen_layers([str(number) for number in range(20)]) == list(range(8))

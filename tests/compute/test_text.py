@@ -1,8 +1,10 @@
-"""Text from token ids: whole characters, stop strings across tokens, ends; beside the decoding of the whole."""
+"""Text from token ids beside the decoding of the whole, and what a model is given of a conversation."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,26 @@ from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE, WordLevel
 from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
-from p2ptrain.compute.text import ModelText, TextWriter
+from p2ptrain.compute.text import (
+    ASSISTANT,
+    SYSTEM,
+    USER,
+    ChatFormat,
+    Conversation,
+    ModelText,
+    TextWriter,
+    Turn,
+    written,
+)
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConfigError, UserError
 
 BYTES = Tokenizer.of_bytes().backend
 
 
-def written(ids: list[int], **options: Any) -> tuple[list[str], TextWriter]:
+def pieces_of(ids: list[int], **options: Any) -> tuple[list[str], TextWriter]:
     writer = TextWriter(options.pop("backend", BYTES), **options)
     pieces = [writer.take(token) for token in ids] + [writer.finish()]
     assert "".join(pieces) == writer.text
@@ -30,31 +43,31 @@ def written(ids: list[int], **options: Any) -> tuple[list[str], TextWriter]:
 
 @given(st.lists(st.integers(0, 255)), st.lists(st.integers(0, 255), max_size=12))
 def test_the_pieces_make_the_whole_for_any_bytes(ids: list[int], before: list[int]) -> None:
-    pieces, writer = written(ids)
+    pieces, writer = pieces_of(ids)
     assert "".join(pieces) == bytes(ids).decode(errors="replace")
     assert (writer.tokens, writer.ended) == (len(ids), "length")
     text = bytes(before).decode(errors="ignore")  # a prompt is whole characters
-    assert "".join(written(ids, prompt=list(text.encode()))[0]) == bytes(ids).decode(errors="replace")
+    assert "".join(pieces_of(ids, prompt=list(text.encode()))[0]) == bytes(ids).decode(errors="replace")
 
 
 def test_a_character_is_never_cut() -> None:
-    assert written(list("aé😀b".encode()))[0] == ["a", "é", "😀", "b"]
-    assert written(list("a😀".encode()[:-1]))[0] == ["a", "\ufffd"]
+    assert pieces_of(list("aé😀b".encode()))[0] == ["a", "é", "😀", "b"]
+    assert pieces_of(list("a😀".encode()[:-1]))[0] == ["a", "\ufffd"]
 
 
 def test_a_stop_string_that_spans_tokens_is_never_shown_in_part() -> None:
-    pieces, writer = written(list(b"one\n\nEND two"), stop=["\n\nEND", "zzz"])
+    pieces, writer = pieces_of(list(b"one\n\nEND two"), stop=["\n\nEND", "zzz"])
     assert (pieces, writer.text, writer.ended) == (["o", "n", "e"], "one", "stop")
     assert writer.tokens == 8, "what comes after the end is not taken"
-    pieces, writer = written(list(b"one\n\nEN!"), stop=["\n\nEND"])
+    pieces, writer = pieces_of(list(b"one\n\nEN!"), stop=["\n\nEND"])
     assert (pieces, writer.ended) == (["o", "n", "e", "\n\nEN!"], "length")
-    assert written(list(b"one\n\nEN"), stop=["\n\nEND"])[0] == ["o", "n", "e", "\n\nEN"]
+    assert pieces_of(list(b"one\n\nEN"), stop=["\n\nEND"])[0] == ["o", "n", "e", "\n\nEN"]
 
 
 def test_an_end_token_ends_the_text_and_is_no_part_of_it() -> None:
-    pieces, writer = written([*b"ab", 0, *b"cd"], end_tokens=frozenset({0}), stop=["bX"])
+    pieces, writer = pieces_of([*b"ab", 0, *b"cd"], end_tokens=frozenset({0}), stop=["bX"])
     assert (pieces, writer.ended, writer.tokens) == (["a", "b"], "end", 3)
-    unfinished = written(["😀".encode()[0], 0], end_tokens=frozenset({0}))[1]  # type: ignore[list-item]
+    unfinished = pieces_of(["😀".encode()[0], 0], end_tokens=frozenset({0}))[1]  # type: ignore[list-item]
     assert (unfinished.text, unfinished.ended) == ("\ufffd", "end")
 
 
@@ -68,9 +81,9 @@ def spaced() -> Backend:
 
 
 def test_the_first_word_keeps_its_space_behind_a_prompt() -> None:
-    assert written([0, 2, 1], backend=spaced())[0] == ["a", "c", " b"]
-    assert written([0, 2, 1], backend=spaced(), prompt=[1])[0] == [" a", "c", " b"]
-    assert written([0, 3, 1], backend=spaced(), prompt=[3])[0][0] in ("a", " a"), "special tokens are left out"
+    assert pieces_of([0, 2, 1], backend=spaced())[0] == ["a", "c", " b"]
+    assert pieces_of([0, 2, 1], backend=spaced(), prompt=[1])[0] == [" a", "c", " b"]
+    assert pieces_of([0, 3, 1], backend=spaced(), prompt=[3])[0][0] in ("a", " a"), "special tokens are left out"
 
 
 def byte_fallback() -> Backend:
@@ -84,7 +97,7 @@ def byte_fallback() -> Backend:
 def test_a_prompt_that_ends_within_spelled_bytes() -> None:
     prompt = [byte + 1 for byte in "中中中".encode()]
     new = [byte + 1 for byte in "文文".encode()]
-    assert written(new, backend=byte_fallback(), prompt=prompt)[0] == ["文", "文"]
+    assert pieces_of(new, backend=byte_fallback(), prompt=prompt)[0] == ["文", "文"]
 
 
 # ------------------------------------------------------------------------------------------------- a model directory
@@ -141,3 +154,132 @@ def test_more_than_the_context_is_refused_with_the_numbers(tmp_path: Path) -> No
         text.checked([1] * 4, 7)
     with pytest.raises(UserError, match="empty"):
         text.checked([], 1)
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content | trim }}</>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TURNS = [Turn(SYSTEM, "Be brief."), Turn(USER, " hi "), Turn(ASSISTANT, "hello"), Turn(USER, "well?")]
+
+
+def text_of(root: Path, *, context: int = 200, template: str = "", **settings: str) -> ModelText:
+    Tokenizer.of_bytes().save(root)
+    (root / "config.json").write_text(json.dumps({"max_position_embeddings": context}))
+    if template:
+        (root / "chat_template.jinja").write_text(template)
+    if settings:
+        path = root / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return ModelText(root)
+
+
+def test_a_template_writes_the_turns_as_transformers_does(tmp_path: Path) -> None:
+    text = text_of(tmp_path, template=TEMPLATE, bos_token="^", eos_token="$")
+    form = ChatFormat(text)
+    messages = [{"role": turn.role, "content": turn.text} for turn in TURNS]
+    expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    assert form.ids(TURNS) == list(expected)
+    assert bytes(form.ids(TURNS)).decode().startswith("^<system>Be brief.</>\n<user>hi</>\n")
+    assert (form.is_plain, form.stop, form.end_tokens) == (False, (), frozenset({ord("$")}))
+
+
+def test_without_a_template_turns_are_plain(tmp_path: Path) -> None:
+    form = ChatFormat(text_of(tmp_path))
+    assert bytes(form.ids(TURNS)).decode() == ("Be brief.\n\nUser:  hi \nAssistant: hello\nUser: well?\nAssistant:")
+    assert (form.is_plain, form.stop, form.end_tokens) == (True, ("\nUser:",), frozenset())
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ raise_exception('no system here') }}", "{{ messages[0].missing.field }}", "{% for %}", "{{ 1 + 'a' }}"],
+)
+def test_a_template_that_refuses_is_told(tmp_path: Path, template: str) -> None:
+    form = ChatFormat(text_of(tmp_path, template=template))
+    with pytest.raises(UserError, match="the chat template of"):
+        form.ids(TURNS)
+
+
+def test_a_template_runs_in_a_sandbox(tmp_path: Path) -> None:
+    form = ChatFormat(text_of(tmp_path, template="{{ ''.__class__.__mro__[1].__subclasses__() }}"))
+    with pytest.raises(UserError, match="the chat template of"):
+        form.ids(TURNS)
+
+
+def test_no_code_of_the_directory_is_run(tmp_path: Path) -> None:
+    text = text_of(tmp_path, template=TEMPLATE, tokenizer_class="Mine")
+    path = tmp_path / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}}
+    path.write_text(json.dumps(settings))
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: ...\n")
+    assert ChatFormat(text).ids(TURNS)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_template_needs_no_torch(tmp_path: Path) -> None:
+    text_of(tmp_path, template=TEMPLATE)
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from p2ptrain.compute.text import ChatFormat, Turn\n"
+        "from p2ptrain.compute.text import ModelText\n"
+        f"assert ChatFormat(ModelText(Path({str(tmp_path)!r}))).ids([Turn('user', 'hi')])\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# --------------------------------------------------------------------------------------------------- the context
+
+
+def asked(conversation: Conversation, *texts: str) -> None:
+    for number, text in enumerate(texts):
+        (conversation.answer if number % 2 else conversation.ask)(text)
+
+
+def test_the_oldest_turns_are_dropped_until_there_is_room_for_an_answer(tmp_path: Path) -> None:
+    form = ChatFormat(text_of(tmp_path, context=100))
+    talk = Conversation("Be brief.")
+    asked(talk, "first", "answer", "second", "answer two", "third")
+    whole = form.ids(talk.turns)
+    assert len(whole) + 10 > 100 > len(whole)
+    ids, most, dropped = talk.fit(form, 100, 10)
+    assert bytes(ids).decode() == ("Be brief.\n\nUser: second\nAssistant: answer two\nUser: third\nAssistant:"), (
+        "the system's text stays"
+    )
+    assert (most, dropped) == (10, 2)
+    assert talk.fit(form, 100, 10)[2] == 0, "what was dropped is told once"
+    assert len(talk.turns) == 6, "nothing is forgotten that a person may save"
+    talk.reset()
+    assert [turn.text for turn in talk.turns] == ["Be brief."]
+    talk.ask("new")
+    assert bytes(talk.fit(form, 100, 10)[0]).decode() == "Be brief.\n\nUser: new\nAssistant:"
+
+
+def test_the_room_of_an_answer(tmp_path: Path) -> None:
+    form = ChatFormat(text_of(tmp_path))
+    talk = Conversation()
+    talk.ask("x" * 50)
+    length = len(form.ids(talk.turns))
+    assert talk.fit(form, None, 999)[1:] == (999, 0)
+    assert talk.fit(form, 200, 999)[1:] == (200 - length, 0), "what is left, a quarter of the context at least"
+    assert talk.fit(form, length + 10, 10)[1:] == (10, 0)
+    with pytest.raises(UserError, match=rf"the question has {length} tokens, the model's context is {length + 9}"):
+        talk.fit(form, length + 9, 10)
+    talk.take_back()
+    assert talk.turns == []
+
+
+def test_a_question_that_cannot_be_leaves_the_others_as_they_were(tmp_path: Path) -> None:
+    form = ChatFormat(text_of(tmp_path, context=100))
+    talk = Conversation()
+    asked(talk, "one", "two", "x" * 200)
+    with pytest.raises(UserError):
+        talk.fit(form, 100, 10)
+    talk.take_back()
+    talk.ask("three")
+    ids, _, dropped = talk.fit(form, 100, 10)
+    assert (dropped, bytes(ids).decode()) == (0, "User: one\nAssistant: two\nUser: three\nAssistant:")
+    assert written(talk.turns) == "User: one\nAssistant: two\nUser: three"

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from p2ptrain.compute.data import DataSpec, load_corpus
 from p2ptrain.compute.gradients import Ferry, bucket_bounds
@@ -25,21 +25,11 @@ from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, JobFailed, ResourceError, StorageError
-from roles.engine import Engine
 from tests.compute.apart import APART
 from tests.compute.saving import save
 from tests.compute.tiny_trainer import OPTIMIZER, TINY, run_step, state_bytes, tiny
 
 MakeTrainer = Callable[..., Trainer]
-
-
-def test_it_is_an_engine(make_trainer: MakeTrainer) -> None:
-    engine: Engine = make_trainer()  # mypy compares the signatures
-    assert engine.tokens_per_micro_batch == 32
-    assert engine.device == "cpu (1 thread)"
-    assert len(engine.corpus_digest) == 64
-    assert engine.reduce_buffer.dtype == np.float32
-    assert engine.reduce_buffer.flags.writeable
 
 
 def test_the_reduce_buffer_is_the_gradient_memory(make_trainer: MakeTrainer) -> None:
@@ -73,8 +63,10 @@ class Follower:
         self.trainer.finish_gradients(self)
 
 
-@pytest.mark.parametrize("model", [TINY, tiny(tie_embeddings=False), tiny(architecture="gpt2", kv_heads=4)])
-@pytest.mark.parametrize("share", [[0], [2, 0, 3]])
+@pytest.mark.parametrize(
+    ("model", "share"),
+    [(TINY, [0]), (tiny(tie_embeddings=False), [2, 0, 3]), (tiny(architecture="gpt2", kv_heads=4), [2, 0, 3])],
+)
 def test_what_is_called_final_changes_no_more(make_trainer: MakeTrainer, model: ModelSpec, share: list[int]) -> None:
     trainer, plain = make_trainer(model=model), make_trainer(model=model)
     follower = Follower(trainer)
@@ -94,18 +86,6 @@ def test_what_is_called_final_changes_no_more(make_trainer: MakeTrainer, model: 
             plain.micro_batch(step, index)
         plain.finish_gradients()
         assert final == plain.reduce_buffer.tobytes()
-
-
-def test_a_parameter_without_a_gradient_holds_up_the_front_and_nothing_else(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer()
-    idle = trainer._flat.segments[3].name
-    follower = Follower(trainer)
-    trainer._model.get_parameter(idle).requires_grad_(False)
-    follower.run(0, [0, 1])
-    numels = [numel for numel, _ in follower.fronts]
-    assert numels
-    assert max(numels) == trainer._flat.segments[3].offset
-    assert trainer.reduce_buffer.any()
 
 
 def test_a_gradient_that_grows_after_it_was_called_final_is_an_error(make_trainer: MakeTrainer) -> None:
@@ -205,7 +185,7 @@ def _loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1))
 
 
-@pytest.mark.parametrize("shares", [[[0, 1, 2, 3]], [[3, 1], [2, 0]], [[0], [1], [2], [3]]])
+@pytest.mark.parametrize("shares", [[[3, 1], [2, 0]], [[0], [1], [2], [3]]])
 def test_gradients_of_any_split_sum_to_the_whole_batch(
     make_trainer: MakeTrainer, text_file: Path, shares: list[list[int]]
 ) -> None:
@@ -228,13 +208,12 @@ def test_gradients_of_any_split_sum_to_the_whole_batch(
     assert total[-1] / 4 == pytest.approx(loss.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("model", [TINY, tiny(architecture="gpt2", kv_heads=4)])
-def test_twenty_steps_match_a_plain_loop(make_trainer: MakeTrainer, text_file: Path, model: ModelSpec) -> None:
+def test_twenty_steps_match_a_plain_loop(make_trainer: MakeTrainer, text_file: Path) -> None:
     """Losses within 1e-4 relative of transformers + AdamW + LambdaLR + clip_grad_norm_ (seen: below 2e-6)."""
-    trainer = make_trainer(model=model)
+    trainer = make_trainer()
     losses = [run_step(trainer, step) for step in range(20)]
 
-    plain = build_model(model, 256, seed=3)
+    plain = build_model(TINY, 256, seed=3)
     matrices = [parameter for parameter in plain.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in plain.parameters() if parameter.ndim < 2]
     optimizer = torch.optim.AdamW(
@@ -260,17 +239,6 @@ def test_twenty_steps_match_a_plain_loop(make_trainer: MakeTrainer, text_file: P
     assert worst < 1e-4
     assert clipped > 3, "the clipping was exercised"
     assert losses[-1] < losses[0] - 1
-
-
-def test_the_parts_of_the_norm_make_the_norm(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer()
-    trainer.begin_step(0)
-    trainer.micro_batch(0, 0)
-    trainer.finish_gradients()
-    size = len(trainer.reduce_buffer)
-    parts = [trainer.partial_square_sum(start, min(start + 1000, size)) for start in range(0, size, 1000)]
-    gradients = trainer.reduce_buffer[:-1].astype(np.float64)
-    assert sum(parts) == pytest.approx(float(gradients @ gradients), rel=1e-12)
 
 
 def test_apply_reports_and_keeps_the_redo_buffer(make_trainer: MakeTrainer) -> None:
@@ -311,20 +279,6 @@ def test_what_is_not_finite_fails_the_job(make_trainer: MakeTrainer, slot: int, 
         trainer.apply(1, trainer.partial_square_sum(0, len(trainer.reduce_buffer)))
     assert "optimizer.lr" in caught.value.remedy
     assert state_bytes(trainer) == before
-
-
-def test_state_copied_into_another_trainer_goes_on_bit_equal(make_trainer: MakeTrainer) -> None:
-    donor, newcomer = make_trainer(), make_trainer(seed=3)
-    for step in range(4):
-        run_step(donor, step)
-    for source, target in zip(donor.state(), newcomer.state(), strict=True):
-        assert (source.name, source.view.nbytes) == (target.name, target.view.nbytes)
-        assert target.view.contiguous
-        target.view[:] = source.view
-    newcomer.state_loaded(4)
-    for step in range(4, 7):
-        assert run_step(donor, step) == run_step(newcomer, step)
-    assert state_bytes(donor) == state_bytes(newcomer)
 
 
 def test_a_device_with_memory_of_its_own_computes_the_same(make_trainer: MakeTrainer, tmp_path: Path) -> None:
@@ -376,23 +330,6 @@ def test_save_and_load_resume_bit_equal(make_trainer: MakeTrainer, tmp_path: Pat
     assert json.loads((tmp_path / "training.json").read_text())["step"] == 3
 
 
-@pytest.mark.parametrize("tie", [True, False])
-def test_transformers_opens_the_checkpoint(make_trainer: MakeTrainer, tmp_path: Path, tie: bool) -> None:
-    trainer = make_trainer(model=tiny(tie_embeddings=tie))
-    run_step(trainer, 0)
-    save(trainer, tmp_path)
-    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    for name, parameter in trainer._model.named_parameters():
-        assert torch.equal(model.get_parameter(name), parameter), name
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tie
-    ids = tokenizer("def ring", return_tensors="pt")["input_ids"]
-    assert ids.tolist() == [list(b"def ring")]
-    assert torch.equal(model(ids).logits, trainer._model(ids).logits)
-    sizes = sum(path.stat().st_size for path in tmp_path.iterdir())
-    assert sizes < 3 * trainer.reduce_buffer.nbytes + 30_000, "weights once, moments twice"
-
-
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": []}
 
 
@@ -437,21 +374,6 @@ def test_the_files_are_those_of_save_pretrained(make_trainer: MakeTrainer, tmp_p
     assert state_bytes(other) == state_bytes(trainer)
 
 
-def test_a_checkpoint_of_an_earlier_version_is_read(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    """As ``Trainer.save`` wrote it until the files were planned: by the libraries."""
-    trainer = make_trainer()
-    run_step(trainer, 0)
-    network: Any = trainer._model
-    network.save_pretrained(tmp_path, state_dict={n: p.detach().clone() for n, p in network.named_parameters()})
-    moments = {name: array for name, array in trainer._state_arrays().items() if name != "parameters"}
-    save_file(moments, tmp_path / "optimizer.safetensors", metadata={"layout": trainer._flat.layout})
-    notes = {"format": 1, "step": 1, "layout": trainer._flat.layout, "corpus": trainer.corpus_digest}
-    (tmp_path / "training.json").write_text(json.dumps(notes, indent=1))
-    other = make_trainer(seed=99)
-    other.load(tmp_path)
-    assert state_bytes(other) == state_bytes(trainer)
-
-
 def test_going_on_from_a_directory(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     """Fine-tuning: the model of a directory, with its tokenizer, is step 0 of a new job."""
     first = make_trainer()
@@ -462,11 +384,6 @@ def test_going_on_from_a_directory(make_trainer: MakeTrainer, tmp_path: Path) ->
     assert not any(state_bytes(second)["exp_avg"])
     assert second.corpus_digest == first.corpus_digest
     assert run_step(second, 0) > 0
-
-
-def _damage_layout(path: Path) -> None:
-    notes = json.loads((path / "training.json").read_text())
-    (path / "training.json").write_text(json.dumps(notes | {"layout": "x"}))
 
 
 @pytest.mark.parametrize(
@@ -559,17 +476,3 @@ def test_bf16_learns_too(make_trainer: MakeTrainer) -> None:
 def test_bad_settings_name_their_key(make_trainer: MakeTrainer, changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         make_trainer(**changes)
-
-
-def test_a_directory_with_a_short_context_is_refused(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    trainer: Trainer = make_trainer(model=tiny(context=20))
-    save(trainer, tmp_path)
-    data = DataSpec(path=trainer_text(tmp_path), sequence_tokens=32)
-    with pytest.raises(ConfigError, match=r"more than model\.context = 20"):
-        make_trainer(model=ModelSpec(path=tmp_path), data=data)
-
-
-def trainer_text(directory: Path) -> str:
-    path = directory.parent / "text.txt"
-    path.write_text("some words " * 500)
-    return str(path)

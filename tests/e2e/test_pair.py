@@ -9,8 +9,9 @@ from typing import Any
 import psutil
 import pytest
 
+from p2ptrain.compute.text import ModelText
 from p2ptrain.core.serving import Sampling
-from tests.compute.local_model import LocalModel, generate
+from tests.compute.families import generated, opened
 
 pytestmark = pytest.mark.slow
 
@@ -31,10 +32,11 @@ async def test_a_pair_is_trained_and_the_larger_one_writes_its_own_text(machine:
     writing = await machine.start(*ask, "--json", "--seed", said["seed"], **home)
     assert await writing.end() == 0, writing.text + process.text
     answer = json.loads("\n".join(writing.out))
-    model = LocalModel(Path(said["verifier"]["checkpoint"]), device="cpu")
+    directory = Path(said["verifier"]["checkpoint"])
+    text = ModelText(directory)
     sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, seed=3)
-    alone = generate(model, "def ", max_new_tokens=TOKENS, sampling=sampling, on_text=lambda _: None)
-    assert (answer["text"], answer["tokens"]) == (alone.text, TOKENS)
+    alone = generated(opened(directory), text.prompt_ids("def "), TOKENS, sampling)
+    assert (answer["text"], answer["tokens"]) == (text.tokenizer.backend.decode(alone), TOKENS)
     children = psutil.Process(process.process.pid).children(recursive=True)
     assert await process.interrupt() == 0, process.text
     assert not [child for child in children if child.is_running()]

@@ -28,8 +28,8 @@ from roles.worker.forward_requests import NEXT_STAGE, UNKNOWN_SESSION
 from roles.worker.part_cache import UNKNOWN_PART
 from roles.worker.stages import MAX_REQUESTS
 from tests.roles.chain.decoding import Generation, generate
-from tests.roles.stage_stand_in import WIDTH, stand_in_config, tokens_of
-from wire.chain_messages import ChainBroken, Picked
+from tests.roles.stage_stand_in import tokens_of
+from wire.chain_messages import ChainBroken
 
 from .scene import CONFIG, Scene, play
 
@@ -73,30 +73,6 @@ def test_three_stages_give_what_one_model_gives(tmp_path: Path, sampling: Sampli
     play(tmp_path, timed, delay_s=lambda source, target: NEAR_S)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_any_number_of_stages(tmp_path: Path, stages: int) -> None:
-    async def test(scene: Scene) -> None:
-        async with scene.chain(stages=stages) as chain:
-            async with await generate(chain, PROMPT, max_new_tokens=12, sampling=SEEDED) as session:
-                assert await collected(session) == tokens_of(CONFIG, PROMPT, 12, SEEDED)
-            assert chain.width == WIDTH
-            assert chain.encoding == "fp32"
-
-    play(tmp_path, test)
-
-
-def test_it_ends_at_a_stop_token(tmp_path: Path) -> None:
-    wanted = tokens_of(CONFIG, PROMPT, 12, SEEDED)
-
-    async def test(scene: Scene) -> None:
-        async with scene.chain() as chain:
-            session = await generate(chain, PROMPT, max_new_tokens=12, sampling=SEEDED, stop_ids=[wanted[4]])
-            assert await collected(session) == wanted[: wanted.index(wanted[4]) + 1]
-            assert session.ended == "stop"
-
-    play(tmp_path, test)
-
-
 PROMPTS = [[number + 1, 7, 7 * number] * (1 + 300 * (number == 3)) for number in range(4)]
 
 
@@ -113,15 +89,7 @@ def wanted_of_four(tokens: int = 10) -> list[list[int]]:
     return [tokens_of(CONFIG, PROMPTS[number], tokens, Sampling(1.0, seed=number)) for number in range(4)]
 
 
-def test_four_sessions_at_once(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        async with scene.chain(positions=2000) as chain:
-            assert await four_at_once(chain) == wanted_of_four()
-
-    play(tmp_path, test)
-
-
-@pytest.mark.parametrize("victim", ["w0", "w1", "w2"])
+@pytest.mark.parametrize("victim", ["w0", "w2"])
 def test_a_stage_dies_under_four_sessions(tmp_path: Path, victim: str) -> None:
     """The spare is sought and loaded once for all of them."""
 
@@ -193,8 +161,7 @@ def disturbed(
     return kept[0]
 
 
-@pytest.mark.parametrize("prefill_encoding", ["", "int8"])
-@pytest.mark.parametrize("victim", ["w0", "w1", "w2"])
+@pytest.mark.parametrize(("victim", "prefill_encoding"), [("w0", ""), ("w1", "int8"), ("w2", "")])
 def test_a_stage_dies_while_it_decodes(tmp_path: Path, victim: str, prefill_encoding: str) -> None:
     async def happens(scene: Scene, session: Generation, number: int) -> None:
         if number == 5:
@@ -218,7 +185,7 @@ def test_a_stage_dies_while_it_takes_the_prompt(tmp_path: Path, victim: str) -> 
     disturbed(tmp_path, happens, prompt=[(7 * each) % 97 for each in range(4500)], tokens=2)
 
 
-@pytest.mark.parametrize("victim", ["w0", "w1", "w2"])
+@pytest.mark.parametrize("victim", ["w1", "w2"])
 def test_a_stage_dies_between_two_turns(tmp_path: Path, victim: str) -> None:
     async def test(scene: Scene) -> None:
         async with scene.chain() as chain:
@@ -235,18 +202,8 @@ def test_a_stage_dies_between_two_turns(tmp_path: Path, victim: str) -> None:
     play(tmp_path, test)
 
 
-def test_stages_die_one_after_the_other(tmp_path: Path) -> None:
-    async def happens(scene: Scene, session: Generation, number: int) -> None:
-        names = {2: "w1", 4: "w3", 6: "w0", 8: "w2"}  # w3 is the one that came for w1
-        if number in names:
-            scene.kill(names[number])
-
-    _, session = disturbed(tmp_path, happens, names=("w0", "w1", "w2", "w3", "w4", "w5", "w6"))
-    assert len(session.mendings) == 4
-
-
 def test_a_second_stage_dies_while_the_first_is_replaced(tmp_path: Path) -> None:
-    for later_s in [each / 500 for each in range(0, 60, 5)]:
+    for later_s in [each / 50 for each in range(6)]:
 
         async def happens(scene: Scene, session: Generation, number: int, later_s: float = later_s) -> None:
             if number == 5:
@@ -260,7 +217,7 @@ def test_a_second_stage_dies_while_the_first_is_replaced(tmp_path: Path) -> None
 
 
 def test_the_spare_dies_while_it_takes_over(tmp_path: Path) -> None:
-    for later_s in [each / 500 for each in range(0, 60, 5)]:
+    for later_s in [each / 50 for each in range(6)]:
 
         async def happens(scene: Scene, session: Generation, number: int, later_s: float = later_s) -> None:
             if number == 5:
@@ -283,7 +240,7 @@ def test_a_peer_with_room_takes_a_second_stage(tmp_path: Path) -> None:
     assert sorted(len(stage.stages.cache.parts) for stage in scene.workers.values()) == [1, 1, 2]
 
 
-@pytest.mark.parametrize("victim", ["w0", "w1", "w2"])
+@pytest.mark.parametrize("victim", ["w0", "w2"])
 def test_a_frozen_stage_is_noticed_within_two_seconds(tmp_path: Path, victim: str) -> None:
     frozen_s: list[float] = []
 
@@ -321,20 +278,6 @@ def test_two_stages_that_cannot_reach_each_other_are_parted(tmp_path: Path) -> N
     assert len(scene.workers["w3"].stages.cache.parts) == 1
 
 
-def test_only_the_stage_at_which_a_work_ends_answers_it(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        async with scene.chain() as chain, await generate(chain, PROMPT, max_new_tokens=3, sampling=GREEDY) as session:
-            first = chain.pool.peers["w0"]
-            with pytest.raises(ProtocolError, match="answers for stage 2"):
-                session.session.heard(first, Picked(session.session.id, 1, 1, bytes(4), [1, 1, 1]))
-            session.session.heard(
-                first, Picked(session.session.id, 0, 1, bytes(4), [1, 1, 1])
-            )  # of an older attempt: nothing
-            assert await collected(session) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
-
-    play(tmp_path, test)
-
-
 def test_what_a_peer_says_of_a_stage_that_it_held_once_costs_it_nothing(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
         async with scene.chain() as chain, await generate(chain, PROMPT, max_new_tokens=3, sampling=GREEDY) as session:
@@ -368,23 +311,6 @@ def test_a_mistake_in_the_search_for_a_successor_ends_the_sessions(
             with pytest.raises(NetworkError, match="KeyError"):
                 await collected(session)
         assert len(told) == 1
-
-    play(tmp_path, test)
-
-
-def test_a_mistake_in_hearing_a_peer_ends_what_waits_for_it(tmp_path: Path) -> None:
-    def mistaken(*_: object) -> None:
-        raise KeyError("a bug")
-
-    async def test(scene: Scene) -> None:
-        told: list[dict[str, object]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
-        async with scene.chain() as chain, await generate(chain, PROMPT, max_new_tokens=9, sampling=GREEDY) as session:
-            await anext(session)
-            session.session.heard = mistaken  # type: ignore[method-assign]
-            with pytest.raises(NetworkError, match="nobody to hold it"):
-                await collected(session)
-        assert told
 
     play(tmp_path, test)
 
@@ -556,16 +482,6 @@ def test_far_stages_are_measured(tmp_path: Path) -> None:
         await crew.close()
 
     play(tmp_path, test, delay_s=delay_s)
-
-
-def test_config_of_another_size_is_another_model(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        one = await scene.model()
-        other = await scene.model(stand_in_config(layers=4))
-        assert one.id != other.id
-        assert other.source is not None
-
-    play(tmp_path, test, names=())
 
 
 def test_offers_that_lead_nowhere_do_not_keep_a_client_busy() -> None:

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from p2ptrain.compute.model import ModelSpec, build_model
 from p2ptrain.compute.trainer import Trainer
@@ -25,8 +24,7 @@ from .saving import save
 
 MODELS = [
     tiny(layers=3, architecture=architecture, kv_heads=4 if architecture == "gpt2" else 2, tie_embeddings=tied)
-    for architecture in ("llama", "qwen2", "qwen3", "mistral", "gpt2")
-    for tied in (True, False)
+    for architecture, tied in (("llama", True), ("qwen2", False), ("qwen3", True), ("gpt2", True))
 ]
 BOUNDS = (0, 1, 2, 3)
 
@@ -67,19 +65,6 @@ def test_first_weights_are_those_of_the_whole_and_all_files_together_are_it(
     assert states(again.stages) == states(pipeline.stages)
 
 
-@pytest.mark.parametrize("spec", [MODELS[0], MODELS[1], MODELS[8]], ids=name_of)
-def test_after_training_too(text_file: Path, tmp_path: Path, spec: ModelSpec) -> None:
-    pipeline = Pipeline(text_file, BOUNDS, model=spec)
-    for step in range(3):
-        pipeline.run(step)
-    save_all(pipeline.stages, tmp_path, 3)
-    weights = opened(tmp_path).state_dict()
-    for stage in pipeline.stages:
-        for name, array in pipeline.named(stage, stage._flat.parameters).items():
-            assert torch.equal(weights[name], array), name
-    assert AutoTokenizer.from_pretrained(tmp_path)("abc").input_ids == [97, 98, 99]
-
-
 def test_its_small_files_are_those_of_the_whole(text_file: Path, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
@@ -118,16 +103,6 @@ def test_each_stage_goes_on_from_its_own_files(text_file: Path, tmp_path: Path, 
     assert [restored.run(step).loss for step in (2, 3)] == expected
 
 
-def test_a_matrix_of_two_stages_is_in_one_file_of_the_model(text_file: Path, tmp_path: Path) -> None:
-    save_all(Pipeline(text_file, (0, 2, 4)).stages, tmp_path)
-    with safe_open(tmp_path / "model-00002-of-00002.safetensors", "pt") as file:
-        assert not any("lm_head" in name or "embed" in name for name in file.keys())  # noqa: SIM118 - it is no mapping
-    with safe_open(tmp_path / "optimizer-00002-of-00002.safetensors", "pt") as file:
-        copy = file.get_tensor("tied")
-    with safe_open(tmp_path / "model-00001-of-00002.safetensors", "pt") as file:
-        assert torch.equal(file.get_tensor("model.embed_tokens.weight"), copy)
-
-
 def test_the_state_of_step_0_comes_back(text_file: Path) -> None:
     pipeline = Pipeline(text_file, (0, 2, 4))
     before = states(pipeline.stages)
@@ -138,19 +113,16 @@ def test_the_state_of_step_0_comes_back(text_file: Path) -> None:
     assert [pipeline.run(step).loss for step in range(2)] == expected
 
 
-def test_bytes_that_healing_put_in_are_the_state(text_file: Path) -> None:
-    giver, taker = Pipeline(text_file, (0, 2, 4)), Pipeline(text_file, (0, 2, 4))
-    giver.run(0)
-    for one, other in zip(giver.stages, taker.stages, strict=True):
-        for source, target in zip(one.state(), other.state(), strict=True):
-            assert source.name == target.name
-            target.view[:] = source.view
-        other.state_loaded(1)
-    assert giver.run(1) == taker.run(1)
-
-
-@pytest.mark.parametrize("name", ["model", "optimizer", "training"])
-@pytest.mark.parametrize("damage", ["missing", "empty", "short", "nested", "huge"])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("model", "short"),
+        ("optimizer", "missing"),
+        ("optimizer", "empty"),
+        ("training", "nested"),
+        ("training", "huge"),
+    ],
+)
 def test_damaged_files_change_nothing(text_file: Path, tmp_path: Path, name: str, damage: str) -> None:
     pipeline = Pipeline(text_file, (0, 2, 4))
     stage = pipeline.stages[1]
