@@ -38,9 +38,9 @@ import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.core.errors import ResourceError, UserError
+from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.texts import human_bytes
 from ring.order import APART_S, Links, Ways, nearest_first, steps, turned_around
-from ring.training_costs import ModelSizes
 
 MOST_CUTS = 256
 """More layers are taken in groups of equal number, so that this many places to cut are left (no model has as many)."""

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.core.errors import ConfigError, P2PTrainError, StorageError
+from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.model_config import MAX_CONFIG_BYTES, config_untrusted
 from p2ptrain.core.tensor_files import TensorEntry, TensorTable
-from ring.training_costs import ModelShape, ModelSizes
+from ring.training_costs import ModelShape
 from wire.chain_messages import TensorRecord
 
 if TYPE_CHECKING:
@@ -123,8 +124,7 @@ def _by_building(config: str, dtype: str) -> ModelSizes:
     from p2ptrain.compute.part import layer_sizes
     from p2ptrain.compute.served_part import config_of
 
-    found = layer_sizes(config_of(config), DTYPES[dtype])
-    return ModelSizes(found.layers_bytes, found.cache_bytes, found.first_bytes, found.last_bytes, found.tied_bytes)
+    return layer_sizes(config_of(config), DTYPES[dtype])
 
 
 def _number(table: Mapping[str, Any], *keys: str) -> int | None:
@@ -206,7 +206,6 @@ def _shape_by_building(profile: Profile) -> ModelShape:
 
     config = model_config(trainer_arguments(profile)["model"], BYTES_VOCAB)
     found = layer_sizes(config)
-    cache = (0,) * len(found.layers_bytes)
-    sizes = ModelSizes(found.layers_bytes, cache, found.first_bytes, found.last_bytes, found.tied_bytes)
+    sizes = replace(found, cache_bytes=(0,) * found.layers)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return ModelShape(sizes, config.hidden_size, inner, int(config.vocab_size))

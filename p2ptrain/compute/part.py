@@ -30,6 +30,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from p2ptrain.compute.activations import fill
 from p2ptrain.compute.model import ATTENTION, first_line
 from p2ptrain.core.errors import ConfigError
+from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.tensor_files import TensorTable
 
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
@@ -180,44 +181,19 @@ class _NoPositions(nn.Module):
 # --------------------------------------------------------------------------------------------------------------- sizes
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSizes:
-    """Bytes of a model's weights by where they go: what decides which peer can hold which part.
-
-    Attributes:
-        layers_bytes: of each layer.
-        cache_bytes: of each layer, of the keys and values of one position.
-        first_bytes: of what the first stage has besides its layers: the embedding.
-        last_bytes: of what the last stage has besides its layers: norm and head, be its matrix the embedding or not.
-        tied_bytes: of ``last_bytes``, what the first stage has, too; a part that is first and last has it once.
-    """
-
-    layers_bytes: tuple[int, ...]
-    cache_bytes: tuple[int, ...]
-    first_bytes: int
-    last_bytes: int
-    tied_bytes: int
-
-    def part(self, part: Part) -> int:
-        """Bytes of the weights of ``part``."""
-        once = self.tied_bytes if part.first and part.last else 0
-        ends = self.first_bytes * part.first + self.last_bytes * part.last - once
-        return sum(self.layers_bytes[part.start : part.stop]) + ends
-
-
-def layer_sizes(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> LayerSizes:
+def layer_sizes(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> ModelSizes:
     """What placement needs to know; nothing is allocated. Raises ``ConfigError``: the architecture does not split."""
     whole = Anatomy(config, dtype)
     per_layer = tuple(_bytes(layer) for layer in whole.layers)
     embedding = _bytes(whole.embedding) + (_bytes(whole.positions) if whole.positions is not None else 0)
     tied = _bytes(whole.embedding) if whole.tied else 0
     cache = 2 * math.prod(kv_shape(config, 1)) * dtype.itemsize
-    return LayerSizes(per_layer, (cache,) * len(per_layer), embedding, _bytes(whole.head) + _bytes(whole.norm), tied)
+    return ModelSizes(per_layer, (cache,) * len(per_layer), embedding, _bytes(whole.head) + _bytes(whole.norm), tied)
 
 
 def part_bytes(config: PretrainedConfig, part: Part, dtype: torch.dtype) -> int:
     """Bytes of the weights of ``part``; nothing is allocated. Raises ``ConfigError``, see ``layer_sizes``."""
-    return layer_sizes(config, dtype).part(part)
+    return layer_sizes(config, dtype).weights_bytes(part.start, part.stop)
 
 
 def _bytes(module: nn.Module) -> int:

@@ -13,11 +13,11 @@ from typing import Annotated, Any, Self
 
 import ring.placement as placing
 from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError, Refused, UserError
+from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.threads import Thread
 from ring.order import LinkQuality
 from ring.placement import Placement, Wanted
-from ring.training_costs import ModelSizes
 from roles.chain.peer import Context, Peer, WorkerAt
 from roles.model_directory import CACHE_FILE, DigestCache, ModelDirectory, open_model
 from roles.model_table import FILE

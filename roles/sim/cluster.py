@@ -9,8 +9,9 @@ from typing import Any
 
 from configs.schema import Profile
 from p2ptrain.core.errors import NetworkError, P2PTrainError, StorageError
+from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.world import LoopClock, World
-from ring.training_costs import ModelShape, ModelSizes
+from ring.training_costs import ModelShape
 from ring.transaction import Phase
 from roles.engine import WHOLE, Stage
 from roles.identity import claim

@@ -14,8 +14,8 @@ from p2ptrain.compute.activations import DTYPES
 from p2ptrain.compute.part import layer_sizes
 from p2ptrain.compute.served_part import config_of
 from p2ptrain.core.errors import ConfigError
+from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.tensor_files import TensorTable
-from ring.training_costs import ModelSizes
 from tests.compute.families import FAMILIES, make
 from wire.chain_messages import TensorRecord
 
@@ -29,8 +29,7 @@ def records(directory: Path) -> dict[str, TensorRecord]:
 
 
 def built(config: str, dtype: str) -> ModelSizes:
-    found = layer_sizes(config_of(config), DTYPES[dtype])
-    return ModelSizes(found.layers_bytes, found.cache_bytes, found.first_bytes, found.last_bytes, found.tied_bytes)
+    return layer_sizes(config_of(config), DTYPES[dtype])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from p2ptrain.cli.placement import placement_map, print_placement
+from p2ptrain.core.footprint import ModelSizes
 from ring.order import LinkQuality
 from ring.placement import Peer, Placement, Wanted, place
-from ring.training_costs import ModelSizes
 
 GIB = 1 << 30
 SIZES = ModelSizes((GIB,) * 6, (1 << 16,) * 6, GIB, GIB, GIB)

@@ -183,13 +183,13 @@ def test_sizes_without_building(saved: Callable[[str], Saved], family: str) -> N
     sizes = layer_sizes(config, torch.float32)
     for part in [*cut_at(6, 1, 4), Part(0, 6, 6)]:
         built = load_part(config, part, TensorTable(directory))
-        assert sizes.part(part) == built.weights_bytes
+        assert sizes.weights_bytes(part.start, part.stop) == built.weights_bytes
         cache = built.new_cache(5)
         x = torch.tensor([tokens(5)]) if part.first else torch.randn(1, 5, built.width)
         with torch.no_grad():
             built.forward(x, torch.arange(5), cache)
         assert sum(sizes.cache_bytes[part.start : part.stop]) * 5 == cache.nbytes
-    assert sizes.part(Part(0, 6, 6)) == sum(parameter.numel() * 4 for parameter in whole.parameters())
+    assert sizes.weights_bytes(0, 6) == sum(parameter.numel() * 4 for parameter in whole.parameters())
     assert layer_sizes(config, torch.bfloat16).layers_bytes[0] * 2 == sizes.layers_bytes[0]
 
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
+from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, World
-from ring.training_costs import ModelSizes
 from roles.chain.client import Chain
 from roles.chain.generation import MAX_STAGES, _position_untrusted, arrived_untrusted
 from roles.chain.peer import Context, WorkerAt

@@ -6,10 +6,11 @@ import itertools
 import random
 from typing import Any
 
+from p2ptrain.core.footprint import ModelSizes
 from ring import coordination as co
 from ring.crewing import dealt, newest_kept, shared_states, told_stage
 from ring.crews import Crews
-from ring.training_costs import ModelShape, ModelSizes, Training
+from ring.training_costs import ModelShape, Training
 from ring.view import View
 from wire.job_messages import Report
 

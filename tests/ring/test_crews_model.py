@@ -9,9 +9,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
+from p2ptrain.core.footprint import ModelSizes
 from ring import coordination as co
 from ring.crews import Crews
-from ring.training_costs import ModelShape, ModelSizes, Training
+from ring.training_costs import ModelShape, Training
 from ring.view import View
 from tests.ring import history
 from tests.ring.history import PEERS, History

@@ -12,10 +12,10 @@ from dataclasses import replace
 import pytest
 
 from p2ptrain.core.errors import ResourceError, UserError
+from p2ptrain.core.footprint import ModelSizes
 from ring import placement
 from ring.order import LinkQuality
 from ring.placement import Peer, Placement, Wanted, place, priced, replacement
-from ring.training_costs import ModelSizes
 
 Chain = list[tuple[Peer, int, int]]
 CLIENT = "client"

@@ -11,10 +11,11 @@ from dataclasses import replace
 import pytest
 
 from p2ptrain.core.errors import ProtocolError, ResourceError, UserError
+from p2ptrain.core.footprint import ModelSizes
 from ring import training_placement
 from ring.order import LinkQuality
 from ring.placement import best_cuts
-from ring.training_costs import ModelShape, ModelSizes, Trainee, Training, shape_untrusted
+from ring.training_costs import ModelShape, Trainee, Training, shape_untrusted
 from ring.training_placement import plan
 
 INSTANCES = 400

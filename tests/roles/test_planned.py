@@ -8,7 +8,8 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.core.errors import Refused
-from ring.training_costs import ModelShape, ModelSizes
+from p2ptrain.core.footprint import ModelSizes
+from ring.training_costs import ModelShape
 from roles.engine import Stage
 from roles.seed.jobs import seen_for
 from roles.seed.peers import Link

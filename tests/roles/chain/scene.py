@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, World
-from ring.training_costs import ModelSizes
 from roles.chain.client import Chain, Progress
 from roles.chain.peer import Context, WorkerAt
 from roles.chain.plan import Model, Plan, WorkerPool, local_model

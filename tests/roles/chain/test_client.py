@@ -18,6 +18,7 @@ from p2ptrain.core.errors import (
     ResourceError,
     UserError,
 )
+from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.serving import Sampling
 from roles.chain import session as ev
 from roles.chain.client import Chain
@@ -501,7 +502,7 @@ def test_offers_that_lead_nowhere_do_not_keep_a_client_busy() -> None:
         pool.offers = offers
         return pool
 
-    wanted = placing.Wanted(placing.ModelSizes((1,) * layers, (1,) * layers, 1, 1, 0), 1, 1, "c", {})
+    wanted = placing.Wanted(ModelSizes((1,) * layers, (1,) * layers, 1, 1, 0), 1, 1, "c", {})
     model = Model("m", "m", "{}")
     assert crew_of([held(0, 1)])._loaded(wanted, model, "fp32", seats) is None  # nobody has the end
     both = crew_of([held(0, 1), held(16, layers)])  # who has the end is the only one with the beginning
