@@ -491,6 +491,7 @@ class Recruiting:
 
     async def _dial(self, worker: WorkerAt) -> Peer:
         peer = await self._pool.admit(worker)
+        del self._asked_before[worker.peer_id]  # the next time that it is lost it is not asked later than the first
         self._chain.context.notify("info", "spare", f"{worker.name} is there, and may hold a stage")
         return peer
 

@@ -196,6 +196,24 @@ def test_who_cannot_be_reached_holds_up_nobody_and_is_left_in_peace(
     play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)
 
 
+def test_who_is_lost_and_comes_back_often_is_taken_as_soon_as_the_first_time(tmp_path: Path) -> None:
+    """Three workers hold two stages; whoever holds the first one is killed and started again where it was."""
+
+    async def test(scene: Scene) -> None:
+        seed = Seed()
+        async with recruited(scene, seed) as chain:
+            for _ in range(12):
+                await written(chain)
+                victim = chain.plan.stages[0].worker.name
+                scene.kill(victim)
+                await start(scene, victim)
+                await goes_on(chain, 5)
+                await asyncio.sleep(4)  # virtual
+                assert all(not peer.lost for peer in chain.pool.peers.values())
+
+    play(tmp_path, test, names=THREE)
+
+
 def test_a_spare_that_has_room_later(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
         seed = Seed()
