@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import pytest
 from textual.pilot import Pilot
 
 from tests.tui.demo import DemoCluster, DemoSource
@@ -72,22 +73,27 @@ async def staged(
 # ------------------------------------------------------------------------------------------------------------- views
 
 
-async def test_a_small_terminal_shows_one_view_at_a_time():
+async def test_a_small_terminal_shows_one_view_at_a_time_and_a_large_one_everything():
     async with staged(COMPACT) as stage:
         for key, shown in (
             ("2", {"training"}),
-            ("3", {"jobs", "checkpoints"}),
             ("4", {"events"}),
             ("5", {"chains"}),
             ("6", {"serving"}),
             ("1", {"ring", "peers"}),
+            ("3", {"jobs", "checkpoints"}),
         ):
             await stage.press(key)
             assert stage.shown() == shown
-
-
-async def test_a_large_terminal_shows_everything_and_the_keys_move_the_focus():
-    async with staged(WIDE) as stage:
+        seen = []
+        for _ in range(5):
+            await stage.press("tab")
+            assert stage.app.focused is not None
+            seen.append((stage.app.view, stage.app.focused.id))
+        assert seen == [(3, "checkpoints-table"), (4, "events"), (5, "chains"), (6, "serving"), (1, "peers-table")]
+        await stage.press("shift+tab", "shift+tab", "3")
+        await stage.pilot.resize_terminal(*WIDE)
+        await stage.settle()
         assert stage.shown() == {"ring", "training", "peers", "jobs", "checkpoints", "events"}
         focus = {"2": "training", "3": "jobs-table", "4": "events", "5": "chains", "6": "serving", "1": "peers-table"}
         for key, focused in focus.items():
@@ -96,128 +102,61 @@ async def test_a_large_terminal_shows_everything_and_the_keys_move_the_focus():
             assert stage.app.focused.id == focused
 
 
-async def test_the_layout_follows_the_size():
-    async with staged(COMPACT) as stage:
-        await stage.press("3")
-        await stage.pilot.resize_terminal(*WIDE)
-        await stage.settle()
-        assert len(stage.shown()) == 6
-        await stage.pilot.resize_terminal(*COMPACT)
-        await stage.settle()
-        assert stage.shown() == {"jobs", "checkpoints"}
-
-
 async def test_no_size_breaks_it():
     async with staged(WIDE, peers=64, serving=True) as stage:
-        for size, key in zip(
-            [(1, 1), (10, 3), (20, 5), (40, 10), (119, 37), (120, 38), (240, 80), (20, 5), (1, 1), (160, 48), (79, 24)],
-            "12341236565",
-            strict=True,
-        ):
+        for size, key in zip([(1, 1), (20, 5), (119, 37), (120, 38), (240, 80), (79, 24)], "123565", strict=True):
             await stage.pilot.resize_terminal(*size)
             stage.source.tick()
             await stage.press(key)
 
 
-async def test_tab_goes_through_the_tables_and_on_to_the_next_view():
-    async with staged(COMPACT) as stage:
-        await stage.press("3")
-        seen = []
-        for _ in range(5):
-            await stage.press("tab")
-            assert stage.app.focused is not None
-            seen.append((stage.app.view, stage.app.focused.id))
-        assert seen == [(3, "checkpoints-table"), (4, "events"), (5, "chains"), (6, "serving"), (1, "peers-table")]
-        await stage.press("1", "shift+tab", "shift+tab")
-        assert stage.app.view == 6
-
-
 async def test_dark_and_light():
     async with staged(WIDE) as stage:
         grounds = []
-        for theme in ("p2ptrain-dark", "p2ptrain-light", "p2ptrain-dark"):
+        for theme in ("p2ptrain-dark", "p2ptrain-light"):
             assert stage.app.theme == theme
             strip = stage.app.screen_stack[0].query_one("#peers-table", LiveTable).render_line(2)
             grounds.append({segment.style.bgcolor.name for segment in strip})
             await stage.press("d")
-        assert grounds == [{DARK.surface}, {LIGHT.surface}, {DARK.surface}]
+        assert grounds == [{DARK.surface}, {LIGHT.surface}]
 
 
-async def test_help_names_every_key_and_closes():
-    async with staged(COMPACT) as stage:
+async def test_help_closes_and_quitting_says_that_training_goes_on():
+    async with staged() as stage:
         await stage.press("question_mark")
         assert isinstance(stage.app.screen, HelpScreen)
         await stage.press("p", "s", "c")
-        assert stage.source.requests == []  # the keys below it are asleep
         await stage.press("escape")
         assert not isinstance(stage.app.screen, HelpScreen)
-
-
-async def test_quitting_says_that_training_goes_on():
-    async with staged() as stage:
         await stage.press("q")
         assert stage.app._exit
         printed = [str(item) for item in stage.app._exit_renderables]
         assert any("The cluster goes on. Look again: p2ptrain tui " in line for line in printed)
-        assert stage.source.requests == []
+        assert stage.source.requests == [], "the keys below the help are asleep"
 
 
-async def test_ctrl_c_leaves_and_says_so_to_the_caller():
+@pytest.mark.parametrize("key", ["1", "question_mark", "c"])
+async def test_ctrl_c_leaves_from_a_dialog_too_and_says_so_to_the_caller(key: str):
     async with staged() as stage:
-        await stage.press("ctrl+c")
+        await stage.press(key, "ctrl+c")
         assert stage.app.return_value is True
         assert stage.source.requests == []
-
-
-async def test_ctrl_c_leaves_from_a_dialog_too():
-    for key, dialog in (("question_mark", HelpScreen), ("c", ConfirmScreen)):
-        async with staged() as stage:
-            await stage.press(key)
-            assert isinstance(stage.app.screen, dialog)
-            await stage.press("ctrl+c")
-            assert stage.app.return_value is True
-            assert stage.source.requests == []
-
-
-async def test_a_timer_that_outlives_the_panels_says_nothing():
-    async with staged() as stage:
-        await stage.app.screen.remove_children()
-        stage.app.refresh_panels()
 
 
 # ----------------------------------------------------------------------------------------------------------- showing
 
 
-async def test_the_header_tells_the_cluster_and_the_connection():
+async def test_new_steps_are_drawn_at_a_pace_that_can_be_read_and_nothing_else_is(monkeypatch):
     async with staged(WIDE) as stage:
-        header = stage.text("#header")
-        assert "attic" in header
-        assert "192.168.1.20:7337" in header
-        assert "● live" in header
-        assert "malformed" not in header
-
-
-async def test_new_steps_are_drawn():
-    async with staged(WIDE) as stage:
-        assert "640/2,000" in stage.text("#training")
+        for told in ("attic", "192.168.1.20:7337", "● live"):
+            assert told in stage.text("#header")
         assert "step 640" in stage.text("#ring")
-        stage.source.tick()
-        await stage.settle()
-        assert "641/2,000" in stage.text("#training")
-        assert "step 641" in stage.text("#ring")
-
-
-async def test_numbers_are_drawn_at_a_pace_that_can_be_read():
-    async with staged(WIDE) as stage:
         stage.source.tick()
         await stage.settle(0.1)
         assert "641/2,000" not in stage.text("#training")
         await stage.settle(0.5)
         assert "641/2,000" in stage.text("#training")
-
-
-async def test_nothing_is_drawn_again_where_nothing_changed(monkeypatch):
-    async with staged(WIDE) as stage:
+        assert "step 641" in stage.text("#ring")
         shown = []
         for kind in (HeaderBar, RingPanel, TrainingPanel, PeersPanel, JobsPanel, CheckpointsPanel):
             monkeypatch.setattr(kind, "show", lambda self, frame: shown.append(type(self)))
@@ -226,42 +165,55 @@ async def test_nothing_is_drawn_again_where_nothing_changed(monkeypatch):
         stage.source.clock.time += 1  # ages grow
         stage.app.refresh_panels()
         assert set(shown) == {HeaderBar, PeersPanel, CheckpointsPanel}
+        await stage.app.screen.remove_children()
+        stage.app.refresh_panels()  # a timer that outlives the panels
 
 
-async def test_a_peer_that_comes_and_one_that_goes():
+async def test_peers_come_and_go_and_their_names_are_shown_and_not_obeyed():
     async with staged(WIDE, peers=3) as stage:
-        assert "delos" not in stage.text("#peers")
-        stage.source.store.apply("peers", [DemoCluster(6).peer(3).to_map() | {"rank": None, "job": ""}], 0.0)
-        stage.source.store.apply("peers-gone", [{"id": "peer1"}], 0.0)
+        store, name = stage.source.store, "[red]x[/] [@click=app.leave]y"
+        store.apply("peers", [DemoCluster(6).peer(3).to_map() | {"rank": None, "job": ""}], 0.0)
+        store.apply("peers", [DemoCluster(6).peer(0).to_map() | {"name": name}], 0.0)
+        store.apply("peers-gone", [{"id": "peer1"}], 0.0)
+        store.apply("jobs", [store.jobs["j1"].to_map() | {"name": "[bold]job[/bold]", "reason": "[/]"}], 0.0)
+        store.malformed = 3
+        store.versions["link"] += 1
         await stage.settle()
         assert "delos" in stage.text("#peers")
         assert "borea" not in stage.text("#peers")
         assert "gone" in stage.text("#ring")
         assert "not in the ring:" in stage.text("#ring")
-
-
-async def test_names_are_shown_and_not_obeyed():
-    async with staged(WIDE, peers=3) as stage:
-        name = "[red]x[/] [@click=app.leave]y"
-        stage.source.store.apply("peers", [DemoCluster(6).peer(0).to_map() | {"name": name}], 0.0)
-        job = stage.source.store.jobs["j1"].to_map() | {"name": "[bold]job[/bold]", "profile": "[x", "reason": "[/]"}
-        stage.source.store.apply("jobs", [job], 0.0)
-        await stage.settle()
         assert "[red]x[/]" in stage.text("#peers")
         assert "[bold]job[/bold]" in stage.text("#training")
+        assert "▲ 3 malformed" in stage.text("#header")
         await stage.press("c", "y")
         assert any("[bold]job[/bold]" in notice for notice in stage.notices())
 
 
-async def test_malformed_updates_are_counted_in_the_header():
-    async with staged(WIDE) as stage:
-        stage.source.store.malformed = 3
-        stage.source.store.versions["link"] += 1
+async def test_empty_panels_say_what_to_do():
+    async with staged(WIDE, peers=0) as stage:
+        assert "p2ptrain join 192.168.1.20:7337" in stage.text("#peers")
+        for topic in ("jobs", "checkpoints", "parts"):
+            stage.source.store.replace(topic, [], 0.0)
         await stage.settle()
-        assert "▲ 3 malformed" in stage.text("#header")
-
-
-# ------------------------------------------------------------------------------------------------------ empty states
+        for selector, told in (
+            ("#jobs", "no jobs yet"),
+            ("#checkpoints", "no checkpoints yet"),
+            ("#training", "no steps yet"),
+        ):
+            assert told in stage.text(selector)
+        await stage.press("p", "c")
+        assert all("no job" in notice for notice in stage.notices())
+        assert stage.source.requests == []
+        await stage.press("5")
+        assert "p2ptrain join 192.168.1.20:7337" in stage.text("#chains")
+        stage.source.store.apply("peers", [DemoCluster(6).peer(3).to_map() | {"rank": None, "job": ""}], 0.0)
+        await stage.press("1")
+        assert "p2ptrain jobs create" in stage.text("#ring")
+        await stage.press("5")
+        assert how_to_split("192.168.1.20:7337") in stage.text("#chains")
+        await stage.press("6")
+        assert "p2ptrain join 192.168.1.20:7337 --role verifier" in stage.text("#serving")
 
 
 async def test_without_a_connection_it_says_so():
@@ -274,79 +226,15 @@ async def test_without_a_connection_it_says_so():
         assert "closed the connection" in stage.text("#ring")
 
 
-async def test_without_peers_it_says_how_to_join():
-    async with staged(peers=0) as stage:
-        assert "p2ptrain join 192.168.1.20:7337" in stage.text("#peers")
+# ------------------------------------------------------------------------------------------------ chains and serving
 
 
-async def test_without_jobs_it_says_how_to_create_one():
+async def test_chains_take_the_place_of_the_ring_where_a_person_asks_for_them_or_nobody_trains():
     async with staged(WIDE) as stage:
-        stage.source.store.replace("jobs", [], 0.0)
-        stage.source.store.replace("checkpoints", [], 0.0)
-        stage.source.store.replace("parts", [], 0.0)
-        await stage.settle()
-        assert "p2ptrain jobs create" in stage.text("#ring")
-        assert "no jobs yet" in stage.text("#jobs")
-        assert "no checkpoints yet" in stage.text("#checkpoints")
-        assert "no steps yet" in stage.text("#training")
-        await stage.press("p", "c")
-        assert all("no job" in notice for notice in stage.notices())
-        assert stage.source.requests == []
-
-
-async def test_without_a_chain_it_says_how_to_make_one():
-    async with staged(before=lambda source: setattr(source, "cluster", None)) as stage:
-        await stage.press("5")
-        assert "no connection to the seed" in stage.text("#chains")
-    async with staged(peers=0) as stage:
-        await stage.press("5")
-        assert "p2ptrain join 192.168.1.20:7337" in stage.text("#chains")
-    async with staged() as stage:
-        stage.source.store.replace("parts", [], 0.0)
-        await stage.press("5")
-        assert "no model is split" in stage.text("#chains")
-        assert how_to_split("192.168.1.20:7337") in stage.text("#chains")
-
-
-# ------------------------------------------------------------------------------------------------------------- chains
-
-
-async def test_chains_take_the_place_of_the_ring_where_a_person_asks_for_them():
-    async with staged(WIDE) as stage:
-        assert "5: split models" in stage.text("#ring")
         assert "2 models split" in stage.text("#header")
         await stage.press("5")
         assert stage.shown() == {"chains", "peers", "jobs", "checkpoints", "events"}
-        text = stage.text("#chains")
-        assert "Chains · 2" in text
-        assert "1: ring and training" in text
-        assert [name for name in ("atlas", "borea", "castor", "delos", "elara") if name in text]
-        assert "✗ 7 of 28 layers missing" in text
-        assert "nobody holds" in text
-        await stage.press("2")
-        assert stage.shown() == {"ring", "training", "peers", "jobs", "checkpoints", "events"}
-
-
-async def test_chains_are_seen_at_once_where_there_is_no_ring():
-    for size, shown in ((WIDE, {"chains", "peers", "jobs", "checkpoints", "events"}), (COMPACT, {"chains", "peers"})):
-        async with staged(size) as stage:
-            stage.source.store.replace("jobs", [], 0.0)
-            await stage.settle()
-            assert stage.shown() == shown
-            assert "llama-3.2-3b" in stage.text("#chains")
-            await stage.press("2")
-            assert "training" in stage.shown()
-            await stage.press("1")
-            assert stage.shown() == shown
-            stage.source.store.replace("parts", [], 0.0)
-            await stage.settle()
-            assert "ring" in stage.shown()
-            assert "chains" not in stage.shown()
-
-
-async def test_a_stage_that_goes_leaves_a_gap_and_one_that_comes_closes_it():
-    async with staged() as stage:
-        await stage.press("5")
+        assert "✗ 7 of 28 layers missing" in stage.text("#chains")
         assert stage.text("#chains").count("missing") == 1
         (middle,) = [part for part in stage.source.cluster.parts() if part.id == "peer1/llama-3.2-3b-1"]
         stage.source.store.apply("parts-gone", [{"id": middle.id}], 0.0)
@@ -356,6 +244,15 @@ async def test_a_stage_that_goes_leaves_a_gap_and_one_that_comes_closes_it():
         await stage.settle()
         assert stage.text("#chains").count("missing") == 1
         assert "[b]new[/b]" in stage.text("#chains")
+        await stage.press("2")
+        assert stage.shown() == {"ring", "training", "peers", "jobs", "checkpoints", "events"}
+        stage.source.store.replace("jobs", [], 0.0)
+        await stage.press("1")
+        assert "chains" in stage.shown()
+        stage.source.store.replace("parts", [], 0.0)
+        await stage.settle()
+        assert "ring" in stage.shown()
+        assert "chains" not in stage.shown()
 
 
 async def test_long_chains_are_scrolled():
@@ -368,150 +265,89 @@ async def test_long_chains_are_scrolled():
         assert "nobody holds" in stage.text("#chains")
 
 
-# ------------------------------------------------------------------------------------------------------------ serving
-
-
-async def test_those_that_write_take_the_place_of_the_ring_where_a_person_asks_for_them():
+async def test_verifiers_take_the_place_of_the_ring_where_a_person_asks_for_them_or_nobody_trains():
     async with staged(WIDE, serving=True) as stage:
-        assert "5: split models  6: serving" in stage.text("#ring")
         assert "dora" not in stage.text("#ring"), "it is not there to train"
         assert "1 model served" in stage.text("#header")
         await stage.press("6")
         assert stage.shown() == {"serving", "peers", "jobs", "checkpoints", "events"}
         text = stage.text("#serving")
-        assert "Serving · 1" in text
-        for told in ("vera", "code-400m", "2 texts", "1 waiting", "dora", "code-15m", "83%", "41 ms", "93%"):
+        for told in ("Serving · 1", "vera", "code-400m", "2 texts", "1 waiting", "dora", "code-15m", "83%", "93%"):
             assert told in text
-        for told in (
-            "× as fast as alone (45.7 ms)",
-            "verify",
-            "3.84 tokens a pass",
-            "27% wasted",
-            "11.4 B a token",
-        ):
+        for told in ("× as fast as alone (45.7 ms)", "3.84 tokens a pass", "27% wasted", "11.4 B a token"):
             assert told in text
+        await stage.press("1", "end")
+        stage.source.store.replace("jobs", [], 0.0)
+        await stage.settle()
+        assert "serving" in stage.shown()
         await stage.press("2")
         assert "ring" in stage.shown()
+        await stage.pilot.resize_terminal(*COMPACT)
+        await stage.press("1", "end")
+        assert "verifier of code-400m · 2 sessions · 81% right" in stage.text("#peers")
 
 
-async def test_those_that_write_are_seen_at_once_where_nobody_trains():
-    for size in (WIDE, COMPACT):
-        async with staged(size, peers=0, serving=True) as stage:
-            stage.source.store.replace("jobs", [], 0.0)
-            await stage.settle()
-            assert "serving" in stage.shown()
-            assert "chains" not in stage.shown()
-            assert "vera" in stage.text("#serving")
-            await stage.press("2")
-            assert "nobody here trains" in stage.text("#ring") or size == COMPACT
-            assert "ready" not in stage.text("#ring")
-
-
-async def test_what_was_is_shown_as_such_when_nothing_is_written():
-    async with staged(serving=True) as stage:
-        await stage.press("6")
-        assert "idle" not in stage.text("#serving")
-        stage.source.store.apply("serving", [verifier(640, idle=True).to_map()], 1000.0)
-        await stage.settle()
-        text = stage.text("#serving")
-        assert "idle · " in text
-        assert "figures of the last texts" in text
-        assert "81% right" in text
-        assert " 0 tok/s" in text
-
-
-async def test_without_a_verifier_it_says_how_to_start_one():
+async def test_verifiers_that_are_idle_or_have_no_drafter():
     async with staged() as stage:
         await stage.press("6")
-        assert "p2ptrain join 192.168.1.20:7337 --role verifier" in stage.text("#serving")
-        stage.source.store.apply("serving", [info.to_map() for info in drafters(1)], 0.0)
+        store = stage.source.store
+        store.apply("serving", [info.to_map() for info in drafters(1)], 0.0)
         await stage.settle()
         assert "drafters that no verifier uses: dora (code-40m), nils" in stage.text("#serving")
         lonely = verifier(1).to_map() | {"drafters": [], "stats": {}, "name": "[b]v[/b]"}
         lonely |= {"drafter_alpha": [], "drafter_latency_ms": [], "drafter_share": []}
-        stage.source.store.apply("serving", [lonely], 0.0)
+        store.apply("serving", [lonely], 0.0)
         await stage.settle()
         assert "[b]v[/b]" in stage.text("#serving")
         assert "no drafter: p2ptrain join 192.168.1.20:7337 --role drafter" in stage.text("#serving")
-    async with staged(before=lambda source: setattr(source, "cluster", None)) as stage:
-        await stage.press("6")
-        assert "no connection to the seed" in stage.text("#serving")
-
-
-async def test_the_detail_of_a_peer_tells_how_it_writes():
-    async with staged(serving=True) as stage:
-        await stage.press("end")
-        detail = stage.text("#peers")
-        assert "verifier of code-400m · 2 sessions · 81% right" in detail
-        assert "× alone" in detail
+        store.apply("serving", [verifier(640, idle=True).to_map()], 1000.0)
+        await stage.settle()
+        for told in ("idle · ", "figures of the last texts", "81% right", " 0 tok/s"):
+            assert told in stage.text("#serving")
 
 
 # ---------------------------------------------------------------------------------------------------------- commands
 
 
 async def test_the_keys_ask_the_seed_about_the_job_in_view():
-    async with staged() as stage:
-        await stage.press("p", "r", "s")
-        assert stage.source.requests == [(f"jobs.{verb}", {"job": "j1"}) for verb in ("pause", "resume", "save")]
-        assert sum(notice.startswith("stdlib-30m: will") for notice in stage.notices()) == 3
-
-
-async def test_a_paused_job_is_shown_as_paused():
     async with staged(WIDE) as stage:
-        await stage.press("p")
+        await stage.press("r", "s", "p")
+        assert stage.source.requests == [(f"jobs.{verb}", {"job": "j1"}) for verb in ("resume", "save", "pause")]
+        assert sum(notice.startswith("stdlib-30m: will") for notice in stage.notices()) == 3
         assert "■ paused" in stage.text("#jobs")
 
 
 async def test_cancel_asks_first():
     async with staged() as stage:
-        for key, cancelled in (("n", False), ("escape", False), ("enter", False), ("y", True)):
+        for keys, cancelled in ((["n"], 0), (["enter"], 0), (["y"], 1), (["right", "enter"], 2)):
             await stage.press("c")
             assert isinstance(stage.app.screen, ConfirmScreen)
-            assert stage.source.requests == []
-            await stage.press(key)
+            await stage.press(*keys)
             assert not isinstance(stage.app.screen, ConfirmScreen)
-            assert stage.source.requests == ([("jobs.cancel", {"job": "j1"})] if cancelled else [])
+            assert stage.source.requests == [("jobs.cancel", {"job": job}) for job in ("j1", "j2")][:cancelled]
 
 
-async def test_the_button_cancels_too():
-    async with staged() as stage:
-        await stage.press("c", "right", "enter")
-        assert stage.source.requests == [("jobs.cancel", {"job": "j1"})]
-
-
-async def test_a_refusal_is_shown_with_its_remedy():
-    async with staged() as stage:
-        await stage.press("3", "end", "p")
-        assert stage.source.requests == [("jobs.pause", {"job": "j0"})]
-        assert any(
-            "Cannot pause hello-tiny: job hello-tiny is done\nchoose a job that runs" in notice
-            for notice in stage.notices()
-        )
-
-
-async def test_the_cursor_in_jobs_chooses_the_job_in_view():
+async def test_the_cursor_in_jobs_chooses_the_job_in_view_and_a_refusal_is_shown_with_its_remedy():
     async with staged(WIDE) as stage:
         assert stage.source.watched == "j1"
-        await stage.press("3", "end")
-        assert stage.source.watched == "j0"
-        assert "hello-tiny" in stage.text("#training").splitlines()[0]
-        assert "no steps yet" in stage.text("#training")
-
-
-async def test_a_view_that_nobody_chose_follows_the_job_that_runs():
-    async with staged(WIDE) as stage:
         await stage.press("3")  # looking is not choosing
         done = stage.source.store.jobs["j1"].to_map() | {"state": "done"}
         runs = stage.source.store.jobs["j2"].to_map() | {"state": "running"}
         stage.source.store.apply("jobs", [done, runs], 0.0)
         await stage.settle()
         assert stage.source.watched == "j2"
+        await stage.press("end", "p")
+        assert stage.source.watched == "j0"
+        assert "hello-tiny" in stage.text("#training").splitlines()[0]
+        assert stage.source.requests == [("jobs.pause", {"job": "j0"})]
+        told = "Cannot pause hello-tiny: job hello-tiny is done\nchoose a job that runs"
+        assert any(told in notice for notice in stage.notices())
 
 
 # --------------------------------------------------------------------------------------------------------- reconnect
 
 
-async def test_a_lost_seed_is_told_once_and_shown_with_the_time_to_the_next_try():
+async def test_a_lost_seed_is_told_once_refuses_commands_and_is_live_again():
     async with staged(WIDE) as stage:
         stage.source.lose()
         await stage.settle(2)
@@ -525,21 +361,9 @@ async def test_a_lost_seed_is_told_once_and_shown_with_the_time_to_the_next_try(
             "The seed was lost: the seed at 192.168.1.20:7337 closed the connection\n"
             "start it again with p2ptrain seed; training goes on without it"
         ]
-
-
-async def test_commands_are_refused_with_a_reason_while_the_seed_is_lost():
-    async with staged() as stage:
-        stage.source.lose()
-        await stage.settle()
         await stage.press("p", "c")
         assert not isinstance(stage.app.screen, ConfirmScreen)
         assert sum("there is no connection" in notice for notice in stage.notices()) == 2
-
-
-async def test_a_seed_that_is_back_is_live_again():
-    async with staged(WIDE) as stage:
-        stage.source.lose()
-        await stage.settle(9)
         stage.source.connect()
         await stage.settle()
         assert "● live" in stage.text("#header")

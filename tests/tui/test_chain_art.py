@@ -50,16 +50,6 @@ def test_the_pipeline_of_a_job_bears_its_name_and_says_that_it_trains():
     assert not chains_of(training.parts, {"another": "tiny"})[0].trains
 
 
-def test_layers_that_nobody_holds_are_told():
-    whole = chain(4)
-    (broken,) = chains_of([part for part in whole.parts if part.peer != "p2"])
-    text = "\n".join(plain(draw_chain(broken, look_of, 156)))
-    assert "✗ 2 of 8 layers missing" in text
-    lines = "\n".join(plain(draw_chain(broken, look_of, 40)))
-    assert "4–5   ✗ nobody holds these layers" in lines
-    assert "nobody" not in "\n".join(plain(draw_chain(whole, look_of, 156)))
-
-
 @pytest.mark.parametrize("width", [20, 40, 76, 116, 156])
 @pytest.mark.parametrize("count", [2, 3, 5, 9, 40])
 def test_every_stage_is_drawn_and_the_slowest_is_marked_not_only_coloured(count: int, width: int):
@@ -73,20 +63,12 @@ def test_every_stage_is_drawn_and_the_slowest_is_marked_not_only_coloured(count:
     assert mark.role == "warn"
 
 
-def test_one_stage_alone_is_not_the_slowest():
-    assert "!" not in "\n".join(plain(draw_chain(chain(1), look_of, 76)))
-
-
 def test_a_stage_is_a_line() -> None:
     rows = plain(draw_chain(chain(12), look_of, 100))
     assert rows[1] == "layers   held by  a work   weights, caches      busy ░ bubble  tok/s  to next   sessions"
     assert re.fullmatch(r"0–1 +○ peer0 +4 ms █+▓+·+ 5.0/8 GiB █+░+  75% +31.2 +4 KiB +2", rows[2])
     assert re.fullmatch(r"2–3 ! +○ peer1 +8 ms █+▓+·+ 5.0/8 GiB █+░+  75% +31.2 +4 KiB +2", rows[3])
     assert len(rows) == 14
-
-
-def test_a_worker_without_a_limit_tells_what_it_takes():
-    assert "5 GiB" in "\n".join(plain(draw_chain(chain(2, limit_bytes=0), look_of, 120)))
 
 
 def test_what_is_beside_is_named_or_counted():

@@ -42,24 +42,12 @@ def test_stages_stand_in_the_order_of_layers():
     assert (chain.missing, chain.beside, chain.held) == (0, (), 8)
 
 
-def test_layers_that_nobody_holds_are_gaps():
-    (chain,) = chains_of([part(1, 3, "a"), part(5, 7, "b")])
-    assert shape(chain) == ["?0-1", "a1-3", "?3-5", "b5-7", "?7-8"]
-    assert (chain.missing, chain.held) == (4, 4)
-
-
 def test_parts_that_overlap_do_not_fit_and_are_beside():
     (chain,) = chains_of([part(0, 5, "a"), part(4, 8, "b"), part(3, 4, "c")])
     assert shape(chain) == ["a0-5", "~5-8"]
     assert [beside.peer for beside in chain.beside] == ["c", "b"]
     (chain,) = chains_of([part(0, 5, "a"), part(4, 7, "b")])
     assert shape(chain) == ["a0-5", "~5-7", "?7-8"]
-
-
-def test_the_cut_that_leads_to_the_end_is_found():
-    (chain,) = chains_of([part(0, 6, "a"), part(0, 4, "b"), part(4, 8, "c")])
-    assert shape(chain) == ["b0-4", "c4-8"]
-    assert [beside.peer for beside in chain.beside] == ["a"]
 
 
 def test_what_works_stands_before_what_is_idle_and_few_stages_before_many():
@@ -77,12 +65,6 @@ def test_replicas_are_told_apart_by_whom_they_send_to():
     first, second = chains_of(parts)
     assert (shape(first), shape(second)) == (["a0-4", "y4-8"], ["b0-4", "x4-8"])
     assert first.beside == second.beside == ()
-
-
-def test_what_is_left_is_told_beside_the_last_chain():
-    first, second = chains_of([part(0, 8, "a"), part(0, 8, "b"), part(2, 4, "c")])
-    assert first.beside == ()
-    assert [beside.peer for beside in second.beside] == ["c"]
 
 
 def test_models_are_kept_apart_and_stand_by_name():

@@ -42,12 +42,6 @@ def test_a_verifier_has_its_drafters_the_best_first():
     assert len(found.right_at) == 8
 
 
-def test_a_drafter_that_the_seed_does_not_know_has_its_id_for_a_name():
-    (found,) = verifiers_of(by_id(verifier(1)))
-    assert {each.name for each in found.drafters} == {"dora", "nils"}
-    assert {each.model for each in found.drafters} == {""}
-
-
 def test_an_older_verifier_tells_less():
     info = dataclasses.replace(
         verifier(1), drafter_alpha=[], drafter_latency_ms=[], drafter_share=[], stats={"alpha": 0.5}
@@ -63,14 +57,6 @@ def test_those_that_write_come_first_and_drafters_without_a_verifier_are_named()
     serving = by_id(idle, busy, *drafters(1), dataclasses.replace(drafters(1)[0], id="lost", name="lost"))
     assert [each.info.id for each in verifiers_of(serving)] == ["b", "verifier"]
     assert [info.id for info in unused(serving)] == ["lost"]
-
-
-def test_what_was_is_faded_while_nothing_is_written():
-    (idle,) = verifiers_of(by_id(verifier(1, idle=True), *drafters(1)))
-    assert idle.idle
-    rows = draw_verifier(idle, look_of, [0.0], 100)
-    assert {span.role for row in rows[1:5] for span in row} <= {"dim", ""}
-    assert "idle" in texts(rows)[0]
 
 
 @pytest.mark.parametrize(("speed_up", "role"), [(0.9, "bad"), (1.0, "strong"), (1.5, "good")])

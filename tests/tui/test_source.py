@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, Refused
 from tui.model import Phase
-from tui.source import LONGEST_RETRY_S, PAGE, PING_S, REQUEST_TIMEOUT_S, SeedSource, _advance, backoff_s
+from tui.source import LONGEST_RETRY_S, PAGE, PING_S, REQUEST_TIMEOUT_S, SeedSource, backoff_s
 from wire.messages import Refuse
 
 
@@ -31,13 +31,6 @@ def test_backoff_grows_to_its_limit():
     assert delays[-1] == LONGEST_RETRY_S
 
 
-def test_a_page_must_lead_on():
-    assert _advance([{"id": 3}, {"id": 7}], "id", 2) == 7
-    for items in ([], [{"id": 2}], [{"id": "9"}], [None]):
-        with pytest.raises(ProtocolError):
-            _advance(items, "id", 2)
-
-
 def test_it_subscribes_before_it_lists_so_that_nothing_falls_between(watch):
     async def play(seed, source):
         await live(source)
@@ -51,34 +44,24 @@ def test_it_subscribes_before_it_lists_so_that_nothing_falls_between(watch):
     watch(play)
 
 
-def test_parts_are_listed_and_an_older_seed_has_none(watch):
-    async def play(seed, source):
-        await live(source)
-        await until(source, lambda: len(source.store.parts) == 6)
-
-    async def play_old(seed, source):
-        seed.answers["parts.list"] = ("unknown-method", "there is no request 'parts.list'", "")
-        await live(source)
-        assert source.store.parts == {}
-        assert len(source.store.peers) == 6
-
-    watch(play)
-    watch(play_old)
-
-
-def test_those_that_write_are_listed_and_an_older_seed_has_none(watch):
+def test_everything_is_listed_and_followed_and_an_older_seed_has_less(watch):
     async def play(seed, source):
         seed.cluster.serves = True
         await live(source)
+        assert len(source.store.parts) == 6
+        seed.tick()
+        await until(source, lambda: source.store.jobs["j1"].step == 641)
+        assert source.store.series["j1"].last_step == 641
         assert set(source.store.serving) == {"verifier", "dora", "nils"}
         seed.tell("serving-gone", [{"id": "nils"}])
         await until(source, lambda: "nils" not in source.store.serving)
 
     async def play_old(seed, source):
-        seed.answers["serving.list"] = ("unknown-method", "there is no request 'serving.list'", "")
+        for method in ("parts.list", "serving.list"):
+            seed.answers[method] = ("unknown-method", f"there is no request '{method}'", "")
         await live(source)
-        assert source.store.serving == {}
-        assert len(source.store.parts) == 6
+        assert source.store.serving == source.store.parts == {}
+        assert len(source.store.peers) == 6
 
     watch(play)
     watch(play_old)
@@ -97,35 +80,17 @@ def test_an_update_sent_while_the_lists_are_loading_is_kept(watch):
     watch(play)
 
 
-def test_updates_are_followed(watch):
-    async def play(seed, source):
-        await live(source)
-        seed.tick()
-        await until(source, lambda: source.store.jobs["j1"].step == 641)
-        assert source.store.series["j1"].last_step == 641
-
-    watch(play)
-
-
-def test_the_history_of_the_watched_job_is_fetched_page_by_page(watch):
-    async def play(seed, source):
-        await live(source)
-        source.watch("j1")
-        await until(source, lambda: "j1" in source.store.series and len(source.store.series["j1"].rows) == 640)
-        pages = [params["after_step"] for method, params in seed.asked if method == "metrics.history"]
-        assert pages == [0, PAGE, 2 * PAGE, 3 * PAGE]
-        source.store.validate()
-
-    watch(play)
-
-
 def test_a_seed_that_restarts_is_found_again_and_the_gap_is_filled(watch):
     async def play(seed, source):
         await live(source)
         source.watch("j1")
         await until(source, lambda: "j1" in source._synced)
+        pages = [params["after_step"] for method, params in seed.asked if method == "metrics.history"]
+        assert pages == [0, PAGE, 2 * PAGE, 3 * PAGE]
         await seed.stop()
         await until(source, lambda: source.store.link.phase is Phase.LOST)
+        with pytest.raises(ConnectionLost):
+            await source.request("jobs.pause", {"job": "j1"})
         lost = source.store.link
         assert lost.problem
         assert lost.retry_at is not None
@@ -176,30 +141,6 @@ def test_a_malformed_update_is_counted_and_shown_and_the_rest_is_taken_in(watch)
     watch(play)
 
 
-def test_an_answer_without_its_list_ends_the_connection_with_its_cause(watch):
-    async def play(seed, source):
-        seed.answers["peers.list"] = {"peers": 7}
-        await until(source, lambda: source.store.link.phase is Phase.LOST)
-        assert "peers.list" in source.store.link.problem
-        del seed.answers["peers.list"]
-        await live(source)
-
-    watch(play)
-
-
-def test_a_refused_history_is_shown_and_the_rest_lives_on(watch):
-    async def play(seed, source):
-        seed.answers["metrics.history"] = ("unknown-job", "there is no job j1", "")
-        await live(source)
-        source.watch("j1")
-        await until(source, lambda: source.store.link.problem == "there is no job j1")
-        seed.tick()
-        await until(source, lambda: source.store.jobs["j1"].step == 641)
-        assert source.store.link.phase is Phase.LIVE
-
-    watch(play)
-
-
 def test_a_seed_that_says_no_is_shown_with_its_remedy(watch):
     async def play(seed, source):
         seed.refuse = Refuse("full", "the seed has no room for a viewer", "leave another one")
@@ -235,17 +176,5 @@ def test_a_request_is_passed_on_with_its_answer(watch):
         seed.silent.add("jobs.save")
         with pytest.raises(DeadlineExceeded):
             await source.request("jobs.save", {"job": "j1"})
-
-    watch(play)
-
-
-def test_a_request_without_a_connection_says_so_at_once(watch):
-    async def play(seed, source):
-        await live(source)
-        await seed.stop()
-        await until(source, lambda: source.store.link.phase is Phase.LOST)
-        with pytest.raises(ConnectionLost) as lost:
-            await source.request("jobs.pause", {"job": "j1"})
-        assert lost.value.remedy
 
     watch(play)

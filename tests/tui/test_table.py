@@ -56,13 +56,6 @@ def test_columns_come_in_the_order_of_their_weight_and_fit(width: int):
     assert {column.key for column, _ in chosen} <= {column.key for column, _ in wider}
 
 
-async def test_rows_are_drawn_under_a_header():
-    async with shown() as (_, table, pilot):
-        table.sync(rows("a", "a-very-long-name"), DARK)
-        await pilot.pause()
-        assert text(table)[:3] == [" name        value", " a               1", " a-very-lo…      1"]
-
-
 async def test_only_changed_lines_are_drawn_again(monkeypatch):
     async with shown() as (_, table, pilot):
         table.sync(rows("a", "b", "c"), DARK)
@@ -108,16 +101,6 @@ async def test_the_cursor_scrolls_and_stops_at_the_ends():
         assert table.key_at_cursor == "r2"
         await pilot.click(table, offset=(3, 0))
         assert table.key_at_cursor == "r2"
-
-
-async def test_the_cursor_can_be_put_on_a_row_without_telling():
-    async with shown() as (app, table, pilot):
-        table.sync(rows("a", "b"), DARK)
-        table.go_to("b")
-        table.go_to("nobody")
-        await pilot.pause()
-        assert table.key_at_cursor == "b"
-        assert app.moved == []
 
 
 async def test_another_palette_or_width_draws_everything_anew():
