@@ -156,7 +156,7 @@ class Pipeline(Table):
 
 class Drafter(Table):
     """A smaller model, which `p2ptrain up` trains in a job of its own, on the same text, and then lets draft for the
-    model. What is not said here is as in the model's job."""
+    model. A setting here is the drafter's alone; all else is as in the model's job."""
 
     layers: int = Field(
         default=0,

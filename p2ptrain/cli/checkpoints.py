@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -54,50 +53,6 @@ def list_checkpoints(
     )
     if not found:
         typer.echo("No checkpoints yet: p2ptrain jobs save JOB", err=True)
-
-
-@app.command()
-def gather(
-    places: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Where the parts lie: their directories, or any above them.")
-    ],
-    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Where the whole model's directory is made.")],
-    step: Annotated[
-        int | None, typer.Option("--step", min=0, metavar="N", help="Default: the newest that is whole.")
-    ] = None,
-    job: Annotated[str, typer.Option("--job", metavar="ID", help="Only the parts of this job.")] = "",
-    as_json: JsonOption = False,
-) -> None:
-    """Make one model of the parts of a split job that lie about.
-
-    Workers do so by themselves over the network, while the job runs. This is for parts that were left over: of a job
-    that was stopped in between, or of machines that are gone. They are read from this machine: copy others here first.
-
-    \b
-    Example:
-      p2ptrain checkpoints gather ./run --to ./model
-    """
-    from p2ptrain.core.checkpoint_parts import choose, parts_below
-    from p2ptrain.core.checkpoint_parts import gather as gathered
-    from p2ptrain.core.checkpoints import CheckpointEntry, verify_checkpoint
-    from p2ptrain.core.disk import RealDisk
-    from p2ptrain.core.errors import StorageError
-
-    disk = RealDisk()
-
-    def is_good(part: CheckpointEntry) -> bool:
-        try:
-            verify_checkpoint(disk, part)
-        except StorageError as problem:
-            typer.echo(f"passed over: {problem.message}", err=True)
-            return False
-        return True
-
-    entry = gathered(disk, choose(parts_below(disk, places), job=job, step=step, is_good=is_good), to)
-    if as_json:
-        print_json({"path": str(entry.path), "step": entry.step, "size_bytes": entry.size_bytes})
-    else:
-        typer.echo(f"step {entry.step} is whole in {entry.path} ({human_bytes(entry.size_bytes)})")
 
 
 @app.command()

@@ -158,7 +158,7 @@ async def _held_by_job(client: SeedClient, job: str) -> list[CheckpointInfo]:
     whole = [item for item in found if item.stage is None]
     if not whole:
         text = f"of job {job} nobody has the checkpoints of all stages in one directory yet"
-        raise UserError(text, remedy=f"p2ptrain jobs save {job}, or p2ptrain checkpoints gather where the parts lie")
+        raise UserError(text, remedy=f"p2ptrain jobs save {job}: its workers then collect them")
     return sorted(whole, key=lambda item: -item.step)
 
 

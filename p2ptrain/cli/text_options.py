@@ -288,6 +288,6 @@ def _whole(directory: Path) -> Path:
         return directory  # of another maker, or damaged: whoever opens it will say so
     if is_part(entry):
         part = f"stage {entry.meta.get(STAGE)} of {entry.meta.get(STAGES)}"
-        remedy = "`p2ptrain checkpoints list` shows whole ones; or: p2ptrain checkpoints gather DIR --to MODEL"
+        remedy = "`p2ptrain checkpoints list` shows whole ones; `p2ptrain jobs save JOB` has the workers make one"
         raise UserError(f"{directory} holds only a part of a model ({part})", remedy=remedy)
     return directory

@@ -151,7 +151,7 @@ def up(
     elif plan.is_pair:
         _print_pair(outcome)
     else:
-        _print_summary(outcome, plan.root)
+        _print_summary(outcome)
     if outcome["state"] != "done":
         raise typer.Exit(EXIT_INTERRUPTED if outcome["state"] == "interrupted" else JobFailed.exit_code)
 
@@ -250,7 +250,7 @@ def _print_pair(outcome: dict[str, Any]) -> None:
     print_pairs(rows)
 
 
-def _print_summary(summary: dict[str, Any], root: Path) -> None:
+def _print_summary(summary: dict[str, Any]) -> None:
     from p2ptrain.cli.output import human_seconds, number, print_pairs
 
     pairs = [
@@ -265,8 +265,6 @@ def _print_summary(summary: dict[str, Any], root: Path) -> None:
     if not summary["checkpoint"]:
         return
     if not summary["whole"]:
-        model = root / "models" / summary["job"]
-        typer.echo(f"\none model of its parts:  p2ptrain checkpoints gather {root} --job {summary['job']} --to {model}")
-        typer.echo(f"then try it:  p2ptrain generate 'def ' --checkpoint {model}")
+        typer.echo("\nits parts are not in one directory yet: run the same command again, and the workers collect them")
     else:
         typer.echo(f"\ntry it:  p2ptrain generate 'def ' --checkpoint {summary['checkpoint']}")

@@ -79,13 +79,6 @@ def test_steps_that_nobody_told_of_are_a_fault_of_a_job_that_is_over(command: Co
     assert (outcome.code, outcome.json["unrecorded"]) == (0, 2)
 
 
-def test_a_job_that_has_not_begun_has_nothing_to_audit(command: Command, answers: dict[str, Any]) -> None:
-    answers["jobs.ledger"] = {"head": None, "runs": [], "windows": 0}
-    answers["jobs.show"]["job"] |= {"state": "waiting", "step": 0}
-    outcome = command("jobs", "audit", "tiny")
-    assert (outcome.code, "none yet" in outcome.out) == (0, True)
-
-
 async def test_a_ledger_that_begins_anew_while_it_is_read_is_read_again(answers: dict[str, Any]) -> None:
     other = {"base_step": 10, "base_lineage": "11" * 16, "step": 10, "lineage": "11" * 16}
     ledger, (first,) = answers["jobs.ledger"], answers["jobs.views"]["views"]
@@ -106,16 +99,6 @@ async def test_a_ledger_that_begins_anew_while_it_is_read_is_read_again(answers:
     assert (verdict.fault, verdict.first, verdict.steps) == (None, 11, 10)
 
 
-def test_an_answer_that_is_no_ledger_is_refused(command: Command, answers: dict[str, Any]) -> None:
-    answers["jobs.ledger"]["head"]["lineage"] = "x"
-    assert command("jobs", "audit", "tiny").code not in (0, 1)
-
-
-def test_views_that_are_not_in_order_are_refused(command: Command, answers: dict[str, Any]) -> None:
-    answers["jobs.views"]["views"] *= 2
-    assert command("jobs", "audit", "tiny").code == 4
-
-
 # ------------------------------------------------------------------------------------------------------------- samples
 
 
@@ -124,12 +107,6 @@ def test_every_epoch_is_counted_whole_wherever_batches_cut_it() -> None:
     for steps in (1, 3, 50, 7):
         assert epochs.take(steps) is None
     assert (epochs.samples, epochs.complete) == (61 * 8, 61 * 8 // 37)
-
-
-def test_an_epoch_that_began_before_the_record_is_not_called_complete() -> None:
-    epochs = Epochs(windows=37, seed=5, batch=8, step=3)
-    assert epochs.take(9) is None
-    assert (epochs.samples, epochs.complete) == (72, (12 * 8 - 37) // 37)
 
 
 def test_an_order_that_repeats_a_sample_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,9 +149,3 @@ def test_recoveries_for_people_and_programs(command: Command, fake_seed: Any) ->
     document = command("jobs", "recoveries", "tiny", "--json").json
     assert document["recoveries"] == [item.to_map() for item in found]
     assert document["spread_s"]["total"] == {"p50": 0.8, "p99": 1.8}
-
-
-def test_no_recovery_yet(command: Command, fake_seed: Any) -> None:
-    fake_seed.answers["recoveries.list"] = {"recoveries": [], "total": 0}
-    outcome = command("jobs", "recoveries", "tiny")
-    assert (outcome.code, outcome.err.strip()) == (0, "No interruption yet.")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from p2ptrain.core.errors import Refused
-from wire.messages import Refuse
 
 Command = Callable[..., Any]
 NAMES = ["DNS", "TCP", "handshake", "clock", "round trip", "dial-back"]
@@ -55,29 +54,6 @@ def test_once_joins_as_a_worker_and_leaves(command: Command, fake_seed: Any) -> 
     assert fake_seed.left.get(timeout=10).reason == "it was only a check"
 
 
-def test_once_shows_why_a_worker_is_refused(command: Command, fake_seed: Any) -> None:
-    fake_seed.refuse_peers = Refuse("full", "there is no place left", "start another seed")
-    outcome = command("check", "--once")
-    assert outcome.code == 4
-    assert outcome.out.splitlines()[-2:] == [
-        f"✗ join        {fake_seed.address} refuses: there is no place left",
-        "  → start another seed",
-    ]
-
-
-def test_a_port_of_ones_own_is_dialled_back(command: Command, fake_seed: Any, free_port: int) -> None:
-    outcome = command("check", "--port", str(free_port))
-    assert outcome.code == 0
-    assert ("probe.dialback", {"port": free_port}) in fake_seed.asked
-
-
-def test_a_port_that_is_taken_fails_that_line_only(command: Command, fake_seed: Any) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        document = command("check", "--port", str(taken.getsockname()[1]), "--json").json
-    assert _outcomes(document) == dict.fromkeys(NAMES, True) | {"dial-back": False}
-    assert document["checks"][-1]["remedy"]
-
-
 def test_nobody_there(command: Command, free_port: int) -> None:
     outcome = command("check", f"127.0.0.1:{free_port}", "--json")
     assert outcome.code == 3
@@ -103,15 +79,6 @@ def test_an_unknown_name(command: Command, monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-def test_something_else_answers(command: Command) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as stranger, _Greeter(stranger):
-        outcome = command("check", f"127.0.0.1:{stranger.getsockname()[1]}", "--json")
-    assert outcome.code == 4
-    assert _outcomes(outcome.json)["TCP"] is True
-    assert "SSH" in outcome.json["checks"][2]["detail"]
-    assert _outcomes(outcome.json)["handshake"] is False
-
-
 def test_a_wrong_clock(command: Command, fake_seed: Any) -> None:
     fake_seed.wall_offset_s = -3600.0
     outcome = command("check", "--json")
@@ -130,34 +97,3 @@ def test_a_refused_probe_fails_its_line(command: Command, fake_seed: Any, method
     failed = {line["name"]: (line["detail"], line["remedy"]) for line in outcome.json["checks"] if not line["ok"]}
     assert failed[name] == ("cannot", "open the port in the firewall")
     assert set(failed) == {name} | ({"round trip"} if name == "clock" else set())
-
-
-class _Greeter:
-    """Answers every caller with what an SSH server would say."""
-
-    def __init__(self, server: socket.socket) -> None:
-        import threading
-
-        self._server = server
-        self._thread = threading.Thread(target=self._greet, name="greeter")
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown(socket.SHUT_RDWR)
-        self._thread.join(10)
-
-    def _greet(self) -> None:
-        while True:
-            try:
-                caller, _ = self._server.accept()
-            except OSError:  # the test is over
-                return
-            with caller:
-                try:
-                    if caller.recv(4096):  # nothing: a caller that only wanted to see whether the port answers
-                        caller.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
-                        caller.recv(4096)
-                except OSError:  # it hung up
-                    continue

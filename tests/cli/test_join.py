@@ -89,17 +89,6 @@ def test_a_drafter_and_its_model(command: Command, begun: list[tuple[Joining, Se
     ]
 
 
-def test_the_newest_checkpoint_of_a_directory_is_taken(
-    command: Command, begun: list[tuple[Joining, ServeWish | None]], tmp_path: Path
-) -> None:
-    for step in (2, 10):
-        directory = tmp_path / "job" / f"step-{step}"
-        directory.mkdir(parents=True)
-        (directory / "manifest.json").write_text("{}")
-    command("join", "--role", "drafter", "--model", tmp_path)
-    assert [wish.model.name for _, wish in begun if wish and wish.model] == ["step-10"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "problem", "remedy"),
     [

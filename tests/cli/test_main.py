@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import importlib
-import inspect
 import os
 import re
 import signal
@@ -16,10 +13,8 @@ from typing import Any
 import pytest
 
 import p2ptrain
-from p2ptrain.cli import output, runtime
 from p2ptrain.cli.commands import Commands, Entry
 from p2ptrain.core import errors
-from wire.address import is_loopback
 
 Command = Callable[..., Any]
 
@@ -55,13 +50,6 @@ def test_every_command_explains_itself_with_an_example(command: Command, entry: 
         assert not re.search(r"\w   \w", said), "a line of the docstring stands further left than the others"
 
 
-def test_a_full_disk_under_the_output(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    _fail_with(monkeypatch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    outcome = command("profiles", "list")
-    assert (outcome.code, outcome.out) == (6, "")
-    assert outcome.err == "error: cannot write the output: the disk is full\n  → make room, or write it elsewhere\n"
-
-
 def test_what_fails_is_one_document_where_json_is_wanted(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     _fail_with(monkeypatch, errors.Refused("busy", "it is busy", remedy="ask again"))
     outcome = command("profiles", "list", "--json")
@@ -87,17 +75,6 @@ def test_a_wrong_argument_too_is_a_document(command: Command, arguments: tuple[s
     outcome = command(*arguments)
     assert (outcome.code, outcome.json["error"]["exit_code"]) == (2, 2)
     assert outcome.json["error"]["message"] in outcome.err
-
-
-def test_what_fails_behind_its_document_writes_no_second_one(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    def printed(document: object) -> None:
-        output.print_json(document)
-        raise errors.JobFailed("it ended later")
-
-    monkeypatch.setattr("p2ptrain.cli.profiles.print_json", printed)
-    outcome = command("profiles", "list", "--json")
-    assert (outcome.code, "profiles" in outcome.json) == (5, True)
-    assert "it ended later" in outcome.err
 
 
 def test_version(command: Command) -> None:
@@ -144,11 +121,6 @@ def test_an_error_is_two_lines_and_its_exit_code(
     assert (outcome.code, outcome.out, outcome.err) == (code, "", "error: m\n  → r\n")
 
 
-def test_an_error_without_a_remedy_is_one_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    _fail_with(monkeypatch, errors.UserError("m"))
-    assert command("profiles", "list").err == "error: m\n"
-
-
 def test_what_a_peer_wrote_cannot_drive_the_terminal(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     _fail_with(monkeypatch, errors.Refused("code", "no\x1b[2J\nerror: yes", remedy="\x07"))
     assert command("profiles", "list").err == "error: no�[2J�error: yes\n  → �\n"
@@ -174,16 +146,6 @@ def test_an_interrupt_is_130(command: Command, monkeypatch: pytest.MonkeyPatch) 
     assert command("profiles", "list").code == 128 + signal.SIGINT
 
 
-def test_an_interrupt_before_the_loop_is_there_leaves_nothing_to_complain_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work() -> None: ...
-
-    coroutine = work()
-    monkeypatch.setattr(runtime, "_loop_factory", lambda children: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        runtime.run(coroutine)
-    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
-
-
 def test_a_reader_that_has_enough_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -196,45 +158,3 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
             check=False,
         )
     assert (process.returncode, process.stderr) == (1, b"")
-
-
-def test_a_place_that_cannot_show_every_letter_is_no_error() -> None:
-    for arguments, code in ((["peers", "--help"], 0), (["profiles", "show", "täny"], 2)):
-        process = subprocess.run(
-            [sys.executable, "-m", "p2ptrain", *arguments],
-            env=os.environ | {"PYTHONIOENCODING": "latin-1:strict"},
-            capture_output=True,
-            timeout=30,
-            check=False,
-        )
-        assert process.returncode == code
-        assert b"Traceback" not in process.stderr
-
-
-def test_bytes_that_are_no_text_are_refused_in_a_c_locale_too() -> None:
-    """There Python would read them as half letters, which nothing can encode."""
-    script = (
-        "import sys; from p2ptrain.cli import commands, main; commands.app = lambda **_: sys.stdin.read(); main.main()"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", script],
-        input=b"\xff\n",
-        env=os.environ | {"LC_ALL": "C"},
-        capture_output=True,
-        timeout=30,
-        check=False,
-    )
-    assert b"UnicodeDecodeError" in process.stderr
-
-
-def test_the_default_port_is_that_of_the_wire() -> None:
-    client = importlib.import_module("wire.client")
-    assert client.DEFAULT_PORT == runtime.DEFAULT_PORT
-
-
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("box", False)],
-)
-def test_is_loopback(host: str, expected: bool) -> None:
-    assert is_loopback(host) is expected

@@ -76,17 +76,6 @@ def test_peers_for_people(command: Command, fake_seed: Any) -> None:
         assert part in row
 
 
-def test_who_holds_which_stage_of_a_split_model(command: Command, fake_seed: Any) -> None:
-    held = [PEER, dataclasses.replace(PEER, stage=0, stages=2), dataclasses.replace(PEER, stage=1, stages=2)]
-    fake_seed.answers["peers.list"] = {"peers": [peer.to_map() for peer in held]}
-    header, *rows = command("peers").out.splitlines()
-    assert "STAGE" in header
-    assert [" of 2" in row for row in rows] == [False, True, True]
-    assert (" 0 of 2 " in rows[1], " 1 of 2 " in rows[2]) == (True, True), "from 0, as everywhere"
-    told = command("peers", "--json").json["peers"]
-    assert [(peer["stage"], peer["stages"]) for peer in told] == [(None, 1), (0, 2), (1, 2)]
-
-
 def test_peers_that_serve_models(command: Command, fake_seed: Any) -> None:
     change = {"roles": ["verifier"], "state": "serving", "model": "big", "sessions": 3, "rank": None}
     verifier = dataclasses.replace(PEER, id="v1", **change)
@@ -106,20 +95,6 @@ def test_peers_that_serve_models(command: Command, fake_seed: Any) -> None:
     assert command("peers").code == 4
 
 
-def test_peers_for_programs(command: Command, fake_seed: Any) -> None:
-    fake_seed.answers["peers.list"] = {"peers": [PEER.to_map() | {"from_a_newer_seed": 1}]}
-    assert command("peers", "--json").json == {"peers": [PEER.to_map()]}
-
-
-def test_no_peers_yet_says_what_to_do(command: Command, fake_seed: Any) -> None:
-    fake_seed.answers["peers.list"] = {"peers": []}
-    assert (
-        command("peers").err
-        == f"Nobody is here yet. On a machine that is to train: p2ptrain join {fake_seed.address}\n"
-    )
-    assert command("peers", "--json").json == {"peers": []}
-
-
 @pytest.mark.parametrize(
     "answer", [{}, {"peers": {}}, {"peers": [3]}, {"peers": [{}]}, {"peers": [PEER.to_map() | {"id": 3}]}]
 )
@@ -137,12 +112,6 @@ def test_no_seed_is_a_network_error_with_a_remedy(command: Command, free_port: i
     assert "  → " in outcome.err
 
 
-def test_a_bad_address_says_how_to_write_one(command: Command) -> None:
-    outcome = command("peers", "--seed", "host:port")
-    assert outcome.code == 2
-    assert "host:port or [IPv6]:port" in outcome.err
-
-
 # ---------------------------------------------------------------------------------------------------------------- jobs
 
 
@@ -157,15 +126,6 @@ def test_create_sends_the_effective_profile(command: Command, fake_seed: Any, mo
     assert Profile.from_spec_untrusted(params["spec"]) == expected
 
 
-def test_create_from_a_file_takes_its_name(command: Command, fake_seed: Any, tmp_path: Any) -> None:
-    fake_seed.answers["jobs.create"] = {"job": JOB.id}
-    path = tmp_path / "mine.toml"
-    path.write_text('base = "tiny"\n')
-    assert command("jobs", "create", "-p", str(path), "--json").json == {"job": JOB.id}
-    assert command("jobs", "create", "-p", str(path), "--name", "other").code == 0
-    assert [params["name"] for _, params in fake_seed.asked] == ["mine", "other"]
-
-
 def test_create_of_a_pair_makes_the_job_of_one_of_them(command: Command, fake_seed: Any) -> None:
     fake_seed.answers["jobs.create"] = {"job": JOB.id}
     both = load("pair", {}, []).profile
@@ -176,12 +136,6 @@ def test_create_of_a_pair_makes_the_job_of_one_of_them(command: Command, fake_se
     assert command("jobs", "create", "--profile", "pair", "--drafter", "--name", "small").code == 0
     sent = [(params["name"], Profile.from_spec_untrusted(params["spec"])) for _, params in fake_seed.asked]
     assert sent == [("pair", both.alone()), ("pair-drafter", both.of_drafter()), ("small", both.of_drafter())]
-
-
-def test_there_is_no_drafter_of_a_profile_that_says_of_none(command: Command, fake_seed: Any) -> None:
-    outcome = command("jobs", "create", "--profile", "tiny", "--drafter")
-    assert (outcome.code, fake_seed.asked) == (2, [])
-    assert outcome.err.startswith("error: the profile tiny says of no drafter: drafter.layers = 0\n  → set drafter.")
 
 
 def test_create_with_a_bad_profile_asks_nobody(command: Command, fake_seed: Any) -> None:
@@ -235,16 +189,6 @@ def test_show_tells_how_the_ring_runs(command: Command, fake_seed: Any) -> None:
     out = command("jobs", "show", "x").out
     assert "1 stream, int8" in out
     assert "slowest" not in out
-
-
-@pytest.mark.parametrize(
-    ("spec", "problem"),
-    [("nonsense", "a job's profile is not valid"), (None, "no 'spec' of type str"), (3, "no 'spec' of type str")],
-)
-def test_show_survives_a_bad_spec(command: Command, fake_seed: Any, spec: object, problem: str) -> None:
-    fake_seed.answers["jobs.show"] = {"job": JOB.to_map(), "spec": spec}
-    outcome = command("jobs", "show", "tiny", "--json")
-    assert (outcome.code, problem in outcome.err) == (4, True)
 
 
 @pytest.mark.parametrize(

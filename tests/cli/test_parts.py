@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from tui.chains import how_to_split
 from wire.records import PartInfo
 
@@ -56,11 +54,6 @@ def test_parts_for_people(command: Command, fake_seed: Any) -> None:
     assert fake_seed.asked == [("parts.list", {})]
 
 
-def test_parts_for_programs(command: Command, fake_seed: Any) -> None:
-    fake_seed.answers["parts.list"] = {"parts": [FIRST.to_map() | {"from_a_newer_seed": 1}], "total": 1}
-    assert command("parts", "--json").json == {"parts": [FIRST.to_map()], "total": 1}
-
-
 def test_what_is_missing_and_what_is_left_over_has_a_line(command: Command, fake_seed: Any) -> None:
     spare = dataclasses.replace(FIRST, id="c3/p1", peer="c3", peer_name="spare", start=4, stop=5)
     fake_seed.answers["parts.list"] = told(LAST, spare, dataclasses.replace(FIRST, stop=10))
@@ -73,33 +66,9 @@ def test_what_is_missing_and_what_is_left_over_has_a_line(command: Command, fake
     assert lines[4].rstrip().endswith("in no chain")
 
 
-def test_what_had_no_room_in_the_answer_is_counted(command: Command, fake_seed: Any) -> None:
-    fake_seed.answers["parts.list"] = told(FIRST, total=113)
-    assert command("parts").err == "112 more parts are held: an answer has room for these.\n"
-
-
 def test_no_part_yet_says_what_to_do(command: Command, fake_seed: Any) -> None:
     fake_seed.answers["parts.list"] = told()
     outcome = command("parts")
     assert outcome.code == 0
     assert how_to_split(fake_seed.address) in outcome.err
     assert command("parts", "--json").json == {"parts": [], "total": 0}
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        {},
-        {"parts": {}, "total": 0},
-        {"parts": []},
-        {"parts": [3], "total": 1},
-        {"parts": [{}], "total": 1},
-        {"parts": [FIRST.to_map() | {"stop": 99}], "total": 1},
-        {"parts": [FIRST.to_map() | {"busy": "x"}], "total": 1},
-    ],
-)
-def test_a_seed_that_talks_nonsense_is_a_peer_error(command: Command, fake_seed: Any, answer: dict[str, Any]) -> None:
-    fake_seed.answers["parts.list"] = answer
-    outcome = command("parts", "--json")
-    assert (outcome.code, list(outcome.json)) == (4, ["error"])
-    assert outcome.err.startswith("error: ")

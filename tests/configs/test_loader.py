@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.loader import is_shipped, load
+from configs.loader import load
 from p2ptrain.core.errors import ConfigError
 
 TINY_STEPS = load("tiny", {}, []).profile.job.steps
@@ -54,18 +54,6 @@ def test_each_layer_is_stronger_than_the_last(tmp_path: Path) -> None:
 
 def test_the_last_override_wins() -> None:
     assert load("tiny", {}, ["job.seed=1", "job.seed=2"]).profile.job.seed == 2
-
-
-def test_a_file_without_a_base_stands_on_the_defaults(tmp_path: Path) -> None:
-    loaded = load(_file(tmp_path, "job.seed = 5"), {}, [])
-    assert loaded.profile.job.seed == 5
-    assert set(loaded.sources.values()) == {"default", f"{tmp_path / 'my.toml'}:1"}
-
-
-def test_wan_stands_on_tiny() -> None:
-    loaded = load("wan", {}, [])
-    assert loaded.profile.model == load("tiny", {}, []).profile.model
-    assert (loaded.sources["job.steps"], loaded.sources["link.preset"]) == ("profile tiny", "profile wan")
 
 
 @pytest.mark.parametrize(
@@ -246,34 +234,9 @@ def test_an_unknown_profile_lists_those_that_ship() -> None:
     assert _refusal("zzz")[1] == SHIPPED + own
 
 
-def test_a_file_may_begin_with_a_byte_order_mark_and_end_its_lines_as_on_windows(tmp_path: Path) -> None:
-    path = tmp_path / "windows.toml"
-    path.write_bytes(b"\xef\xbb\xbf[job]\r\nsteps = 3\r\nseed = 4\r\n")
-    loaded = load(str(path), {}, [])
-    assert (loaded.profile.job.steps, loaded.sources["job.seed"]) == (3, f"{path}:3")
-    assert [is_shipped(loaded.sources[key]) for key in ("job.steps", "job.workers")] == [False, True]
-    assert is_shipped(load("tiny", {}, []).sources["model.layers"])
-
-
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    missing = tmp_path / "none.toml"
-    assert _refusal(str(missing)) == (
-        f"cannot read the profile {missing}: No such file or directory",
-        "check the path, or name a profile that ships: example, pair, small, tiny, wan",
-    )
-    directory = tmp_path / "directory.toml"
-    directory.mkdir()
-    assert _refusal(str(directory))[0] == f"cannot read the profile {directory}: Is a directory"
-    binary = tmp_path / "binary.toml"
-    binary.write_bytes(b"\xff\xfe\x00")
-    assert _refusal(str(binary)) == (f"{binary} is not UTF-8 text", "is this the right file?")
-    assert _refusal("/dev/zero")[0] == "/dev/zero is larger than a profile may be (1048576 bytes)"
-    large = tmp_path / "large.toml"
-    large.write_bytes(b"#" * (1024 * 1024 + 1))
-    assert _refusal(str(large))[0] == f"{large} is larger than a profile may be (1048576 bytes)"
-
-
-def test_what_a_person_says_of_the_drafter_stays(tmp_path: Path) -> None:
+def test_a_drafter_has_what_its_table_says_and_else_what_the_job_has(tmp_path: Path) -> None:
+    own = load("pair", {}, ["job.steps=7", "optimizer.lr=0.5"]).profile.of_drafter()
+    assert (own.job.steps, own.optimizer.lr) == (7, 0.01), "the profile names a rate of the drafter's, and no steps"
     mine = _file(tmp_path, 'base = "pair"\n[drafter]\nsteps = 9\n')
     for loaded in (load(mine, {}, ["job.steps=7"]), load("pair", {}, ["drafter.steps=9", "job.steps=7"])):
         assert (loaded.profile.of_drafter().job.steps, loaded.profile.job.steps) == (9, 7)

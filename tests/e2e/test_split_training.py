@@ -57,7 +57,3 @@ async def test_up_trains_a_split_model_stops_and_goes_on(machine: Any) -> None:
     command = next(line for line in said.splitlines() if "try it:" in line).split("p2ptrain ")[1]
     code, said = await machine.run(*shlex.split(command), "--tokens", "4")
     assert code == 0, said
-    model = str(machine.root / "model")
-    code, said = await machine.run("checkpoints", "gather", str(machine.root), "--to", model)
-    assert code == 0, said
-    assert f"step {steps} is whole" in said

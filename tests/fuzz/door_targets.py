@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import ssl
 import tempfile
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,21 +18,17 @@ from typing import Any
 from hypothesis import strategies as st
 
 from configs.schema import Profile
-from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused, StorageError
 from p2ptrain.core.training import Blob
 from p2ptrain.core.world import LoopClock
 from ring.view import View
 from roles.line import Line
-from roles.seed.authority import Authority, TicketRecord
-from roles.seed.enrolment import Gate
 from roles.seed.operator_api import OperatorApi
 from roles.stand_in import StandInEngine
 from roles.worker.heal import Fetch, Giver, Self
 from roles.worker.heal_source import CHUNK_BYTES, Given, HealSource, piece_untrusted
 from tests.roles.in_process import HOST, Cluster
 from tests.wire.doubles import credentials
-from wire.address import proof
 from wire.codec import MESSAGE_TYPES, encode
 from wire.connection import Connection
 from wire.credentials import PeerIdentity, unverified_context
@@ -41,11 +36,10 @@ from wire.frame import encode_control
 from wire.handshake import local_hello, local_welcome, serve
 from wire.job_messages import BlobRecord, HealOffer, HealRequest, MemberRecord, RangeGone, RangeRequest, StepLogged
 from wire.memory import MemoryNetwork, run_virtual
-from wire.messages import EnrolRequest, Hello, Message, Refuse, Request, Response, Welcome
+from wire.messages import Hello, Message, Refuse, Request, Welcome
 from wire.tls import TlsNetwork
 from wire.transport import HalfOpen
 
-from .credential_targets import requests
 from .engine import Target
 from .strategies import FREE, TEXT, WHOLE, chunked, made, mostly, mutated
 
@@ -284,77 +278,6 @@ class _Heard:
         self.closed.set()
 
 
-# ----------------------------------------------------------------------------------------------------------- enrolment
-
-_SECRET = bytes(range(16))
-_TICKET = TicketRecord("0123456789ab", "worker", _SECRET, "seed.example", 0.0, None)
-
-
-@cache
-def _enrolment() -> tuple[asyncio.Runner, Authority, Gate]:
-    directory = tempfile.mkdtemp(prefix="p2ptrain-fuzz-")
-    authority = Authority.open(RealDisk(), Path(directory), name="fuzz", now=time.time())
-    gate = Gate(authority, LoopClock(), "seed.example", lambda *told: None)
-    return asyncio.Runner(), authority, gate
-
-
-def _asks(ticket_id: str, csr_der: bytes) -> Callable[[_Heard], Message]:
-    """A request with the right proof for the nonce that was given."""
-
-    def asks(heard: _Heard) -> Message:
-        nonce = getattr(heard.answers[-1], "nonce", b"") if heard.answers else b""
-        return EnrolRequest(ticket_id, csr_der, proof(_SECRET, nonce, csr_der))
-
-    return asks
-
-
-_CSRS = st.deferred(lambda: requests())
-
-
-@st.composite
-def _enrolments(draw: st.DrawFn) -> list[Any]:
-    csr = draw(_CSRS)
-    return [draw(mostly(st.just(_asks(draw(st.just(_TICKET.id) | TEXT), csr)), _ANY))]
-
-
-_METHODS = ("tickets_new", "tickets_list", "tickets_revoke", "tickets_rotate", "renew")
-_PARAMS = st.dictionaries(
-    st.sampled_from(["role", "expires_s", "uses", "host", "id", "csr"]),
-    FREE | st.sampled_from(["worker", "operator", "0", _TICKET.id, 3600, 1, "10.0.0.1", "\x00", "a b", "[::1"]),
-    max_size=4,
-)
-
-
-def _check_enrolment(case: tuple[list[Any], str, dict[str, Any]]) -> None:
-    said, method, params = case
-    runner, authority, gate = _enrolment()
-    authority.book = dataclasses.replace(authority.book, tickets={_TICKET.id: _TICKET}, members={}, evicted={})
-
-    async def talk() -> None:
-        heard = _Heard(said)
-        hello = local_hello(peer_id="peer", name="peer", roles=["worker"], purpose="enrol")
-        with suppress(P2PTrainError):
-            await gate.enrol(heard, hello)  # type: ignore[arg-type]
-        serial = int.from_bytes(b"\x01" + bytes.fromhex(_TICKET.id) + bytes(8))
-        member = _Heard([], identity=PeerIdentity("peer", frozenset({"worker"}), 0.0, serial))
-        try:
-            result = await getattr(gate, method)(params, member)
-        except P2PTrainError:
-            return
-        encode(Response(1, result))
-
-    runner.run(talk())
-
-
-ENROLMENT = Target(
-    "enrolment",
-    st.tuples(_enrolments(), st.sampled_from(_METHODS), _PARAMS),
-    _check_enrolment,
-    ("wire.credentials.request_of_untrusted",),
-    peak_bytes=1 << 20,
-    weight=50,
-)
-
 # -------------------------------------------------------------------------------------------------------------- healing
 
 _SIZES = {"weights": 3000, "moments": (1 << 20) + 1}
@@ -514,4 +437,4 @@ REQUESTS = Target(
     weight=10,
 )
 
-TARGETS = (DOORWAY, ENROLMENT, HEALING, REQUESTS)
+TARGETS = (DOORWAY, HEALING, REQUESTS)

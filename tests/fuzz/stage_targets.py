@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import tempfile
 from contextlib import suppress
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 
 from p2ptrain.core.activations import ENCODINGS, activation_bytes
-from p2ptrain.core.errors import P2PTrainError, ProtocolError
-from p2ptrain.core.serving import PartSpec, Sampling
-from roles.model_directory import ModelDirectory, cached_untrusted
+from p2ptrain.core.errors import ProtocolError
+from p2ptrain.core.serving import PartSpec
+from roles.model_directory import cached_untrusted
 from roles.model_table import FILE, TableTaker, check_record_untrusted, is_file_name
 from roles.worker import stage_requests
 from roles.worker.forward_requests import WORK_POSITIONS, Terms
 from roles.worker.model_loading import _owned_untrusted
 from tests.roles.stage_doubles import (
     PORT,
-    as_stage,
-    chain_of,
-    client_of,
-    load_params,
-    model_at,
     open_params,
 )
 from tests.roles.stage_stand_in import (
@@ -36,13 +27,8 @@ from tests.roles.stage_stand_in import (
     shapes_of,
     stand_in_config,
     stand_in_part,
-    tokens_of,
-    write_model,
 )
-from wire.chain_messages import CHAIN_STREAM, Picked, TensorRecord, TensorsPage, Work
-from wire.connection import Connection
-from wire.memory import MemoryNetwork, run_virtual
-from wire.messages import Message, Request, StillHere
+from wire.chain_messages import TensorRecord, TensorsPage, Work
 
 from .engine import Target
 from .strategies import FREE, REAL, TEXT, WHOLE, made, mutated
@@ -257,62 +243,4 @@ CACHED = Target(
     peak_bytes=8 << 20,
 )
 
-# ------------------------------------------------------------------------------------------------- a whole worker
-
-_ANY = _WORKS | made(Request) | made(TensorsPage) | made(Picked) | st.just(StillHere())
-_SAID = st.lists(st.tuples(_params() | _ANY, st.sampled_from([0, 0, 4, 8, 12, 16, 20, 160])), max_size=8)
-
-
-@cache
-def _model() -> tuple[ModelDirectory, tempfile.TemporaryDirectory[str]]:
-    kept = tempfile.TemporaryDirectory(prefix="p2ptrain-fuzz-")
-    return model_at(write_model(Path(kept.name) / "model", CONFIG), Path(kept.name)), kept
-
-
-async def _talked(case: tuple[list[Any], list[Any]]) -> None:
-    """A hostile client and a hostile stage beside an honest client, whose tokens must come all the same."""
-    model, directory = _model()
-    wrong: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: wrong.append(context))
-    network = MemoryNetwork()
-    async with chain_of(network, Path(directory.name), model, (0, 1, 3)) as chain:
-        await chain.open("honest")
-        async with client_of(network.at("liar"), "w0", peer_id="liar") as liar:
-            first, second = case
-            params = open_params("s1", chain.parts[1], 1, 2)
-            await chain.clients[1].ask("session.open", params)
-            await liar.ask("part.load", load_params(model, 0, 1, 3))
-            await liar.ask("session.open", open_params("s1", chain.parts[0], 0, 2, "w1"))
-            _say(liar.connection, first)
-            stage = await as_stage(network, "s1", 1)
-            _say(stage, second)
-            await asyncio.sleep(3)
-            made = await chain.generate("honest", [1, 2, 3], 2)
-            stage.abort()
-        for each in chain.stages:
-            each.stages.cache.validate()
-    assert made == tokens_of(CONFIG, [1, 2, 3], 2, Sampling(temperature=0))
-    assert not wrong, wrong
-
-
-def _say(connection: Connection, said: list[Any]) -> None:
-    for number, (what, payload_bytes) in enumerate(said):
-        message: Message = Request(number, *what) if isinstance(what, tuple) else what
-        try:
-            connection.send(message)
-            if payload_bytes:
-                connection.send_bulk(memoryview(bytes(payload_bytes)), generation=0, stream=CHAIN_STREAM)
-        except (P2PTrainError, ValueError, TypeError):  # no message of ours, and so never on the wire
-            continue
-
-
-STAGES = Target(
-    "stages",
-    st.tuples(_SAID, _SAID),
-    lambda case: run_virtual(_talked(case)),
-    ("roles.worker.forward_requests.Terms.payload_bytes_untrusted",),
-    peak_bytes=16 << 20,
-    weight=10,
-)
-
-TARGETS = (REQUESTS, WORKS, TABLES, CACHED, STAGES)
+TARGETS = (REQUESTS, WORKS, TABLES, CACHED)

@@ -9,16 +9,14 @@ from hypothesis import strategies as st
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from roles.verifier.asking import TextRequest
-from roles.verifier.client import Text, VerifierClient
+from roles.verifier.client import VerifierClient
 from roles.verifier.protocol import (
     MOST_BYTES,
     MOST_STOPS,
     MOST_TURNS,
-    error_untrusted,
     request_untrusted,
     size_untrusted,
 )
-from tests.roles.stage_stand_in import stand_in_config
 from wire import text_messages as wire
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
@@ -30,7 +28,6 @@ from .engine import Target
 from .strategies import REAL, TEXT, WHOLE, made, mostly
 
 PORT = 5000
-CONFIG = stand_in_config(layers=1, vocab_size=256, context=64, rows=1)
 
 # ----------------------------------------------------------------------------------------------------------- questions
 
@@ -134,56 +131,14 @@ CLIENTS = Target(
     "verifier-clients",
     st.tuples(_BEGUN, _ANSWERS).map(lambda both: [*both[0], *both[1]]),
     lambda case: run_virtual(_answered(case)),
-    ("roles.verifier.client.VerifierClient._take_untrusted",),
+    (
+        "roles.verifier.client.VerifierClient._take_untrusted",
+        "roles.verifier.client.Text.take_untrusted",
+        "roles.verifier.client.Text._take_piece_untrusted",
+        "roles.verifier.protocol.error_untrusted",
+    ),
     peak_bytes=8 << 20,
     weight=30,
 )
 
-
-class _Nobody:
-    """A client of whom only its texts are looked at."""
-
-    class verifier:  # noqa: N801 - an attribute of it
-        name = "odd"
-
-    def stop(self, stream: int) -> None:
-        """Nothing is remembered."""
-
-
-def _check_text(said: list[tuple[Any, int]]) -> None:
-    text = Text(_Nobody(), 1)  # type: ignore[arg-type]
-    for message, _ in said:
-        if isinstance(message, wire.Asked | wire.Piece | wire.Written | wire.StreamRefused):
-            try:
-                text.take_untrusted(message)
-            except ProtocolError:
-                return
-    assert text.ended in ("", "stop", "end", "length", "cancelled")
-    assert text.count >= 0
-
-
-TEXTS = Target(
-    "verifier-texts",
-    st.tuples(_BEGUN, st.just([(wire.Piece("a", bytes(4)), 1)]) | st.just([]), _ANSWERS).map(
-        lambda all_: [item for part in all_ for item in part]
-    ),
-    _check_text,
-    ("roles.verifier.client.Text.take_untrusted", "roles.verifier.client.Text._take_piece_untrusted"),
-    peak_bytes=1 << 20,
-)
-
-
-def _check_refusal(message: wire.StreamRefused) -> None:
-    error = error_untrusted(message, "it")
-    assert isinstance(error, P2PTrainError)
-    assert (error.message + error.remedy).isprintable()
-
-
-REFUSALS = Target(
-    "verifier-refusals",
-    made(wire.StreamRefused, code=mostly(st.sampled_from(["busy", "wrong-wish", "protocol-error"]), TEXT)),
-    _check_refusal,
-    ("roles.verifier.protocol.error_untrusted",),
-    peak_bytes=64 << 10,
-)
-TARGETS = (QUESTIONS, CLIENTS, TEXTS, REFUSALS)
+TARGETS = (QUESTIONS, CLIENTS)

@@ -10,8 +10,8 @@ import msgpack
 from hypothesis import strategies as st
 
 from p2ptrain.cli.placement import prediction
-from p2ptrain.core.errors import ProtocolError, Refused, UserError
-from wire.address import ROLES, Ticket, format_address, is_ticket, parse_address
+from p2ptrain.core.errors import ProtocolError, Refused
+from wire.address import ROLES, Ticket, is_ticket
 from wire.codec import MESSAGE_TYPES, decode_untrusted, encode
 from wire.credentials import PeerIdentity
 from wire.frame import (
@@ -368,19 +368,4 @@ TICKET = Target(
     peak_bytes=256 << 10,
 )
 
-_ADDRESSES = ["host", "host:1", "10.0.0.1:7337", "[fe80::1]:65535", "[::1]", "[::ffff:1.2.3.4]:9", "[fe80::1%eth0]:5"]
-
-
-def _check_address(text: str) -> None:
-    try:
-        host, port = parse_address(text)
-    except UserError:
-        return
-    assert host
-    assert 1 <= port <= 65535
-    assert parse_address(format_address(host, port)) == (host, port)
-
-
-ADDRESS = Target("addresses", mutated_text(_ADDRESSES, _PIECES) | ANY_TEXT, _check_address, (), peak_bytes=256 << 10)
-
-TARGETS = (FRAMES, HANDSHAKE_MESSAGES, MESSAGES, BARE_MESSAGES, RECORD, HANDSHAKE, TICKET, ADDRESS)
+TARGETS = (FRAMES, HANDSHAKE_MESSAGES, MESSAGES, BARE_MESSAGES, RECORD, HANDSHAKE, TICKET)
