@@ -65,7 +65,6 @@ class RefusalCode(StrEnum):
     VERSION = "version-mismatch"
     PROTOCOL = GARBLED
     TOO_SLOW = "too-slow"
-    WRONG_JOB = "wrong-job"
     STALE_GENERATION = "stale-generation"
     NOT_A_NEIGHBOUR = "not-a-neighbour"
     NOT_A_MEMBER = "not-a-member"
@@ -74,7 +73,6 @@ class RefusalCode(StrEnum):
     DUPLICATE_PEER = "duplicate-peer"
     ROLE = "role"
     FULL = "full"
-    CORPUS = "corpus"
     BUSY = "busy"
     SHUTTING_DOWN = "shutting-down"
     TLS_REQUIRED = "tls-required"
@@ -82,10 +80,7 @@ class RefusalCode(StrEnum):
     IDENTITY = "wrong-identity"
     NOT_PERMITTED = "not-permitted"
     WRONG_PIN = "wrong-pin"
-    TICKET_UNKNOWN = "ticket-unknown"
-    TICKET_EXPIRED = "ticket-expired"
     TICKET_REVOKED = "ticket-revoked"
-    TICKET_USED = "ticket-used"
     BAD_PROOF = "bad-proof"
     STALE_TERM = "stale-term"
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from p2ptrain.core.errors import Unreachable, UserError
 from p2ptrain.core.world import Listener, OnProblem, ProtocolFactory
@@ -104,10 +104,6 @@ class FlowControl(asyncio.Transport):
         self._high_bytes, self._low_bytes = high, low
         self._maybe_pause()
 
-    def get_write_buffer_limits(self) -> tuple[int, int]:
-        """(low, high) in bytes, in asyncio's order."""
-        return self._low_bytes, self._high_bytes
-
     def _maybe_pause(self) -> None:
         if not self._writing_paused and self.get_write_buffer_size() > self._high_bytes:
             self._writing_paused = True
@@ -128,14 +124,6 @@ _NOT_NOW = (BlockingIOError, InterruptedError)
 
 
 _TCP_INFO_BYTES, _MIN_RTT = 152, struct.Struct("=148xI")  # linux/tcp.h: struct tcp_info up to tcpi_min_rtt
-
-
-class TunableSocket(Protocol):
-    """What ``tune_for_bulk`` needs of a socket, or of what a loop's transport shows of its own."""
-
-    def getpeername(self) -> Any: ...
-
-    def setsockopt(self, level: int, option: int, value: int | bytes, /) -> None: ...
 
 
 class SocketTransport(FlowControl):
@@ -392,8 +380,8 @@ class SocketListener:
         self._loop.add_reader(self._sock.fileno(), self._acceptable)
 
 
-def tune_for_bulk(sock: TunableSocket) -> None:
-    """Prepare ``sock`` for payloads that should go as fast as they can.
+def tune_for_bulk(sock: Any) -> None:
+    """Prepare ``sock``, or what a loop's transport shows of its own, for payloads that should go as fast as they can.
 
     Kernel buffers of ``BULK_BUFFER_BYTES`` each way: a full buffer stops its sender, and an empty one its reader. On
     Linux a size that was set does not grow with the link any more, and what a program may set is often less than what

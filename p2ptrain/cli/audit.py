@@ -9,7 +9,7 @@ the job's progress, metrics or events.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,20 +47,8 @@ class Verdict:
     fault: Fault | None = None
 
     def to_map(self) -> dict[str, Any]:
-        fault = {"step": self.fault.step, "kind": self.fault.kind, "text": self.fault.text} if self.fault else None
-        return {
-            "ok": self.fault is None,
-            "first_step": self.first,
-            "steps": self.steps,
-            "views": self.views,
-            "lineage": self.lineage,
-            "windows": self.windows,
-            "epochs": self.epochs,
-            "samples": self.samples,
-            "computed": self.computed,
-            "stages": self.stages,
-            "fault": fault,
-        }
+        found = asdict(self)
+        return {"ok": self.fault is None, "first_step": found.pop("first"), **found}
 
 
 class Epochs:

@@ -293,72 +293,34 @@ def _parts(job: JobInfo) -> list[str]:
     return [f"{name} {number(value, '.0f')} ms" for name, value in parts.items()]
 
 
-@app.command()
-def pause(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
-    """Stop a job at the next step boundary. Its workers keep the state.
+def _add_verb(verb: str, done: str, explained: str, question: str = "") -> None:
+    """Add ``p2ptrain jobs VERB JOB``, which tells the seed so. ``question``: asked before, of what cannot be undone."""
 
-    \b
-    Example:
-      p2ptrain jobs pause tiny
-    """
-    _command(seed, "pause", job, "pauses at the next step", as_json=as_json)
+    def tell(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
+        answer = ask(seed, lambda client: client.tell_job(job, verb))
+        print_json({"job": answer}) if as_json else typer.echo(f"job {printable(answer)} {done}")
 
+    def ask_and_tell(
+        job: JobArgument, yes: YesOption = False, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False
+    ) -> None:
+        confirm(question.format(job), yes=yes)
+        tell(job, seed, as_json)
 
-@app.command()
-def resume(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
-    """Let a paused job go on.
-
-    \b
-    Example:
-      p2ptrain jobs resume tiny
-    """
-    _command(seed, "resume", job, "goes on", as_json=as_json)
+    examples = [f"p2ptrain jobs {verb} tiny", *([f"p2ptrain jobs {verb} tiny --yes"] if question else [])]
+    text = "\n  ".join([f"{explained}\n\n\b\nExamples:", *examples])
+    app.command(verb, help=text)(ask_and_tell if question else tell)
 
 
-@app.command()
-def save(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
-    """Write a checkpoint after the step that runs now.
-
-    \b
-    Example:
-      p2ptrain jobs save tiny
-    """
-    _command(seed, "save", job, "writes a checkpoint after this step", as_json=as_json)
-
-
-@app.command()
-def cancel(
-    job: JobArgument, yes: YesOption = False, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False
-) -> None:
-    """End a job for good. Its checkpoints stay.
-
-    \b
-    Examples:
-      p2ptrain jobs cancel tiny
-      p2ptrain jobs cancel tiny --yes
-    """
-    confirm(f"End {job} for good?", yes=yes)
-    _command(seed, "cancel", job, "is cancelled", as_json=as_json)
-
-
-@app.command()
-def forget(
-    job: JobArgument, yes: YesOption = False, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False
-) -> None:
-    """Remove a job that is over from the seed's record. Its checkpoints stay on the workers' disks.
-
-    \b
-    Examples:
-      p2ptrain jobs forget tiny
-      p2ptrain jobs forget 3f9a --yes
-    """
-    confirm(f"Forget {job} and its metrics for good?", yes=yes)
-    _command(seed, "forget", job, "is forgotten", as_json=as_json)
-
-
-def _command(seed: str, verb: str, job: str, done: str, *, as_json: bool) -> None:
-    answer = ask(seed, lambda client: client.tell_job(job, verb))
-    print_json({"job": answer}) if as_json else typer.echo(f"job {printable(answer)} {done}")
+_add_verb("pause", "pauses at the next step", "Stop a job at the next step boundary. Its workers keep the state.")
+_add_verb("resume", "goes on", "Let a paused job go on.")
+_add_verb("save", "writes a checkpoint after this step", "Write a checkpoint after the step that runs now.")
+_add_verb("cancel", "is cancelled", "End a job for good. Its checkpoints stay.", "End {} for good?")
+_add_verb(
+    "forget",
+    "is forgotten",
+    "Remove a job that is over from the seed's record. Its checkpoints stay on the workers' disks.",
+    "Forget {} and its metrics for good?",
+)
 
 
 @app.command()

@@ -124,18 +124,6 @@ def confirm(question: str, *, yes: bool) -> None:
         typer.confirm(question, abort=True, err=True)
 
 
-def checked(result: dict[str, Any], key: str, kind: type) -> Any:
-    """``result[key]`` of a seed's answer. Raises ``ProtocolError`` where it is not a ``kind``."""
-    from p2ptrain.core.errors import ProtocolError
-
-    value = result.get(key)
-    if not isinstance(value, kind):
-        raise ProtocolError(
-            f"the seed's answer has no {key!r} of type {kind.__name__}", remedy="do both sides run the same version?"
-        )
-    return value
-
-
 # ------------------------------------------------------------------------------------------------ long-running commands
 
 

@@ -213,23 +213,6 @@ def test_with_a_high_water_mark_of_zero_resume_means_all_has_gone(stage: Stage) 
     stage.play(scenario)
 
 
-def test_write_buffer_limits_follow_asyncio(stage: Stage) -> None:
-    async def scenario(network: Network) -> None:
-        dialler, acceptor, listener = await connected(network)
-        transport = dialler.transport
-        transport.set_write_buffer_limits(high=1000)
-        assert transport.get_write_buffer_limits() == (250, 1000)
-        transport.set_write_buffer_limits(low=1000)
-        assert transport.get_write_buffer_limits() == (1000, 4000)
-        transport.set_write_buffer_limits()
-        assert transport.get_write_buffer_limits() == (16 << 10, 64 << 10)
-        with pytest.raises(ValueError, match="low"):
-            transport.set_write_buffer_limits(high=1, low=2)
-        await hang_up(dialler, acceptor, listener)
-
-    stage.play(scenario)
-
-
 def test_a_reader_that_leaves_halfway_is_noticed(stage: Stage) -> None:
     total = 4 << 20
 
