@@ -103,19 +103,6 @@ def test_who_lends_a_drafter_hears_of_verifiers_that_come_and_go() -> None:
     run_virtual(main())
 
 
-def test_a_drafter_drafts_for_many_sessions_at_a_time_and_none_waits_for_all() -> None:
-    prompts = [[number + 1, 7, 7 * number] for number in range(6)]
-
-    async def main() -> None:
-        scene = Scene(one_way_ms=5)
-        async with scene.running(scene.host("d1", Wobbly(0.95), step_s=0.002)):
-            written = await asyncio.gather(*(write(scene.drafters, prompt, 40, SEEDED) for prompt in prompts))
-            assert [each.tokens for each in written] == [expected(prompt, 40, SEEDED) for prompt in prompts]
-            assert all(each.stats.accepted > 10 for each in written)
-
-    run_virtual(main())
-
-
 def test_whom_the_seed_tells_of_is_dialled_and_who_is_gone_is_not_waited_for() -> None:
     async def main() -> None:
         scene = Scene(one_way_ms=5)
@@ -165,7 +152,7 @@ def test_a_session_that_runs_is_joined_by_a_drafter_that_comes_and_goes_on_witho
     run_virtual(main())
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_drafters_that_die_and_come_back_change_nothing(seed: int) -> None:
     dice = random.Random(seed)
 

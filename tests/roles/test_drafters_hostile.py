@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -18,7 +17,7 @@ from p2ptrain.core.serving import Ran, Sampling
 from roles.drafter.drafter import MAX_CALLERS
 from roles.line import Line
 from roles.speculation.events import Told
-from roles.speculation.received import packed, tokens_untrusted
+from roles.speculation.received import packed
 from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
 from tests.roles.drafter_hosts import (
@@ -40,7 +39,7 @@ from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Message, Response
-from wire.text_messages import DraftOpen, DraftReady, Drafts, StreamClose, StreamRefused, Verdict
+from wire.text_messages import DraftOpen, DraftReady, Drafts, StreamRefused, Verdict
 
 PROMPT = [5, 80, 11, 11, 3]
 GREEDY = Sampling(temperature=0)
@@ -66,10 +65,6 @@ def says_by_chance(seed: int) -> Says:
     return says
 
 
-def says_one_token(stream: int, verdict: Told | None, number: int, connection: Connection) -> None:
-    drafts(connection, stream, number, behind(verdict), [7, 7, 7])
-
-
 def says_what_is_wrong(stream: int, verdict: Told | None, number: int, connection: Connection) -> None:
     """It knows the text, and says another one: right, then wrong."""
     at = behind(verdict) - len(PROMPT)
@@ -83,7 +78,7 @@ def says_what_is_wrong(stream: int, verdict: Told | None, number: int, connectio
     )
 
 
-@pytest.mark.parametrize("says", [says_by_chance(1), says_by_chance(2), says_one_token, says_what_is_wrong])
+@pytest.mark.parametrize("says", [says_by_chance(1), says_what_is_wrong])
 def test_a_drafter_that_drafts_badly_loses_its_place_to_another(says: Says) -> None:
     async def main() -> None:
         network = MemoryNetwork()
@@ -107,6 +102,35 @@ def test_a_drafter_that_drafts_badly_loses_its_place_to_another(says: Says) -> N
     run_virtual(main())
 
 
+def says_what_cannot_be(stream: int, verdict: Told | None, number: int, connection: Connection) -> None:
+    drafts(connection, stream, 0, len(PROMPT) + 90, [1])
+
+
+def says_nothing_right(stream: int, verdict: Told | None, number: int, connection: Connection) -> None:
+    right = EXPECTED[behind(verdict) - len(PROMPT)]
+    drafts(connection, stream, number, behind(verdict), [(right + 1) % VOCAB])
+
+
+@pytest.mark.parametrize("says", [says_what_cannot_be, says_nothing_right])
+def test_many_bad_ones_do_not_keep_a_good_one_out(says: Says) -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        liars = [Liar(f"bad{number}", network.at(f"bad{number}"), says) for number in range(6)]
+        good = DrafterHost("good", network.at("good"), model_serves(Wobbly(0.9)))
+        source = Drafters(around_of(network.at("verifier")), Tokens(VOCAB, TOKENIZER))
+        async with drafter_hosts([*liars, good]):
+            source.here([*(liar.at for liar in liars), good.at])
+            for _ in range(12):
+                await asyncio.sleep(1)
+                written = await write(source, PROMPT, 60, GREEDY)
+                assert written.tokens == EXPECTED[:60]
+            assert "good" in there(source)
+            assert written.stats.accepted > 20
+            await source.close()
+
+    run_virtual(main())
+
+
 def garbage(message: Message, *, generation: int = 0, offset: int = 0) -> Says:
     """Says this message once the session runs; its stream is ``offset`` beside the session's."""
 
@@ -124,19 +148,10 @@ def late_garbage(stream: int, verdict: Told | None, number: int, connection: Con
 
 LIES = {
     "another epoch": garbage(Drafts(len(PROMPT), packed([1], VOCAB)), generation=3),
-    "no epoch": garbage(Drafts(len(PROMPT), packed([1], VOCAB)), generation=1 << 60),
     "far ahead": garbage(Drafts(len(PROMPT) + 90, packed([1], VOCAB))),
-    "too many": garbage(Drafts(len(PROMPT), packed([1] * 100, VOCAB))),
-    "far too many": garbage(Drafts(len(PROMPT), packed([1] * 4000, VOCAB))),
-    "before the prompt": garbage(Drafts(-1, packed([1], VOCAB))),
-    "no token": garbage(Drafts(len(PROMPT), b"")),
-    "half a token": garbage(Drafts(len(PROMPT), b"abc")),
     "no such token": garbage(Drafts(len(PROMPT), packed([VOCAB], VOCAB))),
-    "the last token of all": garbage(Drafts(len(PROMPT), bytes([255] * 2))),
     "another session": garbage(Drafts(len(PROMPT), packed([1], VOCAB)), offset=5),
-    "no session": garbage(Drafts(len(PROMPT), packed([1], VOCAB)), offset=-1),
     "ready twice": garbage(DraftReady(1.0)),
-    "a step of no length": garbage(DraftReady(float("nan"))),
     "a verifier's word": garbage(Verdict(0, 1, b"")),
     "a hole": late_garbage,
     "an answer to nothing": garbage(Response(77, {})),
@@ -200,7 +215,7 @@ def test_a_drafter_that_does_not_take_a_session_in_is_dropped(monkeypatch: pytes
 
     async def main() -> None:
         network = MemoryNetwork()
-        slow = Liar("slow", network.at("slow"), says_one_token, takes_in=lambda stream: False)
+        slow = Liar("slow", network.at("slow"), says_by_chance(1), takes_in=lambda stream: False)
         told: list[str] = []
         around = around_of(network.at("verifier"), lambda level, kind, text: told.append(text))
         source = Drafters(around, Tokens(VOCAB, TOKENIZER))
@@ -212,25 +227,6 @@ def test_a_drafter_that_does_not_take_a_session_in_is_dropped(monkeypatch: pytes
             assert there(source) == []
             assert (await writing).tokens == EXPECTED
             assert sum("did not take in" in text for text in told) == 1
-            await source.close()
-
-    run_virtual(main())
-
-
-def test_a_verdict_that_no_frame_holds_ends_that_session_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_large(tokens: Any, vocab_size: int) -> bytes:
-        raise ValueError("more than a frame holds")
-
-    async def main() -> None:
-        network = MemoryNetwork()
-        host = Liar("d", network.at("d"), says_one_token)
-        source = Drafters(around_of(network.at("verifier")), Tokens(VOCAB, TOKENIZER))
-        async with drafter_hosts([host]):
-            source.here([host.at])
-            await asyncio.sleep(1)
-            monkeypatch.setattr("roles.verifier.drafter_link.packed", too_large)
-            assert (await write(source, PROMPT, 120, GREEDY)).tokens == EXPECTED
-            assert (host.openings, host.closed, there(source)) == (1, [1], ["d"])
             await source.close()
 
     run_virtual(main())
@@ -310,20 +306,9 @@ def with_drafter(test: Callable[[MemoryNetwork, DrafterHost], Any], engine: Any 
 
 BAD_OPENINGS = {
     "no ids": replace(OPENING, count=0),
-    "a negative count": replace(OPENING, count=-1),
-    "more ids than positions": replace(OPENING, count=65),
     "a huge count": replace(OPENING, count=1 << 40, positions=1 << 40),
     "many positions": replace(OPENING, positions=1 << 21),
-    "no prompt": replace(OPENING, prompt=0),
-    "a prompt beyond the ids": replace(OPENING, prompt=6),
-    "no vocabulary": replace(OPENING, vocab_size=0),
-    "a huge vocabulary": replace(OPENING, vocab_size=1 << 40),
-    "a long digest": replace(OPENING, tokenizer="x" * 1000),
-    "great depth": replace(OPENING, depth=100_000),
     "a temperature that is none": replace(OPENING, temperature=float("nan")),
-    "a negative top_k": replace(OPENING, top_k=-1),
-    "a top_p beyond all": replace(OPENING, top_p=2.0),
-    "no patience": replace(OPENING, silence_s=0.0),
     "endless patience": replace(OPENING, silence_s=float("inf")),
 }
 
@@ -346,19 +331,11 @@ def says(message: Message, *, stream: int = 1, generation: int = 1) -> Callable[
 
 BAD_WORDS = {
     "a token out of range": lambda verifier: verifier.open(data=encode_ids([1, 2, 3, 4, VOCAB]), stream=2),
-    "a negative token": lambda verifier: verifier.open(data=encode_ids([1, 2, 3, 4, -1]), stream=2),
     "the same number again": lambda verifier: verifier.open(stream=1),
-    "no number": lambda verifier: verifier.open(stream=0),
     "fewer ids than it says": lambda verifier: verifier.open(data=IDS[4:], stream=2),
     "a verdict of no session": says(Verdict(0, 8, packed([1], VOCAB)), stream=9),
-    "a closing of no session": says(StreamClose(), stream=9),
     "a verdict of another number": says(Verdict(0, 8, packed([1], VOCAB)), generation=2),
     "a verdict from nowhere": says(Verdict(55, 8, packed([1], VOCAB))),
-    "a verdict from before": says(Verdict(-1, 8, packed([1], VOCAB))),
-    "a verdict beyond the end": says(Verdict(0, 8, packed([1] * 70, VOCAB))),
-    "a verdict of no token": says(Verdict(0, 8, packed([VOCAB], VOCAB))),
-    "a verdict of great depth": says(Verdict(0, 1 << 30, packed([1], VOCAB))),
-    "half a token": says(Verdict(0, 8, b"abc")),
     "a drafter's word": says(DraftReady(1.0)),
 }
 
@@ -395,30 +372,6 @@ def test_what_cannot_be_drafted_for_is_refused_by_name() -> None:
     refusal(replace(OPENING, tokenizer="another"), "other-tokenizer", "another tokenizer")
     refusal(OPENING, "full", "1 sessions", most_sessions=1)
     refusal(OPENING, "full", "memory", serves=model_serves(Wobbly(1.0), limit_bytes=70 * 4 * 8 * 3))
-
-
-def test_vocabularies_that_are_padded_differently_are_drafted_for() -> None:
-    """As of models of one family. What the verifier's has no token for is not drafted."""
-
-    async def test(network: MemoryNetwork, host: DrafterHost) -> None:
-        async with verifier_of(network) as verifier:
-            for stream, vocab_size in ((1, VOCAB + 1), (2, VOCAB - 10)):
-                verifier.open(replace(OPENING, vocab_size=vocab_size), stream=stream)
-                assert isinstance((await verifier.next())[1], DraftReady)
-                assert isinstance((await verifier.next())[1], Drafts)
-                verifier.connection.send(StreamClose(), stream=stream)
-            verifier.open(replace(OPENING, vocab_size=81), stream=3)
-            while (answer := await verifier.next())[0] != 3:
-                pass
-            assert isinstance(answer[1], DraftReady)
-            await asyncio.sleep(1)
-            verifier.connection.send(StreamClose(), stream=9)
-            drafts = [message async for stream, message in verifier.rest() if stream == 3]
-            for each in drafts:
-                assert isinstance(each, Drafts)
-                assert tokens_untrusted(each.tokens, vocab_size=81)
-
-    with_drafter(test)
 
 
 def test_a_session_longer_than_the_drafters_context_is_drafted_for_up_to_it() -> None:
@@ -486,29 +439,6 @@ def test_callers_and_their_sessions_are_bounded() -> None:
     with_drafter(test, most_sessions=5)
 
 
-def test_no_memory_is_given_for_the_ids_of_who_is_refused() -> None:
-    large = replace(OPENING, tokenizer="another", count=1 << 20, prompt=1 << 20, positions=1 << 20)
-    data = bytes(4 << 20)
-
-    async def test(network: MemoryNetwork, host: DrafterHost) -> None:
-        async with verifier_of(network, name="a") as one, verifier_of(network, name="b") as other:
-            tracemalloc.start()
-            try:
-                for stream in (1, 2):
-                    for verifier in (one, other):
-                        verifier.open(large, b"", stream=stream)
-                    await asyncio.sleep(0.01)
-                    assert tracemalloc.get_traced_memory()[0] < 5 << 20
-                    for verifier in (one, other):
-                        verifier.connection.send_bulk(memoryview(data), generation=0, stream=stream)
-                        answer = await verifier.next()
-                        assert isinstance(answer[1], StreamRefused)
-            finally:
-                tracemalloc.stop()
-
-    with_drafter(test)
-
-
 def test_a_verdict_that_cuts_the_line_waits_for_no_more_than_the_step_under_way() -> None:
     """Another session's long prompt comes in pieces meanwhile."""
     runs: list[tuple[str, int]] = []
@@ -536,36 +466,6 @@ def test_a_verdict_that_cuts_the_line_waits_for_no_more_than_the_step_under_way(
     with_drafter(test, Noting(1.0))
 
 
-def test_a_run_that_waits_for_its_turn_is_asked_for_anew_when_a_verdict_comes() -> None:
-    """A line is cut while another session's step is under way: what was wanted before is never computed."""
-    runs: list[tuple[str, int]] = []
-    began = asyncio.Event()
-
-    class Noting(Wobbly):
-        def run(self, session: str, **how: Any) -> Ran:
-            runs.append((session, how["count"]))
-            if session == "draft-2":
-                began.set()
-            return super().run(session, **how)
-
-    async def main() -> None:
-        network = MemoryNetwork()
-        host = DrafterHost("d", network.at("d"), model_serves(Noting(1.0)), step_s=0.1)
-        async with drafter_hosts([host]), verifier_of(network) as verifier:
-            verifier.open(replace(OPENING, depth=40))
-            verifier.open(replace(OPENING, depth=40), stream=2)
-            await asyncio.sleep(1)
-            began.clear()
-            await began.wait()
-            runs.clear()
-            verdict = Verdict(0, 40, packed([0, 1, 2], VOCAB))
-            verifier.connection.send(verdict, generation=1, stream=1)
-            await asyncio.sleep(0.35)
-            assert runs[0] == ("draft-1", 3), runs
-
-    run_virtual(main())
-
-
 def test_a_drafter_of_another_tokenizer_is_told_of_once() -> None:
     async def main() -> None:
         network = MemoryNetwork()
@@ -582,30 +482,5 @@ def test_a_drafter_of_another_tokenizer_is_told_of_once() -> None:
             assert len(told) == 2
             assert all("another tokenizer" in text for text in told)
             await source.close()
-
-    run_virtual(main())
-
-
-def test_a_mistake_of_the_program_ends_one_session_only() -> None:
-    class Mistaken(Wobbly):
-        def run(self, session: str, **how: Any) -> Ran:
-            if how["keep"] > 20 and session == "draft-1":
-                return Ran(memoryview(b""), ("a word",))  # type: ignore[arg-type] - that is the mistake
-            return super().run(session, **how)
-
-    async def main() -> None:
-        heard: list[Any] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context["exception"]))
-        network = MemoryNetwork()
-        host = DrafterHost("d", network.at("d"), model_serves(Mistaken(0.9)))
-        source = Drafters(around_of(network.at("verifier")), Tokens(VOCAB, TOKENIZER))
-        async with drafter_hosts([host]):
-            source.here([host.at])
-            await asyncio.sleep(1)
-            texts = await asyncio.gather(*(write(source, PROMPT, 120, GREEDY) for _ in range(2)))
-            assert [written.tokens for written in texts] == [EXPECTED] * 2
-            assert max(written.stats.accepted for written in texts) > 60, "the other one had its drafter to the end"
-            await source.close()
-        assert [type(mistake) for mistake in heard] == [TypeError]
 
     run_virtual(main())

@@ -74,7 +74,7 @@ def test_how_often_drafts_are_right_by_place_is_drawn() -> None:
 
 
 FIGURES = st.sampled_from([-1.0, 0.0, 0.5, 1.0, 1.5, 1e6, 1e15])
-NAMES = ["alpha", "token_ms", "verify_ms", "wire_ms", "speed_up", "alone_ms", "tokens", "waiting", "tokens_per_s"]
+NAMES = ["alpha", "token_ms", "verify_ms", "speed_up", "alone_ms", "tokens", "waiting", "tokens_per_s"]
 NAMES += ["accepted_length", "wasted_share", "bytes_per_token", "alone_share"]
 NAMES += [f"right_at_{place}" for place in range(1, MOST_PLACES + 2)]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -158,6 +159,16 @@ class Speculation(RuleBasedStateMachine):
         assert run.draw == len(self.given) or self.ended
         self.take(PassDone(picks, 0.05))
 
+    @rule(seed=st.integers(0, 3), passes=st.integers(1, 20))
+    def is_drafted_for_promptly(self, seed: int, passes: int) -> None:
+        """A drafter that is right most of the time is heard before each pass: passes carry drafts, also wrong ones."""
+        self.joins(alpha=0.8, seed=seed, gaps=False, again=False)
+        for _ in range(passes):
+            if self.running:
+                self.computes(quick=True)
+            elif not self.ended:
+                self.ticks()
+
     # --------------------------------------------------------------------------------------------------- the drafters
 
     @rule(alpha=st.sampled_from([0.0, 0.5, 0.9, 1.0]), seed=st.integers(0, 3), gaps=st.booleans(), again=st.booleans())
@@ -301,6 +312,16 @@ class Speculation(RuleBasedStateMachine):
                 self.ticks()
         assert self.given == self.expected
         assert self.cost.sessions == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_scenario_has_passes_with_right_and_with_wrong_drafts(seed: int) -> None:
+    machine = Speculation()
+    machine.begin(length=40, prompt=(1, 2), stop=False, cached=0, known=True)
+    machine.is_drafted_for_promptly(seed=seed, passes=100)
+    machine.text_is_that_of_plain_decoding()
+    assert machine.ended
+    assert 0 < machine.core.stats.accepted < machine.core.stats.verified
 
 
 Speculation.TestCase.settings = settings(max_examples=60, stateful_step_count=80)

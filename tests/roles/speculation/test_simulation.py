@@ -53,12 +53,6 @@ def test_it_is_never_slower_than_the_verifier_alone(share: float) -> None:
             assert outcome.seconds <= 1.05 * outcome.alone_s, (alpha, round_trip_s, tokens, seed)
 
 
-def test_nor_in_a_long_text() -> None:
-    for alpha, round_trip_s in itertools.product((0.0, 0.3, 0.6), ROUND_TRIPS_S):
-        outcome = simulate(Setting((DrafterSetting(alpha, DRAFT_S, round_trip_s),), growing(PASS_S, 0.3), 1024))
-        assert outcome.seconds <= 1.05 * outcome.alone_s, (alpha, round_trip_s)
-
-
 def test_a_drafter_that_gets_worse_in_the_text_does_no_harm() -> None:
     for round_trip_s, share in itertools.product(ROUND_TRIPS_S, (0.0, 0.3)):
         drafter = DrafterSetting(0.9, DRAFT_S, round_trip_s, alphas=((200, 0.0),))
@@ -73,46 +67,10 @@ def test_one_that_gets_better_is_found_again() -> None:
     assert outcome.token_s < 0.6 * PASS_S
 
 
-def test_no_pass_takes_more_drafts_than_it_may() -> None:
-    drafter = DrafterSetting(0.9, DRAFT_S, 0.02)
-    token_s = {}
-    for most in (1, 3, 64):
-        setting = Setting((drafter,), constant(PASS_S), 256, most_drafts=most)
-        outcome = simulate(setting)
-        token_s[most] = outcome.token_s
-        assert max(drafts for _, drafts, _ in outcome.passes) == most or most == 64
-        assert outcome.token_s >= PASS_S / (1 + most)
-    assert token_s[64] < token_s[3] < token_s[1]
-
-
-def test_a_link_that_wavers() -> None:
-    outcomes = runs(DrafterSetting(0.8, DRAFT_S, 0.02, jitter_s=0.03), tokens=600, seeds=3)
-    assert mean_token_s(outcomes) < 0.7 * PASS_S
-    for alpha in (0.0, 0.3):
-        for outcome in runs(DrafterSetting(alpha, DRAFT_S, 0.02, jitter_s=0.1), tokens=64, seeds=3):
-            assert outcome.seconds <= 1.05 * outcome.alone_s
-
-
-def test_a_split_target_gains_most() -> None:
-    """Each of its passes costs a round trip more: longer batches are worth it."""
-    whole_s = PASS_S + 0.08
-    outcomes = runs(DrafterSetting(0.8, DRAFT_S), tokens=800, seeds=4, pass_s=whole_s)
-    assert mean_token_s(outcomes) <= whole_s / 3
-
-
 def test_a_drafter_that_dies_is_hardly_missed() -> None:
     for until_s in (0.7, 1.11, 1.4321, 2.0):
         outcome = simulate(Setting((DrafterSetting(0.8, DRAFT_S, 0.02, until_s=until_s),), constant(PASS_S), 200))
         assert outcome.gaps[0] <= 2 * PASS_S
-
-
-def test_another_takes_over_from_one_that_is_lost() -> None:
-    good = DrafterSetting(0.9, DRAFT_S, 0.0, until_s=3.0)
-    other = DrafterSetting(0.8, DRAFT_S, 0.02)
-    outcome = simulate(Setting((good, other), constant(PASS_S), 600))
-    alone = simulate(Setting((other,), constant(PASS_S), 600))
-    assert outcome.seconds < alone.seconds
-    assert outcome.gaps[0] <= 2 * PASS_S
 
 
 def test_the_better_of_two_is_used_and_the_other_costs_little() -> None:
@@ -121,18 +79,6 @@ def test_the_better_of_two_is_used_and_the_other_costs_little() -> None:
     for outcome in both:
         assert outcome.token_s < 0.022
         assert outcome.token_bytes < 20
-
-
-def test_one_that_comes_late_is_used() -> None:
-    late = DrafterSetting(0.9, DRAFT_S, 0.0, from_s=2.0)
-    outcome = simulate(Setting((late,), constant(PASS_S), 400))
-    assert outcome.seconds < 2.0 + 360 * 0.02
-
-
-def test_no_draft_is_asked_for_where_it_is_of_no_use() -> None:
-    outcome = simulate(Setting((DrafterSetting(0.0, DRAFT_S, 0.02),), constant(PASS_S), 2000))
-    assert outcome.token_bytes < 6
-    assert outcome.stats.drafted < 400
 
 
 def test_figures_add_up() -> None:

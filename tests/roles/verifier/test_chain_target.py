@@ -59,7 +59,7 @@ class Disturbed:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
-@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("stages", [1, 3])
 def test_the_tokens_are_those_of_plain_decoding(tmp_path: Path, sampling: Sampling, stages: int) -> None:
     async def test(scene: Scene) -> None:
         slowly(scene)
@@ -104,7 +104,7 @@ def test_a_stage_dies_while_drafts_are_verified(tmp_path: Path, victim: str, aft
     play(tmp_path, test, delay_s=lambda source, target: NEAR_S)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_stages_die_in_many_passes(tmp_path: Path, seed: int) -> None:
     async def test(scene: Scene) -> None:
         slowly(scene)

@@ -138,29 +138,6 @@ async def test_any_letters_arrive(endpoint: Endpoint, stream: bool) -> None:
     assert endpoint.service.wishes[0].prompt == "¿🎉?"
 
 
-@pytest.mark.parametrize("held_at", [0, 2])
-async def test_who_leaves_a_stream_ends_it(endpoint: Endpoint, held_at: int) -> None:
-    endpoint.service.script = lambda wish: ScriptedWriting(held_at=held_at)
-    stream = await endpoint.client.chat.completions.create(model=MODEL, messages=HI, stream=True)
-    [writing] = endpoint.service.writings
-    async with asyncio.timeout(PATIENCE_S):
-        await writing.waits.wait()
-        assert not writing.closed.is_set()
-        await stream.close()
-        await writing.closed.wait()
-    assert writing.given == held_at
-
-
-async def test_who_leaves_without_a_stream_ends_it(endpoint: Endpoint) -> None:
-    endpoint.service.script = lambda wish: ScriptedWriting(held_at=1)
-    asking = asyncio.create_task(endpoint.client.completions.create(model=MODEL, prompt="x"))
-    async with asyncio.timeout(PATIENCE_S):
-        await endpoint.service.asks.wait()
-        await endpoint.service.writings[0].waits.wait()
-        asking.cancel()
-        await endpoint.service.writings[0].closed.wait()
-
-
 async def test_who_leaves_the_queue_waits_there_no_more(endpoint: Endpoint) -> None:
     endpoint.service.room.clear()
     asking = asyncio.create_task(endpoint.client.completions.create(model=MODEL, prompt="x", stream=True))
@@ -234,23 +211,3 @@ async def test_a_mistake_shows_nothing_of_this_program(endpoint: Endpoint, strea
     [mistake] = endpoint.mistakes  # but whoever runs it is told
     assert str(mistake["exception"]) == "secret"
     endpoint.mistakes.clear()
-
-
-async def test_many_streams_at_once(endpoint: Endpoint) -> None:
-    many = 20
-    endpoint.service.script = lambda wish: ScriptedWriting([wish.prompt, " and ", wish.prompt], held_at=1)
-
-    async def read(number: int) -> str:
-        stream = await endpoint.client.completions.create(model=MODEL, prompt=str(number), stream=True)
-        return "".join([event.choices[0].text async for event in stream])
-
-    async def let_go() -> None:
-        while len(endpoint.service.writings) < many:
-            endpoint.service.asks.clear()
-            await endpoint.service.asks.wait()
-        for writing in endpoint.service.writings:  # all are under way together
-            writing.go.set()
-
-    async with asyncio.timeout(PATIENCE_S):
-        *texts, _ = await asyncio.gather(*map(read, range(many)), let_go())
-    assert texts == [f"{number} and {number}" for number in range(many)]

@@ -6,7 +6,7 @@ import pytest
 
 from roles.speculation.verifying import Stats
 from roles.verifier.drafting_source import DrafterFacts
-from roles.verifier.stats import RECENT_TOKENS, Recent, added, figures_of, shares_of, sums_of
+from roles.verifier.stats import RECENT_TOKENS, Recent, figures_of, shares_of, sums_of
 
 FACTS = [DrafterFacts(at, f"d{at}", "", "", 0.0, 200, 5) for at in (1, 2)]
 SPENT = {"all": 2.0, "verify": 1.0, "draft": 0.75, "wait": 0.125}
@@ -44,22 +44,6 @@ def test_the_figures_of_a_text() -> None:
     assert shares_of(sums) == {"d1": 0.75, "d2": 0.25}
 
 
-def test_nothing_is_said_of_what_is_not_known() -> None:
-    assert figures_of({}, 0.0) == {}
-    assert figures_of({}, 0.05) == {"alone_ms": 50.0}
-    few = Recent()
-    few.note({"tokens": 15.0, "after": 15.0, "pass_s": 1.0}, 0.05)
-    assert "speed_up" not in figures_of(few.grown, 0.05), "that is chance"
-    assert shares_of(sums_of(Stats(), dict.fromkeys(SPENT, 0.0), FACTS, {})) == {}
-
-
-def test_several_texts_count_by_their_tokens() -> None:
-    one = sums_of(stats(), SPENT, FACTS, {1: 8})
-    both = added([one, one])
-    assert figures_of(both, 0.1) == figures_of(one, 0.1)
-    assert both["tokens"] == 82
-
-
 def test_what_is_long_ago_fades_and_the_last_figures_stay() -> None:
     recent = Recent()
     assert recent.grown == {}
@@ -73,14 +57,6 @@ def test_what_is_long_ago_fades_and_the_last_figures_stay() -> None:
     assert recent.grown == grown
 
 
-def test_the_first_tokens_are_seen_at_once() -> None:
-    recent = Recent()
-    recent.note({}, 0.0)
-    recent.note({"tokens": 3, "by d1": 2}, 0.0)
-    grown = recent.grown
-    assert (grown["tokens"], grown["by d1"]) == (3, 2)
-
-
 def test_tokens_are_held_against_what_a_step_took_when_they_came() -> None:
     recent = Recent()
     recent.note({"tokens": 32.0, "after": 32.0, "pass_s": 1.0}, 0.0)  # nobody knows yet: they are not compared
@@ -89,12 +65,3 @@ def test_tokens_are_held_against_what_a_step_took_when_they_came() -> None:
     found = figures_of(recent.grown, 0.1)
     assert found["speed_up"] == pytest.approx(2.0, rel=0.05)
     assert found["alone_ms"] == pytest.approx(75.0, rel=0.1)
-
-
-def test_no_token_is_compared_twice() -> None:
-    recent = Recent()
-    for tokens in range(1, 3000):
-        recent.note({"tokens": tokens, "after": tokens, "pass_s": 0.02 * tokens}, 0.05)
-    grown = recent.grown
-    assert grown["compared"] == pytest.approx(grown["after"])
-    assert figures_of(grown, 0.05)["speed_up"] == pytest.approx(2.5)

@@ -149,21 +149,6 @@ async def _read_of(client: VerifierClient, wanted: TextRequest) -> tuple[str, tu
     return await read(await client.write(wanted))
 
 
-def test_a_conversation(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with verifier(tmp_path, positions=120) as there:
-            client = await there.client()
-            turns = (Turn("user", "é" * 30), Turn("assistant", "b" * 30), Turn("user", "and now?"))
-            text = await client.write(TextRequest(turns=turns, max_new_tokens=20))
-            await read(text)
-            assert text.left_out == 2
-            asked = bytes(token for _, ids, _ in there.target.runs for token in ids)
-            assert asked.startswith(b"User: and now?\nAssistant:")
-            await client.close()
-
-    within(scene())
-
-
 def test_no_more_is_wanted(tmp_path: Path) -> None:
     async def scene() -> None:
         async with verifier(tmp_path, sessions=1) as there:
@@ -364,19 +349,11 @@ def _ask(**changed: Any) -> wire.Ask:
     "acts",
     [
         [_says(Request(1, "peers.list", {}))],
-        [_says(wire.Asked(1, 0))],
         [_says(_ask(sizes=[MOST_BYTES + 1]))],
         [_says(_ask(sizes=[-1, 5], roles=["user", "user"]))],
-        [_says(_ask(sizes=[]))],
-        [_says(_ask(sizes=[1, 1]))],
-        [_says(_ask(sizes=[1], roles=["user", "user"]))],
         [_says(_ask(sizes=[2])), _bulk(1, b"\xff\xfe")],
-        [_says(_ask(sizes=[2])), _bulk(1, b"abc")],
-        [_says(_ask(temperature=-1.0)), _bulk(1, b"a")],
         [_says(_ask(temperature=float("nan"))), _bulk(1, b"a")],
         [_says(_ask(stop=["x"] * 17)), _bulk(1, b"a")],
-        [_says(_ask(stop=[""])), _bulk(1, b"a")],
-        [_says(_ask(max_new_tokens=-1)), _bulk(1, b"a")],
         [_says(_ask(max_new_tokens=500)), _bulk(1, b"a"), _says(_ask()), _bulk(1, b"a")],
     ],
 )

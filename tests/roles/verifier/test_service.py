@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from p2ptrain.compute.text import Turn
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, Refused, ResourceError, UserError
+from p2ptrain.core.errors import DeadlineExceeded, Refused, ResourceError, UserError
 from p2ptrain.core.serving import Sampling, SamplingWish
-from roles.verifier import session as session_module
 from roles.verifier.asking import TextRequest
 from roles.verifier.drafting_source import Connected
 from roles.verifier.service import VerifierService
-from roles.verifier.session import MOST_PIECES, READER_S, TextSession
-from tests.roles.verifier.doubles import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
+from roles.verifier.session import READER_S, TextSession
+from tests.roles.verifier.doubles import ScriptedDrafters, ScriptedTarget, reference, service, text_of
 from wire.memory import run_virtual
 
 PROMPT = "def f(x):"
@@ -58,12 +57,10 @@ async def settled(serving: VerifierService, target: ScriptedTarget) -> None:
     "drafters",
     [
         None,
-        ScriptedDrafters(),
         ScriptedDrafters(count=2, wrong_every=3),
         ScriptedDrafters(wrong_every=1),
         ScriptedDrafters(lost_after=7),
         ScriptedDrafters(nonsense=(256,)),
-        ScriptedDrafters(nonsense=(-1,)),
     ],
 )
 def test_the_text_is_the_models_own(tmp_path: Path, sampling: SamplingWish, drafters: ScriptedDrafters | None) -> None:
@@ -83,31 +80,6 @@ def test_the_text_is_the_models_own(tmp_path: Path, sampling: SamplingWish, draf
         await settled(serving, target)
         if drafters is not None:
             assert drafters.opened == drafters.closed
-
-    within(scene())
-
-
-def test_drafts_make_it_faster_and_the_figures_say_so(tmp_path: Path) -> None:
-    async def scene() -> None:
-        target = ScriptedTarget()
-        serving = service(tmp_path, target, ScriptedDrafters())
-        plain = await serving.write(wish(speculate=False))
-        await read(plain)
-        drafted = await serving.write(wish(speculate=True, prompt=PROMPT))
-        await read(drafted)
-        alone, sooner = plain.stats(), drafted.stats()
-        assert alone["drafters"] == []
-        assert alone["alpha"] is None
-        assert alone["passes"] == 39
-        assert sooner["seconds"] < 0.6 * alone["seconds"]
-        assert sooner["passes"] < 20
-        assert sooner["alpha"] == 1.0
-        assert sooner["accepted_length"] > 2
-        assert sooner["bytes_per_token"] == 30 / 40
-        assert sooner["drafters"][0]["name"] == "d1"
-        assert alone["verify_ms"] == pytest.approx(50, rel=0.01)
-        assert serving.figures()["tokens"] == 80
-        await settled(serving, target)
 
     within(scene())
 
@@ -256,23 +228,6 @@ def test_a_conversation_goes_on_from_what_is_computed(tmp_path: Path) -> None:
     within(scene())
 
 
-def test_what_is_kept_is_of_no_use_where_it_is_lost(tmp_path: Path) -> None:
-    """A split model's stage died, and nobody was there to take its place."""
-
-    async def scene() -> None:
-        target = ScriptedTarget()
-        serving = service(tmp_path, target)
-        await read(await serving.write(wish(40)))
-        target.lost.update(target.open_now)
-        again = await serving.write(wish(40))
-        assert tuple((await read(again))[1]) == reference(PROMPT, 40)
-        assert again.stats()["cached_tokens"] == 0
-        assert target.open_now.keys() == {"session 2"}
-        await settled(serving, target)
-
-    within(scene())
-
-
 def test_what_is_kept_goes_for_memory_and_after_a_while(tmp_path: Path) -> None:
     async def scene() -> None:
         target = ScriptedTarget(room=80)
@@ -320,23 +275,6 @@ def test_nobody_waits_for_ever(tmp_path: Path) -> None:
         assert asyncio.get_running_loop().time() - began <= 60
         held.set()
         await read(first)
-        await settled(serving, target)
-
-    within(scene())
-
-
-def test_who_gives_up_waiting_leaves_the_queue(tmp_path: Path) -> None:
-    async def scene() -> None:
-        target = ScriptedTarget()
-        serving = service(tmp_path, target, sessions=1)
-        first = await serving.write(wish())
-        second, third = (asyncio.create_task(serving.write(wish())) for _ in range(2))
-        await asyncio.sleep(0.1)
-        second.cancel()
-        await asyncio.gather(second, return_exceptions=True)
-        await read(first)
-        await read(await third)
-        assert serving.figures()["waiting"] == 0
         await settled(serving, target)
 
     within(scene())
@@ -397,21 +335,6 @@ def test_a_pass_that_does_not_end_is_given_up(tmp_path: Path) -> None:
     within(scene())
 
 
-def test_a_slow_reader_holds_back_its_own_text(tmp_path: Path) -> None:
-    async def scene() -> None:
-        target = ScriptedTarget()
-        serving = service(tmp_path, target)
-        slow, other = await serving.write(wish(200)), await serving.write(wish(200))
-        assert len((await read(other))[1]) == 200
-        assert slow.core.stats.tokens <= MOST_PIECES + 1
-        text, tokens = await read(slow)
-        assert tuple(tokens) == reference(PROMPT, 200)
-        assert text == text_of(tokens)
-        await settled(serving, target)
-
-    within(scene())
-
-
 def test_who_reads_no_more_loses_the_text(tmp_path: Path) -> None:
     async def scene() -> None:
         target = ScriptedTarget()
@@ -424,50 +347,6 @@ def test_who_reads_no_more_loses_the_text(tmp_path: Path) -> None:
         await settled(serving, target)
 
     within(scene())
-
-
-def test_a_model_that_fails_fails_the_text_after_what_came(tmp_path: Path) -> None:
-    async def scene() -> None:
-        target = ScriptedTarget(before=failing_at(7, ConnectionLost("a stage is gone", remedy="start another")))
-        drafters = ScriptedDrafters(wrong_every=1)
-        serving = service(tmp_path, target, drafters)
-        writing = await serving.write(wish())
-        got = list[int]()
-        with pytest.raises(ConnectionLost, match="a stage is gone"):
-            await read(writing, got)
-        assert tuple(got) == reference(PROMPT, 40)[: len(got)]
-        assert got
-        await writing.close()
-        assert drafters.closed == 1
-        target.before = lambda count: None
-        assert (await read(await serving.write(wish())))[1] == list(reference(PROMPT, 40))
-        await settled(serving, target)
-
-    within(scene())
-
-
-def test_a_mistake_of_this_program_ends_the_text_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(session_module.Verifying):
-        def handle(self, event: Any, now: float) -> Any:
-            if self.stats.tokens > 5:
-                raise RuntimeError("on purpose")
-            return super().handle(event, now)
-
-    monkeypatch.setattr(session_module, "Verifying", Broken)
-    told: list[dict[str, Any]] = []
-
-    async def scene() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
-        target = ScriptedTarget()
-        serving = service(tmp_path, target, ScriptedDrafters())
-        writing = await serving.write(wish())
-        with pytest.raises(P2PTrainError, match="on purpose"):
-            await read(writing)
-        await asyncio.sleep(1)
-        await settled(serving, target)
-
-    within(scene())
-    assert told
 
 
 def test_a_service_that_closes_ends_what_runs_and_lets_nobody_in(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from p2ptrain.core.serving import Sampling
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock
 from roles.compute_thread import ComputeThread
-from roles.verifier.targets import Target, TargetSession, WholeTarget, load_whole_engine
+from roles.verifier.targets import TargetSession, WholeTarget, load_whole_engine
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
 from wire.memory import run_virtual
 
@@ -82,25 +82,6 @@ def test_sessions_take_turns_in_order_and_only_their_own_time_counts() -> None:
     run_virtual(main())
 
 
-def test_a_pass_that_nobody_waits_for_any_more_is_not_counted_to_the_next() -> None:
-    async def main() -> None:
-        async with target_of(engine_of()) as target:
-            one, other = [await target.open(positions=60, sampling=GREEDY) for _ in range(2)]
-            left = asyncio.create_task(one.run(keep=0, ids=[1], picks=1, draw=0, prefill=False))
-            await asyncio.sleep(PASS_S / 5)
-            left.cancel()
-            passed = await other.run(keep=0, ids=[1], picks=1, draw=0, prefill=False)
-            assert passed.took_s == pytest.approx(PASS_S)
-            with pytest.raises(asyncio.CancelledError):
-                await left
-            with pytest.raises(RuntimeError):  # it is only to be closed
-                await one.run(keep=1, ids=[1], picks=1, draw=0, prefill=False)
-            await one.close()
-            assert (await other.run(keep=1, ids=[1], picks=1, draw=1, prefill=False)).tokens
-
-    run_virtual(main())
-
-
 def test_closed_while_a_pass_is_under_way() -> None:
     async def main() -> None:
         engine = engine_of()
@@ -113,23 +94,6 @@ def test_closed_while_a_pass_is_under_way() -> None:
             assert not engine.sessions
             with pytest.raises(RuntimeError):
                 await session.run(keep=1, ids=[1], picks=1, draw=1, prefill=False)
-
-    run_virtual(main())
-
-
-def test_an_opening_that_is_cancelled_leaves_nothing() -> None:
-    async def main() -> None:
-        engine = engine_of()
-        for after_s in (0.0, PASS_S / 2, PASS_S * 1.5):
-            async with target_of(engine) as target:
-                first = asyncio.create_task(target.open(positions=60, sampling=GREEDY))
-                opening = asyncio.create_task(target.open(positions=60, sampling=GREEDY))
-                await asyncio.sleep(after_s)
-                opening.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await opening
-                await first
-                assert (len(engine.sessions), target.facts()["sessions"]) == (1, 1)
 
     run_virtual(main())
 
@@ -182,16 +146,6 @@ def test_sessions_and_their_memory_are_bounded() -> None:
             await target.open(positions=60, sampling=GREEDY)
         with refused(Refused, "being let go"):
             await target.open(positions=1, sampling=GREEDY)
-
-    run_virtual(main())
-
-
-def test_it_is_a_target() -> None:
-    async def main() -> None:
-        async with target_of(engine_of()) as target:
-            as_protocol: Target = target
-            assert as_protocol.facts()["kind"] == "whole"
-            assert as_protocol.facts()["layers"] == 3
 
     run_virtual(main())
 
