@@ -31,7 +31,6 @@ import numpy.typing as npt
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError
 from p2ptrain.core.world import World
-from ring.detector import Memory
 from ring.links import Inbound, Topology, connect_neighbours
 from ring.neighbours import AT_WORK, Neighbour, NeighbourLinks, RingBroken
 from ring.schedule import MAX_MICRO_BATCHES, MAX_STAGES, Kind, Schedule
@@ -243,7 +242,6 @@ class Chain:
         after: Neighbour | None,
         activation_bytes: int,
         gradient_bytes: int,
-        memory: Memory,
     ) -> None:
         self.view = view
         self.stage, self.stages = stage, stages
@@ -262,7 +260,6 @@ class Chain:
             rank=rank,
             left=before,
             right=after,
-            memory=memory,
             status=self._status,
             on_end=self._ended,
             on_broken=self._settle,
@@ -342,7 +339,6 @@ class Chain:
             after=to_after,
             activation_bytes=activation_bytes,
             gradient_bytes=gradient_bytes,
-            memory=inbound.memory,
         )
         chain.in_flight = (0,) * stage + (min(in_flight, MAX_MICRO_BATCHES),) + (0,) * (len(order) - 1 - stage)
         try:

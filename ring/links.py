@@ -27,7 +27,6 @@ from p2ptrain.core.errors import (
     first_error,
 )
 from p2ptrain.core.world import World
-from ring.detector import Memory
 from ring.neighbours import Neighbour
 from ring.view import LABEL, MAX_STREAMS, View
 from wire.connection import Connection
@@ -86,13 +85,9 @@ class Inbound:
         max_held: peers whose connections are held for views that have not arrived; more are refused as ``BUSY``, and
         the dialler tries again. hold_s: how long each connection is held: longer than a
             member takes to turn from a step to the next view.
-
-    Attributes:
-        memory: what this worker knows of its neighbours' beats, across views.
     """
 
     def __init__(self, *, max_held: int = 16, hold_s: float = 60.0) -> None:
-        self.memory = Memory()
         self._max_held = max_held
         self._hold_s = hold_s
         self._job = ""

@@ -14,7 +14,6 @@ What the connections carry is the owner's affair: a ring (``ring.session``) or a
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.texts import shortened
 from p2ptrain.core.world import Clock
-from ring.detector import FailureDetector, Memory
+from ring.detector import FailureDetector
 from ring.view import View
 from wire.connection import Connection
 from wire.job_messages import MemberLost, MemberRecord
@@ -91,7 +90,6 @@ class NeighbourLinks:
     Args:
         rank: this member's in ``view``.
         left, right: who beats to it, and to whom it beats; None where there is none.
-        memory: what is known of the neighbours' beats from earlier views.
         status: this member's progress and what it is doing, for the beats.
         on_end: called when a connection of a neighbour has ended: what that means depends on what it still carried.
         on_broken: called once, when the end has come, before any connection is closed.
@@ -109,7 +107,6 @@ class NeighbourLinks:
         rank: int,
         left: Neighbour | None,
         right: Neighbour | None,
-        memory: Memory,
         status: Callable[[], tuple[int, str]],
         on_end: Callable[[Neighbour, Connection, P2PTrainError], None],
         on_broken: Callable[[], None],
@@ -118,11 +115,10 @@ class NeighbourLinks:
         self.left, self.right = left, right
         self.rtt_ms: float | None = None
         self._heartbeat_s = 0.0  # 0 before the first beat
-        self._clock, self._view, self._rank, self._memory = clock, view, rank, memory
+        self._clock, self._view, self._rank = clock, view, rank
         self._status, self._on_end, self._on_broken = status, on_end, on_broken
         self._detectors: dict[Neighbour, FailureDetector] = {}
         self._beat_seq, self._beat_sent_at = 0, 0.0
-        self._planned = math.inf  # when this loop means to wake next
         self._tasks: set[asyncio.Task[None]] = set()
         self._farewells: set[asyncio.Task[None]] = set()
         self._verdict: asyncio.TimerHandle | None = None  # a connection ended; its neighbour may still say why
@@ -263,10 +259,7 @@ class NeighbourLinks:
         self._heartbeat_s = heartbeat_s
         for neighbour in self.neighbours:
             self._detectors[neighbour] = FailureDetector(
-                heartbeat_s=heartbeat_s,
-                death_s=death_s,
-                now=self._clock.now(),
-                rhythm=self._memory.of(neighbour.peer_id),
+                heartbeat_s=heartbeat_s, death_s=death_s, now=self._clock.now()
             )
         if self.neighbours:
             self._start(self._pulse(heartbeat_s))
@@ -294,20 +287,13 @@ class NeighbourLinks:
                 raise ConnectionLost(f"it refuses to go on: {text}")
             case Heartbeat(seq=seq) if self.left is not None and connection is self.left.beat:
                 connection.send(HeartbeatAck(seq), generation=self._view.generation)
-                self._beat_came(neighbour)
             case HeartbeatAck(seq=seq) if self.right is not None and connection is self.right.beat:
-                self._beat_came(neighbour)
                 if seq == self._beat_seq:
                     self.rtt_ms = (self._clock.now() - self._beat_sent_at) * 1e3
             case MemberLost() if connection is neighbour.beat:
                 self._told(neighbour, message)
             case _:
                 raise ProtocolError(f"it sent {type(message).__name__}, which has no place in a ring")
-
-    def _beat_came(self, neighbour: Neighbour) -> None:
-        if detector := self._detectors.get(neighbour):
-            self._doubt_itself(self._clock.now())
-            detector.beat(neighbour.beat.last_heard)
 
     # ---------------------------------------------------------------------------------------------------------- beating
 
@@ -319,22 +305,16 @@ class NeighbourLinks:
             if now >= due:
                 self._beat(now, late_s)
                 due = now + heartbeat_s
-            self._planned = min(due, *(detector.next_deadline() for detector in self._detectors.values()))
-            await asyncio.sleep(max(self._planned - now, 0.0))
+            planned = min(due, *(detector.next_deadline() for detector in self._detectors.values()))
+            await asyncio.sleep(max(planned - now, 0.0))
             now = self._clock.now()
-            late_s = self._doubt_itself(now)
+            late_s = max(now - planned, 0.0)
             for neighbour, detector in self._detectors.items():
+                detector.loop_late(late_s)
                 detector.heard(neighbour.last_heard)
                 if detector.dead(now):
                     silence = f"it gave no sign of life for {detector.silent_for(now):.1f} s"
                     self.give_up(neighbour, DeadlineExceeded(silence))
-
-    def _doubt_itself(self, now: float) -> float:
-        """By how much this loop is late with what it planned last; each lateness counts once."""
-        late_s, self._planned = max(now - self._planned, 0.0), max(now, self._planned)
-        for detector in self._detectors.values():
-            detector.loop_late(late_s)
-        return late_s
 
     def _beat(self, now: float, late_s: float) -> None:
         self._beat_seq, self._beat_sent_at = self._beat_seq + 1, now

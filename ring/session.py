@@ -35,7 +35,6 @@ from p2ptrain.core.world import World
 from ring import collectives
 from ring.codecs import Codec
 from ring.collectives import LEAST_SUB_CHUNK_BYTES, MOST_SUB_CHUNK_BYTES, Schedule, cut
-from ring.detector import Memory
 from ring.dtypes import Array, storage_dtype, sum_into
 from ring.lanes import Flow, Lane, Residual
 from ring.links import Inbound, Topology, connect_neighbours
@@ -84,7 +83,6 @@ class RingSession:
         left: Neighbour | None,
         right: Neighbour | None,
         sub_chunk_bytes: int,
-        memory: Memory | None = None,
     ) -> None:
         self.view = view
         self.rank, self.size = rank, view.size
@@ -106,7 +104,6 @@ class RingSession:
             rank=rank,
             left=left,
             right=right,
-            memory=memory or Memory(),
             status=self._status,
             on_end=self._ended,
             on_broken=self._settle,
@@ -185,7 +182,6 @@ class RingSession:
             left=from_left,
             right=to_right,
             sub_chunk_bytes=sub_chunk_bytes,
-            memory=inbound.memory,
         )
         try:
             await session.barrier(patience_s=deadline - world.clock.now())

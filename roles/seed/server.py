@@ -17,7 +17,7 @@ from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.world import World
 from ring import coordination as co
-from ring.detector import FailureDetector, Memory, beat_defaults
+from ring.detector import FailureDetector, beat_defaults
 from ring.view import TERM_BITS, View
 from roles.background import started_in
 from roles.seed.authority import Authority
@@ -225,7 +225,6 @@ class Seed:
         self._started_at = world.clock.wall()
         self._address = ""
         self._lost: dict[str, Link] = {}
-        self._memory = Memory()
         self._tasks: asyncio.TaskGroup | None = None
         self.gate = Gate(guard.authority, world.clock, guard.ticket_host, self.note)
         self.door = Acceptor(
@@ -312,9 +311,8 @@ class Seed:
         rtt_ms = self.door.measured.pop(connection)
         host = hello.host or connection.remote[0]
         clock, beats = self.world.clock, self._beats.at(rtt_ms)
-        rhythm = self._memory.of(hello.peer_id)
         now = clock.now()
-        detector = FailureDetector(heartbeat_s=beats[0], death_s=beats[1], now=now, rhythm=rhythm)
+        detector = FailureDetector(heartbeat_s=beats[0], death_s=beats[1], now=now)
         link = Link(connection, hello, host, hello.port, rtt_ms, clock.wall(), now, detector)
         old = self.links.get(link.id)
         if old is not None:
@@ -367,7 +365,7 @@ class Seed:
                 desk = self.desks.get(link.job)
                 if link.beaten(message) and desk is not None and desk.stages > 1:
                     desk.post(co.PeerTold(desk.peer(link)))
-                link.detector.beat(link.heard_at)
+                link.detector.heard(link.heard_at)
                 link.connection.send(HeartbeatAck(message.seq))
                 self.board.touch("peers", link.id)
             case EventNotice():

@@ -648,7 +648,7 @@ class Run:
     ) -> None:
         plan, report = self.plan, self.report
         rtt_ms = max(observer.joined_rtt_ms.values(), default=0.0)
-        grace_s = 2 * (plan.profile.membership.death_s or beat_defaults(rtt_ms)[1])  # the longest that a rhythm makes
+        grace_s = 2 * (plan.profile.membership.death_s or beat_defaults(rtt_ms)[1])
         lost = [
             event.text
             for at_s, event in observer.told
