@@ -171,11 +171,6 @@ def all_reduce(rank: int, n: int, numel: int, sub_chunk_numel: int, depth: int =
     return _ring(rank, n, numel, sub_chunk_numel, depth, first_chunk=rank - 1, reduce_rounds=n - 1, store_rounds=n - 1)
 
 
-def reduce_scatter(rank: int, n: int, numel: int, sub_chunk_numel: int, depth: int = 1) -> Schedule:
-    """Every member ends with the sum over ``owned_range(rank, n, numel)``; the rest of its array holds partial sums."""
-    return _ring(rank, n, numel, sub_chunk_numel, depth, first_chunk=rank - 1, reduce_rounds=n - 1, store_rounds=0)
-
-
 def all_gather(rank: int, n: int, numel: int, sub_chunk_numel: int, depth: int = 1) -> Schedule:
     """Every member ends with all members' chunks; each brings ``owned_range(rank, n, numel)``, in place."""
     return _ring(rank, n, numel, sub_chunk_numel, depth, first_chunk=rank, reduce_rounds=0, store_rounds=n - 1)

@@ -4,13 +4,13 @@ knows of peers and of how far the run came, with the pure functions that make up
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from itertools import accumulate
 from typing import Any, TypeAlias
 
-from ring.order import Links, Wishes, arranged
+from ring.order import Links, Wishes
 from ring.token import balanced
 from ring.view import REDUCED_TO_STATE, View, shares
 from wire.frame import CONTROL_FRAME_BYTES
@@ -689,15 +689,13 @@ def ordered(
     healthy: Collection[str],
     survivors: Collection[str],
     most: int,
-    apart: Iterable[frozenset[str]],
 ) -> list[str]:
     """Whom to take, in rank order: who holds the state first, then who was in before, at most ``most``, and no more
     than a view can name in one frame."""
     chosen = sorted(ready, key=lambda peer_id: (peer_id not in healthy, peer_id not in survivors, peer_id))[:most]
     sizes_bytes = accumulate(_record_bytes(peers[peer_id]) for peer_id in chosen)
     most_bytes = CONTROL_FRAME_BYTES - 4096  # with room for what else ``ViewAnnounced`` says
-    chosen = [peer_id for peer_id, size_bytes in zip(chosen, sizes_bytes, strict=True) if size_bytes <= most_bytes]
-    return arranged(chosen, apart) or chosen
+    return [peer_id for peer_id, size_bytes in zip(chosen, sizes_bytes, strict=True) if size_bytes <= most_bytes]
 
 
 def _record_bytes(peer: Peer) -> int:

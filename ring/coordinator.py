@@ -80,7 +80,7 @@ from ring.coordination import (
     records,
     square_sum,
 )
-from ring.order import Load, known_link, plan_ring
+from ring.order import known_link, plan_ring
 from ring.quarantine import Quarantine
 from ring.view import View
 from wire.job_messages import MemberRecord, Report
@@ -545,10 +545,10 @@ class Coordinator:
             at_once = healthy | survivors.keys()
             ready = {key: it for key, it in ready.items() if key in at_once or not self._comes_after(key)}
         peers = {peer_id: self._who.peers[peer_id].peer for peer_id in ready}
-        chosen = ordered(peers, ready, healthy, survivors, self.terms.micro_batches, self._quarantine.apart)
-        load = Load(max(report.reduce_bytes for report in ready.values()), self._measured.compute_s)
-        wishes, apart = self.terms.wishes, self._quarantine.apart
-        plan = plan_ring(chosen, self._measured.links, wishes, load, apart=apart, name=self._who.name)
+        chosen = ordered(peers, ready, healthy, survivors, self.terms.micro_batches)
+        links, compute_s = self._measured.links, self._measured.compute_s
+        reduce_bytes = max(report.reduce_bytes for report in ready.values())
+        plan = plan_ring(chosen, links, self.terms.wishes, reduce_bytes, compute_s, name=self._who.name)
         units_us = [ready[peer_id].unit_us for peer_id in plan.order]
         members = records([peers[peer_id] for peer_id in plan.order], self.terms.micro_batches, healthy, units_us)
         kind, text = self._recovery.given_up(step, chosen_from, survivors, self.view) if self.view else ("", "")
@@ -569,11 +569,11 @@ class Coordinator:
             sub_chunk_bytes=plan.sub_chunk_bytes,
             codec=plan.codec,
             lenient=self._quarantine.lenient,
-            reduce_bytes=load.total_bytes,
+            reduce_bytes=reduce_bytes,
         )
         self._out.append(co.Mint(self.view, went_back, self._recovery.branch))
         self._say("info", "view", described(self.view, before))
-        if plan.slowest is not None:
+        if plan.measured:
             self._say("info", "ring-order", plan.reason)
             if plan.carriage_reason != self._carriage:
                 self._say("info", "ring-carriage", plan.carriage_reason)
@@ -724,7 +724,6 @@ class Coordinator:
 
     def _forget(self, peer_id: str) -> None:
         self._who.forget(peer_id)
-        self._quarantine.forget(peer_id)
         self._catch_ups.forget(peer_id)
 
     def _end(self, phase: Phase, reason: str) -> None:

@@ -310,8 +310,9 @@ class NeighbourLinks:
             now = self._clock.now()
             late_s = max(now - planned, 0.0)
             for neighbour, detector in self._detectors.items():
+                detector.heard(min(neighbour.last_heard, planned))
                 detector.loop_late(late_s)
-                detector.heard(neighbour.last_heard)
+                detector.heard(neighbour.last_heard)  # what came since is no longer in doubt
                 if detector.dead(now):
                     silence = f"it gave no sign of life for {detector.silent_for(now):.1f} s"
                     self.give_up(neighbour, DeadlineExceeded(silence))

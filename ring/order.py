@@ -119,40 +119,18 @@ def turned_around(circle: Sequence[int], score: Callable[[Sequence[int]], float]
     return best
 
 
-def arranged(order: Sequence[str], apart: Iterable[frozenset[str]]) -> list[str]:
-    """The same peers on a circle where no two of ``apart`` are neighbours; empty where turning does not lead there."""
-    forbidden = set(apart)
-
-    def wrong(circle: Sequence[int]) -> int:
-        return sum(frozenset({order[here], order[there]}) in forbidden for here, there in steps(circle))
-
-    circle = turned_around(range(len(order)), wrong) if order else []
-    return [] if not order or wrong(circle) else [order[index] for index in circle]
-
-
 # ------------------------------------------------------------------------------------------------------ order of a ring
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """An order and what is known of it. ``joined_s`` is what the order of joining would take."""
-
-    order: tuple[str, ...]
-    seconds: float
-    joined_s: float
 
 
 class Costs:
     """What edges between two or more ``members`` (peer ids) cost, by index.
 
     Args:
-        total_bytes: of the array that is reduced. apart: pairs that must not be neighbours.
+        total_bytes: of the array that is reduced.
     """
 
-    def __init__(
-        self, members: Sequence[str], ways: Ways, *, total_bytes: int, apart: Iterable[frozenset[str]] = ()
-    ) -> None:
-        size, forbidden = len(members), set(apart)
+    def __init__(self, members: Sequence[str], ways: Ways, *, total_bytes: int) -> None:
+        size = len(members)
         each, chunk_bytes = 2 * (size - 1) / size, total_bytes / size
         piece_bytes = min(chunk_bytes, max(chunk_bytes / 4, 64 << 10))  # as a session cuts what a member owns
         self.transfer_s = [[0.0] * size for _ in members]
@@ -161,7 +139,7 @@ class Costs:
             for there, other in enumerate(members):
                 latency_s, bytes_s = ways.between(one, other, each * total_bytes)
                 self.hop_s[here][there] = each * latency_s + bytes_s * piece_bytes / max(total_bytes, 1)
-                self.transfer_s[here][there] = bytes_s + APART_S * (frozenset({one, other}) in forbidden)
+                self.transfer_s[here][there] = bytes_s
 
     def seconds(self, circle: Sequence[int]) -> float:
         """What an all-reduce over the circle takes."""
@@ -175,17 +153,17 @@ class Costs:
 
 
 def best_order(
-    members: Sequence[str], links: Links, *, total_bytes: int, apart: Iterable[frozenset[str]] = ()
-) -> Found | None:
-    """A fast order for an all-reduce of ``total_bytes``; it begins with ``members[0]``.
+    members: Sequence[str], links: Links, *, total_bytes: int
+) -> tuple[tuple[str, ...], float, float] | None:
+    """A fast order for an all-reduce of ``total_bytes``, its seconds and those of the order given.
 
-    The order given is kept where the other is not faster by more than ``MARGIN``. None where nothing is known of any
-    link, or where no order was found that keeps all pairs of ``apart`` from being neighbours.
+    It begins with ``members[0]``. The order given is kept where the other is not faster by more than ``MARGIN``. None
+    where nothing is known of any link.
     """
     ways = Ways(links, members)
     if len(members) < 2 or not ways.known:
         return None
-    costs = Costs(members, ways, total_bytes=total_bytes, apart=apart)
+    costs = Costs(members, ways, total_bytes=total_bytes)
     joined = list(range(len(members)))
     joined_s = costs.seconds(joined)
     edge_s = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(costs.transfer_s, costs.hop_s, strict=True)]
@@ -195,9 +173,7 @@ def best_order(
     seconds = costs.seconds(circle)
     if joined_s <= seconds * (1 + MARGIN):
         circle, seconds = joined, joined_s
-    if seconds >= APART_S:
-        return None
-    return Found(tuple(members[index] for index in circle), seconds, joined_s)
+    return tuple(members[index] for index in circle), seconds, joined_s
 
 
 # ----------------------------------------------------------------------------------------------- plan of a whole ring
@@ -215,33 +191,11 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What a step asks of the ring.
-
-    Attributes:
-        total_bytes: of the array that is reduced, as float32; 0 where it is not known.
-        compute_s: of a step, during which it can be exchanged; 0 where it is not known.
-    """
-
-    total_bytes: int = 0
-    compute_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """A measured edge of the ring, from ``left`` to its right neighbour."""
-
-    left: str
-    right: str
-    link: LinkQuality
-
-
-@dataclass(frozen=True, slots=True)
 class RingPlan:
     """``order`` is of peer ids; the others are as in ``ring.view.View``.
 
     Attributes:
-        slowest: the slowest measured edge of the order; None where none was measured.
+        measured: whether any edge of the order was.
         reason: why this order, and its slowest edge, for people; ``carriage_reason``: why these streams and this codec.
     """
 
@@ -249,7 +203,7 @@ class RingPlan:
     streams: int
     sub_chunk_bytes: int
     codec: str
-    slowest: Edge | None
+    measured: bool
     reason: str
     carriage_reason: str
 
@@ -258,37 +212,39 @@ def plan_ring(
     joined: Sequence[str],
     links: Links,
     wishes: Wishes,
-    load: Load,
+    total_bytes: int = 0,
+    compute_s: float = 0.0,
     *,
-    apart: Iterable[frozenset[str]] = (),
     name: Callable[[str], str] = str,
 ) -> RingPlan:
     """The plan for a ring of ``joined``, which is in the order that it has without any measurement.
 
     Args:
-        apart: pairs that cannot be neighbours; ``joined`` respects them as far as that is possible.
+        total_bytes: of the array that a step reduces, as float32; 0 where it is not known.
+        compute_s: of a step, during which it can be exchanged; 0 where it is not known.
         name: of a peer, for the reason.
     """
-    order, reason = _order(joined, links, wishes, load, set(apart))
-    slowest = slowest_edge(order, links)
+    order, reason = _order(joined, links, wishes, total_bytes)
+    left, right, slowest = slowest_edge(order, links)
     if slowest is not None:
-        reason += f"; slowest edge {name(slowest.left)} → {name(slowest.right)}: {described(slowest.link)}"
+        reason += f"; slowest edge {name(left)} → {name(right)}: {described(slowest)}"
     streams, streams_reason = _streams(slowest, wishes)
-    codec, codec_reason = _codec(slowest, wishes, load, len(order), streams)
+    codec, codec_reason = _codec(slowest, wishes, total_bytes, compute_s, len(order), streams)
     carriage_reason = f"{streams_reason}; {codec_reason}"
     # Over a far link a frame of 256 KiB costs nothing, and to store and forward it is no delay.
-    far = slowest is not None and not _is_near(slowest.link)
+    far = slowest is not None and not _is_near(slowest)
     sub_chunk_bytes = wishes.sub_chunk_bytes or (256 << 10 if far else 0)
-    return RingPlan(tuple(order), streams, sub_chunk_bytes, codec, slowest, reason, carriage_reason)
+    return RingPlan(tuple(order), streams, sub_chunk_bytes, codec, slowest is not None, reason, carriage_reason)
 
 
-def slowest_edge(order: Sequence[str], links: Links) -> Edge | None:
-    """Of the ring's edges that were measured, the one of least bandwidth, then of most latency; None where none was."""
-    if len(order) < 2:
-        return None
-    pairs = zip(order, [*order[1:], order[0]], strict=True)
-    edges = [Edge(left, right, link) for left, right in pairs if (link := known_link(links, left, right)) is not None]
-    return min(edges, key=lambda edge: (edge.link.bandwidth_bps or math.inf, -edge.link.latency_s), default=None)
+def slowest_edge(order: Sequence[str], links: Links) -> tuple[str, str, LinkQuality | None]:
+    """Of the ring's edges that were measured, the one of least bandwidth, then of most latency: from, to, and what was
+    measured; None where none was."""
+    pairs = zip(order, [*order[1:], *order[:1]], strict=True) if len(order) > 1 else ()
+    edges = [(left, right, link) for left, right in pairs if (link := known_link(links, left, right)) is not None]
+    if not edges:
+        return "", "", None
+    return min(edges, key=lambda edge: (edge[2].bandwidth_bps or math.inf, -edge[2].latency_s))
 
 
 def described(link: LinkQuality) -> str:
@@ -302,9 +258,7 @@ def described(link: LinkQuality) -> str:
     return f"{link.bandwidth_bps / 1e3:.3g} kbit/s, {latency}"
 
 
-def _order(
-    joined: Sequence[str], links: Links, wishes: Wishes, load: Load, apart: set[frozenset[str]]
-) -> tuple[Sequence[str], str]:
+def _order(joined: Sequence[str], links: Links, wishes: Wishes, total_bytes: int) -> tuple[Sequence[str], str]:
     if wishes.order == "joined":
         return joined, "order as they joined, as the profile says"
     if len(joined) < 3:
@@ -312,23 +266,20 @@ def _order(
     if len(joined) > MOST_MEMBERS:
         return joined, f"order as they joined: more than {MOST_MEMBERS} are not searched"
     # What a step sends hardly changes the order: 4 MiB where no worker has said.
-    found = best_order(joined, links, total_bytes=load.total_bytes or 4 << 20, apart=apart)
+    found = best_order(joined, links, total_bytes=total_bytes or 4 << 20)
     if found is None:
-        known = slowest_edge(joined, links) is not None
-        why = "no other was found that keeps apart those that cannot be neighbours"
-        return joined, f"order as they joined: {why if known else 'no link between them is measured'}"
-    if found.order == tuple(joined):
+        return joined, "order as they joined: no link between them is measured"
+    order, seconds, joined_s = found
+    if order == tuple(joined):
         return joined, "order as they joined: none is known to be much faster"
-    gain = found.joined_s / found.seconds
-    return found.order, f"order from measured links, {gain:.2g} times as fast as the order of joining"
+    return order, f"order from measured links, {joined_s / seconds:.2g} times as fast as the order of joining"
 
 
-def _streams(slowest: Edge | None, wishes: Wishes) -> tuple[int, str]:
+def _streams(link: LinkQuality | None, wishes: Wishes) -> tuple[int, str]:
     if wishes.streams:
         return wishes.streams, f"{_counted(wishes.streams)}, as the profile says"
-    if slowest is None:
+    if link is None:
         return 1, "1 stream: nothing is known of the links"
-    link = slowest.link
     if _is_near(link):
         return 1, "1 stream: the members are near each other"
     if link.bandwidth_bps is None or link.striped_bps is None:
@@ -350,19 +301,21 @@ def _counted(streams: int) -> str:
     return "1 stream" if streams == 1 else f"{streams} streams"
 
 
-def _codec(slowest: Edge | None, wishes: Wishes, load: Load, size: int, streams: int) -> tuple[str, str]:
+def _codec(
+    slowest: LinkQuality | None, wishes: Wishes, total_bytes: int, compute_s: float, size: int, streams: int
+) -> tuple[str, str]:
     if wishes.codec != "auto":
         return wishes.codec, f"codec {wishes.codec}, as the profile says"
-    if slowest is None or slowest.link.bandwidth_bps is None or not load.total_bytes:
+    if slowest is None or slowest.bandwidth_bps is None or not total_bytes:
         return "fp32", "codec fp32: nothing is known of the links, or of what a step sends"
     from ring.codecs.choice import choose_codec  # brings numpy, for which a seed has no other use
 
-    striped_bps = slowest.link.striped_bps if streams > 1 else None
+    striped_bps = slowest.striped_bps if streams > 1 else None
     codec, reason = choose_codec(
-        edge_bps=striped_bps or slowest.link.bandwidth_bps,
-        rtt_s=2 * (size - 1) * slowest.link.latency_s,
-        total_bytes=round(2 * (size - 1) / size * load.total_bytes),
-        compute_s=load.compute_s,
+        edge_bps=striped_bps or slowest.bandwidth_bps,
+        rtt_s=2 * (size - 1) * slowest.latency_s,
+        total_bytes=round(2 * (size - 1) / size * total_bytes),
+        compute_s=compute_s,
         error_budget=wishes.error_budget,
     )
     return codec, f"codec {codec}: {reason}"

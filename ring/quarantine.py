@@ -1,4 +1,4 @@
-"""Whom to keep out of the next view for a while, and which two apart. Pure; ``now`` is passed in.
+"""Whom to keep out of the next view for a while. Pure; ``now`` is passed in.
 
 Rules
     1. One back-off for all reasons: a peer that must sit out again before it was quiet for ten times as long as it sat
@@ -8,19 +8,18 @@ Rules
     3. When a second member contributes the same, the data is the cause; so it is when the same one does again and there
        is nobody else. Who sat out for it is absolved, and the next view is *lenient*: the step is applied if it is
        finite. If it is refused even then, nobody can compute it, and the job has failed.
-    4. A link that breaks twice without a committed step in between is avoided: the two are no neighbours any more, or
-       in a ring too small for that the suspect sits out. A death explains any break.
+    4. When a link breaks twice without a committed step in between, the suspect sits out. A death explains any break.
     5. A member that dies again and again is let in ever more rarely.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ring.coordination import Reports
-from ring.order import arranged
 
 CAUSES = frozenset({"contribution", "digest", "hop"})
 """Values of ``Report.cause`` that say that a step was refused."""
@@ -44,15 +43,6 @@ class Verdict:
     hopeless: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Out:
-    seconds: float
-    until: float
-
-    def forgiven(self, now: float) -> bool:
-        return now - self.until >= QUIET * max(self.seconds, FIRST_FALL_S)
-
-
 class Quarantine:
     """Remembers what is held against the peers of one job.
 
@@ -61,7 +51,6 @@ class Quarantine:
 
     Attributes:
         out: who should be in no view.
-        apart: pairs of peers that should not be neighbours.
         lenient: whether the next view applies an outlier.
         broken: whether the ring of the present view is.
         fallen: members of the present view that are gone, which explains any break; ``excused``: of those, who left
@@ -70,12 +59,11 @@ class Quarantine:
 
     def __init__(self, cooldown_s: float) -> None:
         self.out: set[str] = set()
-        self.apart: set[frozenset[str]] = set()
         self.lenient = self.broken = False
         self.fallen: set[str] = set()
         self.excused: set[str] = set()
         self._cooldown_s = cooldown_s
-        self._last: dict[str, _Out] = {}
+        self._last: dict[str, tuple[float, float]] = {}  # how long it sat out last, and until when
         self._first: tuple[str, str] | None = None  # reporter and suspect of a break; later ones are its wake
         self._strikes: Counter[frozenset[str]] = Counter()
         self._step = 0  # the one that was refused, counted as applied
@@ -85,25 +73,28 @@ class Quarantine:
 
     def next(self) -> list[float]:
         """When somebody may come back."""
-        return [self._last[peer_id].until for peer_id in self.out]
+        return [self._last[peer_id][1] for peer_id in self.out]
 
     def expire(self, now: float) -> None:
         """Whose time is over may come back; who was quiet for long is forgotten."""
-        self.out = {peer_id for peer_id in self.out if self._last[peer_id].until > now}
-        self._last = {key: last for key, last in self._last.items() if key in self.out or not last.forgiven(now)}
+        self.out = {peer_id for peer_id in self.out if self._last[peer_id][1] > now}
+        self._last = {key: last for key, last in self._last.items() if key in self.out or not self._forgiven(key, now)}
+
+    def _forgiven(self, peer_id: str, now: float) -> bool:
+        seconds, until = self._last.get(peer_id, (0.0, -math.inf))
+        return now - until >= QUIET * max(seconds, FIRST_FALL_S)
 
     def flaps(self, peer_id: str, now: float) -> float:
         """A member has died. Returns for how long it is not let in again: seconds, 0 for the first time."""
-        last = self._last.get(peer_id)
-        if last is None or last.forgiven(now):
-            self._last[peer_id] = _Out(0.0, now)
+        if self._forgiven(peer_id, now):
+            self._last[peer_id] = 0.0, now
             return 0.0
         return self._sits_out(peer_id, now, FIRST_FALL_S, max(FIRST_FALL_S, self._cooldown_s))
 
     def _sits_out(self, peer_id: str, now: float, first_s: float, most_s: float) -> float:
-        last = self._last.get(peer_id)
-        seconds = min(max(2 * last.seconds, first_s), most_s) if last and not last.forgiven(now) else first_s
-        self._last[peer_id] = _Out(seconds, now + seconds)
+        again = not self._forgiven(peer_id, now)
+        seconds = min(max(2 * self._last[peer_id][0], first_s), most_s) if again else first_s
+        self._last[peer_id] = seconds, now + seconds
         self.out.add(peer_id)
         return seconds
 
@@ -173,12 +164,8 @@ class Quarantine:
         if self._strikes[edge] < 2:
             return None
         del self._strikes[edge]
-        if len(survivors) > 3 and arranged(sorted(survivors), self.apart | {edge}):
-            self.apart.add(edge)
-            done = "they are no neighbours any more"
-        else:
-            done = self._excluded(suspect, name, now)
-        return Verdict("link", f"the link between {name(reporter)} and {name(suspect)} keeps breaking: {done}")
+        text = f"the link between {name(reporter)} and {name(suspect)} keeps breaking"
+        return Verdict("link", f"{text}: {self._excluded(suspect, name, now)}")
 
     def _excluded(self, suspect: str, name: Callable[[str], str], now: float) -> str:
         seconds = self._sits_out(suspect, now, self._cooldown_s, 600.0)
@@ -189,7 +176,3 @@ class Quarantine:
         self.broken, self._first = False, None
         self.fallen.clear()
         self.excused.clear()
-
-    def forget(self, peer_id: str) -> None:
-        """The peer is gone; another connection of it may have other links."""
-        self.apart = {edge for edge in self.apart if peer_id not in edge}

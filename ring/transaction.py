@@ -167,11 +167,11 @@ class Reduced:
 
 
 @dataclass(frozen=True, slots=True)
-class Voted:
-    """The tokens of all members, in rank order."""
+class Gathered:
+    """The tokens (of a vote), or the digests of the states (to confirm), of all members, in rank order."""
 
     ticket: int
-    tokens: tuple[bytes, ...]
+    parts: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +183,6 @@ class Broken:
     reason: str
     cause: str = ""
     beside: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Confirmed:
-    """The digests of all members' states, in rank order."""
-
-    ticket: int
-    digests: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +201,7 @@ class Wish:
 
 
 Event: TypeAlias = (
-    "Loaded | Unloaded | Torn | Followed | ViewArrived | Finished | Reduced | Voted | Broken | Confirmed"
-    " | Failed | Wish"
+    "Loaded | Unloaded | Torn | Followed | ViewArrived | Finished | Reduced | Gathered | Broken | Failed | Wish"
 )
 
 
@@ -378,8 +369,8 @@ class Transaction:
                 return self._view_arrived(view)
             case Broken():
                 return self._broken(event)
-            case Confirmed(ticket, digests) if ticket == self._ticket:
-                return self._confirmed(digests)
+            case Gathered(ticket, parts) if ticket == self._ticket:
+                return self._confirmed(parts) if self.phase is Phase.CONFIRMING else self._voted(parts)
             case Failed(reason):
                 return self._failed(reason)
             case Wish():
@@ -388,8 +379,6 @@ class Transaction:
                 return self._finished()
             case Reduced(ticket) if ticket == self._ticket:
                 return self._reduced(event)
-            case Voted(ticket, tokens) if ticket == self._ticket:
-                return self._voted(tokens)
         return []  # the late end of an abandoned activity
 
     def report(self, status: str, *, suspect: str = "", reason: str = "", cause: str = "", beside: str = "") -> Report:

@@ -19,13 +19,13 @@ from ring.transaction import (
     Broken,
     Compute,
     Confirm,
-    Confirmed,
     Disband,
     Event,
     Failed,
     Finished,
     Followed,
     Form,
+    Gathered,
     Heal,
     Instruction,
     Loaded,
@@ -39,7 +39,6 @@ from ring.transaction import (
     Unloaded,
     ViewArrived,
     Vote,
-    Voted,
     Wish,
 )
 from ring.view import View
@@ -480,7 +479,7 @@ class JobRunner:
         session = self._ready_session()
         with self._communicating(session):
             tokens = await session.all_gather(instruction.token, patience_s=self._patience_s())
-        self._handle(Voted(instruction.ticket, tuple(tokens)))
+        self._handle(Gathered(instruction.ticket, tuple(tokens)))
 
     @contextmanager
     def _communicating(self, session: RingSession) -> Iterator[None]:
@@ -500,7 +499,7 @@ class JobRunner:
     async def _confirm(self, instruction: Confirm) -> None:
         engine, session = self._ready_engine(), self._ready_session()
         digests = await self._between.compare(engine, session, patience_s=self._patience_s())
-        self._handle(Confirmed(instruction.ticket, digests))
+        self._handle(Gathered(instruction.ticket, digests))
 
     async def _boundary(self, instruction: Boundary) -> None:
         engine, session, applied = self._ready_engine(), self._ready_session(), instruction.applied

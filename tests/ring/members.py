@@ -11,10 +11,10 @@ from ring.transaction import (
     Boundary,
     Compute,
     Confirm,
-    Confirmed,
     Disband,
     Event,
     Finished,
+    Gathered,
     Heal,
     Instruction,
     Loaded,
@@ -100,7 +100,7 @@ class Member:
             return
         if isinstance(activity, Confirm):
             members = self.core.view.size if self.core.view else 0
-            self.handle(Confirmed(activity.ticket, (self.digest(),) * members))
+            self.handle(Gathered(activity.ticket, (self.digest(),) * members))
             return
         assert not isinstance(activity, Disband | Say | Record)
         self.handle(Finished(activity.ticket))

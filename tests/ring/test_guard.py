@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ring.token import LEAST_STEPS, Flag, Guard, Token, odd_ones_out, verdict
-from ring.transaction import Compute, Loaded, Reduce, Reduced, ViewArrived, Vote, Voted
+from ring.transaction import Compute, Gathered, Loaded, Reduce, Reduced, ViewArrived, Vote
 from tests.ring.members import ORIGIN, Member, digest_of, view
 
 TOKEN = Token(1, 5, Flag(0), 1.0, b"d" * 16, b"l" * 16, own=1.0, sent=7, received=7)
@@ -133,7 +133,7 @@ class Pair:
             assert isinstance(vote, Vote)
             votes.append(vote)
         for member, vote in zip(self.members.values(), votes, strict=True):
-            member.handle(Voted(vote.ticket, tuple(vote.token for vote in votes)))
+            member.handle(Gathered(vote.ticket, tuple(vote.token for vote in votes)))
             if member.activity is not None:
                 member.finish()  # the optimizer
                 member.finish()  # the boundary

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from ring.order import (
     Costs,
     LinkQuality,
-    Load,
     Ways,
     Wishes,
     best_order,
@@ -61,12 +60,12 @@ def test_an_order_is_of_all_members_costs_what_it_says_and_is_no_worse_than_the_
     members, links = ring
     found = best_order(members, links, total_bytes=total_bytes)
     assert found is not None
-    assert sorted(found.order) == members
-    assert found.order[0] == members[0]
+    assert sorted(found[0]) == members
+    assert found[0][0] == members[0]
     assert best_order(members, links, total_bytes=total_bytes) == found
     costs = costs_of(members, links, total_bytes)
-    assert found.seconds == costs.seconds([members.index(member) for member in found.order])
-    assert found.seconds <= found.joined_s == costs.seconds(range(len(members)))
+    assert found[1] == costs.seconds([members.index(member) for member in found[0]])
+    assert found[1] <= found[2] == costs.seconds(range(len(members)))
 
 
 @pytest.mark.parametrize("size", [4, 6, 7])
@@ -78,7 +77,7 @@ def test_where_links_follow_from_places_the_order_is_nearly_the_best(size, total
         assert found is not None
         costs = costs_of(members, links, total_bytes)
         least_s = min(costs.seconds((0, *rest)) for rest in itertools.permutations(range(1, size)))
-        assert found.seconds <= 1.1 * least_s
+        assert found[1] <= 1.1 * least_s
 
 
 @pytest.mark.parametrize("size", [20, 64, 128])
@@ -87,9 +86,9 @@ def test_large_rings_cross_between_sites_no_more_than_needed(size):
     found = best_order(names(size), links, total_bytes=1 << 26)
     assert found is not None
     assert best_order(names(size), links, total_bytes=1 << 26) == found
-    between = [pair for pair in edges(found.order) if (known_link(links, *pair) or LinkQuality(0)).latency_s > 0.001]
+    between = [pair for pair in edges(found[0]) if (known_link(links, *pair) or LinkQuality(0)).latency_s > 0.001]
     assert len(between) <= 4  # three sites can be visited over three links
-    assert found.seconds < 0.8 * found.joined_s
+    assert found[1] < 0.8 * found[2]
 
 
 def edges(circle: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -102,7 +101,7 @@ def test_a_slow_edge_is_left_out_whichever_way_it_was_measured():
     links["p0", "p1"] = links["p1", "p0"] = LinkQuality(1e-3, 1e7)
     found = best_order(members, links, total_bytes=1 << 24)
     assert found is not None
-    assert found.order == ("p0", "p2", "p1", "p3")
+    assert found[0] == ("p0", "p2", "p1", "p3")
     del links["p0", "p1"]  # it is still known the other way round
     assert best_order(members, links, total_bytes=1 << 24) == found
 
@@ -113,7 +112,7 @@ def test_where_one_direction_is_slow_the_ring_goes_the_other_way():
     links["p0", "p1"] = LinkQuality(1e-3, 1e7)
     found = best_order(members, links, total_bytes=1 << 24)
     assert found is not None
-    assert found.order == ("p0", "p2", "p1")
+    assert found[0] == ("p0", "p2", "p1")
 
 
 def test_an_order_that_is_hardly_better_is_not_taken():
@@ -123,22 +122,7 @@ def test_an_order_that_is_hardly_better_is_not_taken():
         links["p0", "p1"] = links["p1", "p0"] = LinkQuality(0.0, 1e9 / (1 + gain))
         found = best_order(members, links, total_bytes=1 << 26)
         assert found is not None
-        assert (found.order != tuple(members)) == taken
-
-
-@given(rings(least=3), st.data())
-def test_those_that_cannot_reach_each_other_are_no_neighbours(ring, data):
-    members, links = ring
-    pairs = [frozenset(pair) for pair in itertools.combinations(members, 2)]
-    apart = data.draw(st.sets(st.sampled_from(pairs)))
-    found = best_order(members, links, total_bytes=1 << 22, apart=apart)
-    possible = any(
-        not apart & {frozenset(edge) for edge in edges((members[0], *rest))}
-        for rest in itertools.permutations(members[1:])
-    )
-    if found is not None:
-        assert possible
-        assert not apart & {frozenset(edge) for edge in edges(found.order)}
+        assert (found[0] != tuple(members)) == taken
 
 
 def test_a_bandwidth_that_is_not_known_is_taken_from_the_way_back():
@@ -161,18 +145,18 @@ def mesh(members: str, link: LinkQuality) -> dict[tuple[str, str], LinkQuality]:
 
 
 def test_without_measurements_all_is_as_it_was():
-    plan = plan_ring("abc", {}, Wishes(), Load())
+    plan = plan_ring("abc", {}, Wishes())
     assert (plan.order, plan.streams, plan.sub_chunk_bytes, plan.codec) == (("a", "b", "c"), 1, 0, "fp32")
-    assert plan.slowest is None
+    assert not plan.measured
     assert plan.reason == "order as they joined: no link between them is measured"
     assert plan.carriage_reason == "1 stream: nothing is known of the links; codec fp32, as the profile says"
-    assert plan_ring("a", {}, AUTO, Load(1 << 20)).codec == "fp32"
+    assert plan_ring("a", {}, AUTO, 1 << 20).codec == "fp32"
 
 
 def test_what_the_profile_says_is_taken():
     links = mesh("abcd", NEAR) | {("a", "b"): FAR, ("b", "a"): FAR}
     wishes = Wishes("joined", 3, 8192, "int8")
-    plan = plan_ring("abcd", links, wishes, Load(1 << 22))
+    plan = plan_ring("abcd", links, wishes, 1 << 22)
     assert (plan.order, plan.streams, plan.sub_chunk_bytes, plan.codec) == (tuple("abcd"), 3, 8192, "int8")
     assert plan.reason == "order as they joined, as the profile says; slowest edge a → b: 50 Mbit/s, 50 ms"
     assert plan.carriage_reason == "3 streams, as the profile says; codec int8, as the profile says"
@@ -192,27 +176,24 @@ def test_what_the_profile_says_is_taken():
     ],
 )
 def test_streams_are_as_many_as_the_slowest_edge_has_use_for(link, streams, why):
-    plan = plan_ring("ab", {("a", "b"): link}, Wishes(), Load())
+    plan = plan_ring("ab", {("a", "b"): link}, Wishes())
     assert plan.streams == streams
     assert plan.carriage_reason.startswith(why)
 
 
 def test_the_codec_follows_from_the_edge_the_load_and_the_budget():
-    load = Load(100 << 20, compute_s=0.5)
-    assert plan_ring("ab", mesh("ab", NEAR), AUTO, Load(1 << 20, compute_s=0.5)).codec == "fp32"
-    plan = plan_ring("ab", mesh("ab", FAR), AUTO, load)
+    load = (100 << 20, 0.5)
+    assert plan_ring("ab", mesh("ab", NEAR), AUTO, 1 << 20, 0.5).codec == "fp32"
+    plan = plan_ring("ab", mesh("ab", FAR), AUTO, *load)
     assert plan.codec == "int8"
     assert plan.carriage_reason.startswith("1 stream: it fills the link; codec int8: int8 takes ")
-    assert plan_ring("ab", mesh("ab", FAR), Wishes(codec="auto", error_budget=0.0), load).codec == "fp32"
-    unknown = plan_ring("ab", mesh("ab", FAR), AUTO, Load())
+    assert plan_ring("ab", mesh("ab", FAR), Wishes(codec="auto", error_budget=0.0), *load).codec == "fp32"
+    unknown = plan_ring("ab", mesh("ab", FAR), AUTO)
     assert unknown.codec == "fp32"
     assert unknown.carriage_reason.endswith("codec fp32: nothing is known of the links, or of what a step sends")
 
 
 def test_the_slowest_edge_is_one_of_the_circle():
     links = {("a", "b"): NEAR, ("c", "a"): FAR, ("b", "d"): LinkQuality(1.0, 1.0)}
-    edge = slowest_edge("abc", links)
-    assert edge is not None
-    assert (edge.left, edge.right, edge.link) == ("c", "a", FAR)
-    assert slowest_edge("abc", {}) is None
-    assert slowest_edge("a", links) is None
+    assert slowest_edge("abc", links) == ("c", "a", FAR)
+    assert slowest_edge("abc", {}) == slowest_edge("a", links) == ("", "", None)

@@ -117,7 +117,8 @@ def test_the_order_from_measured_links_is_nearly_the_best_of_all(weather: Weathe
     assert len(circles) == 12  # the links are alike both ways, so each circle stands for two
     seconds = {circle: run_virtual(reduced_s(weather, circle)) for circle in circles}
     best_s, joined_s = min(seconds.values()), seconds[tuple(PEERS)]
-    chosen = found.order if found.order[1] < found.order[-1] else (found.order[0], *found.order[:0:-1])
+    order = found[0]
+    chosen = order if order[1] < order[-1] else (order[0], *order[:0:-1])
     print(
         f"best {best_s:.3f} s, chosen {seconds[chosen]:.3f}, joined {joined_s:.3f}, worst {max(seconds.values()):.3f}"
     )

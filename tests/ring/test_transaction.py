@@ -18,9 +18,9 @@ from ring.transaction import (
     Broken,
     Compute,
     Confirm,
-    Confirmed,
     Failed,
     Form,
+    Gathered,
     Heal,
     Loaded,
     Phase,
@@ -30,7 +30,6 @@ from ring.transaction import (
     Unloaded,
     ViewArrived,
     Vote,
-    Voted,
     Wish,
 )
 from tests.ring.members import ORIGIN, Member, digest_of, view
@@ -49,7 +48,7 @@ def run_step(member: Member, generation: int) -> None:
     reduce_(member, generation)
     vote = member.activity
     assert isinstance(vote, Vote)
-    member.handle(Voted(vote.ticket, (vote.token,)))
+    member.handle(Gathered(vote.ticket, (vote.token,)))
     member.finish()
 
 
@@ -99,7 +98,7 @@ def test_a_break_while_applying_waits_for_the_optimizer() -> None:
     reduce_(member, 1)
     vote = member.activity
     assert isinstance(vote, Vote)
-    member.handle(Voted(vote.ticket, (vote.token, vote.token)))
+    member.handle(Gathered(vote.ticket, (vote.token, vote.token)))
     member.handle(Broken(1, "b", "died"))
     assert member.core.phase is Phase.APPLYING
     member.finish()
@@ -139,7 +138,7 @@ def test_a_member_that_differs_stops_the_commit_and_is_named(name: str) -> None:
     assert isinstance(vote, Vote)
     token = Token.decode_untrusted(vote.token)
     changed = {"digest": b"x" * 16, "lineage": b"y" * 16, "step": 9, "generation": 9}
-    member.handle(Voted(vote.ticket, (vote.token, replace(token, **{name: changed[name]}).encode())))  # type: ignore[arg-type]
+    member.handle(Gathered(vote.ticket, (vote.token, replace(token, **{name: changed[name]}).encode())))  # type: ignore[arg-type]
     report = member.said[-1]
     assert (report.status, report.suspect, report.applied, report.prepared) == ("broken", "b", 0, 0)
     assert name in report.reason
@@ -155,7 +154,7 @@ def voted(wish: Flag, *, peers: Sequence[str] = ("a", "b"), steps_total: int = 3
     reduce_(member, 1)
     vote = member.activity
     assert isinstance(vote, Vote)
-    member.handle(Voted(vote.ticket, (vote.token, vote.token)))
+    member.handle(Gathered(vote.ticket, (vote.token, vote.token)))
     assert isinstance(member.activity, Apply)
     return member
 
@@ -171,9 +170,9 @@ def confirming(peers: Sequence[str] = ("a", "b"), *, steps_total: int = 3) -> tu
 
 def test_a_member_whose_state_drifted_loads_another_and_heals() -> None:
     member, confirm = confirming(["b", "a"])
-    member.handle(Confirmed(confirm.ticket - 1, (b"x", b"y")))
+    member.handle(Gathered(confirm.ticket - 1, (b"x", b"y")))
     assert member.activity is confirm, "what belongs to another activity changes nothing"
-    member.handle(Confirmed(confirm.ticket, (b"x", b"y")))
+    member.handle(Gathered(confirm.ticket, (b"x", b"y")))
     assert isinstance(member.activity, Reload)
     assert not member.core.may_give
     member.finish()
@@ -182,13 +181,13 @@ def test_a_member_whose_state_drifted_loads_another_and_heals() -> None:
 
 def test_a_step_is_saved_only_when_all_have_sent_their_digests() -> None:
     member, confirm = confirming()
-    member.handle(Confirmed(confirm.ticket, (b"x", b"x")))
+    member.handle(Gathered(confirm.ticket, (b"x", b"x")))
     assert [(item.applied, item.save) for item in member.boundaries] == [(1, True)]
     member, confirm = confirming()
     member.handle(Broken(1, "b", "died"))
     assert member.boundaries == []
     assert (member.said[-1].status, member.said[-1].applied) == ("broken", 1)
-    member.handle(Confirmed(confirm.ticket, (b"x", b"x")))
+    member.handle(Gathered(confirm.ticket, (b"x", b"x")))
     assert member.boundaries == []
 
 

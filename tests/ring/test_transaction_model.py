@@ -26,8 +26,8 @@ from ring.transaction import (
     Broken,
     Compute,
     Confirm,
-    Confirmed,
     Form,
+    Gathered,
     Heal,
     Loaded,
     Phase,
@@ -36,7 +36,6 @@ from ring.transaction import (
     Reload,
     ViewArrived,
     Vote,
-    Voted,
     Wish,
 )
 from ring.view import View
@@ -139,12 +138,12 @@ class Cluster:
             case Vote(ticket=ticket):
                 assert current is not None
                 tokens = self.tokens[(current.generation, member.core.applied)]
-                member.handle(Voted(ticket, tuple(tokens[item.peer_id] for item in current.members)))
+                member.handle(Gathered(ticket, tuple(tokens[item.peer_id] for item in current.members)))
                 self.rejections += member.said[-1].cause != ""
             case Confirm(ticket=ticket, applied=applied):
                 assert current is not None
                 digests = self.digests[(current.generation, applied)]
-                member.handle(Confirmed(ticket, tuple(digests[item.peer_id] for item in current.members)))
+                member.handle(Gathered(ticket, tuple(digests[item.peer_id] for item in current.members)))
             case Heal():
                 assert current is not None
                 donors = [item.peer_id for item in current.members if self.is_donor(item.peer_id, current)]
