@@ -332,9 +332,7 @@ class JobObserver:
 
     Attributes:
         rows, views, told: in order of arrival; a row that is told again is not kept again.
-        metrics: of each step, as it was told last.
         saved: checkpoints by id.
-        peers: by name, as the present connection has told.
         joined_rtt_ms: the first round trip that was told of each worker's connection: most likely the one that the seed
             measured as it joined, from which its deadlines follow.
     """
@@ -344,9 +342,7 @@ class JobObserver:
         self.rows: list[Row] = []
         self.views: list[Seen] = []
         self.told: list[tuple[float, EventInfo]] = []
-        self.metrics: dict[int, MetricRow] = {}
         self.saved: dict[str, CheckpointInfo] = {}
-        self.peers: dict[str, PeerInfo] = {}
         self.names: dict[str, str] = {}
         self.joined_rtt_ms: dict[tuple[str, float], float] = {}
         self._connect = connect
@@ -418,7 +414,6 @@ class JobObserver:
                 await asyncio.sleep(AGAIN_S)
             finally:
                 self._client = None
-                self.peers.clear()
                 await client.close()
 
     def take(self, job: str, item: Record, now: float) -> None:
@@ -430,7 +425,6 @@ class JobObserver:
                 if self.members and (not self.views or (self.views[-1].generation, self.views[-1].members) != view):
                     self.views.append(Seen(now, *view))
             case MetricRow() if item.job == job:
-                self.metrics[item.step] = item
                 key = (item.step, item.generation or 0)
                 if key not in self._seen_rows:
                     self._seen_rows.add(key)
@@ -440,7 +434,7 @@ class JobObserver:
                     self._last_event = item.id
                     self.told.append((now, item))
             case PeerInfo():
-                self.peers[item.name], self.names[item.id] = item, item.name
+                self.names[item.id] = item.name
                 self.joined_rtt_ms.setdefault((item.id, item.joined_at), item.rtt_ms or 0.0)
             case CheckpointInfo() if item.job == job:
                 self.saved.setdefault(item.id, item)  # what came first has the time of its end

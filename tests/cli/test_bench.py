@@ -17,7 +17,7 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.cli.bench import runner
-from p2ptrain.cli.bench.commands import ITEM_BYTES, adapted
+from p2ptrain.cli.bench.commands import ITEM_BYTES
 from p2ptrain.cli.bench.generate import GeneratePlan, Text, _conclude, _texts
 from p2ptrain.cli.bench.network import AllReducePlan, RingPlan, measure_allreduce
 from p2ptrain.cli.bench.pipeline import PipelinePlan, measure_pipeline
@@ -34,17 +34,11 @@ from p2ptrain.cli.bench.report import (
 from p2ptrain.cli.bench.sockets import SocketRing, Traffic, make_credentials
 from p2ptrain.cli.bench.training import (
     DDP,
-    LAYERS,
     RING,
-    STATE_BYTES,
     USUAL,
-    WARM_STEPS,
     StepPlan,
     add_block,
-    added,
     conclude,
-    save_cases,
-    settings_for,
 )
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConnectionLost, JobFailed, ResourceError, UserError
@@ -52,7 +46,6 @@ from ring import dtypes
 from ring.schedule import Costs, Schedule, simulate
 from roles.timed_model import text_after
 from wire.credentials import Credentials
-from wire.records import CheckpointInfo, MetricRow
 
 Command = Callable[..., Any]
 
@@ -339,64 +332,6 @@ def test_what_exact_sums_cost_is_told_beside_the_usual_mode() -> None:
     assert "exact sums: a step takes 1.50 times as long as in the usual mode" in report.notes
 
 
-# --------------------------------------------------------------------------------------------------------------- save
-
-
-def rows_of(seconds: list[float]) -> dict[int, MetricRow]:
-    """Steps from 1 on, told as they end."""
-    wall, made = 1000.0, {}
-    for number, each_s in enumerate(seconds, 1):
-        wall += each_s
-        made[number] = MetricRow("j", number, wall, step_ms=1e3 * each_s)
-    return made
-
-
-def a_save(step: int, end_wall: float) -> list[CheckpointInfo]:
-    return [CheckpointInfo(who, "j", step, "/", "1", who, "", 500, end_wall) for who in "ab"]
-
-
-def test_a_save_is_compared_with_the_steps_around_it() -> None:
-    # steps to warm up, 3 quiet ones, a save of the step before the next, 3 that overlap it, 3 quiet ones
-    rows = rows_of([9.0] * WARM_STEPS + [1.0] * 3 + [1.6, 1.1, 1.2] + [1.0] * 3)
-    of = WARM_STEPS + 3
-    (case,) = save_cases(rows, [a_save(of, rows[of + 3].wall - 0.5)])
-    assert case.contenders["with"].seconds == pytest.approx([1.6, 1.1, 1.2])
-    assert case.contenders["without"].seconds == pytest.approx([1.0] * 6)
-    assert case.facts["added"] == pytest.approx(0.3)
-    assert case.facts["writing_s"] == pytest.approx(1.6 + 1.1 + 0.7)
-    assert added([case]) is None, "the first one does not count"
-    assert added([case] * 2) == pytest.approx(0.3)
-
-
-def test_a_step_that_another_save_disturbs_is_not_quiet() -> None:
-    rows = rows_of([1.0] * 12)
-    first, second = save_cases(rows, [a_save(6, rows[9].wall), a_save(8, rows[9].wall + 0.5)])
-    assert [len(first.contenders[name].seconds) for name in ("with", "without")] == [3, 6 - WARM_STEPS]
-    assert [len(second.contenders[name].seconds) for name in ("with", "without")] == [2, 2]
-
-
-def test_a_save_without_anything_beside_it_is_none() -> None:
-    rows = rows_of([1.0] * 6)
-    assert save_cases(rows, [a_save(WARM_STEPS, rows[6].wall)]) == []
-    assert save_cases({}, [a_save(4, 1.0)]) == []
-
-
-@pytest.mark.parametrize("size_bytes", [1 << 20, 100 << 20, 500 << 20, 5 << 30])
-def test_a_model_has_about_the_size_that_was_asked_for(size_bytes: int) -> None:
-    model = adapted("tiny", [], settings_for(size_bytes), {}).model  # which checks that all fit together
-    width = model.hidden_size
-    layer_numel = 4 * width**2 + 3 * width * model.intermediate_size + 2 * width
-    state_bytes = STATE_BYTES * (LAYERS * layer_numel + 257 * width)
-    assert state_bytes == pytest.approx(size_bytes, rel=0.1 if size_bytes >= 50 << 20 else 0.5)
-
-
-def test_a_person_may_change_what_a_measurement_wants_and_not_what_it_must_have() -> None:
-    wanted = {"batch.micro_batches": 16, "device.threads": 1}
-    made = adapted("tiny", ["batch.micro_batches=4"], wanted, {"job.steps": 7})
-    assert (made.batch.micro_batches, made.device.threads, made.job.steps) == (4, 1, 7)
-    assert adapted("tiny", ["job.steps=9"], {}, {"job.steps": 7}).job.steps == 7
-
-
 # ----------------------------------------------------------------------------------------------------------- pipeline
 
 
@@ -520,9 +455,6 @@ def test_a_generation_is_held_against_its_goals() -> None:
         (("allreduce", "--csv", "/nowhere/a.csv"), "no place for a file"),
         (("step", "--workers", "9"), "9 workers cannot share the 8 micro-batches"),
         (("step", "--profile", "none-such"), "none-such"),
-        (("save", "--size", "much"), "is no size"),
-        (("save", "--state", "/nowhere/at/all"), "is no directory"),
-        (("save", "--size", "1M", "--set", "no.such=1"), "no.such"),
         (("generate", "--drafter", "/nowhere"), "a real drafter is for a real verifier"),
         (("generate", "--verifier", "/nowhere"), "holds no model"),
         (("generate", "--alpha", "1.5"), "no list of numbers from 0 to 1"),
@@ -545,7 +477,6 @@ def test_a_bad_argument_is_refused_before_anything_starts(
     [
         (("allreduce", "--sizes", "4K,900G"), r"2 peers with tensors of 921,600 MiB need [\d.]+ GiB, [\d.]+ GiB are f"),
         (("pipeline", "--payload", "900G"), "payloads of 900 GiB need"),
-        (("save", "--size", "900G"), "2 workers with checkpoints of 900 GiB need"),
     ],
 )
 def test_memory_that_is_not_there(command: Command, arguments: tuple[str, ...], words: str) -> None:

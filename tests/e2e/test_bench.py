@@ -114,19 +114,6 @@ async def test_a_member_that_dies_is_told(machine: Any) -> None:
 
 
 @pytest.mark.slow
-async def test_checkpoints_beside_the_steps_around_them(machine: Any) -> None:
-    sets = machine.settings(checkpoint__every=0, validation__every=0)
-    arguments = ("--size", "100K", "--saves", "2", "--quiet", "2", "--json", "-", "--state", str(machine.root), *sets)
-    found = (await document(await machine.start("bench", "save", *arguments)))["results"]
-    assert [case["label"] for case in found] == ["first", "save 1", "save 2"]
-    for case in found:
-        assert case["writing_s"] > 0
-        assert case["contenders"]["with"]["seconds"]
-        assert len(case["contenders"]["without"]["seconds"]) >= 3
-    assert list(machine.root.glob("p2ptrain-bench-*")) == []
-
-
-@pytest.mark.slow
 async def test_a_far_drafter_beside_none_and_one_that_is_killed(machine: Any) -> None:
     """Texts are checked against the known one. How fast they come is another day's question."""
     times = ("--pass-ms", "4", "--draft-ms", "0.5", "--tokens", "24", "--texts", "1")
@@ -143,11 +130,10 @@ async def test_a_real_pair_and_a_split_model_beside_transformers(machine: Any, t
     for name, layers in (("big", 2), ("small", 1)):
         build_model(tiny(layers=layers), 256, seed=1).save_pretrained(tmp_path / name)
         Tokenizer.of_bytes().save(tmp_path / name)
-    models = ("--verifier", str(tmp_path / "big"), "--drafter", str(tmp_path / "small"), "--split", "2", "--kill")
+    models = ("--verifier", str(tmp_path / "big"), "--drafter", str(tmp_path / "small"), "--split", "2")
     options = ("--tokens", "12", "--texts", "2", "--rtt", "0", "--json", "-")
     found = await document(await machine.start("bench", "generate", *models, *options))
     (case,) = found["results"]
     assert set(case["contenders"]) == {"alone", "ahead", "transformers", "assisted"}
     assert case["differ"] == 0, "fp32 parts compute what the whole does"
     assert case["rest_a_hop_s"] is not None
-    assert [(kill["victim"], kill["alike"]) for kill in case["kills"]] == [("worker-1", True), ("worker-2", True)]

@@ -67,16 +67,19 @@ async def test_workers_join_and_are_killed_in_mid_run_and_the_loss_is_that_of_on
 
 
 async def test_everything_killed_at_once_goes_on_from_the_newest_good_checkpoint(machine: Any) -> None:
-    steps = 400
-    sets = machine.settings(job__steps=steps)
+    sets = machine.settings(job__steps=1000)
     processes = [await machine.seed(*sets), await machine.join(), await machine.join()]
-    await machine.job_until(at(55))
+
+    def saved_by(slot: int) -> list[Path]:
+        return sorted(machine.root.glob(f"worker-{slot}/jobs/*/checkpoints/step-*"))
+
+    await machine.job_until(lambda item: len(saved_by(1)) >= 2 and len(saved_by(2)) >= 2)
     for process in processes:
         process.process.kill()
     for process in processes:
         await process.end()
     for slot in (1, 2):  # where writing takes longer than from one to the next, one is left out
-        saved = sorted(machine.root.glob(f"worker-{slot}/jobs/*/checkpoints/step-*"))
+        saved = saved_by(slot)
         weights = saved[-1] / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-100])
         if slot == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,6 @@ from p2ptrain.cli.runtime import ProfileOption, SetOption, run
 from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
 
 if TYPE_CHECKING:
-    from configs.schema import Profile
     from p2ptrain.cli.bench.report import Report
     from p2ptrain.cli.bench.runner import Bench
 
@@ -23,7 +22,6 @@ app = new_typer(
     "beat."
 )
 
-ENDLESS_STEPS = 1_000_000  # it trains until enough was seen
 SIZES, LINK_SIZES = "4K,64K,1M,16M,64M,256M", "64K,1M,4M"
 """The largest one takes half a second at 100 Mbit/s."""
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
@@ -180,50 +178,6 @@ def link(
 
 
 @app.command()
-def save(
-    size: Annotated[
-        str, typer.Option("--size", metavar="SIZE", help="Of a checkpoint, about: parameters and optimizer.")
-    ] = "500M",
-    workers: Annotated[
-        int, typer.Option("--workers", "-n", metavar="N", min=1, max=16, help="Of one CPU thread each.")
-    ] = 2,
-    saves: Annotated[int, typer.Option("--saves", metavar="N", min=1, max=1000, help="How many checkpoints.")] = 5,
-    quiet: Annotated[
-        int, typer.Option("--quiet", metavar="N", min=1, max=1000, help="Undisturbed steps before and after each.")
-    ] = 8,
-    sets: SetOption = [],  # noqa: B006 - Typer copies it
-    state: Annotated[
-        Path | None,
-        typer.Option(
-            "--state", metavar="DIR", help="Write there, in a directory of its own; default: a temporary one."
-        ),
-    ] = None,
-    json_to: JsonTo = "",
-    csv_to: CsvTo = "",
-) -> None:
-    """What a checkpoint adds to the steps it overlaps.
-
-    A cluster of real processes trains a model whose checkpoint has that size, and saves again and again. The steps
-    that a save overlaps are compared with the undisturbed ones before and after it. The first save is told apart.
-
-    \b
-    Examples:
-      p2ptrain bench save
-      p2ptrain bench save --size 100M --saves 10 --state /mnt/disk
-    """
-    from p2ptrain.cli.bench.training import KEPT, SavePlan, check_room, measure_saves, settings_for
-    from p2ptrain.core.texts import size_of
-
-    size_bytes = size_of(size)
-    check_room(size_bytes, workers, state)
-    wanted = settings_for(size_bytes) | {"batch.micro_batches": max(4, workers), "batch.micro_batch_sequences": 1}
-    wanted |= {"device.threads": 1, "validation.every": 0, "checkpoint.copies": workers, "checkpoint.keep": KEPT}
-    must = {"job.workers": workers, "job.steps": ENDLESS_STEPS, "checkpoint.every": 0}
-    plan = SavePlan(adapted("tiny", sets, wanted, must), saves, quiet)
-    _measure(plan.report(), lambda bench, report: measure_saves(bench, plan, report), json_to, csv_to, state)
-
-
-@app.command()
 def pipeline(
     stages: Annotated[
         int, typer.Option("--stages", "-n", metavar="N", min=2, max=16, help="Processes, on the loopback.")
@@ -367,14 +321,13 @@ def _measure(
     work: Callable[[Bench, Report], Coroutine[Any, Any, None]],
     json_to: str,
     csv_to: str,
-    parent: Path | None = None,
 ) -> None:
     """Do the work and publish what it found; leave as one that was interrupted, where it was."""
     from p2ptrain.cli.bench.report import check_targets
     from p2ptrain.cli.bench.runner import conduct
 
     check_targets(json_to, csv_to)
-    run(conduct(report, lambda bench: work(bench, report), parent), children=True)
+    run(conduct(report, lambda bench: work(bench, report)), children=True)
     report.publish(json_to, csv_to)
     if not report.complete:
         raise typer.Exit(EXIT_INTERRUPTED)
@@ -388,15 +341,3 @@ def _check_names(link: str, codec: str) -> None:
     codec_named(codec)
     if link:
         preset_named(link)
-
-
-def adapted(name: str, sets: list[str], wanted: Mapping[str, object], must: Mapping[str, object]) -> Profile:
-    """The profile, with what a measurement wants where the person said nothing else, and what it must have.
-
-    Raises ``ConfigError``, ``UserError``.
-    """
-    from configs.loader import is_shipped, load
-
-    sources = load(name, os.environ, sets).sources
-    mine = {key: value for key, value in wanted.items() if is_shipped(sources[key])} | dict(must)
-    return load(name, os.environ, [*sets, *(f"{key}={value}" for key, value in mine.items())]).profile

@@ -77,18 +77,14 @@ class Bench:
             await asyncio.gather(*(child.ended(0.4) for child in children))
 
 
-async def conduct(
-    report: Report, work: Callable[[Bench], Coroutine[Any, Any, None]], parent: Path | None = None
-) -> None:
-    """Do the work, which fills the report. Ctrl+C ends it, and ``report.complete`` is False then.
-
-    Args:
-        parent: where a directory of the run is made; None: the system's for temporary files. It is left on failure.
+async def conduct(report: Report, work: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
+    """Do the work, which fills the report. Ctrl+C ends it, and ``report.complete`` is False then. On failure the run's
+    directory stays.
 
     Raises ``P2PTrainError``.
     """
     console, stop = stoppable()
-    bench = Bench(console, stop, Path(tempfile.mkdtemp(prefix="p2ptrain-bench-", dir=parent)))
+    bench = Bench(console, stop, Path(tempfile.mkdtemp(prefix="p2ptrain-bench-")))
     report.complete = False
 
     async def all_of_it() -> bool:
@@ -204,9 +200,9 @@ def check_peers(peers: int, what: str = "peers") -> None:
         raise UserError(f"{peers} {what}: this compares rings of 2 to {MOST_PEERS}", remedy=remedy)
 
 
-def check_fits(what: str, need_bytes: int, available_bytes: int | None = None) -> None:
-    """Raises ``ResourceError``. ``available_bytes``: None: of memory."""
-    available_bytes = _available_bytes() if available_bytes is None else available_bytes
+def check_fits(what: str, need_bytes: int) -> None:
+    """Raises ``ResourceError`` where so much memory is not free."""
+    available_bytes = _available_bytes()
     if need_bytes > available_bytes:
         raise ResourceError(
             f"{what} need {need_bytes / 2**30:.1f} GiB, {available_bytes / 2**30:.1f} GiB are free",

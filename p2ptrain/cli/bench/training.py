@@ -1,5 +1,4 @@
-"""``bench step``: training steps of this project and of DistributedDataParallel, block by block in turn; and ``bench
-save``: what a checkpoint adds to the steps that it overlaps.
+"""``bench step``: training steps of this project and of DistributedDataParallel, block by block in turn.
 
 What a worker does in a step is done here by the same parts: engine, strategy, ring, the vote of the tokens, the commit.
 Only the seed is not there, which is not on the path of a step.
@@ -7,24 +6,16 @@ Only the seed is not there, which is not on the path of a step.
 
 from __future__ import annotations
 
-import asyncio
 import math
-import os
-import shutil
-import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.schema import Profile
 from p2ptrain.cli.bench.network import RingPlan, form_ring, open_gloo
 from p2ptrain.cli.bench.report import Case, Contender, Report, human_duration, human_size, mean, per_cent, times
-from p2ptrain.cli.bench.runner import MEMBER_BYTES, Bench, Members, check_fits
-from p2ptrain.cli.local_cluster import JobObserver, LocalCluster
-from p2ptrain.core.errors import DeadlineExceeded, JobFailed, UserError
+from p2ptrain.cli.bench.runner import Bench, Members
+from p2ptrain.core.errors import JobFailed
 from ring.session import RingSession
 from ring.token import Flag, Token, difference, first_lineage, next_lineage
 from ring.view import shares
@@ -33,7 +24,6 @@ from roles.engine import Engine
 from roles.strategies.interface import Strategy
 from roles.strategies.pipeline import strategy_of
 from roles.worker.build import engine_builder, trainer_arguments
-from wire.records import CheckpointInfo, MetricRow
 
 if TYPE_CHECKING:
     from p2ptrain.compute.rivals import DdpTrainer, GlooGroup
@@ -228,145 +218,3 @@ class Training:
         ours.lineage = next_lineage(ours.lineage, contribution.digest)
         applied = await strategy.commit(step, sum((token.part for token in tokens), start=0.0))
         return applied.loss
-
-
-# ----------------------------------------------------------------------------------------------------------------- save
-
-MUST_BEAT = 0.05
-"""Of the overlapped steps' time: what a checkpoint may add."""
-STATE_BYTES = 12
-"""Of a parameter: itself and AdamW's two means, fp32."""
-LAYERS, HEADS = 8, 8
-KEPT = 2  # checkpoints of each writer, beside the one that it writes
-
-
-@dataclass(frozen=True, slots=True)
-class SavePlan:
-    """``saves`` that count, and a first one, with ``quiet`` undisturbed steps before and after each."""
-
-    profile: Profile
-    saves: int
-    quiet: int
-
-    def report(self) -> Report:
-        workers, threads = self.profile.job.workers, self.profile.device.threads
-        title = f"checkpoints · {workers} workers × {threads} threads on {os.cpu_count()} cores"
-        settings = {"saves": self.saves, "quiet_steps": self.quiet, "profile": self.profile.model_dump(mode="json")}
-        report = Report("save", title, "steps", "{:.2f}".format, settings)
-        report.columns = {"writing_s": ("WRITING", human_duration), "added": ("ADDED", per_cent)}
-        return report
-
-
-def settings_for(size_bytes: int) -> dict[str, object]:
-    """Settings of a model whose state has about this size: 12 width² parameters a layer, and few beside them."""
-    multiple = 2 * HEADS  # rotary embeddings halve a head
-    width = max(1, round(math.sqrt(size_bytes / STATE_BYTES / (12 * LAYERS)) / multiple)) * multiple
-    return {
-        "model.architecture": "llama",
-        "model.hidden_size": width,
-        "model.layers": LAYERS,
-        "model.heads": HEADS,
-        "model.kv_heads": HEADS,
-        "model.intermediate_size": 8 * width // 3,
-    }
-
-
-def check_room(size_bytes: int, workers: int, state: Path | None) -> None:
-    """Refuse checkpoints for which there is no memory or no disk. Raises ``ResourceError``, ``UserError``."""
-    parent = state or Path(tempfile.gettempdir())
-    if not parent.is_dir():
-        raise UserError(f"--state {parent} is no directory", remedy="name one on the disk that is to be measured")
-    what = f"{workers} workers with checkpoints of {human_size(size_bytes)}"
-    # A worker holds state, gradients, what the ring needs to redo a step, and two copies of the state.
-    check_fits(what, workers * (MEMBER_BYTES + 48 * size_bytes // STATE_BYTES))
-    check_fits(f"{what} on {parent}", workers * (KEPT + 1) * size_bytes, shutil.disk_usage(parent).free)
-
-
-async def measure_saves(bench: Bench, plan: SavePlan, report: Report) -> None:
-    """Raises ``P2PTrainError``."""
-    workers = plan.profile.job.workers
-    cluster = LocalCluster(bench.root)
-    observer = JobObserver(cluster.connect)
-    saves: list[list[CheckpointInfo]] = []
-
-    async def until(test: Callable[[], bool], what: str) -> None:
-        if not await observer.until(test, PATIENCE_S):
-            raise DeadlineExceeded(f"no {what} within {PATIENCE_S:.0f} s", remedy=f"the logs are in {cluster.logs}")
-
-    async def steps(count: int) -> None:
-        last = observer.step + count
-        await until(lambda: observer.step >= last, f"step {last}")
-
-    async def work() -> None:
-        await steps(WARM_STEPS + plan.quiet)
-        for number in range(plan.saves + 1):
-            after = observer.step
-
-            def written(after: int = after) -> list[CheckpointInfo]:
-                found = [info for info in observer.saved.values() if info.step >= after]
-                return found if len(found) == min(plan.profile.checkpoint.copies, workers) else []
-
-            await observer.ask("jobs.save", job=job)
-            await until(lambda: bool(written()), "checkpoint")
-            saves.append(written())
-            bench.progress(f"save {number} of {plan.saves} is durable, undisturbed steps after it")
-            await steps(plan.quiet + 1)
-            report.cases = save_cases(observer.metrics, saves)
-            report.facts = {"added": added(report.cases), "must_beat": MUST_BEAT}
-
-    tasks: list[asyncio.Task[None]] = []
-    try:
-        await cluster.start_seed()
-        client = await cluster.connect()
-        order = {"name": "save", "profile": "save", "spec": plan.profile.to_spec()}
-        job = str((await client.request("jobs.create", order))["job"])
-        await client.close()
-        for number in range(1, workers + 1):
-            await cluster.start_peer(f"worker-{number}", number, "--threads", str(plan.profile.device.threads))
-        tasks.append(asyncio.create_task(observer.run(job)))
-        await cluster.while_alive(work(), needed=[cluster.seed, *cluster.peers.values()])
-    finally:
-        for task in tasks:
-            task.cancel()
-        await cluster.end()
-    report.notes = [
-        "with: the mean of the steps that began while a checkpoint was written, the last one, too; without: of the "
-        "undisturbed ones before and after; the first save takes memory for its copy and is told apart",
-    ]
-    if (cost := added(report.cases)) is not None:
-        verdict = "held" if cost <= MUST_BEAT else "not held"
-        report.notes.append(f"a checkpoint adds {per_cent(cost)} to them; at most {per_cent(MUST_BEAT)}: {verdict}")
-
-
-def added(cases: Iterable[Case]) -> float | None:
-    """The median share that saves added, the first one's left out."""
-    counted = [case.facts["added"] for case in list(cases)[1:]]
-    return statistics.median(counted) if counted else None
-
-
-def save_cases(rows: Mapping[int, MetricRow], saves: Iterable[list[CheckpointInfo]]) -> list[Case]:
-    """The steps that each save overlapped, beside the undisturbed ones back to the save before and up to the next.
-
-    A save's window begins where its copy is made, which is after the step that it is of, and ends when the last of its
-    writers says that it is durable. A step that falls into two saves disturbs both: it is in neither's quiet ones.
-    """
-    ordered = sorted(((infos[0].step, max(info.created_at for info in infos)) for infos in saves), key=lambda it: it[0])
-    known = {step: (row.step_ms or 0.0) / 1e3 for step, row in rows.items() if row.step_ms is not None}
-    hit: dict[int, list[int]] = {}
-    for of, end_wall in ordered:
-        later = (step for step in sorted(known) if step > of and step - 1 in rows)
-        # The first one stands still for the copy, however soon the rest is over.
-        hit[of] = [step for step in later if step == of + 1 or rows[step - 1].wall < end_wall]
-    disturbed = {step for found in hit.values() for step in found}
-    places = [0, *hit, max(known, default=0)]
-    cases = []
-    for number, (of, end_wall) in enumerate(ordered):
-        beside = range(max(places[number], WARM_STEPS) + 1, places[number + 2] + 1)
-        quiet = [known[step] for step in beside if step in known and step not in disturbed]
-        overlapped = [known[step] for step in hit[of]]
-        if overlapped and quiet and of in rows:
-            contenders = {"with": Contender("with", overlapped), "without": Contender("without", quiet)}
-            share = mean(overlapped) / mean(quiet) - 1
-            facts = {"step": of, "writing_s": end_wall - rows[of].wall, "added": share}
-            cases.append(Case(f"save {number}" if number else "first", 1, contenders, facts))
-    return cases
