@@ -1,9 +1,9 @@
 """Forward requests (``Work``) of split models: what a session on a stage takes, keeps and replays.
 
-``StageSession`` is a pure core. A ``Work`` is *checked* before a byte of its payload is allocated, *admitted* when the
-payload is there, and *done* when it was computed. A session has an attempt; what is of an older one is read off the
-wire and forgotten. Where the chain broke nothing more is admitted until the client raises the attempt. What a stage
-gave on is kept as it was sent, so that a replay is the same bytes in fewer, longer works.
+``StageSession`` decides without computing. A ``Work`` is *checked* before a byte of its payload is allocated,
+*admitted* when the payload is there, and *done* when it was computed. A session has an attempt; what is of an older one
+is read off the wire and forgotten. Where the chain broke nothing more is admitted until the client raises the attempt.
+What a stage gave on is kept as it was sent, so that a replay is the same bytes in fewer, longer works.
 
 ``StageWorks`` is the shell. An admitted work waits in its session's queue, the session has its turn, the engine runs on
 the compute thread, and what comes of it goes to the next stage, or the tokens to the client. A session whose next stage
@@ -27,7 +27,7 @@ from roles.background import Background
 from roles.compute_thread import ComputeThread, Turns
 from roles.line import Line, dial_worker
 from roles.worker.part_cache import MAX_SESSIONS, Part, PartCache
-from roles.worker.stage_requests import OpenRequest, Place, ReplayRequest, ResumeRequest, SessionRequest
+from roles.worker.stage_requests import CloseRequest, OpenRequest, Place, ReplayRequest, ResumeRequest
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, Picked, Work
 from wire.connection import GARBLED, Connection
 from wire.handshake import local_hello
@@ -115,23 +115,56 @@ def _planes(kept: Kept) -> tuple[memoryview, memoryview]:
     return kept.payload[:beside], kept.payload[beside:]
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What a session was opened for, on one stage of it.
+@dataclass(eq=False)
+class Caller:
+    """A client's connection, and what is there for its sake."""
+
+    line: Line
+    peer_id: str
+
+    def say(self, message: Message) -> None:
+        with suppress(ConnectionLost):  # then its end is on its way, and with it the end of its sessions
+            self.line.connection.send(message)
+
+
+@dataclass(slots=True, eq=False)
+class StageSession:
+    """One session on one stage: what it was opened for, what it took, and what it holds on to.
 
     Attributes:
-        index: of the stage, of ``stages``.
-        width: elements of the hidden state of a position.
-        encoding, prefill_encoding: of what is given on; the second where the client says that a work is of a prompt.
+        attempt: of the client; what is of an older one is forgotten.
+        position: how much history the next work may keep.
+        broken: nothing more is admitted until the client raises the attempt.
+        queue: admitted works and their payloads, in order.
+        incoming: from the stage before.
+        changed: set whenever something of it did.
     """
 
-    session: str
-    index: int
-    stages: int
-    positions: int
-    width: int
-    encoding: str
-    prefill_encoding: str
+    asked: OpenRequest
+    part: Part
+    caller: Caller
+    attempt: int = field(init=False)
+    position: int = 0
+    broken: bool = False
+    closed: bool = False
+    queue: deque[tuple[Work, bytearray]] = field(default_factory=deque)
+    history: History = field(default_factory=History)
+    link: NextStage | None = None
+    incoming: Connection | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    linking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self.attempt = self.asked.attempt
+
+    @property
+    def id(self) -> str:
+        return self.asked.session
+
+    @property
+    def index(self) -> int:
+        """Of the stage."""
+        return self.asked.index
 
     @property
     def first(self) -> bool:
@@ -139,13 +172,13 @@ class Terms:
 
     @property
     def last(self) -> bool:
-        return self.index == self.stages - 1
+        return self.index == self.asked.stages - 1
 
     @property
     def kept_position_bytes(self) -> int:
         """Of what is kept for a replay (``History``), of one position at most."""
-        given_on = {self.encoding, self.prefill_encoding}
-        return 0 if self.last else max(activation_bytes(each, 1, self.width) for each in given_on)
+        given_on = {self.asked.encoding, self.asked.prefill_encoding}
+        return 0 if self.last else max(activation_bytes(each, 1, self.part.engine.width) for each in given_on)
 
     def payload_bytes_untrusted(self, work: Work) -> int:
         """Bytes of the payload that comes behind ``work``.
@@ -155,12 +188,12 @@ class Terms:
         """
         if not 0 < work.count <= WORK_POSITIONS:
             raise ProtocolError(f"a work of {work.count} positions; 1 to {WORK_POSITIONS} are allowed")
-        if not 0 <= work.keep <= self.positions - work.count:
-            text = f"a work of {work.count} positions after {work.keep}, and the session is for {self.positions}"
+        if not 0 <= work.keep <= self.asked.positions - work.count:
+            text = f"a work of {work.count} positions after {work.keep}, and the session is for {self.asked.positions}"
             raise ProtocolError(text)
-        if not self.index <= work.last < self.stages:
-            raise ProtocolError(f"stage {self.index} of {self.stages} is given a work that ends at {work.last}")
-        if not 0 <= work.picks <= (work.count if work.last == self.stages - 1 else 0):
+        if not self.index <= work.last < self.asked.stages:
+            raise ProtocolError(f"stage {self.index} of {self.asked.stages} is given a work that ends at {work.last}")
+        if not 0 <= work.picks <= (work.count if work.last == self.asked.stages - 1 else 0):
             raise ProtocolError(f"{work.picks} tokens to pick of a work of {work.count} that ends at {work.last}")
         if not (0 <= work.draw < 1 << 31 and 0 <= work.number < 1 << 53):
             raise ProtocolError("a work or a draw with an impossible number")
@@ -170,30 +203,11 @@ class Terms:
             raise ProtocolError(f"the first stage takes token ids, not {work.encoding[:40]!r}")
         if not self.first and work.encoding != self.out_encoding(work):
             raise ProtocolError(f"hidden states in {work.encoding[:40]!r}, and the session has others")
-        return activation_bytes(work.encoding, work.count, self.width)
+        return activation_bytes(work.encoding, work.count, self.part.engine.width)
 
     def out_encoding(self, work: Work) -> str:
         """Of the hidden states that this work is, or becomes."""
-        return self.prefill_encoding if work.prefill else self.encoding
-
-
-@dataclass(slots=True, eq=False)
-class StageSession:
-    """One session on one stage, as far as it can be known without computing.
-
-    Attributes:
-        position: how much history the next work may keep.
-        broken: nothing more is admitted until the client raises the attempt.
-        queue: admitted works and their payloads, in order.
-    """
-
-    terms: Terms
-    attempt: int
-    position: int = 0
-    broken: bool = False
-    closed: bool = False
-    queue: deque[tuple[Work, bytearray]] = field(default_factory=deque)
-    history: History = field(default_factory=History)
+        return self.asked.prefill_encoding if work.prefill else self.asked.encoding
 
     @property
     def crowded(self) -> bool:
@@ -229,8 +243,8 @@ class StageSession:
         """``work`` was computed, and ``payload`` came of it."""
         self.history.cut(work.keep)
         self.position = work.keep + work.count
-        if not self.terms.last:
-            self.history.append(self.terms.out_encoding(work), work.count, payload)
+        if not self.last:
+            self.history.append(self.out_encoding(work), work.count, payload)
 
     def fail(self) -> None:
         """It goes no further in this attempt."""
@@ -260,15 +274,13 @@ class StageSession:
         Raises:
             Refused: this stage does not have them.
         """
-        if self.terms.last or not self.terms.index < last < self.terms.stages or stop > self.history.positions:
-            have = 0 if self.terms.last else self.history.positions
-            raise Refused(
-                "no-history", f"stage {self.terms.index} has {have} positions to replay, not {stop} to {last}"
-            )
-        spent = [0] * (self.terms.index + 1)
+        if self.last or not self.index < last < self.asked.stages or stop > self.history.positions:
+            have = 0 if self.last else self.history.positions
+            raise Refused("no-history", f"stage {self.index} has {have} positions to replay, not {stop} to {last}")
+        spent = [0] * (self.index + 1)
         for run in self.history.runs(stop):
             work = Work(
-                self.terms.session,
+                self.id,
                 self.attempt,
                 number,
                 run.start,
@@ -278,7 +290,7 @@ class StageSession:
                 picks=0,
                 draw=0,
                 spent_us=spent,
-                prefill=run.encoding != self.terms.encoding,
+                prefill=run.encoding != self.asked.encoding,
             )
             yield work, run.payload
 
@@ -374,41 +386,6 @@ def of_session(hello: Hello) -> tuple[str, int]:
     return hello.job, hello.generation
 
 
-@dataclass(eq=False)
-class Caller:
-    """A client's connection, and what is there for its sake."""
-
-    line: Line
-    peer_id: str
-
-    def say(self, message: Message) -> None:
-        with suppress(ConnectionLost):  # then its end is on its way, and with it the end of its sessions
-            self.line.connection.send(message)
-
-
-@dataclass(eq=False)
-class LiveSession:
-    """A session, and what it holds on to.
-
-    Attributes:
-        incoming: from the stage before.
-        changed: set whenever something of it did.
-    """
-
-    core: StageSession
-    part: Part
-    caller: Caller
-    silence_s: float
-    link: NextStage | None = None
-    incoming: Connection | None = None
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    linking: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.core.terms.session, self.core.terms.index
-
-
 class StageWorks:
     """The sessions of a worker's stages, computed in turn, one work at a time.
 
@@ -431,8 +408,8 @@ class StageWorks:
         self._world, self._cache, self._compute = world, cache, compute
         self._peer_id, self._name, self._seed_host = peer_id, name, seed_host
         self._on_change = on_change
-        self.sessions: dict[tuple[str, int], LiveSession] = {}
-        self._turns: Turns[LiveSession] = Turns()
+        self.sessions: dict[tuple[str, int], StageSession] = {}
+        self._turns: Turns[StageSession] = Turns()
         self._wake = asyncio.Event()
         self._background = Background()
 
@@ -445,36 +422,25 @@ class StageWorks:
             Refused: the part is not there, full, or has not the memory; or the next stage was not reached.
         """
         part = self._cache.get(request.part)
-        terms = Terms(
-            request.session,
-            request.index,
-            request.stages,
-            request.positions,
-            part.engine.width,
-            request.encoding,
-            request.prefill_encoding,
-        )
-        if (terms.first, terms.last) != (part.spec.start == 0, part.spec.stop == part.spec.layers):
-            text = f"layers [{part.spec.start}, {part.spec.stop}) are not stage {terms.index} of {terms.stages}"
+        session = StageSession(request, part, caller)
+        if (session.first, session.last) != (part.spec.start == 0, part.spec.stop == part.spec.layers):
+            text = f"layers [{part.spec.start}, {part.spec.stop}) are not stage {request.index} of {request.stages}"
             raise Refused("wrong-stage", text)
-        if terms.session in {session.core.terms.session for session in self._of(part)} or (
-            (terms.session, terms.index) in self.sessions
-        ):
-            raise Refused(DUPLICATE, f"session {terms.session} is open here already")
+        if session.id in {each.id for each in self._of(part)} or (session.id, session.index) in self.sessions:
+            raise Refused(DUPLICATE, f"session {session.id} is open here already")
         if len(self._of(part)) >= MAX_SESSIONS:
             raise Refused("full", f"{MAX_SESSIONS} sessions are open on this part", remedy="try again later")
-        need_bytes = terms.positions * (part.engine.cache_position_bytes + terms.kept_position_bytes)
-        gone = self._cache.make_room(need_bytes, f"{terms.positions} positions of a session", keep=part)
-        session = LiveSession(StageSession(terms, request.attempt), part, caller, request.silence_s)
+        need_bytes = request.positions * (part.engine.cache_position_bytes + session.kept_position_bytes)
+        gone = self._cache.make_room(need_bytes, f"{request.positions} positions of a session", keep=part)
         part.users.add(session)
         part.promised[session] = need_bytes
-        self.sessions[session.key] = session
+        self.sessions[session.id, session.index] = session
         try:
             await self.unload(gone)
-            if session.core.closed:
+            if session.closed:
                 raise Refused(UNKNOWN_SESSION, "the session was closed meanwhile")
             await self._compute.run(
-                part.engine.open, terms.session, positions=terms.positions, sampling=request.sampling
+                part.engine.open, session.id, positions=request.positions, sampling=request.sampling
             )
             await self._link(session, request.next)
         except BaseException:
@@ -490,14 +456,13 @@ class StageWorks:
         Raises:
             Refused: there is no such session, the attempt is not newer, or the next stage was not reached.
         """
-        session = self._find(caller, request.which)
-        core = session.core
-        if (request.next is None) != core.terms.last:
+        session = self._find(caller, request)
+        if (request.next is None) != session.last:
             raise ProtocolError("the last stage has no next one, and every other has")
-        core.raise_attempt(request.attempt)
+        session.raise_attempt(request.attempt)
         self._turns.drop(session)
         session.changed.set()
-        position = core.cut(request.keep)  # what is being computed now is dropped: it is of an older attempt
+        position = session.cut(request.keep)  # what is being computed now is dropped: it is of an older attempt
         await self._link(session, request.next)
         session.part.next = request.next.peer if request.next else ""
         return position
@@ -509,11 +474,11 @@ class StageWorks:
             Refused: there is no such session or history, or it goes no further.
             NetworkError: the next stage does not take it.
         """
-        session = self._find(caller, request.which)
+        session = self._find(caller, request)
         try:
-            for work, payload in session.core.replay(number=request.number, stop=request.stop, last=request.last):
-                if session.core.attempt != request.attempt:
-                    raise Refused(STALE, f"attempt {request.attempt} is not attempt {session.core.attempt}")
+            for work, payload in session.replay(number=request.number, stop=request.stop, last=request.last):
+                if session.attempt != request.attempt:
+                    raise Refused(STALE, f"attempt {request.attempt} is not attempt {session.attempt}")
                 if session.link is None or session.link.closed:
                     raise Refused(NEXT_STAGE, "the next stage is lost")
                 session.link.give(work, payload)
@@ -525,17 +490,17 @@ class StageWorks:
         except NetworkError as problem:
             raise Refused(NEXT_STAGE, f"the next stage is lost: {problem.message}") from problem
 
-    def close_of(self, caller: Caller, which: SessionRequest) -> None:
+    def close_of(self, caller: Caller, which: CloseRequest) -> None:
         """Close a session; one that is not there is fine."""
         with suppress(Refused):
             self.close(self._find(caller, which))
 
-    def close(self, session: LiveSession) -> None:
+    def close(self, session: StageSession) -> None:
         """Forget a session. What is computed for it now is dropped."""
-        if self.sessions.get(session.key) is not session:
+        if self.sessions.get((session.id, session.index)) is not session:
             return
-        del self.sessions[session.key]
-        session.core.close()
+        del self.sessions[session.id, session.index]
+        session.close()
         self._turns.drop(session)
         if session.link is not None:
             session.link.close()
@@ -544,7 +509,7 @@ class StageWorks:
         self._cache.leave(session.part, session, self._world.clock.now())
         session.changed.set()
         # Queued now: a client that opens it again at once asks for that behind this.
-        closing = self._compute.submit(session.part.engine.close, session.core.terms.session)
+        closing = self._compute.submit(session.part.engine.close, session.id)
         self._background.start(_ended(closing), "close session")
         self._on_change()
 
@@ -552,27 +517,21 @@ class StageWorks:
         for session in [each for each in self.sessions.values() if each.caller is caller]:
             self.close(session)
 
-    def _find(self, caller: Caller, which: SessionRequest) -> LiveSession:
-        """Raises ``Refused``: not there, another client's, or which of several is not said."""
-        mine = [
-            session
-            for (name, index), session in self.sessions.items()
-            if name == which.session and session.caller is caller and which.index in (-1, index)
-        ]
-        if not mine:
+    def _find(self, caller: Caller, which: ResumeRequest | ReplayRequest | CloseRequest) -> StageSession:
+        """Raises ``Refused``: it is not there, or another client's."""
+        session = self.sessions.get((which.session, which.index))
+        if session is None or session.caller is not caller:
             raise Refused(UNKNOWN_SESSION, f"session {which.session} is not open here")
-        if len(mine) > 1:
-            raise Refused("ambiguous", f"this worker has {len(mine)} stages of that session", remedy="name the index")
-        return mine[0]
+        return session
 
-    def _of(self, part: Part) -> list[LiveSession]:
+    def _of(self, part: Part) -> list[StageSession]:
         return [session for session in self.sessions.values() if session.part is part]
 
     def count(self, part: Part) -> int:
         """Sessions that are open on it."""
         return len(self._of(part))
 
-    async def _link(self, session: LiveSession, place: Place | None) -> None:
+    async def _link(self, session: StageSession, place: Place | None) -> None:
         """See to it that the session's link leads to ``place``. Raises ``Refused``."""
         async with session.linking:
             link = session.link
@@ -583,7 +542,6 @@ class StageWorks:
                 session.link = None
             if place is None:
                 return
-            terms = session.core.terms
             try:
                 made = await NextStage.dial(
                     self._world,
@@ -591,28 +549,28 @@ class StageWorks:
                     peer_id=self._peer_id,
                     name=self._name,
                     seed_host=self._seed_host(),
-                    session=terms.session,
-                    index=terms.index + 1,
-                    silence_s=session.silence_s,
+                    session=session.id,
+                    index=session.index + 1,
+                    silence_s=session.asked.silence_s,
                     on_lost=lambda problem: self._next_lost(session, made, problem),
                     on_room=self._wake.set,
                 )
             except P2PTrainError as problem:
-                text = f"stage {terms.index} cannot reach the next one: {problem.message}"
+                text = f"stage {session.index} cannot reach the next one: {problem.message}"
                 raise Refused(NEXT_STAGE, text, remedy=problem.remedy) from problem
-            if session.core.closed:
+            if session.closed:
                 made.close()
                 raise Refused(UNKNOWN_SESSION, "the session was closed meanwhile")
             session.link = made
 
-    def _next_lost(self, session: LiveSession, link: NextStage, problem: P2PTrainError) -> None:
+    def _next_lost(self, session: StageSession, link: NextStage, problem: P2PTrainError) -> None:
         if session.link is link:
             session.link = None
-            self._broken(session, session.core.terms.index + 1, NEXT_STAGE, problem)
+            self._broken(session, session.index + 1, NEXT_STAGE, problem)
 
     # ---------------------------------------------------------------------------------------------------------- works
 
-    async def take(self, line: Line, work: Work, session: LiveSession | None) -> None:
+    async def take(self, line: Line, work: Work, session: StageSession | None) -> None:
         """Take a work in, and its payload behind it.
 
         Args:
@@ -627,25 +585,25 @@ class StageWorks:
                 raise ProtocolError(f"a work of session {work.session[:64]!r}, which is not open here")
             await line.bulk(ID_BYTES * work.count, stream=CHAIN_STREAM)
             return
-        size_bytes = session.core.terms.payload_bytes_untrusted(work)
+        size_bytes = session.payload_bytes_untrusted(work)
         payload = await line.bulk(size_bytes, stream=CHAIN_STREAM)
-        if session.core.admit(work, payload):
+        if session.admit(work, payload):
             self._turns.add(session)
             self._wake.set()
 
-    async def serve_stage(self, connection: Connection, session: LiveSession) -> None:
+    async def serve_stage(self, connection: Connection, session: StageSession) -> None:
         """Take the works of the stage before, as fast as they are computed. Raises as ``take``."""
         if session.incoming is not None:
             session.incoming.abort()  # the stage before was replaced
         session.incoming = connection
-        line = Line(connection, session.silence_s)
+        line = Line(connection, session.asked.silence_s)
         async with line.alive():
             async for message in line.messages():
-                if not isinstance(message, Work) or message.session != session.core.terms.session:
+                if not isinstance(message, Work) or message.session != session.id:
                     raise ProtocolError(f"a stage sent {type(message).__name__}, or a work of another session")
-                while session.core.crowded and session.incoming is connection:
+                while session.crowded and session.incoming is connection:
                     await self._changed(session)
-                if session.core.closed:
+                if session.closed:
                     return
                 await self.take(line, message, session)
 
@@ -657,40 +615,40 @@ class StageWorks:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            work, payload = session.core.queue.popleft()
-            if session.core.queue:
+            work, payload = session.queue.popleft()
+            if session.queue:
                 self._turns.add(session)
             session.changed.set()
             await self._compute_one(session, work, payload)
             self._on_change()
 
-    async def _compute_one(self, session: LiveSession, work: Work, payload: bytearray) -> None:
-        core, now = session.core, self._world.clock.now
+    async def _compute_one(self, session: StageSession, work: Work, payload: bytearray) -> None:
+        now = self._world.clock.now
         began = now()
         try:
-            core.begin(work)
+            session.begin(work)
             ran: Ran = await self._compute.run(
                 session.part.engine.run,
-                core.terms.session,
+                session.id,
                 keep=work.keep,
                 payload=memoryview(payload),
                 count=work.count,
                 encoding=work.encoding,
-                out_encoding=core.terms.out_encoding(work),
-                picks=work.picks if core.terms.last else 0,
+                out_encoding=session.out_encoding(work),
+                picks=work.picks if session.last else 0,
                 draw=work.draw,
             )
         except P2PTrainError as problem:
-            if core.current(work):
-                self._broken(session, core.terms.index, _code(problem), problem)
+            if session.current(work):
+                self._broken(session, session.index, _code(problem), problem)
             return
         took_s = now() - began
         session.part.pace.add(now(), took_s, work.count)
-        if not core.current(work):
+        if not session.current(work):
             return
-        core.done(work, ran.payload)
+        session.done(work, ran.payload)
         spent_us = [*work.spent_us, round(1e6 * took_s)]
-        if work.last == core.terms.index:
+        if work.last == session.index:
             self._ended(session, work, ran, spent_us)
         elif session.link is not None:
             session.part.out_position_bytes = ran.payload.nbytes / work.count
@@ -700,7 +658,7 @@ class StageWorks:
                 work.number,
                 work.keep,
                 work.count,
-                core.terms.out_encoding(work),
+                session.out_encoding(work),
                 work.last,
                 work.picks,
                 work.draw,
@@ -710,19 +668,18 @@ class StageWorks:
             with suppress(ConnectionLost):  # who listens on it tells
                 session.link.give(onward, ran.payload)
 
-    def _ended(self, session: LiveSession, work: Work, ran: Ran, spent_us: list[int]) -> None:
+    def _ended(self, session: StageSession, work: Work, ran: Ran, spent_us: list[int]) -> None:
         tokens = encode_ids(ran.tokens) if work.picks else b""
         session.caller.say(Picked(work.session, work.attempt, work.number, tokens, spent_us))
 
-    def _broken(self, session: LiveSession, lost: int, code: str, problem: P2PTrainError) -> None:
-        core = session.core
-        core.fail()
+    def _broken(self, session: StageSession, lost: int, code: str, problem: P2PTrainError) -> None:
+        session.fail()
         self._turns.drop(session)
         session.changed.set()
         session.caller.say(
             ChainBroken(
-                core.terms.session,
-                core.attempt,
+                session.id,
+                session.attempt,
                 lost,
                 code,
                 shortened(problem.message),
@@ -738,7 +695,7 @@ class StageWorks:
             await self._compute.run(_let_go, parts)
             self._on_change()
 
-    async def _changed(self, session: LiveSession) -> None:
+    async def _changed(self, session: StageSession) -> None:
         session.changed.clear()
         await session.changed.wait()
 

@@ -23,10 +23,11 @@ from typing import Any
 from p2ptrain.core.errors import DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import World
 from ring.order import NEAR_RTT_S, STRIPES, LinkQuality
-from roles.worker.stage_requests import Place, place_untrusted
+from roles.worker.stage_requests import Place
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Hello, Request, Response
+from wire.schema import instance_untrusted
 
 PIECE_BYTES = 32 << 10
 PUSH_BYTES = 1 << 20
@@ -130,7 +131,7 @@ def targets_untrusted(params: dict[str, Any]) -> tuple[list[Place], float]:
     if not isinstance(deadline_s, int | float) or not 0 < deadline_s <= MAX_DEADLINE_S:
         raise ProtocolError(f"links.measure needs deadline_s, {MAX_DEADLINE_S:g} at most")
     named = [{**item, "peer": item.get("id")} if isinstance(item, dict) else item for item in peers]
-    return [place_untrusted(item) for item in named], float(deadline_s)
+    return [instance_untrusted(Place, item, lenient=True) for item in named], float(deadline_s)
 
 
 class Prober:

@@ -264,6 +264,7 @@ class Loader:
 
     Args:
         disk: the thread that reads and hashes.
+        device: that parts compute on.
         unload: lets parts go that are in the way.
     """
 
@@ -274,10 +275,11 @@ class Loader:
         compute: ComputeThread,
         disk: Thread,
         build_part: BuildPart,
+        device: str,
         unload: Callable[[list[Part]], Awaitable[None]],
     ) -> None:
         self._world, self._cache, self._compute, self._disk = world, cache, compute, disk
-        self._build_part, self._unload = build_part, unload
+        self._build_part, self._device, self._unload = build_part, device, unload
         self._under_way: dict[PartKey, _UnderWay] = {}
 
     @asynccontextmanager
@@ -293,7 +295,7 @@ class Loader:
         Raises:
             Refused: ``MAX_LOADS`` other parts are on their way.
         """
-        key = part_key(request.model, request.spec)
+        key = part_key(request.model, request.spec(self._device))
         if key not in self._under_way and len(self._under_way) >= MAX_LOADS:
             raise Refused(
                 RefusalCode.BUSY, f"{MAX_LOADS} other parts are being loaded by this worker", remedy="try again later"
@@ -320,7 +322,8 @@ class Loader:
             Refused: no room; the giver lies or is gone; the model is another one than the config says.
             ConfigError, ResourceError: as ``roles.engine.BuildPart``.
         """
-        spec, what = request.spec, f"layers {request.spec.start} to {request.spec.stop} of {request.name}"
+        spec = request.spec(self._device)
+        what = f"layers {spec.start} to {spec.stop} of {request.title}"
         records = await receiver.table(spec.config)
         names = tuple(name for name, record in records.items() if record.dtype != FILE)
         builder = await self._compute.run(self._build_part, spec, names)
@@ -335,7 +338,7 @@ class Loader:
             engine = await self._compute.run(builder.finish)
         finally:
             self._cache.release(me)
-        part = Part(new_id(), request.model, request.name, spec, engine, self._world.clock.now())
+        part = Part(new_id(), request.model, request.title, spec, engine, self._world.clock.now())
         self._cache.parts[part.id] = part
         on_cached(part)
         return counted

@@ -39,15 +39,15 @@ from roles.worker.links import Prober, targets_untrusted, to_result
 from roles.worker.model_loading import GIVER, Loader, ModelReceiver, OnBytes, give
 from roles.worker.part_cache import IDLE_S, MAX_PARTS, Part, PartCache
 from roles.worker.stage_requests import (
+    CloseRequest,
+    FreeRequest,
     LoadRequest,
-    load_untrusted,
-    open_untrusted,
-    part_untrusted,
-    path_untrusted,
+    ModelRequest,
+    OpenRequest,
+    ReplayRequest,
+    ResumeRequest,
     printable,
-    replay_untrusted,
-    resume_untrusted,
-    session_untrusted,
+    request_untrusted,
 )
 from wire.chain_messages import HeldPart, PartLoading, PartsHeld, Work
 from wire.connection import Connection
@@ -140,7 +140,7 @@ class Stages:
         self._disk = around.world.threads.start("model files")
         self._hasher = around.world.threads.start("model digests")  # for minutes, while others are given what they ask
         self._loader = Loader(
-            around.world, self.cache, around.compute, self._disk, holding.build_part, self.works.unload
+            around.world, self.cache, around.compute, self._disk, holding.build_part, holding.device, self.works.unload
         )
         self._digests = DigestCache(around.world.disk, around.directory / CACHE_FILE)
         self._hashing = asyncio.Lock()
@@ -253,28 +253,26 @@ class Stages:
             client.say(Response(request.id, {}, code, problem.message, problem.remedy))
 
     async def _requested(self, client: _Client, method: str, params: dict[str, Any]) -> dict[str, Any]:
-        match method:
-            case "part.offer":
-                return await self._offer()
-            case "part.load":
-                return await self._load(client, load_untrusted(params, device=self._holding.device))
-            case "part.free":
-                await self._free(client, part_untrusted(params))
-            case "model.open":
-                return await self._open_model(client, path_untrusted(params))
-            case "session.open":
-                await self.works.open(client, open_untrusted(params))
-            case "session.resume":
-                return {"position": await self.works.resume(client, resume_untrusted(params))}
-            case "session.replay":
-                await self.works.replay(client, replay_untrusted(params))
-            case "session.close":
-                self.works.close_of(client, session_untrusted(params))
-            case "links.measure":
-                targets, deadline_s = targets_untrusted(params)
-                return to_result(await self._around.prober.measure(targets, deadline_s=deadline_s))
-            case _:
-                raise Refused("unknown-method", f"a stage does not know {method[:80]!r}")
+        if method == "part.offer":
+            return await self._offer()
+        if method == "links.measure":
+            targets, deadline_s = targets_untrusted(params)
+            return to_result(await self._around.prober.measure(targets, deadline_s=deadline_s))
+        match request_untrusted(method, params):
+            case LoadRequest() as request:
+                return await self._load(client, request)
+            case FreeRequest(part):
+                await self._free(client, part)
+            case ModelRequest(path):
+                return await self._open_model(client, path)
+            case OpenRequest() as request:
+                await self.works.open(client, request)
+            case ResumeRequest() as request:
+                return {"position": await self.works.resume(client, request)}
+            case ReplayRequest() as request:
+                await self.works.replay(client, request)
+            case CloseRequest() as request:
+                self.works.close_of(client, request)
         return {}
 
     # ----------------------------------------------------------------------------------------------------------- parts
@@ -307,7 +305,7 @@ class Stages:
         read_bytes = received_bytes = 0
         progress = self._progress_of(client)
         async with client.loading, self._loader.turn(request, progress) as tell:
-            part = self.cache.find(request.model, request.spec)
+            part = self.cache.find(request.model, request.spec(self._holding.device))
             if part is None:
                 part, read_bytes, received_bytes = await self._load_anew(client, request, tell)
             else:
@@ -371,7 +369,7 @@ class Stages:
 
     @asynccontextmanager
     async def _receiver(self, client: _Client, request: LoadRequest) -> AsyncIterator[ModelReceiver]:
-        model, place = request.model, request.giver
+        model, place = request.model, request.place
         if place is None:
             yield await self._given_by(client, model)
             return

@@ -14,11 +14,12 @@ from p2ptrain.core.serving import PartSpec
 from roles.model_directory import cached_untrusted
 from roles.model_table import FILE, TableTaker, check_record_untrusted, is_file_name
 from roles.worker import stage_requests
-from roles.worker.forward_requests import WORK_POSITIONS, Terms
+from roles.worker.forward_requests import WORK_POSITIONS
 from roles.worker.model_loading import _owned_untrusted
 from tests.roles.stage_doubles import (
     PORT,
     open_params,
+    session_of,
 )
 from tests.roles.stage_stand_in import (
     WIDTH,
@@ -56,8 +57,8 @@ _VALID: dict[str, dict[str, Any]] = {
         "giver_port": PORT,
     },
     "session.open": open_params("s1", "p1", 0, 2, "w1"),
-    "session.resume": {"session": "s1", "attempt": 1, "keep": 0, "next": _PLACE},
-    "session.replay": {"session": "s1", "attempt": 1, "number": 0, "stop": 1, "last": 1},
+    "session.resume": {"session": "s1", "index": 0, "attempt": 1, "keep": 0, "next": _PLACE},
+    "session.replay": {"session": "s1", "index": 0, "attempt": 1, "number": 0, "stop": 1, "last": 1},
     "session.close": {"session": "s1", "index": 0},
     "part.free": {"part": "p1"},
     "model.open": {"path": "/nowhere"},
@@ -88,42 +89,28 @@ def _params(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 
 
 def _check_params(case: tuple[str, dict[str, Any]]) -> None:
-    _, params = case
-    for parse in (
-        lambda: stage_requests.load_untrusted(params, device="cpu"),
-        lambda: stage_requests.open_untrusted(params),
-        lambda: stage_requests.resume_untrusted(params),
-        lambda: stage_requests.replay_untrusted(params),
-        lambda: stage_requests.session_untrusted(params),
-        lambda: stage_requests.part_untrusted(params),
-        lambda: stage_requests.path_untrusted(params),
-    ):
-        try:
-            found: Any = parse()
-        except ProtocolError:
-            continue
-        if isinstance(found, stage_requests.LoadRequest):
-            assert 0 <= found.spec.start < found.spec.stop <= found.spec.layers <= stage_requests.MAX_LAYERS
-            assert 0 <= found.positions <= stage_requests.MAX_POSITIONS
-            assert found.positions <= found.sessions_bytes(1) < 1 << 47
-            assert found.name.isprintable()
-        if isinstance(found, stage_requests.OpenRequest):
-            assert 0 <= found.index < found.stages
-            assert 0 < found.positions <= stage_requests.MAX_POSITIONS
-            assert {found.encoding, found.prefill_encoding} <= ENCODINGS.keys()
-            assert found.next is None or 0 < found.next.port < 65536
+    method, params = case
+    try:
+        found = stage_requests.request_untrusted(method, params)
+    except ProtocolError:
+        return
+    if isinstance(found, stage_requests.LoadRequest):
+        assert 0 <= found.start < found.stop <= found.layers <= stage_requests.MAX_LAYERS
+        assert 0 <= found.positions <= stage_requests.MAX_POSITIONS
+        assert found.positions <= found.sessions_bytes(1) < 1 << 47
+        assert found.title.isprintable()
+    if isinstance(found, stage_requests.OpenRequest):
+        assert 0 <= found.index < found.stages
+        assert 0 < found.positions <= stage_requests.MAX_POSITIONS
+        assert {found.encoding, found.prefill_encoding} <= ENCODINGS.keys()
+        assert found.next is None or 0 < found.next.port < 65536
 
-
-_REQUESTS = "roles.worker.stage_requests."
 
 REQUESTS = Target(
     "stage-requests",
     _params(),
     _check_params,
-    tuple(
-        f"{_REQUESTS}{name}_untrusted"
-        for name in ("load", "open", "resume", "replay", "session", "part", "path", "place")
-    ),
+    ("roles.worker.stage_requests.request_untrusted",),
     peak_bytes=8 << 20,
 )
 
@@ -148,9 +135,9 @@ _ENGINE = stand_in_part(CONFIG, 0, 3)
 
 def _check_work(case: tuple[Work, int, bytes]) -> None:
     work, index, payload = case
-    terms = Terms("s1", index, 3, 64, WIDTH, "fp32", "int8")
+    session = session_of("s1", index)
     with suppress(ProtocolError):
-        size = terms.payload_bytes_untrusted(work)
+        size = session.payload_bytes_untrusted(work)
         assert 0 < size <= WORK_POSITIONS * 4 * WIDTH
         assert size == activation_bytes(work.encoding, work.count, WIDTH)
         assert work.keep + work.count <= 64
@@ -163,7 +150,7 @@ WORKS = Target(
     "works",
     st.tuples(_WORKS, st.integers(0, 2), st.sampled_from([bytes(n) for n in (0, 4, 8, 16, 20, 60, 96, 160, 161)])),
     _check_work,
-    ("roles.worker.forward_requests.Terms.payload_bytes_untrusted",),
+    ("roles.worker.forward_requests.StageSession.payload_bytes_untrusted",),
     peak_bytes=1 << 20,
 )
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,10 @@ from p2ptrain.core.world import LoopClock, Network, World
 from roles.compute_thread import ComputeThread
 from roles.line import Line
 from roles.model_directory import DigestCache, ModelDirectory, open_model
+from roles.worker.forward_requests import Caller, StageSession
 from roles.worker.links import Prober, Sink
 from roles.worker.model_loading import give
+from roles.worker.stage_requests import OpenRequest
 from roles.worker.stages import StageContext, Stages
 from tests.roles.stage_stand_in import WIDTH, StandIns
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, PartLoading, PartsHeld, Picked, Work
@@ -30,6 +33,7 @@ from wire.connection import Connection
 from wire.handshake import Server, dial, local_hello, local_welcome, serve
 from wire.memory import MemoryNetwork
 from wire.messages import Hello, Message, Refuse, Response, Welcome
+from wire.schema import instance_untrusted
 
 PORT = 4000
 
@@ -228,6 +232,13 @@ def open_params(
         "seed": 0,
         "silence_s": 2.0,
     } | changes
+
+
+def session_of(session: str, index: int, **changes: Any) -> StageSession:
+    """One of three stages' session, of nobody and on no engine."""
+    asked = open_params(session, "p1", index, 3, "w1" if index < 2 else "", **changes)
+    part: Any = SimpleNamespace(engine=SimpleNamespace(width=WIDTH))
+    return StageSession(instance_untrusted(OpenRequest, asked), part, Caller(None, ""))  # type: ignore[arg-type]
 
 
 def sampling_params(sampling: Sampling) -> dict[str, Any]:

@@ -78,7 +78,7 @@ async def answers(client: TestClient, part: str, *, config: str = CONFIG) -> Non
         client.give(*generation.work())
         generation.take(await client.next())
     assert generation.made == tokens_of(config, [1, 2, 3], 4, Sampling(temperature=0))
-    await client.ask("session.close", {"session": "check"})
+    await client.ask("session.close", {"session": "check", "index": 0})
 
 
 def bytes_of(model: ModelDirectory, *prefixes: str) -> int:

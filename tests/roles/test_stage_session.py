@@ -13,8 +13,9 @@ from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.serving import PartSpec
 from roles.compute_thread import Turns
-from roles.worker.forward_requests import QUEUED_BYTES, QUEUED_FROM_STAGE, History, StageSession, Terms
+from roles.worker.forward_requests import QUEUED_BYTES, QUEUED_FROM_STAGE, History, StageSession
 from roles.worker.part_cache import IDLE_S, WINDOW_S, Pace, Part, PartCache
+from tests.roles.stage_doubles import session_of
 from tests.roles.stage_stand_in import WIDTH, decode_hidden, encode, stand_in_config, stand_in_part
 from wire.chain_messages import Work
 
@@ -60,8 +61,8 @@ def test_what_was_given_on_comes_again_position_by_position(
     assert at == min(stop, len(encodings))
 
 
-def terms_of(index: int = 1, stages: int = 3) -> Terms:
-    return Terms("s", index, stages, 64, WIDTH, "fp32", "int8")
+def session_at(index: int = 1, **changes: Any) -> StageSession:
+    return session_of("s", index, **changes)
 
 
 def work_of(**changes: Any) -> Work:
@@ -70,7 +71,7 @@ def work_of(**changes: Any) -> Work:
 
 
 def test_attempts_fence_what_is_older() -> None:
-    session = StageSession(terms_of(), 2)
+    session = session_at(attempt=2)
     assert session.admit(work_of(attempt=2), bytearray())
     assert not session.admit(work_of(attempt=1), bytearray())
     with pytest.raises(ProtocolError, match="attempt 3"):
@@ -93,18 +94,18 @@ def test_attempts_fence_what_is_older() -> None:
 
 
 def test_a_stage_before_is_held_back_by_works_or_by_bytes() -> None:
-    session = StageSession(terms_of(), 0)
+    session = session_at()
     for _ in range(QUEUED_FROM_STAGE):
         assert not session.crowded
         session.admit(work_of(), bytearray(8))
     assert session.crowded
-    session = StageSession(terms_of(), 0)
+    session = session_at()
     session.admit(work_of(), bytearray(QUEUED_BYTES))
     assert session.crowded
 
 
 def test_history_is_what_was_computed_and_no_more() -> None:
-    session = StageSession(terms_of(), 0)
+    session = session_at()
     with pytest.raises(ProtocolError, match="4 positions are to be kept, and there are 0"):
         session.begin(work_of(keep=4))
     for keep in (0, 4, 6):
@@ -119,7 +120,7 @@ def test_history_is_what_was_computed_and_no_more() -> None:
     for stop, last in ((8, 2), (6, 1), (6, 3)):
         with pytest.raises(Refused, match="positions to replay"):
             list(session.replay(number=5, stop=stop, last=last))
-    last_stage = StageSession(terms_of(2), 0)
+    last_stage = session_at(2)
     last_stage.done(work_of(), memoryview(b""))
     with pytest.raises(Refused, match="has 0 positions"):
         list(last_stage.replay(number=5, stop=0, last=2))
@@ -127,7 +128,7 @@ def test_history_is_what_was_computed_and_no_more() -> None:
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_only_prompts_travel_in_the_encoding_for_them_however_many_positions_a_work_has(count: int) -> None:
-    first, second = terms_of(0), terms_of(1)
+    first, second = session_at(0), session_at(1)
     for prefill, encoding in ((True, "int8"), (False, "fp32")):
         assert first.out_encoding(work_of(count=count, encoding="ids", prefill=prefill)) == encoding
         work = work_of(count=count, encoding=encoding, prefill=prefill)
@@ -136,7 +137,7 @@ def test_only_prompts_travel_in_the_encoding_for_them_however_many_positions_a_w
         with pytest.raises(ProtocolError, match="session has others"):
             second.payload_bytes_untrusted(work_of(count=count, encoding=encoding, prefill=not prefill))
     assert first.payload_bytes_untrusted(work_of(encoding="ids", spent_us=[])) == 16
-    session = StageSession(second, 0)
+    session = session_at(1)
     for keep, encoding in ((0, "int8"), (4, "fp32")):
         work = work_of(keep=keep, encoding=encoding, prefill=encoding == "int8")
         session.done(work, memoryview(encode(states(keep, 4), encoding)))

@@ -186,13 +186,13 @@ def test_a_lost_stage_is_replaced_and_the_same_tokens_come(
             assert now() - lost_at <= (2.0 if frozen else 0.0)
 
             generation.attempt = 1
-            resume = {"session": "s1", "attempt": 1, "keep": generation.keep, "next": None}
+            resume = {"session": "s1", "index": 2, "attempt": 1, "keep": generation.keep, "next": None}
             assert await chain.clients[2].ask("session.resume", resume) == {"position": generation.keep}
             params = open_params("s1", part, 1, 3, "w2", attempt=1, prefill_encoding=prefill_encoding)
             await successor.ask("session.open", params)
-            resume["next"] = place(spare)
+            resume |= {"index": 0, "next": place(spare)}
             assert await chain.clients[0].ask("session.resume", resume) == {"position": generation.keep}
-            replay = {"session": "s1", "attempt": 1, "number": 77, "stop": generation.keep, "last": 1}
+            replay = {"session": "s1", "index": 0, "attempt": 1, "number": 77, "stop": generation.keep, "last": 1}
             await chain.clients[0].ask("session.replay", replay)
             took = await successor.next()
             assert isinstance(took, Picked)
@@ -217,8 +217,8 @@ def test_a_result_that_comes_after_its_attempt_is_dropped(tmp_path: Path, model:
         chain.clients[0].give(*generation.work())
         await asyncio.sleep(1.5)  # virtual: the second stage computes
         resume = {"session": "s1", "attempt": 1, "keep": 0}
-        assert await chain.clients[1].ask("session.resume", {**resume, "next": None}) == {"position": 0}
-        await chain.clients[0].ask("session.resume", {**resume, "next": place(chain.stages[1])})
+        assert await chain.clients[1].ask("session.resume", {**resume, "index": 1, "next": None}) == {"position": 0}
+        await chain.clients[0].ask("session.resume", {**resume, "index": 0, "next": place(chain.stages[1])})
         assert chain.stages[1].stand_ins.engines[0].length("s1") == len(PROMPT), "it was not computing"
         assert chain.clients[1].heard.empty()
         generation.attempt = 1
@@ -237,11 +237,11 @@ def test_a_session_that_is_closed_while_it_computes_says_nothing_more(tmp_path: 
         chain.stages[0].threads.call_s["compute"] = 1.0
         chain.clients[0].give(*ids_work("s1", PROMPT, keep=0, last=0))
         await asyncio.sleep(0.5)
-        await chain.clients[0].ask("session.close", {"session": "s1"})
+        await chain.clients[0].ask("session.close", {"session": "s1", "index": 0})
         chain.clients[0].give(*ids_work("s1", PROMPT, keep=0, last=0))  # on its way when it was closed
         assert await chain.generate("s2", PROMPT, 3) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
         assert chain.clients[0].heard.empty()
-        await chain.clients[0].ask("session.close", {"session": "s1"})
+        await chain.clients[0].ask("session.close", {"session": "s1", "index": 0})
         assert list(chain.stages[0].stand_ins.engines[0].sessions) == ["s2"]
 
     with_chain(tmp_path, model, (0, 6), test)
@@ -374,10 +374,10 @@ def test_a_client_has_no_say_in_anothers_session(tmp_path: Path, model: ModelDir
     async def test(chain: TestChain, network: Network) -> None:
         await chain.open("s1")
         async with client_of(network.at("other"), "w0", peer_id="other") as other:
-            await other.ask("session.close", {"session": "s1"})
+            await other.ask("session.close", {"session": "s1", "index": 0})
             for method, params in (
-                ("session.resume", {"attempt": 5, "keep": 0, "next": place(chain.stages[1])}),
-                ("session.replay", {"attempt": 0, "number": 0, "stop": 0, "last": 1}),
+                ("session.resume", {"index": 0, "attempt": 5, "keep": 0, "next": place(chain.stages[1])}),
+                ("session.replay", {"index": 0, "attempt": 0, "number": 0, "stop": 0, "last": 1}),
             ):
                 with pytest.raises(Refused, match="not open here"):
                     await other.ask(method, {"session": "s1", **params})
@@ -398,10 +398,10 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], str]] = [
     ("session.open", {"positions": 5000}, "model knows 4096"),
     ("session.open", {"part": "none"}, "not loaded here"),
     ("session.open", {"temperature": float("nan")}, "temperature"),
-    ("session.open", {"next": {"peer": "w1", "host": "w1", "port": 0}}, "peer to dial"),
-    ("session.resume", {"attempt": 1, "keep": 0, "next": None}, "not open here"),
-    ("part.load", {}, "layers"),
-    ("part.free", {"part": 7}, "id"),
+    ("session.open", {"next": {"peer": "w1", "host": "w1", "port": 0}}, "port is 0"),
+    ("session.resume", {"index": 0, "attempt": 1, "keep": 0, "next": None}, "not open here"),
+    ("part.load", {}, "lacks"),
+    ("part.free", {"part": 7}, "type int"),
     ("model.open", {"path": "/" + "x" * 300}, "cannot read"),
     ("links.measure", {}, "peers"),
     ("jobs.create", {}, "does not know"),
@@ -487,9 +487,9 @@ def test_a_stage_is_not_given_more_than_it_takes(
             chain.clients[0].give(*ids_work("s1", [1] * size, keep=number * size, last=1, number=number, picks=0))
         await asyncio.sleep(20.5)
         session = chain.stages[1].stages.works.sessions["s1", 1]
-        assert len(session.core.queue) <= QUEUED_FROM_STAGE
-        assert session.core.position == 20 * size
-        assert chain.stages[0].stages.works.sessions["s1", 0].core.position <= (20 + QUEUED_FROM_STAGE + 8) * size
+        assert len(session.queue) <= QUEUED_FROM_STAGE
+        assert session.position == 20 * size
+        assert chain.stages[0].stages.works.sessions["s1", 0].position <= (20 + QUEUED_FROM_STAGE + 8) * size
         for number in range(count):
             took = await chain.answer()
             assert isinstance(took, Picked)
