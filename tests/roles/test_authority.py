@@ -17,7 +17,6 @@ from wire.address import Ticket
 from wire.credentials import (
     CERTIFICATE_LIFETIME_S,
     SKEW_S,
-    Credentials,
     PeerIdentity,
     identity_of_untrusted,
     new_key_and_request,
@@ -59,16 +58,6 @@ async def test_all_is_remembered_over_a_restart(tmp_path):
     assert (await again.first_ticket(host="h", now=NOW)).id != first.id
 
 
-async def test_the_first_ticket_is_another_when_it_is_over_or_for_another_address(tmp_path):
-    authority = opened(tmp_path)
-    first = await authority.first_ticket(host="h", now=NOW)
-    assert first.expires_at is not None
-    assert (await authority.first_ticket(host="h", now=first.expires_at)).id != first.id
-    assert (await authority.first_ticket(host="other", now=NOW)).id != first.id
-    await authority.rotate(NOW)
-    assert authority.book.of_kind("first", "worker", NOW) is None
-
-
 async def test_a_member_renews_with_a_new_key_and_nobody_else_for_it(tmp_path):
     authority = opened(tmp_path)
     ticket = await authority.new_ticket("worker", host="h", now=NOW, expires_s=60, uses=1)
@@ -91,16 +80,6 @@ async def test_one_use_is_one_peer_however_many_come_at_once(tmp_path):
     ends = await asyncio.gather(*tries, return_exceptions=True)
     assert [end.code for end in ends if isinstance(end, Refused)] == ["ticket-used", "ticket-used"]
     assert opened(tmp_path).book.tickets[ticket.id].used == 1
-
-
-async def test_a_caller_that_goes_away_leaves_disk_and_memory_the_same(tmp_path):
-    authority = opened(tmp_path)
-    task = asyncio.create_task(authority.evict("p1", "ann"))
-    await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    await authority.evict("p2", "bob")
-    assert set(authority.book.evicted) == set(opened(tmp_path).book.evicted) == {"p1", "p2"}
 
 
 async def test_only_the_owner_reads_it(tmp_path):
@@ -145,14 +124,6 @@ async def test_local_tickets_are_tickets_of_every_role_and_stay(tmp_path):
         assert (ticket.role, ticket.host, ticket.port, ticket.pin) == (role, "127.0.0.1", 8, authority.pin)
         assert ticket.secret == authority.book.ticket(ticket.id).secret
     assert len(authority.book.tickets) == len(ROLES)
-
-
-def test_own_credentials_serve_and_dial(tmp_path):
-    authority = opened(tmp_path)
-    made = authority.own_credentials("5eed", NOW)
-    assert Credentials.load(RealDisk(), made.directory) == made
-    assert made.identity.roles == {"seed"}
-    authority.judge(made.identity)
 
 
 def test_a_certificate_of_elsewhere_is_not_honoured(tmp_path):

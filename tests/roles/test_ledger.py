@@ -118,15 +118,6 @@ def test_what_was_told_beyond_a_gap_is_there_when_the_gap_is_filled(kept: Record
     assert kept.ledger_head("j1") == ledger.head
 
 
-def test_what_was_told_beyond_a_gap_is_taken_back_with_the_rest(kept: Records) -> None:
-    past, ledger = lineages(20), Ledger("j1", kept.ledger_head("j1"))
-    told(kept, ledger, 3, 20, past[2])
-    told(kept, ledger, 5, 6, past[4], generation=9)
-    ledger.view_began(view(2, 5, past[5]))
-    told(kept, ledger, 1, 2, START)
-    assert ledger.step == 5, "later ones are taken back, and generation 9 is not there yet"
-
-
 @pytest.mark.parametrize("size", [1, 3, 20])
 def test_a_line_that_was_taken_up_is_told_in_several_messages(kept: Records, size: int) -> None:
     past = lineages(20)
@@ -140,17 +131,6 @@ def test_a_line_that_was_taken_up_is_told_in_several_messages(kept: Records, siz
     assert kept.ledger_rows("j1", 0, 99) == [row(step, 1 if step < 19 else 3) for step in range(1, 21)]
     assert kept.ledger_head("j1") == ledger.head
     assert len(ledger._undecided) <= 2, "nobody took up the other side's"
-
-
-def test_that_a_gap_is_given_up_is_said_after_a_contradiction_too(
-    kept: Records, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "ROWS_AHEAD", 6)
-    past, ledger = lineages(40), Ledger("j1", kept.ledger_head("j1"))
-    liar = LedgerRows("j1", "11" * 16, [row(step) for step in range(1, 3)])
-    assert "another past" in ledger.take_untrusted(liar, view(1, 0), micro_batches=8, steps_total=10**6)[1]
-    message = LedgerRows("j1", past[9], [row(step) for step in range(10, 17)])
-    assert "begins anew" in ledger.take_untrusted(message, view(1, 0), micro_batches=8, steps_total=10**6)[1]
 
 
 def test_a_gap_that_nobody_can_fill_is_given_up(kept: Records, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,19 +191,6 @@ def test_the_oldest_rows_are_folded_into_a_base(kept: Records, monkeypatch: pyte
     assert 64 <= head.step - head.base_step <= 68
     assert head.base_lineage == past[head.base_step]
     assert [item.step for item in kept.ledger_rows("j1", 0, 999)] == list(range(head.base_step + 1, 201))
-
-
-def test_a_row_costs_what_is_stated(kept: Records, tmp_path: Path) -> None:
-    told(kept, Ledger("j1", kept.ledger_head("j1")), 1, 4000, START, members=8)
-    kept.close()
-    db = sqlite3.connect(tmp_path / "seed.sqlite3")
-    before = (tmp_path / "seed.sqlite3").stat().st_size
-    db.execute("DELETE FROM ledger")
-    db.commit()
-    db.execute("VACUUM")
-    db.close()
-    row_bytes = (before - (tmp_path / "seed.sqlite3").stat().st_size) / 4000
-    assert row_bytes + 10 < 50 + 4 * 8, "a job's real id is longer by 10 than the one here"
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs

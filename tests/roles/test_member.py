@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.roles.test_cluster import done, small_profile
 from wire.connection import Connection
 from wire.handshake import RefusalCode, dial, local_hello
 from wire.memory import MemoryNetwork
-from wire.messages import Hello, Request, Response
+from wire.messages import Hello, Response
 from wire.records import PeerInfo, ServingInfo
 from wire.text_messages import MAX_DRAFTERS, DrafterAt, DraftersHere, Serving
 from wire.transport import TcpNetwork
@@ -133,37 +132,6 @@ async def test_a_job_trains_on_the_worker_alone_while_the_others_are_listed(clus
     assert named == {worker.identity.peer_id}
 
 
-async def test_a_job_for_two_waits_for_a_second_worker(cluster: Cluster) -> None:
-    verifier = Program("verifier")
-    cluster.serve("verifier", verifier)
-    await verifier.told()
-    job = await cluster.create(small_profile())
-    cluster.join()
-    await cluster.job_until(job, lambda item: item["reason"].startswith("1 of 2"))
-    cluster.join()
-    await cluster.job_until(job, done)
-
-
-async def test_who_lends_a_drafter_with_another_tokenizer_hears_of_it(cluster: Cluster) -> None:
-    drafter, verifier = Program("drafter"), Program("verifier")
-    drafter.served = replace(DRAFTS, tokenizer="another")
-    peer, heard = cluster.serve("drafter", drafter), asyncio.get_running_loop().create_future()
-    notify = peer.heard
-
-    def told(level: str, kind: str, text: str) -> None:
-        notify(level, kind, text)
-        if "tokenizer" in text and not heard.done():
-            heard.set_result((level, text))
-
-    peer.heard = told  # type: ignore[method-assign]
-    cluster.serve("verifier", verifier)
-    async with asyncio.timeout(DEADLINE_S):
-        level, text = await heard
-    assert level == "warning"
-    assert "writes with big, which has another tokenizer than small" in text
-    assert not peer.task.done()
-
-
 async def test_verifiers_are_told_of_drafters_that_come_leave_and_die(cluster: Cluster) -> None:
     loads = asyncio.Event()
     verifier, drafters = Program("verifier"), [Program("drafter", loads=loads), Program("drafter"), Program("drafter")]
@@ -271,33 +239,7 @@ async def test_a_verifier_may_ask_who_is_there_and_nothing_more(cluster: Cluster
         assert caught.value.code == "unknown-method"
 
 
-async def test_a_seed_does_not_ask_them_to_work(cluster: Cluster) -> None:
-    verifier = Program("verifier")
-    cluster.serve("verifier", verifier)
-    await verifier.told()
-    with pytest.raises(ProtocolError, match="does not say Response"):
-        verifier.member._message(Response(1, {}))
-    verifier.member._message(Request(1, "links.measure", {}))  # refused over the link, which stays
-
-
-async def test_who_is_joined_and_how_is_in_the_diary(cluster: Cluster) -> None:
-    peer = cluster.serve("drafter", Program("drafter"))
-    async with asyncio.timeout(DEADLINE_S):
-        await peer.joined.wait()
-    events = (await cluster.ask("events.list"))["events"]
-    assert any(event["text"].startswith(f"{peer.identity.name} joined as a drafter from") for event in events)
-    assert peer.identity.name.endswith("-drafter-1")  # not that of the worker beside it
-
-
 # ------------------------------------------------------------------------------------------------ what the seed tells
-
-
-def test_drafters_are_dialled_where_the_verifier_sees_them() -> None:
-    here = [DrafterAt("a", "a", "", 1, "m", 9, ""), DrafterAt("b", "b", "127.0.0.1", 2, "m", 9, "")]
-    far = DrafterAt("c", "c", "10.0.0.9", 3, "m", 9, "")
-    found = drafters_untrusted(DraftersHere([*here, far]), "10.0.0.1")
-    assert [item.host for item in found] == ["10.0.0.1", "10.0.0.1", "10.0.0.9"]
-    assert [item.host for item in drafters_untrusted(DraftersHere(here), "127.0.0.1")] == ["127.0.0.1"] * 2
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import dataclasses
 import random
 import subprocess
 import sys
-import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,17 +16,13 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import P2PTrainError, Refused, UserError
+from p2ptrain.core.errors import P2PTrainError, Refused
 from p2ptrain.core.world import LoopClock, World
 from ring.coordination import Peer, records
-from ring.ledger import pack_counts
-from ring.token import next_lineage
 from ring.view import View
 from roles.seed import events, run_seed
-from roles.seed import server as server_module
 from roles.seed.events import Board
-from roles.seed.peers import REASON_BYTES, TEXT_BYTES, announced_to
-from roles.seed.store import Records, Store
+from roles.seed.peers import announced_to
 from wire.client import SeedClient
 from wire.codec import encode
 from wire.connection import Connection
@@ -37,8 +32,6 @@ from wire.job_messages import (
     Assign,
     CheckpointSaved,
     Hold,
-    LedgerRow,
-    LedgerRows,
     Release,
     Report,
     SaveNow,
@@ -282,33 +275,12 @@ async def test_a_second_worker_of_the_same_id_is_refused_while_the_first_is_ther
     await first.beaten()
 
 
-async def test_the_same_process_that_connects_anew_takes_its_own_place(bench: Bench) -> None:
-    worker = await bench.worker("a")
-    old = worker.connection
-    await worker.join()
-    await worker.beaten()
-    await asyncio.wait_for(old.closed.wait(), DEADLINE_S)
-    assert len((await bench.ask("peers.list"))["peers"]) == 1
-
-
 @pytest.mark.parametrize("purpose", ["ring", "heal", "nonsense"])
 async def test_a_seed_answers_no_member(bench: Bench, purpose: str) -> None:
     hello = local_hello(peer_id="a", name="a", roles=[], purpose=purpose)
     with pytest.raises(Refused) as caught:
         await dial(bench.network, *bench.address, hello, timeout_s=DEADLINE_S)
     assert caught.value.code == RefusalCode.ROLE
-
-
-async def test_a_silent_worker_is_lost_after_its_deadline(bench: Bench) -> None:
-    await bench.end()
-    bench.beats = (0.05, 0.15)
-    await bench.start()
-    worker = await bench.worker("a")
-    assert (worker.welcome.heartbeat_s, worker.welcome.death_s) == (0.05, 0.15)
-    event = await bench.event("lost")
-    assert "silent for" in event["text"]
-    peer = await bench.until("peers", lambda peer: bool(peer["id"] == "a"))
-    assert peer["state"] == "lost"
 
 
 async def test_a_closed_link_is_a_death_notice_and_a_leave_is_not(bench: Bench) -> None:
@@ -390,25 +362,6 @@ async def test_from_offer_to_a_running_view(bench: Bench) -> None:
     assert (peers["b"]["rank"], peers["b"]["share"], peers["b"]["job"]) == (1, 2, created["job"])
 
 
-async def test_a_view_is_durable_before_anybody_hears_of_it(bench: Bench) -> None:
-    await bench.ring("a", "b")
-    await bench.kill()
-    store = await Store.open(RealDisk(), bench.root)
-    (job, _), *_ = await store.call(Records.jobs)
-    view = await store.call(Records.last_view, job.id)
-    assert view is not None
-    assert (view.generation, [member.peer_id for member in view.members]) == (1, ["a", "b"])
-    await store.close()
-
-
-async def test_after_a_death_the_others_get_the_next_view(bench: Bench) -> None:
-    first, second = await bench.ring("a", "b")
-    second.connection.abort()
-    first.report("broken", 7, suspect="b")
-    view = await first.viewed()
-    assert (view.generation, view.step, [member.peer_id for member in view.members]) == (2, 7, ["a"])
-
-
 async def test_a_restarted_seed_takes_the_ring_back_without_touching_it(bench: Bench) -> None:
     a, b = await bench.ring("a", "b")
     a.say(StepMetrics(a.job, 1, 9, {"loss": 2.5, "tokens_per_s": 100.0, "step_ms": 10.0}))
@@ -488,80 +441,6 @@ async def test_a_worker_with_other_data_hears_what_to_do(bench: Bench) -> None:
     assert (await bench.event("corpus"))["level"] == "error"
 
 
-async def test_it_may_try_again_with_the_right_data(bench: Bench) -> None:
-    await bench.ask("jobs.create", name="first", profile="tiny", spec=SPEC)
-    a, b = [await bench.worker(peer_id) for peer_id in ("a", "b")]
-    await a.assigned()
-    await a.beaten()
-    b.job = (await b.hear(Assign)).job
-    b.report("ready", corpus="decaf")
-    await b.hear(Release)
-    await b.join()  # another process: it is not on the job any more
-    await b.assigned()
-    assert [member.peer_id for member in (await a.viewed()).members] == ["a", "b"]
-
-
-async def test_a_worker_that_comes_back_for_a_job_that_is_over_is_given_another(bench: Bench) -> None:
-    a, b = await bench.ring("a", "b")
-    a.connection.abort()
-    await bench.ask("jobs.cancel", job="first")
-    await b.hear(Release)
-    await a.join(job=a.job, generation=1)
-    assert (await a.hear(Release)).job == a.job
-    created = await bench.ask("jobs.create", name="next", profile="tiny", spec=SPEC)
-    assert (await a.hear(Assign)).job == created["job"]
-
-
-async def test_a_worker_that_comes_back_when_the_job_is_over_tells_what_only_it_knows(bench: Bench) -> None:
-    a, b = await bench.ring("a", "b")
-    rows = [LedgerRow(step, 1, step.to_bytes(16, "big"), pack_counts([2, 2])) for step in (1, 2, 3)]
-    rows += [LedgerRow(step, 2, step.to_bytes(16, "big"), pack_counts([4])) for step in (4, 5)]
-    past = [lineage_of(0)]
-    for row in rows:
-        past.append(next_lineage(past[-1], row.digest))
-    a.connection.abort()  # the seed did not hear of steps 1 to 3 before
-    b.report("broken", 3, lineage=past[3], suspect="a")
-    assert (await b.viewed()).ledger_step == 0
-    b.say(LedgerRows(b.job, past[3], rows[3:]))
-    await b.beaten()
-    await bench.ask("jobs.cancel", job="first")
-    await b.hear(Release)
-    await a.join(job=a.job, generation=1)
-    await a.hear(Release)
-    a.say(LedgerRows(a.job, past[0], rows[:3]))
-    await a.beaten()
-    head = (await bench.ask("jobs.ledger", job="first", after_step=0))["head"]
-    assert (head["base_step"], head["step"], head["lineage"]) == (0, 5, past[5])
-
-
-async def test_rows_that_are_told_while_a_view_is_written_are_told_again_by_its_members(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are not durable yet: a seed that dies now would believe for the whole view that it has them."""
-    a, b = await bench.ring("a", "b")
-    row = LedgerRow(1, 1, bytes(16), pack_counts([2, 2]))
-    lineage = next_lineage(lineage_of(0), row.digest)
-    writing, written = threading.Event(), threading.Event()
-    original = Records.add_view
-
-    def add_view(self: Records, *what: Any, **more: Any) -> bool:
-        writing.set()
-        written.wait(DEADLINE_S)
-        return original(self, *what, **more)
-
-    monkeypatch.setattr(Records, "add_view", add_view)
-    try:
-        a.report("broken", 1, lineage=lineage, suspect="b")
-        await a.beaten()  # whose report is the last one is heard again when the view is written
-        b.report("broken", 1, lineage=lineage, suspect="a")
-        await asyncio.to_thread(writing.wait, DEADLINE_S)
-        a.say(LedgerRows(a.job, lineage_of(0), [row]))
-        await a.beaten()
-    finally:
-        written.set()
-    assert ((await a.viewed()).step, a.view.ledger_step) == (1, 0)
-
-
 # ------------------------------------------------------------------------------------------------ metrics, checkpoints
 
 
@@ -582,44 +461,6 @@ async def test_metrics_page_by_page_and_steps_that_were_taken_back_are_not_count
     assert (await bench.ask("jobs.show", job="first"))["job"]["loss"] == 0.5
 
 
-async def test_metrics_of_a_course_that_was_taken_back_are_not_counted_however_late(bench: Bench) -> None:
-    """A ring that lost the seed went on beyond where the job began anew meanwhile, and tells of it when it is back."""
-    a, b = await bench.ring("a", "b")
-    a.connection.abort()
-    b.report("broken", 0, suspect="a")
-    assert (await b.viewed()).step == 0
-    for step in (1, 2, 3):
-        b.say(StepMetrics(b.job, 2, step, {"loss": 1.0}))
-    b.report("broken", 3)
-    assert (await b.viewed()).step == 3
-    await a.join(job=a.job, generation=1)
-    a.view = dataclasses.replace(a.view, generation=1)
-    a.report("training", 9, lineage="ab" * 16)
-    await a.hear(Release)
-    await a.hear(Assign)
-    for step in (1, 2, 3, 4):
-        a.say(StepMetrics(a.job, 1, step, {"loss": 9.0}))
-    await a.beaten()
-    await b.beaten()
-    rows = (await bench.ask("metrics.history", job="first", after_step=0, limit=5))["rows"]
-    assert [(row["step"], row["loss"], row["generation"]) for row in rows] == [(1, 1.0, 2), (2, 1.0, 2), (3, 1.0, 2)]
-    assert (await bench.ask("jobs.show", job="first"))["job"]["loss"] == 1.0
-
-
-async def test_metrics_that_no_column_holds_are_cut(bench: Bench) -> None:
-    a, _ = await bench.ring("a", "b")
-    a.say(StepMetrics(a.job, 1, 1, {"members": 1e308, "tokens_per_s": 1e308, "step_ms": 1e308}))
-    a.say(Heartbeat(1, 1, 1, "training", 0.0, {"memory_bytes": 1e308, "rtt_ms": float("inf")}))
-    await a.beaten()
-    (row,) = (await bench.ask("metrics.history", job="first"))["rows"]
-    assert row["members"] == 2**53
-    assert (await bench.ask("jobs.show", job="first"))["job"]["tokens_total"] <= 2**53
-    assert len((await bench.ask("peers.list"))["peers"]) == 2
-    a.say(StepMetrics(a.job, 1, 2, {"tokens_per_s": -1e308, "step_ms": 1e308}))
-    await a.beaten()
-    assert (await bench.ask("jobs.show", job="first"))["job"]["tokens_total"] == 0
-
-
 async def test_checkpoints_are_listed_as_their_holder_keeps_them_and_deleted_there(bench: Bench) -> None:
     a, _ = await bench.ring("a", "b")
     for step in (10, 20, 30):
@@ -635,103 +476,6 @@ async def test_checkpoints_are_listed_as_their_holder_keeps_them_and_deleted_the
     a.say(Response(request.id, {"deleted": 20}))
     assert (await deleting)["deleted"] == f"{a.job}@20@a"
     assert [item["step"] for item in (await bench.ask("checkpoints.list"))["checkpoints"]] == [30]
-
-
-async def test_what_one_holder_could_not_load_stays_known_while_another_may_bring_it(bench: Bench) -> None:
-    a, b = await bench.ring("a", "b")
-    for step in (10, 20):
-        for worker in (a, b):
-            worker.say(CheckpointSaved(worker.job, step, f"/c/{step}", "d", 5))
-    await a.beaten()
-    await b.beaten()
-    a.connection.abort()
-    again = await bench.worker("a")
-    await again.assigned(10)
-    await again.beaten()
-    listed = (await bench.ask("checkpoints.list", job="first"))["checkpoints"]
-    assert {(item["peer_id"], item["step"]) for item in listed} == {("a", 10), ("a", 20), ("b", 10), ("b", 20)}
-
-
-async def test_a_stage_that_one_holder_could_not_load_is_listed_no_more(bench: Bench) -> None:
-    """A split job would wait for it, or go back to it, in vain. The whole model's stays: other stages are in it too."""
-    split = Profile.model_validate(
-        {"job": {"workers": 2, "steps": 100, "strategy": "pipeline"}, "pipeline": {"stages": 2}}
-    )
-    await bench.ask("jobs.create", name="first", profile="tiny", spec=split.to_spec())
-    a, b = [await bench.worker(peer_id) for peer_id in ("a", "b")]
-    stages = {worker.id: (await worker.assigned()).stage for worker in (a, b)}
-    for worker in (a, b):
-        await worker.viewed()
-    for step in (10, 20):
-        for worker in (a, b):
-            worker.say(CheckpointSaved(worker.job, step, f"/c/{step}", "d", 5, stage=stages[worker.id], stages=2))
-        a.say(CheckpointSaved(a.job, step, f"/w/{step}", "d", 9))
-    await a.beaten()
-    await b.beaten()
-    a.connection.abort()
-    again = await bench.worker("a")
-    assert (await again.assigned(10)).stage == stages["a"]
-    await again.beaten()
-    listed = (await bench.ask("checkpoints.list", job="first"))["checkpoints"]
-    mine, its = stages["a"], stages["b"]
-    assert {(item["peer_id"], item["step"], item["stage"]) for item in listed} == {
-        ("a", 10, mine),
-        ("a", 10, None),
-        ("a", 20, None),
-        ("b", 10, its),
-        ("b", 20, its),
-    }
-    await bench.end()
-    await bench.start()
-    assert {item["id"] for item in (await bench.ask("checkpoints.list", job="first"))["checkpoints"]} == {
-        item["id"] for item in listed
-    }, "nor by the seed's next process"
-
-
-async def test_checkpoints_that_are_told_again_cost_the_disk_nothing(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A worker that finds the seed again tells all that may have been lost.
-    a, _ = await bench.ring("a", "b")
-    saves = [CheckpointSaved(a.job, step, f"/c/{step}", "d", 5) for step in range(1, 31)]
-    for save in saves:
-        a.say(save)
-    await a.beaten()
-    await bench.ask("metrics.history", job="first")  # the store has done by then what it was given before
-    writes: list[object] = []
-    for name in ("add_checkpoint", "remove_checkpoints"):
-        monkeypatch.setattr(Records, name, lambda self, *what: writes.append(what))
-    for save in saves:
-        a.say(save)
-    await a.beaten()
-    await bench.ask("metrics.history", job="first")
-    assert writes == []
-    a.say(dataclasses.replace(saves[-1], digest="e"))
-    await a.beaten()
-    await bench.ask("metrics.history", job="first")
-    assert len(writes) == 1, "another one of the same step is noted"
-    assert [item["step"] for item in (await bench.ask("checkpoints.list", job="first"))["checkpoints"]] == [29, 30]
-
-
-async def test_a_disk_that_is_slow_to_note_a_checkpoint_delays_no_beat(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a, _ = await bench.ring("a", "b")
-    noted = threading.Event()
-    original = Records.add_checkpoint
-
-    def add_checkpoint(self: Records, *what: Any) -> None:
-        noted.wait(DEADLINE_S)
-        original(self, *what)
-
-    monkeypatch.setattr(Records, "add_checkpoint", add_checkpoint)
-    try:
-        a.say(CheckpointSaved(a.job, 10, "/c/10", "d", 5))
-        await a.beaten()
-    finally:
-        noted.set()
-    await bench.ask("metrics.history", job="first")
-    assert [item["step"] for item in (await bench.ask("checkpoints.list"))["checkpoints"]] == [10]
 
 
 async def test_what_the_holder_answers_to_a_deletion_reaches_the_operator(bench: Bench) -> None:
@@ -811,32 +555,6 @@ async def test_a_restore_that_the_seed_did_not_live_to_see_is_carried_out_by_the
     await a.beaten()  # nothing else was said to it
 
 
-async def test_a_pause_after_a_restore_outlives_the_seed_as_the_restore_does(bench: Bench) -> None:
-    a, b = await bench.ring("a", "b")
-    a.say(CheckpointSaved(a.job, 10, "/c/10", "d", 5))
-    await a.beaten()
-    restoring = asyncio.create_task(bench.ask("checkpoints.restore", id=f"{a.job}@10@a"))
-    a.say(Response((await a.hear(Request)).id, {"step": 10, "lineage": lineage_of(10)}))
-    await restoring
-    await bench.ask("jobs.pause", job=a.job)
-    for worker in (a, b):
-        await worker.hear(Hold)
-        worker.report("held", 15)
-    await bench.job_is("paused")
-    await bench.kill()
-    await bench.start()
-    for worker in (a, b):
-        await worker.connection.close()
-        await worker.join(job=worker.job, generation=1)
-        worker.report("held", 15)
-        await worker.beaten()
-    await bench.job_is("paused")
-    await bench.ask("jobs.resume", job=a.job)
-    for worker in (a, b):
-        assert (await worker.assigned(10)).restore_step == 10
-    assert (await a.viewed()).step == 10
-
-
 @pytest.mark.parametrize(
     ("result", "code"),
     [
@@ -859,29 +577,6 @@ async def test_a_checkpoint_that_cannot_be_restored_is_refused_before_anybody_st
     assert (await bench.ask("jobs.show", job=a.job))["job"]["state"] == "running"
     for worker in (a, b):
         await worker.beaten()
-
-
-async def test_an_operator_is_answered_while_a_checkpoint_is_being_verified(bench: Bench) -> None:
-    a, _ = await bench.ring("a", "b")
-    a.say(CheckpointSaved(a.job, 10, "/c/10", "d", 5))
-    await a.beaten()
-    async with bench.operator() as client:
-        restoring = asyncio.create_task(client.request("checkpoints.restore", {"id": f"{a.job}@10@a"}))
-        request = await a.hear(Request)
-        assert (await client.request("probe.clock"))["wall"] > 1e9
-        assert not restoring.done()
-        a.say(Response(request.id, {"step": 10, "lineage": lineage_of(10)}))
-        assert (await restoring)["job"] == a.job
-
-
-async def test_a_checkpoint_that_its_holder_does_not_have_leaves_the_list_when_it_is_deleted(bench: Bench) -> None:
-    a, _ = await bench.ring("a", "b")
-    a.say(CheckpointSaved(a.job, 10, "/c/10", "d", 5))
-    await a.beaten()
-    deleting = asyncio.create_task(bench.ask("checkpoints.delete", id=f"{a.job}@10@a"))
-    a.say(Response((await a.hear(Request)).id, {}, "not-here", "no checkpoint of step 10"))
-    assert await deleting == {"deleted": f"{a.job}@10@a", "was_there": False}
-    assert (await bench.ask("checkpoints.list"))["checkpoints"] == []
 
 
 async def test_a_job_that_is_over_can_be_forgotten(bench: Bench) -> None:
@@ -938,41 +633,6 @@ async def test_a_paused_job_lets_its_workers_go_when_another_needs_them(bench: B
     assert (await a.viewed()).step == 3
 
 
-async def test_spares_go_where_they_are_needed(bench: Bench) -> None:
-    await bench.ring("a", "b")
-    second = (await bench.ask("jobs.create", name="second", profile="tiny", spec=SPEC))["job"]
-    more = [await bench.worker(f"w{number}") for number in range(6)]  # 4 micro-batches: 2 more share, 2 are spare
-    assigned = [(await worker.hear(Assign)).job for worker in more]
-    assert assigned.count(second) == 2
-
-
-async def test_neighbours_are_told_the_patience_that_the_farthest_of_them_needs(bench: Bench) -> None:
-    await bench.ask("jobs.create", name="first", profile="tiny", spec=SPEC)
-    a = await bench.worker("a")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_module, "beat_defaults", lambda rtt_ms: (3.0, 9.0))
-        b = await bench.worker("b")
-    for worker in (a, b):
-        await worker.assigned()
-    for worker in (a, b):
-        view = await worker.viewed()
-        assert (view.heartbeat_s, view.death_s) == (3.0, 9.0)
-
-
-async def test_a_long_reason_is_a_line_of_the_list(bench: Bench) -> None:
-    for name in ("first", "second"):
-        await bench.ask("jobs.create", name=name, profile="tiny", spec=SPEC)
-    a = await bench.worker("a")
-    for _ in range(2):
-        a.job = (await a.hear(Assign)).job
-        a.report("failed", reason="\x1b[31m" + "no memory\n" * 6000)
-        await a.hear(Release)
-    await bench.until("jobs", lambda job: bool(job["name"] == "second" and job["state"] == "failed"))
-    jobs = (await bench.ask("jobs.list"))["jobs"]
-    assert [job["state"] for job in jobs] == ["failed", "failed"]
-    assert all(job["reason"].isprintable() and len(job["reason"].encode()) <= REASON_BYTES for job in jobs)
-
-
 # ----------------------------------------------------------------------------------------------------------- operators
 
 
@@ -999,12 +659,6 @@ async def test_long_lists_are_cut_to_a_frame_and_say_so(bench: Bench) -> None:
     assert answer["jobs"][0]["id"] == a.job  # the oldest, but it runs
     created = [job["created_at"] for job in answer["jobs"]]
     assert created == sorted(created)
-
-
-async def test_an_ambiguous_beginning_names_the_candidates(bench: Bench) -> None:
-    jobs = [(await bench.ask("jobs.create", name="x", profile="tiny", spec=SPEC))["job"] for _ in range(17)]
-    first = next(text for text in "0123456789abcdef" if sum(job.startswith(text) for job in jobs) > 1)
-    assert (await bench.refused("jobs.show", job=first)).code == "ambiguous"
 
 
 @pytest.mark.parametrize(
@@ -1036,35 +690,10 @@ async def test_bad_requests_are_refused_and_the_connection_lives_on(
         assert (await client.request("cluster.info"))["cluster"]["name"] == "seed"
 
 
-async def test_probes(bench: Bench) -> None:
-    worker = await bench.worker("a")
-    async with bench.operator() as client:
-        assert (await client.request("probe.clock"))["wall"] > 1e9
-        assert (await client.request("probe.dialback", {"port": worker.server.address[1]}))["port"]
-
-
 async def test_a_full_page_of_the_largest_rows_fits_a_frame() -> None:
     big = 1.2345678901234567e-300
     row = MetricRow("0123456789ab", 2**31, big, big, big, big, big, big, big, big, big, big, 1000, 2**31)
     assert len(encode(Response(2**31, {"rows": [row.to_map()] * 200}))) < CONTROL_FRAME_BYTES - 64
-
-
-async def test_long_events_come_in_more_pages_and_none_is_left_out(bench: Bench) -> None:
-    texts = [f"{number}" + "ü" * number for number in range(0, TEXT_BYTES, 7)]
-    worker = await bench.worker("a")
-    for text in texts:
-        worker.say(EventNotice("warning", "k", text))
-    await worker.beaten()
-    found, pages = list[dict[str, Any]](), 0
-    while page := (await bench.ask("events.list", after_id=found[-1]["id"] if found else 0))["events"]:
-        found, pages = found + page, pages + 1
-    assert pages > 2
-    told = [event["text"] for event in found if event["kind"] == "k"]
-    assert len(told) == len(texts)
-    for text, shown in zip(texts, told, strict=True):
-        whole = f"name-a: {text}"
-        assert shown == whole or (shown.endswith("…") and whole.startswith(shown[:-1]))
-        assert len(shown.encode()) <= TEXT_BYTES
 
 
 # ------------------------------------------------------------------------------------------------------------- updates
@@ -1117,26 +746,6 @@ async def test_updates_are_cut_into_small_frames_and_a_record_is_told_once(monke
     assert [update.items for update in sent if update.topic == "peers-gone"] == [[{"id": "gone"}]]
 
 
-async def test_viewers_that_leave_at_once_are_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    await bench.ring("a", "b")
-    boards: set[Board] = set()
-    touch = Board.touch
-
-    def spy(board: Board, topic: str, *ids: str) -> None:
-        boards.add(board)
-        touch(board, topic, *ids)
-
-    monkeypatch.setattr(Board, "touch", spy)
-    for _ in range(5):
-        async with bench.operator() as client:
-            await client.request("subscribe")  # its rows are still being read when it goes
-    await bench.worker("c")
-    (board,) = boards
-    async with asyncio.timeout(DEADLINE_S):
-        while board.watched:
-            await bench.ask("cluster.info")
-
-
 async def test_a_subscriber_that_does_not_read_is_dropped_with_a_reason(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1167,12 +776,6 @@ async def test_the_diary_is_paged_and_cleaned(bench: Bench) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- start, stop, weight
-
-
-async def test_a_second_seed_on_the_same_state_is_refused(bench: Bench) -> None:
-    second = Bench(bench.root)
-    with pytest.raises(UserError, match="another seed is running"):
-        await second.start()
 
 
 async def test_a_seed_comes_back_as_the_same_cluster(bench: Bench) -> None:

@@ -34,7 +34,7 @@ PROFILE = Profile.model_validate({"job": {"workers": 2, "steps": 100}, "batch": 
 JOB = "the job"
 """Stands for the id of the job that there is."""
 FUZZ = settings(
-    max_examples=100,
+    max_examples=30,
     suppress_health_check=list(HealthCheck),
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],  # a seed that was taken down takes seconds: no shrinking

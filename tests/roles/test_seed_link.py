@@ -14,10 +14,10 @@ import pytest
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, Refused, Unreachable
 from p2ptrain.core.world import LoopClock, World
-from roles.seed_link import RESENT_SAVES, Pulse, SeedLink
+from roles.seed_link import Pulse, SeedLink
 from wire.connection import Connection
 from wire.handshake import RefusalCode, Server, local_hello, local_welcome, serve
-from wire.job_messages import CheckpointSaved, SaveNow, StepMetrics
+from wire.job_messages import SaveNow, StepMetrics
 from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Heartbeat, HeartbeatAck, Hello, Message, Refuse, Welcome
 
@@ -146,31 +146,6 @@ def test_what_was_said_while_the_seed_was_away_arrives_and_so_does_what_may_have
             seed.connections[-1].send(SaveNow("job"))
             assert await here.messages.until() == [SaveNow("job")]
             assert here.link.rtt_ms is not None
-        await seed.stop()
-
-    run_virtual(scenario())
-
-
-def test_of_a_long_runs_checkpoints_only_the_newest_are_told_again() -> None:
-    async def scenario() -> None:
-        seed = FakeSeed(world())
-        await seed.start()
-        async with linked(seed) as here:
-            await seed.until(1, Heartbeat)
-            for step in range(1, 101):
-                here.link.send(CheckpointSaved("job", step, "/c", "d", 5))
-            await seed.until(100, CheckpointSaved)
-            await seed.stop()
-            await here.downs.until()
-            for step in range(101, 201):
-                here.link.send(metrics(step))
-                here.link.send(CheckpointSaved("job", step, "/c", "d", 5))
-            seed.heard.clear()
-            await seed.start()
-            await seed.until(100, StepMetrics)
-            again = await seed.until(RESENT_SAVES, CheckpointSaved)
-            saves = [message.step for message in again if isinstance(message, CheckpointSaved)]
-            assert saves == list(range(201 - RESENT_SAVES, 201))
         await seed.stop()
 
     run_virtual(scenario())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from typing import Any, cast
 
 import pytest
@@ -13,7 +12,7 @@ from p2ptrain.core.errors import ConnectionLost, ProtocolError
 from p2ptrain.core.world import LoopClock
 from ring.order import LinkQuality
 from roles.seed import links as seed_links
-from roles.seed.links import FRESH_S, MAX_AT_ONCE, START_S, LinkTable, Survey, host_seen_from, measured_untrusted
+from roles.seed.links import FRESH_S, MAX_AT_ONCE, START_S, LinkTable, Survey, measured_untrusted
 from roles.seed.peers import Link
 from tests.roles.in_process import Cluster
 from wire.handshake import local_hello
@@ -98,48 +97,6 @@ def test_nobody_waits_for_measurements_for_long(answer: Any) -> None:
     assert desk.survey.table.known == {}
 
 
-def test_who_has_nothing_to_measure_or_cannot_is_not_asked() -> None:
-    alone = JobController(FakeLink("a"))
-    old = JobController(FakeLink("a", measures=False), FakeLink("b"))
-    fresh = JobController(FakeLink("a"), FakeLink("b"))
-    fresh.survey.table.put("a", {"b": GOOD}, 0.0)
-    for desk in (alone, old, fresh):
-        surveyed(desk, lambda desk=desk: desk.let_in.append(desk.ready("a")))
-        assert desk.let_in == [False]
-        assert desk.links["a"].asked == []
-
-
-def test_what_a_worker_said_is_dropped_when_it_is_no_longer_so() -> None:
-    desk = JobController(FakeLink("a"), FakeLink("b"))
-
-    def act() -> None:
-        desk.ready("a")
-        desk.survey.drop("a")
-        desk.survey.drop("a")
-
-    surveyed(desk, act)
-    assert desk.let_in == []
-
-
-def test_members_of_a_view_measure_what_is_missing_one_after_the_other() -> None:
-    desk = JobController(*(FakeLink(name) for name in "abc"))
-    desk.survey.table.put("b", {"a": GOOD, "c": GOOD}, 0.0)
-    surveyed(desk, lambda: desk.survey.view_began("job", "abc"))
-    assert set(desk.survey.table.known) == set(itertools.permutations("abc", 2))
-    assert [len(desk.links[name].asked) for name in "abc"] == [1, 0, 1]
-
-
-def test_the_next_view_ends_the_measurements_of_the_one_before() -> None:
-    desk = JobController(*(FakeLink(name, takes_s=5.0) for name in "abcd"))
-
-    def act() -> None:
-        desk.survey.view_began("job", "ab")
-        desk.survey.view_began("job", "cd")
-
-    surveyed(desk, act)
-    assert set(desk.survey.table.known) == {("c", "d"), ("d", "c")}
-
-
 def test_the_table_wants_the_unknown_first_then_the_old() -> None:
     table = LinkTable()
     table.put("a", {"b": GOOD, "c": GOOD}, 0.0)
@@ -197,17 +154,6 @@ def test_no_request_is_longer_than_a_worker_takes() -> None:
 def test_what_cannot_be_is_not_believed(links: Any) -> None:
     with pytest.raises(ProtocolError):
         measured_untrusted({"links": links}, {"b", "c"})
-
-
-def test_what_can_be_is() -> None:
-    found = measured_untrusted({"links": [["b", 0.1, None, None], ["c", 0, 1e9, 2e9]]}, {"b", "c", "d"})
-    assert found == {"b": LinkQuality(0.1), "c": LinkQuality(0, 1e9, 2e9)}
-
-
-def test_a_loopback_address_is_the_seeds_machine_to_those_elsewhere() -> None:
-    assert host_seen_from("10.0.0.1", "127.0.0.1") == ""
-    assert host_seen_from("127.0.0.1", "127.0.0.1") == "127.0.0.1"
-    assert host_seen_from("127.0.0.1", "10.0.0.1") == "10.0.0.1"
 
 
 async def test_a_cluster_measures_its_links_and_says_what_it_makes_of_them(cluster: Cluster) -> None:

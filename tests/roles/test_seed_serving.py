@@ -1,4 +1,4 @@
-"""What the seed keeps of verifiers and drafters: checked, told to verifiers, and gone with the link."""
+"""What the seed keeps of verifiers, drafters and held parts: checked, told to others, and gone with the link."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from unittest.mock import MagicMock
 import pytest
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused
-from roles.seed.operator_api import planned
 from roles.seed.peers import Link
-from roles.seed.serving import Services, info_of
+from roles.seed.serving import Holdings, Services, info_of, infos_of
 from tests.roles.in_process import HOST, Cluster
-from tests.roles.test_planned import PROFILE, SHAPE
-from wire.chain_messages import PartsHeld
+from wire.chain_messages import HeldPart, PartsHeld
 from wire.connection import Connection
 from wire.handshake import RefusalCode, dial, local_hello, local_welcome, serve
 from wire.job_messages import CheckpointSaved, LedgerRows, Report, StepMetrics
-from wire.messages import EventNotice, Hello, Message, Welcome
-from wire.records import ServingInfo
+from wire.messages import EventNotice, Heartbeat, HeartbeatAck, Hello, Leave, Message, Welcome
+from wire.records import PartInfo, ServingInfo
 from wire.schema import instance_untrusted
 from wire.text_messages import MAX_DRAFTERS, DraftersHere, Serving
 
@@ -97,12 +95,6 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any]) -> None:
         instance_untrusted(Serving, dataclasses.asdict(SERVING) | changes)
 
 
-def test_texts_are_clipped() -> None:
-    info = info_of(link("v1", "verifier")[0], dataclasses.replace(SERVING, model="m\n" * 99, http="h" * 999))
-    assert info.model.isprintable()
-    assert (len(info.model.encode()), len(info.http)) == (64, 253)
-
-
 def test_verifiers_are_told_when_it_changes_and_not_when_it_does_not() -> None:
     links: dict[str, Link] = {}
     touched: list[str] = []
@@ -154,16 +146,6 @@ def test_who_lends_a_drafter_hears_that_a_verifier_has_another_tokenizer(first: 
     )
 
 
-def test_another_model_takes_another_link() -> None:
-    links = {"d1": link("d1", "drafter")[0]}
-    services = Services(links, lambda *ids: None)
-    services.told(links["d1"], SERVING)
-    with pytest.raises(ProtocolError, match="now it is another model"):
-        services.told(links["d1"], dataclasses.replace(SERVING, model="other"))
-    with pytest.raises(ProtocolError, match="now it is another model"):
-        services.told(links["d1"], dataclasses.replace(SERVING, weights="12"))
-
-
 def test_no_more_drafters_are_told_of_than_a_verifier_takes() -> None:
     links: dict[str, Link] = {}
     services = Services(links, lambda *ids: None)
@@ -174,12 +156,6 @@ def test_no_more_drafters_are_told_of_than_a_verifier_takes() -> None:
         links[peer_id] = dataclasses.replace(link(peer_id, "drafter")[0], joined_at=float(at))
         services.told(links[peer_id], SERVING)
     assert [peer_id for peer_id, _ in sent.told[-1]] == ids[:MAX_DRAFTERS], "those that were here first"
-
-
-async def test_a_plan_is_of_workers_alone() -> None:
-    links = {"v1": link("v1", "verifier")[0], "d1": link("d1", "drafter")[0]}
-    with pytest.raises(Refused, match=r"begins with 2 workers, and 0 of them are free$"):
-        await planned(PROFILE, SHAPE, links, MagicMock())
 
 
 # ------------------------------------------------------------------------------------------------------------ the seed
@@ -236,3 +212,139 @@ async def test_nobody_says_what_is_for_others_to_say(cluster: Cluster, role: str
         problem = connection.close_cause
         assert isinstance(problem, Refused)
         assert problem.code == RefusalCode.PROTOCOL
+
+
+# ------------------------------------------------------------------------------------------------- the parts of models
+
+PART = HeldPart("p1", "ab" * 16, "llama", 0, 12, 32, "bfloat16", 900, 100, 4000, 2, 4.5, 0.75, 31.0, 4096.0, "b2")
+
+
+def part(**changes: Any) -> HeldPart:
+    return dataclasses.replace(PART, **changes)
+
+
+def held(*parts: HeldPart) -> dict[str, PartInfo]:
+    message = PartsHeld(list(parts))
+    return infos_of("a1", "laptop", instance_untrusted(PartsHeld, dataclasses.asdict(message)))
+
+
+def test_a_part_is_kept_as_it_was_told() -> None:
+    (info,) = held(PART).values()
+    assert info == PartInfo(
+        "a1/p1", "a1", "laptop", "p1", "ab" * 16, "llama", 0, 12, 32, "bfloat16", 900, 100, 4000, 2, 4.5, 0.75, 31.0,
+        4096.0, "b2",
+    )  # fmt: skip
+    assert info.used_bytes == 1000
+    told, fields = dataclasses.asdict(PART), info.to_map()
+    assert {name: fields[name] for name in told} == told  # no field of what a worker says is left out
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"start": -1},
+        {"start": 12},
+        {"stop": 33},
+        {"stop": 0},
+        {"layers": 4097, "stop": 4097},
+        {"weights_bytes": -1},
+        {"cache_bytes": 2**53 + 1},
+        {"limit_bytes": -5},
+        {"sessions": -1},
+        {"compute_ms": math.nan},
+        {"compute_ms": -0.1},
+        {"busy": math.inf},
+        {"busy": math.nan},
+        {"busy": -0.5},
+        {"tokens_per_s": math.inf},
+        {"out_position_bytes": -math.inf},
+        {"part": ""},
+        {"part": "a/b"},
+        {"part": "a b"},
+        {"part": "x" * 129},
+        {"model": ""},
+        {"model": "\x1b[2J"},
+        {"next": "no id"},
+        {"next": "x" * 64},
+    ],
+)
+def test_a_part_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError):
+        held(part(**changes))
+
+
+def test_no_worker_holds_a_part_twice_or_more_than_its_number() -> None:
+    with pytest.raises(ProtocolError, match="twice"):
+        held(PART, part(start=1))
+    most = [part(part=f"p{index}") for index in range(17)]
+    assert len(held(*most[:-1])) == 16
+    with pytest.raises(ProtocolError, match="17 long"):
+        held(*most)
+
+
+def test_only_what_changed_is_told_and_what_is_not_named_again_is_gone() -> None:
+    touched: list[set[str]] = []
+    kept = Holdings(lambda *ids: touched.append(set(ids)))
+    kept.told("a1", "laptop", PartsHeld([PART, part(part="p2", start=12, stop=20)]))
+    kept.told("a1", "laptop", PartsHeld([PART, part(part="p2", start=12, stop=20)]))
+    kept.told("b2", "attic", PartsHeld([part(part="p1", start=20, stop=32)]))
+    assert touched == [{"a1/p1", "a1/p2"}, {"b2/p1"}]
+    kept.told("a1", "laptop", PartsHeld([part(sessions=3), part(part="p3", name="gemma")]))
+    assert touched[2:] == [{"a1/p1", "a1/p2", "a1/p3"}]
+    assert [info.id for info in kept.infos()] == ["a1/p3", "a1/p1", "b2/p1"]  # by model, then by layers
+    assert kept.info("a1/p2") is None
+    assert kept.info("a1/p1") is not None
+    kept.drop("a1")
+    kept.drop("a1")
+    assert touched[3:] == [{"a1/p1", "a1/p3"}]
+    kept.told("b2", "attic", PartsHeld([]))
+    assert touched[4:] == [{"b2/p1"}]
+    assert kept.infos() == []
+    assert kept._held == {}
+
+
+async def say(connection: Connection, message: Message) -> None:
+    """Say it, and wait until it was heard."""
+    connection.send(message)
+    connection.send(Heartbeat(1, 0, 0, "idle", 0.0, {}))
+    while not isinstance((await connection.receive(timeout_s=DEADLINE_S)).message, HeartbeatAck):
+        pass
+
+
+async def test_operators_list_what_workers_hold_until_they_are_gone(cluster: Cluster) -> None:
+    async with member(cluster, "a1", "worker") as one, member(cluster, "b2", "worker") as two:
+        assert await cluster.ask("parts.list") == {"parts": [], "total": 0}
+        await say(one, PartsHeld([PART]))
+        await say(two, PartsHeld([part(start=12, stop=32, next="")]))
+        answer = await cluster.ask("parts.list")
+        parts = [PartInfo.from_map_untrusted(item) for item in answer["parts"]]
+        assert [(item.peer, item.peer_name, item.start, item.stop) for item in parts] == [
+            ("a1", "a1", 0, 12),
+            ("b2", "b2", 12, 32),
+        ]
+        assert answer["total"] == 2
+        async with cluster.operator() as client, asyncio.timeout(DEADLINE_S):
+            await client.request("subscribe", {})
+            updates = client.updates()
+            seen: list[tuple[str, str]] = []
+
+            async def until(topic: str, item_id: str) -> dict[str, Any]:
+                async for update in updates:
+                    for item in update.items:
+                        if update.topic.startswith("parts"):
+                            seen.append((update.topic, item["id"]))
+                        if (update.topic, item.get("id")) == (topic, item_id):
+                            return dict(item)
+                raise AssertionError("the seed ended the updates")
+
+            await until("parts", "b2/p1")
+            assert seen == [("parts", "a1/p1"), ("parts", "b2/p1")]  # all that is held, at the beginning
+            await say(one, PartsHeld([part(tokens_per_s=77.0), part(part="p2", model="other")]))
+            assert (await until("parts", "a1/p1"))["tokens_per_s"] == 77.0
+            await say(one, PartsHeld([part(part="p2", model="other")]))
+            await until("parts-gone", "a1/p1")
+            one.send(Leave("enough"))
+            await until("parts-gone", "a1/p2")
+            two.abort()  # it dies
+            await until("parts-gone", "b2/p1")
+        assert await cluster.ask("parts.list") == {"parts": [], "total": 0}

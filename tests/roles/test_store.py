@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import sqlite3
 import stat
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ import pytest
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import StorageError, UserError
 from ring.coordination import Peer, records
-from ring.view import TERM_BITS, View
+from ring.view import View
 from roles.seed import store as module
 from roles.seed.store import JobRecord, PeerRecord, Records, Store
 from wire.records import CheckpointInfo, EventInfo, MetricRow
@@ -50,13 +48,6 @@ def test_jobs_come_back_oldest_first_with_their_specs(kept: Records, tmp_path: P
         ("j1", "running", True, "{1}"),
         ("j2", "waiting", False, "{2}"),
     ]
-
-
-def test_the_last_view_comes_back_whole(kept: Records) -> None:
-    assert kept.last_view("j1") is None
-    kept.add_view(view(1, 0, "a"), JOB, restored=False, wall=1.0)
-    kept.add_view(view(2, 7, "a", "b"), JOB, restored=False, wall=2.0)
-    assert kept.last_view("j1") == view(2, 7, "a", "b")
 
 
 def test_a_generation_is_minted_once(kept: Records) -> None:
@@ -97,12 +88,6 @@ def test_a_number_that_sqlite_does_not_hold_is_a_storage_error(kept: Records, va
     kept.add_rows([row(1)], [])
 
 
-def test_a_view_takes_back_the_rows_of_steps_that_it_gives_up(kept: Records) -> None:
-    kept.add_rows([row(step) for step in range(1, 10)], [])
-    kept.add_view(view(2, 5, "a"), JOB, restored=True, wall=1.0)
-    assert [item.step for item in kept.metrics("j1", 0, 100)] == [1, 2, 3, 4, 5]
-
-
 def test_metrics_page_by_page_and_the_newest(kept: Records) -> None:
     kept.add_rows([row(step, loss=step / 10) for step in range(1, 8)], [])
     kept.add_rows([row(7, loss=0.5, val_loss=0.25)], [])  # the same step again: redone
@@ -125,31 +110,9 @@ def test_old_rows_are_dropped(kept: Records, monkeypatch: pytest.MonkeyPatch) ->
     assert [kept._one(f"SELECT count(*) FROM {table}") for table in ("peers", "views")] == [3, 3]
 
 
-def test_a_new_term_forgets_no_view_of_the_one_before(kept: Records) -> None:
-    generations = [1, 2, 3, (1 << TERM_BITS) + 1]
-    for generation in generations:
-        kept.add_view(view(generation, 9, "a"), JOB, restored=False, wall=1.0)
-    assert [began.generation for began in kept.views("j1", 0, 100)] == generations
-
-
-def test_checkpoints_come_and_go(kept: Records) -> None:
-    saved = [CheckpointInfo(f"j1@{step}@a", "j1", step, "/c", "a", "A", "d", 5, float(step), None) for step in (1, 2)]
-    for checkpoint in saved:
-        kept.add_checkpoint(checkpoint)
-    kept.add_checkpoint(dataclasses.replace(saved[1], val_loss=0.5))
-    assert kept.checkpoints() == [saved[0], dataclasses.replace(saved[1], val_loss=0.5)]
-    kept.remove_checkpoints(["j1@1@a", "unknown"])
-    assert [item.step for item in kept.checkpoints()] == [2]
-
-
 def test_every_commit_reaches_the_disk(kept: Records) -> None:
     assert kept._one("PRAGMA journal_mode") == "wal"
     assert kept._one("PRAGMA synchronous") == 2  # FULL
-
-
-def test_a_fact_is_made_once(kept: Records) -> None:
-    assert kept.fact("cluster-id", lambda: "one") == "one"
-    assert kept.fact("cluster-id", lambda: "two") == "one"
 
 
 def test_what_is_no_store_is_said_to_be_damaged(tmp_path: Path) -> None:
@@ -197,40 +160,6 @@ async def test_what_was_added_is_there_when_a_call_returns(tmp_path: Path) -> No
     store.add(PeerRecord("p", "n", ["worker"], "cpu", 1.0))
     assert await store.call(Records.metrics, "j1", 0, 10) == [row(1)]
     assert await store.call(Records.events, 0, 10) == [event(1)]
-    await store.close()
-
-
-def flush_and_tell(written: asyncio.Event) -> Callable[[Store], Awaitable[None]]:
-    flush = Store.flush
-
-    async def tell(store: Store) -> None:
-        await flush(store)
-        written.set()
-
-    return tell
-
-
-async def test_added_rows_are_written_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = await Store.open(RealDisk(), tmp_path)
-    writer = asyncio.create_task(store.run())
-    store.add(row(1))
-    written = asyncio.Event()
-    monkeypatch.setattr(Store, "flush", flush_and_tell(written))
-    async with asyncio.timeout(5):
-        await written.wait()
-    writer.cancel()
-    with sqlite3.connect(tmp_path / "seed.sqlite3") as other:
-        assert other.execute("SELECT count(*) FROM metrics").fetchone() == (1,)
-    other.close()
-    await store.close()
-
-
-async def test_close_flushes(tmp_path: Path) -> None:
-    store = await Store.open(RealDisk(), tmp_path)
-    store.add(row(1))
-    await store.close()
-    store = await Store.open(RealDisk(), tmp_path)
-    assert await store.call(Records.metrics, "j1", 0, 10) == [row(1)]
     await store.close()
 
 

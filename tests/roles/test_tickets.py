@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import Refused, StorageError
-from roles.seed.authority import MAX_EVICTED, MAX_MEMBERS, MAX_TICKETS, TOLD_S, Book, Member, TicketRecord
+from roles.seed.authority import MAX_EVICTED, MAX_MEMBERS, MAX_TICKETS, Book, Member, TicketRecord
 
 NOW, DAY = 1_800_000_000.0, 86_400.0
 T1, T2 = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
@@ -66,24 +66,6 @@ def test_members_stay_when_their_ticket_is_over_and_go_when_it_is_revoked():
     for gone in (made.without_ticket(T1, NOW), made.with_evicted("p1", "ann")):
         with pytest.raises(Refused):
             gone.judge_certificate(T1, "p1")
-
-
-def test_a_peer_id_is_free_again_when_its_certificate_is_over_or_was_revoked():
-    made = enrolled(book(record(), record(T2)), "p1")
-    assert refusal(made, ticket_id=T2, key="another") == "duplicate-peer"
-    made.without_ticket(T1, NOW).judge_enrolment(T2, "p1", "another", NOW)
-    made.judge_enrolment(T2, "p1", "another", NOW + DAY)
-    made.judge_enrolment(T2, "p1", "k", NOW)
-
-
-def test_what_decides_nothing_any_more_is_forgotten():
-    made = enrolled(book(record(), record(T2, expires_at=None)), "p1").rotated(NOW)
-    assert set(made.pruned(NOW, told_s=0).tickets) == {T1}, "its certificate is still to be judged"
-    assert set(made.pruned(NOW + DAY).tickets) == {T1, T2}, "whoever comes with one is told what became of it"
-    after = made.pruned(NOW + TOLD_S)
-    assert (dict(after.tickets), dict(after.members)) == ({}, {})
-    full = Book({f"{n:012x}": record(f"{n:012x}", closed_at=NOW) for n in range(MAX_TICKETS)})
-    assert len(full.with_ticket(record(), NOW).tickets) == 1, "room is made where it is needed"
 
 
 def test_everything_is_bounded():

@@ -10,8 +10,7 @@ from roles.sim.cluster import SEED
 from tests.sim.played import WORKERS, Played, play
 
 
-@pytest.mark.parametrize("away_s", [0.5, 4.0])
-@pytest.mark.parametrize("how", ["cut", "silence", "seed dies"])
+@pytest.mark.parametrize(("how", "away_s"), [("cut", 0.5), ("silence", 4.0), ("seed dies", 4.0)])
 def test_it_is_let_in_when_the_seed_is_back(how: str, away_s: float) -> None:
     async def script(cluster: Played) -> None:
         await cluster.begin()

@@ -12,7 +12,7 @@ from ring.transaction import Phase
 from roles.sim.faults import KINDS, PHASES
 from roles.sim.run import replay, run_batch, run_churn, run_schedule
 
-RUNS = int(os.environ.get("P2PTRAIN_SIM_RUNS", "12"))
+RUNS = int(os.environ.get("P2PTRAIN_SIM_RUNS", "6"))
 
 
 def test_a_batch_violates_nothing(first: int) -> None:
@@ -24,24 +24,19 @@ def test_a_batch_violates_nothing(first: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_fault_strikes_and_is_survived(kind: str) -> None:
-    for number in (1, 2):
-        verdict = run_schedule(number, peers=4, kinds=[kind, "join"])
-        assert not verdict.violated, f"{verdict.text}\n  → {replay(verdict, peers=4, kinds=[kind, 'join'])}"
+    verdict = run_schedule(1, peers=4, kinds=[kind, "join"])
+    assert not verdict.violated, f"{verdict.text}\n  → {replay(verdict, peers=4, kinds=[kind, 'join'])}"
 
 
 def test_the_same_number_is_the_same_run_in_another_process_too() -> None:
-    code = "from roles.sim.run import run_schedule; print([run_schedule(n, verbose=True).fingerprint for n in (5, 6)])"
-    printed = [
+    code = "from roles.sim.run import run_schedule; print(run_schedule(5, verbose=True).fingerprint)"
+    printed = {
         subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
-        ).stdout
+        ).stdout.strip()
         for seed in ("1", "2")
-    ]
-    here = str([run_schedule(number, verbose=True).fingerprint for number in (5, 6)]).encode()
-    assert {line.strip() for line in printed} == {here}
-    first, second = (run_schedule(7, verbose=True) for _ in range(2))
-    assert first.timeline == second.timeline
-    assert run_schedule(8).fingerprint != first.fingerprint
+    }
+    assert printed == {run_schedule(5, verbose=True).fingerprint.encode()}
 
 
 def test_faults_meet_every_phase_of_the_transaction() -> None:

@@ -10,7 +10,7 @@ from roles.sim.faults import KINDS
 from roles.sim.run import replay, run_batch, run_schedule
 from roles.sim.watching import STAGED
 
-RUNS = int(os.environ.get("P2PTRAIN_SIM_RUNS", "12")) // 4
+RUNS = int(os.environ.get("P2PTRAIN_SIM_RUNS", "6")) // 3
 
 
 @pytest.mark.parametrize(("stages", "peers"), [(2, 2), (2, 4), (3, 5)])  # a crew, two crews, a crew and spares
@@ -24,9 +24,8 @@ def test_a_batch_violates_nothing(first: int, stages: int, peers: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_fault_strikes_and_is_survived(kind: str) -> None:
-    for number in (1, 2):
-        verdict = run_schedule(number, peers=5, kinds=[kind, "join"], stages=2)
-        assert not verdict.violated, f"{verdict.text}\n  → {replay(verdict, peers=5, kinds=[kind, 'join'], stages=2)}"
+    verdict = run_schedule(1, peers=5, kinds=[kind, "join"], stages=2)
+    assert not verdict.violated, f"{verdict.text}\n  → {replay(verdict, peers=5, kinds=[kind, 'join'], stages=2)}"
 
 
 # Name → a schedule that shows it, and by which invariant.
