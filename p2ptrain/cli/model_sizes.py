@@ -202,9 +202,9 @@ def _shape_by_building(profile: Profile) -> ModelShape:
     """Raises ``ConfigError``."""
     from p2ptrain.compute.model import model_config
     from p2ptrain.compute.part import layer_sizes
-    from roles.worker.build import trainer_arguments
+    from roles.worker.build import training_spec
 
-    config = model_config(trainer_arguments(profile)["model"], BYTES_VOCAB)
+    config = model_config(training_spec(profile).model, BYTES_VOCAB)
     found = layer_sizes(config)
     sizes = replace(found, cache_bytes=(0,) * found.layers)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size

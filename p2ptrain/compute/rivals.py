@@ -23,14 +23,14 @@ import torch.nn.functional as F  # noqa: N812 - the field's name
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GenerationConfig as _GenerationConfig
 
-from p2ptrain.compute.data import DataSpec, load_corpus
+from p2ptrain.compute.data import load_corpus
 from p2ptrain.compute.device import check_memory, flushed_denormals, pick_device
-from p2ptrain.compute.flat import OptimizerSpec
 from p2ptrain.compute.model import ModelSpec, build_model, load_model, model_config, parameter_count
 from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.served_part import dtype_of
 from p2ptrain.compute.text import ModelText
 from p2ptrain.compute.tokenizer import Tokenizer
+from p2ptrain.compute.trainer import TrainingSpec
 from p2ptrain.core.errors import ConfigError, ConnectionLost, JobFailed
 from p2ptrain.core.serving import COLDEST, Sampling
 
@@ -85,29 +85,17 @@ class GlooGroup:
 class DdpTrainer:
     """The training of ``compute.trainer.Trainer`` as DistributedDataParallel does it: same weights, same samples.
 
-    Args: see ``Trainer``.
-
     Raises:
         ConfigError, UserError, ResourceError: see ``model_config`` and ``load_corpus``.
     """
 
-    def __init__(
-        self,
-        group: GlooGroup,
-        *,
-        model: ModelSpec,
-        data: DataSpec,
-        optimizer: OptimizerSpec,
-        steps: int,
-        seed: int,
-        micro_batches: int,
-        micro_batch_sequences: int,
-    ) -> None:
-        self._group, self._spec, self._steps, self._micro_batches = group, optimizer, steps, micro_batches
-        tokenizer = Tokenizer.of_bytes() if model.path is None else Tokenizer.of_directory(model.path)
-        self._corpus = load_corpus(data, tokenizer)
-        self._sampler = WindowSampler(len(self._corpus.training), seed, micro_batches, micro_batch_sequences)
-        network = build_model(model, tokenizer.vocab_size, seed)
+    def __init__(self, group: GlooGroup, spec: TrainingSpec) -> None:
+        self._group, self._spec, optimizer, path = group, spec, spec.optimizer, spec.model.path
+        tokenizer = Tokenizer.of_bytes() if path is None else Tokenizer.of_directory(path)
+        self._corpus = load_corpus(spec.data, tokenizer)
+        windows = len(self._corpus.training)
+        self._sampler = WindowSampler(windows, spec.seed, spec.micro_batches, spec.micro_batch_sequences)
+        network = build_model(spec.model, tokenizer.vocab_size, spec.seed)
         with flushed_denormals():
             self._ddp = DistributedDataParallel(network, gradient_as_bucket_view=True)
         parameters = list(self._ddp.parameters())
@@ -140,7 +128,7 @@ class DdpTrainer:
         total = torch.stack(self._losses)
         self._losses.clear()
         dist.all_reduce(total)
-        return [float(value) / self._micro_batches for value in total]
+        return [float(value) / self._spec.micro_batches for value in total]
 
     def _step(self, step: int, first: int, count: int) -> None:
         self._adamw.zero_grad(set_to_none=True)
@@ -153,12 +141,12 @@ class DdpTrainer:
                     logits = self._ddp(input_ids=tokens[:, :-1], use_cache=False).logits
                     loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
                     # DDP gives the mean over the members; the global batch wants the mean over its micro-batches.
-                    (loss * (self._group.size / self._micro_batches)).backward()  # type: ignore[no-untyped-call]
+                    (loss * (self._group.size / self._spec.micro_batches)).backward()  # type: ignore[no-untyped-call]
                 loss_sum += loss.detach()
-            if self._spec.clip_norm:
-                torch.nn.utils.clip_grad_norm_(self._ddp.parameters(), self._spec.clip_norm)
+            if self._spec.optimizer.clip_norm:
+                torch.nn.utils.clip_grad_norm_(self._ddp.parameters(), self._spec.optimizer.clip_norm)
             for group in self._adamw.param_groups:
-                group["lr"] = self._spec.lr_at(step, self._steps)
+                group["lr"] = self._spec.optimizer.lr_at(step, self._spec.steps)
             self._adamw.step()
         self._losses.append(loss_sum)
 

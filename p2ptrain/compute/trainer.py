@@ -81,10 +81,11 @@ class _Flight:
     graph: tuple[Tensor | None, Tensor] | None  # what went in, where that has a gradient, and what came out
 
 
-class Trainer:
-    """See ``roles.engine`` for the methods. All block; call them on one thread.
+@dataclass(frozen=True, slots=True)
+class TrainingSpec:
+    """What decides the numbers of a training, whoever runs it.
 
-    Args:
+    Attributes:
         steps: of the whole run; the learning rate's schedule ends there.
         seed: of the initial weights and of the samples' order.
         micro_batches: in a global batch, M, whoever computes them.
@@ -93,6 +94,42 @@ class Trainer:
         precision: ``fp32``, or ``bf16`` for autocast (weights, gradients and moments stay fp32).
         exact: the same bits whoever computes which micro-batch; of a whole model. Kernels of a CPU get
             ``device.threads``, which must be the same at all members, or one thread, never as many as there are cores.
+    """
+
+    model: ModelSpec
+    data: DataSpec
+    optimizer: OptimizerSpec
+    steps: int
+    seed: int
+    micro_batches: int
+    micro_batch_sequences: int
+    validation_batches: int = 0
+    precision: str = "fp32"
+    exact: bool = False
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        return self.micro_batch_sequences * self.data.sequence_tokens
+
+    def check(self) -> None:
+        """Raises ``ConfigError``, which names the key that cannot be."""
+        if self.precision not in PRECISIONS:
+            text = f"device.precision = {self.precision!r} is not known"
+            raise ConfigError(text, remedy=f"use {' or '.join(PRECISIONS)}")
+        for key, value, least in (
+            ("job.steps", self.steps, 1),
+            ("batch.micro_batches", self.micro_batches, 1),
+            ("batch.micro_batch_sequences", self.micro_batch_sequences, 1),
+            ("validation.batches", self.validation_batches, 0),
+        ):
+            if value < least:
+                raise ConfigError(f"{key} = {value} is less than {least}")
+
+
+class Trainer:
+    """See ``roles.engine`` for the methods. All block; call them on one thread.
+
+    Args:
         stage: the part of the model that it holds; None for all of it. With parts ``apply`` wants the sum of the
             losses, which only the last stage makes, in ``reduce_buffer[-1]`` of every stage.
 
@@ -100,65 +137,35 @@ class Trainer:
         ConfigError, UserError, ResourceError: see ``model_config``, ``load_corpus``, ``check_training_memory``.
     """
 
-    def __init__(
-        self,
-        *,
-        model: ModelSpec,
-        data: DataSpec,
-        optimizer: OptimizerSpec,
-        steps: int,
-        seed: int,
-        micro_batches: int,
-        micro_batch_sequences: int,
-        validation_batches: int,
-        device: Device,
-        precision: str = "fp32",
-        exact: bool = False,
-        stage: StageSpec | None = None,
-    ) -> None:
-        if precision not in PRECISIONS:
-            raise ConfigError(f"device.precision = {precision!r} is not known", remedy=f"use {' or '.join(PRECISIONS)}")
-        for key, value, least in (
-            ("job.steps", steps, 1),
-            ("batch.micro_batches", micro_batches, 1),
-            ("batch.micro_batch_sequences", micro_batch_sequences, 1),
-            ("validation.batches", validation_batches, 0),
-        ):
-            if value < least:
-                raise ConfigError(f"{key} = {value} is less than {least}")
-        self._tokenizer, self._config = _tokenizer_and_config(model)
+    def __init__(self, spec: TrainingSpec, device: Device, stage: StageSpec | None = None) -> None:
+        spec.check()
+        self._spec, exact = spec, spec.exact
+        self._tokenizer, self._config = _tokenizer_and_config(spec.model)
         context = getattr(self._config, "max_position_embeddings", None)
-        if context is not None and data.sequence_tokens > context:
+        if context is not None and spec.data.sequence_tokens > context:
             raise ConfigError(
-                f"data.sequence_tokens = {data.sequence_tokens} is more than model.context = {context}",
+                f"data.sequence_tokens = {spec.data.sequence_tokens} is more than model.context = {context}",
                 remedy="make the context at least as long as a sequence",
             )
         self._stage = stage = stage or StageSpec(0, (0, self._config.num_hidden_layers))
         self._part = stage.check(self._config.num_hidden_layers)
         if not stage.is_whole:
             check_splits(self._config)
-        tokens = micro_batch_sequences * data.sequence_tokens
+        tokens, sequences = spec.micro_batch_tokens, spec.micro_batch_sequences
         check_training_memory(self._config, stage, device, micro_batch_tokens=tokens, exact=exact)
         self.in_flight = most_in_flight(
-            self._config, stage, device, micro_batch_tokens=tokens, most=max(micro_batches, stage.in_flight)
+            self._config, stage, device, micro_batch_tokens=tokens, most=max(spec.micro_batches, stage.in_flight)
         )
-        self._corpus: Corpus = load_corpus(data, self._tokenizer)
-        self._validation_batches = min(validation_batches, len(self._corpus.validation) // micro_batch_sequences)
-        if validation_batches and not self._validation_batches:
+        self._corpus: Corpus = load_corpus(spec.data, self._tokenizer)
+        self._validation_batches = min(spec.validation_batches, len(self._corpus.validation) // sequences)
+        if spec.validation_batches and not self._validation_batches:
             raise ConfigError(
-                f"{len(self._corpus.validation)} windows are held out, a micro-batch takes {micro_batch_sequences}",
+                f"{len(self._corpus.validation)} windows are held out, a micro-batch takes {sequences}",
                 remedy="raise data.validation_fraction, give more text, or lower batch.micro_batch_sequences",
             )
-        self._spec, self._seed, self._sequences, self._sequence_tokens = (
-            model,
-            seed,
-            micro_batch_sequences,
-            data.sequence_tokens,
-        )
-        self._steps, self._micro_batches = steps, micro_batches
-        self._sampler = WindowSampler(len(self._corpus.training), seed, micro_batches, micro_batch_sequences)
+        self._sampler = WindowSampler(len(self._corpus.training), spec.seed, spec.micro_batches, sequences)
         self._device, self._chosen = device.torch_device, device
-        self._autocast_dtype = PRECISIONS[precision]
+        self._autocast_dtype = PRECISIONS[spec.precision]
         self._is_host = device.kind == "cpu"
         self.exact, self._unit = exact, UNIT if exact else 1.0
         self._threads = (device.threads or 1) if exact else 0
@@ -168,8 +175,8 @@ class Trainer:
         with self._arithmetic():  # the kernels' threads start here, and inherit that denormals are flushed
             self._flat = FlatModel(self._build(), device.torch_device)
         self._model = self._flat.model
-        self._optimizer_spec, self._optimizer = optimizer, FlatAdamW(self._flat, optimizer)
-        self._fixed = FixedSum(self._flat.gradients, device.kind, micro_batches) if exact else None
+        self._optimizer = FlatAdamW(self._flat, spec.optimizer)
+        self._fixed = FixedSum(self._flat.gradients, device.kind, spec.micro_batches) if exact else None
         self._summed = self._fixed.total if self._fixed else self._flat.gradients  # the ring's buffer is it, or a copy
         on_host = self._fixed.on_host if self._fixed else self._is_host
         self._host = self._summed if on_host else _host_buffer(self._summed)
@@ -180,7 +187,7 @@ class Trainer:
             self._model.get_parameter(segment.name).register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._mirrors: list[tuple[Tensor, Tensor]] = []  # (on the device, what state() gave out) on a GPU
         self._is_initial = True
-        self._positions = torch.arange(data.sequence_tokens, device=self._device)
+        self._positions = torch.arange(spec.data.sequence_tokens, device=self._device)
         self._flights: dict[int, _Flight] = {}
         self._tied = self._tied_segment()
         self._files = CheckpointFiles(
@@ -276,11 +283,11 @@ class Trainer:
             self._fixed.begin_micro_batch()
         with self._arithmetic(), _out_of_memory_told(), self._watch.telling(on_final):
             if arrived is None:
-                (outputs / self._micro_batches).backward()  # type: ignore[no-untyped-call]
+                (outputs / self._spec.micro_batches).backward()  # type: ignore[no-untyped-call]
             else:
                 outputs.backward(arrived.to(outputs.dtype))  # type: ignore[no-untyped-call]
         if self._fixed is not None:
-            self._flat.loss_sum.copy_(outputs.detach() / self._micro_batches)
+            self._flat.loss_sum.copy_(outputs.detach() / self._spec.micro_batches)
             self._fixed.add(self._flat.numel + 1)
         del self._flights[index]
         if inputs is None:
@@ -332,15 +339,15 @@ class Trainer:
             JobFailed: the loss or the norm is not finite: a last guard, for such a step is not committed.
         """
         norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
-        loss = float(self._host[-1]) * UNIT if self.exact else float(self._host[-1]) / self._micro_batches
+        loss = float(self._host[-1]) * UNIT if self.exact else float(self._host[-1]) / self._spec.micro_batches
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise JobFailed(
                 f"step {step + 1} is not finite: loss {loss}, gradient norm {norm}",
                 remedy="lower optimizer.lr, raise optimizer.warmup_steps, or use device.precision = 'fp32'",
             )
-        clip = self._optimizer_spec.clip_norm
+        clip = self._spec.optimizer.clip_norm
         scale = min(1.0, clip / (norm + 1e-6)) if clip else 1.0  # as torch.nn.utils.clip_grad_norm_
-        lr = self._optimizer_spec.lr_at(step, self._steps)
+        lr = self._spec.optimizer.lr_at(step, self._spec.steps)
         if self._host is not self._flat.gradients:
             self._flat.gradients.copy_(self._host)
         gradients = self._flat.gradients[: self._flat.numel]
@@ -365,7 +372,11 @@ class Trainer:
         """Run validation micro-batch ``index`` through the part: activations for the next stage, or, on the last stage,
         None and the sum of the losses (nats) over ``tokens_per_micro_batch`` targets. Raises ``ProtocolError``."""
         with torch.no_grad(), self._arithmetic(), _out_of_memory_told():
-            tokens = self._tokens(self._corpus.validation[index * self._sequences : (index + 1) * self._sequences])
+            tokens = self._tokens(
+                self._corpus.validation[
+                    index * self._spec.micro_batch_sequences : (index + 1) * self._spec.micro_batch_sequences
+                ]
+            )
             outputs = self._through(self._entering(tokens, inputs), tokens, "sum")
         return (None, float(outputs)) if self._part.last else (_payload(outputs, self._stage.activations), 0.0)
 
@@ -397,7 +408,7 @@ class Trainer:
 
     def initial_digest(self) -> bytes:
         """See ``roles.engine``: of the whole model, of which this is a part."""
-        return initial_digest(self._config, self._spec.path, self._seed, self._stage.bounds)
+        return initial_digest(self._config, self._spec.model.path, self._spec.seed, self._stage.bounds)
 
     def checkpoint_files(self, step: int) -> list[FilePlan]:
         """A Hugging Face model directory, or this stage's files of it, and the optimizer beside it, made of ranges of
@@ -442,8 +453,8 @@ class Trainer:
     def _build(self) -> nn.Module:
         """The module with its first weights, on the CPU."""
         if self._stage.is_whole:
-            return build_model(self._spec, self._tokenizer.vocab_size, self._seed, config=self._config)
-        built = build_training_part(self._config, self._part, self._spec.path, self._seed)
+            return build_model(self._spec.model, self._tokenizer.vocab_size, self._spec.seed, config=self._config)
+        built = build_training_part(self._config, self._part, self._spec.model.path, self._spec.seed)
         self._model_part = self._model_part or built
         return built.module
 
@@ -517,9 +528,9 @@ class Trainer:
             flight.graph = None
 
     def _decoded(self, payload: Payload, encoding: str) -> Tensor:
-        rows = self._sequences * self._sequence_tokens
+        rows = self._spec.micro_batch_sequences * self._spec.data.sequence_tokens
         hidden = decode_untrusted(payload.data, encoding, rows, self._config.hidden_size)
-        return hidden.view(self._sequences, self._sequence_tokens, -1).to(self._device)
+        return hidden.view(self._spec.micro_batch_sequences, self._spec.data.sequence_tokens, -1).to(self._device)
 
 
 def stage_bounds(model: ModelSpec, stages: int, cuts: Sequence[int] = ()) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -18,6 +18,9 @@ from roles.engine import BuildPart, Engine, PartBuilder, Stage
 from roles.gauges import free_memory_bytes, gpu_name
 from roles.worker.stages import Holding
 from wire.messages import Scalar
+
+if TYPE_CHECKING:
+    from p2ptrain.compute.trainer import TrainingSpec
 
 FREE_SHARE = 0.8
 """Of the memory that is free when a worker starts, what parts may take where nobody says."""
@@ -66,16 +69,8 @@ def engine_builder(*, device: str = "", threads: int = 0) -> Callable[[Profile],
         from p2ptrain.compute.trainer import Trainer
 
         exact = profile.job.exact  # then the job alone says how many threads: they decide the last bits of a gradient
-        return Trainer(
-            **trainer_arguments(profile),
-            validation_batches=profile.validation.batches,
-            device=pick_device(
-                device or profile.device.kind,
-                profile.device.threads or 1 if exact else threads or profile.device.threads,
-            ),
-            precision=profile.device.precision,
-            exact=exact,
-        )
+        cores = profile.device.threads or 1 if exact else threads or profile.device.threads
+        return Trainer(training_spec(profile), pick_device(device or profile.device.kind, cores))
 
     return build
 
@@ -92,24 +87,19 @@ def stage_builder(*, device: str = "", threads: int = 0, memory_bytes: int = 0) 
         from p2ptrain.compute.stage import StageSpec
         from p2ptrain.compute.trainer import Trainer, stage_bounds
 
-        arguments, split = trainer_arguments(profile), profile.pipeline
-        return Trainer(
-            **arguments,
-            stage=StageSpec(
-                stage.index,
-                stage_bounds(arguments["model"], stage.count, split.cuts),
-                activations=split.activations,
-                gradients="fp32" if split.activations == "fp32" else "bf16",
-                recompute=split.recompute,
-                in_flight=least_in_flight(
-                    split.schedule, profile.batch.micro_batches, stage.count - stage.index, split.max_in_flight
-                ),
-                memory_bytes=memory_bytes,
+        spec, split = training_spec(profile), profile.pipeline
+        part = StageSpec(
+            stage.index,
+            stage_bounds(spec.model, stage.count, split.cuts),
+            activations=split.activations,
+            gradients="fp32" if split.activations == "fp32" else "bf16",
+            recompute=split.recompute,
+            in_flight=least_in_flight(
+                split.schedule, profile.batch.micro_batches, stage.count - stage.index, split.max_in_flight
             ),
-            validation_batches=profile.validation.batches,
-            device=pick_device(device or profile.device.kind, threads or profile.device.threads),
-            precision=profile.device.precision,
+            memory_bytes=memory_bytes,
         )
+        return Trainer(spec, pick_device(device or profile.device.kind, threads or profile.device.threads), part)
 
     return build
 
@@ -159,15 +149,16 @@ def holding(*, device: str, threads: int, memory_bytes: int) -> Holding:
     )
 
 
-def trainer_arguments(profile: Profile) -> dict[str, Any]:
-    """What decides the numbers of a training, whoever runs it: keyword arguments of ``Trainer``, and of its rivals."""
+def training_spec(profile: Profile) -> TrainingSpec:
+    """What ``Trainer`` and its rivals are told."""
     from p2ptrain.compute.data import DataSpec
     from p2ptrain.compute.flat import OptimizerSpec
     from p2ptrain.compute.model import ModelSpec
+    from p2ptrain.compute.trainer import TrainingSpec
 
     model, data, batch = profile.model, profile.data, profile.batch
-    return {
-        "model": ModelSpec(
+    return TrainingSpec(
+        model=ModelSpec(
             architecture=model.architecture,
             path=Path(model.path) if model.path else None,
             hidden_size=model.hidden_size,
@@ -178,16 +169,19 @@ def trainer_arguments(profile: Profile) -> dict[str, Any]:
             context=model.context,
             tie_embeddings=model.tie_embeddings,
         ),
-        "data": DataSpec(
+        data=DataSpec(
             path=data.path,
             sequence_tokens=data.sequence_tokens,
             text_key=data.text_key,
             limit_bytes=data.limit_bytes,
             validation_fraction=data.validation_fraction,
         ),
-        "optimizer": OptimizerSpec(**profile.optimizer.model_dump()),
-        "steps": profile.job.steps,
-        "seed": profile.job.seed,
-        "micro_batches": batch.micro_batches,
-        "micro_batch_sequences": batch.micro_batch_sequences,
-    }
+        optimizer=OptimizerSpec(**profile.optimizer.model_dump()),
+        steps=profile.job.steps,
+        seed=profile.job.seed,
+        micro_batches=batch.micro_batches,
+        micro_batch_sequences=batch.micro_batch_sequences,
+        validation_batches=profile.validation.batches,
+        precision=profile.device.precision,
+        exact=profile.job.exact,
+    )

@@ -16,7 +16,7 @@ from p2ptrain.compute.model import model_config
 from p2ptrain.compute.part import Part, layer_sizes
 from p2ptrain.compute.stage import StageSpec, check_training_memory, kept_bytes
 from roles.seed.jobs import training_of
-from roles.worker.build import trainer_arguments
+from roles.worker.build import training_spec
 from tests.compute.families import make
 
 SPLIT = {"job": {"strategy": "pipeline", "workers": 2}, "pipeline": {"stages": 2}}
@@ -27,7 +27,7 @@ def profile_of(**tables: Any) -> Profile:
 
 
 def check_alike(profile: Profile) -> None:
-    spec = trainer_arguments(profile)["model"]
+    spec = training_spec(profile).model
     config = model_config(spec, 1 if spec.path else 256)
     built, found = layer_sizes(config, torch.float32), shape_of(profile)
     assert found is not None
@@ -89,7 +89,7 @@ def test_a_worker_checks_the_memory_that_the_seed_placed_it_by(
     assert found is not None
     training = training_of(profile.to_spec(), found.to_map())
     assert training is not None
-    config = model_config(trainer_arguments(profile)["model"], 256)
+    config = model_config(training_spec(profile).model, 256)
     asked: list[int] = []
     monkeypatch.setattr("p2ptrain.compute.stage.check_memory", lambda need, device, what: asked.append(need))
     for device in (Device(torch.device("cpu"), "cpu"), Device(torch.device("mps"), "mps")):

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from p2ptrain.compute.data import DataSpec
 from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.stage import StageSpec
 from p2ptrain.compute.trainer import Payload, Trainer
 from p2ptrain.core.training import Applied
-from tests.compute.tiny_trainer import OPTIMIZER, tiny
+from tests.compute.tiny_trainer import tiny, tiny_spec
 
 MODEL = tiny(layers=4, tie_embeddings=True)
 
@@ -29,23 +28,13 @@ class Pipeline:
     """
 
     def __init__(self, text: Path | str, bounds: Sequence[int], split: Mapping[str, Any] | None = None, **changes: Any):
-        settings: dict[str, Any] = {
-            "model": MODEL,
-            "data": DataSpec(path=str(text), sequence_tokens=16),
-            "optimizer": OPTIMIZER,
-            "steps": 30,
-            "seed": 3,
-            "micro_batches": 4,
-            "micro_batch_sequences": 2,
-            "validation_batches": 3,
-            "device": pick_device("cpu", 1),
-        }
-        self.settings = settings | changes
+        self.spec = tiny_spec(text, **({"model": MODEL} | changes))
+        self.device = pick_device("cpu", 1)
         self.stages = [
-            Trainer(stage=StageSpec(stage, tuple(bounds), **(split or {})), **self.settings)
+            Trainer(self.spec, self.device, StageSpec(stage, tuple(bounds), **(split or {})))
             for stage in range(len(bounds) - 1)
         ]
-        self.micro_batches: int = self.settings["micro_batches"]
+        self.micro_batches = self.spec.micro_batches
 
     def set_weights(self, whole: Mapping[str, torch.Tensor]) -> None:
         """Take the weights of a whole model, by its names."""

@@ -336,14 +336,14 @@ def test_autocast_is_that_of_one_process(text_file: Path) -> None:
     ],
 )
 def test_bad_stages_are_refused(text_file: Path, spec: StageSpec, what: str) -> None:
-    settings = Pipeline(text_file, (0, 4)).settings
+    pipeline = Pipeline(text_file, (0, 4))
     with pytest.raises(ConfigError, match=what):
-        Trainer(stage=spec, **settings)
+        Trainer(pipeline.spec, pipeline.device, spec)
 
 
 def test_memory_counts_what_is_in_flight(text_file: Path) -> None:
-    device = Pipeline(text_file, (0, 4)).settings["device"]
-    stage = Pipeline(text_file, (0, 2, 4)).stages[0]
+    pipeline = Pipeline(text_file, (0, 2, 4))
+    device, stage = pipeline.device, pipeline.stages[0]
     assert stage._model_part is not None
     config, weights, kept = stage._config, stage._model_part.weights_bytes, kept_bytes(stage._config, 32, stage._part)
 

@@ -10,7 +10,7 @@ from p2ptrain.compute.data import DataSpec
 from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.flat import OptimizerSpec
 from p2ptrain.compute.model import ModelSpec
-from p2ptrain.compute.trainer import Trainer
+from p2ptrain.compute.trainer import Trainer, TrainingSpec
 
 TINY = ModelSpec(hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate_size=48, context=64)
 OPTIMIZER = OptimizerSpec(lr=1e-2, warmup_steps=5, weight_decay=0.1, clip_norm=0.5)
@@ -24,18 +24,14 @@ def tiny(**changes: Any) -> ModelSpec:
 
 def tiny_trainer(text: Path, *, threads: int = 1, **changes: Any) -> Trainer:
     """A trainer of the tiny model on the text of a file; keywords override ``Trainer``'s arguments."""
-    settings: dict[str, Any] = {
-        "model": TINY,
-        "data": DataSpec(path=str(text), sequence_tokens=16),
-        "optimizer": OPTIMIZER,
-        "steps": 30,
-        "seed": 3,
-        "micro_batches": MICRO_BATCHES,
-        "micro_batch_sequences": 2,
-        "validation_batches": 3,
-        "device": pick_device("cpu", threads),
-    }
-    return Trainer(**(settings | changes))
+    device = changes.pop("device", None) or pick_device("cpu", threads)
+    return Trainer(tiny_spec(text, **changes), device)
+
+
+def tiny_spec(text: Path | str, **changes: Any) -> TrainingSpec:
+    """What such a trainer trains."""
+    data = DataSpec(path=str(text), sequence_tokens=16)
+    return replace(TrainingSpec(TINY, data, OPTIMIZER, 30, 3, MICRO_BATCHES, 2, validation_batches=3), **changes)
 
 
 def run_step(trainer: Trainer, step: int) -> float:

@@ -23,7 +23,7 @@ from roles.compute_thread import ComputeThread
 from roles.engine import Engine
 from roles.strategies.interface import Strategy
 from roles.strategies.pipeline import strategy_of
-from roles.worker.build import engine_builder, trainer_arguments
+from roles.worker.build import engine_builder, training_spec
 
 if TYPE_CHECKING:
     from p2ptrain.compute.rivals import DdpTrainer, GlooGroup
@@ -180,7 +180,7 @@ class Training:
         if gloo is not None:
             from p2ptrain.compute.rivals import DdpTrainer
 
-            rival = await compute.run(DdpTrainer, gloo, **trainer_arguments(profile))
+            rival = await compute.run(DdpTrainer, gloo, training_spec(profile))
         return cls(session, compute, ours, rival, profile.batch.micro_batches)
 
     async def train(self, contender: str, first: int, count: int) -> Answer:
