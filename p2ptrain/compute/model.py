@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
@@ -140,18 +141,24 @@ def build_model(
     if spec.path is not None:
         model = load_model(spec.path, dtype, config=config)
     else:
+        remedy = "use another architecture, such as llama, qwen3 or gpt2"
         with _DRAWING, torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)  # for what an architecture draws as it is built
             try:
-                model = cast(PreTrainedModel, _Auto.from_config(config, attn_implementation=ATTENTION, dtype=dtype))
+                with no_init_weights():  # they are drawn by name, below
+                    model = cast(PreTrainedModel, _Auto.from_config(config, attn_implementation=ATTENTION, dtype=dtype))
+                model.tie_weights()
             except Exception as error:  # each architecture validates in its own way and with its own exceptions
-                raise ConfigError(
-                    f"a {config.model_type!r} model cannot be built here: {first_line(error)}",
-                    remedy="use another architecture, such as llama, qwen3 or gpt2",
-                ) from error
+                text = f"a {config.model_type!r} model cannot be built here: {first_line(error)}"
+                raise ConfigError(text, remedy=remedy) from error
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(torch.nan)
         embedding, head = cast(Any, model).get_input_embeddings(), cast(Any, model).get_output_embeddings()
         tied = head is not None and embedding is not None and head.weight is embedding.weight
         initialize(model, model, seed, "", skipped=head if tied else None)
+        if undrawn := [name for name, parameter in model.named_parameters() if parameter.isnan().any()]:
+            text = f"a {config.model_type!r} model cannot be built here: nothing draws {undrawn[0]}"
+            raise ConfigError(text, remedy=remedy)
     model.config.use_cache = False
     model.train()
     return model

@@ -17,6 +17,7 @@ configuration. ``compute.split_check`` compares parts and whole for each archite
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -296,6 +297,7 @@ class PartAssembly:
         Raises:
             ConfigError: a tensor has another shape or dtype than it should. StorageError: a file cannot be read.
         """
+        self._check_tied(table)
         sizes = {name: table.entries[name].size_bytes for name in self.wanted}
         done_bytes, total_bytes, piece_bytes = 0, sum(sizes.values()), 4 << 20
         for name, size_bytes in sizes.items():
@@ -308,6 +310,19 @@ class PartAssembly:
                 self.place_bytes(name, entry.dtype, memoryview(data), start)
                 done_bytes += len(data)
                 on_bytes(done_bytes, total_bytes)
+
+    def _check_tied(self, table: TensorTable) -> None:
+        """Files may hold both of two tied tensors. Where these differ they are two parameters to transformers; stages
+        that take them for one would train, or serve, another model."""
+        names = {name for tied in self._tied for name in (tied, tied.removeprefix(self._base_prefix))}
+        stored = sorted(names & table.entries.keys())
+        if len(stored) < 2 or self.wanted.keys().isdisjoint(stored):
+            return
+        if len({hashlib.blake2b(table.read(name)).digest() for name in stored}) > 1:
+            raise ConfigError(
+                f"{' and '.join(stored)} differ in {table.directory}, and config.json says that they are one",
+                remedy="set tie_word_embeddings to false in its config.json",
+            )
 
     def finish(self) -> PartModel:
         """The part. Raises ``ConfigError`` where a tensor was not placed, or one that is in no file cannot be made."""

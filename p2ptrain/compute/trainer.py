@@ -371,12 +371,9 @@ class Trainer:
     def validation_forward(self, index: int, inputs: Payload | None) -> tuple[Payload | None, float]:
         """Run validation micro-batch ``index`` through the part: activations for the next stage, or, on the last stage,
         None and the sum of the losses (nats) over ``tokens_per_micro_batch`` targets. Raises ``ProtocolError``."""
+        sequences = self._spec.micro_batch_sequences
         with torch.no_grad(), self._arithmetic(), _out_of_memory_told():
-            tokens = self._tokens(
-                self._corpus.validation[
-                    index * self._spec.micro_batch_sequences : (index + 1) * self._spec.micro_batch_sequences
-                ]
-            )
+            tokens = self._tokens(self._corpus.validation[index * sequences : (index + 1) * sequences])
             outputs = self._through(self._entering(tokens, inputs), tokens, "sum")
         return (None, float(outputs)) if self._part.last else (_payload(outputs, self._stage.activations), 0.0)
 
@@ -528,8 +525,7 @@ class Trainer:
             flight.graph = None
 
     def _decoded(self, payload: Payload, encoding: str) -> Tensor:
-        rows = self._spec.micro_batch_sequences * self._spec.data.sequence_tokens
-        hidden = decode_untrusted(payload.data, encoding, rows, self._config.hidden_size)
+        hidden = decode_untrusted(payload.data, encoding, self.tokens_per_micro_batch, self._config.hidden_size)
         return hidden.view(self._spec.micro_batch_sequences, self._spec.data.sequence_tokens, -1).to(self._device)
 
 

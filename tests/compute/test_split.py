@@ -157,6 +157,10 @@ def test_files_that_hold_both_of_two_tied_matrices(saved: Callable[[str], Saved]
         shared = sum(parameter.numel() for part in parts for parameter in part.module.parameters())
         once = sum(parameter.numel() for parameter in whole.parameters())
         assert shared - once == (embedding.numel() if cuts else 0)
+    save_file({**weights, "lm_head.weight": embedding + 1}, tmp_path / "model.safetensors")
+    for part in cut_at(6, 3):
+        with pytest.raises(ConfigError, match="differ in"):
+            load_part(config_of(tmp_path), part, TensorTable(tmp_path))
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2"])
