@@ -88,22 +88,18 @@ class Hop:
 
     @property
     def heard_at(self) -> float:
-        """When the last byte of a payload came."""
         return max(bulk.last_heard for bulk in self.neighbour.bulks)
 
     @property
     def flushed(self) -> bool:
-        """Whether the kernel has all that was sent."""
         return not self._sending and not any(self._queues.values())
 
     @property
     def unsent_bytes(self) -> int:
-        """What the kernel has not taken yet."""
         queued = sum(payload.nbytes for queue in self._queues.values() for _, payload in queue)
         return queued + sum(bulk.unsent_bytes for bulk in self.neighbour.bulks)
 
     def expects(self, connection: Connection) -> bool:
-        """Whether something is still to come on ``connection``."""
         return any(self._bulk(stream) is connection for stream in (*self._posted, *self._expected))
 
     # -------------------------------------------------------------------------------------------------------- receiving
@@ -173,7 +169,6 @@ class Hop:
         asyncio.get_running_loop().call_soon(self._pump, bulk)
 
     def all_flushed(self) -> asyncio.Future[None]:
-        """Done when the kernel has all that was sent."""
         if self._flushing is None or self._flushing.done():
             self._flushing = asyncio.get_running_loop().create_future()
         self._tell_flushed()
@@ -355,7 +350,6 @@ class Chain:
         self._links.close(f"this stage left the chain: {reason}", reason, orderly=orderly)
 
     def lost_elsewhere(self, broken: RingBroken) -> None:
-        """As ``RingSession.lost_elsewhere``."""
         if not self._links.lost_elsewhere(broken):
             self.close(broken.cause.message)
 
@@ -370,16 +364,13 @@ class Chain:
         self._links.give_up(hop.neighbour, error)
 
     async def wait_closed(self) -> None:
-        """After ``close`` or a break: wait until nothing of the chain is left, a second at most."""
         await self._links.wait_closed()
 
     def failure(self) -> P2PTrainError:
-        """What a broken chain raises to whoever wants something of it."""
         return self._links.failure()
 
     @property
     def neighbours(self) -> tuple[Neighbour, ...]:
-        """The stage before and the next one, those that there are."""
         return self._links.neighbours
 
     # ----------------------------------------------------------------------------------------------------------- a step
@@ -502,7 +493,6 @@ class Chain:
         self.round_trips_s, self.in_flight = tuple(known_s), tuple(most)
 
     async def _ping(self, patience_s: float) -> float:
-        """The shortest round trip to the next stage, 0 where there is none."""
         shortest_s, hop = math.inf, self._after
         if hop is None:
             return 0.0

@@ -114,7 +114,6 @@ class Schedule:
 
     @property
     def all_posted(self) -> bool:
-        """Whether ``next_receive`` gives no more."""
         return self._posted == len(self._receives)
 
     @property
@@ -148,7 +147,6 @@ class Schedule:
         return self._sends[self._sent - 1]
 
     def validate(self) -> None:
-        """Assert what is true between any two calls."""
         assert 0 <= self._handled <= self._posted <= len(self._receives)
         assert 0 <= self._sent <= len(self._sends)
         spans: list[Send | Receive] = [*self._sends, *self._receives]
@@ -177,7 +175,6 @@ def all_gather(rank: int, n: int, numel: int, sub_chunk_numel: int, depth: int =
 
 
 def barrier(rank: int, n: int) -> Schedule:
-    """Over an array of n one-byte elements: done only after every member has started."""
     return all_gather(rank, n, n, 1)
 
 

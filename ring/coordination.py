@@ -193,8 +193,6 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class PeerTold:
-    """More is known of a worker than when it was offered."""
-
     peer: Peer
 
 
@@ -225,8 +223,6 @@ class Together:
 
 
 class Signal(Enum):
-    """What happened, where there is nothing more to tell."""
-
     TICK = "time went by"
     SURVEYED = "what ``SendSurvey`` asked for is done, as far as it could be"
     PAUSE = "a person wants the job to pause"
@@ -320,8 +316,6 @@ class Mint:
 
 @dataclass(frozen=True, slots=True)
 class SetState:
-    """The job's state for people (``wire.records.JobInfo.state``) and why."""
-
     state: str
     reason: str
 
@@ -395,7 +389,6 @@ class Roster:
         self.peers.clear()
 
     def standing(self) -> Reports:
-        """Everybody that stands still."""
         return {peer_id: known.standing for peer_id, known in self.peers.items() if known.standing}
 
     def survivors(self, view: View | None) -> Reports:
@@ -418,15 +411,12 @@ class Roster:
         return all(member.peer_id in standing and standing[member.peer_id].status == "ready" for member in view.members)
 
     def undisturbed(self) -> bool:
-        """Whether every member is heard of and holds the state."""
         return not self.unheard | self.away | self.healing
 
     def building(self) -> bool:
-        """Whether somebody is not ready yet."""
         return any(known.standing is None for known in self.peers.values())
 
     def validate(self, view: View | None, story: str) -> None:
-        """Assert how the sets relate."""
         members = {member.peer_id for member in view.members} if view else set()
         assert self.running <= members, story
         assert self.unheard <= self.running, story
@@ -449,11 +439,9 @@ class Deadlines:
         return name in self._at
 
     def next(self) -> list[float]:
-        """When each of them is due."""
         return list(self._at.values())
 
     def arm(self, name: str, at: float) -> None:
-        """Due at ``at``, whatever was so far."""
         self._at[name] = at
 
     def start(self, name: str, at: float) -> None:
@@ -472,12 +460,10 @@ class Deadlines:
             self.passed.discard(name)
 
     def clear(self, *, keep: str = "") -> None:
-        """All but ``keep`` are over with their phase."""
         self._at = {name: at for name, at in self._at.items() if name == keep}
         self.passed.clear()
 
     def expire(self, now: float) -> set[str]:
-        """Names of those that pass now."""
         due = {name for name, at in self._at.items() if at <= now}
         self._at = {name: at for name, at in self._at.items() if name not in due}
         self.passed |= due
@@ -512,7 +498,6 @@ class CatchUps:
         return frozenset(peer_id for peer_id, chase in self._chases.items() if not chase.anew)
 
     def next(self) -> list[float]:
-        """When to ``expire`` at the latest."""
         return [chase.due for chase in self._chases.values() if not chase.following]
 
     def expire(self, now: float) -> None:
@@ -545,11 +530,9 @@ class CatchUps:
             chase.following = chase.overdue or not chase.anew
 
     def through(self, peer_id: str) -> bool:
-        """Whether it follows, or has had its time."""
         return peer_id in self._chases and self._chases[peer_id].following
 
     def forget(self, peer_id: str) -> None:
-        """It is in, or gone, or must tell anew what it has."""
         self._chases.pop(peer_id, None)
 
     def clear(self) -> None:
@@ -675,7 +658,7 @@ def records(
     members: Sequence[Peer], micro_batches: int, healthy: Collection[str], unit_us: Sequence[int] = ()
 ) -> tuple[MemberRecord, ...]:
     """The members in rank order. Shares follow what a micro-batch takes at each, in microseconds; 0: not known."""
-    equal = [count for _, count in shares(micro_batches, [1.0] * len(members))]
+    equal = [count for _, count in shares(micro_batches, len(members))]
     counts = balanced(micro_batches, unit_us or [0] * len(members), equal)
     return tuple(
         MemberRecord(peer.peer_id, peer.name, peer.host, peer.port, last - count, count, peer.peer_id in healthy)
@@ -699,12 +682,10 @@ def ordered(
 
 
 def _record_bytes(peer: Peer) -> int:
-    """No less than what a ``MemberRecord`` takes: its texts, each with its length, and its numbers."""
     return sum(len(text.encode()) for text in (peer.peer_id, peer.name, peer.host)) + 64 * peer.workers
 
 
 def described(view: View, before: View | None) -> str:
-    """The view in a line: who is in, in rank order, and who no longer is."""
     gone = [member.name for member in before.members if view.rank_of(member.peer_id) is None] if before else []
     text = f"generation {view.generation} from step {view.step}: {' → '.join(member.name for member in view.members)}"
     return text + (f"; without {', '.join(gone)}" if gone else "")

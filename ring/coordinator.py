@@ -133,7 +133,6 @@ class Coordinator:
 
     @property
     def known_step(self) -> int:
-        """The newest step that somebody is known to have applied."""
         return self._recovery.known_step
 
     @property
@@ -142,19 +141,16 @@ class Coordinator:
         return frozenset(self._who.peers)
 
     def wants(self, peer_id: str) -> bool:
-        """Whether the free worker should be offered to this job."""
         if self.phase in {*ENDED, Phase.PAUSED} or self.paused or peer_id in self._banned:
             return False
         return len(self._who.peers) < self.terms.most or (self.restore is not None and self.restore.peer_id == peer_id)
 
     @property
     def short(self) -> bool:
-        """Whether it waits for workers."""
         enough = 1 if self.view else self.terms.workers
         return self.phase is Phase.WAITING and len(self._who.peers) < enough
 
     def patience_s(self, step: int) -> float:
-        """How long to wait for whoever holds more than ``step``."""
         return self._recovery.patience_s(step, self.terms.grace_s, self.terms.build_s)
 
     def paused_survivors(self) -> Reports | None:
@@ -163,7 +159,6 @@ class Coordinator:
         return self._who.survivors(self.view) if quiet else None
 
     def next_deadline(self) -> float | None:
-        """When to ``handle(Signal.TICK)`` at the latest."""
         return min([*self._deadlines.next(), *self._quarantine.next(), *self._catch_ups.next()], default=None)
 
     def handle(self, event: co.Event, now: float) -> list[co.Instruction]:
@@ -181,7 +176,6 @@ class Coordinator:
         return self._out
 
     def validate(self) -> None:
-        """Assert what must hold between events."""
         story, who, phase = self.story, self._who, self.phase
         who.validate(self.view, story)
         assert not self._banned & set(who.peers), story
@@ -430,7 +424,6 @@ class Coordinator:
 
     @property
     def story(self) -> str:
-        """The last events, for whoever looks for a defect."""
         return "; ".join(f"{now:.3f} {phase} {event}"[:300] for now, phase, event in self._history)
 
     # ----------------------------------------------------------------------------------------------------------- phases
@@ -476,7 +469,6 @@ class Coordinator:
             self._go(Phase.WAITING, "every member stands still")
 
     def _is_hopeless(self, survivors: Reports, now: float) -> bool:
-        """Why the ring broke, and whether it would for ever: then the job has failed."""
         verdict = self._quarantine.judge(survivors, self.view.step if self.view else 0, self._who.name, now)
         if verdict is not None and verdict.hopeless:
             self._end(Phase.FAILED, verdict.text)
@@ -485,7 +477,6 @@ class Coordinator:
         return verdict is not None and verdict.hopeless
 
     def _try_mint(self, now: float) -> None:
-        """Rules 2, 3 and 5."""
         if self.restore and not self._restored(self.restore, now):
             return
         if self.view is None:
@@ -635,7 +626,6 @@ class Coordinator:
         return self._who.peers[peer_id].peer.follows and not (at_hand and holds(report, view.step, view.lineage))
 
     def _comes_after(self, peer_id: str) -> bool:
-        """Whether the next view is better made without it, for it would stand still until this one is healed."""
         return self._who.peers[peer_id].peer.follows and not self._catch_ups.through(peer_id)
 
     def _donors(self, peer_id: str, view: View) -> tuple[MemberRecord, ...]:

@@ -71,7 +71,6 @@ class Worker:
 
     @property
     def settled(self) -> bool:
-        """Whether it is known what it holds, and stays so."""
         return self.report is not None and not self.moving and not self.trains
 
 
@@ -113,7 +112,6 @@ def shared_states(by_stage: Sequence[Mapping[str, Report]]) -> list[State]:
 
 
 def in_groups(by_stage: Sequence[Collection[str]]) -> Iterator[tuple[str, ...]]:
-    """As many groups of one for each stage as there can be, in the order of ids."""
     return zip(*(sorted(stage) for stage in by_stage), strict=False)
 
 
@@ -201,15 +199,12 @@ class StagePlanner:
         return self._due if self._due is not None and self._due > now else None
 
     def surveyed(self) -> None:
-        """The ways between workers are measured, as far as they could be."""
         self._survey_due = None
 
     def end(self) -> None:
-        """The job is over."""
         self._due, self.unfit = None, ""
 
     def plan(self, peers: Mapping[str, Peer], links: Links, now: float) -> tuple[dict[str, int], list[Instruction]]:
-        """Worker → stage, once everything that may be known is; and what to say."""
         training = self.training
         if training is None or len(peers) < training.workers:
             self._due = None
@@ -272,7 +267,6 @@ class StagePlanner:
 
     @property
     def _bounds(self) -> tuple[int, ...]:
-        """Of the stages' layers; empty where they, or the model's sizes, are not known."""
         training = self.training
         return (0, *training.cuts, training.layers) if training is not None and training.cuts else ()
 
@@ -355,20 +349,17 @@ def _cause(reports: Iterable[Report]) -> Report | None:
 
 
 def standing_status(reports: Iterable[Report]) -> str:
-    """Of a crew whose workers all stand still in a view."""
     statuses = {report.status for report in reports}
     return next(iter(statuses)) if len(statuses) == 1 and statuses <= STANDSTILL else "broken"
 
 
 def as_peer(crew_id: str, workers: Sequence[Worker]) -> Peer:
-    """The crew as a peer of the coordinator's; nobody dials it."""
     peers = [worker.peer for worker in workers]
     name, host = "+".join(peer.name for peer in peers), " ".join(f"{peer.peer_id} {peer.host}" for peer in peers)
     return Peer(crew_id, name, host, peers[0].port, all(peer.follows for peer in peers), len(peers))
 
 
 def contracted(view: View, crew_ids: Sequence[str]) -> View:
-    """A view of workers as one of crews."""
     members = tuple(
         MemberRecord(crew_id, crew_id, "", head.port, head.first, head.count, head.healthy)
         for crew_id, head in zip(crew_ids, view.members[:: view.stages], strict=True)

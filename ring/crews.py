@@ -133,7 +133,6 @@ class Crews:
 
     @property
     def story(self) -> str:
-        """The last events, for whoever looks for a defect."""
         return "; ".join(self._history)
 
     # ---------------------------------------------------------------------------------------------------- the interface
@@ -161,7 +160,6 @@ class Crews:
 
     @property
     def training(self) -> Training | None:
-        """What is trained; its cuts once they are chosen."""
         return self._planner.training
 
     @property
@@ -170,17 +168,14 @@ class Crews:
 
     @property
     def peer_ids(self) -> frozenset[str]:
-        """The workers that this job has now."""
         return frozenset(self._workers)
 
     @property
     def short(self) -> bool:
-        """Whether it waits for workers."""
         enough = self.stages * (1 if self.view else self.terms.workers)
         return self.core.phase is Phase.WAITING and len(self._workers) < enough
 
     def wants(self, peer_id: str) -> bool:
-        """Whether the free worker should be offered to this job."""
         if self.core.phase in {*ENDED, Phase.PAUSED} or self.core.paused or peer_id in self._banned:
             return False
         return peer_id in self.held or len(self._workers) < self.stages * self.terms.most
@@ -192,12 +187,10 @@ class Crews:
         return {key: worker.report for key, worker in self._workers.items() if worker.crew and worker.report}
 
     def stage_of(self, peer_id: str) -> int | None:
-        """The stage of a worker of this job."""
         worker = self._workers.get(peer_id)
         return worker.stage if worker is not None else self.held.get(peer_id)
 
     def next_deadline(self) -> float | None:
-        """When to ``handle(Signal.TICK)`` at the latest."""
         planning = self._planner.next_deadline(self._now)
         own = [self._absence, self._stop, self._build, self._back_due, planning, self.core.next_deadline()]
         return min([*(at for at in own if at is not None), *self._quarantine.next()], default=None)
@@ -242,7 +235,6 @@ class Crews:
         return self._out
 
     def validate(self) -> None:
-        """Assert what must hold between events."""
         self.core.validate()
         story = self.story
         taken = [member for crew in self._crews.values() for member in crew.members]
@@ -307,7 +299,6 @@ class Crews:
         self._leave_crew(worker)
 
     def _member_lost(self, worker: Worker, left: bool) -> None:
-        """A lost link is not a death (the coordinator's rule 4), be it that of all."""
         if left or not self._committed:
             self._ring_is_over(f"{worker.peer.name} {'left' if left else 'is lost'}", broken=False)
         elif self._absence is None and not self._held:
@@ -505,7 +496,6 @@ class Crews:
         self._release(worker, f"out of the ring: {text}")
 
     def _is_over(self) -> bool:
-        """Whether nobody of the view trains any more, as far as anybody can know."""
         if self.view is None or self._regrouped or self._training():
             return False
         if self._unheard:
@@ -514,7 +504,6 @@ class Crews:
         return stands or self._broke or bool(self._held) or self._absence is None
 
     def _regroup(self) -> None:
-        """Rule 3."""
         view = self.view
         assert view is not None
         self._regrouped, self._absence, self._stop = True, None, None
@@ -680,7 +669,6 @@ class Crews:
         )
 
     def _withdraw_one(self) -> bool:
-        """Rule 4: nobody is there any more who could heal it. Rule 5: what all stages have saved is newer."""
         if (late := self._outdone()) is not None:
             self._dissolve(late, "there are newer checkpoints of all stages")
             return True
@@ -766,7 +754,6 @@ class Crews:
         return states[0] if states else None
 
     def _give_stages(self) -> bool:
-        """Rules 1, 7 and 8."""
         if not self._takes_crews():
             return False
         peers = {key: worker.peer for key, worker in self._workers.items()}
@@ -844,7 +831,6 @@ class Crews:
         return True
 
     def _said_ready(self, peer_id: str) -> bool:
-        """Of a member of the running view: it lost what it had, so it waits for no regrouping."""
         report = self._workers[peer_id].report
         return report is not None and report.status in BESIDE
 
@@ -888,7 +874,6 @@ class Crews:
         return worker.restored >= 0 or worker.returned or self._is_member(peer_id) or bool(kept)
 
     def _go_back(self) -> bool:
-        """Rule 5, its second half."""
         waiting = self.core.phase is Phase.WAITING and self.core.restore is None and self._regrouped
         if not waiting or self._anchored() or self._awaits_builders():
             return self._stays()

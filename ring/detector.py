@@ -53,7 +53,6 @@ class FailureDetector:
             self._doubt_s += late_s
 
     def silent_for(self, now: float) -> float:
-        """Seconds since the peer was last heard."""
         return max(now - self._last_heard, 0.0)
 
     def next_deadline(self) -> float:
@@ -61,5 +60,4 @@ class FailureDetector:
         return self._last_heard + max(self.death_s, 3 * self.heartbeat_s) + self._doubt_s
 
     def dead(self, now: float) -> bool:
-        """Whether the deadline has passed."""
         return now >= self.next_deadline()

@@ -73,12 +73,10 @@ class Flow:
         self.raw = self.array.view(np.uint8).data
 
     def elements(self, start: int, stop: int) -> memoryview:
-        """The memory of elements [start, stop)."""
         itemsize = self.array.itemsize
         return self.raw[start * itemsize : stop * itemsize]
 
     def wire_bytes(self, numel: int) -> int:
-        """How many bytes ``numel`` elements are on the wire."""
         return self.codec.encoded_bytes(numel) if self.codec else numel * self.array.itemsize
 
 
@@ -119,7 +117,6 @@ class Lane:
 
     @property
     def expects(self) -> bool:
-        """Whether the left neighbour still has something to send for what was submitted."""
         return bool(self._posted or self._receiving)
 
     def submit(self, flow: Flow) -> None:

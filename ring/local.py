@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from typing import Any
 
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError
@@ -59,62 +59,27 @@ class LocalMember:
         )
         return self.server.address[1]
 
-    async def form(
-        self,
-        view: View,
-        *,
-        heartbeat_s: float = 5.0,
-        death_s: float = 15.0,
-        sub_chunk_bytes: int = 64,
-        streams: int = 1,
-        timeout_s: float = 10.0,
-    ) -> RingSession:
+    def _defaults(self, view: View) -> dict[str, Any]:
+        return {
+            "world": self.world,
+            "view": view,
+            "peer_id": self.peer_id,
+            "name": self.peer_id,
+            "seed_host": HOST,
+            "inbound": self.inbound,
+            "heartbeat_s": 5.0,
+            "death_s": 15.0,
+            "timeout_s": 10.0,
+        }
+
+    async def form(self, view: View, **options: Any) -> RingSession:
         """As ``RingSession.form``, with small sub-chunks, so that little data takes many."""
-        self._session = await RingSession.form(
-            world=self.world,
-            view=view,
-            peer_id=self.peer_id,
-            name=self.peer_id,
-            seed_host=HOST,
-            inbound=self.inbound,
-            heartbeat_s=heartbeat_s,
-            death_s=death_s,
-            sub_chunk_bytes=sub_chunk_bytes,
-            streams=streams,
-            timeout_s=timeout_s,
-        )
+        self._session = await RingSession.form(**{**self._defaults(view), "sub_chunk_bytes": 64, **options})
         return self._session
 
-    async def form_chain(
-        self,
-        view: View,
-        *,
-        activation_bytes: int,
-        gradient_bytes: int,
-        in_flight: int = 0,
-        order: Sequence[str] = (),
-        heartbeat_s: float = 5.0,
-        death_s: float = 15.0,
-        streams: int = 1,
-        timeout_s: float = 10.0,
-    ) -> Chain:
+    async def form_chain(self, view: View, **options: Any) -> Chain:
         """As ``Chain.form``."""
-        self._chain = await Chain.form(
-            world=self.world,
-            view=view,
-            order=order,
-            peer_id=self.peer_id,
-            name=self.peer_id,
-            seed_host=HOST,
-            inbound=self.inbound,
-            activation_bytes=activation_bytes,
-            gradient_bytes=gradient_bytes,
-            in_flight=in_flight,
-            heartbeat_s=heartbeat_s,
-            death_s=death_s,
-            streams=streams,
-            timeout_s=timeout_s,
-        )
+        self._chain = await Chain.form(**{**self._defaults(view), **options})
         return self._chain
 
     @property

@@ -131,7 +131,6 @@ class NeighbourLinks:
 
     @property
     def neighbours(self) -> tuple[Neighbour, ...]:
-        """Left and right, those that there are."""
         return tuple(neighbour for neighbour in (self.left, self.right) if neighbour is not None)
 
     def whose(self, connection: Connection) -> Neighbour:

@@ -80,7 +80,6 @@ class Ways:
         self._latency_s = statistics.median(link.latency_s for link in self._links.values()) if self.known else 0.0
 
     def between(self, one: str, other: str, size_bytes: float) -> tuple[float, float]:
-        """Seconds of latency, and of the bytes."""
         link = self._links.get((one, other))
         rate_bps = (link.bandwidth_bps if link else None) or self._rate_bps
         return (link.latency_s if link else self._latency_s), (8 * size_bytes / rate_bps if rate_bps else 0.0)
@@ -90,7 +89,6 @@ class Ways:
 
 
 def steps(circle: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The edges of a circle."""
     return zip(circle, (*circle[1:], circle[0]), strict=True)
 
 
@@ -142,7 +140,6 @@ class Costs:
                 self.transfer_s[here][there] = bytes_s
 
     def seconds(self, circle: Sequence[int]) -> float:
-        """What an all-reduce over the circle takes."""
         edges = list(steps(circle))
         slowest_s = max(self.transfer_s[here][there] for here, there in edges)
         return slowest_s + sum(self.hop_s[here][there] for here, there in edges)
@@ -248,7 +245,6 @@ def slowest_edge(order: Sequence[str], links: Links) -> tuple[str, str, LinkQual
 
 
 def described(link: LinkQuality) -> str:
-    """The link in words, such as ``98 Mbit/s, 20.1 ms``."""
     latency = f"{link.latency_s * 1e3:.3g} ms"
     if link.bandwidth_bps is None:
         return latency

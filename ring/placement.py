@@ -68,7 +68,6 @@ class Board:
     occupied_s: Array
 
     def part_s(self, behind: int, peer: int) -> Array:
-        """(cuts, cuts): what the parts of a peer take that has so many stages behind it."""
         return self.levels[min(behind, len(self.levels) - 1)][peer]
 
 
@@ -155,7 +154,6 @@ def cut_places(layers: int) -> list[int]:
 
 
 def spans(sizes: Sequence[float], cuts: Sequence[int]) -> Array:
-    """(cuts, cuts): the sum of ``sizes`` from cut to cut."""
     total = np.cumsum([0, *sizes], dtype=np.float64)[list(cuts)]
     between: Array = total[None, :] - total[:, None]
     return between
@@ -202,7 +200,6 @@ class Wanted:
         return self.positions * sum(self.sizes.cache_bytes[start:stop])
 
     def kept_bytes(self, stop: int) -> int:
-        """What a stage keeps that ends there."""
         return self.positions * self.activation_bytes if stop < self.sizes.layers else 0
 
     def need_bytes(self, start: int, stop: int) -> int:
@@ -236,7 +233,6 @@ class Stage:
 
     @property
     def tokens_per_s(self) -> float:
-        """What this stage could do by itself."""
         return 1 / self.compute_s if self.compute_s else float("inf")
 
 
@@ -250,7 +246,6 @@ class Placement:
 
     @property
     def token_s(self) -> float:
-        """What a token takes, from the client and back to it."""
         return self.client_hop_s + sum(stage.compute_s + stage.hop_s for stage in self.stages)
 
     @property
@@ -263,7 +258,6 @@ class Placement:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all sessions together, the chain full."""
         return 1 / self.bottleneck_s if self.bottleneck_s else float("inf")
 
 
@@ -378,8 +372,6 @@ def _why_not(wanted: Wanted, chain: Sequence[Part], index: int, dead: Collection
 
 
 class _Hops:
-    """What hops cost between peers and the client: (seconds until it is there, of that the link is occupied)."""
-
     def __init__(self, wanted: Wanted, peers: Sequence[Peer]) -> None:
         self._wanted = wanted
         self._ways = Ways(wanted.links, sorted({*(peer.id for peer in peers), wanted.client}))

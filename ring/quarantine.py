@@ -72,7 +72,6 @@ class Quarantine:
     # --------------------------------------------------------------------------------------------------------- back-off
 
     def next(self) -> list[float]:
-        """When somebody may come back."""
         return [self._last[peer_id][1] for peer_id in self.out]
 
     def expire(self, now: float) -> None:
@@ -101,7 +100,6 @@ class Quarantine:
     # --------------------------------------------------------------------------------------------------------- verdicts
 
     def reported(self, reporter: str, suspect: str) -> None:
-        """A member says that the ring is broken."""
         self._first = self._first or (reporter, suspect)
 
     def committed(self, step: int) -> None:
@@ -172,7 +170,6 @@ class Quarantine:
         return f"{name(suspect)} sits out {seconds:.0f} s"
 
     def view_began(self) -> None:
-        """A new ring: nothing is broken."""
         self.broken, self._first = False, None
         self.fallen.clear()
         self.excused.clear()

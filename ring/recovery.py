@@ -56,7 +56,6 @@ class Recorder:
         self._open: _Open | None = None
 
     def lost(self, peer_id: str, reason: str, now: float, wall: float, *, left: bool) -> None:
-        """The link to a peer ended; ``left``: on purpose."""
         if self._view is None or self._view.rank_of(peer_id) is None:
             return
         kind = "left" if left else "lost"
@@ -66,7 +65,6 @@ class Recorder:
             self._open.kind, self._open.peer_id = kind, peer_id  # why it broke
 
     def reported(self, peer_id: str, report: Report, now: float, wall: float) -> None:
-        """A worker says where it stands."""
         view = self._view
         if view is None or report.generation != view.generation or view.rank_of(peer_id) is None:
             return
@@ -85,12 +83,10 @@ class Recorder:
             self._open.donors = max(self._open.donors, report.donors)
 
     def held(self, reason: str, now: float, wall: float) -> None:
-        """The ring is asked to stop."""
         if self._view is not None and self._open is None:
             self._begin("held", reason, "", now, wall, sure=True)
 
     def minted(self, view: View, now: float) -> None:
-        """The next view is durable."""
         if self._open is not None:
             self._open.minted_at, self._open.healed_at = now, None
             self._open.attempts += 1

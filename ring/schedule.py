@@ -128,12 +128,10 @@ class Schedule:
 
 
 def gpipe(stages: int, micro_batches: int) -> Schedule:
-    """All forwards, then all backwards."""
     return Schedule("gpipe", micro_batches, (micro_batches - 1,) * stages)
 
 
 def forwards(stages: int, micro_batches: int) -> Schedule:
-    """Forwards alone."""
     return Schedule("forwards", micro_batches, (0,) * stages, backward=False)
 
 

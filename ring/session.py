@@ -202,12 +202,10 @@ class RingSession:
             self.close(broken.cause.message)
 
     async def wait_closed(self) -> None:
-        """After ``close`` or a break: wait until nothing of the session is left, a second at most."""
         await self._links.wait_closed()
 
     @property
     def broken_by(self) -> RingBroken | None:
-        """Why the session ended, None while it lives."""
         return self.broken.result() if self.broken.done() else None
 
     # ------------------------------------------------------------------------------------------------------ operations
@@ -276,7 +274,6 @@ class RingSession:
         residual: Residual | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """``submit``, and wait. What that says of the future's errors is raised here."""
         await self.submit(buffer, dtype, codec=codec, residual=residual, patience_s=patience_s)
 
     async def broadcast(self, buffer: Array, root: int, *, patience_s: float = PATIENCE_S) -> None:
@@ -321,7 +318,6 @@ class RingSession:
 
     @property
     def neighbours(self) -> tuple[Neighbour, ...]:
-        """Left and right; none in a ring of one."""
         return self._links.neighbours
 
     @property
@@ -342,7 +338,6 @@ class RingSession:
 
     @property
     def rtt_ms(self) -> float | None:
-        """To the right neighbour, None before the first beat."""
         return self._links.rtt_ms
 
     # ---------------------------------------------------------------------------------------------- running operations

@@ -163,7 +163,6 @@ class Guard:
         self._seen.clear()
 
     def refuses(self, own: float, part: float, *, lenient: bool) -> bool:
-        """Whether a step must not be applied, given two squared norms."""
         if not (math.isfinite(own) and math.isfinite(part)):
             return True
         usual = median(self._seen) if len(self._seen) >= LEAST_STEPS else 0.0
@@ -250,11 +249,9 @@ class Shares:
         self._idle_steps = tuple(idle_steps) if idle_steps is not None else (0,) * len(self.counts)
 
     def of(self, rank: int) -> tuple[int, int]:
-        """(first, count) of a member's micro-batches."""
         return sum(self.counts[:rank]), self.counts[rank]
 
     def packed(self) -> bytes:
-        """As ``LedgerRow.counts``."""
         return struct.pack(f"!{len(self.counts)}I", *self.counts)
 
     def after(self, unit_us: Sequence[int]) -> Shares:

@@ -48,7 +48,6 @@ class ModelShape:
     vocab: int
 
     def to_map(self) -> dict[str, Any]:
-        """For a message, or a record."""
         sizes = self.sizes
         return {
             "layers_bytes": list(sizes.layers_bytes),
@@ -152,11 +151,9 @@ class Training:
         return head_kept_bytes(self.tokens, vocab=self.shape.vocab)
 
     def in_flight(self, stage: int) -> int:
-        """Micro-batches that it must have memory for."""
         return least_in_flight(self.schedule, self.micro_batches, self.stages - stage, self.max_in_flight)
 
     def kept_bytes(self, start: int, stop: int) -> int:
-        """Of one micro-batch."""
         return (stop - start) * self.layer_kept_bytes + self.head_kept_bytes * (stop == self.layers)
 
     def need_bytes(self, stage: int, start: int, stop: int, *, on_host: bool = True) -> int:
@@ -176,7 +173,6 @@ class Training:
         return not trainee.memory_bytes or need_bytes <= trainee.memory_bytes
 
     def most_in_flight(self, stage: int, start: int, stop: int, trainee: Trainee) -> int:
-        """Micro-batches that it has memory for."""
         most = min(self.max_in_flight, self.micro_batches) or self.micro_batches
         if not trainee.memory_bytes:
             return most
@@ -209,5 +205,4 @@ class Training:
         return self.passes(stop) * (forward + self.head_flop * (stop == self.layers))
 
     def compute_s(self, start: int, stop: int, flops: float) -> float:
-        """Of one micro-batch, where matrix products have that speed."""
         return self.flop(start, stop) / (ACHIEVED * flops)

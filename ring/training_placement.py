@@ -129,8 +129,6 @@ Group = tuple[Trainee, ...]
 
 
 class _Hops:
-    """What hops cost between workers."""
-
     def __init__(self, training: Training, links: Links, there: Iterable[Trainee]) -> None:
         self._ways = Ways(links, [trainee.id for trainee in there])
         self._training = training
@@ -140,7 +138,6 @@ class _Hops:
         return self._slowest(ones, others, self._training.activation_bytes)
 
     def back(self, ones: Group, others: Group) -> tuple[float, float]:
-        """The same of its gradients."""
         return self._slowest(others, ones, self._training.gradient_bytes)
 
     def both(self, ones: Group, others: Group) -> tuple[float, float]:
@@ -153,7 +150,6 @@ class _Hops:
         return max(latency_s for latency_s, _ in ways), max(bytes_s for _, bytes_s in ways)
 
     def ring_s(self, members: Group, size_bytes: int) -> float:
-        """An all-reduce round a ring of these, gradients in fp32."""
         count = len(members)
         if count < 2:
             return 0.0

@@ -52,8 +52,6 @@ REASON_CHARS = 500
 
 
 class Phase(StrEnum):
-    """Where a member stands."""
-
     EMPTY = "building"  # no state yet
     IDLE = "waiting"  # has a state, no view
     REDOING = "redoing"
@@ -148,8 +146,6 @@ class ViewArrived:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The activity with ``ticket`` ended well."""
-
     ticket: int
 
 
@@ -295,8 +291,6 @@ class Reload:
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """Send this to the seed."""
-
     report: Report
 
 
@@ -382,7 +376,6 @@ class Transaction:
         return []  # the late end of an abandoned activity
 
     def report(self, status: str, *, suspect: str = "", reason: str = "", cause: str = "", beside: str = "") -> Report:
-        """Where this member stands, for the seed."""
         generation = self.view.generation if self.view and status not in ("ready", "following") else 0
         return Report(
             job=self.job,
@@ -401,7 +394,6 @@ class Transaction:
 
     @property
     def running(self) -> bool:
-        """Whether a view is being worked on."""
         return self.phase in RUNNING
 
     @property
@@ -413,7 +405,6 @@ class Transaction:
         return (self.applied, self.lineage) == (view.step, view.lineage)
 
     def validate(self) -> None:
-        """Raise ``AssertionError`` where an invariant does not hold."""
         assert self.applied >= 0
         assert self.lineage or self.phase in (Phase.EMPTY, Phase.FAILED)
         assert not self.torn or self.phase in (Phase.EMPTY, Phase.IDLE, Phase.FORMING, Phase.HEALING, Phase.FAILED)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 from p2ptrain.core.errors import ProtocolError
 from ring.token import is_lineage
@@ -69,7 +70,6 @@ class View:
 
     @property
     def term(self) -> int:
-        """Of the seed that minted it."""
         return self.generation >> TERM_BITS
 
     @property
@@ -78,15 +78,12 @@ class View:
 
     @property
     def replicas(self) -> int:
-        """How many hold each part of the model."""
         return len(self.members) // self.stages
 
     def stage_of(self, rank: int) -> int:
-        """Which part of the model that member holds."""
         return rank % self.stages
 
     def replica_of(self, rank: int) -> int:
-        """Which replica of the model that member belongs to."""
         return rank // self.stages
 
     def crew(self, rank: int) -> tuple[MemberRecord, ...]:
@@ -110,7 +107,6 @@ class View:
         return replace(self, job=label, members=tuple(members), stages=1)
 
     def rank_of(self, peer_id: str) -> int | None:
-        """The rank of a peer, None where it is not a member."""
         for rank, member in enumerate(self.members):
             if member.peer_id == peer_id:
                 return rank
@@ -123,31 +119,14 @@ class View:
         return self.members[(rank - 1) % self.size]
 
     def donors(self) -> tuple[MemberRecord, ...]:
-        """Members that hold the state of the view's start."""
         return tuple(member for member in self.members if member.healthy)
 
     def to_message(self) -> ViewAnnounced:
-        return ViewAnnounced(
-            self.job,
-            self.generation,
-            self.step,
-            self.lineage,
-            list(self.members),
-            self.square_sum,
-            self.heartbeat_s,
-            self.death_s,
-            self.streams,
-            self.sub_chunk_bytes,
-            self.codec,
-            self.lenient,
-            self.ledger_step,
-            self.stages,
-            self.reduce_bytes,
-        )
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return ViewAnnounced(**(values | {"members": list(self.members)}))
 
     @classmethod
     def from_message_untrusted(cls, message: ViewAnnounced) -> View:
-        """The view in a message. Raises ``ProtocolError`` where it is not one."""
         members = tuple(message.members)
         if not members:
             raise ProtocolError("a view without members")
@@ -171,22 +150,8 @@ class View:
         _check_carriage_untrusted(message.streams, message.sub_chunk_bytes, message.codec)
         if min(message.ledger_step, message.reduce_bytes) < 0:
             raise ProtocolError(f"a view of ledger step {message.ledger_step}, {message.reduce_bytes} bytes to reduce")
-        return cls(
-            message.job,
-            message.generation,
-            message.step,
-            message.lineage,
-            members,
-            message.square_sum,
-            *beats,
-            streams=message.streams,
-            sub_chunk_bytes=message.sub_chunk_bytes,
-            codec=message.codec,
-            lenient=message.lenient,
-            ledger_step=message.ledger_step,
-            stages=message.stages,
-            reduce_bytes=message.reduce_bytes,
-        )
+        values = {field.name: getattr(message, field.name) for field in fields(cls)}
+        return cls(**(values | {"members": members}))
 
 
 def _check_carriage_untrusted(streams: int, sub_chunk_bytes: int, codec: str) -> None:
@@ -205,25 +170,7 @@ def _check_stages_untrusted(members: tuple[MemberRecord, ...], stages: int) -> N
         raise ProtocolError("a view that gives a share to a member beyond its crew's first stage")
 
 
-def shares(micro_batches: int, weights: list[float]) -> list[tuple[int, int]]:
-    """Cut ``range(micro_batches)`` into contiguous (first, count) runs in proportion to ``weights``.
-
-    Largest-remainder rounding; ties go to the lower rank. A member may get none when there are more members than
-    micro-batches.
-
-    Raises:
-        ValueError: no weight, or a weight that is not positive.
-    """
-    if not weights or min(weights) <= 0:
-        raise ValueError("every member needs a positive weight")
-    total = sum(weights)
-    exact = [micro_batches * weight / total for weight in weights]
-    counts = [int(value) for value in exact]
-    by_remainder = sorted(range(len(weights)), key=lambda rank: (counts[rank] - exact[rank], rank))
-    for rank in by_remainder[: micro_batches - sum(counts)]:
-        counts[rank] += 1
-    result, first = [], 0
-    for count in counts:
-        result.append((first, count))
-        first += count
-    return result
+def shares(micro_batches: int, members: int) -> list[tuple[int, int]]:
+    """Cut ``range(micro_batches)`` into (first, count) runs as equal as can be; the first members take what is left."""
+    bounds = [rank * (micro_batches // members) + min(rank, micro_batches % members) for rank in range(members + 1)]
+    return [(first, stop - first) for first, stop in pairwise(bounds)]

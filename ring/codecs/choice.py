@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Final
 
 from ring.codecs import codec_named
@@ -63,22 +62,8 @@ def choose_codec(
     best_s = min(needed_s.values())
     limit_s = max(compute_s, NEARLY_BEST * best_s)
     chosen = next(name for name in allowed if needed_s[name] <= limit_s)
-    return chosen, _reason(chosen, needed_s, compute_s, edge_bps, error_budget)
-
-
-def _reason(chosen: str, needed_s: Mapping[str, float], compute_s: float, edge_bps: float, error_budget: float) -> str:
-    taken = f"{chosen} takes {_time(needed_s[chosen])} at {edge_bps / 1e6:,.{0 if edge_bps >= 1e7 else 2}f} Mbit/s"
-    if needed_s[chosen] <= compute_s:
-        why = f"hidden behind {_time(compute_s)} of computing"
-    elif len(needed_s) == 1:
-        why = f"and an error of {error_budget:g} allows no other"
-    else:
-        why = f"as fast as an error of {error_budget:g} allows, computing takes {_time(compute_s)}"
-    names = list(needed_s)
-    if chosen == names[0]:
-        return f"{taken}, {why}"
-    less_lossy = names[names.index(chosen) - 1]
-    return f"{taken}, {why}; {less_lossy} would take {_time(needed_s[less_lossy])}"
+    rate = f"{edge_bps / 1e6:,.{0 if edge_bps >= 1e7 else 2}f} Mbit/s"
+    return chosen, f"{chosen} takes {_time(needed_s[chosen])} at {rate}, computing takes {_time(compute_s)}"
 
 
 def _time(seconds: float) -> str:

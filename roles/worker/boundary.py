@@ -79,7 +79,7 @@ class BoundaryWork:
         if not (boundary.last or (every and boundary.applied % every == 0)):
             return None
         view = session.view
-        first, count = shares(engine.validation_batches(), [1.0] * view.replicas)[view.replica_of(session.rank)]
+        first, count = shares(engine.validation_batches(), view.replicas)[view.replica_of(session.rank)]
         total, targets = await strategy.validate(first, count)
         try:
             gathered = await session.all_gather(_VALIDATION.pack(total, targets), patience_s=patience_s)

@@ -34,7 +34,7 @@ ORIGIN = first_lineage("spec")
 def view(
     generation: int, peers: Sequence[str], *, step: int = 0, lineage: str = ORIGIN, healthy: set[str] | None = None
 ) -> View:
-    parts = shares(MICRO_BATCHES, [1.0] * len(peers))
+    parts = shares(MICRO_BATCHES, len(peers))
     members = tuple(
         MemberRecord(peer, peer, "", 1, first, count, healthy is None or peer in healthy)
         for peer, (first, count) in zip(peers, parts, strict=True)

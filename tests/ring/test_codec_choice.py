@@ -36,17 +36,8 @@ def test_where_round_trips_take_the_time_fewer_bytes_are_not_worth_the_loss():
 
 
 def test_the_reason_is_told():
-    told = [choose_codec(*question)[1] for question in ((1e9, 0.02, 40 * MIB, 1, 1), (1e8, 0.02, 40 * MIB, 1, 1))]
-    assert told == [
-        "fp32 takes 356 ms at 1,000 Mbit/s, hidden behind 1.00 s of computing",
-        "int8 takes 885 ms at 100 Mbit/s, hidden behind 1.00 s of computing; bf16 would take 1.70 s",
-    ]
-    told = [choose_codec(5e6, 0.02, 40 * MIB, 1, budget)[1] for budget in (0.3, 0)]
-    assert told == [
-        "int4 takes 9.46 s at 5.00 Mbit/s, as fast as an error of 0.3 allows, computing takes 1.00 s; "
-        "int8 would take 17.32 s",
-        "fp32 takes 67.13 s at 5.00 Mbit/s, and an error of 0 allows no other",
-    ]
+    assert choose_codec(1e8, 0.02, 40 * MIB, 1, 1)[1] == "int8 takes 885 ms at 100 Mbit/s, computing takes 1.00 s"
+    assert choose_codec(5e6, 0.02, 40 * MIB, 1, 0)[1] == "fp32 takes 67.13 s at 5.00 Mbit/s, computing takes 1.00 s"
 
 
 times = st.floats(0, 100)

@@ -155,7 +155,7 @@ class Training:
     ) -> None:
         self._session, self._compute, self._ours = session, compute, ours
         self._rival = rival
-        self._first, self._count = shares(micro_batches, [1.0] * session.size)[session.rank]
+        self._first, self._count = shares(micro_batches, session.size)[session.rank]
         engine = ours[RING].engine
         self.facts: Answer = {
             "tokens_per_step": micro_batches * engine.tokens_per_micro_batch,
