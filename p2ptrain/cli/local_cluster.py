@@ -216,44 +216,45 @@ class LocalCluster:
 
     async def joined(self, names: Sequence[str]) -> None:
         """Returns when the seed sees these peers. Raises ``JobFailed``: they do not come, or a process ended."""
-        await self.while_alive(self._joined(set(names)), needed=[self.seed, *self.peers.values()])
+        there = set[str]()
 
-    async def _joined(self, names: set[str]) -> None:
-        client, there = await self.connect(), set[str]()
-        try:
-            async with asyncio.timeout(THERE_S):
-                async for records in client.news():
-                    for peer in records:
-                        if isinstance(peer, PeerInfo):
-                            gone = peer.state in ("lost", "leaving", "away")
-                            (there.discard if gone else there.add)(peer.name)
-                    if names <= there:
-                        return
-        except TimeoutError:
-            text = f"{', '.join(sorted(names - there))} did not join within {THERE_S:.0f} s"
-            raise JobFailed(text, remedy=f"the logs are in {self.logs}") from None
-        finally:
-            await client.close()
+        def take(item: Record) -> None:
+            if isinstance(item, PeerInfo):
+                (there.discard if item.state in ("lost", "leaving", "away") else there.add)(item.name)
+
+        await self._told(take, lambda: sorted(set(names) - there), "join")
 
     async def serving(self, roles: Collection[str]) -> dict[str, ServingInfo]:
         """What is served in these roles, once all are, by role. Raises ``JobFailed``: it does not come to that."""
-        return await self.while_alive(self._serving(roles), needed=[self.seed, *self.peers.values()])
+        there = dict[str, ServingInfo]()
 
-    async def _serving(self, roles: Collection[str]) -> dict[str, ServingInfo]:
-        client, there = await self.connect(), dict[str, ServingInfo]()
-        try:
-            async with asyncio.timeout(THERE_S):
-                async for records in client.news():
-                    there |= {item.role: item for item in records if isinstance(item, ServingInfo)}
-                    if there.keys() >= set(roles):
-                        return there
-                raise ConnectionLost("the seed ended")
-        except TimeoutError:
-            missing = " and the ".join(sorted(set(roles) - there.keys()))
-            text = f"the {missing} did not serve within {THERE_S:.0f} s"
-            raise JobFailed(text, remedy=f"the logs in {self.logs} say what is waited for") from None
-        finally:
-            await client.close()
+        def take(item: Record) -> None:
+            if isinstance(item, ServingInfo):
+                there[item.role] = item
+
+        await self._told(take, lambda: [f"the {role}" for role in sorted(set(roles) - there.keys())], "serve")
+        return there
+
+    async def _told(self, take: Callable[[Record], None], missing: Callable[[], list[str]], what: str) -> None:
+        """Have ``take`` look at all that the seed tells, until nobody is missing, while all processes live."""
+
+        async def work() -> None:
+            client = await self.connect()
+            try:
+                async with asyncio.timeout(THERE_S):
+                    async for records in client.news():
+                        for item in records:
+                            take(item)
+                        if not missing():
+                            return
+                    raise ConnectionLost("the seed ended")
+            except TimeoutError:
+                text = f"{' and '.join(missing())} did not {what} within {THERE_S:.0f} s"
+                raise JobFailed(text, remedy=f"the logs in {self.logs} say what is waited for") from None
+            finally:
+                await client.close()
+
+        await self.while_alive(work(), needed=[self.seed, *self.peers.values()])
 
     async def while_alive(
         self,

@@ -43,6 +43,12 @@ LinkOption = Annotated[
 CodecOption = Annotated[
     str, typer.Option("--codec", metavar="NAME", help="How elements travel: fp32, bf16, fp16, int8, int4, topk.")
 ]
+RoundsOption = Annotated[
+    int, typer.Option("--rounds", metavar="N", min=0, max=10_000, help="Of each size; 0: as the time allows.")
+]
+RttOption = Annotated[
+    str, typer.Option("--rtt", metavar="LIST", help="Emulated round trips between neighbours, in milliseconds.")
+]
 TlsOption = Annotated[bool, typer.Option("--tls", help="Encrypt, as peers do off the loopback.")]
 
 
@@ -63,9 +69,7 @@ def allreduce(
     sub_chunk: Annotated[
         str, typer.Option("--sub-chunk", metavar="SIZE", help="Bytes that travel as one piece. Default: by itself.")
     ] = "",
-    rounds: Annotated[
-        int, typer.Option("--rounds", metavar="N", min=0, max=10_000, help="Of each size; 0: as the time allows.")
-    ] = 0,
+    rounds: RoundsOption = 0,
     json_to: JsonTo = "",
     csv_to: CsvTo = "",
 ) -> None:
@@ -109,9 +113,7 @@ def allreduce(
 def step(
     profile: ProfileOption = "tiny",
     workers: Annotated[int, typer.Option("--workers", "-n", metavar="N", help="Processes, on the loopback.")] = 2,
-    threads: Annotated[
-        int, typer.Option("--threads", metavar="N", min=1, max=1024, help="CPU threads of each worker.")
-    ] = 1,
+    threads: ThreadsOption = 1,
     steps: Annotated[
         int, typer.Option("--steps", metavar="N", min=1, max=100_000, help="Measured steps of each contender.")
     ] = 40,
@@ -158,9 +160,7 @@ def step(
 
 @app.command()
 def link(
-    rounds: Annotated[
-        int, typer.Option("--rounds", metavar="N", min=0, max=10_000, help="Of each buffer; 0: as the time allows.")
-    ] = 0,
+    rounds: RoundsOption = 0,
     json_to: JsonTo = "",
     csv_to: CsvTo = "",
 ) -> None:
@@ -185,9 +185,7 @@ def pipeline(
     micro_batches: Annotated[
         int, typer.Option("--micro-batches", metavar="N", min=1, max=1024, help="Of a step.")
     ] = 16,
-    rtt: Annotated[
-        str, typer.Option("--rtt", metavar="LIST", help="Emulated round trips of each hop, in milliseconds.")
-    ] = "0,20,80,200",
+    rtt: RttOption = "0,20,80,200",
     forward_ms: Annotated[
         float, typer.Option("--forward-ms", metavar="MS", min=0.1, max=60_000, help="A stage takes for a forward.")
     ] = 40.0,
@@ -244,9 +242,7 @@ def generate(
     split: Annotated[
         int, typer.Option("--split", metavar="N", min=0, max=15, help="Workers that hold the verifier's model.")
     ] = 0,
-    rtt: Annotated[
-        str, typer.Option("--rtt", metavar="LIST", help="Emulated round trips between peers, in milliseconds.")
-    ] = "0,20,80,200",
+    rtt: RttOption = "0,20,80,200",
     alpha: Annotated[
         str, typer.Option("--alpha", metavar="LIST", help="How often a draft is right where all before it are.")
     ] = ".8",

@@ -21,13 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from p2ptrain.cli.bench.report import Case, Report
 from p2ptrain.cli.local_cluster import Child
 from p2ptrain.cli.output import Console
 from p2ptrain.cli.stopping import stoppable, unless_stopped
 from p2ptrain.core.errors import DeadlineExceeded, JobFailed, ResourceError, UserError
+from roles.gauges import free_memory_bytes
 
 ORDER_S = 60.0
 """For an order beside the time that its bytes take: a process may wait for its turn on a busy machine."""
@@ -45,7 +44,6 @@ class Bench:
     """What all benchmarks are given. ``root``: a temporary directory of the run."""
 
     console: Console
-    stop: asyncio.Event
     root: Path
 
     def progress(self, text: str) -> None:
@@ -84,7 +82,7 @@ async def conduct(report: Report, work: Callable[[Bench], Coroutine[Any, Any, No
     Raises ``P2PTrainError``.
     """
     console, stop = stoppable()
-    bench = Bench(console, stop, Path(tempfile.mkdtemp(prefix="p2ptrain-bench-")))
+    bench = Bench(console, Path(tempfile.mkdtemp(prefix="p2ptrain-bench-")))
     report.complete = False
 
     async def all_of_it() -> bool:
@@ -202,23 +200,12 @@ def check_peers(peers: int, what: str = "peers") -> None:
 
 def check_fits(what: str, need_bytes: int) -> None:
     """Raises ``ResourceError`` where so much memory is not free."""
-    available_bytes = _available_bytes()
+    available_bytes = free_memory_bytes("cpu")
     if need_bytes > available_bytes:
         raise ResourceError(
             f"{what} need {need_bytes / 2**30:.1f} GiB, {available_bytes / 2**30:.1f} GiB are free",
             remedy="choose less: see --help",
         )
-
-
-def _available_bytes() -> int:
-    """Memory that may be allocated: the machine's, or what a container's limit (cgroup v2) leaves."""
-    available = int(psutil.virtual_memory().available)
-    group = Path("/sys/fs/cgroup")
-    try:
-        left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # no container, or "max": no limit
-        return available
-    return min(available, left)
 
 
 def repeats_for(operation_s: float) -> int:
