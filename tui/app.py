@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from rich.text import Text
 from textual import events
@@ -46,18 +46,6 @@ PANELS = (
     CheckpointsPanel,
     RecoveriesPanel,
     EventsPanel,
-)
-Panel = (
-    HeaderBar
-    | RingPanel
-    | TrainingPanel
-    | ChainsPanel
-    | ServingPanel
-    | PeersPanel
-    | JobsPanel
-    | CheckpointsPanel
-    | RecoveriesPanel
-    | EventsPanel
 )
 FOCUS_OF_VIEW = {
     1: "#peers-table",
@@ -210,7 +198,7 @@ class P2PTrainApp(App[bool]):
         self.view = 1
         self.wide = False
         self._refresh_hz = refresh_hz
-        self._drawn: dict[type[Panel], _Drawn] = {}
+        self._drawn: dict[type[Any], _Drawn] = {}
         self._asked: set[str] = set()
         self._phase = Phase.CONNECTING
 
@@ -265,7 +253,7 @@ class P2PTrainApp(App[bool]):
             self.source.watch(job.id)
         frame = Frame(store, job, now, self.clock.wall(), self.palette, self.source.address)
         for kind in PANELS:
-            panel: Panel = self.screen_stack[0].query_one(kind)  # type: ignore[assignment]
+            panel: Any = self.screen_stack[0].query_one(kind)
             if not panel.display or panel.size.width == 0:
                 continue
             shape = (panel.size, *(child.size for child in panel.children))

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
 
 from rich.cells import cell_len
-from rich.text import Text
-from textual.app import ComposeResult
-from textual.containers import VerticalScroll
-from textual.widgets import Static
 
 from p2ptrain.core.texts import layers_text
 from tui import format as fmt
 from tui.chains import Chain, Gap, chains_of, how_to_split
 from tui.format import GONE, SLOWEST, Look, Row, Span, fit
 from tui.model import Phase
-from tui.panels import READABLE_S, ROOMY, Frame, lines, not_connected, seed_address, set_title, what_next
+from tui.panels import ROOMY, Frame, TextPanel, lines, not_connected, seed_address, what_next
 from wire.records import PartInfo
 
 LEGEND = (
@@ -114,21 +109,15 @@ def _beside(chain: Chain, look_of: LookOf, width: int) -> Row:
     return row
 
 
-class ChainsPanel(VerticalScroll):
+class ChainsPanel(TextPanel):
     """Which peers hold which layers of which models, and how fast the chains are."""
 
-    TOPICS: ClassVar[frozenset[str]] = frozenset({"parts", "peers", "link"})
-    TIMED = False
-    EVERY_S = READABLE_S
+    NAME = "chains"
+    TOPICS = frozenset({"parts", "peers", "link"})
 
     def __init__(self) -> None:
-        super().__init__(id="chains", classes="panel")
-        self.border_title = "Chains"
+        super().__init__()
         self._found: tuple[int, list[Chain]] = (-1, [])
-        self._text = Text()
-
-    def compose(self) -> ComposeResult:
-        yield Static(id="chains-text")
 
     def show(self, frame: Frame) -> None:
         version = frame.store.versions["parts"]
@@ -136,28 +125,18 @@ class ChainsPanel(VerticalScroll):
             jobs = {job.id: job.name for job in frame.store.jobs.values()}
             self._found = (version, chains_of(frame.store.parts.values(), jobs))
         chains = self._found[1]
-        set_title(self, f"Chains · {len(chains)}" if chains else "Chains")
         back = ("1: ring and training",) if self.size.width >= ROOMY else ()
-        legend = "  │  ".join((*LEGEND, *back) if chains else back)
-        if self.border_subtitle != legend:
-            self.border_subtitle = legend
         rows = chain_rows(frame, chains, self.size.width - 2) if chains else no_chains(frame)
-        text = lines(rows, frame.palette)
-        if text != self._text or text.spans != self._text.spans:
-            self._text = text
-            self.query_one("#chains-text", Static).update(text)
+        legend = "  │  ".join((*LEGEND, *back) if chains else back)
+        self.show_text(lines(rows, frame.palette), count=len(chains), subtitle=legend)
 
 
 def chain_rows(frame: Frame, chains: list[Chain], width: int) -> list[Row]:
     """All chains, one below the other, a blank row between."""
 
-    def look_of(peer_id: str) -> Look:
-        peer = frame.store.peers.get(peer_id)
-        return fmt.peer_look(peer.state if peer else "")
-
     rows: list[Row] = []
     for chain in chains:
-        rows += [*([[]] if rows else []), *draw_chain(chain, look_of, width)]
+        rows += [*([[]] if rows else []), *draw_chain(chain, frame.look_of, width)]
     return rows
 
 

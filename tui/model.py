@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
 from itertools import pairwise
 from typing import Any, TypeGuard, TypeVar
 
@@ -31,18 +30,14 @@ from wire.records import (
 )
 from wire.schema import Record
 
-MAX_PEERS = 1024
-MAX_JOBS = 512
-MAX_CHECKPOINTS = 2048
-MAX_PARTS = 1024
-MAX_SERVING = 1024
+MAX_RECORDS = 1024
+"""Of each kind."""
 MAX_FIGURES = 256
 """Of one that serves."""
 MAX_PACES = 600
 """Changes of its pace: it tells one a second."""
 MAX_EVENTS = 500
 MAX_SERIES = 32
-MAX_RECOVERIES = 500
 MAX_ROWS = 4000
 RECENT_ROWS = 512
 """The newest rows of a series are never thinned: the throughput line shows every step."""
@@ -50,6 +45,19 @@ MAX_VALIDATIONS = 1000
 MAX_TEXT = 1000
 
 R = TypeVar("R", bound=Record)
+_KINDS: dict[str, type[Record]] = {
+    "cluster": ClusterInfo,
+    "peers": PeerInfo,
+    "jobs": JobInfo,
+    "metrics": MetricRow,
+    "events": EventInfo,
+    "checkpoints": CheckpointInfo,
+    "recoveries": RecoveryInfo,
+    "parts": PartInfo,
+    "serving": ServingInfo,
+}
+"""Topic → what its items are. A record may be gone again where it has an id that is a text."""
+_GOING = frozenset({"peers", "jobs", "checkpoints", "parts", "serving"})
 
 
 class Phase(StrEnum):
@@ -96,7 +104,7 @@ def _parse(kind: type[R], item: object) -> R:
         if isinstance(value, str) and (len(value) > MAX_TEXT or not value.isprintable()):
             changes[entry.name] = clean(value)
         elif isinstance(value, list):
-            if len(value) > MAX_PEERS:
+            if len(value) > MAX_RECORDS:
                 raise ProtocolError(f"{kind.__name__}.{entry.name} is not a short list")
             changes[entry.name] = [clean(part) if isinstance(part, str) else part for part in value]
     return dataclasses.replace(record, **changes) if changes else record
@@ -226,17 +234,20 @@ class Store:
         Raises:
             ProtocolError: some items were malformed; the others are taken in.
         """
-        take = self._takers().get(topic)
-        if take is None:
+        kind = topic.removesuffix("-gone")
+        if kind not in (_KINDS if topic == kind else _GOING):
             return
         bad: ProtocolError | None = None
         for item in items:
             try:
-                take(item, now)
+                if topic == kind:
+                    self._take(topic, _parse(_KINDS[topic], item), now)
+                else:
+                    self._drop(kind, item)
             except ProtocolError as error:
                 self.malformed += 1
                 bad = error
-        self._changed(topic.removesuffix("-gone"))
+        self._changed(kind)
         if bad is not None:
             self._changed("link")
             raise ProtocolError(f"a malformed item in an update of {clean(topic, 40)}: {bad.message}")
@@ -247,14 +258,7 @@ class Store:
         Raises:
             ProtocolError: as ``apply``.
         """
-        known: dict[str, dict[str, Any]] = {
-            "peers": self.peers,
-            "jobs": self.jobs,
-            "checkpoints": self.checkpoints,
-            "parts": self.parts,
-            "serving": self.serving,
-        }
-        known[topic].clear()
+        getattr(self, topic).clear()
         self.apply(topic, items, now)
 
     def set_link(self, link: Link) -> None:
@@ -270,91 +274,44 @@ class Store:
     def _changed(self, topic: str) -> None:
         self.versions[topic] += 1
 
-    def _takers(self) -> dict[str, Callable[[object, float], object]]:
-        return {
-            "cluster": self._take_cluster,
-            "peers": self._take_peer,
-            "peers-gone": self._drop_peer,
-            "jobs": self._take_job,
-            "metrics": self._take_metric,
-            "events": self._take_event,
-            "checkpoints": self._take_checkpoint,
-            "recoveries": self._take_recovery,
-            "parts": self._take_part,
-            "serving": self._take_serving,
-            "jobs-gone": partial(self._drop, self.jobs),
-            "checkpoints-gone": partial(self._drop, self.checkpoints),
-            "parts-gone": partial(self._drop, self.parts),
-            "serving-gone": partial(self._drop, self.serving),
-        }
+    def _take(self, topic: str, record: Any, now: float) -> None:
+        if isinstance(record, ClusterInfo):
+            self._enter(record)
+        elif isinstance(record, MetricRow):
+            if record.job not in self.series:
+                _put(self.series, record.job, Series(), MAX_SERIES)
+            self.series[record.job].add(record)
+        elif isinstance(record, EventInfo):
+            self.events[record.id] = record
+            if len(self.events) > MAX_EVENTS:
+                del self.events[min(self.events)]
+        elif isinstance(record, RecoveryInfo):
+            _put(self.recoveries, (record.job, record.number), record, MAX_RECORDS)
+        else:
+            if isinstance(record, ServingInfo):
+                if len(record.stats) > MAX_FIGURES:
+                    raise ProtocolError(f"{len(record.stats)} figures of one that serves")
+                if record.id not in self._paces:
+                    _put(self._paces, record.id, deque(maxlen=MAX_PACES), MAX_RECORDS)
+                self._paces[record.id].append((now, record.stats.get("tokens_per_s", 0.0)))
+            _put(getattr(self, topic), record.id, record, MAX_RECORDS)
+            if isinstance(record, PeerInfo):
+                _put(self.peers_seen, record.id, now, MAX_RECORDS)
 
-    def _take_cluster(self, item: object, now: float) -> None:
-        cluster = _parse(ClusterInfo, item)
+    def _enter(self, cluster: ClusterInfo) -> None:
         if self.cluster is not None and self.cluster.cluster_id != cluster.cluster_id:
             # Another cluster answers at this address: nothing that is known belongs to it.
-            for known in (self.peers, self.peers_seen, self.jobs, self.series, self.events, self.checkpoints):
+            for topic in _KINDS.keys() - {"cluster", "metrics"}:
+                getattr(self, topic).clear()
+            for known in (self.peers_seen, self.series, self._paces):
                 known.clear()
-            self.recoveries.clear()
-            self.parts.clear()
-            self.serving.clear()
-            self._paces.clear()
-            self.versions.update(
-                ("peers", "jobs", "metrics", "events", "checkpoints", "recoveries", "parts", "serving")
-            )
+            self.versions.update(tuple(_KINDS))
         self.cluster = cluster
 
-    def _take_peer(self, item: object, now: float) -> None:
-        peer = _parse(PeerInfo, item)
-        _put(self.peers, peer.id, peer, MAX_PEERS)
-        self.peers_seen[peer.id] = now
-        if len(self.peers_seen) > 2 * MAX_PEERS:
-            self.peers_seen = {id_: self.peers_seen.get(id_, now) for id_ in self.peers}
-
-    def _drop_peer(self, item: object, now: float) -> None:
-        self.peers_seen.pop(self._drop(self.peers, item, now), None)
-
-    def _drop(self, known: dict[str, Any], item: object, now: float) -> str:
+    def _drop(self, kind: str, item: object) -> None:
         if not isinstance(item, dict) or not isinstance(item.get("id"), str):
             raise ProtocolError("what is gone has no id")
-        known.pop(item["id"], None)
-        return str(item["id"])
-
-    def _take_job(self, item: object, now: float) -> None:
-        job = _parse(JobInfo, item)
-        _put(self.jobs, job.id, job, MAX_JOBS)
-
-    def _take_metric(self, item: object, now: float) -> None:
-        row = _parse(MetricRow, item)
-        if row.job not in self.series:
-            _put(self.series, row.job, Series(), MAX_SERIES)
-        self.series[row.job].add(row)
-
-    def _take_event(self, item: object, now: float) -> None:
-        event = _parse(EventInfo, item)
-        self.events[event.id] = event
-        if len(self.events) > MAX_EVENTS:
-            del self.events[min(self.events)]
-
-    def _take_checkpoint(self, item: object, now: float) -> None:
-        checkpoint = _parse(CheckpointInfo, item)
-        _put(self.checkpoints, checkpoint.id, checkpoint, MAX_CHECKPOINTS)
-
-    def _take_recovery(self, item: object, now: float) -> None:
-        recovery = _parse(RecoveryInfo, item)
-        _put(self.recoveries, (recovery.job, recovery.number), recovery, MAX_RECOVERIES)
-
-    def _take_part(self, item: object, now: float) -> None:
-        part = _parse(PartInfo, item)
-        _put(self.parts, part.id, part, MAX_PARTS)
-
-    def _take_serving(self, item: object, now: float) -> None:
-        info = _parse(ServingInfo, item)
-        if len(info.stats) > MAX_FIGURES:
-            raise ProtocolError(f"{len(info.stats)} figures of one that serves")
-        _put(self.serving, info.id, info, MAX_SERVING)
-        if info.id not in self._paces:
-            _put(self._paces, info.id, deque(maxlen=MAX_PACES), MAX_SERVING)
-        self._paces[info.id].append((now, info.stats.get("tokens_per_s", 0.0)))
+        getattr(self, kind).pop(item["id"], None)
 
     # ------------------------------------------------------------------------------------------------------- reading
 
@@ -406,14 +363,10 @@ class Store:
 
     def validate(self) -> None:
         """Assert the invariants."""
-        assert len(self.peers) <= MAX_PEERS
-        assert len(self.jobs) <= MAX_JOBS
+        for topic in _GOING | {"recoveries", "peers_seen", "_paces"}:
+            assert len(getattr(self, topic)) <= MAX_RECORDS, topic
         assert len(self.series) <= MAX_SERIES
         assert len(self.events) <= MAX_EVENTS
-        assert len(self.checkpoints) <= MAX_CHECKPOINTS
-        assert len(self.recoveries) <= MAX_RECOVERIES
-        assert len(self.parts) <= MAX_PARTS
-        assert max(len(self.serving), len(self._paces)) <= MAX_SERVING
         assert all(len(paces) <= MAX_PACES for paces in self._paces.values())
         for series in self.series.values():
             series.validate()

@@ -15,7 +15,7 @@ from textual.widgets import Static
 from textual_plotext import PlotextPlot
 
 from tui import format as fmt
-from tui.format import SLOWEST, Row, Span
+from tui.format import SLOWEST, Look, Row, Span
 from tui.model import Phase, Store, eta_s, split
 from tui.theme import DARK, Palette
 from wire.records import EventInfo, JobInfo, MetricRow, PeerInfo, RecoveryInfo, recovery_spread
@@ -38,6 +38,11 @@ class Frame:
     wall: float
     palette: Palette
     address: str
+
+    def look_of(self, peer_id: str) -> Look:
+        """How a peer's state is shown."""
+        peer = self.store.peers.get(peer_id)
+        return fmt.peer_look(peer.state if peer else "")
 
     def recent(self, count: int = RECENT) -> list[MetricRow]:
         series = self.store.series.get(self.job.id) if self.job else None
@@ -412,26 +417,44 @@ def recovery_lines(found: list[RecoveryInfo], width: int) -> list[list[Span]]:
     return rows + legend
 
 
-class EventsPanel(VerticalScroll):
-    """The cluster's diary, the newest first."""
+class TextPanel(VerticalScroll):
+    """Text under a title, which scrolls; it is drawn anew only where it changed."""
 
-    TOPICS: ClassVar[frozenset[str]] = frozenset({"events"})
+    NAME = ""
+    TOPICS: ClassVar[frozenset[str]] = frozenset()
     TIMED = False
-    EVERY_S = 0.0
+    EVERY_S = READABLE_S
 
     def __init__(self) -> None:
-        super().__init__(id="events", classes="panel")
-        self.border_title = "Events"
+        super().__init__(id=self.NAME, classes="panel")
+        self.border_title = self.NAME.capitalize()
+        self._text = Text()
 
     def compose(self) -> ComposeResult:
-        yield Static(id="events-text")
+        yield Static(classes="text")
+
+    def show_text(self, text: Text, *, count: int = 0, subtitle: str = "") -> None:
+        """Show it; ``count``: of what the title names."""
+        name = self.NAME.capitalize()
+        set_title(self, f"{name} · {count}" if count else name)
+        if self.border_subtitle != subtitle:
+            self.border_subtitle = subtitle
+        if text != self._text or text.spans != self._text.spans:
+            self._text = text
+            self.query_one(".text", Static).update(text)
+
+
+class EventsPanel(TextPanel):
+    """The cluster's diary, the newest first."""
+
+    NAME = "events"
+    TOPICS = frozenset({"events"})
+    EVERY_S = 0.0
 
     def show(self, frame: Frame) -> None:
         found = frame.store.events_in_order()
         text = Text("\n").join(_event_line(event, frame.palette, self.size.width - 2) for event in found)
-        if not found:
-            text = lines([[Span("nothing happened yet", "dim")]], frame.palette)
-        self.query_one("#events-text", Static).update(text)
+        self.show_text(text if found else lines([[Span("nothing happened yet", "dim")]], frame.palette))
 
 
 def _event_line(event: EventInfo, palette: Palette, width: int) -> Text:

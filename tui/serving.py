@@ -8,18 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from rich.cells import cell_len
-from rich.text import Text
-from textual.app import ComposeResult
-from textual.containers import VerticalScroll
-from textual.widgets import Static
 
 from tui import format as fmt
 from tui.format import UNKNOWN, Look, Row, Span, fit
 from tui.model import Phase
-from tui.panels import READABLE_S, ROOMY, Frame, lines, not_connected, seed_address, set_title
+from tui.panels import ROOMY, Frame, TextPanel, lines, not_connected, seed_address
 from wire.records import ServingInfo
 
 LABEL = 10
@@ -30,7 +25,7 @@ SPENT = tuple(fmt.SPENT_LOOKS)
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """One of a verifier's. ``peer`` is empty for one within the verifier's process.
+    """One of a verifier's.
 
     Attributes:
         alpha: which part of its drafts is right, if those before are. share: of the right drafts, how many were its.
@@ -44,7 +39,6 @@ class Drafter:
     latency_ms: float | None
     share: float | None
     pace: float | None
-    sessions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +51,6 @@ class Verifier:
     def figure(self, name: str) -> float | None:
         """One of its ``stats``."""
         return self.info.stats.get(name)
-
-    @property
-    def pace(self) -> float:
-        """Tokens a second, in the last seconds."""
-        return self.info.stats.get("tokens_per_s", 0.0)
 
     @property
     def idle(self) -> bool:
@@ -104,22 +93,14 @@ def unused(serving: Mapping[str, ServingInfo]) -> list[ServingInfo]:
 
 
 def _drafters(info: ServingInfo, serving: Mapping[str, ServingInfo]) -> tuple[Drafter, ...]:
-    found = [_drafter(info, at, serving.get(peer)) for at, peer in enumerate(info.drafters)]
-    return tuple(sorted(found, key=lambda each: (-(each.share or 0.0), not each.peer, each.name, each.peer)))
-
-
-def _drafter(info: ServingInfo, at: int, itself: ServingInfo | None) -> Drafter:
-    known = [values[at] if at < len(values) else -1.0 for values in _figures(info)]
-    alpha, latency_ms, share = (value if value >= 0 else None for value in known)
-    peer = info.drafters[at]
-    if itself is None:
-        return Drafter(peer, peer, "", alpha, latency_ms, share, None, 0)
-    pace = itself.stats.get("tokens_per_s")
-    return Drafter(peer, itself.name, itself.model, alpha, latency_ms, share, pace, itself.sessions)
-
-
-def _figures(info: ServingInfo) -> tuple[list[float], list[float], list[float]]:
-    return info.drafter_alpha, info.drafter_latency_ms, info.drafter_share
+    found = []
+    for at, peer in enumerate(info.drafters):
+        figures = (info.drafter_alpha, info.drafter_latency_ms, info.drafter_share)
+        alpha, latency_ms, share = (values[at] if at < len(values) and values[at] >= 0 else None for values in figures)
+        known = serving.get(peer)
+        name, model, pace = (known.name, known.model, known.stats.get("tokens_per_s")) if known else (peer, "", None)
+        found.append(Drafter(peer, name, model, alpha, latency_ms, share, pace))
+    return tuple(sorted(found, key=lambda each: (-(each.share or 0.0), each.name, each.peer)))
 
 
 # ------------------------------------------------------------------------------------------------------ how it is drawn
@@ -133,7 +114,9 @@ def draw_verifier(
     figures: list[Row] = []
     if verifier.wrote:
         figures += [_pace(verifier, paces, width - 2), *_token(verifier, width - 2), *_drafts(verifier, width - 2)]
-    rows += [[Span("  "), *row] for row in (map(_faded, figures) if verifier.idle else figures)]
+    if verifier.idle:
+        figures = [[Span(span.text, "dim") for span in row] for row in figures]
+    rows += [[Span("  "), *row] for row in figures]
     if verifier.drafters:
         rows += [[], *([Span("  "), *row] for row in _drafter_rows(verifier, look_of, width - 2))]
     return [fmt.cut(row, width) for row in rows]
@@ -155,7 +138,7 @@ def _title(verifier: Verifier, look_of: Callable[[str], Look], width: int) -> Ro
 
 
 def _pace(verifier: Verifier, paces: Sequence[float | None], width: int) -> Row:
-    told = f" {fmt.count(verifier.pace):>6} tok/s"
+    told = f" {fmt.count(verifier.figure('tokens_per_s') or 0.0):>6} tok/s"
     cells = max(0, width - LABEL - cell_len(told))
     line = fmt.sparkline(paces, cells) if any(paces) else " " * cells
     return [Span(f"{'pace':<{LABEL}}", "dim"), Span(line, "calm"), Span(told, "strong")]
@@ -230,35 +213,18 @@ def _share_bar(share: float | None, cells: int, role: str) -> Row:
     return [Span(fmt.bar(share, cells), role), Span(f"{fmt.percent(share):>5}")]
 
 
-def _faded(row: Row) -> Row:
-    return [Span(span.text, "dim") for span in row]
-
-
-class ServingPanel(VerticalScroll):
+class ServingPanel(TextPanel):
     """Who writes text, who drafts for whom, and what it is worth."""
 
-    TOPICS: ClassVar[frozenset[str]] = frozenset({"serving", "peers", "link"})
+    NAME = "serving"
+    TOPICS = frozenset({"serving", "peers", "link"})
     TIMED = True
-    EVERY_S = READABLE_S
-
-    def __init__(self) -> None:
-        super().__init__(id="serving", classes="panel")
-        self.border_title = "Serving"
-        self._text = Text()
-
-    def compose(self) -> ComposeResult:
-        yield Static(id="serving-text")
 
     def show(self, frame: Frame) -> None:
         count = sum(info.role == "verifier" for info in frame.store.serving.values())
-        set_title(self, f"Serving · {count}" if count else "Serving")
         back = "1: ring and training" if self.size.width >= ROOMY else ""
-        if self.border_subtitle != back:
-            self.border_subtitle = back
-        text = lines(serving_rows(frame, self.size.width - 2), frame.palette)
-        if text != self._text or text.spans != self._text.spans:
-            self._text = text
-            self.query_one("#serving-text", Static).update(text)
+        rows = serving_rows(frame, self.size.width - 2)
+        self.show_text(lines(rows, frame.palette), count=count, subtitle=back)
 
 
 def serving_rows(frame: Frame, width: int) -> list[Row]:
@@ -267,26 +233,19 @@ def serving_rows(frame: Frame, width: int) -> list[Row]:
     if store.cluster is None and store.link.phase is not Phase.LIVE:
         return not_connected(frame)
 
-    def look_of(peer_id: str) -> Look:
-        peer = store.peers.get(peer_id)
-        return fmt.peer_look(peer.state if peer else "")
-
     rows: list[Row] = []
     for verifier in verifiers_of(store.serving):
         paces = store.paces(verifier.info.id, frame.now, max(1, width))
-        rows += [*([[]] if rows else []), *draw_verifier(verifier, look_of, paces, width)]
+        rows += [*([[]] if rows else []), *draw_verifier(verifier, frame.look_of, paces, width)]
         if not verifier.drafters:
             rows += [[], [Span("  no drafter: "), Span(_command("drafter", frame), "accent")]]
     if not rows:
         rows = _nobody(frame)
     left = unused(store.serving)
     if left:
-        rows += [[], [Span("drafters that no verifier uses: ", "dim"), *_names(left)]]
+        names = ", ".join(f"{fit(info.name, 18)} ({fit(info.model, 20)})" for info in left)
+        rows += [[], [Span("drafters that no verifier uses: ", "dim"), Span(names)]]
     return rows
-
-
-def _names(left: list[ServingInfo]) -> Row:
-    return [Span(", ".join(f"{fmt.fit(info.name, 18)} ({fmt.fit(info.model, 20)})" for info in left))]
 
 
 def _nobody(frame: Frame) -> list[Row]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import socket
 import sys
@@ -29,7 +28,7 @@ from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import failure, print_json, printable
 from p2ptrain.cli.runtime import is_text, run
 from p2ptrain.cli.text_options import TextOptions, WithBareSplit, takes_text_options, write
-from p2ptrain.core.errors import EXIT_INTERRUPTED, P2PTrainError, StorageError, UserError
+from p2ptrain.core.errors import P2PTrainError, StorageError, UserError
 
 if TYPE_CHECKING:
     from p2ptrain.cli.text import Answer, Source
@@ -107,16 +106,12 @@ def chat(
     at_terminal = sys.stdin.isatty() and not options.as_json
     needs = Needs(sessions=1, kept=1, check=positions, wait_s=PERSON_WAITS_S if at_terminal else PIPE_WAITS_S)
     directory = local_directory(options)
+    thread = ServiceThread(lambda: text_source(options, directory, needs, Console(quiet=options.as_json)))
     try:
-        thread = ServiceThread(lambda: text_source(options, directory, needs, Console(quiet=options.as_json)))
-        try:
-            if thread.value is not None:
-                _converse(thread, thread.value, options, system, max_new_tokens)
-        finally:
-            thread.close()
-    except Leaving:
-        sys.stdout.flush()
-        os._exit(EXIT_INTERRUPTED)  # a kernel may still run; the interpreter's own shutdown would wait for it
+        if thread.value is not None:
+            _converse(thread, thread.value, options, system, max_new_tokens)
+    finally:
+        thread.close()
 
 
 def _converse(
@@ -138,10 +133,6 @@ def _converse(
 
 
 # ---------------------------------------------------------------------------------------------------- the other thread
-
-
-class Leaving(BaseException):
-    """Ctrl+C while a cancelled answer was still being computed: nobody waits for it."""
 
 
 class ServiceThread(Generic[T]):
@@ -349,16 +340,10 @@ class Talk:
         finally:
             shown.end()
             if writing is not None:
-                self._closed(writing)
+                self._thread.call(writing.close())  # Ctrl+C again, while it is still being computed, leaves
         answer = Answer(question, text.strip(), tokens, time.perf_counter() - began, first_s, ended)
         self._tell(answer, 0 if writing is None else writing.prompt_tokens)
         return answer
-
-    def _closed(self, writing: Writing) -> None:
-        try:
-            self._thread.call(writing.close())
-        except KeyboardInterrupt:
-            raise Leaving from None
 
     def _tell_left_out(self, left_out: int, shown: _Shown) -> None:
         turns, self._left_out = left_out - self._left_out, left_out

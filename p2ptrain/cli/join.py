@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -213,22 +211,7 @@ def join(
         dtype=dtype,
     )
     wish = _checked(wish, model)
-    _to_the_end(_work(joining) if role == "worker" else served(joining, wish))
-
-
-def _to_the_end(main: Coroutine[Any, Any, None]) -> None:
-    from p2ptrain.cli.main import told
-
-    try:
-        run(main)
-        code = 0
-    except Exception as error:  # noqa: BLE001 - told as the entry point tells it
-        code = told(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # A kernel may still run on the compute thread. The interpreter's own shutdown would wait for it, or end the thread
-    # within it, which aborts the process.
-    os._exit(code)
+    run(_work(joining) if role == "worker" else served(joining, wish))
 
 
 def _checked(wish: ServeWish, model: str) -> ServeWish:

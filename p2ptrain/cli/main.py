@@ -39,7 +39,14 @@ def main(args: Sequence[str] | None = None) -> None:
         code = EXIT_INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the last edge: a person sees a line, never a traceback
         code = told(error)
-    sys.exit(code if isinstance(code, int) else 0)
+    code = code if isinstance(code, int) else 0
+    if args is None and "torch" in sys.modules:
+        # A kernel may still run. The interpreter's own shutdown would wait for it, and takes seconds without one.
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # who reads may have left
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _open_missing_streams() -> None:

@@ -34,6 +34,8 @@ CASES = {
     "join --memory much": (2, "'much' is no size"),
     "join --advertise box": (2, "--advertise box names no port"),
     f"join --name {'n' * 65}": (2, "Invalid value for '--name'"),
+    "join --state bytes.toml": (6, "cannot make the directory"),
+    "join 127.0.0.1:1 --state state": (3, "cannot reach 127.0.0.1:1: connection refused"),
     "checkpoints list --seed 127.0.0.1:1": (3, "cannot reach 127.0.0.1:1: connection refused"),
     "generate hi --job tiny --seed 127.0.0.1:1": (3, "cannot reach 127.0.0.1:1: connection refused"),
     "generate hi --split": (2, "generate needs one checkpoint"),

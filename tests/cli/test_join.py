@@ -38,12 +38,8 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Joining, ServeWish | No
     async def work(of: Joining) -> None:
         found.append((of, None))
 
-    def to_the_end(main: Any) -> None:
-        command_of.run(main)
-
     monkeypatch.setattr(joining, "served", served)
     monkeypatch.setattr(command_of, "_work", work)
-    monkeypatch.setattr(command_of, "_to_the_end", to_the_end)
     return found
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tui.chains import MAX_CHAINS, Chain, Gap, chains_of
-from tui.model import MAX_PARTS
+from tui.model import MAX_RECORDS
 from wire.records import PartInfo
 
 LAYERS = 8
@@ -156,9 +156,9 @@ def test_chains_do_not_depend_on_the_order_in_which_parts_became_known(parts: li
 
 
 def test_as_many_parts_as_a_viewer_keeps_are_ordered_in_time():
-    parts = [dataclasses.replace(part(0, LAYERS, f"p{index:04}")) for index in range(MAX_PARTS)]
+    parts = [dataclasses.replace(part(0, LAYERS, f"p{index:04}")) for index in range(MAX_RECORDS)]
     began = time.process_time()
     chains = chains_of(parts)
     assert time.process_time() - began < 1.0
     assert len(chains) == MAX_CHAINS
-    assert len(chains[-1].beside) == MAX_PARTS - MAX_CHAINS
+    assert len(chains[-1].beside) == MAX_RECORDS - MAX_CHAINS

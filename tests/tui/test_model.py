@@ -12,15 +12,12 @@ from p2ptrain.core.errors import ConnectionLost, ProtocolError
 from tests.tui.demo import DemoCluster
 from tests.tui.demo_serving import verifier
 from tui.model import (
-    MAX_CHECKPOINTS,
     MAX_EVENTS,
     MAX_FIGURES,
     MAX_PACES,
-    MAX_PARTS,
-    MAX_PEERS,
+    MAX_RECORDS,
     MAX_ROWS,
     MAX_SERIES,
-    MAX_SERVING,
     MAX_TEXT,
     MAX_VALIDATIONS,
     RECENT_ROWS,
@@ -92,7 +89,7 @@ MALFORMED = [
     ("peers-gone", {"id": 3}),
     ("peers-gone", "peer1"),
     ("jobs", {"id": "j", "name": 1}),
-    ("jobs", DemoCluster(3).job().to_map() | {"members": ["x"] * (MAX_PEERS + 1)}),
+    ("jobs", DemoCluster(3).job().to_map() | {"members": ["x"] * (MAX_RECORDS + 1)}),
     ("metrics", {"job": "j1", "step": "7", "wall": 0.0}),
     ("metrics", {"job": "j1", "step": True, "wall": 0.0}),
     ("events", {"id": 1.5}),
@@ -150,11 +147,11 @@ def test_those_that_serve_come_and_go_and_are_bounded():
     assert set(store.serving) == {"verifier", "dora", "nils"}
     store.apply("serving-gone", [{"id": "dora"}], 1.0)
     assert "dora" not in store.serving
-    store.apply("serving", [one | {"id": f"v{index}", "model": "\x1b[31mred"} for index in range(MAX_SERVING + 9)], 1.0)
+    store.apply("serving", [one | {"id": f"v{index}", "model": "\x1b[31mred"} for index in range(MAX_RECORDS + 9)], 1.0)
     for at in range(MAX_PACES + 9):
         store.apply("serving", [one], float(at))
     store.validate()
-    assert len(store.serving) == MAX_SERVING
+    assert len(store.serving) == MAX_RECORDS
     assert store.serving["v100"].model == " [31mred"
     store.replace("serving", [one], 1.0)
     assert list(store.serving) == ["verifier"]
@@ -208,13 +205,13 @@ def test_everything_is_bounded():
     store, cluster = Store(), DemoCluster(2, step=1)
     peer, checkpoint = cluster.peer(0).to_map(), cluster.checkpoint(1).to_map()
     event = dataclasses.asdict(EventInfo(1, 0.0, "info", "x", "y"))
-    store.apply("peers", [peer | {"id": f"p{n}"} for n in range(3 * MAX_PEERS)], 1.0)
+    store.apply("peers", [peer | {"id": f"p{n}"} for n in range(3 * MAX_RECORDS)], 1.0)
     store.apply("events", [event | {"id": n} for n in range(MAX_EVENTS * 2)], 1.0)
-    store.apply("checkpoints", [checkpoint | {"id": f"c{n}"} for n in range(MAX_CHECKPOINTS + 5)], 1.0)
+    store.apply("checkpoints", [checkpoint | {"id": f"c{n}"} for n in range(MAX_RECORDS + 5)], 1.0)
     store.apply("metrics", [row(1).to_map() | {"job": f"j{n}"} for n in range(MAX_SERIES + 5)], 1.0)
-    store.apply("parts", [cluster.parts()[0].to_map() | {"id": f"p/{n}"} for n in range(MAX_PARTS + 9)], 1.0)
+    store.apply("parts", [cluster.parts()[0].to_map() | {"id": f"p/{n}"} for n in range(MAX_RECORDS + 9)], 1.0)
     store.validate()
-    assert len(store.peers_seen) <= 2 * MAX_PEERS
+    assert len(store.peers_seen) <= 2 * MAX_RECORDS
     assert min(store.events) == MAX_EVENTS  # the newest stay
     assert f"j{MAX_SERIES + 4}" in store.series
 

@@ -37,7 +37,7 @@ def test_a_verifier_has_its_drafters_the_best_first():
     assert [each.name for each in found.drafters] == ["nils", "dora"]
     nils, dora = found.drafters
     assert (nils.alpha, nils.share, nils.latency_ms) == (None, 0.73, 41.0)
-    assert (dora.alpha, dora.model, dora.sessions) == (0.9, "code-40m", 2)
+    assert (dora.alpha, dora.model) == (0.9, "code-40m")
     assert [share for _, share in found.spent_ms] == [info.stats[f"{name}_ms"] for name, _ in found.spent_ms]
     assert len(found.right_at) == 8
 
