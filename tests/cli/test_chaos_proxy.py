@@ -161,16 +161,6 @@ async def test_a_silent_link_swallows_nothing_and_says_nothing(echo: Echo, proxy
     await late.close()
 
 
-async def test_the_end_of_a_peer_is_not_known_beyond_a_silent_link(echo: Echo, proxy: Proxy, caller: Caller) -> None:
-    caller.send(b"one")
-    assert await caller.get(3) == b"one"
-    proxy.cut(silent=True)
-    echo.writers[0].transport.abort()
-    assert await caller.silent()
-    proxy.mend()
-    assert await caller.end() in ("closed", "reset")
-
-
 async def test_a_slow_link_takes_its_time_and_keeps_the_order(proxy: Proxy, caller: Caller) -> None:
     proxy.slow(rate_bps=500_000, delay_s=0.05)
     sent = bytes(range(250)) * 400  # 0.2 s on the line, each way
@@ -208,27 +198,6 @@ async def test_one_bit_of_the_chosen_byte_changes(echo: Echo, proxy: Proxy, call
     caller.send(bytes(1000))
     assert await caller.get(1000) == bytes(1000), "one is enough"
     assert proxy.damaged == 1
-
-
-async def test_damage_comes_after_as_many_bytes_as_it_says(echo: Echo, proxy: Proxy, caller: Caller) -> None:
-    proxy.damage(skip_bytes=70_000)
-    caller.send(bytes(60_000))
-    await caller.get(60_000)
-    changed = [index for index, byte in enumerate(echo.got) if byte]
-    assert changed == []
-    caller.send(bytes(60_000))
-    await caller.get(60_000)
-    assert proxy.damaged == 1
-
-
-async def test_where_nobody_listens_a_caller_learns_so(free_port: int) -> None:
-    proxy = Proxy(("127.0.0.1", free_port))
-    await proxy.start()
-    caller = await Caller.dial(proxy)
-    caller.send(b"x")
-    assert await caller.end() == "reset"
-    await caller.close()
-    await proxy.close()
 
 
 async def test_the_end_of_either_side_passes_after_its_last_byte(echo: Echo, proxy: Proxy, caller: Caller) -> None:

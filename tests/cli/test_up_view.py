@@ -50,7 +50,6 @@ async def ends(problem: Exception | None) -> None:
     ("problem", "said"),
     [
         (JobFailed("the seed ended: no room", remedy="make some"), "error It has failed: the seed ended: no room"),
-        (RuntimeError("oh"), "error It has failed: RuntimeError: oh"),
         (None, "information It is over: q leaves the view"),
     ],
 )
@@ -83,13 +82,11 @@ async def test_trouble_meanwhile_is_said_within_the_view_and_what_is_usual_is_no
     assert not any("workers start" in text for _, text in found)
 
 
-@pytest.mark.parametrize("early", [True, False])
-async def test_what_is_served_is_shown_with_how_to_ask(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_served_is_shown_with_how_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     view, standing = View(1), asyncio.Event()
 
     async def serves() -> None:
-        if not early:
-            await standing.wait()
+        await standing.wait()
         view.serves("p2ptrain chat")
 
     found = await seen(view, serves(), monkeypatch, standing)

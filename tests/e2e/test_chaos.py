@@ -49,15 +49,3 @@ async def test_a_cluster_that_is_hurt_holds(machine: Any) -> None:
     assert held["the state is equal on all members"] is True
     assert held["no process is left behind"] is True
     assert left_behind(state) == []
-
-
-async def test_ctrl_c_in_the_middle_leaves_nobody_frozen_or_running(machine: Any) -> None:
-    state = machine.root / "state"
-    process = await machine.start(
-        *("chaos", "--workers", "2", "--faults", "50", "--seed", "2", "--kinds", "freeze"),
-        *("--state", str(state), *settings(machine)),
-    )
-    await process.until("fault 1: freeze worker")
-    assert await process.interrupt() == 130, process.text
-    assert "interrupted" in process.text
-    assert left_behind(state) == []
