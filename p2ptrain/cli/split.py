@@ -57,7 +57,7 @@ class Planned:
     async def load(self) -> Chain:
         """Have the workers load their parts, and show how far they are. Raises as ``Chain.load``."""
         progress = LoadingLine(self.plan, self.console)
-        show = (lambda _: None) if all(stage.loaded for stage in self.plan.stages) else progress.show
+        show = (lambda _: None) if self.plan.loaded else progress.show
         try:
             return await Chain.load(self.pool, self.model, self.plan, on_progress=show)
         finally:
@@ -203,7 +203,7 @@ class LoadingLine:
 
 def show_plan(plan: Planned, *, as_json: bool) -> None:
     """What ``--dry-run`` shows, on standard output."""
-    placement, is_loaded = plan.plan.placement, all(stage.loaded for stage in plan.plan.stages)
+    placement, is_loaded = plan.plan.placement, plan.plan.loaded
     if as_json:
         print_json({"checkpoint": plan.label, "loaded": is_loaded, "plan": placement_map(placement)})
         return
@@ -231,8 +231,8 @@ def split_facts(chain: Chain, times: PassTimes, encoding: str) -> dict[str, Any]
         stages.append(
             {
                 "stage": index,
-                "peer": stage.worker.peer_id,
-                "name": stage.worker.name,
+                "peer": stage.peer.id,
+                "name": stage.peer.name,
                 "device": loaded.device,
                 "start": stage.start,
                 "stop": stage.stop,

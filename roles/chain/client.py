@@ -14,12 +14,11 @@ import ring.placement as placing
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ResourceError, UserError, first_error
 from p2ptrain.core.serving import Sampling
 from ring.order import known_link
-from ring.placement import Placement
 from roles.background import Background
 from roles.chain import session as ev
 from roles.chain.generation import CLOSE_S, GenerationSession, SessionOptions
 from roles.chain.peer import Peer, WorkerAt
-from roles.chain.plan import Loaded, Model, Plan, Request, StagePlan, WorkerPool, giving, workers_of
+from roles.chain.plan import Loaded, Model, Plan, Request, WorkerPool, giving, workers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +160,7 @@ class Chain:
         nobody holds are given away again."""
         if self._closed:
             return
-        held = {stage.peer.id for stage in self.plan.placement.stages}
+        held = {stage.peer.id for stage in self.plan.stages}
         fresh = {peer.worker.peer_id: peer for peer in peers if peer.worker.peer_id not in held and not peer.lost}
         for peer in fresh.values():
             if self._peer_lost not in peer.on_lost:
@@ -255,7 +254,7 @@ class Chain:
         return seat
 
     def _silence_s(self) -> float:
-        ids = [stage.worker.peer_id for stage in self.plan.stages]
+        ids = [stage.peer.id for stage in self.plan.stages]
         ways = [known_link(self.plan.wanted.links, here, there) for here, there in pairwise(ids)]
         latencies_s = [way.latency_s for way in ways if way is not None]
         latencies_s += [seat.peer.latency_s for seat in self._seats if seat is not None]
@@ -275,7 +274,7 @@ class Chain:
         self._useless.add(seat.peer.worker.peer_id)
         name = seat.peer.name
         self.context.notify("warning", "stage-lost", f"{self._named(index)} on {name} is lost: {reason}")
-        self._set_placement(_without(self.plan.placement, index))
+        self._empty(index)
         for session in list(self._sessions):
             if not seat.peer.lost:
                 seat.peer.tell("session.close", {"session": session.id, "index": index}, timeout_s=CLOSE_S)
@@ -330,7 +329,7 @@ class Chain:
         """
         reasons: list[str] = []
         while True:
-            peer = self.pool.peers.get(self.plan.placement.stages[index].peer.id)
+            peer = self.pool.peers.get(self.plan.stages[index].peer.id)
             if peer is None or peer.lost:
                 peer = self._successor(index, reasons)
             try:
@@ -338,7 +337,7 @@ class Chain:
             except P2PTrainError as problem:
                 reasons.append(problem.message if peer.name in problem.message else f"{peer.name}: {problem.message}")
                 self._useless.add(peer.worker.peer_id)
-                self._set_placement(_without(self.plan.placement, index))
+                self._empty(index)
                 continue
             if peer.lost:
                 continue
@@ -350,13 +349,11 @@ class Chain:
 
     def _successor(self, index: int, reasons: Sequence[str]) -> Peer:
         """Who is to take the place, which the plan names from now on."""
+        self._empty(index)
         plan = self.plan
-        if not plan.placement.stages[index].peer.id.startswith(_NOBODY):
-            self._set_placement(_without(plan.placement, index))
-            plan = self.plan
         lost = {id for id, peer in self.pool.peers.items() if peer.lost} | self._useless
         apart = plan.wanted.apart | {(plan.wanted.client, id) for id in lost}
-        empty = {stage.peer.id for stage in plan.placement.stages if stage.peer.id.startswith(_NOBODY)}
+        empty = {stage.peer.id for stage in plan.stages if stage.peer.id.startswith(_NOBODY)}
         spares = [spare for spare in plan.spares if spare.id not in lost]
         found = placing.replacement(replace(plan.wanted, apart=apart), plan.placement, empty, spares)
         if found.placement is None:
@@ -366,22 +363,20 @@ class Chain:
             if self.recruits:
                 remedy += "; the chain goes on by itself when it, or one that was lost, is there: ask again then"
             raise ResourceError(text, remedy=remedy)
-        self._set_placement(found.placement)
+        self.plan = replace(plan, placement=found.placement)
         self.context.notify("info", "stage-loading", f"{found.reason}: loading")
         return self.pool.peers[found.placement.stages[index].peer.id]
 
-    def _set_placement(self, made: Placement) -> None:
-        """The plan as it is from now on."""
+    def _empty(self, index: int) -> None:
+        """The plan has nobody in a place from now on; the name of the peer that was there stays."""
         stages = list(self.plan.stages)
-        for index, (stage, before) in enumerate(zip(made.stages, self.plan.stages, strict=True)):
-            peer = self.pool.peers.get(stage.peer.id)  # None: nobody, for now
-            if peer is not None and peer.worker != before.worker:
-                stages[index] = StagePlan(peer.worker, stage.start, stage.stop)
-        self.plan = replace(self.plan, stages=tuple(stages), placement=made)
+        nobody = placing.Peer(f"{_NOBODY}{index}", stages[index].peer.name, 0, 0.0)
+        stages[index] = replace(stages[index], peer=nobody)
+        self.plan = replace(self.plan, placement=replace(self.plan.placement, stages=tuple(stages)))
 
     async def _load_at(self, index: int, peer: Peer) -> Loaded:
         """Have a peer load the part of a stage. Raises ``P2PTrainError``."""
-        plan, stage = self.plan, self.plan.placement.stages[index]
+        plan, stage = self.plan, self.plan.stages[index]
         last = Progress(index, peer.name, 0, 0)
         self._on_progress(last)
 
@@ -409,15 +404,6 @@ class Chain:
 
 
 _NOBODY = "-"  # no peer's id begins so
-
-
-def _without(made: Placement, index: int) -> Placement:
-    """The placement with nobody in a place."""
-    stages = list(made.stages)
-    name = stages[index].peer.name
-    stages[index] = replace(stages[index], peer=placing.Peer(f"{_NOBODY}{index}", name, 0, 0.0))
-    return replace(made, stages=tuple(stages))
-
 
 LOOK_S = 1.0
 """Between two looks at who is there."""

@@ -228,31 +228,26 @@ class Loaded(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class StagePlan:
-    """One stage of a plan. ``loaded``: the peer holds the part already."""
-
-    worker: WorkerAt
-    start: int
-    stop: int
-    loaded: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """A chain that can be loaded.
 
     Attributes:
         dtype: of ``PartSpec``.
         wanted: for what it was made, links included: a lost stage's place is given away by the same measure.
-        placement: how it was found, and what it is predicted to do.
+        placement: who holds what, and what it is predicted to do.
         spares: who else was there, as placement sees them.
+        loaded: all parts are loaded there already.
     """
 
-    stages: tuple[StagePlan, ...]
     dtype: str
     wanted: Wanted
     placement: Placement
     spares: tuple[placing.Peer, ...]
+    loaded: bool
+
+    @property
+    def stages(self) -> tuple[placing.Stage, ...]:
+        return self.placement.stages
 
     @property
     def layers(self) -> int:
@@ -360,14 +355,11 @@ class WorkerPool:
         made = placing.place(wanted, seats, stages=stages)
         if (loaded := self._loaded(wanted, model, dtype, seats)) is not None and stages in (None, len(loaded.stages)):
             made = loaded
-        planned = []
-        for stage in made.stages:
-            held = self._holds(stage.peer.id, model, dtype, sizes.layers)
-            worker = self.peers[stage.peer.id].worker
-            planned.append(StagePlan(worker, stage.start, stage.stop, (stage.start, stage.stop) in held))
+        held = [self._holds(stage.peer.id, model, dtype, sizes.layers) for stage in made.stages]
+        is_loaded = all((stage.start, stage.stop) in parts for stage, parts in zip(made.stages, held, strict=True))
         used = {stage.peer.id for stage in made.stages}
         spares = tuple(seat for seat in seats if seat.id not in used)
-        return Plan(tuple(planned), dtype, wanted, made, spares)
+        return Plan(dtype, wanted, made, spares, is_loaded)
 
     async def model_at(self, path: str, *, worker: str = "") -> Model:
         """A model that lies on a worker, which gives it from now on: for as long as this client is connected.

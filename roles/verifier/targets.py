@@ -388,7 +388,7 @@ class ChainTarget:
             "dtype": self._chain.encoding,
             "layers": plan.layers,
             "sessions": len(self._sessions),
-            "stages": [{"name": stage.worker.name, "start": stage.start, "stop": stage.stop} for stage in plan.stages],
+            "stages": [{"name": stage.peer.name, "start": stage.start, "stop": stage.stop} for stage in plan.stages],
         }
 
     async def close(self) -> None:

@@ -391,7 +391,7 @@ def test_who_cannot_load_is_replaced(tmp_path: Path) -> None:
         plan = await scene.plan(crew, model)
         scene.workers["w1"].stages.cache.limit_bytes = 100  # since it made its offer
         chain = await Chain.load(crew, model, plan)
-        assert [stage.worker.name for stage in chain.plan.stages] == ["w0", "w3", "w2"]
+        assert [stage.peer.name for stage in chain.plan.stages] == ["w0", "w3", "w2"]
         session = await generate(chain, PROMPT, max_new_tokens=5, sampling=SEEDED)
         assert await collected(session) == tokens_of(CONFIG, PROMPT, 5, SEEDED)
         await chain.close()
@@ -413,8 +413,8 @@ def test_the_next_client_finds_the_parts_loaded(tmp_path: Path) -> None:
         async with scene.chain(without="w0") as chain:
             assert sum(each.received_bytes for each in chain.loaded) > 0
         async with scene.chain() as chain:  # w0 would be as good, and the lowest id decides between equals
-            assert [stage.worker.name for stage in chain.plan.stages] == ["w1", "w2", "w3"]
-            assert all(stage.loaded for stage in chain.plan.stages)
+            assert [stage.peer.name for stage in chain.plan.stages] == ["w1", "w2", "w3"]
+            assert chain.plan.loaded
             assert [each.received_bytes for each in chain.loaded] == [0, 0, 0]
 
     play(tmp_path, test)
@@ -475,7 +475,7 @@ def test_far_stages_are_measured(tmp_path: Path) -> None:
         crew = await scene.crew()
         model = await scene.model()
         plan = await scene.plan(crew, model)
-        assert "w0" not in [stage.worker.name for stage in plan.stages]
+        assert "w0" not in [stage.peer.name for stage in plan.stages]
         links = plan.wanted.links  # this network delays each read, and a frame takes two
         assert links["client", "w0"].latency_s == pytest.approx(0.08, rel=0.1)
         assert links["w1", "w2"].latency_s < 0.002

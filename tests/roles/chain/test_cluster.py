@@ -70,7 +70,7 @@ async def test_tokens_come_though_a_worker_is_killed(tmp_path: Path, encrypted: 
     async with cluster_at(tmp_path, encrypted=encrypted) as cluster:
         peers = await joined(cluster, 4)
         async with loaded(cluster, tmp_path) as chain:
-            names = [stage.worker.name for stage in chain.plan.stages]
+            names = [stage.peer.name for stage in chain.plan.stages]
             async with await generate(chain, PROMPT, max_new_tokens=20, sampling=SEEDED) as session:
                 made: list[int] = []
                 async with asyncio.timeout(30):

@@ -119,7 +119,7 @@ def test_a_chain_without_a_stage_refuses_with_a_remedy_and_takes_who_comes(tmp_p
             seed.here["w9"] = PORT
             await goes_on(chain, 5)
             assert not chain.lacking
-            assert [stage.worker.name for stage in chain.plan.stages] == ["w0", "w9", "w2"]
+            assert [stage.peer.name for stage in chain.plan.stages] == ["w0", "w9", "w2"]
             session = await target.open(positions=60, sampling=SAMPLED)
             assert not session.lost
 
@@ -143,8 +143,8 @@ def test_those_that_were_lost_come_back(
                 await start(scene, name)
                 seed.here[name] = port
             await goes_on(chain, 70)
-            assert {stage.worker.name for stage in chain.plan.stages} == set(THREE)
-            assert {stage.worker.port for stage in chain.plan.stages} <= {PORT, port}
+            assert {stage.peer.name for stage in chain.plan.stages} == set(THREE)
+            assert {chain.pool.peers[stage.peer.id].worker.port for stage in chain.plan.stages} <= {PORT, port}
 
     play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)
 
@@ -204,7 +204,7 @@ def test_who_is_lost_and_comes_back_often_is_taken_as_soon_as_the_first_time(tmp
         async with recruited(scene, seed) as chain:
             for _ in range(12):
                 await written(chain)
-                victim = chain.plan.stages[0].worker.name
+                victim = chain.plan.stages[0].peer.name
                 scene.kill(victim)
                 await start(scene, victim)
                 await goes_on(chain, 5)
@@ -221,13 +221,13 @@ def test_a_spare_that_has_room_later(tmp_path: Path) -> None:
         small.limit_bytes = 1000  # others' parts take the rest
         seed.here["w3"] = PORT
         async with recruited(scene, seed) as chain:
-            assert "w3" not in [stage.worker.name for stage in chain.plan.stages]
+            assert "w3" not in [stage.peer.name for stage in chain.plan.stages]
             scene.kill("w0")
             await asyncio.sleep(10)  # virtual
             with pytest.raises(ResourceError, match=r"w3 has .* left"):
                 await written(chain)
             small.limit_bytes = ONE_PART_BYTES
             await goes_on(chain, 20)
-            assert chain.plan.stages[0].worker.name == "w3"
+            assert chain.plan.stages[0].peer.name == "w3"
 
     play(tmp_path, test, limit_bytes=ONE_PART_BYTES)
