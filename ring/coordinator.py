@@ -582,12 +582,9 @@ class Coordinator:
 
     def _cool_down(self, now: float) -> None:
         """Rule 9: members of the view before that died, unless their ring is what they came back with."""
-        for peer_id in sorted(
-            self._quarantine.fallen - self._quarantine.excused - self._who.survivors(self.view).keys()
-        ):
-            if seconds := self._quarantine.flaps(peer_id, now):
-                text = f"{self._who.name(peer_id)} dies again and again: it is not let in for {seconds:.0f} s"
-                self._say("warning", "flapping", text, peer_id)
+        for peer_id, seconds in self._quarantine.flapping(self._who.survivors(self.view), now):
+            text = f"{self._who.name(peer_id)} dies again and again: it is not let in for {seconds:.0f} s"
+            self._say("warning", "flapping", text, peer_id)
 
     def _is_current(self, peer_id: str, generation: int) -> bool:
         return self.view is not None and self.view.generation == generation and self.view.rank_of(peer_id) is not None

@@ -1037,7 +1037,8 @@ class Crews:
                 members.append(MemberRecord(member, peer.name, peer.host, peer.port, first, count, healthy))
                 first, count = first + count, 0
         self.view = replace(small, members=tuple(members), stages=self.stages)
-        self._cool_down(before)
+        if before is not None:
+            self._cool_down(before)
         for crew in list(self._crews.values()):
             crew.in_view = small.rank_of(crew.crew_id) is not None
             if not crew.in_view and not crew.known:
@@ -1062,17 +1063,14 @@ class Crews:
         branch = None if self._branch is None else frozenset(self._branch)
         self._out.append(co.Mint(self.view, mint.restored, branch))
 
-    def _cool_down(self, before: View | None) -> None:
+    def _cool_down(self, before: View) -> None:
         """Members of the view before that died, unless they are in again."""
         assert self.view is not None
-        for peer_id in sorted(self._quarantine.fallen - self._quarantine.excused):
-            if self.view.rank_of(peer_id) is not None or before is None:
-                continue
-            if seconds := self._quarantine.flaps(peer_id, self._now):
-                rank = before.rank_of(peer_id)
-                name = before.members[rank].name if rank is not None else peer_id
-                text = f"{name} dies again and again: it is not let in for {seconds:.0f} s"
-                self._say("warning", "flapping", text, peer_id)
+        names = {member.peer_id: member.name for member in before.members}
+        back = [member.peer_id for member in self.view.members]
+        for peer_id, seconds in self._quarantine.flapping(back, self._now):
+            text = f"{names.get(peer_id, peer_id)} dies again and again: it is not let in for {seconds:.0f} s"
+            self._say("warning", "flapping", text, peer_id)
 
     def _progress(self, event: co.Progress) -> None:
         if self.view is not None and event.step > self.view.step and not self._regrouped:

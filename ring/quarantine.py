@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from ring.coordination import Reports
@@ -83,12 +83,13 @@ class Quarantine:
         seconds, until = self._last.get(peer_id, (0.0, -math.inf))
         return now - until >= QUIET * max(seconds, FIRST_FALL_S)
 
-    def flaps(self, peer_id: str, now: float) -> float:
-        """A member has died. Returns for how long it is not let in again: seconds, 0 for the first time."""
-        if self._forgiven(peer_id, now):
-            self._last[peer_id] = 0.0, now
-            return 0.0
-        return self._sits_out(peer_id, now, FIRST_FALL_S, max(FIRST_FALL_S, self._cooldown_s))
+    def flapping(self, back: Collection[str], now: float) -> Iterator[tuple[str, float]]:
+        """Of the members that fell, and are not ``back``: those that did so again, and how long they are kept out."""
+        for peer_id in sorted(self.fallen - self.excused - set(back)):
+            if self._forgiven(peer_id, now):
+                self._last[peer_id] = 0.0, now
+            else:
+                yield peer_id, self._sits_out(peer_id, now, FIRST_FALL_S, max(FIRST_FALL_S, self._cooldown_s))
 
     def _sits_out(self, peer_id: str, now: float, first_s: float, most_s: float) -> float:
         again = not self._forgiven(peer_id, now)

@@ -61,7 +61,7 @@ def test_what_came_out_and_what_is_kept_back_is_what_went_in(name, n, numel, rou
     assert np.abs(came_out - put_in).max() <= 2.0**-23 * n * rounds * largest
 
 
-@pytest.mark.parametrize("n", [2, 5, 8])
+@pytest.mark.parametrize("n", [2, 8])
 @pytest.mark.parametrize("name", ["int8", "int4", "topk"])
 def test_the_running_mean_converges_with_feedback_and_not_without(name, n):
     gradients = gradients_of(n, 1500)

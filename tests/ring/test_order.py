@@ -80,7 +80,7 @@ def test_where_links_follow_from_places_the_order_is_nearly_the_best(size, total
         assert found[1] <= 1.1 * least_s
 
 
-@pytest.mark.parametrize("size", [20, 64, 128])
+@pytest.mark.parametrize("size", [20, 64])
 def test_large_rings_cross_between_sites_no_more_than_needed(size):
     links = sites(size, seed=size)
     found = best_order(names(size), links, total_bytes=1 << 26)
@@ -123,13 +123,6 @@ def test_an_order_that_is_hardly_better_is_not_taken():
         found = best_order(members, links, total_bytes=1 << 26)
         assert found is not None
         assert (found[0] != tuple(members)) == taken
-
-
-def test_a_bandwidth_that_is_not_known_is_taken_from_the_way_back():
-    links = {("a", "b"): LinkQuality(0.2), ("b", "a"): LinkQuality(0.3, 1e6, 2e6)}
-    assert known_link(links, "a", "b") == LinkQuality(0.2, 1e6, 2e6)
-    assert known_link(links, "b", "a") == LinkQuality(0.3, 1e6, 2e6)
-    assert known_link(links, "a", "c") is None
 
 
 # -------------------------------------------------------------------------------------------- the rest of the plan

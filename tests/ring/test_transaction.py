@@ -18,7 +18,6 @@ from ring.transaction import (
     Broken,
     Compute,
     Confirm,
-    Failed,
     Form,
     Gathered,
     Heal,
@@ -278,17 +277,6 @@ def test_a_step_whose_norm_nobody_knows_is_not_redone() -> None:
     assert isinstance(member.activity, Form)
     member.finish()
     assert isinstance(member.activity, Heal)
-
-
-def test_a_failure_is_final_until_the_state_is_loaded_anew() -> None:
-    member = alone()
-    member.handle(ViewArrived(view(1, ["a"])))
-    member.handle(Failed("out of memory"))
-    assert (member.said[-1].status, member.said[-1].reason) == ("failed", "out of memory")
-    member.handle(ViewArrived(view(2, ["a"])))
-    assert member.core.phase is Phase.FAILED
-    member.handle(Loaded(0, ORIGIN))
-    assert member.core.phase is Phase.IDLE
 
 
 def test_a_torn_state_is_loaded_anew_and_never_reported() -> None:
