@@ -31,7 +31,6 @@ class Background:
         return len(self._tasks)
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run ``work`` from now on."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -44,7 +43,6 @@ class Background:
             await asyncio.wait(waiting, timeout=timeout_s)
 
     async def stop(self) -> None:
-        """Cancel all but the caller's own, and wait for their ends."""
         waiting = self._tasks - {asyncio.current_task()}
         for task in waiting:
             task.cancel()

@@ -48,7 +48,6 @@ class ComputeThread:
         return self._thread.submit(call)
 
     def close(self) -> None:
-        """Let the thread end after what is queued."""
         self._thread.close()
 
 
@@ -57,7 +56,6 @@ class ComputeFailed(ResourceError):
 
 
 def translated(error: BaseException) -> ComputeFailed:
-    """What a library raised, for people."""
     line = " ".join(str(error).split())[:300] or "it did not say why"
     remedy = ""
     if isinstance(error, MemoryError) or "out of memory" in line.lower():

@@ -39,7 +39,6 @@ class Gauges:
         return smoothed
 
     def machine(self) -> dict[str, float]:
-        """Memory of this process and of the machine, and the load of its GPU where there is one."""
         values = {
             "memory_bytes": float(self._process.memory_info().rss),
             "memory_total_bytes": float(psutil.virtual_memory().total),
@@ -52,7 +51,6 @@ class Gauges:
 
 
 def _first_gpu() -> tuple[Any, Any] | None:
-    """NVIDIA's management library and the handle of the first GPU, None where there is none."""
     try:
         import pynvml
     except ImportError:
@@ -65,7 +63,6 @@ def _first_gpu() -> tuple[Any, Any] | None:
 
 
 def gpu_name() -> str:
-    """The first NVIDIA GPU's name; empty on machines without one."""
     found = _first_gpu()
     if found is None:
         return ""
@@ -90,7 +87,6 @@ def free_memory_bytes(device: str) -> int:
 
 
 def _gpu_reader() -> Callable[[], float | None] | None:
-    """A reader of the first NVIDIA GPU's load (0 to 1), None on machines without one."""
     found = _first_gpu()
     if found is None:
         return None

@@ -55,7 +55,6 @@ class Line:
 
     @property
     def waits(self) -> bool:
-        """Whether something was posted, or asked for, that has not come."""
         return bool(self._waiting)
 
     @asynccontextmanager
@@ -94,7 +93,6 @@ class Line:
         return (await self.frame()).message
 
     async def frame(self) -> Received:
-        """``receive``, with what stands in the frame's header."""
         since = self._now()
         while True:
             patience_s = self._patience_s(since)
@@ -138,7 +136,6 @@ class Line:
         return data
 
     def post(self, into: memoryview, *, stream: int) -> asyncio.Future[None]:
-        """``Connection.post``, with a future for ``landed``. Raises ``ConnectionLost``."""
         arrived: asyncio.Future[None] = self.pending()
         self.connection.post(into, generation=0, stream=stream, done=lambda: _done(arrived))
         return arrived

@@ -49,12 +49,10 @@ class DigestCache:
         self._files: dict[str, tuple[Stamp, dict[str, bytes]]] | None = None
 
     def get(self, path: Path, stamp: Stamp) -> Mapping[str, bytes]:
-        """Name to digest, of what is known of this file as it is now."""
         kept, digests = self._known().get(str(path), ((-1, -1), {}))
         return digests if kept == stamp else {}
 
     def put(self, path: Path, stamp: Stamp, digests: Mapping[str, bytes]) -> None:
-        """Raises ``StorageError``: it cannot be written."""
         files = self._known()
         files.pop(str(path), None)
         files[str(path)] = (stamp, dict(digests))
@@ -178,7 +176,6 @@ def table_of(directory: Path) -> TensorTable:
 
 
 def read_range(file: BinaryIO, start: int, size_bytes: int) -> bytearray:
-    """Raises ``StorageError``: the file ends before. ``OSError`` as the file does."""
     data = bytearray(size_bytes)
     left = memoryview(data)
     file.seek(start)

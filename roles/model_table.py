@@ -49,7 +49,6 @@ def digest_of(data: bytes | bytearray | memoryview) -> bytes:
 
 
 def digest_size(size_bytes: int) -> int:
-    """Of what ``digest_of`` makes of so many bytes."""
     return DIGEST_BYTES * max(1, -(-size_bytes // RANGE_BYTES))
 
 
@@ -70,7 +69,6 @@ def _put(total: hashlib.blake2b, data: bytes) -> None:
 
 
 def page_of(records: Sequence[TensorRecord], first: int) -> TensorsPage:
-    """The entries from ``first`` on that fit a frame."""
     page: list[TensorRecord] = []
     size = 0
     for record in records[max(first, 0) : max(first, 0) + _PAGE_RECORDS]:
@@ -97,7 +95,6 @@ class TableTaker:
         return len(self.records) == self._total
 
     def take_untrusted(self, page: TensorsPage) -> None:
-        """Raises ``ProtocolError``: it is no next page of a table."""
         if not 0 < page.total <= _MAX_RECORDS or self._total not in (-1, page.total):
             raise ProtocolError(f"a table of {page.total} tensors")
         if not page.tensors or len(self.records) + len(page.tensors) > page.total:

@@ -36,10 +36,8 @@ def part_of(entry: CheckpointEntry, stage: int, stages: int) -> tuple[Meta, dict
 
 
 def of_the_whole(meta: Meta) -> Meta:
-    """What the first stage's meta says, without that it is of a stage."""
     return {key: value for key, value in meta.items() if key not in (STAGE, STAGES)}
 
 
 def is_part(entry: CheckpointEntry) -> bool:
-    """Whether a checkpoint is that of one stage of several."""
     return entry.meta.get(STAGES) is not None

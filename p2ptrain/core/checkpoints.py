@@ -135,7 +135,9 @@ class CheckpointStore:
     def publish(self, draft: Draft, meta: Meta) -> CheckpointEntry:
         """Make it the durable checkpoint of its step, then prune older ones. Raises ``StorageError``: it is not."""
         step, target = draft.step, self._path(draft.step)
-        encoded = self._write_manifest(draft.path, step, meta, draft.sums)
+        encoded = manifest_of(step, meta, draft.sums)
+        self._disk.write_file(draft.path / MANIFEST, encoded)
+        self._disk.sync_file(draft.path / MANIFEST)
         self._disk.sync_dir(draft.path)
         self._publish(draft.path, target)
         with suppress(StorageError):  # it is there; what is one too many goes with the next one
@@ -144,11 +146,11 @@ class CheckpointStore:
         return _entry(target, step, encoded, meta, draft.sums)
 
     def entries(self) -> list[CheckpointEntry]:
-        """Checkpoints with a readable manifest, newest first. Sizes and sums are not checked: see ``verify``."""
+        """Checkpoints with a readable manifest, newest first. Sizes and sums are not checked."""
         found = []
         for _, path in self._directories():
             try:
-                found.append(self.read(path))
+                found.append(read_checkpoint(self._disk, path))
             except StorageError:
                 continue  # newest_good names the damaged ones
         return found
@@ -161,8 +163,8 @@ class CheckpointStore:
         """
         for _, path in self._directories():
             try:
-                entry = self.read(path)
-                self.verify(entry)
+                entry = read_checkpoint(self._disk, path)
+                verify_checkpoint(self._disk, entry)
             except StorageError as error:
                 on_damaged(path, error.message)
             else:
@@ -174,20 +176,11 @@ class CheckpointStore:
         path = self._path(step)
         if not self._disk.is_dir(path):
             return None
-        entry = self.read(path)
-        self.verify(entry)
+        entry = read_checkpoint(self._disk, path)
+        verify_checkpoint(self._disk, entry)
         return entry
 
-    def read(self, path: Path) -> CheckpointEntry:
-        """The entry that the manifest in ``path`` describes. Raises ``StorageError`` where there is no sane one."""
-        return read_checkpoint(self._disk, path)
-
-    def verify(self, entry: CheckpointEntry) -> None:
-        """See ``verify_checkpoint``."""
-        verify_checkpoint(self._disk, entry)
-
     def delete(self, step: int) -> bool:
-        """Remove the checkpoint of ``step``; whether there was one. Raises ``StorageError``."""
         path = self._path(step)
         if not self._disk.is_dir(path):
             return False
@@ -224,12 +217,6 @@ class CheckpointStore:
                 f"a checkpoint needs {need_bytes / 1e6:.1f} MB and {self._root} has {free / 1e6:.1f} MB free",
                 remedy="free some space, keep fewer checkpoints, or choose another place with --state",
             )
-
-    def _write_manifest(self, directory: Path, step: int, meta: Meta, sums: Mapping[str, tuple[int, str]]) -> bytes:
-        encoded = manifest_of(step, meta, sums)
-        self._disk.write_file(directory / MANIFEST, encoded)
-        self._disk.sync_file(directory / MANIFEST)
-        return encoded
 
     def _publish(self, temporary: Path, target: Path) -> None:
         if self._disk.is_dir(target):
@@ -295,7 +282,6 @@ class Draft:
         disk.make_dir(path)
 
     def begin(self, name: str) -> None:
-        """What follows is of this file."""
         self._name, self._size, self._digest = name, 0, hashlib.sha256()
         self._disk.write_file(self.path / name, b"")
 
@@ -305,19 +291,16 @@ class Draft:
         self._disk.append_file(self.path / self._name, piece)
 
     def end(self) -> tuple[int, str]:
-        """The file is complete, and flushed."""
         self._disk.sync_file(self.path / self._name)
         self.sums[self._name] = self._size, self._digest.hexdigest()
         return self.sums[self._name]
 
     def discard(self) -> None:
-        """Nothing comes of it."""
         with suppress(StorageError):  # why is the problem to tell; who opens the directory next clears what is left
             self._disk.remove_tree(self.path)
 
 
 def manifest_of(step: int, meta: Meta, sums: Mapping[str, tuple[int, str]]) -> bytes:
-    """A manifest's text."""
     files = {name: {"size_bytes": size, "sha256": digest} for name, (size, digest) in sums.items()}
     return json.dumps({"format": 1, "step": step, "meta": meta, "files": files}, indent=1, sort_keys=True).encode()
 
@@ -340,7 +323,6 @@ def read_checkpoint(disk: Disk, path: Path) -> CheckpointEntry:
 
 
 def step_name(step: int) -> str:
-    """Of the directory of that step's checkpoint."""
     return f"step-{step:08d}"
 
 

@@ -144,14 +144,12 @@ class _Running:
         self._failed = False  # on the compute thread: what is queued there is skipped
 
     def ended(self) -> StageStep:
-        """Where the time went."""
         now = self._clock()
         self._spent.waited_s += now - self._idle_since
         self._spent.step_s = now - self._began
         return self._spent
 
     def give_up(self, error: BaseException) -> None:
-        """The step cannot end well any more."""
         self._failed = True
         if self.problem is None:
             self.problem = error
@@ -204,7 +202,6 @@ class _Running:
                 self._idle_since = self._clock()
 
     def _unless_failed(self, function: Callable[..., T], *args: Any) -> T:
-        """On the compute thread."""
         if self._failed:
             raise ConnectionLost("the step was given up")
         try:
@@ -264,7 +261,6 @@ class StagedStrategy(SyncStrategy):
         """What a micro-batch took each stage of this crew, as they say."""
 
     async def commit(self, step: int, square_sum: float) -> Applied:
-        """The loss is the whole model's."""
         return replace(await super().commit(step, square_sum), loss=self._loss)
 
     @property
@@ -422,7 +418,6 @@ class PipelineStrategy(StagedStrategy):
 
 
 def strategy_of(profile: Profile) -> Factory:
-    """The factory of a job's strategy."""
     if profile.job.strategy == "sync":
         return SyncStrategy
     return partial(

@@ -78,7 +78,6 @@ class Exchange:
 
     @property
     def communicating_s(self) -> float:
-        """How long at least one operation was under way, until now."""
         return self._communicating_s + (self._clock() - self._since if self._under_way else 0.0)
 
     def release(self, count: int) -> None:
@@ -160,7 +159,6 @@ class _Outgoing:
             self._release(self._released)
 
     def finish(self) -> None:
-        """The micro-batches are done: bring the rest out."""
         self._engine.finish_gradients(self.front_final)
         self.front_final(self._stops[-1])
 
@@ -205,7 +203,6 @@ class SyncStrategy:
         self._computed_at = self._now()
 
     async def _fill(self, step: int, first: int, count: int, front_final: OnFinal) -> None:
-        """Add the gradients of the micro-batches to the buffer; ``front_final`` may be told of the last one's front."""
         last = first + count - 1
         for index in range(first, first + count):
             on_final: OnFinal | None = front_final if index == last else None

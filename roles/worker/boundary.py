@@ -108,7 +108,6 @@ class BoundaryWork:
         return False
 
     async def gathered(self, assembler: CheckpointAssembler, session: RingSession, *, patience_s: float) -> None:
-        """Wait until all members' whole checkpoints are there, or were given up: the job is not done before."""
         going, round_s = True, 2.0  # so often members tell each other whether they still collect
         while going:
             mine = b"\0" if await assembler.settled(round_s) else b"\1"

@@ -14,7 +14,7 @@ import psutil
 from configs.schema import Profile
 from p2ptrain.core.footprint import least_in_flight
 from p2ptrain.core.serving import PartSpec
-from roles.engine import BuildPart, Engine, PartBuilder, Stage
+from roles.engine import Engine, PartBuilder, Stage
 from roles.gauges import free_memory_bytes, gpu_name
 from roles.worker.stages import Holding
 from wire.messages import Scalar
@@ -62,8 +62,6 @@ def warm_up() -> None:
 
 
 def engine_builder(*, device: str = "", threads: int = 0) -> Callable[[Profile], Engine]:
-    """A builder for this worker; ``device`` and ``threads`` override the profile where they are given."""
-
     def build(profile: Profile) -> Engine:
         from p2ptrain.compute.device import pick_device
         from p2ptrain.compute.trainer import Trainer
@@ -104,23 +102,6 @@ def stage_builder(*, device: str = "", threads: int = 0, memory_bytes: int = 0) 
     return build
 
 
-def part_builder(*, threads: int = 0) -> BuildPart:
-    """What makes parts of split models, for this worker.
-
-    Args:
-        threads: of CPU kernels; 0 leaves them as they are.
-    """
-
-    def build(spec: PartSpec, names: tuple[str, ...]) -> PartBuilder:
-        from p2ptrain.compute.device import pick_device
-        from p2ptrain.compute.served_part import begin_part
-
-        pick_device(spec.device, threads)
-        return begin_part(spec, names)
-
-    return build
-
-
 def holding(*, device: str, threads: int, memory_bytes: int) -> Holding:
     """What it takes to hold parts of split models here.
 
@@ -128,6 +109,13 @@ def holding(*, device: str, threads: int, memory_bytes: int) -> Holding:
         device, threads: what the person asked for; empty and 0 where he did not.
         memory_bytes: that parts and their caches may take; 0: most of what the device has free now.
     """
+
+    def build_part(spec: PartSpec, names: tuple[str, ...]) -> PartBuilder:
+        from p2ptrain.compute.device import pick_device
+        from p2ptrain.compute.served_part import begin_part
+
+        pick_device(spec.device, threads)
+        return begin_part(spec, names)
 
     def stream_bps() -> float:
         from p2ptrain.compute.device import stream_bps as measured
@@ -141,7 +129,7 @@ def holding(*, device: str, threads: int, memory_bytes: int) -> Holding:
 
     return Holding(
         compute_flops=compute_flops,
-        build_part=part_builder(threads=threads),
+        build_part=build_part,
         limit_bytes=memory_bytes or int(FREE_SHARE * free_memory_bytes(device)),
         stream_bps=stream_bps,
         free_bytes=lambda: free_memory_bytes(device),

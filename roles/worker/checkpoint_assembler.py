@@ -72,7 +72,6 @@ class _Part:
 
 
 def assembles(view: View, rank: int, copies: int) -> bool:
-    """Whether that member is one of the first ``copies`` assemblers."""
     return view.stage_of(rank) * view.replicas + view.replica_of(rank) < copies
 
 
@@ -120,14 +119,12 @@ class CheckpointAssembler:
             self._task = start(self._work(), name="whole checkpoint")
 
     async def settled(self, timeout_s: float) -> bool:
-        """Whether nothing is being put together any more, or so within that time. Nothing else goes on meanwhile."""
         self._piece_bytes = ALONE_BYTES
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=timeout_s)
         return self._task is None or self._task.done()
 
     async def stop(self) -> None:
-        """Nothing is put together any more, and nothing appears."""
         task, self._task, self._next = self._task, None, None
         if task is not None:
             task.cancel()
@@ -336,7 +333,6 @@ class FileSender:
         self._takers = 0
 
     def decide(self, hello: Hello) -> Refuse | None:
-        """Why a caller is not let in, if it is not."""
         if "worker" not in hello.roles or not is_id(hello.job):
             return Refuse(RefusalCode.ROLE, "only workers are given a job's checkpoints")
         if self._takers >= MAX_TAKERS:
@@ -353,10 +349,14 @@ class FileSender:
             self._takers -= 1
 
     async def _give(self, connection: Connection, job: str) -> None:
-        line, offered = Line(connection), OfferedFiles(self._disk)
+        line = Line(connection)
+        offered: dict[str, tuple[Path, int]] = {}  # of each file: where it lies, and its size
 
         async def read(asked: RangeRequest) -> bytes:
-            return await self._thread.submit(partial(offered.read, asked.name, asked.start, asked.stop))
+            path, size_bytes = offered.get(asked.name, (Path(), 0))
+            if not 0 <= asked.start <= asked.stop <= size_bytes:
+                raise StorageError(f"no bytes {asked.start} to {asked.stop} of {asked.name[:80]!r} were offered")
+            return await self._thread.submit(partial(self._disk.read_range, path, asked.start, asked.stop))
 
         async with line.alive():
             async for message in line.messages():
@@ -368,7 +368,9 @@ class FileSender:
                     case _:
                         raise ProtocolError(f"who takes checkpoints sent {type(message).__name__}, or of another job")
 
-    async def _offer(self, connection: Connection, offered: OfferedFiles, asked: FilesRequest) -> FilesOffer:
+    async def _offer(
+        self, connection: Connection, offered: dict[str, tuple[Path, int]], asked: FilesRequest
+    ) -> FilesOffer:
         if not 0 <= asked.stage < asked.stages <= MAX_STAGES or asked.step < 0:
             raise ProtocolError(f"step {asked.step} of stage {asked.stage} of {asked.stages} is asked for")
         stage = Stage(asked.stage, asked.stages)
@@ -389,7 +391,7 @@ class FileSender:
             return FilesOffer(b"", f"there is no checkpoint of step {asked.step} of {stage} here")
         return FilesOffer(manifest)
 
-    def _found(self, offered: OfferedFiles, asked: FilesRequest, stage: Stage) -> bytes | None:
+    def _found(self, offered: dict[str, tuple[Path, int]], asked: FilesRequest, stage: Stage) -> bytes | None:
         """The manifest of the stage's part of what lies here, which is offered now; None where nothing does."""
         for kind in (stage, WHOLE):
             path = checkpoints_dir(self._jobs, asked.job, kind) / step_name(asked.step)
@@ -397,29 +399,11 @@ class FileSender:
                 continue
             entry = read_checkpoint(self._disk, path)
             if asked.lineage in ("", entry.meta.get(LINEAGE)):
-                return offered.offer(entry, stage)
+                meta, files = part_of(entry, stage.index, stage.count)
+                manifest = manifest_of(entry.step, meta, files)
+                if len(manifest) > 48 << 10:  # it travels in one control frame
+                    raise StorageError(f"{entry.path} has too many files to tell of: {len(files)}")
+                offered.clear()
+                offered.update({name: (entry.path / name, size) for name, (size, _) in files.items()})
+                return manifest
         return None
-
-
-class OfferedFiles:
-    """The files of one stage in one checkpoint, as they are offered to somebody. Blocking."""
-
-    def __init__(self, disk: Disk) -> None:
-        self._disk = disk
-        self._path = Path()
-        self._sizes: dict[str, int] = {}
-
-    def offer(self, entry: CheckpointEntry, stage: Stage) -> bytes:
-        """From now on these; their manifest. Raises ``StorageError``."""
-        meta, files = part_of(entry, stage.index, stage.count)
-        manifest = manifest_of(entry.step, meta, files)
-        if len(manifest) > 48 << 10:  # it travels in one control frame
-            raise StorageError(f"{entry.path} has too many files to tell of: {len(files)}")
-        self._path, self._sizes = entry.path, {name: size for name, (size, _) in files.items()}
-        return manifest
-
-    def read(self, name: str, start: int, stop: int) -> bytes:
-        """Raises ``StorageError``: there are no such bytes, or no more."""
-        if not 0 <= start <= stop <= self._sizes.get(name, 0):
-            raise StorageError(f"no bytes {start} to {stop} of {name[:80]!r} were offered")
-        return self._disk.read_range(self._path / name, start, stop)

@@ -149,7 +149,6 @@ class CheckpointFiles:
         self._wanted = -1  # the job may go back to it
 
     async def entries(self) -> list[CheckpointEntry]:
-        """What is there, newest first, not verified. Raises ``StorageError``."""
         return await self._on_disk(CheckpointStore.entries)
 
     async def go_back(self, step: int) -> None:
@@ -163,12 +162,9 @@ class CheckpointFiles:
         return await self._on_disk(lambda store: store.find(step))
 
     async def draft(self, step: int, need_bytes: int) -> Draft:
-        """See ``CheckpointStore.draft``."""
         return await self._on_disk(lambda store: store.draft(step, need_bytes))
 
     async def publish(self, draft: Draft, meta: Meta) -> CheckpointEntry:
-        """See ``CheckpointStore.publish``."""
-
         def publish(store: CheckpointStore) -> CheckpointEntry:
             store.spared = self._spared()
             return store.publish(draft, meta)
@@ -176,7 +172,6 @@ class CheckpointFiles:
         return await self._on_disk(publish)
 
     def at_disk(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        """Have ``call`` done where everything that touches the directory is done."""
         return self._thread.submit(call)
 
     async def load(
@@ -247,7 +242,6 @@ class CheckpointFiles:
         return entry
 
     async def delete(self, step: int) -> bool:
-        """Whether there was one. Raises ``StorageError``."""
         return await self._on_disk(lambda store: store.delete(step))
 
     async def _on_disk(self, call: Callable[[CheckpointStore], T], *, idle: bool = False) -> T:
@@ -278,7 +272,6 @@ def _pauses() -> Callable[[], None]:
 
 
 def lineage_of(entry: CheckpointEntry) -> str:
-    """Raises ``StorageError`` where the manifest names none."""
     lineage = entry.meta.get("lineage")
     if not isinstance(lineage, str) or not is_lineage(lineage):
         raise StorageError(f"{entry.path} does not say which state it holds", remedy="move it away and join again")
@@ -341,7 +334,6 @@ class Checkpointing:
 
     @property
     def newest(self) -> int:
-        """The step of the newest checkpoint that is durable here; -1: there is none."""
         return self._saved[0]
 
     @property
@@ -350,7 +342,6 @@ class Checkpointing:
         return not self._writing
 
     def go_without(self, step: int) -> None:
-        """Tell that there is no checkpoint of ``step``, because an older one is still being written here."""
         text = f"no checkpoint at step {step}: an earlier one is still being written. raise checkpoint.every"
         self._around.notify("error", "checkpoint-failed", text)
 
@@ -400,7 +391,6 @@ class Checkpointing:
         self._news = asyncio.Event()
 
     async def settled(self) -> None:
-        """Nothing is being written any more."""
         if self._writing:
             await asyncio.wait(self._writing.values())
 
@@ -429,7 +419,6 @@ class Checkpointing:
 
 
 def announce(around: Context, job: str, entry: CheckpointEntry, stage: Stage = WHOLE) -> None:
-    """Tell the seed of a checkpoint that is durable here. ``stage``: whose files it has."""
     val_loss = entry.meta.get("val_loss")
     known = float(val_loss) if isinstance(val_loss, float | int) else None
     path, index, count = str(entry.path), stage.index, stage.count

@@ -51,5 +51,4 @@ class Context:
 
     @property
     def seed_host(self) -> str:
-        """As it is now: another seed may lead since."""
         return self.seed_at()

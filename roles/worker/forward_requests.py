@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from p2ptrain.core.activations import ENCODINGS, ID_BYTES, IDS, activation_bytes, encode_ids
 from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused
@@ -69,7 +70,6 @@ class History:
         return self._kept[-1].start + self._kept[-1].count if self._kept else 0
 
     def cut(self, keep: int) -> None:
-        """Forget all but the first ``keep`` positions."""
         while self._kept and self._kept[-1].start >= keep:
             self._kept.pop()
         if self._kept and self.positions > keep:
@@ -163,7 +163,6 @@ class StageSession:
 
     @property
     def index(self) -> int:
-        """Of the stage."""
         return self.asked.index
 
     @property
@@ -211,7 +210,6 @@ class StageSession:
 
     @property
     def crowded(self) -> bool:
-        """Whether the stage before is to be held back."""
         queued_bytes = sum(len(payload) for _, payload in self.queue)
         return len(self.queue) >= QUEUED_FROM_STAGE or queued_bytes >= QUEUED_BYTES
 
@@ -231,23 +229,19 @@ class StageSession:
         return True
 
     def current(self, work: Work) -> bool:
-        """Whether what comes of ``work`` still counts."""
         return work.attempt == self.attempt and not self.broken and not self.closed
 
     def begin(self, work: Work) -> None:
-        """Raises ``ProtocolError`` where its history is not here."""
         if work.keep > self.position:
             raise ProtocolError(f"{work.keep} positions are to be kept, and there are {self.position}")
 
     def done(self, work: Work, payload: memoryview) -> None:
-        """``work`` was computed, and ``payload`` came of it."""
         self.history.cut(work.keep)
         self.position = work.keep + work.count
         if not self.last:
             self.history.append(self.out_encoding(work), work.count, payload)
 
     def fail(self) -> None:
-        """It goes no further in this attempt."""
         self.broken = True
         self.queue.clear()
 
@@ -256,14 +250,12 @@ class StageSession:
         self.queue.clear()
 
     def raise_attempt(self, attempt: int) -> None:
-        """What is of an older attempt is forgotten. Raises ``Refused``: it is not newer."""
         if attempt <= self.attempt:
             raise Refused(STALE, f"attempt {attempt} is not newer than attempt {self.attempt}")
         self.attempt, self.broken = attempt, False
         self.queue.clear()
 
     def cut(self, keep: int) -> int:
-        """Keep at most so much history; the position now."""
         self.position = min(self.position, keep)
         self.history.cut(self.position)
         return self.position
@@ -308,7 +300,7 @@ class NextStage:
         place: Place,
         line: Line,
         *,
-        on_lost: Callable[[P2PTrainError], None],
+        on_lost: Callable[[NextStage, P2PTrainError], None],
         on_room: Callable[[], None],
     ) -> None:
         self.place = place
@@ -318,35 +310,8 @@ class NextStage:
         line.connection.on_drained = on_room
         self._task = asyncio.create_task(self._listen(), name="next stage")
 
-    @classmethod
-    async def dial(
-        cls,
-        world: World,
-        place: Place,
-        *,
-        peer_id: str,
-        name: str,
-        seed_host: str,
-        session: str,
-        index: int,
-        silence_s: float,
-        on_lost: Callable[[P2PTrainError], None],
-        on_room: Callable[[], None],
-    ) -> NextStage:
-        """Raises as ``wire.handshake.dial``.
-
-        Args:
-            index: of the stage that is dialled, the ``Hello``'s generation: one worker may have several.
-        """
-        hello = local_hello(
-            peer_id=peer_id, name=name, roles=["worker"], purpose="stage", job=session, generation=index
-        )
-        connection, _ = await dial_worker(world.network, place.host or seed_host, place.port, place.peer, hello)
-        return cls(place, Line(connection, silence_s), on_lost=on_lost, on_room=on_room)
-
     @property
     def crowded(self) -> bool:
-        """Whether the next stage takes less than it is given."""
         return self._line.connection.unsent_bytes > LINK_UNSENT_BYTES
 
     def give(self, work: Work, payload: memoryview) -> None:
@@ -378,11 +343,10 @@ class NextStage:
             problem = error
         if not self.closed:
             self.closed = True
-            self._on_lost(problem)
+            self._on_lost(self, problem)
 
 
 def of_session(hello: Hello) -> tuple[str, int]:
-    """Which session, and which of its stages, a caller of purpose ``stage`` means."""
     return hello.job, hello.generation
 
 
@@ -491,7 +455,6 @@ class StageWorks:
             raise Refused(NEXT_STAGE, f"the next stage is lost: {problem.message}") from problem
 
     def close_of(self, caller: Caller, which: CloseRequest) -> None:
-        """Close a session; one that is not there is fine."""
         with suppress(Refused):
             self.close(self._find(caller, which))
 
@@ -518,7 +481,6 @@ class StageWorks:
             self.close(session)
 
     def _find(self, caller: Caller, which: ResumeRequest | ReplayRequest | CloseRequest) -> StageSession:
-        """Raises ``Refused``: it is not there, or another client's."""
         session = self.sessions.get((which.session, which.index))
         if session is None or session.caller is not caller:
             raise Refused(UNKNOWN_SESSION, f"session {which.session} is not open here")
@@ -528,7 +490,6 @@ class StageWorks:
         return [session for session in self.sessions.values() if session.part is part]
 
     def count(self, part: Part) -> int:
-        """Sessions that are open on it."""
         return len(self._of(part))
 
     async def _link(self, session: StageSession, place: Place | None) -> None:
@@ -543,25 +504,25 @@ class StageWorks:
             if place is None:
                 return
             try:
-                made = await NextStage.dial(
-                    self._world,
-                    place,
+                # The hello's generation is the index of the stage that is dialled: one worker may have several.
+                hello = local_hello(
                     peer_id=self._peer_id,
                     name=self._name,
-                    seed_host=self._seed_host(),
-                    session=session.id,
-                    index=session.index + 1,
-                    silence_s=session.asked.silence_s,
-                    on_lost=lambda problem: self._next_lost(session, made, problem),
-                    on_room=self._wake.set,
+                    roles=["worker"],
+                    purpose="stage",
+                    job=session.id,
+                    generation=session.index + 1,
                 )
+                host = place.host or self._seed_host()
+                connection, _ = await dial_worker(self._world.network, host, place.port, place.peer, hello)
             except P2PTrainError as problem:
                 text = f"stage {session.index} cannot reach the next one: {problem.message}"
                 raise Refused(NEXT_STAGE, text, remedy=problem.remedy) from problem
             if session.closed:
-                made.close()
+                connection.abort()
                 raise Refused(UNKNOWN_SESSION, "the session was closed meanwhile")
-            session.link = made
+            line = Line(connection, session.asked.silence_s)
+            session.link = NextStage(place, line, on_lost=partial(self._next_lost, session), on_room=self._wake.set)
 
     def _next_lost(self, session: StageSession, link: NextStage, problem: P2PTrainError) -> None:
         if session.link is link:
@@ -608,7 +569,6 @@ class StageWorks:
                 await self.take(line, message, session)
 
     async def run(self) -> None:
-        """Compute what there is to compute, until cancelled."""
         while True:
             session = self._turns.take(lambda each: each.link is None or not each.link.crowded)
             if session is None:

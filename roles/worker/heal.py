@@ -191,7 +191,6 @@ class Fetch:
 
     @property
     def received_bytes(self) -> int:
-        """All that came from sources: what is said, tables, and what came in vain, too."""
         return self.receiver.received_bytes
 
     @property
@@ -201,7 +200,6 @@ class Fetch:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Fetch]:
-        """Talk to sources inside."""
         # Members that are asked at a time; each hashes its whole state for it. More are asked as these fail.
         self._lanes = self._unanswered = min(4, len(self._candidates))
         lanes = [asyncio.create_task(self._lane(), name="heal") for _ in range(self._lanes)]
@@ -240,7 +238,6 @@ class Fetch:
         return Step(self._next, lineage, square_sum, self._buffer(self._next))
 
     def used(self, step: Step) -> None:
-        """``step`` was applied: its memory may be overwritten."""
         self._done[step.step] = self._agreed.pop(step.step)  # what its sources said: they may be gone by now
         self._done.pop(step.step - self._log_steps - 1, None)
         self.receiver.forget(step.step)
@@ -281,7 +278,6 @@ class Fetch:
         await self.receiver.serve(giver, lambda message: self.heard_untrusted(giver, message))
 
     def heard_untrusted(self, giver: Giver, message: Message) -> None:
-        """Raises ``ProtocolError`` where no correct source says this."""
         match message:
             case HealOffer() if giver.offer is None:
                 giver.offer = base_untrusted(message, self._request, self._me)
@@ -449,7 +445,6 @@ class Fetched:
         return self.given.total()
 
     def __str__(self) -> str:
-        """For people."""
         donors = ", ".join(
             f"{name} ({100 * part / max(self.size_bytes, 1):.0f} %)" for name, part in self.given.most_common()
         )
@@ -459,7 +454,6 @@ class Fetched:
         return f"{text}; without {problems}" if problems else text
 
     def told_in(self, report: Report) -> Report:
-        """``report`` with these figures."""
         return replace(
             report,
             fetched_bytes=self.size_bytes,
@@ -594,7 +588,6 @@ class Follower:
 
     @property
     def level(self) -> bool:
-        """Whether the seed was told that this worker follows, and it still does."""
         return self.active and self._said
 
     def begin(self, message: CatchUp, engine: Engine) -> None:

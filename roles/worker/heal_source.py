@@ -138,7 +138,6 @@ class StepLog:
         self._entries: deque[Entry] = deque()
 
     def begin(self, step: int, lineage: str) -> None:
-        """Forget all; the next entry is that after ``step``."""
         self._entries.clear()
         self.held_bytes, self.spare, self._start = 0, None, (step, lineage)
 
@@ -169,7 +168,6 @@ class StepLog:
         return self._entries[index] if 0 <= index < len(self._entries) else None
 
     def named(self, name: str) -> Entry | None:
-        """The entry that a receiver calls ``name``."""
         number = name.removeprefix(STEP)
         return self.find(int(number)) if number.isascii() and number.isdecimal() and len(number) < 16 else None
 
@@ -208,7 +206,6 @@ class Taker:
         self.line.connection.send(message)
 
     def end(self, reason: str) -> None:
-        """This side ends it: that is nobody's fault."""
         self.ended = True
         self.line.connection.abort(PeerError(reason))
 
@@ -253,7 +250,6 @@ class HealSource:
 
     @property
     def followers(self) -> int:
-        """Workers beside the ring that are being given to."""
         return sum(not taker.inside for taker in self._takers)
 
     @property
@@ -261,7 +257,6 @@ class HealSource:
         return self._log.held_bytes
 
     def view_began(self) -> None:
-        """A ring runs, whose steps are not to be hindered."""
         self._pace.ring_began()
         self._stepped_at = None
         self._ask_for_snapshot()
@@ -421,7 +416,6 @@ class HealSource:
         taker.given_bytes += given_bytes
 
     async def _turn_of(self, taker: Taker) -> None:
-        """Wait until something changed. Raises ``ConnectionLost``: the taker is gone."""
         waiting = [asyncio.ensure_future(self._turn.wait()), asyncio.ensure_future(taker.line.connection.closed.wait())]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -581,13 +575,11 @@ class Pace:
 
     @property
     def allowance_bytes(self) -> float:
-        """Of a step."""
         first_bytes = SHARE / 2 * self.usual_s / self._byte_s if self._byte_s and not self._allowance_bytes else 0.0
         return max(self._piece_bytes, self._allowance_bytes, first_bytes)
 
     @property
     def ready(self) -> bool:
-        """Whether anything will be given before long; else a usual step is not known yet."""
         return self.free or self.usual_s > 0
 
     @property
@@ -596,7 +588,6 @@ class Pace:
         return self.free or self._credit_bytes > 0
 
     def ring_began(self) -> None:
-        """Steps are computed from now on, by other members perhaps: how long they took before counts no more."""
         self.free, self._doubling = False, True
         self._quiet_s.clear()
         self._busy.clear()
@@ -609,7 +600,6 @@ class Pace:
         self.free = True
 
     def gives(self, size_bytes: int) -> None:
-        """A piece is given now."""
         self._given_bytes += size_bytes
         if not self.free:
             self._credit_bytes -= size_bytes
@@ -624,7 +614,6 @@ class Pace:
             self._credit_bytes += max(0.0, self.allowance_bytes - before_bytes)
 
     def stepped(self, seconds: float) -> None:
-        """The ring committed a step that took ``seconds``."""
         given_bytes, self._given_bytes = self._given_bytes, 0
         if not given_bytes:
             self._quiet_s.append(seconds)

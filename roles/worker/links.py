@@ -254,7 +254,6 @@ class Prober:
 
 @asynccontextmanager
 async def within(seconds: float) -> AsyncIterator[None]:
-    """``asyncio.timeout``, which raises ``DeadlineExceeded``."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -284,6 +283,5 @@ def rate_bps(answered: Sequence[float], due_at: float | None = None) -> float | 
 
 
 def to_result(found: dict[str, LinkQuality]) -> dict[str, Any]:
-    """The answer to ``links.measure``."""
     links = [[peer_id, link.latency_s, link.bandwidth_bps, link.striped_bps] for peer_id, link in found.items()]
     return {"links": links}

@@ -128,6 +128,15 @@ class ModelReceiver:
 
     async def serve(self, connection: Connection, giver: str) -> None:
         """Take from that connection until it is closed. ``giver``: who it is, for people."""
+        await self._receiver.serve(*self._source(connection, giver))
+
+    @asynccontextmanager
+    async def taking(self, connection: Connection, giver: str) -> AsyncIterator[ModelReceiver]:
+        """``serve`` beside what is done inside."""
+        async with self._receiver.attached(*self._source(connection, giver)):
+            yield self
+
+    def _source(self, connection: Connection, giver: str) -> tuple[Source, Callable[[Message], None]]:
         self._loads += 1
         source = Source(f"{giver} {self._loads}", giver, Line(connection, QUIET_S))
 
@@ -137,19 +146,7 @@ class ModelReceiver:
                 raise ProtocolError(f"a giver of tensors sent {type(message).__name__}")
             page.set_result(message)
 
-        await self._receiver.serve(source, heard)
-
-    @asynccontextmanager
-    async def taking(self, connection: Connection, giver: str) -> AsyncIterator[ModelReceiver]:
-        """``serve`` beside what is done inside."""
-        serving = asyncio.create_task(self.serve(connection, giver), name="receive tensors")
-        await asyncio.sleep(0)  # it is known from now on
-        try:
-            yield self
-        finally:
-            connection.abort()
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
+        return source, heard
 
     async def table(self, config: str) -> dict[str, TensorRecord]:
         """What the model has, by name, verified by its id.
@@ -310,13 +307,10 @@ class Loader:
             if not under_way.told:
                 del self._under_way[key]
 
-    async def load(
-        self, request: LoadRequest, receiver: ModelReceiver, *, on_bytes: OnBytes, on_cached: Callable[[Part], None]
-    ) -> tuple[int, int]:
+    async def load(self, request: LoadRequest, receiver: ModelReceiver, *, on_bytes: OnBytes) -> tuple[Part, int, int]:
         """Put the part into the cache; how many bytes were read from this worker's own copy, and how many received.
 
-        Args:
-            on_cached: called with the part in the moment in which it is there: it must be held, or may go again.
+        The caller holds the part at once, before it awaits anything: an idle one may go again.
 
         Raises:
             Refused: no room; the giver lies or is gone; the model is another one than the config says.
@@ -334,14 +328,13 @@ class Loader:
             # All of it before the first byte is taken: who hears later that the caches have no room loaded in vain.
             await self._make_room(me, need_bytes, f"{what} and {request.positions} positions of sessions")
             own = await self._own(request.path)
-            counted = await self._place_all(builder, wanted, own, receiver, on_bytes)
+            read_bytes, received_bytes = await self._place_all(builder, wanted, own, receiver, on_bytes)
             engine = await self._compute.run(builder.finish)
         finally:
             self._cache.release(me)
         part = Part(new_id(), request.model, request.title, spec, engine, self._world.clock.now())
         self._cache.parts[part.id] = part
-        on_cached(part)
-        return counted
+        return part, read_bytes, received_bytes
 
     async def _make_room(self, who: object, need_bytes: int, what: str) -> None:
         """Reserve room for ``who`` at once: others ask for memory, too, while parts that are in the way are let go."""

@@ -37,7 +37,6 @@ class Pace:
         self.compute_s += (took_s - self.compute_s) / 8 if self.compute_s else took_s
 
     def rates(self, now: float) -> tuple[float, float]:
-        """(share of the time that was computed, positions a second)."""
         while self._works and self._works[0][0] < now - WINDOW_S:
             self._works.popleft()
         busy_s = sum(took_s for _, took_s, _ in self._works)
@@ -80,7 +79,6 @@ PartKey = tuple[str, int, int, int, str]
 
 
 def part_key(model: str, spec: PartSpec) -> PartKey:
-    """Of parts that are the same, whoever asks for them."""
     return model, spec.start, spec.stop, spec.layers, spec.dtype
 
 
@@ -104,20 +102,16 @@ class PartCache:
 
     @property
     def free_bytes(self) -> int:
-        """What a new part could have: idle ones count as gone."""
         in_use = sum(part.bytes for part in self.parts.values() if part.users)
         return max(0, self.limit_bytes - in_use - sum(self._reserved.values()))
 
     def get(self, part: str) -> Part:
-        """Raises ``Refused``."""
         found = self.parts.get(part)
         if found is None:
             raise Refused(UNKNOWN_PART, f"part {part} is not loaded here", remedy="load it again: part.load")
         return found
 
     def find(self, model: str, spec: PartSpec) -> Part | None:
-        """The part that answers the same question, whoever asked for it first."""
-
         wanted = part_key(model, spec)
         return next((part for part in self.parts.values() if part_key(part.model, part.spec) == wanted), None)
 
@@ -154,7 +148,6 @@ class PartCache:
         return going
 
     def reserve(self, who: Hashable, size_bytes: int) -> None:
-        """For a part that is being loaded, until ``release``."""
         self._reserved[who] = size_bytes
 
     def release(self, who: Hashable) -> None:
@@ -172,21 +165,18 @@ class PartCache:
         return [oldest]
 
     def leave(self, part: Part, user: Hashable, now: float) -> None:
-        """``user`` needs it no more, nor the cache that was promised to it."""
         part.users.discard(user)
         part.promised.pop(user, None)
         if not part.users:
             part.idle_since = now
 
     def expired(self, now: float, *, idle_s: float = IDLE_S) -> list[Part]:
-        """Those that were idle for too long. They are forgotten."""
         gone = [part for part in self.parts.values() if not part.users and now - part.idle_since >= idle_s]
         for part in gone:
             del self.parts[part.id]
         return gone
 
     def told(self, part: Part, now: float, sessions: int) -> HeldPart:
-        """What the seed and people are told of it."""
         busy, tokens_per_s = part.pace.rates(now)
         engine, spec = part.engine, part.spec
         return HeldPart(

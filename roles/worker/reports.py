@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from statistics import median_low
 
@@ -44,12 +44,10 @@ class Ledger:
         self._rows: deque[tuple[str, LedgerRow]] = deque(maxlen=ROWS)
 
     def add(self, row: LedgerRow, lineage: str) -> None:
-        """A step was applied to a state of ``lineage``."""
         self.stands_at(row.step - 1, lineage)
         self._rows.append((lineage, row))
 
     def stands_at(self, applied: int, lineage: str) -> None:
-        """The state may be another one than that which the rows led to: rows of another past say nothing of it."""
         while self._rows and self._rows[-1][1].step > applied:
             self._rows.pop()
         if self._rows:
@@ -58,7 +56,6 @@ class Ledger:
                 self._rows.clear()
 
     def tell_last(self) -> None:
-        """The newest row, as it is committed."""
         if self._rows:
             lineage, row = self._rows[-1]
             self._say(LedgerRows(self._job, lineage, [row]))
@@ -82,27 +79,18 @@ class Ledger:
 
 
 class UnitTime:
-    """How long a micro-batch takes at this member: the middle one of the last measurements, so that one step in which
-    the machine was asked for something else moves nothing. After a rest they count only until there is a new one."""
+    """How long a micro-batch takes at this member: the middle one of the last measurements."""
 
     def __init__(self) -> None:
         self._recent_s: deque[float] = deque(maxlen=5)
-        self._rested = True
 
     @property
     def us(self) -> int:
-        """Microseconds, 0 where nothing was measured yet."""
         return max(1, round(median_low(self._recent_s) * 1e6)) if self._recent_s else 0
 
     def measured(self, seconds: float, count: int) -> None:
-        """A share of ``count`` micro-batches took so long."""
-        if count == 0:
-            self._rested = True
-            return
-        if self._rested:
-            self._recent_s.clear()
-        self._rested = False
-        self._recent_s.append(seconds / count)
+        if count:
+            self._recent_s.append(seconds / count)
 
 
 class StepClock:
@@ -124,7 +112,6 @@ class StepClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time spent inside counts as ``name``: ``compute`` or ``communicate``."""
         start = self._now()
         try:
             yield
@@ -180,15 +167,6 @@ KEPT = 256
 """Newest rows that a member remembers for the one that should tell of them."""
 
 
-@dataclass(slots=True)
-class _Row:
-    """``told``: by this member."""
-
-    step: int
-    values: dict[str, float]
-    told: bool = False
-
-
 class StepTeller:
     """Remembers the steps applied last: whoever should have told of them may have died before it did, or before the
     seed was back.
@@ -209,47 +187,45 @@ class StepTeller:
         self._job, self._steps_total = job, steps_total
         self._say, self._on_step = say, on_step
         self._last: Applied | None = None
-        self._rows: deque[_Row] = deque(maxlen=KEPT)
+        self._rows: deque[tuple[int, dict[str, float]]] = deque(maxlen=KEPT)  # steps and their values
+        self._told = 0  # the newest step that this member told of
 
     def forget(self) -> None:
-        """The state was replaced."""
-        self._last = None
+        self._last, self._told = None, 0
         self._rows.clear()
 
     def applied(self, last: Applied) -> None:
         self._last = last
         values = {"loss": last.loss, "lr": last.lr, "grad_norm": last.grad_norm}
-        self._rows.append(_Row(last.step, values))
+        self._rows.append((last.step, values))
 
     def loss(self, applied: int) -> float | None:
-        """That of step ``applied``, if this member saw it."""
         return self._last.loss if self._last is not None and self._last.step == applied else None
 
     def tell(self, applied: int, view: View, rank: int, values: dict[str, float]) -> None:
         """Step ``applied`` is over. ``values``: beside the engine's own."""
         if self._last is None or self._last.step != applied:
             return  # this member was healed to here: it did not see the step
-        row = self._rows[-1]
-        row.values |= values
+        row = self._rows[-1][1]
+        row |= values
         if rank == 0:
-            self._say_row(row, view)
-        self._on_step(applied, self._steps_total, row.values)
+            self._say_row(applied, row, view)
+        self._on_step(applied, self._steps_total, row)
 
     def tell_what_was_cut_off(self, view: View, rank: int) -> None:
         """Who told of the steps before this view may have died before it did, or before the seed was back: rank 0 tells
         of those that it saw. The seed knows which it has."""
         if rank == 0:
-            for row in self._rows:
-                if not row.told and 0 < row.step <= view.step:
-                    self._say_row(row, view)
+            for step, values in self._rows:
+                if self._told < step <= view.step:
+                    self._say_row(step, values, view)
 
-    def _say_row(self, row: _Row, view: View) -> None:
-        row.told = True
-        self._say(StepMetrics(self._job, view.generation, row.step, row.values))
+    def _say_row(self, step: int, values: dict[str, float], view: View) -> None:
+        self._told = step
+        self._say(StepMetrics(self._job, view.generation, step, values))
 
 
 def described(view: View, peer_id: str) -> str:
-    """A view that begins, for the person here."""
     names = " → ".join(member.name for member in view.members)
     rank = view.rank_of(peer_id)
     share = view.members[rank].count if rank is not None else 0
@@ -287,7 +263,6 @@ class Reports:
     # -------------------------------------------------------------------------------------------------- where it stands
 
     def send(self, report: Report) -> None:
-        """To the seed, with what it is to know of the engine."""
         if self.engine is not None:
             report = replace(
                 report,
@@ -345,7 +320,6 @@ class Reports:
             self.tell_ledger()  # what was told while it was away is lost
 
     def cannot_go_on(self, problem: P2PTrainError) -> str:
-        """Tell people why; the reason."""
         text = f"{problem.message}; {problem.remedy}" if problem.remedy else problem.message
         self._around.notify("error", "worker-failed", text)
         return text
@@ -356,7 +330,6 @@ class Reports:
     # -------------------------------------------------------------------------------------------------------- its state
 
     def loaded(self, applied: int, lineage: str, *, wanted: int) -> None:
-        """The state is that of a checkpoint, or that of step 0. ``wanted``: the step that it should be of; -1: any."""
         if self._stage.split and applied < wanted:
             text = f"no checkpoint of step {wanted} of {self._stage} is here: begins with that of step {applied}"
             self._around.notify("warning", "no-checkpoint", text)
@@ -364,15 +337,12 @@ class Reports:
         self.stands_at(applied, lineage)
 
     def stands_at(self, applied: int, lineage: str) -> None:
-        """The state is that one now, by another way than a step."""
         self._ledger.stands_at(applied, lineage)
 
     def forget_steps(self) -> None:
-        """The state was replaced: what the newest steps were is no news of it."""
         self._steps.forget()
 
     def healed(self, view: View, done: Fetched) -> None:
-        """The state of the view's start was fetched."""
         self._fetched = done
         if not done.steps:
             self.forget_steps()
@@ -380,7 +350,6 @@ class Reports:
         self._around.notify("info", "healed", f"fetched {what} {view.step}: {done}")
 
     def meta(self, val_loss: float | None) -> Meta:
-        """What a checkpoint of the present state says of itself."""
         core = self._core
         assert self.engine is not None
         return {
@@ -408,14 +377,12 @@ class Reports:
         self._steps.applied(last)
 
     def step_done(self, step: int, *, redone: bool) -> None:
-        """``step`` is counted from 0."""
         if redone:
             self._around.notify("info", "redo", f"redid step {step + 1} from the redo buffer")
         else:
             self._timing = self.clock.step_done()
 
     def recorded(self, row: LedgerRow, lineage: str) -> None:
-        """Who computed the step that was applied."""
         self._ledger.add(row, lineage)
         view = self._core.view
         if view is not None and view.generation == row.generation and self._rank() == 0:
@@ -441,7 +408,6 @@ class Reports:
         self._steps.tell(applied, session.view, session.rank, values)
 
     def held(self, strategy: Strategy | None, *, state_bytes: int, limit_bytes: int) -> list[HeldPart]:
-        """The stage of a pipeline that trains here, for people, who see it beside what this worker gives to parts."""
         load = strategy.stage_load() if strategy is not None and self.engine is not None else None
         if load is None:
             return []

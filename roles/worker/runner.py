@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec
 
-from configs.schema import Membership, Profile
+from configs.schema import Profile
 from p2ptrain.core.errors import JobFailed, NeighbourAway, NetworkError, P2PTrainError, PeerError, ProtocolError
 from ring.chain import Chain
 from ring.links import Topology
@@ -62,68 +62,6 @@ FORM_TIMEOUT_S = 20.0  # a neighbour may still be aborting a long micro-batch be
 P = ParamSpec("P")
 
 
-class Forming:
-    """``roles.strategies.interface.Meet``, for one job.
-
-    Args:
-        state_bytes: of this member's state; a neighbour may still be busy with one that is as large, or larger.
-        joined: called with what was formed beside a view's ring: it ends with the view's, and the view's with it.
-    """
-
-    def __init__(
-        self,
-        around: Context,
-        membership: Membership,
-        *,
-        state_bytes: Callable[[], int],
-        joined: Callable[[RingSession | Chain], None],
-    ) -> None:
-        self._around, self._membership = around, membership
-        self._state_bytes, self._joined = state_bytes, joined
-
-    async def meet(self, view: View, topology: Topology = Topology.RING) -> RingSession:
-        """The ring of a view. Raises as ``RingSession.form``."""
-        return await RingSession.form(
-            view=view, topology=topology, sub_chunk_bytes=view.sub_chunk_bytes, **self._usual(view)
-        )
-
-    async def ring(self, view: View, topology: Topology = Topology.RING) -> RingSession:
-        """Another ring of the same members, or of some."""
-        session = await self.meet(view, topology)
-        self._joined(session)
-        return session
-
-    async def chain(
-        self, view: View, order: Sequence[str], *, activation_bytes: int, gradient_bytes: int, in_flight: int
-    ) -> Chain:
-        """A chain of some members. Raises as ``Chain.form``."""
-        chain = await Chain.form(
-            view=view,
-            order=order,
-            activation_bytes=activation_bytes,
-            gradient_bytes=gradient_bytes,
-            in_flight=in_flight,
-            **self._usual(view),
-        )
-        self._joined(chain)
-        return chain
-
-    def _usual(self, view: View) -> dict[str, Any]:
-        around, membership, usual_s = self._around, self._membership, self._around.beats()
-        return {
-            "world": around.world,
-            "peer_id": around.peer_id,
-            "name": around.name,
-            "seed_host": around.seed_host,
-            "inbound": around.inbound,
-            "heartbeat_s": membership.heartbeat_s or view.heartbeat_s or usual_s[0],
-            "death_s": membership.death_s or view.death_s or usual_s[1],
-            "streams": view.streams,
-            # it may also be redoing a step: one thread's optimizer, seen at four times that
-            "timeout_s": FORM_TIMEOUT_S + max(self._state_bytes(), view.state_bytes) / (100e6),
-        }
-
-
 class JobRunner:
     """One worker's part in one job, from ``Assign`` to ``Release``."""
 
@@ -162,9 +100,6 @@ class JobRunner:
         self._strategy: Strategy | None = None
         self._session: RingSession | None = None
         self._beside: list[RingSession | Chain] = []  # it: what the strategy asked for
-        self._forming = Forming(
-            around, profile.membership, state_bytes=lambda: self._state_bytes, joined=self._joined_beside
-        )
         self._digests = (b"", b"")  # of the step that was reduced last: the joined one, and those of all stages
         self._activity: asyncio.Task[None] | None = None
         self._tasks = asyncio.TaskGroup()
@@ -197,7 +132,6 @@ class JobRunner:
     # ------------------------------------------------------------------------------------------- what the worker calls
 
     async def run(self) -> None:
-        """Work until ``release``."""
         try:
             async with self._tasks:
                 self._start(self._load)
@@ -213,7 +147,6 @@ class JobRunner:
             self.snapshots.close()
 
     def release(self) -> None:
-        """Drop the job: close the session, give up the activity, end ``run``."""
         self._released.set()
 
     def view_announced(self, view: View) -> None:
@@ -224,14 +157,12 @@ class JobRunner:
         self._after_following(ViewArrived(view))
 
     def catch_up(self, message: CatchUp) -> None:
-        """Fetch the state beside the ring that runs, and follow it."""
         if self.core.phase is Phase.IDLE and self._engine is not None:
             if not self.follower.active:  # one that gave its state may be a newcomer now, with the same state in memory
                 self.donations.cut("it follows the ring itself")
             self.follower.begin(message, self._engine)
 
     def wish(self, flag: Flag, generation: int = 0) -> None:
-        """Hold, save or leave at the next step boundary."""
         self._handle(Wish(flag, generation))
 
     def restore(self, step: int, holders: Sequence[MemberRecord] = ()) -> None:
@@ -254,28 +185,23 @@ class JobRunner:
             self.seed_is_back()
 
     def seed_is_back(self) -> None:
-        """Tell a seed that was away where this member stands."""
         self.reports.seed_is_back(follows=self.follower.active, level=self.follower.level)
 
     def held(self, limit_bytes: int) -> list[HeldPart]:
-        """The stage that trains here, for people. ``limit_bytes``: what this worker gives to parts."""
         return self.reports.held(self._strategy, state_bytes=self._state_bytes, limit_bytes=limit_bytes)
 
     async def stand_still(self) -> None:
-        """Wait until no step is under way."""
         while self.core.running:
             self._standing.clear()
             await self._standing.wait()
 
     async def saved(self, step: int, lineage: str) -> None:
-        """Wait until that state's checkpoint is durable here, or there will be none."""
         await self._saving.outcome(step, lineage, self._where)
 
     def _where(self) -> tuple[int, int]:
         return self.core.applied, self.progress
 
     async def give_state(self, connection: Connection, hello: Hello) -> None:
-        """Give the state to a member of the current view that heals or to a worker that follows its ring."""
         if self._engine is None or self.follower.active:
             raise PeerError("this member has no state to give")
         await self.donations.give(connection, hello, self._engine)
@@ -371,7 +297,6 @@ class JobRunner:
         return [*([self._session] if self._session is not None else []), *self._beside]
 
     def totals(self) -> tuple[int, int]:
-        """Bytes received and sent over the ring so far."""
         sessions = self._sessions()
         return (
             self.bytes_in + sum(session.bytes_in for session in sessions),
@@ -415,17 +340,49 @@ class JobRunner:
     async def _form(self, form: Form) -> None:
         around = self._around
         form_began = around.world.clock.now()
-        self._session = session = await self._forming.meet(form.view)
+        self._session = session = await self._meet(form.view, Topology.RING)
         if self.profile.job.exact:  # a spoiled sum would be the same one everywhere
             session.audit()
         here = form.view.members[session.rank].host
         beside = sum(member.host == here for member in form.view.members)
         await around.compute.run(self._ready_engine().share_cores, beside)
         session.broken.add_done_callback(lambda _: self._session_broke(session, form.view.generation))
-        await self._ready_strategy().begin(session, self._forming)
+        await self._ready_strategy().begin(session, self)
         self.donations.view_began()
         self.reports.view_began(form.view, formed_s=around.world.clock.now() - form_began)
         self._handle(Finished(form.ticket))
+
+    async def ring(self, view: View, topology: Topology = Topology.RING) -> RingSession:
+        session = await self._meet(view, topology)
+        self._joined_beside(session)
+        return session
+
+    async def chain(
+        self, view: View, order: Sequence[str], *, activation_bytes: int, gradient_bytes: int, in_flight: int
+    ) -> Chain:
+        usual: dict[str, Any] = {"activation_bytes": activation_bytes, "gradient_bytes": gradient_bytes}
+        chain = await Chain.form(view=view, order=order, in_flight=in_flight, **(usual | self._carriage(view)))
+        self._joined_beside(chain)
+        return chain
+
+    async def _meet(self, view: View, topology: Topology) -> RingSession:
+        carriage = self._carriage(view)
+        return await RingSession.form(view=view, topology=topology, sub_chunk_bytes=view.sub_chunk_bytes, **carriage)
+
+    def _carriage(self, view: View) -> dict[str, Any]:
+        around, membership, usual_s = self._around, self.profile.membership, self._around.beats()
+        return {
+            "world": around.world,
+            "peer_id": around.peer_id,
+            "name": around.name,
+            "seed_host": around.seed_host,
+            "inbound": around.inbound,
+            "heartbeat_s": membership.heartbeat_s or view.heartbeat_s or usual_s[0],
+            "death_s": membership.death_s or view.death_s or usual_s[1],
+            "streams": view.streams,
+            # A neighbour may be redoing a step: one thread's optimizer, seen at four times that.
+            "timeout_s": FORM_TIMEOUT_S + max(self._state_bytes, view.state_bytes) / 100e6,
+        }
 
     def _joined_beside(self, session: RingSession | Chain) -> None:
         self._beside.append(session)
@@ -532,13 +489,6 @@ class JobRunner:
         view = self.core.view
         usual_s = 20.0 * self.clock.longest_s if self.clock.longest_s else 600.0
         return 60.0 + usual_s + max(self._state_bytes, view.state_bytes if view else 0) / 1e6
-
-    def _rank(self) -> int:
-        view = self.core.view
-        rank = view.rank_of(self._around.peer_id) if view else None
-        if rank is None:
-            raise JobFailed("this member is not in the view that it works in")
-        return rank
 
     def _ready_engine(self) -> Engine:
         if self._engine is None:

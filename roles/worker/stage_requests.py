@@ -62,7 +62,6 @@ class LoadRequest:
     giver_port: Annotated[int, Bound(0, 65535)] = 0
 
     def check(self) -> None:
-        """Raise ``ProtocolError`` where the fields do not fit together."""
         if not self.start < self.stop <= self.layers:
             raise ProtocolError(f"layers [{self.start}, {self.stop}) of {self.layers} are none")
         if self.giver == "peer" and not (is_id(self.giver_peer) and self.giver_port):
@@ -73,16 +72,13 @@ class LoadRequest:
 
     @property
     def title(self) -> str:
-        """The model's name, for a terminal."""
         return printable(self.name)
 
     @property
     def place(self) -> Place | None:
-        """Where the giver is dialled; None where the client gives."""
         return Place(self.giver_peer, self.giver_host, self.giver_port) if self.giver == "peer" else None
 
     def spec(self, device: str) -> PartSpec:
-        """The part that is meant, on ``device``."""
         return PartSpec(self.config, self.start, self.stop, self.layers, self.dtype, device)
 
     def sessions_bytes(self, cache_position_bytes: int) -> int:
@@ -105,7 +101,6 @@ class ModelRequest:
     path: Path
 
     def check(self) -> None:
-        """Raise ``ProtocolError`` where the path is not absolute."""
         _check_path(self.path)
 
 
@@ -136,11 +131,9 @@ class OpenRequest:
 
     @property
     def sampling(self) -> Sampling:
-        """How the last stage picks tokens."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
     def check(self) -> None:
-        """Raise ``ProtocolError`` where the fields do not fit together."""
         if self.index >= self.stages or (self.next is None) != (self.index == self.stages - 1):
             raise ProtocolError("the last stage has no next one, and every other has")
         try:
@@ -211,5 +204,4 @@ def _check_path(path: str) -> None:
 
 
 def printable(text: str) -> str:
-    """What a peer calls something, for a terminal."""
     return texts.printable(text, 200)

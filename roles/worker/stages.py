@@ -154,7 +154,6 @@ class Stages:
     # --------------------------------------------------------------------------------------------------- for the worker
 
     async def run(self) -> None:
-        """Compute works, and let go of what nobody used for long, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.works.run(), name="works")
             tasks.create_task(self._tend(), name="parts")
@@ -164,7 +163,6 @@ class Stages:
         self._hasher.close()
 
     def seed_up(self) -> None:
-        """A seed that has just been found knows nothing of this worker's parts."""
         if self.cache.parts:
             self._tell()
 
@@ -174,7 +172,6 @@ class Stages:
             await self.works.unload(self.cache.expired(self._now(), idle_s=0.0))
 
     def decide(self, hello: Hello) -> Refuse | None:
-        """Who is let in. Raises nothing; None where it is."""
         match hello.purpose:
             case "chain" if len(self._clients) >= MAX_CALLERS:
                 return Refuse(
@@ -307,7 +304,9 @@ class Stages:
         async with client.loading, self._loader.turn(request, progress) as tell:
             part = self.cache.find(request.model, request.spec(self._holding.device))
             if part is None:
-                part, read_bytes, received_bytes = await self._load_anew(client, request, tell)
+                async with self._receiver(client, request) as receiver:
+                    part, read_bytes, received_bytes = await self._loader.load(request, receiver, on_bytes=tell)
+                    self._hold(client, part)
             else:
                 need_bytes = request.sessions_bytes(part.engine.cache_position_bytes)
                 gone = self.cache.make_room(need_bytes, f"{request.positions} positions of sessions", keep=part)
@@ -327,17 +326,6 @@ class Stages:
             "resident_bytes": psutil.Process(os.getpid()).memory_info().rss,
             "device": engine.device,
         }
-
-    async def _load_anew(self, client: _Client, request: LoadRequest, tell: OnBytes) -> tuple[Part, int, int]:
-        made: list[Part] = []
-
-        def hold(part: Part) -> None:
-            self._hold(client, part)
-            made.append(part)
-
-        async with self._receiver(client, request) as receiver:
-            read_bytes, received_bytes = await self._loader.load(request, receiver, on_bytes=tell, on_cached=hold)
-        return made[0], read_bytes, received_bytes
 
     def _progress_of(self, client: _Client) -> OnBytes:
         every_s = 0.25
@@ -453,7 +441,6 @@ class Stages:
         return max(0.0, min(due)) if due else None
 
     def changed(self) -> None:
-        """The seed is to be told anew, within a second or so."""
         self._news.set()
 
     def _tell(self) -> None:

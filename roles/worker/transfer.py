@@ -81,11 +81,9 @@ class Transfer:
 
     @property
     def complete(self) -> bool:
-        """Whether all that is wanted has arrived."""
         return not self._waiting and not any(known.under_way for known in self._sources.values())
 
     def has(self, key: Hashable) -> bool:
-        """Whether the piece lies in its place, as it is wanted."""
         wanted = self._wanted.get(key)
         return wanted is not None and key in self._landed and wanted in (b"", self._landed[key])
 
@@ -98,7 +96,6 @@ class Transfer:
         assert all(len(known.under_way) <= WINDOW for known in self._sources.values())
 
     def want(self, key: Hashable, digest: bytes) -> None:
-        """The piece is wanted with this digest (empty: whatever comes). What lies there with another is taken anew."""
         if self._wanted.get(key) == digest:
             return
         fresh = key not in self._wanted or self.has(key)
@@ -109,25 +106,21 @@ class Transfer:
             self._drop_from_queue(key)
 
     def forget(self, key: Hashable) -> None:
-        """The piece has been used up, or is wanted no more."""
         self._wanted.pop(key, None)
         self._landed.pop(key, None)
         self._drop_from_queue(key)
 
     def offers(self, source: str, has: Container[Hashable], now: float) -> list[Ask]:
-        """``source`` can give the pieces in ``has``."""
         self._sources.setdefault(source, _Known()).has = has
         return self.asks(now)
 
     def lost(self, source: str, now: float) -> list[Ask]:
-        """``source`` is gone: what was under way from it goes to the others."""
         gone = self._sources.pop(source, None)
         if gone is not None:
             self._give_back(gone.under_way)
         return self.asks(now)
 
     def gone(self, source: str, key: Hashable) -> None:
-        """``source`` has the piece no more."""
         known = self._sources.get(source)
         if known is not None and key in known.under_way:
             known.under_way.remove(key)
@@ -219,7 +212,6 @@ class Source:
         self.asked: dict[int, tuple[Hashable, int, asyncio.TimerHandle | None]] = {}  # by stream; with its bytes
 
     def end(self, reason: str) -> None:
-        """It is at fault: nothing more is taken from it."""
         self.line.connection.abort(ProtocolError(reason))
 
 
@@ -258,35 +250,28 @@ class Receiver:
 
     @property
     def received_bytes(self) -> int:
-        """All that came from sources, what came in vain, too."""
         return self._ended_bytes + sum(each.line.connection.bytes_in for each in self.sources.values())
 
     @property
     def complete(self) -> bool:
-        """Whether all that is wanted has arrived."""
         return self._core.complete
 
     def has(self, key: Hashable) -> bool:
-        """Whether the piece has arrived."""
         return self._core.has(key)
 
     def want(self, key: Hashable, piece: Piece) -> None:
-        """``ask`` follows."""
         self._pieces[key] = piece
         self._core.want(key, piece.digest)
 
     def forget(self, key: Hashable) -> None:
-        """The piece has been used up, or is wanted no more."""
         self._core.forget(key)
         self._pieces.pop(key, None)
 
     def offers(self, source: Source, has: Container[Hashable]) -> None:
-        """``source`` can give the pieces in ``has``."""
         if source.id in self.sources:
             self._carry_out(self._core.offers(source.id, has, self._now()))
 
     def ask(self) -> None:
-        """Ask for what was wanted."""
         self._carry_out(self._core.asks(self._now()))
 
     async def serve(self, source: Source, heard: Callable[[Message], None]) -> None:
@@ -407,7 +392,6 @@ class Receiver:
         self.changed.set()
 
     def gone_untrusted(self, source: Source, said: RangeGone) -> None:
-        """Raises ``ProtocolError``: it was not asked for that, or has to have it."""
         key = self._taken(source, said.stream)
         if key is None or self._on_gone is None:
             raise ProtocolError(f"it cannot give what it promised: {shortened(said.reason)}")

@@ -69,12 +69,10 @@ class WorkerOptions:
 
 
 def no_parts(profile: Profile, stage: Stage) -> Engine:
-    """Of a worker that was made without what builds them. Raises ``JobFailed``."""
     raise JobFailed(f"this worker holds no parts of models, and {stage} was asked for")
 
 
 def _stage_untrusted(params: dict[str, Any]) -> Stage:
-    """The stage that a request is about. Raises ``ProtocolError``."""
     index, count = params.get("stage", 0), params.get("stages", 1)
     whole = type(index) is int and type(count) is int
     if not whole or not 0 <= index < count <= MAX_STAGES:
@@ -154,7 +152,6 @@ class Worker:
 
     @property
     def port(self) -> int:
-        """On which others reach it, once it runs."""
         return self._port
 
     def _made_stages(self, holding: Holding) -> Stages:

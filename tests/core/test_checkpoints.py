@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.core.checkpoints import MANIFEST, CheckpointEntry, CheckpointStore
+from p2ptrain.core.checkpoints import MANIFEST, CheckpointEntry, CheckpointStore, verify_checkpoint
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ResourceError, StorageError
 from p2ptrain.core.training import BlobRange, FilePlan
@@ -200,7 +200,7 @@ def restarted(disk: TornDisk, where: str) -> bytes:
     content = disk.read(entry.path / WEIGHTS, max_bytes=1 << 20)
     assert content in (CONTENTS[entry.step], OLD if entry.step == 20 else b""), where
     for older in store.entries():
-        store.verify(older)
+        verify_checkpoint(disk, older)
     assert all(name.startswith("step-") for name in disk.list_dir(ROOT)), "the crash's leavings are cleared"
     return content
 

@@ -13,7 +13,7 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.core.checkpoint_parts import is_part, of_the_whole
-from p2ptrain.core.checkpoints import CheckpointEntry, CheckpointStore, read_checkpoint
+from p2ptrain.core.checkpoints import CheckpointEntry, read_checkpoint, verify_checkpoint
 from p2ptrain.core.disk import RealDisk
 from ring import coordination as co
 from roles.engine import Stage
@@ -73,7 +73,7 @@ async def test_when_a_job_is_done_every_keeper_has_the_whole_model(cluster: Clus
     files = {name: facts for part in parts for name, facts in part.files.items()}
     for item in [item for item in found if item["step"] == 30]:
         entry = read_checkpoint(RealDisk(), Path(item["path"]))
-        CheckpointStore(RealDisk(), entry.path.parent, 3).verify(entry)
+        verify_checkpoint(RealDisk(), entry)
         assert (entry.files, entry.meta) == (files, of_the_whole(parts[0].meta))
 
 

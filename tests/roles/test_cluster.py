@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import sqlite3
 import threading
-import weakref
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from configs.schema import Profile
 from p2ptrain.core.training import Applied
 from roles.engine import OnFinal
 from roles.stand_in import StandInEngine
-from roles.worker.checkpoint_store import Snapshot, Snapshots
 from tests.roles.in_process import Cluster, Peer
 
 
@@ -96,16 +93,6 @@ async def test_a_run_ends_with_the_same_bits_everywhere_and_the_losses_of_one_pr
     assert [row["step"] for row in rows if row["val_loss"] is not None] == [5, 10, 12]
     saved = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
     assert {item["step"] for item in saved} >= {8, 12}
-
-
-async def test_more_workers_than_micro_batches_leaves_spares(cluster: Cluster) -> None:
-    profile = small_profile(job={"workers": 2}, batch={"micro_batches": 2})
-    job = await cluster.create(profile)
-    for _ in range(4):
-        cluster.join()
-    await cluster.job_until(job, done)
-    rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=100))["rows"]
-    assert {row["members"] for row in rows} == {2}
 
 
 class Gate(StandInEngine):
@@ -260,35 +247,6 @@ async def test_cancel_frees_the_workers_for_the_next_job(cluster: Cluster) -> No
     assert len({state_of(peer) for peer in peers}) == 1
 
 
-async def test_the_memory_of_a_job_is_free_before_the_next_one_computes(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copies: list[weakref.ref[object]] = []
-    take = Snapshots.take
-
-    async def watched(self: Snapshots, *args: Any, **kwargs: Any) -> Snapshot:
-        snapshot = await take(self, *args, **kwargs)
-        copies.extend(weakref.ref(blob.view.obj) for blob in snapshot.blobs)
-        return snapshot
-
-    monkeypatch.setattr(Snapshots, "take", watched)
-    job = await cluster.create(small_profile(job={"steps": 3}))
-    peers = [cluster.join() for _ in range(2)]
-    await cluster.job_until(job, done)
-    engines = [weakref.ref(peer.engines.pop()) for peer in peers]
-    gc.collect()
-    first = len(copies)
-    assert first
-    gc.disable()  # nothing but the last reference may be what frees a model
-    try:
-        following = await cluster.create(small_profile(job={"steps": 3}), name="next")
-        await cluster.job_until(following, done)
-        assert [engine() for engine in engines] == [None, None]
-        assert [copy() for copy in copies[:first]] == [None] * first
-    finally:
-        gc.enable()
-
-
 async def test_restore_goes_back_for_everybody_and_keeps_what_was_newer(cluster: Cluster) -> None:
     profile = small_profile(job={"exact": True})  # so that a rerun with other shares has the same bits
     job = await cluster.create(profile)
@@ -306,18 +264,6 @@ async def test_restore_goes_back_for_everybody_and_keeps_what_was_newer(cluster:
     assert state_of(peers[0]) == state_of(peers[1]) == first
     kept = list(cluster.root.glob("worker-*/jobs/*/checkpoints/superseded-step-00000012-*"))
     assert kept
-
-
-async def test_a_checkpoint_can_be_deleted(cluster: Cluster) -> None:
-    job = await cluster.create(small_profile())
-    for _ in range(2):
-        cluster.join()
-    await cluster.job_until(job, done)
-    saved = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
-    victim = next(item for item in saved if item["step"] == 8)
-    await cluster.ask("checkpoints.delete", id=victim["id"])
-    left = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
-    assert victim["id"] not in {item["id"] for item in left}
 
 
 async def test_a_worker_with_other_data_is_let_go_with_the_reason(cluster: Cluster) -> None:

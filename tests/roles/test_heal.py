@@ -129,31 +129,6 @@ def test_most_donors_are_believed_where_their_tables_differ() -> None:
         run_virtual(play(odd))
 
 
-def test_fifty_donors_that_are_killed_in_the_middle_cost_a_chunk_each_at_most() -> None:
-    kills = 50
-    numel = 15 * (CHUNK_BYTES // 4)
-
-    async def play() -> tuple[int, int, int]:
-        chance = random.Random(4)
-        behaviour = {number: dies_after(chance.randrange(2)) for number in range(kills)}
-        async with ring_of(MemoryNetwork(), kills + 1, numel=numel, behaviour=behaviour) as ring:
-            target = blank(numel)
-            healer = healer_of(ring)
-            request = HealRequest(JOB, 0, FIRST, SILENCE_S)
-            fetch = await healer.fetch(request, 3, ring.records, target, on_torn=lambda: None)
-            async with fetch.running():
-                await fetch.state()
-            received = fetch.received_bytes
-            dead = sum(1 for problem in fetch.problems.values() if problem)
-            assert target.digest() == ring.members[-1].engine.digest()
-            return received, fetch.total_bytes, dead
-
-    received, total, dead = run_virtual(play())
-    tables = FRAMES_BYTES * (dead + 4)
-    assert dead >= 10
-    assert total <= received <= total + dead * CHUNK_BYTES + tables
-
-
 @pytest.mark.parametrize("run", range(16))
 def test_a_donor_is_killed_at_any_byte_and_at_most_a_chunk_comes_twice(run: int) -> None:
     chance = random.Random(run)

@@ -143,8 +143,7 @@ async def ended_as_one_process(cluster: Cluster, job: str, profile: Profile) -> 
     assert [row["loss"] for row in await rows_of(cluster, job)] == pytest.approx(losses, abs=1e-5)
 
 
-@pytest.mark.parametrize("victim", [0, 3])
-async def test_without_a_spare_the_whole_crew_goes_on(cluster: Cluster, text: Path, victim: int) -> None:
+async def test_without_a_spare_the_whole_crew_goes_on(cluster: Cluster, text: Path) -> None:
     """The other member of the crew that lost one waits; when somebody joins, it takes the place and heals by stage."""
     steps = 90
     profile = profile_of(text, 2, 2, job={"steps": steps})
@@ -153,15 +152,15 @@ async def test_without_a_spare_the_whole_crew_goes_on(cluster: Cluster, text: Pa
         join(cluster)
     item = await cluster.job_until(job, at(10))
     members = await members_of(cluster, job, item)
-    await members[victim].die()
+    await members[3].die()
     item = await cluster.job_until(job, lambda item: len(item["members"]) == 2 and item["step"] >= 20)
-    crew = {0: members[2:], 3: members[:2]}[victim]
+    crew = members[:2]
     assert await members_of(cluster, job, item) == crew
     spare = join(cluster)
     item = await cluster.job_until(job, lambda item: len(item["members"]) == 4)
     assert spare in await members_of(cluster, job, item)
     await ended_as_one_process(cluster, job, profile)
-    living = [peer for peer in cluster.peers if peer is not members[victim]]
+    living = [peer for peer in cluster.peers if peer is not members[3]]
     assert len({state_of(peer) for peer in living}) == 2, "members of one stage have the same bits"
 
 
@@ -197,18 +196,6 @@ async def test_a_spare_takes_a_lost_stage_out_of_the_whole_checkpoint_of_another
     assert [text for _, kind, text in spare.told if kind == "taken"] == [
         f"step 20 of stage 1 of 2 is from {members[0].identity.name}"
     ]
-
-
-async def test_short_activations_learn_nearly_as_well(cluster: Cluster, text: Path) -> None:
-    profile = profile_of(text, 2, 1, pipeline={"activations": "bf16"})
-    job = await cluster.create(profile)
-    for _ in range(2):
-        join(cluster)
-    await cluster.job_until(job, done)
-    losses, _, _ = one_process(profile)
-    seen = [row["loss"] for row in await rows_of(cluster, job)]
-    assert seen == pytest.approx(losses, abs=0.05)
-    assert seen != pytest.approx(losses, abs=1e-5), "they were short"
 
 
 async def test_a_spoiled_gradient_of_the_tied_matrix_ends_the_job_with_the_reason(tmp_path: Path, text: Path) -> None:

@@ -12,7 +12,7 @@ from configs.schema import Profile
 from ring.transaction import Broken, Finished, Form, Loaded, Transaction, Unloaded, ViewArrived
 from roles.engine import WHOLE
 from roles.worker.reports import Reports
-from roles.worker.runner import FORM_TIMEOUT_S, Forming, JobRunner
+from roles.worker.runner import FORM_TIMEOUT_S, JobRunner
 from tests.ring.members import ORIGIN, view
 from wire.job_messages import Report
 
@@ -54,15 +54,13 @@ def test_a_small_stage_waits_as_long_as_a_large_one_may_take_to_heal() -> None:
     around: Any = SimpleNamespace(
         beats=lambda: (0.25, 2.0), world=None, peer_id="a", name="a", seed_host="s", inbound=None
     )
-    membership: Any = SimpleNamespace(heartbeat_s=0, death_s=0)
     patience_s, form_s = [], []
     for own_bytes, most_bytes in ((12e9, 4e9), (12e6, 4e9), (12e6, 0)):
         here = replace(view(7, ["a", "b"]), reduce_bytes=int(most_bytes))
         runner: Any = JobRunner.__new__(JobRunner)
         runner.core, runner.clock = SimpleNamespace(view=here), SimpleNamespace(longest_s=1.0)
-        runner._state_bytes = int(own_bytes)
+        runner._around, runner.profile, runner._state_bytes = around, Profile(), int(own_bytes)
         patience_s.append(runner._patience_s())
-        forming = Forming(around, membership, state_bytes=lambda own=own_bytes: int(own), joined=lambda _: None)  # type: ignore[misc]
-        form_s.append(forming._usual(here)["timeout_s"] - FORM_TIMEOUT_S)
+        form_s.append(runner._carriage(here)["timeout_s"] - FORM_TIMEOUT_S)
     assert patience_s == [60 + 20 + 12_000, 60 + 20 + 12_000, 60 + 20 + 12]
     assert form_s == pytest.approx([120, 120, 0.12])

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -281,38 +280,3 @@ async def test_what_the_codec_left_out_goes_out_later_and_is_dropped_with_the_vi
     assert mean_error < error / 5
     async with local_ring(2, MemoryNetwork(), sub_chunk_bytes=4096) as ring:
         assert np.array_equal(await sums(ring, members, 1), once), "something of the last view was left"
-
-
-async def losses_of_two(text: Path, codec: str, steps: int) -> tuple[list[float], list[bytes]]:
-    """Losses of a tiny model that two members train, and digests of what they end with."""
-    from tests.compute.tiny_trainer import state_bytes, tiny_trainer
-
-    async with local_ring(2, MemoryNetwork(), sub_chunk_bytes=16 << 10) as ring:
-        use_codec(ring, codec)
-        members = [Member(local.session, tiny_trainer(text), 16 << 10) for local in ring]
-        losses = []
-        for step in range(steps):
-            said = await everyone(members, step, [(0, 2), (2, 2)])
-            assert said[0].digest == said[1].digest
-            square_sum = said[0].part + said[1].part
-            applied = [await member.strategy.commit(step, square_sum) for member in members]
-            assert applied[0] == applied[1]
-            losses.append(applied[0].loss)
-    states = [state_bytes(member.engine) for member in members]
-    assert states[0] == states[1]
-    return losses, list(states[0].values())
-
-
-async def test_a_model_learns_as_well_with_int8_and_int4_as_with_whole_gradients(tmp_path: Path) -> None:
-    words = np.random.default_rng(5).choice(["def", "ring", "peer", "seed", "x =", "1"], (500, 9))
-    text = tmp_path / "words.txt"
-    text.write_text("\n".join(" ".join(row) for row in words.tolist()))
-    plain, state = await losses_of_two(text, "fp32", 30)
-    assert plain[-1] < plain[0] - 1.5
-    for codec, tolerance in (("int8", 0.01), ("int4", 0.03)):
-        lossy, other = await losses_of_two(text, codec, 30)
-        worst = max(abs(lossy[step] / plain[step] - 1) for step in range(30))
-        final = np.mean(lossy[-5:]) / np.mean(plain[-5:]) - 1
-        print(f"{codec}: final loss {final:+.3%} against fp32, largest difference of a step {worst:.3%}")
-        assert abs(final) < tolerance
-        assert other != state, "the codec was not used"

@@ -28,7 +28,7 @@ from p2ptrain.cli.chaos.proxy import Proxy
 from p2ptrain.cli.local_cluster import LOOPBACK, Child, JobObserver, LocalCluster, Row, free_port
 from p2ptrain.cli.output import Console
 from p2ptrain.cli.stopping import stop_on_signals
-from p2ptrain.core.checkpoints import CheckpointStore
+from p2ptrain.core.checkpoints import CheckpointStore, verify_checkpoint
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import JobFailed, P2PTrainError, StorageError
 from ring.detector import beat_defaults
@@ -467,7 +467,7 @@ def saved(root: Path, job: str, step: int, names: Iterable[str]) -> Saved:
             made.count += 1
             found.discard(entry.path.name)
             try:
-                store.verify(entry)
+                verify_checkpoint(RealDisk(), entry)
             except StorageError as problem:
                 made.damaged.append(problem.message)
                 continue
