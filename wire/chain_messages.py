@@ -152,16 +152,16 @@ class HeldPart:
     start: Count
     stop: Count
     layers: Annotated[int, Bound(1, 4096)]
-    dtype: str
-    weights_bytes: Count
-    cache_bytes: Count
-    limit_bytes: Count
-    sessions: Count
-    compute_ms: Amount
-    busy: Amount
-    tokens_per_s: Amount
-    out_position_bytes: Amount
-    next: IdOrNone
+    dtype: str = ""
+    weights_bytes: Count = 0
+    cache_bytes: Count = 0
+    limit_bytes: Count = 0
+    sessions: Count = 0
+    compute_ms: Amount = 0.0
+    busy: Amount = 0.0
+    tokens_per_s: Amount = 0.0
+    out_position_bytes: Amount = 0.0
+    next: IdOrNone = ""
 
     def check(self) -> None:
         """Raise ``ProtocolError`` where its layers cannot be."""

@@ -29,7 +29,7 @@ from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError
 from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
 from wire.connection import GARBLED, Connection, last_word
 from wire.messages import PROTOCOL_VERSION, Hello, Message, Refuse, Scalar, Welcome
-from wire.transport import MAX_HALF_OPEN, MAX_HALF_OPEN_PER_MACHINE, HalfOpen
+from wire.transport import MAX_HALF_OPEN, HalfOpen
 
 if TYPE_CHECKING:  # a plain cluster need not load cryptography
     from wire.credentials import PeerIdentity
@@ -296,14 +296,11 @@ async def _check_answerer(connection: Connection, *, peer_id: str, role: str) ->
 class Server:
     """Accepts connections, shakes hands, and runs the owner's ``serve`` for each. Made by ``serve()``."""
 
-    def __init__(
-        self, *, decide: Decide, serve: Serve, half_open: HalfOpen, on_problem: OnProblem, handshake_timeout_s: float
-    ) -> None:
+    def __init__(self, *, decide: Decide, serve: Serve, half_open: HalfOpen, on_problem: OnProblem) -> None:
         self._decide = decide
         self._serve = serve
         self._half_open = half_open
         self._on_problem = on_problem
-        self._handshake_timeout_s = handshake_timeout_s
         self._handlers: dict[asyncio.Task[None], Connection] = {}
         self._closing = False
         self._listener: Listener | None = None
@@ -385,16 +382,16 @@ class Server:
     async def _enrol(self, connection: Connection, hello: Hello) -> None:
         """Serve a caller that nobody vouches for: in small frames, and within the handshake's time."""
         try:
-            async with asyncio.timeout(self._handshake_timeout_s):
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 await self._serve(connection, hello)
         except TimeoutError:
-            text = f"enrolment did not end within {self._handshake_timeout_s:g} s"
+            text = f"enrolment did not end within {HANDSHAKE_TIMEOUT_S:g} s"
             self._refuse(connection, Refuse(RefusalCode.TOO_SLOW, text, "try again"))
 
     async def _verdict(self, connection: Connection) -> tuple[Hello, Welcome] | Refuse:
-        deadline = asyncio.get_running_loop().time() + self._handshake_timeout_s
+        deadline = asyncio.get_running_loop().time() + HANDSHAKE_TIMEOUT_S
         try:
-            hello = await connection.expect(Hello, timeout_s=self._handshake_timeout_s)
+            hello = await connection.expect(Hello, timeout_s=HANDSHAKE_TIMEOUT_S)
             if refuse := judge_hello(hello) or (
                 judge_caller(hello, connection.identity) if connection.encrypted else None
             ):
@@ -404,7 +401,7 @@ class Server:
         except DeadlineExceeded as error:
             return last_word(RefusalCode.TOO_SLOW, error)
         except TimeoutError:
-            return Refuse(RefusalCode.TOO_SLOW, f"no decision within {self._handshake_timeout_s:g} s", "try again")
+            return Refuse(RefusalCode.TOO_SLOW, f"no decision within {HANDSHAKE_TIMEOUT_S:g} s", "try again")
         except Refused as error:
             return last_word(error.code, error)
         return answer if isinstance(answer, Refuse) else (hello, answer)
@@ -419,8 +416,6 @@ async def serve(
     serve: Serve,
     on_problem: OnProblem,
     max_half_open: int = MAX_HALF_OPEN,
-    max_half_open_per_machine: int = MAX_HALF_OPEN_PER_MACHINE,
-    handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
 ) -> Server:
     """Listen on ``host:port`` and serve whoever is let in.
 
@@ -430,9 +425,7 @@ async def serve(
         serve: runs as a task of its own per connection; when it returns or raises a ``P2PTrainError`` the connection is
             closed.
         on_problem: told of every refusal, and every error of a handshake or of ``serve``, with the peer's address.
-        max_half_open, max_half_open_per_machine: connections whose handshake has not ended, in all and of one machine
-            (``wire.transport``); more are refused as busy.
-        handshake_timeout_s: for the whole handshake, ``decide`` included; and as long again for an enrolment.
+        max_half_open: connections whose handshake has not ended; more, or more of one machine, are refused as busy.
 
     Raises:
         UserError: the address cannot be bound.
@@ -440,9 +433,8 @@ async def serve(
     server = Server(
         decide=decide,
         serve=serve,
-        half_open=HalfOpen(max_half_open, max_half_open_per_machine),
+        half_open=HalfOpen(max_half_open),
         on_problem=on_problem,
-        handshake_timeout_s=handshake_timeout_s,
     )
     await server.start(network, host, port)
     return server

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from p2ptrain.core.errors import ProtocolError
+from wire.chain_messages import HeldPart
 from wire.job_messages import LedgerRow
 from wire.schema import Amount, Bound, Count, Figure, Lineage, Port, Record, Share
 
@@ -208,44 +209,20 @@ class CheckpointInfo(Record):
     stage: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PartInfo(Record):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartInfo(HeldPart, Record):
     """One part of a model (layers [start, stop) of ``layers``), and the worker that holds it. ``id`` is
-    ``<peer>/<part>``; the other attributes are those of ``wire.chain_messages.HeldPart``.
+    ``<peer>/<part>``.
 
     Attributes:
         model: where the part is in training, its job's id.
         peer, peer_name: who holds it.
-        compute_ms: that one work takes here; 0 where it is not known.
-        busy: share of the last seconds in which it computed, 0 to 1.
-        out_position_bytes: bytes that one position takes on the wire to ``next``.
-        next: peer id of the next stage; empty on the last one.
     """
 
     id: str
     peer: str
     peer_name: str
-    part: str
-    model: str
-    name: str
-    start: Count
-    stop: Count
-    layers: Annotated[int, Bound(1, 4096)]
-    dtype: str = ""
-    weights_bytes: Count = 0
-    cache_bytes: Count = 0
-    limit_bytes: Count = 0
-    sessions: Count = 0
-    compute_ms: Amount = 0.0
     busy: Share = 0.0
-    tokens_per_s: Amount = 0.0
-    out_position_bytes: Amount = 0.0
-    next: str = ""
-
-    def check(self) -> None:
-        """Raise ``ProtocolError`` where its layers cannot be."""
-        if not self.start < self.stop <= self.layers:
-            raise ProtocolError(f"a part of layers [{self.start}, {self.stop}) of {self.layers}")
 
     @property
     def used_bytes(self) -> int:

@@ -38,16 +38,6 @@ MAX_TARGET_BYTES = 4096
 EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
 MENDED_BY_A_TICKET = frozenset({"ticket-revoked", "ticket-unknown", "certificate-expired", "certificate-untrusted"})
 """Why a seed may honour a certificate no longer, and yet take a new ticket."""
-_A = {
-    "worker": "a worker",
-    "operator": "an operator",
-    "verifier": "a verifier",
-    "drafter": "a drafter",
-}
-_DOES = {"operator": "watches and controls"}
-"""Of roles, both; the others join."""
-_MAY_JOIN = ("verifier", "drafter")
-"""Of which a person has to say that they are meant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +202,11 @@ async def _by_ticket(ticket: Ticket, caller: Caller, base: Network, *, afresh: b
     from wire.enrol import enrol
 
     if ticket.role != caller.role:
-        does = _DOES.get(caller.role, f"joins as {_A[caller.role]}")
-        text = f"this is the ticket of {_A[ticket.role]}, and only that of {_A[caller.role]} {does}"
-        as_it_says = f"add --role {ticket.role}; or, " if caller.role == "worker" and ticket.role in _MAY_JOIN else ""
+        held, wanted = (f"{'an' if role == 'operator' else 'a'} {role}" for role in (ticket.role, caller.role))
+        does = "watches and controls" if caller.role == "operator" else f"joins as {wanted}"
+        text = f"this is the ticket of {held}, and only that of {wanted} {does}"
+        may_join = caller.role == "worker" and ticket.role in ("verifier", "drafter")
+        as_it_says = f"add --role {ticket.role}; or, " if may_join else ""
         raise UserError(text, remedy=as_it_says + _advice(caller, own=False))
     kept = None if afresh else _kept(caller, lambda item: item.pin == ticket.pin)
     if kept is not None:

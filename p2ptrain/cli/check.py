@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -53,13 +53,8 @@ class Line:
     remedy: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """One thing that can go wrong: ``work`` returns what it saw, or raises. Later ones need an ``essential`` one."""
-
-    name: str
-    work: Callable[[], Awaitable[str]]
-    essential: bool = False
+Probe: TypeAlias = "tuple[str, bool, Callable[[], Awaitable[str]]]"
+"""Its name; whether all later ones need it; and its work, which returns what it saw, or raises."""
 
 
 def check(
@@ -122,15 +117,15 @@ async def run_probes(probes: list[Probe], report: Callable[[Line], None]) -> P2P
     """Run the probes in order, a line for each. Returns the first failure."""
     failure: P2PTrainError | None = None
     blocked = False
-    for probe in probes:
+    for name, essential, work in probes:
         if blocked:
-            report(Line(probe.name, None, "skipped"))
+            report(Line(name, None, "skipped"))
             continue
         try:
-            report(Line(probe.name, True, await probe.work()))
+            report(Line(name, True, await work()))
         except P2PTrainError as error:
-            report(Line(probe.name, False, error.message, error.remedy))
-            failure, blocked = failure or error, probe.essential
+            report(Line(name, False, error.message, error.remedy))
+            failure, blocked = failure or error, essential
     return failure
 
 
@@ -146,25 +141,21 @@ class Visit:
         self._access: dict[str, Access] = {}
         self._client: SeedClient | None = None
         self._server: Server | None = None
-        self._listens_as = ""
         self._pings: list[tuple[float, float]] = []
 
     def probes(self, *, join: bool) -> list[Probe]:
         """The probes, in the order in which each needs the ones before it."""
-        probes = [
-            Probe("DNS", self.resolve, essential=True),
-            Probe("TCP", self.reach, essential=True),
-        ]
+        probes: list[Probe] = [("DNS", True, self.resolve), ("TCP", True, self.reach)]
         if self._role == "operator":
             probes += [
-                Probe("handshake", self.shake_hands, essential=True),
-                Probe("clock", self.compare_clocks),
-                Probe("round trip", self.measure_round_trip),
-                Probe("dial-back", self.be_dialled_back),
+                ("handshake", True, self.shake_hands),
+                ("clock", False, self.compare_clocks),
+                ("round trip", False, self.measure_round_trip),
+                ("dial-back", False, self.be_dialled_back),
             ]
         else:
-            probes += [Probe("ticket", self.enrol, essential=True)]
-        return [*probes, Probe("join", self.join_and_leave)] if join else probes
+            probes.append(("ticket", True, self.enrol))
+        return [*probes, ("join", False, self.join_and_leave)] if join else probes
 
     async def close(self) -> None:
         if self._client is not None:
@@ -198,7 +189,7 @@ class Visit:
 
     async def shake_hands(self) -> str:
         """Hello and Welcome, as an operator."""
-        self._client = await self._connect()
+        self._client = await connect_operator(await self._reach("operator"))
         welcome = self._client.welcome
         return f"{welcome.name} runs {welcome.software} (protocol {welcome.version}), cluster {welcome.cluster_id}"
 
@@ -232,7 +223,7 @@ class Visit:
 
     async def be_dialled_back(self) -> str:
         """The seed dials a port of ours, as other workers would."""
-        _, port = (await self._listen(await self._reach("operator"))).address
+        port = await self._listen(await self._reach("operator"))
         await self._connected().request("probe.dialback", {"port": port}, timeout_s=REQUEST_TIMEOUT_S)
         return f"the seed reached port {port} here"
 
@@ -244,7 +235,7 @@ class Visit:
         role = self._role if self._role in PERMITTED["peer"] else "worker"
         access = await self._reach(role)
         peer_id = access.peer_id or self._peer_id
-        _, port = (await self._listen(access)).address
+        port = await self._listen(access)
         hello = local_hello(peer_id=peer_id, name=operator_name(), roles=[role], purpose="peer", port=port)
         connection, welcome = await dial(
             access.network, self._host, self._port, hello, timeout_s=REQUEST_TIMEOUT_S, expect_role="seed"
@@ -253,32 +244,22 @@ class Visit:
         await connection.close()
         return f"joined {welcome.name} as a {role} and left again"
 
-    async def _listen(self, access: Access) -> Server:
-        """Our own port, as whom the seed expects there; bound to the address from which the seed is reached."""
+    async def _listen(self, access: Access) -> int:
+        """Our own port, as whom the seed expects there."""
+        from p2ptrain.cli.joining import usual_host
         from wire.handshake import serve
 
-        peer_id = access.peer_id or self._peer_id
-        if self._server is not None and self._listens_as != peer_id:
+        if self._server is not None:
             await self._server.close()
-            self._server = None
-        if self._server is None:
-            self._listens_as = peer_id
-            self._server = await serve(
-                access.network,
-                self._client.connection.local[0] if self._client else await self._own_address(),
-                self._dialback_port,
-                decide=partial(_welcome, self._clock, peer_id),
-                serve=_hold_until_closed,
-                on_problem=_not_ours,
-            )
-        return self._server
-
-    async def _own_address(self) -> str:
-        """Of this machine, from which the seed is reached."""
-        call = _Call()
-        await self._network.connect(self._host, self._port, lambda: call, timeout_s=CONNECT_TIMEOUT_S)
-        call.hang_up()
-        return call.local_host
+        self._server = await serve(
+            access.network,
+            usual_host(self._host),
+            self._dialback_port,
+            decide=partial(_welcome, self._clock, access.peer_id or self._peer_id),
+            serve=_hold_until_closed,
+            on_problem=_not_ours,
+        )
+        return self._server.address[1]
 
     async def _reach(self, role: str) -> Access:
         """The way to the seed in a role; found once."""
@@ -291,9 +272,6 @@ class Visit:
             target = self._target if same else (self._host, self._port)
             self._access[role] = await reach(target, Caller(role, store, [root]), self._network)
         return self._access[role]
-
-    async def _connect(self) -> SeedClient:
-        return await connect_operator(await self._reach("operator"))
 
     def _connected(self) -> SeedClient:
         assert self._client is not None, "the handshake is essential: nothing runs without it"
@@ -308,10 +286,6 @@ class _Call(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> bytearray:
         return bytearray(1)
-
-    @property
-    def local_host(self) -> str:
-        return str(self._transport.get_extra_info("sockname")[0])
 
     def hang_up(self) -> None:
         self._transport.close()

@@ -153,7 +153,7 @@ async def stay(joining: Joining, make: Make) -> None:
             if access is None:
                 break
             others = tuple(place for place in places if place != (access.host, access.port))
-            listen = (listen_host or _usual_host(access.host), joining.port)
+            listen = (listen_host or usual_host(access.host), joining.port)
             try:
                 await make(here, Found(access, listen, others)).run(stop)
                 break
@@ -216,6 +216,6 @@ def _network(link: str) -> Network:
     return EmulatedNetwork(tcp, preset_named(link), os.getpid()) if link else tcp
 
 
-def _usual_host(seed: str) -> str:
+def usual_host(seed: str) -> str:
     """Where to listen when nobody said: other members must reach us, and are elsewhere where the seed is."""
     return "127.0.0.1" if is_loopback(seed) else EVERYWHERE

@@ -6,6 +6,7 @@ A peer says it again whenever it changes, and over every new link; it is forgott
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 
 from p2ptrain.core.errors import ProtocolError, Refused
 from roles.seed.links import host_seen_from
@@ -66,27 +67,12 @@ def infos_of(peer: str, peer_name: str, message: PartsHeld) -> dict[str, PartInf
 
 
 def _info(peer: str, peer_name: str, part: HeldPart) -> PartInfo:
-    return PartInfo(
-        id=f"{peer}/{part.part}",
-        peer=peer,
-        peer_name=peer_name,
-        part=part.part,
-        model=part.model,
-        name=clipped(part.name, NAME_CHARS) or part.model[:12],
-        start=part.start,
-        stop=part.stop,
-        layers=part.layers,
-        dtype=clipped(part.dtype, 16),
-        weights_bytes=part.weights_bytes,
-        cache_bytes=part.cache_bytes,
-        limit_bytes=part.limit_bytes,
-        sessions=part.sessions,
-        compute_ms=part.compute_ms,
-        busy=min(part.busy, 1.0),  # its own clock may say a little more
-        tokens_per_s=part.tokens_per_s,
-        out_position_bytes=part.out_position_bytes,
-        next=part.next,
-    )
+    shown = {
+        "name": clipped(part.name, NAME_CHARS) or part.model[:12],
+        "dtype": clipped(part.dtype, 16),
+        "busy": min(part.busy, 1.0),  # its own clock may say a little more
+    }
+    return PartInfo(id=f"{peer}/{part.part}", peer=peer, peer_name=peer_name, **asdict(part) | shown)
 
 
 ASKED_BY_VERIFIERS = frozenset({"peers.list", "parts.list", "checkpoints.list", "serving.list"})
@@ -188,22 +174,7 @@ def _model(info: ServingInfo) -> tuple[str, int, str, str]:
 
 def info_of(link: Link, message: Serving) -> ServingInfo:
     """What a peer says that it serves, as a record."""
+    said = asdict(message) | {"model": clipped(message.model, NAME_CHARS), "http": clipped(message.http, 255)}
     return ServingInfo(
-        id=link.id,
-        name=clipped(link.name, NAME_CHARS),
-        role=link.role,
-        host=link.host,
-        port=link.port,
-        model=clipped(message.model, NAME_CHARS),
-        vocab_size=message.vocab_size,
-        context=message.context,
-        tokenizer=message.tokenizer,
-        http=clipped(message.http, 255),
-        sessions=message.sessions,
-        stats=dict(message.stats),
-        drafters=list(message.drafters),
-        drafter_alpha=list(message.drafter_alpha),
-        drafter_latency_ms=list(message.drafter_latency_ms),
-        drafter_share=list(message.drafter_share),
-        weights=message.weights,
+        id=link.id, name=clipped(link.name, NAME_CHARS), role=link.role, host=link.host, port=link.port, **said
     )

@@ -10,10 +10,9 @@ import msgpack
 from hypothesis import strategies as st
 
 from p2ptrain.cli.placement import prediction
-from p2ptrain.core.errors import ProtocolError, Refused
+from p2ptrain.core.errors import ProtocolError
 from wire.address import ROLES, Ticket, is_ticket
 from wire.codec import MESSAGE_TYPES, decode_untrusted, encode
-from wire.credentials import PeerIdentity
 from wire.frame import (
     CONTROL_FRAME_BYTES,
     HANDSHAKE_FRAME_BYTES,
@@ -27,8 +26,7 @@ from wire.frame import (
     encode_bulk_header,
     encode_control,
 )
-from wire.handshake import ENROL, PERMITTED, judge_answer, judge_answerer, judge_caller, judge_hello
-from wire.messages import BULK_KIND, PROTOCOL_VERSION, Hello, Message, Refuse, Welcome
+from wire.messages import BULK_KIND, PROTOCOL_VERSION, Hello, Message, Welcome
 from wire.records import (
     JobInfo,
     LedgerRun,
@@ -284,61 +282,6 @@ RECORD = Target(
     peak_bytes=1 << 20,
 )
 
-# ---------------------------------------------------------------------------------------------------------- handshake
-
-_IDS = st.sampled_from(["a1", "b2", "x" * 63])
-_HELLO = made(
-    Hello,
-    version=_OURS,
-    peer_id=_IDS | st.text(max_size=1500),
-    purpose=st.sampled_from([*PERMITTED, ENROL]) | st.text(max_size=1500),
-    software=st.text(max_size=1500),
-)
-_IDENTITY = st.none() | st.builds(
-    PeerIdentity,
-    _IDS,
-    st.frozensets(st.sampled_from(ROLES) | _IDS),
-    st.floats(),
-    st.integers(),
-)
-
-
-def _tells(refuse: Refuse | None) -> None:
-    """It can be sent: every receiver takes it."""
-    if refuse is not None:
-        encode_control(Refuse.KIND, encode(refuse), generation=0, stream=0)
-
-
-def _check_handshake(case: tuple[Hello, PeerIdentity | None, Any, str, str]) -> None:
-    hello, identity, answer, peer_id, role = case
-    _tells(judge_hello(hello))
-    refuse = judge_caller(hello, identity)
-    _tells(refuse)
-    if refuse is None and hello.purpose != ENROL:
-        assert identity is not None
-        assert hello.peer_id == identity.peer_id
-        permitted = PERMITTED[hello.purpose]
-        assert identity.roles & permitted
-        assert not hello.roles or permitted & set(hello.roles)
-    _tells(judge_answerer(identity, peer_id=peer_id, role=role))
-    try:
-        welcome = judge_answer(answer, "seed:7337")
-    except (ProtocolError, Refused):
-        return
-    assert isinstance(welcome, Welcome)
-    assert welcome.version == PROTOCOL_VERSION
-
-
-HANDSHAKE = Target(
-    "handshake",
-    st.tuples(
-        _HELLO, _IDENTITY, st.one_of(list(_MADE.values())), _IDS | st.just(""), st.sampled_from(["", "seed", "worker"])
-    ),
-    _check_handshake,
-    (),
-    peak_bytes=1 << 20,
-)
-
 # ----------------------------------------------------------------------------------------- texts that a person is given
 
 _TICKETS = [
@@ -368,4 +311,4 @@ TICKET = Target(
     peak_bytes=256 << 10,
 )
 
-TARGETS = (FRAMES, HANDSHAKE_MESSAGES, MESSAGES, BARE_MESSAGES, RECORD, HANDSHAKE, TICKET)
+TARGETS = (FRAMES, HANDSHAKE_MESSAGES, MESSAGES, BARE_MESSAGES, RECORD, TICKET)

@@ -20,8 +20,8 @@ GIB = 1 << 30
 
 def stage(index: int, start: int, stop: int, layers: int, **changes: Any) -> PartInfo:
     part = PartInfo(
-        f"p{index}/x", f"p{index}", f"peer{index}", "x", "m", "llama", start, stop, layers, "bfloat16", 4 * GIB, GIB,
-        8 * GIB, 2, 4.0, 0.75, 31.2, 4096.0, f"p{index + 1}",
+        "x", "m", "llama", start, stop, layers, "bfloat16", 4 * GIB, GIB, 8 * GIB, 2, 4.0, busy=0.75, tokens_per_s=31.2,
+        out_position_bytes=4096.0, next=f"p{index + 1}", id=f"p{index}/x", peer=f"p{index}", peer_name=f"peer{index}",
     )  # fmt: skip
     return dataclasses.replace(part, **changes)
 
@@ -90,9 +90,6 @@ def chains(draw: st.DrawFn) -> Chain:
         stop = start + draw(st.sampled_from([1, 2, 90]))
         parts.append(
             PartInfo(
-                f"p{index}/x",
-                f"p{index}",
-                draw(st.text(max_size=30)),
                 "x",
                 "m",
                 draw(st.text(max_size=70)) and "m",
@@ -105,10 +102,12 @@ def chains(draw: st.DrawFn) -> Chain:
                 draw(figures),
                 draw(figures),
                 draw(floats),
-                draw(st.floats(0, 1)),
-                draw(floats),
-                draw(floats),
-                "",
+                busy=draw(st.floats(0, 1)),
+                tokens_per_s=draw(floats),
+                out_position_bytes=draw(floats),
+                id=f"p{index}/x",
+                peer=f"p{index}",
+                peer_name=draw(st.text(max_size=30)),
             )
         )
         start = stop

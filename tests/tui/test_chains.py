@@ -22,8 +22,8 @@ LAYERS = 8
 
 def part(start: int, stop: int, peer: str = "a", **changes: Any) -> PartInfo:
     known = {"layers": LAYERS, "sessions": 1, "compute_ms": 1.0, "busy": 0.5, "tokens_per_s": 10.0}
-    return PartInfo(f"{peer}/{start}-{stop}", peer, peer, f"{start}-{stop}", "m", "model", start, stop,
-                    **(known | changes))  # fmt: skip
+    who = {"id": f"{peer}/{start}-{stop}", "peer": peer, "peer_name": peer}
+    return PartInfo(f"{start}-{stop}", "m", "model", start, stop, **(who | known | changes))
 
 
 def shape(chain: Chain) -> list[str]:

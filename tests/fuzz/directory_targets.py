@@ -1,0 +1,237 @@
+"""What a directory may hold that came from anywhere: model files, their index, a part's manifest; and activations."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from p2ptrain.compute.activations import decode_untrusted, ids_untrusted
+from p2ptrain.core.activations import ENCODINGS, IDS, activation_bytes
+from p2ptrain.core.errors import ProtocolError
+from p2ptrain.core.model_config import MAX_CONFIG_BYTES, config_untrusted
+from p2ptrain.core.tensor_files import (
+    ITEM_BYTES,
+    MAX_DIMS,
+    MAX_TENSORS,
+    header_entries_untrusted,
+    index_files_untrusted,
+)
+from roles.worker.checkpoint_assembler import offered_untrusted
+from wire.job_messages import FilesRequest
+
+from .engine import Target
+from .strategies import FREE, TEXT, WHOLE, mostly, mutated
+
+_FILE_BYTES = 1 << 20
+_DTYPES = st.sampled_from([*ITEM_BYTES, "F4", "", "f32"])
+
+
+@st.composite
+def _headers(draw: st.DrawFn) -> tuple[bytes, int]:
+    """A header, and how many bytes its file has."""
+    end = 0
+    named: dict[str, Any] = {}
+    for name in draw(st.lists(st.sampled_from(["a", "b.weight", "c" * 600, "", "__metadata__"]), max_size=4)):
+        dtype = draw(mostly(st.sampled_from(sorted(ITEM_BYTES)), _DTYPES))
+        shape = draw(mostly(st.lists(st.integers(0, 5), max_size=3), st.lists(FREE, max_size=12)))
+        size = math.prod(shape) * ITEM_BYTES.get(dtype, 1) if all(type(n) is int for n in shape) else 0
+        place = draw(mostly(st.just([end, end + size]), st.lists(FREE, max_size=3)))
+        item = {"dtype": dtype, "shape": shape, "data_offsets": place}
+        named[name] = draw(mostly(st.just(item), FREE))
+        end += size
+    header = json.dumps(named).encode()
+    return header, draw(mostly(st.just(8 + len(header) + end), st.integers(-(2**40), 2**63)))
+
+
+_HUGE = st.integers(0, 2**62).map(lambda n: {"a": {"dtype": "F32", "shape": [n] * 7, "data_offsets": [0, n]}})
+_ODD: Any = st.sampled_from([b"[" * 5000, b'{"a":' * 5000, b"\xff\xfe", b"9" * 5000, b'{"a":1,"a":1}', b""])
+
+
+def _check_header(case: tuple[bytes, int]) -> None:
+    header, file_bytes = case
+    try:
+        entries = header_entries_untrusted(header, "model.safetensors", file_bytes)
+    except ProtocolError:
+        return
+    covered = 8 + len(header)
+    for entry in sorted(entries.values(), key=lambda each: (each.start, each.stop)):
+        assert entry.start == covered
+        assert entry.size_bytes == math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
+        assert len(entry.shape) <= MAX_DIMS
+        covered = entry.stop
+    assert covered == file_bytes
+
+
+_FILES = mostly(st.sampled_from(["model-00001-of-00002.safetensors", "model.safetensors"]), FREE)
+_PATHS = st.sampled_from(["../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", ".x.safetensors", "x", "x\x00"])
+_INDEXES = st.fixed_dictionaries(
+    {"weight_map": mostly(st.dictionaries(st.text(max_size=8), _FILES | _PATHS, max_size=4), FREE), "metadata": FREE}
+)
+
+
+def _check_index(encoded: bytes) -> None:
+    try:
+        where = index_files_untrusted(encoded)
+    except ProtocolError:
+        return
+    assert 0 < len(where) <= MAX_TENSORS
+    for file in where.values():
+        assert file.endswith(".safetensors")
+        assert not set(file) & set("/\\\x00")
+        assert not file.startswith(".")
+
+
+_MODULE = "p2ptrain.core.tensor_files."
+_JSON = f"{_MODULE}_json_object_untrusted"
+
+HEADERS = Target(
+    "tensor-headers",
+    _headers()
+    | st.tuples(mutated(_headers().map(lambda case: case[0])), st.integers(0, _FILE_BYTES))
+    | st.tuples(_HUGE.map(lambda named: json.dumps(named).encode()) | _ODD | st.binary(max_size=40), st.just(64)),
+    _check_header,
+    (f"{_MODULE}header_entries_untrusted", f"{_MODULE}_entry_untrusted", _JSON),
+    peak_bytes=8 << 20,  # a thousand levels of nesting, until it is refused
+)
+INDEX = Target(
+    "tensor-index",
+    mutated(_INDEXES.map(lambda index: json.dumps(index).encode()), most=2) | _ODD | st.binary(max_size=40),
+    _check_index,
+    (f"{_MODULE}index_files_untrusted", _JSON),
+    peak_bytes=8 << 20,
+)
+
+
+_STEP = 7
+_DIGEST = hashlib.sha256(b"").hexdigest()
+_ODD_MANIFESTS: Any = st.sampled_from([b"[" * 5000, b'{"a":' * 5000, b"\xff\xfe", b"9" * 5000, b'"\\ud800"', b""])
+
+
+_ASKED = FilesRequest("job1", _STEP, "", 1, 2)
+_META = {"job": "job1", "stage": 1, "stages": 2, "lineage": "ab" * 16}
+_PART_NAMES = ["model-00002-of-00002.safetensors", "model-00001-of-00002.safetensors", "config.json", "manifest.json"]
+_PART = st.fixed_dictionaries(
+    {
+        "format": st.just(1),
+        "step": mostly(st.just(_STEP), FREE),
+        "meta": mostly(st.just(_META), FREE),
+        "files": mostly(
+            st.dictionaries(
+                st.sampled_from(_PART_NAMES),
+                st.fixed_dictionaries({"size_bytes": mostly(st.just(9), FREE), "sha256": st.just(_DIGEST)}),
+                max_size=3,
+            ),
+            FREE,
+        ),
+    }
+)
+
+
+def _check_offer(manifest: bytes) -> None:
+    try:
+        meta, files = offered_untrusted(manifest, _ASKED)
+    except ProtocolError:
+        return
+    assert (meta["job"], meta["stage"], meta["stages"]) == ("job1", 1, 2)
+    assert set(files) == {"model-00002-of-00002.safetensors"}, "a file of another stage"
+    assert all(0 <= size <= 1 << 48 for size, _ in files.values())
+
+
+OFFER = Target(
+    "part-manifests",
+    mutated(_PART.map(lambda manifest: json.dumps(manifest).encode()), most=2)
+    | _ODD_MANIFESTS
+    | st.binary(max_size=40),
+    _check_offer,
+    ("p2ptrain.core.checkpoints.manifest_untrusted", "roles.worker.checkpoint_assembler.offered_untrusted"),
+    peak_bytes=8 << 20,
+)
+
+
+_VOCAB = 100
+
+
+@st.composite
+def _payloads(draw: st.DrawFn) -> tuple[bytes, str, int, int]:
+    """Bytes, what they are said to be, and how many positions of which width were announced."""
+    encoding = draw(mostly(st.sampled_from([*ENCODINGS, IDS]), TEXT))
+    rows, width = draw(st.integers(0, 4)), draw(st.integers(1, 5))
+    size = activation_bytes(encoding, rows, width) if encoding in (*ENCODINGS, IDS) else 8
+    payload = draw(st.binary(min_size=size, max_size=size) | st.lists(st.integers(0, _VOCAB), max_size=4).map(bytes))
+    said = draw(mostly(st.just(rows), st.integers(-(2**40), 2**40)))
+    return draw(mutated(st.just(payload), most=1)), encoding, said, width
+
+
+def _check_payload(case: tuple[bytes, str, int, int]) -> None:
+    payload, encoding, rows, width = case
+    for dtype in (torch.float32, torch.bfloat16):
+        try:
+            hidden = decode_untrusted(payload, encoding, rows, width, dtype)
+        except ProtocolError:
+            continue
+        assert hidden.shape == (rows, width)
+        assert hidden.dtype == dtype
+    try:
+        ids = ids_untrusted(payload, rows, _VOCAB)
+    except ProtocolError:
+        return
+    assert ids.shape == (rows,)
+    assert all(0 <= number < _VOCAB for number in ids.tolist())
+
+
+_CONFIGS = st.fixed_dictionaries(
+    {"model_type": mostly(st.sampled_from(["llama", "gpt2"]), FREE), "num_hidden_layers": mostly(st.just(4), FREE)},
+    optional={
+        "hidden_size": mostly(st.just(64), WHOLE),
+        "n_layer": FREE,
+        "num_experts": WHOLE,
+        "rope_parameters": FREE,
+        "auto_map": FREE,
+        "_attn_implementation": FREE,
+    },
+)
+
+
+def _check_config(text: str) -> None:
+    try:
+        table = config_untrusted(text)
+    except ProtocolError:
+        return
+    assert len(text) <= MAX_CONFIG_BYTES
+    assert isinstance(table["model_type"], str)
+    assert not {"auto_map", "_attn_implementation"} & set(table)
+    layers = table.get("num_hidden_layers", 1)
+    assert type(layers) is int
+    assert 1 <= layers <= 1024
+
+
+_ACTIVATIONS = "p2ptrain.compute.activations."
+
+PAYLOADS = Target(
+    "activations",
+    _payloads(),
+    _check_payload,
+    tuple(f"{_ACTIVATIONS}{name}" for name in ("decode_untrusted", "ids_untrusted", "_checked_untrusted")),
+    peak_bytes=1 << 20,
+)
+CONFIGS = Target(
+    "model-configs",
+    mutated(_CONFIGS.map(lambda table: json.dumps(table).encode()), most=2).map(lambda data: data.decode("latin-1"))
+    | st.sampled_from(["[" * 50_000, '{"a":' * 10_000, "9" * 5000, '{"model_type":"a"' + " " * MAX_CONFIG_BYTES, ""]),
+    _check_config,
+    ("p2ptrain.core.model_config.config_untrusted",),
+    peak_bytes=8 << 20,  # a thousand levels of nesting, until it is refused
+)
+
+TARGETS = (
+    HEADERS,
+    INDEX,
+    OFFER,
+    PAYLOADS,
+    CONFIGS,
+)

@@ -1,0 +1,124 @@
+"""What is told of drafters, of who computed which step, and of the sizes of a model to train."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import strategies as st
+
+from p2ptrain.core.errors import ProtocolError
+from p2ptrain.core.ids import is_id
+from ring.ledger import counts_of_untrusted, pack_counts
+from ring.training_costs import MAX_LAYERS, Training, shape_untrusted
+from ring.view import View
+from roles.member import drafters_untrusted
+from roles.seed.ledger import Ledger
+from wire.address import is_loopback
+from wire.job_messages import LedgerRow, LedgerRows, MemberRecord
+from wire.text_messages import MAX_DRAFTERS, DrafterAt, DraftersHere
+
+from .engine import Target
+from .strategies import FREE, TEXT, made, mostly
+
+_SIZES = st.integers(1, 2**40)
+_SHAPES = st.fixed_dictionaries(
+    {
+        "layers_bytes": mostly(st.lists(_SIZES, min_size=1, max_size=6), FREE | st.just([1] * 1025)),
+        **{name: mostly(_SIZES, FREE) for name in ("first_bytes", "last_bytes", "tied_bytes")},
+        **{name: mostly(st.integers(1, 2**17), FREE) for name in ("width", "inner", "vocab")},
+    }
+)
+
+
+def _check_shape(source: object) -> None:
+    try:
+        shape = shape_untrusted(source)
+    except ProtocolError:
+        return
+    assert 1 <= shape.sizes.layers <= MAX_LAYERS
+    assert shape_untrusted(shape.to_map()) == shape
+    training = Training(shape, 2, 1, tokens=2**20, sequence_tokens=2**20, micro_batches=65536)
+    assert 0 < training.need_bytes(0, 0, shape.sizes.layers) < 2**100
+    assert math.isfinite(training.flop(0, shape.sizes.layers))
+
+
+_IDS = st.sampled_from([f"d{index}" for index in range(70)])
+_DRAFTERS = made(
+    DrafterAt,
+    peer_id=mostly(_IDS, TEXT),
+    host=mostly(st.sampled_from(["", "127.0.0.1", "::1", "10.0.0.2"]), TEXT),
+    port=mostly(st.integers(1, 65535), st.integers()),
+    vocab_size=mostly(st.integers(0, 2**17), st.integers()),
+)
+
+
+def _check_drafters(case: tuple[list[DrafterAt], str]) -> None:
+    drafters, seed_host = case
+    try:
+        found = drafters_untrusted(DraftersHere(drafters), seed_host)
+    except ProtocolError:
+        return
+    assert len({item.peer_id for item in found}) == len(drafters) <= MAX_DRAFTERS
+    for item in found:
+        assert is_id(item.peer_id)
+        assert item.host
+        assert 0 < item.port < 65536
+        assert is_loopback(seed_host) or not is_loopback(item.host)
+
+
+START = "ab" * 16
+_VIEW = View("j", 2, 3, START, (MemberRecord("a", "a", "h", 1, 0, 4, healthy=True),))
+_COUNTS = st.sampled_from([pack_counts([4]), pack_counts([1, 3]), b"", b"123", pack_counts([2**32 - 1] * 9)])
+
+
+@st.composite
+def _told(draw: st.DrawFn) -> LedgerRows:
+    first = draw(st.integers(-1, 6))
+    likely = {"generation": st.integers(0, 3), "digest": mostly(st.just(bytes(16)), st.binary(max_size=20))}
+    rows = [
+        draw(made(LedgerRow, step=st.just(first + number) | st.integers(0, 12), counts=_COUNTS, **likely))
+        for number in range(draw(st.integers(0, 5)))
+    ]
+    return draw(made(LedgerRows, rows=st.just(rows), lineage=mostly(st.just(START), st.text(max_size=40))))
+
+
+def _check_told(message: LedgerRows) -> None:
+    ledger = Ledger("j")
+    ledger.view_began(View("j", 1, 0, START, _VIEW.members))
+    before = ledger.step
+    try:
+        entries, _ = ledger.take_untrusted(message, _VIEW, micro_batches=4, steps_total=10)
+    except ProtocolError:
+        assert ledger.step == before
+        return
+    assert [entry.row.step for entry in entries] == list(range(before + 1, ledger.step + 1))
+    for entry in entries:
+        assert sum(counts_of_untrusted(entry.row.counts)) == 4
+        assert 1 <= entry.row.step <= 10
+
+
+TOLD = Target(
+    "ledger-rows",
+    _told() | made(LedgerRows),
+    _check_told,
+    (
+        "ring.ledger.rows_untrusted",
+        "ring.ledger.counts_of_untrusted",
+        "roles.seed.ledger.Ledger.take_untrusted",
+    ),
+    peak_bytes=256 << 10,
+)
+
+TARGETS = (
+    Target(
+        "model-shapes", _SHAPES | FREE, _check_shape, ("ring.training_costs.shape_untrusted",), peak_bytes=256 << 10
+    ),
+    Target(
+        "drafters-here",
+        st.tuples(st.lists(_DRAFTERS, max_size=MAX_DRAFTERS + 2), st.sampled_from(["127.0.0.1", "10.0.0.9", "seed"])),
+        _check_drafters,
+        ("roles.member.drafters_untrusted",),
+        peak_bytes=256 << 10,
+    ),
+    TOLD,
+)
