@@ -18,17 +18,17 @@ must allow the purpose (``PERMITTED``). Only ``enrol`` needs no certificate; who
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from p2ptrain import __version__
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
 from wire.connection import GARBLED, Connection, last_word
-from wire.messages import PROTOCOL_VERSION, Hello, Message, Refuse, Scalar, Welcome
+from wire.messages import PROTOCOL_VERSION, Hello, Message, Refuse, Welcome
 from wire.transport import MAX_HALF_OPEN, HalfOpen
 
 if TYPE_CHECKING:  # a plain cluster need not load cryptography
@@ -91,36 +91,9 @@ Decide = Callable[[Hello, Connection], Awaitable[Welcome | Refuse]]
 Serve = Callable[[Connection, Hello], Awaitable[None]]
 
 
-def local_hello(
-    *,
-    peer_id: str,
-    name: str,
-    roles: Sequence[str],
-    purpose: str,
-    capabilities: Mapping[str, Scalar] | None = None,
-    job: str = "",
-    generation: int = 0,
-    host: str = "",
-    port: int = 0,
-    cluster: str = "",
-    term: int = 0,
-) -> Hello:
-    """The ``Hello`` of this process: protocol version and software filled in."""
-    return Hello(
-        version=PROTOCOL_VERSION,
-        software=SOFTWARE,
-        peer_id=peer_id,
-        name=name,
-        roles=list(roles),
-        purpose=purpose,
-        capabilities=dict(capabilities or {}),
-        job=job,
-        generation=generation,
-        host=host,
-        port=port,
-        cluster=cluster,
-        term=term,
-    )
+def local_hello(*, peer_id: str, name: str, roles: Sequence[str], purpose: str, **more: Any) -> Hello:
+    """The ``Hello`` of this process: protocol version and software filled in. ``more``: its other fields."""
+    return Hello(PROTOCOL_VERSION, SOFTWARE, peer_id, name, list(roles), purpose, **more)
 
 
 def local_welcome(
