@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -69,12 +69,13 @@ _Key = tuple[str, int, str, str]  # job, generation, peer id, channel
 
 
 @dataclass(eq=False, slots=True)
-class _Place:
-    """What is held for one peer: its connections for one view, by channel, each with the future that lets it go."""
+class _Held:
+    """A connection that waits for its view; ``let_go`` ends the waiting, and says why."""
 
     job: str
     generation: int
-    held: dict[str, tuple[Connection, asyncio.Future[Refuse]]] = field(default_factory=dict)
+    connection: Connection
+    let_go: asyncio.Future[Refuse]
 
 
 class Inbound:
@@ -94,7 +95,7 @@ class Inbound:
         # Job, or the label of a ring of one of its stages → the newest generation, and who may dial in it, where that
         # is known; an empty peer id: nobody.
         self._newest: dict[str, tuple[int, dict[Topology, str]]] = {}
-        self._places: dict[str, _Place] = {}
+        self._held: dict[tuple[str, str], _Held] = {}  # by peer id and channel; of one peer all are for one view
         self._waiting: dict[_Key, asyncio.Future[Connection]] = {}
 
     def announced(self, view: View, peer_id: str) -> None:
@@ -131,9 +132,10 @@ class Inbound:
             return Refuse(RefusalCode.NOT_A_NEIGHBOUR, "a ring connection names its job, generation and channel")
         if refusal := self._judge(hello.job, hello.generation, hello.peer_id, topology):
             return refusal
-        if hello.peer_id in self._places or _key(hello) in self._waiting or len(self._places) < self._max_held:
+        peers = {peer_id for peer_id, _ in self._held}
+        if hello.peer_id in peers or _key(hello) in self._waiting or len(peers) < self._max_held:
             return None
-        return Refuse(RefusalCode.BUSY, f"{len(self._places)} ring connections wait for their views", "try again")
+        return Refuse(RefusalCode.BUSY, f"{len(peers)} ring connections wait for their views", "try again")
 
     def _judge(self, job: str, generation: int, peer_id: str, topology: Topology) -> Refuse | None:
         newest, dialling = self._newest.get(job, (0, {}))
@@ -146,14 +148,9 @@ class Inbound:
         return None
 
     def _judge_held(self) -> None:
-        for peer_id, place in list(self._places.items()):
-            for channel, (_, let_go) in list(place.held.items()):
-                if refusal := self._judge(place.job, place.generation, peer_id, CHANNELS[channel]):
-                    del place.held[channel]
-                    if not let_go.done():
-                        let_go.set_result(refusal)
-            if not place.held:
-                del self._places[peer_id]
+        for (peer_id, channel), held in list(self._held.items()):
+            if refusal := self._judge(held.job, held.generation, peer_id, CHANNELS[channel]):
+                self._let_go((peer_id, channel), refusal)
 
     async def offer(self, connection: Connection, hello: Hello) -> None:
         """Keep an accepted connection for whoever takes it; returns when it is closed, by whomever.
@@ -174,33 +171,31 @@ class Inbound:
             raise Refused(refusal.code, refusal.message, remedy=refusal.remedy)
 
     async def _hold(self, connection: Connection, hello: Hello) -> Refuse | None:
-        peer_id, channel = hello.peer_id, str(hello.capabilities.get("channel"))
+        key = hello.peer_id, str(hello.capabilities.get("channel"))
         again = Refuse(RefusalCode.STALE_GENERATION, "this peer has dialled again since", "wait for the next view")
-        place = self._places.get(peer_id)
-        if place is None or (place.job, place.generation) != (hello.job, hello.generation):
-            if place is not None:
-                if place.job == hello.job and place.generation > hello.generation:
-                    return again
-                self._let_go(peer_id, again)  # it has gone on to another view
-            place = self._places[peer_id] = _Place(hello.job, hello.generation)
-        elif channel in place.held:  # it has given up the first one
-            before = place.held.pop(channel)[1]
-            if not before.done():  # else that one expired, or its task was ended, in this instant
-                before.set_result(again)
+        mine = {other: held for other, held in self._held.items() if other[0] == hello.peer_id}
+        if any(held.job == hello.job and held.generation > hello.generation for held in mine.values()):
+            return again
+        for other, held in mine.items():  # it has gone on to another view, or has given up the first one
+            if other == key or (held.job, held.generation) != (hello.job, hello.generation):
+                self._let_go(other, again)
         loop = asyncio.get_running_loop()
-        let_go: asyncio.Future[Refuse] = loop.create_future()
-        place.held[channel] = (connection, let_go)
-        overdue = Refuse(RefusalCode.BUSY, f"no view asked for this connection within {self._hold_s:g} s", "try again")
-        expiry = loop.call_later(self._hold_s, self._expire, place, channel, let_go, overdue)
+        held = self._held[key] = _Held(hello.job, hello.generation, connection, loop.create_future())
         closed = loop.create_task(connection.closed.wait(), name="held")
-        ends: set[asyncio.Future[Any]] = {closed, let_go}
+        ends: set[asyncio.Future[Any]] = {closed, held.let_go}
         try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            return let_go.result() if let_go.done() and not let_go.cancelled() else None
+            await asyncio.wait(ends, timeout=self._hold_s, return_when=asyncio.FIRST_COMPLETED)
+            if held.let_go.done():
+                return None if held.let_go.cancelled() else held.let_go.result()
+            if self._held.get(key) is held and not closed.done():
+                text = f"no view asked for this connection within {self._hold_s:g} s"
+                return Refuse(RefusalCode.BUSY, text, "try again")
+            await connection.closed.wait()  # whoever took it closes it
+            return None
         finally:
-            expiry.cancel()
             closed.cancel()
-            self._forget(peer_id, place, channel, let_go)
+            if self._held.get(key) is held:
+                del self._held[key]
 
     async def take(self, job: str, generation: int, peer_id: str, channel: str, *, timeout_s: float) -> Connection:
         """The connection that ``peer_id`` opened for this view; it belongs to the caller from now on.
@@ -208,12 +203,10 @@ class Inbound:
         Raises:
             DeadlineExceeded: it has not come within ``timeout_s``.
         """
-        place = self._places.get(peer_id)
-        if place is not None and (place.job, place.generation) == (job, generation) and channel in place.held:
-            connection, _ = place.held.pop(channel)
-            if not place.held:
-                del self._places[peer_id]
-            return connection
+        held = self._held.get((peer_id, channel))
+        if held is not None and (held.job, held.generation) == (job, generation):
+            del self._held[peer_id, channel]
+            return held.connection
         key = (job, generation, peer_id, channel)
         waiter: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
         self._waiting[key] = waiter
@@ -232,23 +225,11 @@ class Inbound:
         finally:
             del self._waiting[key]
 
-    def _let_go(self, peer_id: str, refusal: Refuse) -> None:
-        """No longer hold anything of this peer; the tasks that wait with its connections tell it why."""
-        for _, let_go in self._places.pop(peer_id).held.values():
-            if not let_go.done():
-                let_go.set_result(refusal)
-
-    def _expire(self, place: _Place, channel: str, let_go: asyncio.Future[Refuse], refusal: Refuse) -> None:
-        held = place.held.get(channel)
-        if held is not None and held[1] is let_go and not let_go.done():  # else it was taken, or let go
-            let_go.set_result(refusal)
-
-    def _forget(self, peer_id: str, place: _Place, channel: str, let_go: asyncio.Future[Refuse]) -> None:
-        held = place.held.get(channel)
-        if held is not None and held[1] is let_go:
-            del place.held[channel]
-        if not place.held and self._places.get(peer_id) is place:
-            del self._places[peer_id]
+    def _let_go(self, key: tuple[str, str], refusal: Refuse) -> None:
+        """No longer hold this connection; the task that waits with it tells it why."""
+        held = self._held.pop(key)
+        if not held.let_go.done():
+            held.let_go.set_result(refusal)
 
 
 def _key(hello: Hello) -> _Key:

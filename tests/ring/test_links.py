@@ -90,7 +90,7 @@ async def test_a_neighbour_that_never_dials_is_named():
     with pytest.raises(DeadlineExceeded, match="left neighbour b has not connected within 10 s"):
         await members[0].form(view)
     await asyncio.sleep(1)
-    assert not members[1].inbound._places, "the connections of a ring that did not form were left open"
+    assert not members[1].inbound._held, "the connections of a ring that did not form were left open"
     for member in members:
         await member.stop()
 
