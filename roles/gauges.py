@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,28 @@ from p2ptrain.core.container import memory_left_bytes
 
 SMOOTHING_S = 3.0
 """Rates are averaged over about so long: a step may be longer than the time between two beats."""
+
+
+class Rate:
+    """Sum over the last five seconds, a second."""
+
+    WINDOW_S = 5.0
+
+    def __init__(self) -> None:
+        self._events: deque[tuple[float, float]] = deque()
+
+    def add(self, amount: float, now: float) -> None:
+        """So much now."""
+        self._events.append((now, amount))
+        self.per_s(now)
+
+    def per_s(self, now: float) -> float:
+        """0 if nothing came."""
+        while self._events and self._events[0][0] <= now - self.WINDOW_S:
+            self._events.popleft()
+        if not self._events:
+            return 0.0
+        return sum(amount for _, amount in self._events) / max(now - self._events[0][0], 1.0)
 
 
 class Gauges:

@@ -4,14 +4,13 @@ Verifiers dial (purpose ``draft``), one connection each for all of their session
 a frame. A session begins with all ids so far. From then on its core (``roles.speculation.drafting``) says what the
 engine runs next, and what is sent; verdicts go into it as soon as they come.
 
-One engine computes for all, one step at a time, in turns. What a session wants computed is looked at anew when its turn
-comes: a verdict that cuts a line never waits for more than the step under way, or a few short ones.
+One engine computes for all, one step at a time, in turns. A long prompt is taken in by pieces, so that other sessions'
+drafts wait for a few short steps at most.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,10 +30,11 @@ from p2ptrain.core.world import World
 from roles.background import Background
 from roles.compute_thread import ComputeThread, Turns
 from roles.engine import StageEngine
+from roles.gauges import Rate
 from roles.line import QUIET_S, Line
 from roles.speculation.cost_model import Average
 from roles.speculation.drafting import Drafting
-from roles.speculation.events import Began, Run, RunDone, RunDropped, Send, Told
+from roles.speculation.events import Began, Run, RunDone, Send, Told
 from roles.speculation.received import (
     ENGINE,
     FULL,
@@ -46,7 +46,7 @@ from roles.speculation.received import (
     sampling_of,
     told_untrusted,
 )
-from roles.worker.stage_requests import MAX_POSITIONS, printable
+from roles.worker.stage_requests import printable
 from wire.connection import Connection, Received
 from wire.handshake import RefusalCode
 from wire.messages import Hello, Message, Refuse, Request, Response
@@ -111,7 +111,7 @@ class _Session:
         name: with the engine. positions: that it may have; its cache takes ``cache_bytes``.
         drafted: position behind the drafts that were sent last; 0 before the first.
         wanted: what the core wants run; None while it wants nothing.
-        taken: positions of ``wanted`` that were run already, in pieces. running: a piece is under way.
+        taken: positions of ``wanted`` that were run already, in pieces.
         opened: the engine knows it. ready: the verifier was told that the ids so far are taken in.
     """
 
@@ -125,46 +125,32 @@ class _Session:
     drafted: int = 0
     wanted: Run | None = None
     taken: int = 0
-    running: bool = False
     opened: bool = False
     ready: bool = False
     closed: bool = False
 
 
 class Gauge:
-    """What a drafter does, in figures: of the last ``WINDOW_S`` seconds, and totals.
+    """What a drafter does, in figures: of the last seconds, and totals.
 
     Attributes:
         draft: time of a draft.
+        tokens: drafted, a second. busy: seconds that the engine computes, a second.
         drafts: sent, of all sessions since the start. right: those that were verified. wrong: those that were
             contradicted, without what was drafted behind them.
     """
 
-    WINDOW_S = 5.0
-
     def __init__(self) -> None:
-        self.draft = Average()
+        self.draft, self.tokens, self.busy = Average(), Rate(), Rate()
         self.drafts = self.right = self.wrong = 0
-        self._events: deque[tuple[float, float, int]] = deque()  # when, seconds computed, tokens drafted
-
-    def add(self, now: float, took_s: float, tokens: int) -> None:
-        """The engine computed for so long, or so many drafts were sent."""
-        self.drafts += tokens
-        self._events.append((now, took_s, tokens))
-        self._forget(now)
-
-    def _forget(self, now: float) -> None:
-        while self._events and self._events[0][0] <= now - self.WINDOW_S:
-            self._events.popleft()
 
     def figures(self, now: float) -> dict[str, float]:
         """For the seed, and for people."""
-        self._forget(now)
         judged = self.right + self.wrong
         alpha = {"alpha": self.right / judged} if judged else {}
         return alpha | {
-            "tokens_per_s": sum(tokens for _, _, tokens in self._events) / self.WINDOW_S,
-            "busy": min(1.0, sum(took_s for _, took_s, _ in self._events) / self.WINDOW_S),
+            "tokens_per_s": self.tokens.per_s(now),
+            "busy": min(1.0, self.busy.per_s(now)),
             "step_ms": 1e3 * self.draft.seconds,
             "drafts": float(self.drafts),
         }
@@ -202,7 +188,6 @@ class Drafter:
         self._wake = asyncio.Event()
         self._names = count(1)
         self._background = Background()
-        self._sink: bytearray | None = None  # of all whose ids nobody wants
 
     @property
     def sessions(self) -> int:
@@ -277,16 +262,10 @@ class Drafter:
             raise ProtocolError(f"session {stream} after session {caller.last}")
         caller.last = stream
         caller.line.silence_s = min(caller.line.silence_s, opening.silence_s)
-        try:
-            self._admitted(opening)  # before memory is given for its ids
-        except Refused as refused:
-            await self._poured_away(caller, ID_BYTES * opening.count, stream)
-            self._refuse(caller, stream, refused)
-            return
         data = await caller.line.bulk(ID_BYTES * opening.count, stream=stream)
         ids = ids_untrusted(data, vocab_size=opening.vocab_size)
         try:
-            positions, cache_bytes = self._admitted(opening)  # others may have been, meanwhile
+            positions, cache_bytes = self._admitted(opening)
         except Refused as refused:
             self._refuse(caller, stream, refused)
             return
@@ -296,12 +275,6 @@ class Drafter:
         caller.sessions[stream] = session
         self._sessions.add(session)
         self._feed(session, Began())
-
-    async def _poured_away(self, caller: _Caller, ids_bytes: int, stream: int) -> None:
-        """The ids of a session that is refused are on their way nonetheless. Raises ``NetworkError``."""
-        self._sink = self._sink or bytearray(ID_BYTES * MAX_POSITIONS)
-        into = memoryview(self._sink)[:ids_bytes]
-        await caller.line.landed(caller.line.post(into, stream=stream))
 
     def _admitted(self, opening: DraftOpen) -> tuple[int, int]:
         """Positions that the session may have here, and the bytes of its cache. Raises ``Refused``."""
@@ -346,19 +319,13 @@ class Drafter:
 
     def _told_untrusted(self, session: _Session, told: Told) -> None:
         """Raises ``ProtocolError``: a verdict that no correct verifier says."""
-        queued = session.wanted is not None and not session.running and not session.taken
         epoch, right = session.core.epoch, told.start - session.core.known
         self._feed(session, told)
         session.caller.right += right
         self.gauge.right += right
         self.gauge.wrong += session.core.epoch != epoch
-        if queued:  # what is to be run depends on what was heard: a run that has not begun is asked for anew
-            session.wanted = None
-            self._feed(session, RunDropped())
-            if session.wanted is None:
-                self._turns.drop(session)
 
-    def _feed(self, session: _Session, event: Began | Told | RunDone | RunDropped) -> None:
+    def _feed(self, session: _Session, event: Began | Told | RunDone) -> None:
         """Raises ``ProtocolError`` as the core."""
         instructions = session.core.handle(event, self._now())
         if session.core.ready and not session.ready:
@@ -371,7 +338,8 @@ class Drafter:
                     self._turns.add(session)
                     self._wake.set()
                 case Send(epoch, position, tokens):
-                    self.gauge.add(self._now(), 0.0, len(tokens))
+                    self.gauge.drafts += len(tokens)
+                    self.gauge.tokens.add(len(tokens), self._now())
                     follows = position == session.drafted
                     session.drafted = position + len(tokens)
                     drafts = Drafts(0 if follows else position, packed(tokens, session.opening.vocab_size))
@@ -400,7 +368,6 @@ class Drafter:
         assert run is not None
         left = len(run.ids) - session.taken
         piece = left if len(self._sessions) == 1 else min(left, SHARED_PIECE)
-        session.running = True
         try:
             picks = await self._compute_piece(session, run, piece, last=piece == left)
         except P2PTrainError as problem:
@@ -408,8 +375,6 @@ class Drafter:
                 self._refuse(session.caller, session.stream, problem)
                 self._close(session)
             return
-        finally:
-            session.running = False
         if session.closed:
             return
         session.taken += piece
@@ -450,7 +415,7 @@ class Drafter:
         now = self._now()
         if piece == 1:
             self.gauge.draft.add(now - began)
-        self.gauge.add(now, now - began, 0)
+        self.gauge.busy.add(now - began, now)
         return ran.tokens
 
 

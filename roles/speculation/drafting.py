@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from p2ptrain.core.errors import ProtocolError
-from roles.speculation.events import Began, Run, RunDone, RunDropped, Send, Told
+from roles.speculation.events import Began, Run, RunDone, Send, Told
 
 CHUNK = 2048
 """Positions in one run, at most."""
@@ -62,7 +62,7 @@ class Drafting:
         """What both sides share."""
         return tuple(self._ids[: self._verified])
 
-    def handle(self, event: Began | Told | RunDone | RunDropped, now: float) -> list[Run | Send]:
+    def handle(self, event: Began | Told | RunDone, now: float) -> list[Run | Send]:
         """Take an event; what is to be done.
 
         Raises:
@@ -75,14 +75,8 @@ class Drafting:
                 self._told(event)
             case RunDone(picks):
                 self._done(picks)
-            case RunDropped():
-                self._running = False
         sends = self._sends()
         return [*sends, *self._runs()]
-
-    def next_deadline(self) -> float | None:
-        """It never waits for a time."""
-        return None
 
     # ------------------------------------------------------------------------------------------------------ verdicts
 

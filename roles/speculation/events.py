@@ -87,11 +87,6 @@ class RunDone:
     picks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RunDropped:
-    """The ``Run`` that was asked for never began: what is to be run is asked for anew."""
-
-
 # ------------------------------------------------------------------------------------------------------- out of either
 
 

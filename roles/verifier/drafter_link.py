@@ -1,8 +1,8 @@
 """A verifier's link to one drafter: one connection for all sessions that it drafts for, dialled again when it ends.
 
 Whatever goes wrong with a drafter ends the connection, and with it its part in all sessions. It is dialled again with
-back-off; after it said what no correct drafter says, only after a minute, and later each time. How far away it is, is
-measured by a request that it answers at once.
+back-off; after it said what no correct drafter says, only after a minute. How far away it is, is measured by a request
+that it answers at once.
 """
 
 from __future__ import annotations
@@ -39,12 +39,10 @@ from wire.text_messages import DrafterAt, DraftOpen, DraftReady, Drafts, StreamC
 FIRST_WAIT_S = 0.5
 """Until a drafter is dialled again; it doubles up to ``MISBEHAVED_S`` while it is not reached."""
 MISBEHAVED_S, LONGEST_S = 60.0, 3600.0
-"""The same after it said what no correct drafter says; people hear of the same fault again after the longest."""
+"""The wait after it said what no correct drafter says; people hear of the same fault again after the longest."""
 READY_S = 120.0
 """For a drafter to take in the ids of an opening: a long prompt, and a drafter with much to do."""
 PING_S = 5.0
-FARTHEST_S = 1.0
-"""One way. What takes longer is no distance, and a drafter that answers late on purpose is not waited for longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +117,6 @@ class DrafterLink:
         self.not_before = 0.0
         self._around, self._on_change = around, on_change
         self._now = around.world.clock.now
-        self._misbehaved_s = MISBEHAVED_S
         self._calls = Calls()
         self._sessions: dict[int, DraftSession] = {}  # by stream
         self._last_stream = 0
@@ -149,11 +146,8 @@ class DrafterLink:
                 await self._connected()
             except P2PTrainError as problem:
                 self._tell_why(problem)
-                if self._now() - began > self._misbehaved_s:
-                    self._misbehaved_s = MISBEHAVED_S
                 if isinstance(problem, ProtocolError | Refused):
-                    wait_s = self._misbehaved_s
-                    self._misbehaved_s = min(2 * self._misbehaved_s, LONGEST_S)
+                    wait_s = MISBEHAVED_S
                 else:
                     lived = self._now() - began >= PING_S
                     wait_s = FIRST_WAIT_S if lived else min(2 * wait_s, MISBEHAVED_S)
@@ -204,7 +198,7 @@ class DrafterLink:
                 with suppress(Refused):
                     await self._calls.ask(line.connection.send, "probe.clock", {}, whom=self.at.name, timeout_s=QUIET_S)
                 round_trip.add(self._now() - began)
-                self.model.latency_s = min(round_trip.seconds / 2, FARTHEST_S)
+                self.model.latency_s = round_trip.seconds / 2
                 if not self.there:
                     self.there = True
                     away = f"{1e3 * self.model.latency_s:.1f} ms away"

@@ -100,25 +100,3 @@ class DrafterSource(Protocol):
     def connected(self) -> list[Connected]:
         """The drafters that there are, whether or not a text needs them now."""
         ...
-
-
-class NoDrafters:
-    """The verifier by itself: a ``DrafterSource`` and its ``Drafting``."""
-
-    def open(self, opening: Opening, on_event: Callable[[DrafterState], None]) -> NoDrafters:
-        return self
-
-    def tell(self, tell: Tell) -> None:
-        """Nobody is there to hear it."""
-
-    def drop(self, drafter: int, reason: str) -> None:
-        """As ``tell``."""
-
-    def facts(self) -> list[DrafterFacts]:
-        return []
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def connected(self) -> list[Connected]:
-        return []

@@ -141,24 +141,16 @@ def read_key(path: Path, warn: Callable[[str], None]) -> str:
 
 
 class _Connection(H11Protocol):
-    """uvicorn's, with the deadlines that it lacks, and one request at a time. Relied on: what asyncio calls."""
+    """uvicorn's, with the deadlines that it lacks. Relied on: what asyncio calls."""
 
     def __init__(self, *, app_state: dict[str, Any], **given: Any) -> None:
         super().__init__(app_state=app_state | {"connection": self}, **given)
         self._patience: asyncio.TimerHandle | None = None
-        self._answering = False
         self._lost = asyncio.Event()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._wait(HEADERS_S)
-
-    def data_received(self, data: bytes) -> None:
-        if self._answering:
-            # A client that asks on before it was answered would stop the reading, and could leave unnoticed.
-            self.transport.abort()
-        else:
-            super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._patience is not None:
@@ -178,10 +170,6 @@ class _Connection(H11Protocol):
         if self._patience is not None:
             self._patience.cancel()
 
-    def answering(self, value: bool) -> None:
-        """The request is here with its body, and not answered yet."""
-        self._answering = value
-
     def ends(self) -> None:
         """The request was answered."""
         if not self.transport.is_closing():
@@ -197,15 +185,7 @@ def _timed(app: ASGIApp) -> ASGIApp:
     async def timed(scope: Scope, receive: Receive, send: Send) -> None:
         connection: _Connection = scope["state"]["connection"]
 
-        async def heard() -> Message:
-            message = await receive()
-            if message["type"] == "http.request" and not message.get("more_body", False):
-                connection.answering(True)
-            return message
-
         async def sent(message: Message) -> None:
-            if message["type"] == "http.response.body" and not message.get("more_body", False):
-                connection.answering(False)  # before it is sent: the next request may be here at once
             if connection.transport.is_closing():  # nobody is there any more: there is nothing to answer
                 await connection.cut_off()
             try:
@@ -216,7 +196,7 @@ def _timed(app: ASGIApp) -> ASGIApp:
 
         connection.begins()
         try:
-            await app(scope, heard, sent)
+            await app(scope, receive, sent)
         finally:
             connection.ends()
 

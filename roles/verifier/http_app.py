@@ -13,7 +13,6 @@ import random
 import secrets
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.applications import Starlette
@@ -28,7 +27,7 @@ from p2ptrain import __version__
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import Clock
 from roles.background import Background
-from roles.verifier.asking import TextRequest, TextService, Writing
+from roles.verifier.asking import TextService, Writing
 from roles.verifier.http_requests import (
     HEADERS,
     RETRY_AFTER_S,
@@ -47,8 +46,6 @@ MOST_BODY_BYTES = 2 << 20
 second, if its author means harm."""
 BODY_S = 60.0
 """Within which a body is here, once its headers are."""
-DRAIN_S = 5.0
-"""How long a body that is too large is thrown away, so that its sender comes to read why."""
 STOPPING = "stopping"
 _HEALTH = "/health"
 
@@ -63,11 +60,6 @@ def event(said: dict[str, Any]) -> bytes:
     return b"data: " + json_bytes(said) + b"\n\n"
 
 
-def finish_reason(ended: str) -> str | None:
-    """None: it did not end by itself."""
-    return _ENDED.get(ended)
-
-
 def fingerprint(service: TextService) -> str:
     """Changes with what may change the text: the model's files, and this program."""
     said = f"{__version__}\n{service.model}\n{service.created}"
@@ -80,72 +72,9 @@ def model_card(service: TextService) -> dict[str, Any]:
     return card | {"context_length": service.context}
 
 
-@dataclass(slots=True)
-class Usage:
+def usage_of(prompt: int, new: int) -> dict[str, int]:
     """Tokens of all texts of a request."""
-
-    prompt: int = 0
-    new: int = 0
-
-    def as_json(self) -> dict[str, int]:
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.new,
-            "total_tokens": self.prompt + self.new,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What is the same in all that is said about one request.
-
-    Attributes:
-        created: Unix seconds of the request.
-        usage_in_stream: each event has a ``usage``, which only the last one's fills.
-    """
-
-    ident: str
-    created: int
-    model: str
-    fingerprint: str
-    chat: bool
-    usage_in_stream: bool
-
-    def whole(self, texts: list[tuple[str, str]], usage: Usage) -> dict[str, Any]:
-        """All texts, each with why it ended."""
-        choices: list[dict[str, Any]] = []
-        for index, (text, reason) in enumerate(texts):
-            said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-            choices.append({"index": index, **said, "logprobs": None, "finish_reason": reason})
-        return self._frame("chat.completion") | {"choices": choices, "usage": usage.as_json()}
-
-    def first(self, index: int) -> bytes:
-        """What begins a text, where something does."""
-        return self._event(index, {"role": "assistant", "content": ""}, None) if self.chat else b""
-
-    def piece(self, index: int, text: str) -> bytes:
-        return self._event(index, {"content": text} if self.chat else text, None)
-
-    def last(self, index: int, reason: str) -> bytes:
-        return self._event(index, {} if self.chat else "", reason)
-
-    def usage(self, usage: Usage) -> bytes:
-        """The last event of a stream whose client wants it."""
-        return event(self._frame("chat.completion.chunk") | {"choices": [], "usage": usage.as_json()})
-
-    def _event(self, index: int, said: str | dict[str, str], reason: str | None) -> bytes:
-        choice = {"index": index, "delta" if self.chat else "text": said, "logprobs": None, "finish_reason": reason}
-        usage = {"usage": None} if self.usage_in_stream else {}
-        return event(self._frame("chat.completion.chunk") | {"choices": [choice]} | usage)
-
-    def _frame(self, chat_kind: str) -> dict[str, Any]:
-        return {
-            "id": self.ident,
-            "object": chat_kind if self.chat else "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-        }
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 class HttpApp:
@@ -161,7 +90,7 @@ class HttpApp:
     def __init__(
         self, service: TextService, *, key: str | None, local: bool, clock: Clock, random: random.Random
     ) -> None:
-        self._service, self._clock, self._random = service, clock, random
+        self.service, self._clock, self._random = service, clock, random
         self._key = None if key is None else _digest(key.encode())
         self._pages_refused = local and key is None
         self._stopping = asyncio.Event()
@@ -240,11 +169,11 @@ class HttpApp:
         return json_response({"status": "ok"})
 
     async def _models(self, request: HttpRequest) -> Response:
-        return json_response({"object": "list", "data": [model_card(self._service)]})
+        return json_response({"object": "list", "data": [model_card(self.service)]})
 
     async def _one_model(self, request: HttpRequest) -> Response:
         self._check_model(request.path_params["model"])
-        return json_response(model_card(self._service))
+        return json_response(model_card(self.service))
 
     async def _completions(self, request: HttpRequest) -> _Reply:
         return self._reply(read_completion(await self._body(request), self._seed), chat=False)
@@ -254,61 +183,35 @@ class HttpApp:
 
     def _reply(self, asked: Request, *, chat: bool) -> _Reply:
         self._check_model(asked.model)
-        answer = Answer(
-            ident=f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
-            created=int(self._clock.wall()),
-            model=self._service.model,
-            fingerprint=fingerprint(self._service),
-            chat=chat,
-            usage_in_stream=asked.include_usage,
-        )
-        return _Reply(self, asked, answer)
+        return _Reply(self, asked, chat=chat, created=int(self._clock.wall()))
 
     def _check_model(self, name: str) -> None:
-        if name != self._service.model:
-            here = f"there is no such model here, only {self._service.model}"
+        if name != self.service.model:
+            here = f"there is no such model here, only {self.service.model}"
             raise Problem(404, here, code="model_not_found", param="model")
 
     def _seed(self) -> int:
         return self._random.getrandbits(63)
 
     async def _body(self, request: HttpRequest) -> bytes:
-        """Raises ``Problem``: it is too large, too slow, or comes in chunks."""
-        large = Problem(
-            413,
-            f"a body may have {MOST_BODY_BYTES >> 20} MiB: send less",
-            code="request_too_large",
-            headers={"connection": "close"},
-        )
-        if "transfer-encoding" in request.headers:  # in chunks of a byte each a body costs seconds
-            text = "send the body whole, with its Content-Length"
-            raise Problem(411, text, code="length_required", headers={"connection": "close"})
-        said = request.headers.get("content-length", "")
-        if "expect" in request.headers and said.isdecimal() and int(said) > MOST_BODY_BYTES:
-            raise large  # it asked before it sends, and need not
-        body, chunks = bytearray(), request.stream()
+        """Raises ``Problem``: it is too large or too slow. One that is too large is read on, so that its sender hears
+        why."""
+        body, size = bytearray(), 0
         try:
             async with asyncio.timeout(BODY_S):
-                async for chunk in chunks:
-                    body += chunk
-                    if len(body) > MOST_BODY_BYTES:
-                        break
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    if size <= MOST_BODY_BYTES:
+                        body += chunk
         except TimeoutError:
             late = "the body did not come in time"
             raise Problem(408, late, code="request_timeout", headers={"connection": "close"}) from None
-        if len(body) <= MOST_BODY_BYTES:
-            return bytes(body)
-        body.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_S):
-                async for _ in chunks:
-                    pass
-        raise large
+        if size > MOST_BODY_BYTES:
+            large = f"a body may have {MOST_BODY_BYTES >> 20} MiB: send less"
+            raise Problem(413, large, code="request_too_large", headers={"connection": "close"})
+        return bytes(body)
 
     # while it is written
-
-    async def begin(self, text: TextRequest) -> Writing:
-        return await self._service.write(text)
 
     async def close(self, writing: Writing) -> None:
         """To its end, also where the caller is cancelled."""
@@ -333,10 +236,12 @@ class HttpApp:
 
 
 class _Reply:
-    """The answer to one request, an ASGI application: a client may leave at any point of it."""
+    """The answer to one request, an ASGI application: a client may leave at any point of it. ``created``: Unix
+    seconds."""
 
-    def __init__(self, app: HttpApp, asked: Request, answer: Answer) -> None:
-        self._app, self._asked, self._answer = app, asked, answer
+    def __init__(self, app: HttpApp, asked: Request, *, chat: bool, created: int) -> None:
+        self._app, self._asked, self._chat, self._created = app, asked, chat, created
+        self._ident = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._began = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -353,48 +258,86 @@ class _Reply:
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         texts: list[tuple[str, str]] = []
-        usage, headers = Usage(), dict[str, str]()
+        prompt, new, headers = 0, 0, dict[str, str]()
         for text in self._asked.texts:
-            writing = await self._app.begin(text)
+            writing = await self._app.service.write(text)
             try:
                 headers |= _left_out(writing)
-                usage.prompt += writing.prompt_tokens
+                prompt += writing.prompt_tokens
                 pieces: list[str] = []
                 async for piece in writing:
                     pieces.append(piece.text)
-                    usage.new += len(piece.tokens)
+                    new += len(piece.tokens)
                 texts.append(("".join(pieces), _reason(writing)))
             finally:
                 await self._app.close(writing)
         self._began = True
-        await json_response(self._answer.whole(texts, usage), headers=headers)(scope, receive, send)
+        await json_response(self._whole_said(texts, usage_of(prompt, new)), headers=headers)(scope, receive, send)
 
     async def _streamed(self, send: Send) -> None:
-        usage = Usage()
+        prompt = new = 0
         for index, text in enumerate(self._asked.texts):
-            writing = await self._app.begin(text)
+            writing = await self._app.service.write(text)
             try:
                 if not self._began:  # only now is it known that there will be something to stream
                     self._began = True
                     await _send_head(send, _left_out(writing))
-                usage.prompt += writing.prompt_tokens
-                await _send(send, self._answer.first(index))
+                prompt += writing.prompt_tokens
+                await _send(send, self._first_said(index))
                 async for piece in writing:
-                    usage.new += len(piece.tokens)
+                    new += len(piece.tokens)
                     if piece.text:
-                        await _send(send, self._answer.piece(index, piece.text))
+                        await _send(send, self._piece_said(index, piece.text))
                 reason = _reason(writing)
             finally:
                 await self._app.close(writing)
-            await _send(send, self._answer.last(index, reason))
+            await _send(send, self._last_said(index, reason))
         if self._asked.include_usage:
-            await _send(send, self._answer.usage(usage))
+            await _send(send, self._usage_said(usage_of(prompt, new)))
         await _send(send, DONE, more=False)
+
+    # what is said
+
+    def _whole_said(self, texts: list[tuple[str, str]], usage: dict[str, int]) -> dict[str, Any]:
+        """All texts, each with why it ended."""
+        choices: list[dict[str, Any]] = []
+        for index, (text, reason) in enumerate(texts):
+            said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+            choices.append({"index": index, **said, "logprobs": None, "finish_reason": reason})
+        return self._frame("chat.completion") | {"choices": choices, "usage": usage}
+
+    def _first_said(self, index: int) -> bytes:
+        """What begins a text, where something does."""
+        return self._event(index, {"role": "assistant", "content": ""}, None) if self._chat else b""
+
+    def _piece_said(self, index: int, text: str) -> bytes:
+        return self._event(index, {"content": text} if self._chat else text, None)
+
+    def _last_said(self, index: int, reason: str) -> bytes:
+        return self._event(index, {} if self._chat else "", reason)
+
+    def _usage_said(self, usage: dict[str, int]) -> bytes:
+        """The last event of a stream whose client wants it."""
+        return event(self._frame("chat.completion.chunk") | {"choices": [], "usage": usage})
+
+    def _event(self, index: int, said: str | dict[str, str], reason: str | None) -> bytes:
+        choice = {"index": index, "delta" if self._chat else "text": said, "logprobs": None, "finish_reason": reason}
+        usage = {"usage": None} if self._asked.include_usage else {}
+        return event(self._frame("chat.completion.chunk") | {"choices": [choice]} | usage)
+
+    def _frame(self, chat_kind: str) -> dict[str, Any]:
+        return {
+            "id": self._ident,
+            "object": chat_kind if self._chat else "text_completion",
+            "created": self._created,
+            "model": self._app.service.model,
+            "system_fingerprint": fingerprint(self._app.service),
+        }
 
 
 def _reason(writing: Writing) -> str:
     """Why it ended. Raises ``Problem``: not by itself."""
-    reason = finish_reason(writing.ended)
+    reason = _ENDED.get(writing.ended)
     if reason is None:
         raise _stops()
     return reason

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
 from p2ptrain.compute.text import Turn
@@ -22,10 +21,6 @@ from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, Refused
 from p2ptrain.core.serving import MOST_TOP_K, SamplingWish
 from roles.verifier.asking import TextRequest
 
-MOST_PROMPTS = 16
-"""Of one request: they are written one after the other."""
-MOST_MESSAGES = 4096
-MOST_STOPS, MOST_STOP_CHARS = 4, 512
 _SHOWN_CHARS = 64
 
 IGNORED = frozenset(
@@ -70,7 +65,6 @@ NOT_OBEYED: dict[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": ((), "nothing is looked up"),
 }
 """Parameters that would change the text: values of them that ask for nothing, and why others are refused."""
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
 RETRY_AFTER_S = 2
@@ -159,7 +153,8 @@ def read_completion(body: bytes, draw_seed: Callable[[], int]) -> Request:
         draw_seed: a seed for who names none.
     """
     given = _read(_Completion, body)
-    return _request(given, tuple({"prompt": prompt} for prompt in given.prompt), draw_seed)
+    prompts = [given.prompt] if isinstance(given.prompt, str) else given.prompt
+    return _request(given, tuple({"prompt": prompt} for prompt in prompts), draw_seed)
 
 
 def read_chat(body: bytes, draw_seed: Callable[[], int]) -> Request:
@@ -171,52 +166,7 @@ def read_chat(body: bytes, draw_seed: Callable[[], int]) -> Request:
                 raise _refused(f"messages.{index}.{_shown(name)}", _TEXT_ONLY)
     if given.messages[-1].role != "user":
         raise _wrong("messages", "the last message must be a user's: the next one is written")
-    turns = tuple(Turn(message.role, message.content) for message in given.messages)
-    return _request(given, ({"turns": turns},), draw_seed)
-
-
-def _custom(text: str) -> PydanticCustomError:
-    return PydanticCustomError("refused", "{text}", {"text": text})
-
-
-def _prompts(value: object) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return (value,)
-    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
-        if len(value) > MOST_PROMPTS:
-            raise _custom(f"{len(value)} prompts; one request may have {MOST_PROMPTS}")
-        return tuple(value)
-    if isinstance(value, list) and value and all(isinstance(item, int | list) for item in value):
-        raise _custom("token ids are not taken: give the prompt as text, or a list of texts")
-    raise _custom("must be a text or a list of texts")
-
-
-def _stops(value: object) -> tuple[str, ...]:
-    stops = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise _custom("must be a text or a list of texts")
-    if len(stops) > MOST_STOPS or not all(0 < len(stop) <= MOST_STOP_CHARS for stop in stops):
-        raise _custom(f"at most {MOST_STOPS} texts of 1 to {MOST_STOP_CHARS} characters")
-    return tuple(stops)
-
-
-def _role(value: object) -> str:
-    if value in ("tool", "function"):
-        raise _custom(_NO_TOOLS)
-    if not isinstance(value, str) or value not in _ROLES:
-        raise _custom("must be system, developer, user or assistant")
-    return _ROLES[value]
-
-
-def _content(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value:
-        raise _custom("must be a text or a list of parts that are text")
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise _custom('each part must be {"type": "text", "text": "..."}: this model reads text only')
-    return "\n".join(part["text"] for part in value)
+    return _request(given, ({"turns": tuple(message.turn() for message in given.messages)},), draw_seed)
 
 
 class _Given(BaseModel):
@@ -229,9 +179,21 @@ class _StreamOptions(_Given):
     include_usage: bool | None = None
 
 
+class _Part(_Given):
+    type: Literal["text"]
+    text: str
+
+
 class _Message(_Given):
-    role: Annotated[str, PlainValidator(_role)]
-    content: Annotated[str, PlainValidator(_content)]
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[_Part], Field(min_length=1, fail_fast=True)]
+
+    def turn(self) -> Turn:
+        said = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return Turn("system" if self.role == "developer" else self.role, said)
+
+
+_Stop = Annotated[str, Field(min_length=1, max_length=512)]
 
 
 class _Body(_Given):
@@ -242,7 +204,7 @@ class _Body(_Given):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0, le=MOST_TOP_K)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: Annotated[tuple[str, ...], PlainValidator(_stops)] = ()
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=4, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     speculate: Literal["auto", "off"] = "auto"
@@ -252,11 +214,12 @@ _SomeBody = TypeVar("_SomeBody", bound=_Body)
 
 
 class _Completion(_Body):
-    prompt: Annotated[tuple[str, ...], PlainValidator(_prompts)]
+    # Written one after the other.
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=16, fail_fast=True)]
 
 
 class _Chat(_Body):
-    messages: Annotated[list[_Message], Field(min_length=1, max_length=MOST_MESSAGES), FailFast()]
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=4096, fail_fast=True)]
 
 
 def _read(schema: type[_SomeBody], body: bytes) -> _SomeBody:
@@ -265,7 +228,10 @@ def _read(schema: type[_SomeBody], body: bytes) -> _SomeBody:
     except ValidationError as error:
         # Of a list only its first mistake is told, so these are few.
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = ".".join(map(str, first["loc"]))
+        # Of a union pydantic also names the type that it tried, which is no part of the request.
+        where = ".".join(
+            str(part) for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part != "str")
+        )
         if first["type"] == "json_invalid":
             raise Problem(400, f"the body is no JSON: {first['msg']}", code="invalid_json") from None
         if first["type"] == "missing":
@@ -306,7 +272,7 @@ def _request(given: _Body, asked: tuple[dict[str, Any], ...], draw_seed: Callabl
             **text,
             max_new_tokens=max(named) if named else None,
             sampling=sampling,
-            stop=given.stop,
+            stop=(given.stop,) if isinstance(given.stop, str) else tuple(given.stop or ()),
             speculate=given.speculate == "auto",
         )
         for text in asked

@@ -19,12 +19,13 @@ from p2ptrain.core.serving import Sampling
 from p2ptrain.core.world import World
 from roles.background import Background
 from roles.chain.generation import common_prefix
+from roles.gauges import Rate
 from roles.speculation.cost_model import MOST_DRAFTS, CostModel
 from roles.speculation.verifying import Stats
 from roles.verifier.asking import TextRequest
-from roles.verifier.drafting_source import Connected, DrafterSource, NoDrafters
+from roles.verifier.drafting_source import Connected, DrafterSource
 from roles.verifier.session import TextSession
-from roles.verifier.stats import Rate, Recent, added, figures_of, shares_of
+from roles.verifier.stats import Recent, added, figures_of, shares_of
 from roles.verifier.targets import Target, TargetSession
 from wire.handshake import RefusalCode
 
@@ -126,7 +127,7 @@ class VerifierService:
         self.context: int | None = min(known, default=None)
         text.context = self.context
         self._target, self._text, self._form = target, text, form
-        self._drafters = drafters or NoDrafters()
+        self._drafters = drafters
         self._now = world.clock.now
         self._thread = world.threads.start("text")  # a long prompt takes a second to become ids
         self._places, self._waiting = asyncio.Semaphore(self._options.sessions), 0
@@ -194,7 +195,8 @@ class VerifierService:
     def drafters(self) -> list[tuple[Connected, float | None]]:
         """Those that there are, and which share of the right drafts of late was theirs; None where none was right."""
         shares = shares_of(self._recent.grown)
-        return [(each, shares.get(each.peer_id, 0.0) if shares else None) for each in self._drafters.connected()]
+        there = self._drafters.connected() if self._drafters is not None else []
+        return [(each, shares.get(each.peer_id, 0.0) if shares else None) for each in there]
 
     @property
     def sessions(self) -> int:
@@ -336,10 +338,9 @@ class VerifierService:
             model=self.cost_model,
             most_drafts=self._options.most_drafts,
         )
-        drafters = self._drafters if speculate else NoDrafters()
         self._running[session] = _Running(opened, speculate)
         try:
-            session.begin(drafters, positions=opened.positions, sampling=opened.sampling)
+            session.begin(self._drafters if speculate else None, positions=opened.positions, sampling=opened.sampling)
         except BaseException:
             del self._running[session]
             raise

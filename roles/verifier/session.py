@@ -82,12 +82,13 @@ class TextSession:
         self._under_way = False
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self, drafters: DrafterSource, *, positions: int, sampling: Sampling) -> None:
-        """Compute from now on. ``positions``: that the session may grow to."""
+    def begin(self, drafters: DrafterSource | None, *, positions: int, sampling: Sampling) -> None:
+        """Compute from now on. ``drafters``: None: the model writes alone. ``positions``: that the session may grow
+        to."""
         assert self._task is None
-        self._drafting = drafters.open(
-            Opening(self.core.history, self.prompt_tokens, positions, sampling, self.core.opening_depth), self.event
-        )
+        if drafters is not None:
+            opening = Opening(self.core.history, self.prompt_tokens, positions, sampling, self.core.opening_depth)
+            self._drafting = drafters.open(opening, self.event)
         self._task = self._tasks.start(self._compute(), "text")
         self.event(ev.Began())
 
@@ -150,15 +151,14 @@ class TextSession:
         self._set_timer()
 
     def _carry_out(self, instruction: ev.VerifierInstruction) -> None:
-        assert self._drafting is not None
         match instruction:
             case ev.Run():
                 self._stats.asked(self._now())
                 self._run = instruction
                 self._asked.set()
-            case ev.Tell():
+            case ev.Tell() if self._drafting is not None:
                 self._drafting.tell(instruction)
-            case ev.Drop(drafter, reason):
+            case ev.Drop(drafter, reason) if self._drafting is not None:
                 self._drafting.drop(drafter, reason)
             case ev.Give(tokens):
                 self._give(tokens)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from roles.speculation.verifying import PLACES, Stats
 from roles.verifier.drafting_source import DrafterFacts
 
-WINDOW_S = 5.0
-"""Over which a rate is taken."""
 MOST_TOLD = 32
 """Drafters of one text, those that were right most often: figures have to fit a message, whoever came."""
 RECENT_TOKENS = 512
@@ -18,6 +15,7 @@ RECENT_TOKENS = 512
 BY = "by "
 """Before the peer id of a drafter: drafts of its that were right and in a pass."""
 PARTS = ("verify", "draft", "wait")
+_COUNTS = ("passes", "self_steps", "drafted", "verified", "accepted", "wasted")
 
 Sums = Mapping[str, float]
 """Of one text, or of all of them: they only grow."""
@@ -71,15 +69,16 @@ class WritingStats:
     def as_map(self, now: float, drafters: Sequence[DrafterFacts], right_of: Mapping[int, int]) -> dict[str, Any]:
         """All of it. Milliseconds are of a token behind the first, which is the prompt's; None if there is none.
         ``right_of``: drafts of each drafter that were right and in a pass."""
-        core, after = self._core, self._tokens - 1
-        spent_s = self.spent_s
-        writing_s = spent_s.pop("all")
-        bytes_in, bytes_out = sum(each.bytes_in for each in drafters), sum(each.bytes_out for each in drafters)
-        reached = [(right, tried) for right, tried in zip(core.accepted_at, core.tried_at, strict=True) if tried]
-
-        def each_ms(seconds: float) -> float | None:
-            return 1e3 * seconds / after if after > 0 else None
-
+        core, after, writing_s = self._core, self._tokens - 1, self.spent_s["all"]
+        figures = figures_of(sums_of(core, self.spent_s, drafters, right_of), 0.0)
+        named = (
+            "token_ms",
+            *(f"{name}_ms" for name in PARTS),
+            "rest_ms",
+            "alpha",
+            "accepted_length",
+            "bytes_per_token",
+        )
         return {
             "prompt_tokens": self._prompt_tokens,
             "cached_tokens": self._cached_tokens,
@@ -87,21 +86,11 @@ class WritingStats:
             "seconds": (now if self._ended_at is None else self._ended_at) - self._began_at,
             "first_s": self._first_at - self._began_at if self._tokens else None,
             "tokens_per_s": after / writing_s if after > 0 and writing_s > 0 else None,
-            "token_ms": each_ms(writing_s),
-            **{f"{name}_ms": each_ms(seconds) for name, seconds in spent_s.items()},
-            "rest_ms": each_ms(max(0.0, writing_s - sum(spent_s.values()))),
-            "passes": core.passes,
-            "self_steps": core.self_steps,
-            "alpha": core.alpha if core.verified else None,
-            "accepted_length": (core.tokens - 1) / core.passes if core.passes else None,
-            "acceptance_at": [right / tried for right, tried in reached],
-            "drafted": core.drafted,
-            "verified": core.verified,
-            "accepted": core.accepted,
-            "wasted": core.wasted,
-            "bytes_in": bytes_in,
-            "bytes_out": bytes_out,
-            "bytes_per_token": (bytes_in + bytes_out) / self._tokens if self._tokens else None,
+            **{name: figures.get(name) for name in named},
+            "acceptance_at": [figures[name] for at in range(1, PLACES + 1) if (name := f"right_at_{at}") in figures],
+            **{name: getattr(core, name) for name in _COUNTS},
+            "bytes_in": sum(each.bytes_in for each in drafters),
+            "bytes_out": sum(each.bytes_out for each in drafters),
             "drafters": _told(drafters, right_of),
         }
 
@@ -116,33 +105,6 @@ def _told(drafters: Sequence[DrafterFacts], right_of: Mapping[int, int]) -> list
         found[each.peer_id] = told
     best = sorted(found, key=lambda peer_id: -found[peer_id]["accepted"])[:MOST_TOLD]
     return [told for peer_id, told in found.items() if peer_id in best]
-
-
-class Rate:
-    """Events a second over the last ``WINDOW_S``."""
-
-    def __init__(self) -> None:
-        self._grains: deque[tuple[float, int]] = deque()
-
-    def add(self, count: int, now: float) -> None:
-        """So many now."""
-        if self._grains and now - self._grains[-1][0] < WINDOW_S / 20:
-            since, sum_before = self._grains.pop()
-            self._grains.append((since, sum_before + count))
-        else:
-            self._grains.append((now, count))
-        self._forget(now)
-
-    def per_s(self, now: float) -> float:
-        """0 if nothing came."""
-        self._forget(now)
-        if not self._grains:
-            return 0.0
-        return sum(count for _, count in self._grains) / max(now - self._grains[0][0], 1.0)
-
-    def _forget(self, now: float) -> None:
-        while self._grains and now - self._grains[0][0] > WINDOW_S:
-            self._grains.popleft()
 
 
 def sums_of(

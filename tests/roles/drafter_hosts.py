@@ -249,7 +249,7 @@ def there(source: DrafterSource) -> list[str]:
 
 
 async def write(
-    source: DrafterSource,
+    source: DrafterSource | None,
     prompt: Sequence[int],
     tokens: int,
     sampling: Sampling,
@@ -264,9 +264,8 @@ async def write(
     target.open("s", positions=len(prompt) + tokens, sampling=sampling)
     core = Verifying(prompt, max_new_tokens=tokens, vocab_size=target.vocab_size, model=CostModel(pass_s))
     events: asyncio.Queue[VerifierEvent] = asyncio.Queue()
-    drafting = source.open(
-        Opening(tuple(prompt), len(prompt), len(prompt) + tokens, sampling, core.opening_depth), events.put_nowait
-    )
+    opening = Opening(tuple(prompt), len(prompt), len(prompt) + tokens, sampling, core.opening_depth)
+    drafting = source.open(opening, events.put_nowait) if source is not None else None
     made: list[int] = []
 
     def passed(run: Run, took_s: float) -> None:
@@ -296,14 +295,14 @@ async def write(
                 case Run():
                     took_s = pass_s + row_s * (len(item.ids) - 1)
                     loop.call_later(took_s, passed, item, took_s)
-                case Tell():
+                case Tell() if drafting is not None:
                     drafting.tell(item)
-                case Drop(drafter, reason):
+                case Drop(drafter, reason) if drafting is not None:
                     drafting.drop(drafter, reason)
                 case Give(tokens=new):
                     made += new
-                case Finished():
+                case Finished() if drafting is not None:
                     drafting.close()
         core.validate()
     target.close("s")
-    return Written(made, loop.time(), core.stats, drafting.facts())
+    return Written(made, loop.time(), core.stats, drafting.facts() if drafting is not None else [])

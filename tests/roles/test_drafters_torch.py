@@ -12,7 +12,6 @@ from p2ptrain.compute.served_part import load_whole
 from p2ptrain.core.serving import Sampling
 from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
-from roles.verifier.drafting_source import NoDrafters
 from tests.compute.families import VOCAB, make, opened
 from tests.roles.drafter_hosts import DrafterHost, Written, around_of, drafter_hosts, model_serves, write
 from wire.memory import MemoryNetwork, run_virtual
@@ -32,7 +31,7 @@ def alone_and_drafted(verifier: Path, drafter: Path, sampling: Sampling) -> tupl
         network = MemoryNetwork()
         host = DrafterHost("d", network.at("d"), model_serves(engine, tokenizer="a", context=engine.context or 0))
         source = Drafters(around_of(network.at("v")), Tokens(target.vocab_size, "a"))
-        plain = await write(NoDrafters(), PROMPT, TOKENS, sampling, target=target)
+        plain = await write(None, PROMPT, TOKENS, sampling, target=target)
         async with drafter_hosts([host]):
             source.here([host.at])
             await asyncio.sleep(1)  # virtual

@@ -2,7 +2,7 @@
 
 The text is a row of random tokens; a drafter that has the right tokens before it picks the right one so often as
 ``alpha`` says, by dice of the position, and one that has a wrong token before it picks a wrong one. All times are in
-seconds. The same setting is the same run. Beside it: the formulas, for one drafter that is always as fast.
+seconds. The same setting is the same run.
 """
 
 from __future__ import annotations
@@ -306,38 +306,6 @@ class Simulation:
 def simulate(setting: Setting) -> Outcome:
     """Run a generation in virtual time."""
     return Simulation(setting).run()
-
-
-# ------------------------------------------------------------------------------------------------------------ formulas
-
-
-def expected_tokens(alpha: float, drafts: int) -> float:
-    """Of a pass with so many drafts (Leviathan et al. 2211.17192, equation 1)."""
-    if alpha >= 1:
-        return drafts + 1.0
-    return float((1 - alpha ** (drafts + 1)) / (1 - alpha))
-
-
-def synchronous_s(
-    drafts: int, alpha: float, draft_s: float, pass_s: Callable[[int], float], round_trip_s: float
-) -> float:
-    """Time of a token where each side waits for the other, and so many drafts are asked for at a time."""
-    return (drafts * draft_s + round_trip_s + pass_s(drafts)) / expected_tokens(alpha, drafts)
-
-
-def drafting_ahead_s(
-    alpha: float,
-    draft_s: float,
-    pass_s: float,
-    round_trip_s: float,
-    *,
-    share: float = 0.4,
-    most_drafts: int = MOST_DRAFTS,
-) -> float:
-    """Time of a token where the drafter drafts ahead; ``share`` of a pass is lost, on average, when it was wrong. No
-    pass gives more than its ``most_drafts`` are expected to."""
-    ahead_s = alpha * draft_s + (1 - alpha) * (round_trip_s + (1 + share) * pass_s)
-    return min(pass_s, max(ahead_s, pass_s / expected_tokens(alpha, most_drafts)))
 
 
 def mean_token_s(outcomes: Sequence[Outcome]) -> float:

@@ -25,7 +25,6 @@ from roles.speculation.events import (
     PassDone,
     Run,
     RunDone,
-    RunDropped,
     Send,
     Tell,
     Tick,
@@ -228,13 +227,6 @@ class Speculation(RuleBasedStateMachine):
                 self.computes_draft(number, drafter)
             else:
                 self.take(drafter.outbox.popleft())
-
-    @rule(data=st.data())
-    def drafter_is_asked_anew(self, data: Any) -> None:
-        """Another session's turn came first: what is to be run is asked for when there is more to go by."""
-        if (found := self.some(data)) and found[1].running:
-            found[1].running = None
-            self.drafts(*found, RunDropped())
 
     @rule(data=st.data())
     def drafter_hears(self, data: Any) -> None:

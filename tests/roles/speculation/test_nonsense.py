@@ -17,8 +17,6 @@ from roles.speculation.events import (
     Run,
     RunDone,
     Send,
-    Tell,
-    Tick,
     Told,
 )
 from roles.speculation.verifying import Verifying
@@ -99,39 +97,3 @@ def test_a_verdict_that_agrees_leaves_the_line_and_one_that_does_not_cuts_it() -
     core.handle(RunDone((1,)), 0.0)
     send = core.handle(RunDone((2,)), 0.0)[0]
     assert send == Send(2, 7, (1, 2))
-
-
-def test_a_liar_that_seems_good_costs_no_more_than_the_guard_allows() -> None:
-    """It repeats what it was told, which is right and seems to come late, and adds what is wrong: it seems to be right
-    often. It says that it began a while ago."""
-    step_s, tokens = 0.05, 400
-    core = Verifying(PROMPT, max_new_tokens=tokens, vocab_size=10, model=CostModel(step_s))
-    out = [*core.handle(Began(), 0.0), *core.handle(DrafterReady(1, len(PROMPT), DrafterModel()), 0.0)]
-    now, wrong, sizes = 0.0, 0, [len(PROMPT)]
-    while not core.ended:
-        for item in out:
-            assert not isinstance(item, Drop)
-            if isinstance(item, Tell):
-                sizes.append(item.start + len(item.tokens))
-        (run,) = (item for item in out if isinstance(item, Run))
-        took_s = step_s * (1 + 0.3 * (run.picks - 1))
-        if core.tokens:
-            now += took_s
-            wrong += run.picks - 1
-        out = core.handle(PassDone((5,) * run.picks, took_s), now)
-        line, size = core.line(1), len(core.history)
-        sizes += [item.start + len(item.tokens) for item in out if isinstance(item, Tell)]
-        out = [item for item in out if not isinstance(item, Tell)]
-        if line.number > line.epoch and line.told == size and line.depth:
-            epoch = next(number for number in range(line.epoch + 1, line.number + 1) if sizes[number] >= size - 12)
-            begin = sizes[epoch]
-            lies = (*core.history[begin:], 5, *(4,) * 6)[: size - begin + line.depth]
-            more = core.handle(Drafted(1, epoch, begin, lies), now)
-            out = out if any(isinstance(item, Run) for item in out) else [*out, *more]
-        due = core.next_deadline()
-        while not core.ended and not any(isinstance(item, Run) for item in out):
-            assert due is not None
-            now = due
-            out, due = core.handle(Tick(), now), core.next_deadline()
-    assert wrong > 20
-    assert now <= 1.05 * (tokens - 1) * step_s

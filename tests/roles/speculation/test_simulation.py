@@ -15,11 +15,9 @@ from tests.roles.speculation.simulation import (
     Outcome,
     Setting,
     constant,
-    drafting_ahead_s,
     growing,
     mean_token_s,
     simulate,
-    synchronous_s,
 )
 
 PASS_S, DRAFT_S = 0.05, 0.005
@@ -36,8 +34,6 @@ def test_a_good_drafter_at_any_distance(round_trip_s: float) -> None:
     outcomes = runs(DrafterSetting(0.8, DRAFT_S, round_trip_s), tokens=512, seeds=10)
     token_s = mean_token_s(outcomes)
     assert token_s <= GOALS_S[round_trip_s]
-    assert token_s <= 1.11 * drafting_ahead_s(0.8, DRAFT_S, PASS_S, round_trip_s)
-    assert token_s < min(synchronous_s(drafts, 0.8, DRAFT_S, constant(PASS_S), round_trip_s) for drafts in range(1, 65))
     assert sum(item.payload_bytes for item in outcomes) / sum(item.tokens for item in outcomes) < 16
 
 
@@ -59,12 +55,6 @@ def test_a_drafter_that_gets_worse_in_the_text_does_no_harm() -> None:
         whole = simulate(Setting((drafter,), growing(PASS_S, share), 1000))
         good = simulate(Setting((DrafterSetting(0.9, DRAFT_S, round_trip_s),), growing(PASS_S, share), 200))
         assert whole.seconds - good.seconds <= 1.05 * 800 * PASS_S
-
-
-def test_one_that_gets_better_is_found_again() -> None:
-    drafter = DrafterSetting(0.0, DRAFT_S, 0.02, alphas=((300, 0.9),))
-    outcome = simulate(Setting((drafter,), constant(PASS_S), 1500))
-    assert outcome.token_s < 0.6 * PASS_S
 
 
 def test_a_drafter_that_dies_is_hardly_missed() -> None:
