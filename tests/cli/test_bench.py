@@ -17,7 +17,6 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.cli.bench import runner
-from p2ptrain.cli.bench.commands import ITEM_BYTES
 from p2ptrain.cli.bench.generate import GeneratePlan, Text, _conclude, _texts
 from p2ptrain.cli.bench.network import AllReducePlan, RingPlan, measure_allreduce
 from p2ptrain.cli.bench.pipeline import PipelinePlan, measure_pipeline
@@ -42,7 +41,6 @@ from p2ptrain.cli.bench.training import (
 )
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConnectionLost, JobFailed, ResourceError, UserError
-from ring import dtypes
 from ring.schedule import Costs, Schedule, simulate
 from roles.timed_model import text_after
 from wire.credentials import Credentials
@@ -64,10 +62,6 @@ def a_bench(members: Any) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------------- arithmetic
-
-
-def test_what_is_written_again_is_the_same() -> None:
-    assert {name: dtypes.storage_dtype(name).itemsize for name in dtypes._STORAGE} == ITEM_BYTES
 
 
 def test_quantiles_lie_between_samples() -> None:

@@ -24,8 +24,6 @@ app = new_typer(
 
 SIZES, LINK_SIZES = "4K,64K,1M,16M,64M,256M", "64K,1M,4M"
 """The largest one takes half a second at 100 Mbit/s."""
-ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
-"""Element types that the ring can sum (``ring.dtypes``; a test compares them), known here without numpy."""
 
 JsonTo = Annotated[str, typer.Option("--json", metavar="FILE", help="Write JSON; - for standard output, alone.")]
 CsvTo = Annotated[str, typer.Option("--csv", metavar="FILE", help="Write CSV, one row a sample.")]
@@ -87,16 +85,19 @@ def allreduce(
     from p2ptrain.cli.bench.network import AllReducePlan, RingPlan, check_memory, measure_allreduce
     from p2ptrain.cli.bench.runner import check_peers
     from p2ptrain.core.texts import size_of
+    from ring.dtypes import storage_dtype
 
     check_peers(peers)
     _check_names(link, codec)
-    if dtype not in ITEM_BYTES:
-        raise UserError(f"no sum is known for elements of type {dtype!r}", remedy=f"use {', '.join(ITEM_BYTES)}")
+    try:
+        item_bytes = storage_dtype(dtype).itemsize
+    except ValueError as error:
+        raise UserError(str(error), remedy="choose one of these with --dtype") from None
     if codec != "fp32" and dtype != "float32":
         raise UserError(f"the codec {codec} is for float32, not {dtype}", remedy="leave out --dtype, or --codec")
     listed = sizes or (LINK_SIZES if link else SIZES)
     chosen = sorted({size_of(part) for part in listed.split(",") if part.strip()})
-    if not chosen or any(size_bytes % ITEM_BYTES[dtype] for size_bytes in chosen):
+    if not chosen or any(size_bytes % item_bytes for size_bytes in chosen):
         raise UserError(f"--sizes {listed}: not all are a whole number of elements of {dtype}", remedy="such as 64K,1M")
     sub_chunk_bytes = size_of(sub_chunk) if sub_chunk else 0
     if sub_chunk and (sub_chunk_bytes % 8 or not 1 << 10 <= sub_chunk_bytes <= 64 << 20):
@@ -105,7 +106,7 @@ def allreduce(
     check_memory(peers, chosen[-1])
     ring = RingPlan(link, tls, streams, sub_chunk_bytes, codec)
     pieces = sub_chunk_bytes or 512 << 10  # of those tried, none was faster
-    plan = AllReducePlan(peers, chosen, dtype, ITEM_BYTES[dtype], ring, rounds, pieces)
+    plan = AllReducePlan(peers, chosen, dtype, item_bytes, ring, rounds, pieces)
     _measure(plan.report(), lambda bench, report: measure_allreduce(bench, plan, report), json_to, csv_to)
 
 
