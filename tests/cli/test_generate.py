@@ -147,19 +147,6 @@ def test_stop_strings_are_read_as_a_person_writes_them(command: Command, tmp_pat
     assert (outcome.code, outcome.err.splitlines()[0]) == (2, "error: a stop string is empty")
 
 
-def test_settings_that_do_not_count_are_told(command: Command, tmp_path: Path) -> None:
-    path = _checkpoint(tmp_path, 7)
-    (path / "generation_config.json").write_text('{"min_p": 0.1}')
-    outcome = command("generate", "x", "-c", path, "-n", "2")
-    assert "step-00000007/generation_config.json also says min_p = 0.1: not applied" in outcome.err
-
-
-def test_an_error_stands_alone(command: Command, tmp_path: Path) -> None:
-    outcome = command("generate", "x" * 600, "-c", _checkpoint(tmp_path, 1))
-    assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err.startswith("error: 600 tokens of prompt and 200 new ones are more than the context of 600\n  → ")
-
-
 async def test_texts_are_shown_in_order_however_they_end(capsys: pytest.CaptureFixture[str]) -> None:
     service, held = ScriptedService(), ScriptedWriting(["first"], held_at=0)
     writings = {"a": held, "b": ScriptedWriting(["second"]), "c": ScriptedWriting(["third"])}
@@ -198,25 +185,6 @@ def test_the_newest_checkpoint_below_a_directory(command: Command, loads: list[A
     (tmp_path / "step-notanumber" / "manifest.json").write_text("{}")
     assert command("generate", "x", "-c", str(tmp_path)).code == 0
     assert loads[0][0] == newest
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--split"], "generate needs one checkpoint"),
-        (["-c", "here", "--job", "tiny"], "generate needs one checkpoint"),
-        (["-c", "no-such-directory"], "no-such-directory is not a directory"),
-    ],
-)
-def test_no_checkpoint(command: Command, loads: list[Any], arguments: list[str], message: str) -> None:
-    outcome = command("generate", "x", *arguments)
-    assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err.startswith(f"error: {message}\n  → ")
-    assert loads == []
-
-
-def test_an_empty_directory(command: Command, loads: list[Any], tmp_path: Path) -> None:
-    assert command("generate", "x", "-c", str(tmp_path)).err.startswith(f"error: {tmp_path} holds no checkpoint\n")
 
 
 def _records(*paths: Path) -> dict[str, Any]:

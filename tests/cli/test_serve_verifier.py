@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from p2ptrain.cli.access import EVERYWHERE, shown_host
 from p2ptrain.cli.joining import ServeWish
 from p2ptrain.cli.serving import cache_bytes, check, model_name
 from p2ptrain.core.errors import ResourceError, UserError
@@ -36,11 +35,6 @@ async def test_a_place_that_cannot_be_is_told_before_a_model_is_looked_at(tmp_pa
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="is in use"):
         await check(replace(wish, http=taken.getsockname()[:2]))
     await check(wish)
-
-
-def test_what_is_announced_is_what_others_can_use() -> None:
-    assert [shown_host(host) for host in ("127.0.0.1", "::1", "big.example")] == ["127.0.0.1", "::1", "big.example"]
-    assert not {shown_host(host) for host in EVERYWHERE} & EVERYWHERE
 
 
 def test_what_memory_is_left_for_caches(tmp_path: Path) -> None:

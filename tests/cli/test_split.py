@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,15 +76,6 @@ def test_the_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "box1 was lost; the text went on 0.50 s later" in out
 
 
-def test_before_the_first_token_nothing_is_known_of_times(capsys: pytest.CaptureFixture[str]) -> None:
-    facts = split_facts(StandIn(), PassTimes(), "fp32")  # type: ignore[arg-type]
-    assert (facts["token_ms"], facts["prompt_ms"], facts["stages"][0]["compute_ms"]) == (None, None, None)
-    print_split_facts(facts)
-    out = capsys.readouterr().out
-    assert "MS/TOKEN" not in out
-    assert "a token took" not in out
-
-
 def test_progress_of_all_stages_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     clock = [0.0]
     line = LoadingLine(StandIn().plan, Console(lambda: clock[0]))  # type: ignore[arg-type]
@@ -102,8 +92,3 @@ def test_progress_of_all_stages_is_one_line(capsys: pytest.CaptureFixture[str]) 
 
 
 Command = Callable[..., Any]
-
-
-def test_several_prompts_are_checked_before_anybody_is_asked(command: Command, tmp_path: Path) -> None:
-    outcome = command("generate", "x", "--split", "-c", str(tmp_path))
-    assert outcome.err.startswith(f"error: {tmp_path} holds no checkpoint\n")

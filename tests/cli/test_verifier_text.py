@@ -19,13 +19,11 @@ import typer
 
 from p2ptrain.cli import chat as chat_module
 from p2ptrain.cli import text as text_module
-from p2ptrain.cli.generate import ROUNDING, compared_text
+from p2ptrain.cli.generate import ROUNDING
 from p2ptrain.cli.output import Console
 from p2ptrain.cli.stopping import LEAVING
-from p2ptrain.cli.text import print_text_stats
 from p2ptrain.core.errors import ConnectionLost, Refused
 from p2ptrain.core.serving import Sampling
-from roles.verifier.client import VerifierClient
 from roles.verifier.server import serve_texts
 from tests.roles.verifier.doubles import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
 from wire.connection import Connection
@@ -155,17 +153,6 @@ def test_sampled_with_drafters_or_without_it_is_the_same(command: Command, at: l
     assert verifier.drafters.opened == 1
 
 
-def test_how_it_came_about_is_shown(command: Command, at: list[str]) -> None:
-    outcome = command("generate", PROMPT, *at, "-n", "40", "--stats")
-    assert "a token took " in outcome.out
-    assert " verifying" in outcome.out
-    assert "drafts: 1.00 of them right" in outcome.out
-    assert "drafters: d1 (tiny, " in outcome.out
-    assert " of its drafts taken)" in outcome.out
-    assert "30 bytes" not in outcome.out
-    assert "0.8 bytes of messages a token" in outcome.out
-
-
 def test_compared_with_the_verifier_alone(command: Command, at: list[str], verifier: Verifier) -> None:
     verifier.target.pass_s = 0.005
     outcome = command("generate", PROMPT, *at, "-n", "60", "--compare", "--json")
@@ -176,13 +163,6 @@ def test_compared_with_the_verifier_alone(command: Command, at: list[str], verif
     assert outcome.json["alone"]["text"] == outcome.json["text"] == text_of(reference(PROMPT, 60))
     assert compared["accepted"] > 0
     assert " times as fast as the verifier alone" in command("generate", PROMPT, *at, "-n", "60", "--compare").out
-
-
-def test_texts_that_are_not_the_same_are_told_of() -> None:
-    compared = {"times": 1.5, "token_ms": 4.0, "alone_token_ms": 6.0, "accepted": 3, "same_text": False}
-    pace = "1.50 times as fast as the verifier alone: 4.0 ms a token, alone 6.0 ms; "
-    assert compared_text(compared) == f"{pace}the texts part, {ROUNDING}"
-    assert compared_text(compared | {"same_text": True}) == pace + "the same text"
 
 
 def test_nothing_is_compared_that_says_nothing(command: Command, at: list[str], verifier: Verifier) -> None:
@@ -213,16 +193,6 @@ def test_a_text_that_was_interrupted(
     outcome = command("generate", PROMPT, *at, "-n", "400", "--no-speculation")
     assert outcome.code == 130
     assert outcome.out == PROMPT + _shown(reference(PROMPT, 20)).rstrip("�") + f"\n{LEAVING}\n"
-
-
-def test_drafts_that_came_and_were_not_used(capsys: pytest.CaptureFixture[str]) -> None:
-    drafters = [{"name": "d1", "model": "tiny"}]
-    print_text_stats({"drafted": 9, "verified": 0, "wasted": 4, "drafters": drafters})
-    assert capsys.readouterr().out == (
-        "9 drafts came, none was used\ndrafters: d1 (tiny); without drafts it was as fast\n"
-    )
-    print_text_stats({"drafted": 9, "verified": 5, "wasted": 4, "drafters": drafters})
-    assert capsys.readouterr().out == "9 drafts came, 4 of them wrong, or behind a wrong one\ndrafters: d1 (tiny)\n"
 
 
 def test_two_texts_that_rounding_parts(command: Command, at: list[str], verifier: Verifier) -> None:
@@ -260,29 +230,6 @@ def test_one_that_loads_its_model_is_told_of(command: Command, fake_seed: Any, s
     fake_seed.answers["peers.list"] = {"peers": [peer.to_map() for peer in peers]}
     outcome = command("generate", "x", "--seed", fake_seed.address)
     assert (outcome.code, said in outcome.err) == (2, True)
-
-
-def test_which_verifier(command: Command, fake_seed: Any, verifier: Verifier) -> None:
-    other = verifier.record(name="small one", id="b" * 12, model="other", port=1)
-    fake_seed.answers["serving.list"] = {"serving": [other, verifier.record()]}
-    said = command("generate", PROMPT, "--seed", fake_seed.address).err
-    assert "verifiers of several models" in said
-    assert "small one (other, weights , id bbbbbbbbbbbb)" in said
-    named = command("generate", PROMPT, "--seed", fake_seed.address, "--verifier", "big one", "-n", "5")
-    assert named.code == 0
-    assert "no verifier is called x" in command("generate", "a", "--seed", fake_seed.address, "--verifier", "x").err
-    twin = verifier.record(id="b" * 12, port=1, weights="1234567890")
-    fake_seed.answers["serving.list"] = {"serving": [twin, verifier.record(weights="abcdefghij")]}
-    for named in ([], ["--verifier", "big one"]):
-        said = command("generate", PROMPT, "--seed", fake_seed.address, *named).err
-        assert f"weights 12345678, id bbbbbbbbbbbb), big one (stand-in, weights abcdefgh, id {PEER})" in said
-    assert "verifiers called big one of several models" in said
-    assert command("generate", PROMPT, "--seed", fake_seed.address, "-n", "5", "--verifier", PEER).code == 0
-    busy = verifier.record(name="busy", id="b" * 12, sessions=3, port=1)
-    fake_seed.answers["serving.list"] = {"serving": [busy, verifier.record()]}
-    assert command("generate", PROMPT, "--seed", fake_seed.address, "-n", "5").code == 0
-    fake_seed.answers["serving.list"] = {"serving": [verifier.record(id="b" * 12)]}
-    assert "another peer answers" in command("generate", PROMPT, "--seed", fake_seed.address).err
 
 
 @pytest.mark.parametrize(
@@ -324,7 +271,7 @@ def test_a_verifier_that_is_killed_in_mid_text(command: Command, at: list[str], 
 
 
 def test_a_text_that_is_broken_off_is_given_to_programs_too(
-    command: Command, at: list[str], verifier: Verifier, tmp_path: Path
+    command: Command, at: list[str], verifier: Verifier
 ) -> None:
     verifier.target.before = failing_at(40, ConnectionLost("a stage is gone", remedy="start another"))
     outcome = command("generate", PROMPT, *at, "-n", "400", "--no-speculation", "--json")
@@ -336,26 +283,6 @@ def test_a_text_that_is_broken_off_is_given_to_programs_too(
     whole = text_of(reference(PROMPT, 400))
     assert outcome.json["text"]
     assert whole.startswith(outcome.json["text"].rstrip("\ufffd"))
-
-    (tmp_path / "prompts").write_text("one\nanother one\nthe third\n")
-    verifier.target.runs.clear()
-    outcome = command(
-        "generate", "--prompts", tmp_path / "prompts", *at, "-n", "30", "--no-speculation", "--json", "--sessions", "1"
-    )
-    first, second, third = outcome.json["texts"]
-    assert (first["ended"], first["text"]) == ("length", text_of(reference("one", 30)))
-    assert (second["ended"], third) == ("failed", None)
-
-    verifier.target.before = failing_at(0, ConnectionLost("a stage is gone"))
-    verifier.target.runs.clear()
-    assert command("generate", PROMPT, *at, "-n", "9", "--json").json["tokens"] == 0
-
-
-def test_a_model_that_fails_in_mid_text(command: Command, at: list[str], verifier: Verifier) -> None:
-    verifier.target.before = failing_at(9, ConnectionLost("a stage is gone", remedy="start another"))
-    outcome = command("generate", PROMPT, *at, "-n", "400", "--no-speculation")
-    assert outcome.code == 3
-    assert "error: big one: a stage is gone (after 9 tokens of the text)\n  → start another" in outcome.err
 
 
 class Typed(io.StringIO):
@@ -372,6 +299,24 @@ class Typed(io.StringIO):
         self._then(self._lines)
         self._lines += 1
         return super().readline()
+
+
+def test_which_verifier(command: Command, fake_seed: Any, verifier: Verifier) -> None:
+    other = verifier.record(name="small one", id="b" * 12, model="other", port=1)
+    fake_seed.answers["serving.list"] = {"serving": [other, verifier.record()]}
+    ask = ["generate", PROMPT, "--seed", fake_seed.address, "-n", "5"]
+    assert "small one (other, weights , id bbbbbbbbbbbb)" in command(*ask).err
+    assert command(*ask, "--verifier", "big one").code == 0
+    assert "no verifier is called x" in command(*ask, "--verifier", "x").err
+    twin = verifier.record(id="b" * 12, port=1, weights="1234567890")
+    fake_seed.answers["serving.list"] = {"serving": [twin, verifier.record(weights="abcdefghij")]}
+    assert "verifiers called big one of several models" in command(*ask, "--verifier", "big one").err
+    assert command(*ask, "--verifier", PEER).code == 0
+    busy = verifier.record(name="busy", id="b" * 12, sessions=3, port=1)
+    fake_seed.answers["serving.list"] = {"serving": [busy, verifier.record()]}
+    assert command(*ask).code == 0
+    fake_seed.answers["serving.list"] = {"serving": [verifier.record(id="b" * 12)]}
+    assert "another peer answers" in command(*ask).err
 
 
 def _whole(turns: list[tuple[str, str]]) -> str:
@@ -425,7 +370,7 @@ def test_a_verifier_that_is_lost_in_mid_answer_and_comes_back(
     assert "drafters: none" in outcome.out
 
 
-@pytest.mark.parametrize("code", ["shutting-down", "stale-term", "busy"])
+@pytest.mark.parametrize("code", ["shutting-down", "busy"])
 def test_a_chat_waits_for_the_seed_of_its_verifier_too(
     command: Command, at: list[str], verifier: Verifier, fake_seed: Any, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
@@ -447,51 +392,6 @@ def test_a_chat_waits_for_the_seed_of_its_verifier_too(
     assert outcome.code == 0
     assert "not now" not in outcome.err
     assert outcome.err.count("12 tokens, ") == 2
-
-
-def test_a_question_that_ends_the_verifier_each_time_is_not_asked_for_ever(
-    command: Command, at: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(text_module, "LOOK_AGAIN_S", 0.01)
-    asked = []
-
-    async def ask(client: Any, wish: Any) -> Any:
-        asked.append(wish)
-        client._connection.abort()
-        client._end(ConnectionLost("it was killed"))
-        raise client._lost(None)
-
-    monkeypatch.setattr(VerifierClient, "write", ask)
-    monkeypatch.setattr(sys, "stdin", Typed(["what is a ring?", "/quit"], lambda line: None))
-    outcome = command("chat", *at)
-    assert len(asked) == text_module.MOST_ASKS
-    assert "the verifier big one is lost: it was killed" in outcome.err
-
-
-def test_a_verifier_that_is_leaving_is_looked_for_again(
-    command: Command, at: list[str], verifier: Verifier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(text_module, "LOOK_AGAIN_S", 0.01)
-    leaving = Refused("shutting-down", "the verifier is leaving")
-    target, said = verifier.target, [None, leaving, leaving]
-    opening = target.open
-
-    async def open_or_leave(**how: Any) -> Any:
-        if said and (refused := said.pop(0)) is not None:
-            raise refused
-        return await opening(**how)
-
-    monkeypatch.setattr(target, "open", open_or_leave)
-    monkeypatch.setattr(sys, "stdin", Typed(["what is a ring?", "/reset", "and a chain?", "/quit"]))
-    outcome = command("chat", *at, "-n", "12", "--no-speculation")
-    assert outcome.code == 0
-    assert outcome.err.count("12 tokens, ") == 2
-    assert not said, "it was asked again until it did not leave"
-
-    said += [leaving] * 1000
-    monkeypatch.setattr(chat_module, "PERSON_WAITS_S", 0.0)
-    monkeypatch.setattr(sys, "stdin", Typed(["why?", "/quit"]))
-    assert "the verifier is leaving" in command("chat", *at, "-n", "12", "--no-speculation").err
 
 
 def test_a_verifier_that_stays_away_ends_a_pipe(

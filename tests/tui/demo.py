@@ -1,10 +1,9 @@
-"""A scripted cluster to look at: for screenshots, tests and measurements. Deterministic: no clock, no chance.
+"""A scripted cluster to look at: for screenshots and tests. Deterministic: no clock, no chance.
 
 python -m tests.tui.demo                                  watch it train
 python -m tests.tui.demo --serving                        and write text: key 6
 python -m tests.tui.demo --screenshot docs/tui.svg        what the README shows, and
 python -m tests.tui.demo --serving --view 6 --size 116x20 --screenshot docs/tui-serving.svg
-python -m tests.tui.demo --peers 64 --measure 100         CPU time per update, in milliseconds
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import argparse
 import asyncio
 import dataclasses
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +91,6 @@ class DemoCluster:
             counts[index % len(counts)] += 1
         return counts
 
-    def _noise(self, *key: object) -> float:
-        return noise(*key)
-
     def wall(self, step: int) -> float:
         return EPOCH + step * STEP_S
 
@@ -106,7 +101,7 @@ class DemoCluster:
         device, memory, load = DEVICES[index % len(DEVICES)]
         ranked = index < self._members()
         name = NAMES[index] if index < len(NAMES) else f"{NAMES[index % len(NAMES)]}-{index // len(NAMES) + 1}"
-        flow_bps = 8 * 2.4e6 * (1 + 0.1 * self._noise("flow", index, self.step)) if ranked else 0.0
+        flow_bps = 8 * 2.4e6 * (1 + 0.1 * noise("flow", index, self.step)) if ranked else 0.0
         trains = {"running": "training", "paused": "held"}.get(self.state, "idle")
         return PeerInfo(
             id=f"peer{index}",
@@ -116,14 +111,14 @@ class DemoCluster:
             state=trains if ranked else "following",
             address=f"192.168.1.{21 + index}:7338",
             joined_at=EPOCH + 7 * index,
-            heartbeat_age_s=0.5 + 0.4 * self._noise("age", index, self.step),
-            rtt_ms=0.4 + 11 * abs(self._noise("rtt", index)) + 0.1 * self._noise("rtt", index, self.step),
+            heartbeat_age_s=0.5 + 0.4 * noise("age", index, self.step),
+            rtt_ms=0.4 + 11 * abs(noise("rtt", index)) + 0.1 * noise("rtt", index, self.step),
             in_bps=flow_bps,
             out_bps=flow_bps * 1.02,
             tokens_per_s=TOKENS_PER_STEP / STEP_S / self._members() if trains == "training" and ranked else 0.0,
-            memory_bytes=int(memory * (0.55 + 0.3 * self._noise("memory", index))) if ranked else memory // 9,
+            memory_bytes=int(memory * (0.55 + 0.3 * noise("memory", index))) if ranked else memory // 9,
             memory_total_bytes=memory,
-            gpu_load=None if load is None else (load + 0.05 * self._noise("gpu", index, self.step) if ranked else 0.03),
+            gpu_load=None if load is None else (load + 0.05 * noise("gpu", index, self.step) if ranked else 0.03),
             job="j1" if ranked else "",
             rank=index if ranked else None,
             generation=self.generation if ranked else 0,
@@ -137,23 +132,22 @@ class DemoCluster:
         if members < 2:
             return []
         return [
-            (0.2 + 9 * abs(self._noise("far", index)), 1e9 * 10 ** -abs(2 * self._noise("wide", index)))
-            for index in range(members)
+            (0.2 + 9 * abs(noise("far", index)), 1e9 * 10 ** -abs(2 * noise("wide", index))) for index in range(members)
         ]
 
     def row(self, step: int) -> MetricRow:
         truth = 1.9 + 3.6 * math.exp(-step / 260)
-        compute = 560 + 30 * self._noise("compute", step)
-        communicate = 190 + 25 * self._noise("communicate", step)
-        wait = 50 + 20 * self._noise("wait", step)
+        compute = 560 + 30 * noise("compute", step)
+        communicate = 190 + 25 * noise("communicate", step)
+        wait = 50 + 20 * noise("wait", step)
         return MetricRow(
             job="j1",
             step=step,
             wall=self.wall(step),
-            loss=truth + 0.10 * self._noise("loss", step),
+            loss=truth + 0.10 * noise("loss", step),
             val_loss=truth + 0.09 if step % VALIDATE_EVERY == 0 else None,
             lr=3e-4 * min(1.0, step / 100) * (0.55 + 0.45 * math.cos(math.pi * step / STEPS_TOTAL)),
-            grad_norm=0.8 + 0.2 * self._noise("norm", step),
+            grad_norm=0.8 + 0.2 * noise("norm", step),
             tokens_per_s=TOKENS_PER_STEP / (compute + communicate + wait) * 1000,
             step_ms=compute + communicate + wait,
             compute_ms=compute,
@@ -265,8 +259,8 @@ class DemoCluster:
         whole = name.startswith("llama")
         start, stop = layers * index // stages, layers * (index + 1) // stages
         weights = int((stop - start) * layer_bytes)
-        pace = 24.0 + 2 * self._noise("pace", self.step) if whole else 0.0
-        compute_ms = (stop - start) * (0.9 + 0.5 * self._noise("layer", name, index))
+        pace = 24.0 + 2 * noise("pace", self.step) if whole else 0.0
+        compute_ms = (stop - start) * (0.9 + 0.5 * noise("layer", name, index))
         return PartInfo(
             id=f"{peer.id}/{name}-{index}",
             peer=peer.id,
@@ -280,7 +274,7 @@ class DemoCluster:
             dtype="bfloat16",
             weights_bytes=weights,
             cache_bytes=weights // 5 if whole else 0,
-            limit_bytes=int(weights * (1.4 + abs(self._noise("limit", name, index)))),
+            limit_bytes=int(weights * (1.4 + abs(noise("limit", name, index)))),
             sessions=2 if whole else 0,
             compute_ms=compute_ms,
             busy=min(1.0, 3 * pace * compute_ms / 1e3),
@@ -414,33 +408,12 @@ async def _screenshot(*, peers: int, serving: bool, columns: int, rows: int, lig
         return app.export_screenshot(title="p2ptrain tui")
 
 
-async def _measure(updates: int, *, peers: int, serving: bool, columns: int, rows: int) -> float:
-    """CPU milliseconds per update at ten a second, drawing included."""
-    from tui.app import P2PTrainApp
-
-    source = DemoSource(DemoCluster(peers, serving=serving))
-    app = P2PTrainApp(source, clock=source.clock, refresh_hz=0)
-    async with app.run_test(size=(columns, rows)) as pilot:
-        await pilot.pause()
-        assert source.cluster is not None
-        ticks = [source.cluster.tick() for _ in range(updates)]  # made beforehand: they are the seed's work
-        started = time.process_time()
-        for tick in ticks:
-            source.clock.time += 0.1
-            for update in tick:
-                source.store.apply(update.topic, update.items, source.clock.now())
-            app.refresh_panels()
-            await pilot.pause()
-        return (time.process_time() - started) / updates * 1000
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.tui.demo", description="A scripted cluster to look at.")
     parser.add_argument("--peers", type=int, default=6)
     parser.add_argument("--serving", action="store_true", help="a verifier and drafters, too")
     parser.add_argument("--screenshot", type=Path, help="write an SVG and leave")
-    parser.add_argument("--measure", type=int, metavar="UPDATES", help="print CPU time per update and leave")
-    parser.add_argument("--size", default="160x48", help="columns x rows of the screenshot or the measurement")
+    parser.add_argument("--size", default="160x48", help="columns x rows of the screenshot")
     parser.add_argument("--view", type=int, default=1, help="which view the screenshot shows")
     parser.add_argument("--light", action="store_true", help="the light theme for the screenshot")
     arguments = parser.parse_args()
@@ -450,8 +423,6 @@ def main() -> None:
     if arguments.screenshot:
         picture = asyncio.run(_screenshot(light=arguments.light, view=arguments.view, **shape))
         arguments.screenshot.write_text(picture, encoding="utf-8")
-    elif arguments.measure:
-        print(f"{asyncio.run(_measure(arguments.measure, **shape)):.2f} ms of CPU per update")
     else:
         from p2ptrain.core.world import LoopClock
         from tui.app import P2PTrainApp
