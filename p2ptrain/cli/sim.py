@@ -5,8 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,7 +16,6 @@ from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
 if TYPE_CHECKING:
     from roles.sim.run import Summary, Verdict
 
-MOST_NUMBER = 1 << 31
 SHOW_EVERY_S = 0.5
 VIOLATED = 1
 
@@ -31,7 +29,6 @@ def sim(
     faults: Annotated[str, typer.Option(metavar="KIND,KIND", help="Only these kinds; default: all.")] = "",
     jobs: Annotated[int, typer.Option(min=1, max=64, help="Processes.")] = 1,
     timeline: Annotated[bool, typer.Option("--timeline", help="Show what happened, moment by moment.")] = False,
-    churn: Annotated[bool, typer.Option("--churn", help="One seed; all peers come, and go, and come again.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run simulated clusters under faults and check what must always be true.
@@ -45,7 +42,6 @@ def sim(
       p2ptrain sim --schedules 1000 --jobs 2
       p2ptrain sim --schedules 1 --seed 17 --timeline
       p2ptrain sim --without dir-sync
-      p2ptrain sim --peers 500 --churn
     """
     from roles.sim.faults import KINDS, KINDS_OF_PARTS
     from roles.sim.run import Summary, run_batch
@@ -57,35 +53,34 @@ def sim(
         _known("--faults", name, [*KINDS, *(KINDS_OF_PARTS if stages > 1 else ())])
     if mutation:
         _known("--without", mutation, list(safeguards))
-    first = secrets.randbelow(MOST_NUMBER) if seed < 0 else seed
-    if churn:
-        _churn(peers or 500, first, as_json=as_json)
-        return
-    if mutation and not kinds:
-        kinds = safeguards[mutation][1]
-    if timeline:
-        _show(first, peers, kinds, mutation, schedules, stages)
-        return
+        kinds = kinds or safeguards[mutation][1]
+    first = secrets.randbelow(1 << 31) if seed < 0 else seed
     if not as_json:
         typer.echo(f"schedules {first} to {first + schedules - 1}")
-    progress = _Progress(schedules)
-    summary, interrupted = Summary(), False
+    options: dict[str, Any] = {"peers": peers, "kinds": kinds, "mutation": mutation, "stages": stages}
+    shown_at = 0.0
+
+    def show(verdict: Verdict, summary: Summary) -> None:
+        nonlocal shown_at
+        if timeline and not as_json:
+            typer.echo(f"schedule {verdict.number}, {verdict.peers} machines, fingerprint {verdict.fingerprint}")
+            for at_s, text in verdict.timeline:
+                typer.echo(f"{at_s:10.3f} s  {text}")
+            typer.echo(verdict.text or "everything holds")
+        elif sys.stderr.isatty() and time.monotonic() - shown_at > SHOW_EVERY_S:
+            shown_at = time.monotonic()
+            left_s = (schedules - summary.schedules) * summary.real_s / summary.schedules
+            text = f"{summary.schedules}/{schedules}, {human_seconds(left_s)} left"
+            typer.echo(f"\r{text}, {len(summary.violations)} violations   ", err=True, nl=False)
+
+    summary, interrupted, numbers = Summary(), False, range(first, first + schedules)
     try:
-        run_batch(
-            range(first, first + schedules),
-            peers=peers,
-            kinds=kinds,
-            mutation=mutation,
-            stages=stages,
-            jobs=jobs,
-            stop_at_first=bool(mutation),
-            on_verdict=progress.shown,
-            summary=summary,
-        )
+        run_batch(numbers, jobs=jobs, on_verdict=show, summary=summary, verbose=timeline, **options)
     except KeyboardInterrupt:
         interrupted = True
-    progress.clear()
-    _report(summary, peers, kinds, mutation, stages, as_json=as_json)
+    if shown_at:
+        typer.echo("\r" + " " * 70 + "\r", err=True, nl=False)
+    _report(summary, options, as_json=as_json)
     if interrupted:
         typer.echo(f"interrupted after {summary.schedules} of {schedules} schedules", err=True)
         raise typer.Exit(EXIT_INTERRUPTED)
@@ -98,31 +93,10 @@ def _known(option: str, name: str, names: list[str]) -> None:
         raise UserError(f"{option} does not know {name!r}", remedy=f"it knows: {', '.join(names)}")
 
 
-class _Progress:
-    """One line that is written over, where somebody looks."""
-
-    def __init__(self, whole: int) -> None:
-        self._whole, self._shown_at = whole, 0.0
-
-    def shown(self, verdict: Verdict, summary: Summary) -> None:
-        if sys.stderr.isatty() and time.monotonic() - self._shown_at > SHOW_EVERY_S:
-            self._shown_at = time.monotonic()
-            rate = summary.schedules / summary.real_s if summary.real_s else 0.0
-            left_s = (self._whole - summary.schedules) / rate if rate else 0.0
-            text = f"{summary.schedules}/{self._whole}, {rate:.1f}/s, {human_seconds(left_s)} left"
-            typer.echo(f"\r{text}, {len(summary.violations)} violations   ", err=True, nl=False)
-
-    def clear(self) -> None:
-        if self._shown_at:
-            typer.echo("\r" + " " * 70 + "\r", err=True, nl=False)
-
-
-def _report(summary: Summary, peers: int, kinds: tuple[str, ...], mutation: str, stages: int, *, as_json: bool) -> None:
+def _report(summary: Summary, options: dict[str, Any], *, as_json: bool) -> None:
     from roles.sim.run import replay
 
-    lines = [
-        replay(verdict, peers=peers, kinds=kinds, mutation=mutation, stages=stages) for verdict in summary.violations
-    ]
+    lines = [replay(verdict, **options) for verdict in summary.violations]
     if as_json:
         found = [
             {"number": verdict.number, "violated": verdict.violated, "text": verdict.text, "replay": line}
@@ -142,36 +116,3 @@ def _report(summary: Summary, peers: int, kinds: tuple[str, ...], mutation: str,
     )
     for verdict, line in zip(summary.violations, lines, strict=True):
         typer.echo(f"{verdict.text[:400]}\n  → {line}", err=True)
-
-
-def _show(first: int, peers: int, kinds: tuple[str, ...], mutation: str, schedules: int, stages: int) -> None:
-    from roles.sim.run import run_schedule
-
-    violated = False
-    for number in range(first, first + schedules):
-        verdict = run_schedule(number, peers=peers, kinds=kinds, mutation=mutation, verbose=True, stages=stages)
-        typer.echo(f"schedule {number}, {verdict.peers} machines, fingerprint {verdict.fingerprint}")
-        for at_s, text in verdict.timeline:
-            typer.echo(f"{at_s:10.3f} s  {text}")
-        typer.echo(verdict.text or "everything holds")
-        violated = violated or bool(verdict.violated)
-    if violated:
-        raise typer.Exit(VIOLATED)
-
-
-def _churn(peers: int, number: int, *, as_json: bool) -> None:
-    from roles.sim.run import run_churn
-
-    verdict = run_churn(number, peers=peers)
-    if as_json:
-        values = asdict(verdict)
-        del values["timeline"]
-        print_json(values)
-    else:
-        held = verdict.text or "everything holds"
-        typer.echo(
-            f"{peers} peers came and went, {verdict.members} were in a ring, {verdict.steps} commits:"
-            f" {human_seconds(verdict.virtual_s)} of virtual time in {human_seconds(verdict.real_s)}; {held}"
-        )
-    if verdict.violated:
-        raise typer.Exit(VIOLATED)

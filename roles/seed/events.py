@@ -132,13 +132,7 @@ class Board:
 
 def newest_that_fit(items: Iterable[Map], limit_bytes: int = 40 << 10) -> list[Map]:
     """The last of the items, as many as one answer holds."""
-    chosen: list[Map] = []
-    for item in reversed(list(items)):
-        limit_bytes -= len(msgpack.packb(item))
-        if limit_bytes < 0:
-            break
-        chosen.append(item)
-    return chosen[::-1]
+    return first_that_fit(reversed(list(items)), limit_bytes)[::-1]
 
 
 def first_that_fit(items: Iterable[Map], limit_bytes: int) -> list[Map]:

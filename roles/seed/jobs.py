@@ -200,10 +200,6 @@ SETTLE_S = 30.0
 """For the members of a job to find a seed that was restored: as long as they may be away from one that was not."""
 
 
-def _nothing_known(job: str) -> int:
-    return 0
-
-
 @dataclass(frozen=True, slots=True)
 class JobContext:
     """What every job needs of the seed.
@@ -228,10 +224,10 @@ class JobContext:
     freed: Callable[[], None]
     restored: Callable[[View], Awaitable[None]]
     survey: Survey
-    ledger_step: Callable[[str], int] = _nothing_known
-    settled: Callable[[JobController], None] = lambda desk: None
-    minted: Callable[[], None] = lambda: None
-    minted_below: int = 0
+    ledger_step: Callable[[str], int]
+    settled: Callable[[JobController], None]
+    minted: Callable[[], None]
+    minted_below: int
 
 
 @dataclass(frozen=True, slots=True)

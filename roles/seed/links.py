@@ -18,8 +18,7 @@ from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.world import Clock
 from ring.order import LinkQuality, Links
 from roles.background import started_in
-from roles.seed.peers import Link
-from wire.address import is_loopback
+from roles.seed.peers import Link, host_seen_from
 
 START_S = 2.0
 """A job's start waits no longer than this for measurements."""
@@ -172,11 +171,6 @@ class Survey:
             found = measured_untrusted(result, {other.id for other in others})
             self.table.put(link.id, found, self._clock.now())
             self._changed([link.id, *found])
-
-
-def host_seen_from(here: str, host: str) -> str:
-    """The host as one at ``here`` is told it: elsewhere, a loopback address means the seed's machine, which is ""."""
-    return "" if is_loopback(host) and not is_loopback(here) else host
 
 
 def measured_untrusted(result: dict[str, Any], asked: Collection[str]) -> dict[str, LinkQuality]:

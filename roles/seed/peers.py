@@ -267,13 +267,12 @@ def announced_to(host: str, view: View) -> ViewAnnounced:
 
 def seen_from(host: str, members: Iterable[MemberRecord]) -> list[MemberRecord]:
     """The members as a peer at ``host`` is told them."""
-    return list(members) if is_loopback(host) else [_without_loopback(member) for member in members]
+    return [dataclasses.replace(member, host=host_seen_from(host, member.host)) for member in members]
 
 
-def _without_loopback(member: MemberRecord) -> MemberRecord:
-    if not is_loopback(member.host):
-        return member
-    return MemberRecord(member.peer_id, member.name, "", member.port, member.first, member.count, member.healthy)
+def host_seen_from(here: str, host: str) -> str:
+    """The host as one at ``here`` is told it: elsewhere, a loopback address means the seed's machine, which is ""."""
+    return "" if is_loopback(host) and not is_loopback(here) else host
 
 
 def check_hello(hello: Hello) -> None:

@@ -27,7 +27,7 @@ from p2ptrain.core.errors import P2PTrainError, StorageError, UserError, first_e
 from p2ptrain.core.world import Clock, World
 from ring.coordination import ENDED
 from roles.seed.authority import Authority, keep_files
-from roles.seed.server import Beats, Guard, Seed, cluster_id
+from roles.seed.server import Seed, cluster_id
 from roles.seed.store import FILE_NAME, SCHEMA_VERSION, TERM_FACT, Records, Store
 from wire.address import Ticket, format_address
 from wire.credentials import Credentials
@@ -228,24 +228,27 @@ async def run_seed(
     """
     store = await Store.open(world.disk, state_dir, world.threads)
     try:
-        guard, beside = Guard(), list[Callable[[], Coroutine[None, None, None]]]()
+        authority: Authority | None = None
+        beside: list[Callable[[], Coroutine[None, None, None]]] = []
         if encryption is not None:
             directory, now = state_dir / "authority", world.clock.wall()
-            authority = await asyncio.to_thread(Authority.open, world.disk, directory, name=name, now=now)
+            authority = opened = await asyncio.to_thread(Authority.open, world.disk, directory, name=name, now=now)
             peer_id, clock = await cluster_id(store), world.clock
 
             async def sign() -> Credentials:
-                return await asyncio.to_thread(authority.own_credentials, peer_id, clock.wall())
+                return await asyncio.to_thread(opened.own_credentials, peer_id, clock.wall())
 
             network = TlsNetwork(world.network, await sign(), require_client_certificate=False)
             beside.append(partial(_keep_fresh, network, sign, clock))
             world = dataclasses.replace(world, network=network)
-            guard = Guard(authority, encryption.ticket_host)
-        seed = await Seed.open(world, store, name=name, beats=Beats(heartbeat_s, death_s), guard=guard)
+        ticket_host = encryption.ticket_host if encryption is not None else "127.0.0.1"
+        seed = await Seed.open(
+            world, store, name=name, beats=(heartbeat_s, death_s), authority=authority, ticket_host=ticket_host
+        )
         backup: Backup | None = None
         if backup_dir is not None:
             told = partial(seed.note, "error", "backup")
-            backup = Backup(world, store, guard.authority, backup_dir, told)
+            backup = Backup(world, store, authority, backup_dir, told)
             await backup.write()  # it is known at once where that cannot be done
             seed.copy_soon = backup.soon
             beside.append(backup.run)

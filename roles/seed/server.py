@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -62,25 +61,6 @@ from wire.records import ClusterInfo, PeerInfo
 from wire.text_messages import Serving
 
 
-@dataclass(frozen=True, slots=True)
-class Beats:
-    """Heartbeat and death in seconds; 0 and 0: from each worker's measured round trip."""
-
-    heartbeat_s: float = 0.0
-    death_s: float = 0.0
-
-    def at(self, rtt_ms: float) -> tuple[float, float]:
-        return (self.heartbeat_s, self.death_s) if self.heartbeat_s > 0 else beat_defaults(rtt_ms)
-
-
-@dataclass(frozen=True, slots=True)
-class Guard:
-    """Who may come in. ``authority``: None on a plain seed; ``ticket_host``: the address that tickets carry."""
-
-    authority: Authority | None = None
-    ticket_host: str = "127.0.0.1"
-
-
 async def cluster_id(store: Store) -> str:
     """The seed's peer id and the cluster's name for programs: made once. Raises ``StorageError``."""
     return await store.call(Records.fact, "cluster-id", new_id)
@@ -95,6 +75,7 @@ class Acceptor:
 
     Args:
         cluster_id, name: the seed's own peer id, and its name for people.
+        beats: heartbeat and death in seconds; 0 and 0: from the measured round trip to each peer.
         links: the peers that are here.
 
     Attributes:
@@ -110,7 +91,7 @@ class Acceptor:
         world: World,
         cluster_id: str,
         name: str,
-        beats: Beats,
+        beats: tuple[float, float],
         links: Mapping[str, Link],
         gate: Gate,
         term: int,
@@ -167,7 +148,11 @@ class Acceptor:
         if (least_s := connection.least_rtt_s) is not None:
             rtt_ms = min(rtt_ms, least_s * 1e3)  # a worker that loads its libraries answers late, its kernel does not
         self.measured[connection] = rtt_ms
-        return self._welcome(*self._beats.at(rtt_ms))
+        return self._welcome(*self.beats_at(rtt_ms))
+
+    def beats_at(self, rtt_ms: float) -> tuple[float, float]:
+        """Heartbeat and death in seconds of the link to a peer so far away."""
+        return self._beats if self._beats[0] > 0 else beat_defaults(rtt_ms)
 
     def _is_replaced(self, old: Link, host: str, port: int) -> bool:
         """Whether a new connection takes the place of ``old``: it is closed, silent, or evidently the same process."""
@@ -211,7 +196,15 @@ class Seed:
     """Made by ``open``, run by ``run_seed``."""
 
     def __init__(
-        self, world: World, store: Store, cluster_id: str, name: str, beats: Beats, guard: Guard, term: int = 0
+        self,
+        world: World,
+        store: Store,
+        cluster_id: str,
+        name: str,
+        beats: tuple[float, float],
+        authority: Authority | None,
+        ticket_host: str,
+        term: int,
     ) -> None:
         self.world = world
         self.store = store
@@ -221,12 +214,12 @@ class Seed:
         self.checkpoints = Catalogue(world.clock, store, self.board, self.desks, self.links)
         self.diary = EventLog(world.clock, store, self.board)
         self.note = self.diary.note
-        self._cluster_id, self._name, self._beats = cluster_id, name, beats
+        self._cluster_id, self._name = cluster_id, name
         self._started_at = world.clock.wall()
         self._address = ""
         self._lost: dict[str, Link] = {}
         self._tasks: asyncio.TaskGroup | None = None
-        self.gate = Gate(guard.authority, world.clock, guard.ticket_host, self.note)
+        self.gate = Gate(authority, world.clock, ticket_host, self.note)
         self.door = Acceptor(
             world=world,
             cluster_id=cluster_id,
@@ -257,10 +250,23 @@ class Seed:
         self.copy_soon: Callable[[], None] = lambda: None  # asks for a backup
 
     @classmethod
-    async def open(cls, world: World, store: Store, *, name: str, beats: Beats, guard: Guard) -> Seed:
-        """A seed with all that its store knows. Raises ``StorageError``."""
+    async def open(
+        cls,
+        world: World,
+        store: Store,
+        *,
+        name: str,
+        beats: tuple[float, float],
+        authority: Authority | None,
+        ticket_host: str,
+    ) -> Seed:
+        """A seed with all that its store knows. Raises ``StorageError``.
+
+        Args:
+            authority: None on a plain seed. ticket_host: the address that tickets carry.
+        """
         term = int(await store.call(Records.known_fact, TERM_FACT) or 0)
-        seed = cls(world, store, await cluster_id(store), name[:NAME_CHARS], beats, guard, term)
+        seed = cls(world, store, await cluster_id(store), name[:NAME_CHARS], beats, authority, ticket_host, term)
         await seed.diary.load()
         for record, spec in await store.call(Records.jobs):
             known = await store.call(history, record.id, split=stages_of(spec) > 1)
@@ -310,7 +316,7 @@ class Seed:
     async def _serve_peer(self, connection: Connection, hello: Hello) -> None:
         rtt_ms = self.door.measured.pop(connection)
         host = hello.host or connection.remote[0]
-        clock, beats = self.world.clock, self._beats.at(rtt_ms)
+        clock, beats = self.world.clock, self.door.beats_at(rtt_ms)
         now = clock.now()
         detector = FailureDetector(heartbeat_s=beats[0], death_s=beats[1], now=now)
         link = Link(connection, hello, host, hello.port, rtt_ms, clock.wall(), now, detector)

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 from p2ptrain.core.errors import ProtocolError, Refused
-from roles.seed.links import host_seen_from
-from roles.seed.peers import NAME_CHARS, Link, clipped
+from roles.seed.peers import NAME_CHARS, Link, clipped, host_seen_from
 from wire.chain_messages import HeldPart, PartsHeld
 from wire.handshake import PERMITTED
 from wire.messages import EventNotice, Hello

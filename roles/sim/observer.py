@@ -108,11 +108,6 @@ class Observer:
         self._replicas = 0  # in the newest view
         self._cuts: tuple[int, ...] | None = None  # of the model, once somebody was told; () is by weights
 
-    @property
-    def members(self) -> int:
-        """How many machines were in a view."""
-        return len(set().union(*self._members.values()))
-
     def alone(self, who: str) -> bool:
         """Whether the newest view has no other member, or nobody else who holds the same part of the model."""
         return self._replicas == 1 and who in self._members.get(max(self._members, default=0), set())

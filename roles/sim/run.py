@@ -35,8 +35,6 @@ _PROFILE: dict[str, Any] = {
     "ring": {"bucket_bytes": 1024},  # two buckets, the first of which is sent while the step is being computed
 }
 SETTLE_S = 3.0  # until what was said at the end has arrived
-CHURN = 0.5
-"""Of those who come in a run of much coming and going, so many make somebody go, or come again."""
 
 Conduct = Callable[[Simulation, Faults, random.Random, Sequence[str]], Coroutine[Any, Any, None]]
 
@@ -50,7 +48,7 @@ class Verdict:
         violated: name of the invariant that did not hold, empty where all did.
         checks: how often each invariant was looked at.
         virtual_s, real_s: how long it took.
-        steps, members: commits, each member's counted; and machines that were in a view.
+        steps: commits, each member's counted.
         fingerprint: digest of the timeline, and of how many callbacks ran: equal runs, equal fingerprints.
     """
 
@@ -62,7 +60,6 @@ class Verdict:
     virtual_s: float
     real_s: float
     steps: int
-    members: int
     fingerprint: str
     timeline: list[tuple[float, str]] = field(repr=False)
 
@@ -99,11 +96,6 @@ def run_schedule(
     return _run(number, peers, kinds, mutation, verbose, _conduct, STEPS, stages)
 
 
-def run_churn(number: int, *, peers: int) -> Verdict:
-    """``peers`` machines join and leave one seed and one job, as ``number`` decides."""
-    return _run(number, peers, ["leave", "kill", "join"], "", False, _churn, 200)
-
-
 def _run(
     number: int,
     peers: int,
@@ -114,6 +106,7 @@ def _run(
     steps: int,
     stages: int = 1,
 ) -> Verdict:
+    """Run one schedule in which ``conduct`` decides what happens when."""
     profile, expected = _prepared(number % 2 == 0, steps, stages)
     began = time.perf_counter()
     rng = random.Random(f"schedule {number}")  # noqa: S311
@@ -142,7 +135,6 @@ def _run(
         loop.time(),
         time.perf_counter() - began,
         simulation.observer.commits,
-        simulation.observer.members,
         told,
         timeline,
     )
@@ -216,22 +208,6 @@ async def _to_the_end(simulation: Simulation, faults: Faults) -> None:
             await _wait(simulation, 1.0)
 
 
-async def _churn(simulation: Simulation, faults: Faults, rng: random.Random, kinds: Sequence[str]) -> None:
-    """All come, one after the other or many at once; everybody may leave or die and come again; then calm."""
-    simulation.seed.start()
-    await simulation.create_job()
-    workers = rng.sample(simulation.workers, len(simulation.workers))
-    for machine in workers:
-        if not machine.up:  # it may have been made to come before its turn
-            machine.start()
-        await asyncio.sleep(rng.choice((0.0, 0.0, 0.005, 0.02)))
-        if rng.random() < CHURN:
-            await faults.strike(rng.choice(kinds))
-        if simulation.observer.violation:
-            break
-    await _to_the_end(simulation, faults)
-
-
 async def _wait(simulation: Simulation, seconds: float) -> None:
     simulation.job_changed.clear()
     try:
@@ -239,9 +215,6 @@ async def _wait(simulation: Simulation, seconds: float) -> None:
             await simulation.job_changed.wait()
     except TimeoutError:
         return
-
-
-CHUNK = 4  # schedules that a process takes at a time
 
 
 @dataclass
@@ -274,41 +247,36 @@ class Summary:
 def run_batch(
     numbers: Sequence[int],
     *,
-    peers: int = 0,
-    kinds: Sequence[str] = (),
-    mutation: str = "",
-    stages: int = 1,
     jobs: int = 1,
-    stop_at_first: bool = False,
     on_verdict: Callable[[Verdict, Summary], None] = lambda verdict, summary: None,
     summary: Summary | None = None,
+    **options: Any,
 ) -> Summary:
-    """Run the schedules of ``numbers``; see ``run_schedule``.
+    """Run the schedules of ``numbers``; without a safeguard, until the first violation.
 
     Args:
         jobs: processes.
-        stop_at_first: one violation is enough.
         on_verdict: called after each, in no order that means anything.
-        summary: what is returned, for who may be interrupted before.
+        summary: what is returned, for a caller that may be interrupted before.
+        options: see ``run_schedule``.
     """
     summary, began = summary or Summary(), time.perf_counter()
-    one = partial(_without_timeline, peers=peers, kinds=tuple(kinds), mutation=mutation, stages=stages)
+    one = partial(_run_one, options=options)
     with ExitStack() as stack:
         verdicts: Iterator[Verdict]
         if jobs > 1:
             context = multiprocessing.get_context("spawn")
             pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=context, initializer=_leave_ctrl_c))
             stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-            verdicts = pool.map(one, numbers, chunksize=CHUNK)
+            verdicts = pool.map(one, numbers, chunksize=4)
         else:
             verdicts = map(one, numbers)
         for verdict in verdicts:
             summary.add(verdict)
             summary.real_s = time.perf_counter() - began
             on_verdict(verdict, summary)
-            if verdict.violated and stop_at_first:
+            if verdict.violated and options.get("mutation"):
                 break
-    summary.real_s = time.perf_counter() - began
     return summary
 
 
@@ -317,8 +285,9 @@ def _leave_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _without_timeline(number: int, *, peers: int, kinds: Sequence[str], mutation: str, stages: int) -> Verdict:
-    return replace(run_schedule(number, peers=peers, kinds=kinds, mutation=mutation, stages=stages), timeline=[])
+def _run_one(number: int, *, options: dict[str, Any]) -> Verdict:
+    verdict = run_schedule(number, **options)
+    return verdict if options.get("verbose") else replace(verdict, timeline=[])
 
 
 def replay(verdict: Verdict, *, peers: int = 0, kinds: Sequence[str] = (), mutation: str = "", stages: int = 1) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from ring.transaction import Phase
 from roles.sim.faults import KINDS, PHASES
-from roles.sim.run import replay, run_batch, run_churn, run_schedule
+from roles.sim.run import replay, run_batch, run_schedule
 
 RUNS = int(os.environ.get("P2PTRAIN_SIM_RUNS", "6"))
 
@@ -41,12 +41,6 @@ def test_the_same_number_is_the_same_run_in_another_process_too() -> None:
 
 def test_faults_meet_every_phase_of_the_transaction() -> None:
     assert {Phase.FORMING, Phase.HEALING, Phase.REDUCING, Phase.VOTING, Phase.APPLYING, Phase.BOUNDARY} <= set(PHASES)
-
-
-def test_many_come_and_go() -> None:
-    verdict = run_churn(3, peers=24)
-    assert not verdict.violated, verdict.text
-    assert verdict.peers == 24
 
 
 def test_torch_is_not_needed() -> None:
