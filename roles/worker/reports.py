@@ -78,23 +78,8 @@ class Ledger:
             self._say(LedgerRows(self._job, first_lineage, batch))
 
 
-class UnitTime:
-    """How long a micro-batch takes at this member: the middle one of the last measurements."""
-
-    def __init__(self) -> None:
-        self._recent_s: deque[float] = deque(maxlen=5)
-
-    @property
-    def us(self) -> int:
-        return max(1, round(median_low(self._recent_s) * 1e6)) if self._recent_s else 0
-
-    def measured(self, seconds: float, count: int) -> None:
-        if count:
-            self._recent_s.append(seconds / count)
-
-
 class StepClock:
-    """Adds up the phases of the step under way.
+    """Adds up the phases of the step under way, and knows how long a micro-batch takes here.
 
     Args:
         now: monotonic seconds.
@@ -103,12 +88,22 @@ class StepClock:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._spent: dict[str, float] = {}
+        self._units_s: deque[float] = deque(maxlen=5)
         self._waited_s = 0.0
         self._hidden_s = 0.0
         self._began = now()
         self.longest_s = 0.0
         self._formed_s: float | None = None
         self.last_ms: dict[str, float] = {}
+
+    @property
+    def unit_us(self) -> int:
+        """Microseconds of a micro-batch: the middle one of the last measurements; 0 before the first one."""
+        return max(1, round(median_low(self._units_s) * 1e6)) if self._units_s else 0
+
+    def computed(self, seconds: float, count: int) -> None:
+        if count:
+            self._units_s.append(seconds / count)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -243,13 +238,12 @@ class Reports:
 
     Attributes:
         engine: None before the model is built, and after the job.
-        clock: where the time of a step goes. unit: how long a micro-batch takes here.
+        clock: where the time of a step goes.
     """
 
     def __init__(self, around: Context, core: Transaction, *, job: str, stage: Stage, profile: Profile) -> None:
         self.engine: Engine | None = None
         self.clock = StepClock(around.world.clock.now)
-        self.unit = UnitTime()
         self._around, self._core = around, core
         self._job, self._stage, self._profile = job, stage, profile
         self._ledger = Ledger(job, around.say)
@@ -269,7 +263,7 @@ class Reports:
                 corpus=self.engine.corpus_digest,
                 reduce_bytes=self.engine.reduce_buffer.nbytes,
                 windows=self.engine.windows,
-                unit_us=self.unit.us,
+                unit_us=self.clock.unit_us,
             )
         self._around.say(report)
 

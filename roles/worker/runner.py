@@ -409,8 +409,8 @@ class JobRunner:
         began = self._around.world.clock.now()
         with self.clock.phase("compute"):
             await self._ready_strategy().compute(step, first, count, session, patience_s=patience_s)
-        if step > session.view.step or not self.reports.unit.us:  # the first may have waited for a micro-batch given up
-            self.reports.unit.measured(self._around.world.clock.now() - began, count)
+        if step > session.view.step or not self.clock.unit_us:  # the first may have waited for a micro-batch given up
+            self.clock.computed(self._around.world.clock.now() - began, count)
         self.tokens += instruction.count * self._ready_engine().tokens_per_micro_batch
         self._handle(Finished(instruction.ticket))
 
@@ -426,7 +426,7 @@ class JobRunner:
             contribution.digest,
             contribution.part,
             own=contribution.own,
-            unit_us=self.reports.unit.us,
+            unit_us=self.clock.unit_us,
             sent=sent,
             received=received,
         )

@@ -226,22 +226,6 @@ async def test_no_room_for_the_whole_is_told_and_ends_nothing(
         assert "step 30 is not put together here: a checkpoint needs" in said(peer, "not-gathered")[-1]
 
 
-async def test_what_a_crash_left_is_cleared_and_what_is_one_too_many_is_deleted(
-    cluster: Cluster, impatient: None, gate: Gate
-) -> None:
-    profile = profile_of(checkpoint={"copies": 1, "keep": 2})
-    job, members = await running(cluster, profile, gate, 2)
-    await members[0].die()
-    half = whole_of(members[0], job) / ".new-00000020-abcd"
-    half.mkdir()
-    (half / "state-00001-of-00002.bin").write_bytes(b"half")
-    gate.on()
-    cluster.join(slot=slot_of(members[0]))
-    await ended_undisturbed(cluster, job, profile)
-    assert sorted(path.name for path in whole_of(members[0], job).iterdir()) == ["step-00000020", "step-00000030"]
-    assert sorted(item["step"] for item in await wholes_of(cluster, job)) == [20, 30]
-
-
 async def test_a_person_may_go_back_to_a_whole_and_delete_one(cluster: Cluster, gate: Gate) -> None:
     profile = profile_of(300, checkpoint={"copies": 1})
     job, members = await running(cluster, profile, gate, 2)

@@ -238,20 +238,6 @@ def test_who_is_too_slow_is_told_so_and_the_log_stays_bounded() -> None:
     run_virtual(play())
 
 
-def test_a_ring_that_is_taken_back_sends_its_followers_away() -> None:
-    async def play() -> None:
-        async with ring_of(MemoryNetwork(), 2, numel=NUMEL) as ring, newcomer_to(ring) as newcomer:
-            begin(newcomer, ring)
-            await ring.steps_until(is_level(newcomer, ring))
-            for member in ring.members:
-                member.donations.cut("a checkpoint is restored")
-            await quiet_until(lambda: not newcomer.follower.active)
-            assert newcomer.said[-1].lineage == newcomer.core.lineage
-            assert all(member.donations.log_bytes == 0 for member in ring.members)
-
-    run_virtual(play())
-
-
 def test_a_donor_serves_only_so_many_and_gives_back_what_it_copied() -> None:
     async def play() -> None:
         async with ring_of(MemoryNetwork(), 1, numel=NUMEL) as ring:

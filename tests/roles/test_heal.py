@@ -15,7 +15,7 @@ from p2ptrain.core.world import Network
 from ring.transaction import Heal
 from roles.stand_in import StandInEngine
 from roles.worker.heal import Fetch, Fetched, Healer
-from roles.worker.heal_source import CHUNK_BYTES, Entry, StepLog
+from roles.worker.heal_source import CHUNK_BYTES
 from tests.roles.heal_doubles import (
     FIRST,
     JOB,
@@ -208,20 +208,3 @@ async def test_a_state_that_was_not_offered_is_not_given() -> None:
                 await asyncio.sleep(0.001)
         assert connection.closed.is_set()
     assert [problem.message for problem in ring.problems if "not offered" in problem.message]
-
-
-def test_the_log_keeps_no_more_than_it_may_and_knows_where_it_begins() -> None:
-    log, lineage = StepLog(), "a"
-    log.limit_bytes = 100
-    log.begin(7, "l7")
-    for step in range(8, 20):
-        log.add(Entry(step, f"l{step}", b"", 1.0, memoryview(bytearray(30))))
-        assert log.held_bytes <= 100
-        lineage = f"l{step}"
-    assert lineage == "l19"
-    assert log.since(7, "l7") is None
-    assert log.since(16, "another") is None
-    since = log.since(16, "l16")
-    assert since is not None
-    assert [entry.step for entry in since] == [17, 18, 19]
-    assert log.since(19, "l19") == []

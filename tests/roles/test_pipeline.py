@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,15 +17,12 @@ from ring.local import LocalMember
 from ring.schedule import Schedule, extended, gpipe, one_f_one_b
 from roles.compute_thread import ComputeFailed, ComputeThread
 from roles.engine import PartEngine, Payload
-from roles.stand_in import TimedPart
 from roles.strategies.pipeline import StageRunner, StageStep
 from tests.ring.local import local_chain
 from wire.memory import MemoryNetwork
 from wire.transport import TcpNetwork
 
 from .arithmetic_part import ArithmeticPart
-
-T = TypeVar("T")
 
 AT_ONCE_S = 5.0
 LAYERS = 6
@@ -245,34 +242,3 @@ async def test_a_step_that_is_given_up_ends_the_chain() -> None:
             held.let_go.set()
         assert [type(end) for end in ends] == [ConnectionLost, ConnectionLost, asyncio.CancelledError]
         assert "gave up step 1" in members[2].chain.broken.result().cause.message
-
-
-async def test_payloads_of_other_sizes_do_not_fit() -> None:
-    async with local_chain(1, MemoryNetwork(), activation_bytes=8, gradient_bytes=64) as members:
-        with pytest.raises(ValueError, match="in a chain of others"):
-            async with runners(members, [ArithmeticPart(0, 6, 6)]):
-                pass
-
-
-class LateClock:
-    """Wakes a sleeper late by these times, one after the other."""
-
-    def __init__(self, *late_s: float) -> None:
-        self.now_s, self.late_s = 0.0, list(late_s)
-
-    def sleep(self, seconds: float) -> None:
-        assert seconds >= 0
-        self.now_s += seconds + (self.late_s.pop(0) if self.late_s else 0.0)
-
-
-def timed(stage: int, clock: LateClock) -> TimedPart:
-    return TimedPart(
-        stage,
-        2,
-        forward_s=1,
-        backward_s=2,
-        activation_bytes=64,
-        gradient_bytes=1,
-        sleep=clock.sleep,
-        clock=lambda: clock.now_s,
-    )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from configs.schema import Profile
-from ring.transaction import Broken, Finished, Form, Loaded, Transaction, Unloaded, ViewArrived
+from ring.transaction import Broken, Finished, Form, Loaded, Transaction, ViewArrived
 from roles.engine import WHOLE
 from roles.worker.reports import Reports
 from roles.worker.runner import FORM_TIMEOUT_S, JobRunner
@@ -41,13 +41,6 @@ def test_a_member_whose_ring_broke_says_so_again() -> None:
     core = formed()
     core.handle(Broken(7, "b", "gone"))
     assert (told(core).status, told(core).generation) == ("broken", 7)
-
-
-def test_a_member_that_had_to_load_its_state_anew_carries_nothing_of_the_view_any_more() -> None:
-    core = formed()
-    core.handle(Unloaded("it was torn"))
-    core.handle(Loaded(0, ORIGIN))
-    assert (told(core).status, told(core).generation) == ("ready", 0)
 
 
 def test_a_small_stage_waits_as_long_as_a_large_one_may_take_to_heal() -> None:

@@ -46,18 +46,3 @@ async def test_there_are_two_at_most_and_the_same_one_is_shared(engine: StandInE
     for snapshot in (second, third):
         snapshot.release()
     compute.close()
-
-
-async def test_without_memory_there_is_none(engine: StandInEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*_: object) -> None:
-        raise MemoryError
-
-    compute = ComputeThread()
-    snapshots = Snapshots(compute)
-    monkeypatch.setattr("roles.worker.checkpoint_store.np.empty", none)
-    for _ in range(3):
-        with pytest.raises(ResourceError, match="memory"):
-            await snapshots.take(engine, step=1, lineage="x", square_sum=0.0)
-    monkeypatch.undo()
-    (await snapshots.take(engine, step=1, lineage="x", square_sum=0.0)).release()
-    compute.close()

@@ -43,7 +43,6 @@ from wire.job_messages import RANGE_BYTES, RangeGone, RangeRequest
 from wire.memory import MemoryNetwork, run_virtual
 
 CONFIG = stand_in_config(layers=4)
-WHOLE = {"start": 0, "stop": 4, "layers": 4}
 
 
 @pytest.fixture
@@ -648,21 +647,6 @@ def test_a_record_and_the_id_commit_to_every_byte(model: ModelDirectory) -> None
         total.update(struct.pack("<Q", len(text)) + text)
     assert model.model == total.hexdigest()
     assert is_id(model.model)
-
-
-def test_a_file_that_changes_while_it_is_opened_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = write_model(tmp_path / "model", CONFIG)
-    real = open_model.__globals__["table_of"]
-
-    def replaced(path: Path) -> Any:
-        table = real(path)  # of the first file's header; what follows is another file's
-        write_model(directory, CONFIG, seed=2)
-        os.utime(directory / "model.safetensors", ns=(1, 1))
-        return table
-
-    monkeypatch.setitem(open_model.__globals__, "table_of", replaced)
-    with pytest.raises(StorageError, match="changed while"):
-        model_at(directory, tmp_path)
 
 
 def test_directories_that_are_no_models_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.serving import PartSpec
 from roles.compute_thread import Turns
 from roles.worker.forward_requests import QUEUED_BYTES, QUEUED_FROM_STAGE, History, StageSession
-from roles.worker.part_cache import IDLE_S, WINDOW_S, Pace, Part, PartCache
+from roles.worker.part_cache import IDLE_S, Part, PartCache
 from tests.roles.stage_doubles import session_of
 from tests.roles.stage_stand_in import WIDTH, decode_hidden, encode, stand_in_config, stand_in_part
 from wire.chain_messages import Work
@@ -216,15 +216,3 @@ def test_promises_count_and_end_with_their_session() -> None:
     assert shelf.expired(9.0 + IDLE_S - 0.1) == []
     assert shelf.expired(9.0 + IDLE_S) == [part]
     assert shelf.expired(9.0 + IDLE_S) == []
-
-
-def test_rates_are_of_the_last_seconds() -> None:
-    pace = Pace()
-    assert pace.rates(0.0) == (0.0, 0.0)
-    for second in range(10):
-        pace.add(float(second), 0.5, 6)
-    busy, positions_per_s = pace.rates(9.0)
-    assert (busy, positions_per_s) == (pytest.approx(4 * 0.5 / WINDOW_S), pytest.approx(4 * 6 / WINDOW_S))
-    assert pace.rates(20.0) == (0.0, 0.0)
-    assert pace.quiet
-    assert pace.compute_s == pytest.approx(0.5)

@@ -459,20 +459,6 @@ def test_a_silent_client_is_gone(tmp_path: Path, model: ModelDirectory) -> None:
     with_chain(tmp_path, model, (0, 3, 6), test, faults=True)
 
 
-def test_idle_parts_go_after_ten_minutes_and_not_before(tmp_path: Path, model: ModelDirectory) -> None:
-    async def test(chain: TestChain, network: Network) -> None:
-        await asyncio.sleep(700)
-        assert len(chain.stages[0].stages.cache.parts) == 1, "its client is there"
-        chain.clients[0].connection.abort()
-        await asyncio.sleep(590)
-        assert len(chain.stages[0].stages.cache.parts) == 1
-        await asyncio.sleep(20)
-        assert not chain.stages[0].stages.cache.parts
-        assert chain.stages[0].told[-1].parts == []
-
-    with_chain(tmp_path, model, (0, 6), test)
-
-
 def test_a_stage_is_not_given_more_than_it_takes(
     tmp_path: Path, model: ModelDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

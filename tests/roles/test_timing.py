@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roles.worker.reports import StepClock, UnitTime
+from roles.worker.reports import StepClock
 
 
 class Hands:
@@ -57,10 +57,3 @@ def test_a_view_that_begins_forgets_the_step_that_it_broke() -> None:
     hands.now += 1.0
     assert clock.step_done() == {"step_ms": 1000, "compute_ms": 0, "communicate_ms": 0, "wait_ms": 0, "hidden_ms": 0}
     assert clock.longest_s == 1.0
-
-
-def measured(*shares: tuple[float, int]) -> int:
-    unit = UnitTime()
-    for seconds, count in shares:
-        unit.measured(seconds, count)
-    return unit.us

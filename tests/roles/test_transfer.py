@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roles.worker.heal_source import ROUND, SHARE, Pace
+from roles.worker.heal_source import SHARE, Pace
 from roles.worker.transfer import Ask, GiveUp, Transfer, most_said
 
 
@@ -133,19 +133,3 @@ def test_what_is_given_costs_a_step_no_more_than_its_share(cost_s: float) -> Non
     times, given_bytes = paced(400, cost_s)
     assert sum(times) / len(times) <= 1 + SHARE
     assert sum(given_bytes[-100:]) * cost_s >= 0.2 * SHARE * 100, "far less than what would be free"
-
-
-def test_a_new_view_waits_for_one_quiet_step_and_goes_on_with_half() -> None:
-    pace = Pace(PIECE)
-    pace.ring_began()
-    for _ in range(4 * ROUND):
-        while pace.open and pace.allowance_bytes < 64 * PIECE:
-            pace.gives(PIECE)
-        pace.stepped(1.0)
-    before = pace.allowance_bytes
-    pace.ring_ended()
-    pace.ring_began()
-    assert not pace.open
-    pace.stepped(2.0)
-    assert pace.open
-    assert pace.allowance_bytes == before / 2 > PIECE
