@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import (
@@ -22,12 +23,12 @@ from p2ptrain.core.errors import (
     Refused,
     UserError,
 )
+from p2ptrain.core.serving import Sampling
 from roles.chain.peer import Context
 from roles.line import DIAL_S, QUIET_S, Line
 from roles.speculation.cost_model import Average, DrafterModel
 from roles.speculation.events import Drafted, DrafterLost, DrafterReady, DrafterState, Tell
 from roles.speculation.received import TOO_LONG, drafts_untrusted, packed, refused_untrusted, step_untrusted
-from roles.verifier.drafting_source import DrafterFacts, Opening
 from roles.worker.stage_requests import printable
 from wire.address import is_loopback
 from wire.client import Calls
@@ -51,6 +52,61 @@ class Tokens:
 
     vocab_size: int
     tokenizer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a session begins with.
+
+    Attributes:
+        ids: all that is known. A drafter that comes later begins with the same ids, and is told by its first verdict
+            what was verified since.
+        prompt: the pick at this position has sample index 0. positions: that the session may grow to.
+        depth: drafts beyond what is verified, until a verdict says otherwise.
+    """
+
+    ids: tuple[int, ...]
+    prompt: int
+    positions: int
+    sampling: Sampling
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterFacts:
+    """A drafter of one session, for people and programs.
+
+    Attributes:
+        drafter: its number in the session's events. model: what it drafts with. latency_s: one way.
+        bytes_in, bytes_out: of message bodies of this session, from and to it.
+    """
+
+    drafter: int
+    peer_id: str
+    name: str
+    model: str
+    latency_s: float
+    bytes_in: int
+    bytes_out: int
+
+    def as_map(self) -> dict[str, Any]:
+        return {
+            "peer_id": self.peer_id,
+            "name": self.name,
+            "model": self.model,
+            "latency_ms": 1e3 * self.latency_s,
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A drafter to which there is a connection. ``alpha``: acceptance; None before any draft was compared."""
+
+    peer_id: str
+    alpha: float | None
+    latency_s: float
 
 
 class DraftSession:

@@ -14,8 +14,7 @@ from p2ptrain.core.errors import ProtocolError
 from roles.background import Background
 from roles.chain.peer import Context
 from roles.speculation.events import DrafterLost, DrafterReady, DrafterState, Tell
-from roles.verifier.drafter_link import DrafterLink, DraftSession, Tokens
-from roles.verifier.drafting_source import Connected, DrafterFacts, Drafting, Opening
+from roles.verifier.drafter_link import Connected, DrafterFacts, DrafterLink, DraftSession, Opening, Tokens
 from wire.text_messages import MAX_DRAFTERS, DrafterAt
 
 DRAFTERS = 2
@@ -25,7 +24,7 @@ USUAL_PASS_S = 0.05
 
 
 class Drafters:
-    """A ``roles.verifier.drafting_source.DrafterSource`` over the network. It needs a running loop.
+    """The drafters of a verifier. It needs a running loop.
 
     Args:
         tokens: of the verifier's model.
@@ -57,15 +56,16 @@ class Drafters:
         for peer_id in self._links.keys() - listed.keys():
             self._let_go(self._links[peer_id])
 
-    def open(self, opening: Opening, on_event: Callable[[DrafterState], None]) -> Drafting:
-        """As of ``DrafterSource``."""
+    def open(self, opening: Opening, on_event: Callable[[DrafterState], None]) -> SessionDrafters:
+        """Have drafters take in what a session begins with. Waits for none: what a drafter does is told to
+        ``on_event`` on the event loop, never from within ``open`` or ``tell``."""
         session = SessionDrafters(self, opening, on_event, self._most)
         self._sessions.add(session)
         session.fill()
         return session
 
     def connected(self) -> list[Connected]:
-        """As of ``DrafterSource``."""
+        """The drafters that there are, whether or not a text needs them now."""
         found = [link for link in self._links.values() if link.there]
         return [
             Connected(link.at.peer_id, link.model.alpha if link.model.known else None, link.model.latency_s)
@@ -113,7 +113,8 @@ class Drafters:
 
 
 class SessionDrafters:
-    """The drafters of one session: a ``roles.verifier.drafting_source.Drafting``."""
+    """The drafters of one session; it knows each by a number that is never used again in it. Nothing here blocks or
+    raises."""
 
     def __init__(
         self, drafters: Drafters, opening: Opening, on_event: Callable[[DrafterState], None], most: int
@@ -149,17 +150,21 @@ class SessionDrafters:
         self._on_event(event)
 
     def tell(self, tell: Tell) -> None:
+        """Give a verdict to the drafter that it is for. One that is gone hears no more."""
         if (session := self._open.get(tell.drafter)) is not None:
             session.tell(tell)
 
     def drop(self, drafter: int, reason: str) -> None:
+        """This drafter said what no correct one says. It loses this session and all others."""
         if (session := self._open.get(drafter)) is not None:
             session.link.drop(ProtocolError(f"it drafts what cannot be: {reason}"))
 
     def facts(self) -> list[DrafterFacts]:
+        """Of every drafter that became ready in this session, also of those that were lost, and after ``close``."""
         return [session.facts() for session in self._were_ready]
 
     def close(self) -> None:
+        """Tell every drafter; no event comes any more. May be called twice."""
         if not self._closed:
             self._closed = True
             self._drafters.forget(self)

@@ -23,7 +23,8 @@ from roles.gauges import Rate
 from roles.speculation.cost_model import MOST_DRAFTS, CostModel
 from roles.speculation.verifying import Stats
 from roles.verifier.asking import TextRequest
-from roles.verifier.drafting_source import Connected, DrafterSource
+from roles.verifier.drafter_link import Connected
+from roles.verifier.drafters import Drafters
 from roles.verifier.session import TextSession
 from roles.verifier.stats import Recent, added, figures_of, shares_of
 from roles.verifier.targets import Target, TargetSession
@@ -117,7 +118,7 @@ class VerifierService:
         form: ChatFormat | None = None,
         model: str,
         created: int,
-        drafters: DrafterSource | None = None,
+        drafters: Drafters | None = None,
         options: ServiceOptions | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:

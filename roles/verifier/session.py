@@ -19,7 +19,8 @@ from roles.speculation import events as ev
 from roles.speculation.cost_model import MOST_DRAFTS, CostModel
 from roles.speculation.verifying import Verifying
 from roles.verifier.asking import Piece, failed
-from roles.verifier.drafting_source import DrafterFacts, DrafterSource, Drafting, Opening
+from roles.verifier.drafter_link import DrafterFacts, Opening
+from roles.verifier.drafters import Drafters, SessionDrafters
 from roles.verifier.stats import Sums, WritingStats, sums_of
 from roles.verifier.targets import TargetSession
 
@@ -70,7 +71,7 @@ class TextSession:
         )
         self._target, self._writer, self._now, self._on_end = target, writer, now, on_end
         self._stats = WritingStats(self.core.stats, began_at=now(), prompt_tokens=len(prompt), cached_tokens=cached)
-        self._drafting: Drafting | None = None
+        self._drafting: SessionDrafters | None = None
         self._pieces: deque[Piece] = deque()
         self._pending: deque[ev.VerifierEvent] = deque()
         self._handling = False
@@ -82,7 +83,7 @@ class TextSession:
         self._under_way = False
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self, drafters: DrafterSource | None, *, positions: int, sampling: Sampling) -> None:
+    def begin(self, drafters: Drafters | None, *, positions: int, sampling: Sampling) -> None:
         """Compute from now on. ``drafters``: None: the model writes alone. ``positions``: that the session may grow
         to."""
         assert self._task is None

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from roles.speculation.verifying import PLACES, Stats
-from roles.verifier.drafting_source import DrafterFacts
+from roles.verifier.drafter_link import DrafterFacts
 
 MOST_TOLD = 32
 """Drafters of one text, those that were right most often: figures have to fit a message, whoever came."""

@@ -25,7 +25,8 @@ from roles.speculation.cost_model import CostModel
 from roles.speculation.events import Began, Drop, Finished, Give, PassDone, Run, Tell, Tick, Told, VerifierEvent
 from roles.speculation.received import told_untrusted
 from roles.speculation.verifying import Stats, Verifying
-from roles.verifier.drafting_source import DrafterFacts, DrafterSource, Opening
+from roles.verifier.drafter_link import DrafterFacts, Opening
+from roles.verifier.drafters import Drafters
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part
 from wire.connection import Connection
 from wire.handshake import Server, local_welcome, serve
@@ -243,13 +244,13 @@ class Written:
     facts: list[DrafterFacts]
 
 
-def there(source: DrafterSource) -> list[str]:
+def there(source: Drafters) -> list[str]:
     """Peer ids of the drafters that a verifier is connected to."""
     return [each.peer_id for each in source.connected()]
 
 
 async def write(
-    source: DrafterSource | None,
+    source: Drafters | None,
     prompt: Sequence[int],
     tokens: int,
     sampling: Sampling,

@@ -23,7 +23,7 @@ from roles.background import Background
 from roles.speculation import events as ev
 from roles.speculation.cost_model import DrafterModel
 from roles.speculation.drafting import Drafting as DraftingCore
-from roles.verifier.drafting_source import Connected, DrafterFacts, Opening
+from roles.verifier.drafter_link import Connected, DrafterFacts, Opening
 from roles.verifier.service import ServiceOptions, VerifierService
 from roles.verifier.targets import Passed
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -102,26 +101,6 @@ def test_a_stage_dies_while_drafts_are_verified(tmp_path: Path, victim: str, aft
             assert victim in target.times.mendings[0][0]
 
     play(tmp_path, test, delay_s=lambda source, target: NEAR_S)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_stages_die_in_many_passes(tmp_path: Path, seed: int) -> None:
-    async def test(scene: Scene) -> None:
-        slowly(scene)
-        rng = random.Random(seed)
-        wanted = tokens_of(CONFIG, PROMPT, 40, SAMPLED)
-        names = ["w0", "w1", "w2", "w3", "w4"]
-        rng.shuffle(names)
-        happens = {pass_: (rng.random() * 0.03, names.pop()) for pass_ in rng.sample(range(1, 8), 4)}
-        async with scene.chain() as chain:
-            target = target_of(chain)
-            session = await target.open(positions=60, sampling=SAMPLED)
-            disturbed = Disturbed(session, scene, happens)
-            told = await decoded(disturbed, PROMPT, wanted, drafts=6, right=0.7, seed=seed, chunk=3)
-            assert told.tokens == wanted
-
-    names = tuple(f"w{index}" for index in range(7))
-    play(tmp_path, test, names=names, delay_s=lambda source, target: NEAR_S)
 
 
 def test_several_sessions_are_in_the_chain_at_once(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from roles.speculation.verifying import Stats
-from roles.verifier.drafting_source import DrafterFacts
+from roles.verifier.drafter_link import DrafterFacts
 from roles.verifier.stats import RECENT_TOKENS, Recent, figures_of, shares_of, sums_of
 
 FACTS = [DrafterFacts(at, f"d{at}", "", "", 0.0, 200, 5) for at in (1, 2)]

@@ -130,21 +130,6 @@ def test_a_text_and_how_it_came_about(tmp_path: Path) -> None:
     within(scene())
 
 
-def test_several_questions_of_one_client_and_of_others(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with verifier(tmp_path, sessions=3) as there:
-            one, other = await there.client("one"), await there.client("other")
-            prompts = ["a", "bb", "ccc", "dddd", "eeeee"]
-            texts = await asyncio.gather(
-                *(_read_of((one, other)[index % 2], wish(prompt=prompt)) for index, prompt in enumerate(prompts))
-            )
-            assert [tokens for _, tokens in texts] == [reference(prompt, 40) for prompt in prompts]
-            await one.close()
-            await other.close()
-
-    within(scene())
-
-
 async def _read_of(client: VerifierClient, wanted: TextRequest) -> tuple[str, tuple[int, ...]]:
     return await read(await client.write(wanted))
 

@@ -13,7 +13,7 @@ from p2ptrain.compute.text import Turn
 from p2ptrain.core.errors import DeadlineExceeded, Refused, ResourceError, UserError
 from p2ptrain.core.serving import Sampling, SamplingWish
 from roles.verifier.asking import TextRequest
-from roles.verifier.drafting_source import Connected
+from roles.verifier.drafter_link import Connected
 from roles.verifier.service import VerifierService
 from roles.verifier.session import READER_S, TextSession
 from tests.roles.verifier.doubles import ScriptedDrafters, ScriptedTarget, reference, service, text_of

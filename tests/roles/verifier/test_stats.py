@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roles.speculation.verifying import Stats
-from roles.verifier.drafting_source import DrafterFacts
+from roles.verifier.drafter_link import DrafterFacts
 from roles.verifier.stats import MOST_TOLD, WritingStats
 from wire.codec import encode
 from wire.frame import CONTROL_FRAME_BYTES
