@@ -157,6 +157,8 @@ def test_a_sound_ledger_passes_and_says_who_computed_how_much():
     audit, fault = audited(ROWS, VIEWS)
     assert fault is None
     assert audit.finish(5, chained(ROWS)) is None
+    missing, other = audit.finish(6, chained(ROWS)), audit.finish(5, START)
+    assert (missing and missing.kind, other and other.kind) == ("gap", "lineage")
     assert audit.computed == {"a": 8 + 5 + 4, "b": 8 + 5 + 4, "c": 6}
 
 
