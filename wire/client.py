@@ -12,8 +12,6 @@ from typing import Any, Self, TypeVar
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.world import Network
-from wire.address import DEFAULT_PORT as DEFAULT_PORT
-from wire.address import parse_address as parse_address
 from wire.connection import Connection, Received
 from wire.handshake import dial, local_hello
 from wire.messages import Message, Refuse, Request, Response, Update, Welcome

@@ -273,7 +273,7 @@ def _check_device(kind: str) -> None:
 def host_and_port(option: str, text: str, meaning: str) -> tuple[str, int] | None:
     """What an option names; None where it is empty. Raises ``UserError``."""
     from p2ptrain.core.errors import UserError
-    from wire.client import parse_address
+    from wire.address import parse_address
 
     if not text:
         return None

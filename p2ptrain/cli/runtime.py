@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DEFAULT_PORT = 7337  # that of wire.client, written again so that --help need not load the wire; a test compares them
+DEFAULT_PORT = 7337  # that of wire.address, written again so that --help need not load the wire; a test compares them
 DEFAULT_SEED = f"127.0.0.1:{DEFAULT_PORT}"
 SEED_VARIABLE = "P2PTRAIN_SEED"
 NAME_BYTES = 64  # that of roles.seed, written again for the same reason

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 import p2ptrain
+from p2ptrain.cli import runtime
 from p2ptrain.cli.commands import Commands, Entry
 from p2ptrain.core import errors
+from wire.address import DEFAULT_PORT
 
 Command = Callable[..., Any]
 
@@ -158,3 +160,7 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
             check=False,
         )
     assert (process.returncode, process.stderr) == (1, b"")
+
+
+def test_the_default_port_is_that_of_the_wire() -> None:
+    assert runtime.DEFAULT_PORT == DEFAULT_PORT

@@ -10,7 +10,8 @@ import pytest
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, Refused, UserError
 from p2ptrain.core.world import Network
-from wire.client import MAX_UPDATES, SILENCE_S, SeedClient, parse_address
+from wire.address import parse_address
+from wire.client import MAX_UPDATES, SILENCE_S, SeedClient
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
 from wire.messages import Hello, Request, Response, Update, Welcome
