@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from p2ptrain.core.serving import PartSpec, Ran, Sampling
+from p2ptrain.core.serving import PartSpec, Pass, Ran, Sampling
 from p2ptrain.core.training import Applied, Blob, FilePlan
 from ring.chain import Payload
 
 __all__ = [
-    "WHOLE", "Applied", "Blob", "BuildPart", "Engine", "OnFinal", "PartBuilder", "PartEngine", "PartSpec", "Payload",
-    "PipelineEngine", "Ran", "Sampling", "Stage", "StageEngine",
+    "WHOLE", "Applied", "Blob", "BuildPart", "Engine", "OnFinal", "PartBuilder", "PartEngine", "PartSpec", "Pass",
+    "Payload", "PipelineEngine", "Ran", "Sampling", "Stage", "StageEngine",
 ]  # fmt: skip
 
 
@@ -251,24 +251,8 @@ class StageEngine(Protocol):
         """Begin a session of at most ``positions`` positions. Raises ``UserError`` where the model knows fewer."""
         ...
 
-    def run(
-        self,
-        session: str,
-        *,
-        keep: int,
-        payload: memoryview,
-        count: int,
-        encoding: str,
-        out_encoding: str,
-        picks: int,
-        draw: int,
-    ) -> Ran:
-        """Cut the history to its first ``keep`` positions, then take ``count`` more.
-
-        Args:
-            payload: on the first stage ``count`` token ids, int32 little-endian; else hidden states in ``encoding``.
-            picks: for so many of the last positions a token is picked; only on the last stage.
-            draw: number of the first pick's draw: 0 for the first new token of the session.
+    def run(self, session: str, work: Pass) -> Ran:
+        """Compute what ``work`` says.
 
         Raises:
             ProtocolError: ``keep`` is beyond the history, a token id is none of the vocabulary's, the session would

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from p2ptrain.core.errors import ProtocolError, UserError
-from p2ptrain.core.serving import PartSpec, Ran, Sampling
+from p2ptrain.core.serving import PartSpec, Pass, Ran, Sampling
 
 KIND = "timed"
 VOCAB, CONTEXT = 256, 1 << 16
@@ -90,27 +90,17 @@ class TimedModel:
             raise UserError(f"{positions} positions, and the model knows {CONTEXT}", remedy="ask for fewer tokens")
         self._states[session] = [0]
 
-    def run(
-        self,
-        session: str,
-        *,
-        keep: int,
-        payload: memoryview,
-        count: int,
-        encoding: str,
-        out_encoding: str,
-        picks: int,
-        draw: int,
-    ) -> Ran:
+    def run(self, session: str, work: Pass) -> Ran:
         ends_s = time.perf_counter() + self._pass_s
         states = self._states[session]
-        if not 0 <= keep < len(states) or payload.nbytes != 4 * count:
-            raise ProtocolError(f"{keep} positions of {len(states) - 1} and {payload.nbytes} bytes of ids cannot be")
-        del states[keep + 1 :]
-        for token in np.frombuffer(payload, "<i4").tolist():
+        if not 0 <= work.keep < len(states) or work.payload.nbytes != 4 * work.count:
+            text = f"{work.keep} positions of {len(states) - 1} and {work.payload.nbytes} bytes of ids cannot be"
+            raise ProtocolError(text)
+        del states[work.keep + 1 :]
+        for token in np.frombuffer(work.payload, "<i4").tolist():
             states.append(_after(states[-1], token))
         picked = []
-        for position in range(len(states) - picks, len(states)):
+        for position in range(len(states) - work.picks, len(states)):
             wrong = not self._is_right[position % PERIOD]
             picked.append(_right(states[position]) ^ wrong)
         # A sleep alone ends late, by up to a millisecond, and no model that computes has that.

@@ -27,7 +27,7 @@ from p2ptrain.compute.split_check import check_splits
 from p2ptrain.core.activations import IDS, activation_bytes
 from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError, StorageError, UserError
 from p2ptrain.core.model_config import MAX_CONFIG_BYTES, config_untrusted
-from p2ptrain.core.serving import PartSpec, Ran, Sampling
+from p2ptrain.core.serving import PartSpec, Pass, Ran, Sampling
 from p2ptrain.core.tensor_files import TensorTable
 
 MAX_SESSIONS = 256
@@ -218,44 +218,31 @@ class ServedPart:
             cache = self._model.new_cache(positions)
         self._sessions[session] = _Session(cache, picker if self._model.part.last else None)
 
-    def run(
-        self,
-        session: str,
-        *,
-        keep: int,
-        payload: memoryview,
-        count: int,
-        encoding: str,
-        out_encoding: str,
-        picks: int,
-        draw: int,
-    ) -> Ran:
-        """Cut the history to its first ``keep`` positions, then take ``count`` more; see ``StageEngine.run``.
+    def run(self, session: str, work: Pass) -> Ran:
+        """See ``StageEngine.run``.
 
         Raises:
             ProtocolError: what was asked cannot be; the session is as it was.
             ResourceError, JobFailed: it could not be computed, or there is no next token. The session is at ``keep``.
         """
-        state = self._checked(session, keep, count, picks, draw)
-        activation_bytes(out_encoding, 0, self.width)
-        with self._forward(state, keep, payload, count, encoding, logits=max(1, picks)) as out:
+        state = self._checked(session, work)
+        activation_bytes(work.out_encoding, 0, self.width)
+        with self._forward(state, work) as out:
             if state.picker is not None:  # (a head's work is wasted where nothing is picked, but 0 would be all)
-                return Ran(memoryview(b""), state.picker.pick(out, draw) if picks else ())
-            return Ran(encode(out, out_encoding), ())
+                return Ran(memoryview(b""), state.picker.pick(out, work.draw) if work.picks else ())
+            return Ran(encode(out, work.out_encoding), ())
 
     @contextmanager
-    def _forward(
-        self, state: _Session, keep: int, payload: memoryview, count: int, encoding: str, *, logits: int
-    ) -> Iterator[Tensor]:
-        """The logits of the last ``logits`` positions, or the hidden states of all: (rows, entries). What fails in here
-        or inside leaves the session at ``keep``."""
-        x = self._input(payload, count, encoding)
+    def _forward(self, state: _Session, work: Pass) -> Iterator[Tensor]:
+        """The logits of the positions that are picked for (of one at least), or the hidden states of all: (rows,
+        entries). What fails in here or inside leaves the session at ``keep``."""
+        x, keep = self._input(work), work.keep
         state.cache.cut(keep)
         try:
             with torch.inference_mode(), _told_of_memory("the next positions of a session", self._place):
                 x = x.to(self._place.torch_device)
-                positions = torch.arange(keep, keep + count, device=self._place.torch_device)
-                yield self._model.forward(x[None], positions, state.cache, logits=logits)[0]
+                positions = torch.arange(keep, keep + work.count, device=self._place.torch_device)
+                yield self._model.forward(x[None], positions, state.cache, logits=max(1, work.picks))[0]
         except BaseException:
             state.cache.cut_to_at_most(keep)  # some layers may have taken the positions, and others not
             raise
@@ -264,7 +251,8 @@ class ServedPart:
         """Forget a session, its cache included; none of that name is fine."""
         self._sessions.pop(session, None)
 
-    def _checked(self, session: str, keep: int, count: int, picks: int, draw: int) -> _Session:
+    def _checked(self, session: str, work: Pass) -> _Session:
+        keep, count, picks, draw = work.keep, work.count, work.picks, work.draw
         state = self._sessions.get(session)
         if state is None:
             raise ProtocolError(f"there is no session {session[:64]!r} on this part")
@@ -281,7 +269,8 @@ class ServedPart:
             raise ProtocolError(f"draw {draw} in a session of {most} positions")
         return state
 
-    def _input(self, payload: memoryview, count: int, encoding: str) -> Tensor:
+    def _input(self, work: Pass) -> Tensor:
+        payload, count, encoding = work.payload, work.count, work.encoding
         if self._model.part.first:
             if encoding != IDS:
                 raise ProtocolError(f"the first stage takes token ids ({IDS}), not {encoding[:32]!r}")

@@ -121,6 +121,25 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Pass:
+    """What a part is to compute for a session: cut the history to its first ``keep`` positions, take ``count`` more.
+
+    Attributes:
+        payload: on the first stage ``count`` token ids, int32 little-endian; else hidden states in ``encoding``.
+        picks: for so many of the last positions a token is picked; only on the last stage.
+        draw: number of the first pick's draw: 0 for the first new token of the session.
+    """
+
+    keep: int
+    payload: memoryview
+    count: int
+    encoding: str
+    out_encoding: str
+    picks: int = 0
+    draw: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Ran:
     """What came of one ``StageEngine.run``.
 

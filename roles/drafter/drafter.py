@@ -25,6 +25,7 @@ from p2ptrain.core.errors import (
     ProtocolError,
     Refused,
 )
+from p2ptrain.core.serving import Pass
 from p2ptrain.core.texts import human_bytes, shortened
 from p2ptrain.core.world import World
 from roles.background import Background
@@ -404,13 +405,7 @@ class Drafter:
         ran = await self._compute.run(
             self._engine.run,
             session.name,
-            keep=keep,
-            payload=memoryview(encode_ids(ids)),
-            count=piece,
-            encoding=IDS,
-            out_encoding=IDS,
-            picks=run.picks if last else 0,
-            draw=run.draw,
+            Pass(keep, memoryview(encode_ids(ids)), piece, IDS, IDS, run.picks if last else 0, run.draw),
         )
         now = self._now()
         if piece == 1:

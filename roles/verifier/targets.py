@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from p2ptrain.core.activations import IDS, encode_ids
 from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused, ResourceError, UserError
 from p2ptrain.core.ids import new_id
-from p2ptrain.core.serving import Sampling
+from p2ptrain.core.serving import Pass, Sampling
 from p2ptrain.core.texts import human_bytes
 from p2ptrain.core.world import Clock
 from roles.chain.client import Chain
@@ -176,13 +176,7 @@ class WholeTarget:
         work = partial(
             self._engine.run,
             name,
-            keep=keep,
-            payload=memoryview(encode_ids(ids)),
-            count=len(ids),
-            encoding=IDS,
-            out_encoding=self._engine.encoding,
-            picks=picks,
-            draw=draw,
+            Pass(keep, memoryview(encode_ids(ids)), len(ids), IDS, self._engine.encoding, picks, draw),
         )
         ran, took_s = await self.in_turn(work)
         return Passed(ran.tokens, took_s)

@@ -21,7 +21,7 @@ from functools import partial
 
 from p2ptrain.core.activations import ENCODINGS, ID_BYTES, IDS, activation_bytes, encode_ids
 from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused
-from p2ptrain.core.serving import Ran
+from p2ptrain.core.serving import Pass, Ran
 from p2ptrain.core.texts import shortened
 from p2ptrain.core.world import World
 from roles.background import Background
@@ -587,17 +587,9 @@ class StageWorks:
         began = now()
         try:
             session.begin(work)
-            ran: Ran = await self._compute.run(
-                session.part.engine.run,
-                session.id,
-                keep=work.keep,
-                payload=memoryview(payload),
-                count=work.count,
-                encoding=work.encoding,
-                out_encoding=session.out_encoding(work),
-                picks=work.picks if session.last else 0,
-                draw=work.draw,
-            )
+            picks, encoding = work.picks if session.last else 0, session.out_encoding(work)
+            asked = Pass(work.keep, memoryview(payload), work.count, work.encoding, encoding, picks, work.draw)
+            ran: Ran = await self._compute.run(session.part.engine.run, session.id, asked)
         except P2PTrainError as problem:
             if session.current(work):
                 self._broken(session, session.index, _code(problem), problem)

@@ -16,7 +16,7 @@ from p2ptrain.compute.picking import Picker
 from p2ptrain.compute.served_part import MAX_SESSIONS, ServedPart, ServedPartBuilder, begin_part, load_whole
 from p2ptrain.core.activations import activation_bytes, encode_ids
 from p2ptrain.core.errors import ConfigError, JobFailed, ProtocolError, ResourceError, StorageError, UserError
-from p2ptrain.core.serving import PartSpec, Sampling
+from p2ptrain.core.serving import PartSpec, Pass, Sampling
 from p2ptrain.core.tensor_files import TensorTable
 from roles.engine import PartBuilder, StageEngine
 
@@ -67,16 +67,7 @@ class Client:
         for part in self.parts:
             last = part is self.parts[-1]
             going = encoding or part.encoding
-            ran = part.run(
-                self.name,
-                keep=keep,
-                payload=payload,
-                count=len(ids),
-                encoding=coming,
-                out_encoding=going,
-                picks=picks if last else 0,
-                draw=draw,
-            )
+            ran = part.run(self.name, Pass(keep, payload, len(ids), coming, going, picks if last else 0, draw))
             assert ran.payload.nbytes == (0 if last else activation_bytes(going, len(ids), part.width))
             payload, coming = ran.payload, going
         self.length = keep + len(ids)
@@ -246,7 +237,6 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
 ) -> None:
     part = loaded("llama-tied")[2][0]
     good: dict[str, Any] = {
-        "session": "s",
         "keep": 4,
         "payload": memoryview(encode_ids([1, 2])),
         "count": 2,
@@ -256,12 +246,13 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
         "draw": 0,
     }
     part.open("s", positions=10, sampling=GREEDY)
-    part.run(**good | {"keep": 0, "payload": memoryview(encode_ids([5, 6, 7, 8])), "count": 4})
-    expected = bytes(part.run(**good).payload)
+    part.run("s", Pass(**good | {"keep": 0, "payload": memoryview(encode_ids([5, 6, 7, 8])), "count": 4}))
+    expected = bytes(part.run("s", Pass(**good)).payload)
+    session = changes.pop("session", "s")
     with pytest.raises(ProtocolError, match=cause):
-        part.run(**good | changes)
+        part.run(session, Pass(**good | changes))
     assert part._sessions["s"].cache.length == 6
-    assert bytes(part.run(**good).payload) == expected
+    assert bytes(part.run("s", Pass(**good)).payload) == expected
     part.close("s")
 
 
@@ -271,12 +262,12 @@ def test_picks_of_the_last_stage(loaded: Callable[[str], Loaded]) -> None:
     arguments: dict[str, Any] = {"keep": 0, "encoding": "fp32", "out_encoding": "fp32", "draw": 0}
     payload = memoryview(bytes(activation_bytes("fp32", 2, 64)))
     with pytest.raises(ProtocolError, match="3 tokens to be picked for 2"):
-        part.run("s", payload=payload, count=2, picks=3, **arguments)
+        part.run("s", Pass(payload=payload, count=2, picks=3, **arguments))
     nan = memoryview(torch.full((2, 64), torch.nan).numpy().tobytes())
     with pytest.raises(JobFailed):
-        part.run("s", payload=nan, count=2, picks=1, **arguments)
+        part.run("s", Pass(payload=nan, count=2, picks=1, **arguments))
     with pytest.raises(ProtocolError, match="1 positions are to be kept of the 0"):
-        part.run("s", payload=payload, count=2, picks=1, **arguments | {"keep": 1})
+        part.run("s", Pass(payload=payload, count=2, picks=1, **arguments | {"keep": 1}))
     part.close("s")
 
 
@@ -288,8 +279,8 @@ def test_a_run_that_fails_in_the_middle_leaves_what_was_kept(
     arguments: dict[str, Any] = {"encoding": "fp32", "out_encoding": "fp32", "draw": 0, "picks": 0}
     payload = memoryview(torch.randn(12, 64, generator=torch.Generator().manual_seed(1)).numpy().tobytes())
     more = payload[: 2 * 64 * 4]
-    part.run("s", keep=0, payload=payload, count=12, **arguments)
-    expected = bytes(part.run("s", keep=11, payload=more, count=2, **arguments).payload)
+    part.run("s", Pass(0, payload, 12, **arguments))
+    expected = bytes(part.run("s", Pass(keep=11, payload=more, count=2, **arguments)).payload)
     module: Any = part._model.module
     for error, seen in ((torch.OutOfMemoryError("no"), ResourceError), (RuntimeError("other"), RuntimeError)):
 
@@ -299,9 +290,9 @@ def test_a_run_that_fails_in_the_middle_leaves_what_was_kept(
         with monkeypatch.context() as patch:
             patch.setattr(module.model.layers[1].mlp, "forward", fails)
             with pytest.raises(seen):
-                part.run("s", keep=11, payload=more, count=2, **arguments)
+                part.run("s", Pass(keep=11, payload=more, count=2, **arguments))
         assert part._sessions["s"].cache.length == 11
-        assert bytes(part.run("s", keep=11, payload=more, count=2, **arguments).payload) == expected
+        assert bytes(part.run("s", Pass(keep=11, payload=more, count=2, **arguments)).payload) == expected
     part.close("s")
 
 
@@ -339,12 +330,10 @@ def test_a_cache_never_grows(loaded: Callable[[str], Loaded]) -> None:
     part = loaded("mistral-window")[2][0]
     part.open("s", positions=40, sampling=GREEDY)
     promised = 40 * part.cache_position_bytes
-    for keep in (0, 10, 20, 5, 5):
+    for most in (0, 10, 20, 5, 5):
         ids = memoryview(encode_ids([*prompt(8), 1]))
-        part.run(
-            "s", keep=min(keep, part._sessions["s"].cache.length), payload=ids, count=10, encoding="ids",
-            out_encoding="fp32", picks=0, draw=0,
-        )  # fmt: skip
+        keep = min(most, part._sessions["s"].cache.length)
+        part.run("s", Pass(keep, ids, 10, "ids", "fp32"))
         assert part.cache_bytes == promised
     part.close("s")
 
@@ -422,16 +411,7 @@ IDS = [3, 14, 15, 92, 65]
 def likeliest(directory: Path, count: int = 4, dtype: str = "") -> tuple[int, ...]:
     part = load_whole(directory, device="cpu", dtype=dtype)
     part.open("s", positions=8, sampling=Sampling(temperature=0))
-    ran = part.run(
-        "s",
-        keep=0,
-        payload=memoryview(encode_ids(IDS)),
-        count=len(IDS),
-        encoding="ids",
-        out_encoding=part.encoding,
-        picks=count,
-        draw=0,
-    )
+    ran = part.run("s", Pass(0, memoryview(encode_ids(IDS)), len(IDS), "ids", part.encoding, count, 0))
     return ran.tokens
 
 

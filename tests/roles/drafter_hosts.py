@@ -13,7 +13,7 @@ from zlib import crc32
 from p2ptrain.core.activations import IDS, encode_ids
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError
-from p2ptrain.core.serving import Ran, Sampling
+from p2ptrain.core.serving import Pass, Ran, Sampling
 from p2ptrain.core.threads import LoopThreads, RealThreads, Threads
 from p2ptrain.core.world import LoopClock, Network, World
 from roles.chain.peer import Context
@@ -57,10 +57,10 @@ class Wobbly:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._whole, name)
 
-    def run(self, session: str, **how: Any) -> Ran:
+    def run(self, session: str, work: Pass) -> Ran:
         """As of ``StageEngine``."""
-        ran = self._whole.run(session, **how)
-        stop = how["keep"] + how["count"]
+        ran = self._whole.run(session, work)
+        stop = work.keep + work.count
         first = stop - len(ran.tokens)
         return Ran(ran.payload, tuple(self._said(first + at, token) for at, token in enumerate(ran.tokens)))
 
@@ -271,16 +271,7 @@ async def write(
 
     def passed(run: Run, took_s: float) -> None:
         payload = memoryview(encode_ids(run.ids))
-        ran = target.run(
-            "s",
-            keep=run.keep,
-            payload=payload,
-            count=len(run.ids),
-            encoding=IDS,
-            out_encoding=IDS,
-            picks=run.picks,
-            draw=run.draw,
-        )
+        ran = target.run("s", Pass(run.keep, payload, len(run.ids), IDS, IDS, run.picks, run.draw))
         events.put_nowait(PassDone(ran.tokens, took_s))
 
     events.put_nowait(Began())

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ConfigError, ProtocolError, UserError
-from p2ptrain.core.serving import PartSpec, Ran, Sampling
+from p2ptrain.core.serving import PartSpec, Pass, Ran, Sampling
 from roles.worker.stages import Holding
 
 WIDTH = 8
@@ -185,19 +185,9 @@ class StandInStage:
             raise UserError(f"there is a session {session!r} on this part", remedy="close it first")
         self.sessions[session] = _Session(positions, sampling)
 
-    def run(
-        self,
-        session: str,
-        *,
-        keep: int,
-        payload: memoryview,
-        count: int,
-        encoding: str,
-        out_encoding: str,
-        picks: int,
-        draw: int,
-    ) -> Ran:
-        state = self.sessions[session]
+    def run(self, session: str, work: Pass) -> Ran:
+        state, keep, count = self.sessions[session], work.keep, work.count
+        picks, draw = work.picks, work.draw
         self._on_run(session, keep, count)
         if self._work_s:
             self._sleep(self._work_s)
@@ -207,12 +197,12 @@ class StandInStage:
             raise ProtocolError(f"{keep} positions are to be kept, and there are {len(state.history)}")
         if keep + count > state.positions:
             raise ProtocolError(f"{keep + count} positions, and the session is for {state.positions}")
-        hidden = self._taken_in_untrusted(payload, encoding, count)
+        hidden = self._taken_in_untrusted(work.payload, work.encoding, count)
         del state.history[keep:]
         for row in range(count):
             hidden[row] = self._through_the_layers(state, hidden[row])
         if self.spec.stop < self.spec.layers:
-            return Ran(memoryview(encode(hidden, out_encoding)), ())
+            return Ran(memoryview(encode(hidden, work.out_encoding)), ())
         normed = (hidden[count - picks :] + self._tensors["norm.weight"]) % MODULUS
         logits = normed @ self._tensors["head.weight"].T % 1009  # else the largest row of the head always wins
         return Ran(
@@ -335,13 +325,7 @@ def tokens_of(config: str, prompt: list[int], tokens: int, sampling: Sampling, *
         keep = len(whole.sessions["reference"].history)
         ran = whole.run(
             "reference",
-            keep=keep,
-            payload=payload,
-            count=len(ids),
-            encoding="ids",
-            out_encoding="fp32",
-            picks=1,
-            draw=draw,
+            Pass(keep, payload, len(ids), "ids", "fp32", 1, draw),
         )
         made += ran.tokens
         ids = [ran.tokens[0]]

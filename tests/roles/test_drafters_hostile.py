@@ -13,7 +13,7 @@ import pytest
 
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ResourceError
-from p2ptrain.core.serving import Ran, Sampling
+from p2ptrain.core.serving import Pass, Ran, Sampling
 from roles.drafter.drafter import MAX_CALLERS
 from roles.line import Line
 from roles.speculation.events import Told
@@ -401,10 +401,10 @@ def test_a_session_longer_than_the_drafters_context_is_drafted_for_up_to_it() ->
 
 def test_an_engine_that_fails_ends_that_session_with_its_reason() -> None:
     class Failing(Wobbly):
-        def run(self, session: str, **how: Any) -> Ran:
-            if how["count"] == 4:
+        def run(self, session: str, work: Pass) -> Ran:
+            if work.count == 4:
                 raise ResourceError("the device has no memory left", remedy="use a smaller model")
-            return super().run(session, **how)
+            return super().run(session, work)
 
     async def test(network: MemoryNetwork, host: DrafterHost) -> None:
         async with verifier_of(network) as verifier:

@@ -16,7 +16,7 @@ from p2ptrain.compute.text import ChatFormat, ModelText
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, ResourceError
-from p2ptrain.core.serving import Sampling
+from p2ptrain.core.serving import Pass, Sampling
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, Network, World
 from roles.background import Background
@@ -56,16 +56,8 @@ def world(network: Network | None = None) -> World:
 
 
 def _ran(stage: StandInStage, name: str, run: ev.Run) -> tuple[int, ...]:
-    return stage.run(
-        name,
-        keep=run.keep,
-        payload=memoryview(np.array(run.ids, "<i4").tobytes()),
-        count=len(run.ids),
-        encoding="ids",
-        out_encoding="fp32",
-        picks=run.picks,
-        draw=run.draw,
-    ).tokens
+    ids = memoryview(np.array(run.ids, "<i4").tobytes())
+    return stage.run(name, Pass(run.keep, ids, len(run.ids), "ids", "fp32", run.picks, run.draw)).tokens
 
 
 @dataclass
