@@ -135,9 +135,7 @@ class CheckpointStore:
     def publish(self, draft: Draft, meta: Meta) -> CheckpointEntry:
         """Make it the durable checkpoint of its step, then prune older ones. Raises ``StorageError``: it is not."""
         step, target = draft.step, self._path(draft.step)
-        encoded = manifest_of(step, meta, draft.sums)
-        self._disk.write_file(draft.path / MANIFEST, encoded)
-        self._disk.sync_file(draft.path / MANIFEST)
+        encoded = self._write_manifest(draft.path, step, meta, draft.sums)
         self._disk.sync_dir(draft.path)
         self._publish(draft.path, target)
         with suppress(StorageError):  # it is there; what is one too many goes with the next one
@@ -217,6 +215,12 @@ class CheckpointStore:
                 f"a checkpoint needs {need_bytes / 1e6:.1f} MB and {self._root} has {free / 1e6:.1f} MB free",
                 remedy="free some space, keep fewer checkpoints, or choose another place with --state",
             )
+
+    def _write_manifest(self, directory: Path, step: int, meta: Meta, sums: Mapping[str, tuple[int, str]]) -> bytes:
+        encoded = manifest_of(step, meta, sums)
+        self._disk.write_file(directory / MANIFEST, encoded)
+        self._disk.sync_file(directory / MANIFEST)
+        return encoded
 
     def _publish(self, temporary: Path, target: Path) -> None:
         if self._disk.is_dir(target):
