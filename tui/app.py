@@ -109,12 +109,7 @@ class HelpScreen(ModalScreen[None]):
         rows += [[], [Span("Serving: where a token's time goes", "strong")], *_legend(SPENT_LOOKS)]
         rows += [
             [],
-            [Span("An arrow of the ring is lit and walks on with every step that all members committed.", "dim")],
-            [
-                Span("A box tells the bandwidth and latency to the next member; ", "dim"),
-                Span(f"{SLOWEST.symbol} ", SLOWEST.role),
-                Span("and dashes are at the slowest.", "dim"),
-            ],
+            [Span(f"{SLOWEST.symbol} ", SLOWEST.role), Span("is at the slowest link of the ring, and stage.", "dim")],
         ]
         return rows
 

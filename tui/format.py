@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 
-from tui.model import Split, is_finite
+from tui.model import is_finite
 
 UNKNOWN = "–"
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -52,6 +52,12 @@ PEER_LOOKS = {
     "away": Look("◇", "warn"),
     "lost": Look("✗", "bad"),
 }
+STEP_LOOKS = {
+    "compute": Look("█", "compute"),
+    "communicate": Look("▓", "communicate"),
+    "wait": Look("░", "wait"),
+}
+"""Where the time of a step goes."""
 PHASE_LOOKS = {
     "detect": Look("░", "bad"),
     "agree": Look("▒", "busy"),
@@ -250,14 +256,6 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     return [index * step for index in range(first, last + 1)]
 
 
-def split_bar(parts: Split, width: int) -> list[Span]:
-    """The stacked bar compute / communicate / wait in ``width`` cells; each part has its own texture, too."""
-    values = (parts.compute_ms, parts.communicate_ms, parts.wait_ms)
-    cells = _largest_remainder(values, width)
-    looks = (("█", "compute"), ("▓", "communicate"), ("░", "wait"))
-    return [Span(texture * count_, role) for (texture, role), count_ in zip(looks, cells, strict=True) if count_]
-
-
 def stacked_bar(parts: Sequence[tuple[Look, float]], whole: float, width: int) -> list[Span]:
     """Parts of ``whole`` in ``width`` cells, each with its own texture; what none of them takes is dotted."""
     taken = [max(0.0, value) if is_finite(value) else 0.0 for _, value in parts]
@@ -269,11 +267,10 @@ def stacked_bar(parts: Sequence[tuple[Look, float]], whole: float, width: int) -
     return [Span(look.symbol * count_, look.role) for look, count_ in zip(looks, cells, strict=True) if count_]
 
 
-def phase_bar(phases: Sequence[tuple[str, float]], width: int) -> list[Span]:
-    """A recovery's phases as a stacked bar in ``width`` cells; each has its own texture, too."""
-    cells = _largest_remainder([seconds for _, seconds in phases], width)
-    looks = (PHASE_LOOKS.get(name, _UNKNOWN_LOOK) for name, _ in phases)
-    return [Span(look.symbol * count_, look.role) for look, count_ in zip(looks, cells, strict=True) if count_]
+def filled_bar(parts: Sequence[tuple[Look, float]], width: int) -> list[Span]:
+    """Parts that fill ``width`` cells together, each with its own texture, too."""
+    cells = _largest_remainder([value for _, value in parts], width)
+    return [Span(look.symbol * count_, look.role) for (look, _), count_ in zip(parts, cells, strict=True) if count_]
 
 
 def _largest_remainder(values: Sequence[float], total: int) -> list[int]:

@@ -393,25 +393,15 @@ def eta_s(job: JobInfo, recent: Sequence[MetricRow]) -> float | None:
     return max(0, job.steps_total - job.step) * seconds / steps
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Where the time of a step goes: mean milliseconds over some rows."""
-
-    step_ms: float
-    compute_ms: float
-    communicate_ms: float
-    wait_ms: float
-
-
-def split(rows: Sequence[MetricRow]) -> Split | None:
-    """The mean split of the rows that have one; None where none has."""
+def split(rows: Sequence[MetricRow]) -> dict[str, float] | None:
+    """Where the time of a step goes: mean milliseconds of the rows that say it; None where none does."""
+    found = [(row.compute_ms, row.communicate_ms, row.wait_ms) for row in rows]
     parts = [
-        tuple(max(0.0, value) for value in (row.compute_ms or 0, row.communicate_ms or 0, row.wait_ms or 0))
-        for row in rows
-        if any(is_finite(value) for value in (row.compute_ms, row.communicate_ms, row.wait_ms))
+        [max(0.0, value or 0.0) for value in times]
+        for times in found
+        if any(map(is_finite, times)) and all(value is None or is_finite(value) for value in times)
     ]
-    parts = [part for part in parts if all(is_finite(value) for value in part)]
     if not parts or sum(map(sum, parts)) <= 0:
         return None
-    compute, communicate, wait = (sum(part[index] for part in parts) / len(parts) for index in range(3))
-    return Split(compute + communicate + wait, compute, communicate, wait)
+    means = (sum(column) / len(parts) for column in zip(*parts, strict=True))
+    return dict(zip(("compute", "communicate", "wait"), means, strict=True))

@@ -121,17 +121,33 @@ def set_title(widget: Widget, title: str) -> None:
         widget.border_title = escaped
 
 
-class RingPanel(Widget, can_focus=True):
-    """The ring of the job in view, drawn, and who is not in it."""
+class RowsPanel(Widget):
+    """Rows under a title, drawn anew only where they changed."""
 
-    TOPICS: ClassVar[frozenset[str]] = frozenset({"peers", "jobs", "parts", "serving", "link"})
+    NAME = ""
+    TOPICS: ClassVar[frozenset[str]] = frozenset()
     TIMED = False
     EVERY_S = 0.0
 
     def __init__(self) -> None:
-        super().__init__(id="ring", classes="panel")
-        self.border_title = "Ring"
-        self._drawn: tuple[list[list[Span]], Palette] = ([], DARK)
+        super().__init__(id=self.NAME, classes="panel")
+        self.border_title = self.NAME.capitalize()
+        self._drawn: tuple[list[Row], Palette] = ([], DARK)
+
+    def draw(self, rows: list[Row], palette: Palette) -> None:
+        if (rows, palette) != self._drawn:
+            self._drawn = (rows, palette)
+            self.refresh()
+
+    def render(self) -> RenderResult:
+        return lines(*self._drawn)
+
+
+class RingPanel(RowsPanel, can_focus=True):
+    """The ring of the job in view, drawn, and who is not in it."""
+
+    NAME = "ring"
+    TOPICS = frozenset({"peers", "jobs", "parts", "serving", "link"})
 
     def show(self, frame: Frame) -> None:
         job, store = frame.job, frame.store
@@ -141,13 +157,7 @@ class RingPanel(Widget, can_focus=True):
         )
         if self.border_subtitle != elsewhere:
             self.border_subtitle = elsewhere
-        drawn = (self._rows(frame, job) if job is not None and job.members else what_next(frame), frame.palette)
-        if drawn != self._drawn:  # peers change all the time, the drawing seldom
-            self._drawn = drawn
-            self.refresh()
-
-    def render(self) -> RenderResult:
-        return lines(*self._drawn)
+        self.draw(self._rows(frame, job) if job is not None and job.members else what_next(frame), frame.palette)
 
     def _rows(self, frame: Frame, job: JobInfo) -> list[Row]:
         width, height = self.size.width, self.size.height
@@ -353,33 +363,24 @@ def training_numbers(frame: Frame, job: JobInfo, width: int) -> list[list[Span]]
     parts = split(recent)
     if parts is None:
         return [first, second]
-    total = f" {fmt.millis(parts.step_ms):>9}   "
-    bar = [Span("a step   ", "dim"), *fmt.split_bar(parts, max(4, width - 9 - len(total))), Span(total, "strong")]
+    step_ms = sum(parts.values())
+    total = f" {fmt.millis(step_ms):>9}   "
+    looks = fmt.STEP_LOOKS
+    filled = fmt.filled_bar([(looks[name], ms) for name, ms in parts.items()], max(4, width - 9 - len(total)))
+    bar = [Span("a step   ", "dim"), *filled, Span(total, "strong")]
     legend: list[Span] = [Span(" " * 9)]
-    for texture, label, part_ms in (
-        ("█", "compute", parts.compute_ms),
-        ("▓", "communicate", parts.communicate_ms),
-        ("░", "wait", parts.wait_ms),
-    ):
-        legend += [
-            Span(f"{texture} ", label),
-            Span(f"{label} "),
-            Span(f"{fmt.percent(part_ms / parts.step_ms)}   ", "strong"),
-        ]
+    for name, ms in parts.items():
+        share = Span(f"{fmt.percent(ms / step_ms)}   ", "strong")
+        legend += [Span(f"{looks[name].symbol} ", looks[name].role), Span(f"{name} "), share]
     return [first, second, bar, legend]
 
 
-class RecoveriesPanel(Widget):
+class RecoveriesPanel(RowsPanel):
     """How long the ring of the job in view stood still when a machine came, died or froze, and where that time went."""
 
-    TOPICS: ClassVar[frozenset[str]] = frozenset({"recoveries", "jobs"})
-    TIMED = False
+    NAME = "recoveries"
+    TOPICS = frozenset({"recoveries", "jobs"})
     EVERY_S = READABLE_S
-
-    def __init__(self) -> None:
-        super().__init__(id="recoveries", classes="panel")
-        self.border_title = "Recoveries"
-        self._drawn: tuple[list[list[Span]], Palette] = ([], DARK)
 
     def show(self, frame: Frame) -> None:
         found = frame.store.recoveries_in_order(frame.job.id) if frame.job else []
@@ -388,13 +389,7 @@ class RecoveriesPanel(Widget):
         if found:
             middle_s, high_s = recovery_spread(found)["total"]
             self.border_subtitle = f"p50 {fmt.millis(1e3 * middle_s)}  p99 {fmt.millis(1e3 * high_s)}"
-        drawn = (recovery_lines(found, self.size.width), frame.palette)
-        if drawn != self._drawn:
-            self._drawn = drawn
-            self.refresh()
-
-    def render(self) -> RenderResult:
-        return lines(*self._drawn)
+        self.draw(recovery_lines(found, self.size.width), frame.palette)
 
 
 def recovery_lines(found: list[RecoveryInfo], width: int) -> list[list[Span]]:
@@ -404,9 +399,10 @@ def recovery_lines(found: list[RecoveryInfo], width: int) -> list[list[Span]]:
     last = found[-1]
     total = f" {fmt.millis(1e3 * last.total_s):>8}"
     head = f"{fmt.clock(last.wall)} {last.kind}, step {last.step:,}  "
+    parts = [(fmt.PHASE_LOOKS[name], seconds) for name, seconds in last.phases()]
     rows = [
         [Span(head, "strong"), Span(fmt.fit(last.text, max(0, width - len(head))), "dim")],
-        [*fmt.phase_bar(last.phases(), max(4, width - len(total))), Span(total, "strong")],
+        [*fmt.filled_bar(parts, max(4, width - len(total))), Span(total, "strong")],
     ]
     legend: list[list[Span]] = [[]]
     for name, seconds in last.phases():

@@ -74,7 +74,6 @@ class LiveTable(ScrollView, can_focus=True):
     """One line per record under a header line, with a row cursor that stays on its record."""
 
     DEFAULT_CSS = "LiveTable { overflow-x: hidden; scrollbar-size-vertical: 1; }"
-    COLUMNS: tuple[Column, ...] = ()
     COMPONENT_CLASSES: ClassVar[set[str]] = {"livetable--cursor"}
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up", "move(-1)", show=False),
@@ -96,8 +95,9 @@ class LiveTable(ScrollView, can_focus=True):
         def control(self) -> LiveTable:
             return self.table
 
-    def __init__(self, *, id: str) -> None:
+    def __init__(self, columns: Sequence[Column], *, id: str) -> None:
         super().__init__(id=id)
+        self._columns = columns
         self._rows: dict[str, dict[str, Cell]] = {}
         self._keys: list[str] = []
         self._places: dict[str, int] = {}
@@ -140,7 +140,7 @@ class LiveTable(ScrollView, can_focus=True):
     @property
     def hides_columns(self) -> bool:
         """Whether the width leaves some columns out."""
-        return len(self.chosen) < len(self.COLUMNS)
+        return len(self.chosen) < len(self._columns)
 
     def go_to(self, key: str) -> None:
         """Put the cursor on a row, where it is shown."""
@@ -163,7 +163,7 @@ class LiveTable(ScrollView, can_focus=True):
         self._lay_out()
         place = y - 1 + self.scroll_offset.y
         if y == 0:
-            return self._strip({column.key: (Span(column.label, "dim"),) for column in self.COLUMNS})
+            return self._strip({column.key: (Span(column.label, "dim"),) for column in self._columns})
         if not 0 <= place < len(self._keys):
             return Strip.blank(self.size.width, self.rich_style)
         key = self._keys[place]
@@ -176,7 +176,7 @@ class LiveTable(ScrollView, can_focus=True):
         layout = (self.size.width, self._palette)
         if layout != self._laid_out_for:
             self._laid_out_for = layout
-            self._chosen = choose(self.COLUMNS, self.size.width)
+            self._chosen = choose(self._columns, self.size.width)
             self._strips.clear()
 
     def _strip(self, cells: dict[str, Cell], *, cursor: bool = False) -> Strip:
@@ -242,18 +242,17 @@ class TablePanel(Vertical):
     TOPICS: ClassVar[frozenset[str]] = frozenset()
     TIMED = False
     EVERY_S = READABLE_S
-    TITLE = ""
     NAME = ""
-    TABLE: type[LiveTable] = LiveTable
+    COLUMNS: tuple[Column, ...] = ()
 
     def __init__(self) -> None:
         super().__init__(id=self.NAME, classes="panel")
-        self.border_title = self.TITLE
+        self.border_title = self.NAME.capitalize()
         self._detail: tuple[Palette, list[Span]] | None = None
 
     def compose(self) -> ComposeResult:
         yield Static(classes="empty")
-        yield self.TABLE(id=f"{self.NAME}-table")
+        yield LiveTable(self.COLUMNS, id=f"{self.NAME}-table")
         yield Static(classes="detail")
 
     @property
@@ -262,7 +261,8 @@ class TablePanel(Vertical):
 
     def show(self, frame: Frame) -> None:
         rows = self.rows(frame)
-        set_title(self, f"{self.TITLE} · {len(rows)}" if rows else self.TITLE)
+        title = self.NAME.capitalize()
+        set_title(self, f"{title} · {len(rows)}" if rows else title)
         self.set_class(not rows, "-empty")
         if rows:
             self.table.sync(rows, frame.palette)
@@ -294,7 +294,12 @@ def _plain(text: str, role: str = "") -> Cell:
     return (Span(text, role),)
 
 
-class PeersTable(LiveTable):
+class PeersPanel(TablePanel):
+    """Every peer that the seed knows."""
+
+    TOPICS = frozenset({"peers", "serving", "link"})
+    TIMED = True
+    NAME = "peers"
     COLUMNS = (
         Column("rank", "#", 2, 0, right=True),
         Column("state", "state", 11, 0),
@@ -310,14 +315,6 @@ class PeersTable(LiveTable):
         Column("memory", "memory", 18, 6, right=True),
         Column("gpu", "GPU", 4, 6, right=True),
     )
-
-
-class PeersPanel(TablePanel):
-    """Every peer that the seed knows."""
-
-    TOPICS = frozenset({"peers", "serving", "link"})
-    TIMED = True
-    TITLE, NAME, TABLE = "Peers", "peers", PeersTable
 
     def rows(self, frame: Frame) -> dict[str, dict[str, Cell]]:
         return {peer.id: self._row(peer, frame) for peer in frame.store.peers_in_order()}
@@ -379,7 +376,11 @@ def memory_cell(peer: PeerInfo) -> Cell:
     return (Span(fmt.bar(part, 5), role), Span(f"{fmt.used_of(used, total):>13}"))
 
 
-class JobsTable(LiveTable):
+class JobsPanel(TablePanel):
+    """The jobs; the one under the cursor is the one that is shown and that the keys act on."""
+
+    TOPICS = frozenset({"jobs", "metrics"})
+    NAME = "jobs"
     COLUMNS = (
         Column("state", "state", 11, 0),
         Column("name", "name", 10, 0, most=24),
@@ -392,13 +393,6 @@ class JobsTable(LiveTable):
         Column("profile", "profile", 10, 6, most=16),
         Column("reason", "why", 20, 7, most=60),
     )
-
-
-class JobsPanel(TablePanel):
-    """The jobs; the one under the cursor is the one that is shown and that the keys act on."""
-
-    TOPICS = frozenset({"jobs", "metrics"})
-    TITLE, NAME, TABLE = "Jobs", "jobs", JobsTable
 
     def rows(self, frame: Frame) -> dict[str, dict[str, Cell]]:
         return {job.id: self._row(job, frame) for job in frame.store.jobs_in_order()}
@@ -435,7 +429,12 @@ class JobsPanel(TablePanel):
         return [Span(f"{job.name}  ", "strong"), Span(" · ".join(parts), "dim")]
 
 
-class CheckpointsTable(LiveTable):
+class CheckpointsPanel(TablePanel):
+    """The durable checkpoints, the newest first."""
+
+    TOPICS = frozenset({"checkpoints", "jobs"})
+    TIMED = True
+    NAME = "checkpoints"
     COLUMNS = (
         Column("step", "step", 7, 0, right=True),
         Column("val", "val", 7, 0, right=True),
@@ -445,14 +444,6 @@ class CheckpointsTable(LiveTable):
         Column("job", "job", 12, 4, most=20),
         Column("path", "path", 24, 5, most=80),
     )
-
-
-class CheckpointsPanel(TablePanel):
-    """The durable checkpoints, the newest first."""
-
-    TOPICS = frozenset({"checkpoints", "jobs"})
-    TIMED = True
-    TITLE, NAME, TABLE = "Checkpoints", "checkpoints", CheckpointsTable
 
     def rows(self, frame: Frame) -> dict[str, dict[str, Cell]]:
         return {item.id: self._row(item, frame) for item in frame.store.checkpoints_in_order()}

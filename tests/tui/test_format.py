@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from tui import format as fmt
-from tui.model import Split
 
 
 @pytest.mark.parametrize(
@@ -75,7 +74,7 @@ def test_a_sparkline_shows_changes_and_gaps():
 
 @given(st.tuples(*[st.floats(0, 1e6)] * 3), st.integers(4, 200))
 def test_the_parts_of_a_step_fill_the_bar(parts, width):
-    spans = fmt.split_bar(Split(sum(parts), *parts), width)
+    spans = fmt.filled_bar(list(zip(fmt.STEP_LOOKS.values(), parts, strict=True)), width)
     assert sum(len(span.text) for span in spans) == (width if sum(parts) > 0 else 0)
     assert len({span.text[0] for span in spans}) == len(spans)  # told apart without colours
 

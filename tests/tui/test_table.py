@@ -9,12 +9,10 @@ from textual.app import App, ComposeResult
 from textual.pilot import Pilot
 
 from tui.format import Span
-from tui.tables import Cell, Column, LiveTable, PeersTable, choose
+from tui.tables import Cell, Column, LiveTable, PeersPanel, choose
 from tui.theme import DARK, LIGHT
 
-
-class Table(LiveTable):
-    COLUMNS = (Column("name", "name", 6, 0, most=10), Column("value", "value", 5, 1, right=True))
+COLUMNS = (Column("name", "name", 6, 0, most=10), Column("value", "value", 5, 1, right=True))
 
 
 class TableApp(App[None]):
@@ -23,7 +21,7 @@ class TableApp(App[None]):
         self.moved: list[str] = []
 
     def compose(self) -> ComposeResult:
-        yield Table(id="t")
+        yield LiveTable(COLUMNS, id="t")
 
     def on_live_table_moved(self, event: LiveTable.Moved) -> None:
         self.moved.append(event.key)
@@ -38,21 +36,21 @@ def text(table: LiveTable) -> list[str]:
 
 
 @asynccontextmanager
-async def shown(size: tuple[int, int] = (24, 5)) -> AsyncIterator[tuple[TableApp, Table, Pilot[None]]]:
+async def shown(size: tuple[int, int] = (24, 5)) -> AsyncIterator[tuple[TableApp, LiveTable, Pilot[None]]]:
     app = TableApp()
     async with app.run_test(size=size) as pilot:
-        yield app, app.query_one(Table), pilot
+        yield app, app.query_one(LiveTable), pilot
 
 
 @given(st.integers(0, 300))
 def test_columns_come_in_the_order_of_their_weight_and_fit(width: int):
-    chosen = choose(PeersTable.COLUMNS, width)
-    always = [column for column in PeersTable.COLUMNS if column.order == 0]
+    chosen = choose(PeersPanel.COLUMNS, width)
+    always = [column for column in PeersPanel.COLUMNS if column.order == 0]
     assert all(any(column is other for column, _ in chosen) for other in always)
     used = sum(wide + 2 for _, wide in chosen)
     assert used <= max(width, sum(column.width + 2 for column in always))
     assert all(column.width <= wide <= max(column.width, column.most) for column, wide in chosen)
-    wider = choose(PeersTable.COLUMNS, width + 1)
+    wider = choose(PeersPanel.COLUMNS, width + 1)
     assert {column.key for column, _ in chosen} <= {column.key for column, _ in wider}
 
 
