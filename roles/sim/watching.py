@@ -8,7 +8,6 @@ bring it to light soonest.
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 import secrets
@@ -17,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from p2ptrain.core.checkpoints import CheckpointStore
+from p2ptrain.core.checkpoints import CheckpointStore, read_checkpoint
 from ring import crews, transaction
 from ring.coordinator import Coordinator
 from ring.links import Inbound
@@ -111,15 +110,15 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
 
         return call
 
-    def write_manifest(original: Any) -> Any:
-        def call(self: Any, directory: Any, step: int, meta: Any, sums: Any) -> bytes:
-            encoded: bytes = original(self, directory, step, meta, sums)
+    def publish(original: Any) -> Any:
+        def call(self: CheckpointStore, temporary: Path, target: Path) -> None:
             machine = here()
-            if machine is not None:
-                states = sorted(name for name in sums if name.endswith(".bin"))  # of a whole in parts: by stage
-                bits = [bits_of(self._disk.read(directory / name, max_bytes=1 << 20)) for name in states]
-                observer.saved(machine, step, hashlib.sha256(encoded).hexdigest(), meta, bits)
-            return encoded
+            if machine is not None:  # from now on there may be such a checkpoint, wherever the process dies
+                entry = read_checkpoint(self._disk, temporary)
+                states = sorted(name for name in entry.files if name.endswith(".bin"))  # of a whole in parts: by stage
+                bits = [bits_of(self._disk.read(temporary / name, max_bytes=1 << 20)) for name in states]
+                observer.saved(machine, entry.step, entry.digest, entry.meta, bits)
+            original(self, temporary, target)
 
         return call
 
@@ -180,7 +179,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             (Records, "add_view", add_view),
             (Records, "save_job", save_job),
             (Records, "add_checkpoint", add_checkpoint),
-            (CheckpointStore, "_write_manifest", write_manifest),
+            (CheckpointStore, "_publish", publish),
             (CheckpointStore, "_remove", remove),
             (CheckpointFiles, "load", load),
             (CheckpointFiles, "verify", verify),
