@@ -132,7 +132,7 @@ def test_who_lends_a_drafter_hears_that_a_verifier_has_another_tokenizer(first: 
     said = {
         "d1": SERVING,
         "d2": dataclasses.replace(SERVING, model="small", tokenizer="another"),
-        "n1": dataclasses.replace(SERVING, model="n-gram", tokenizer=""),
+        "n1": dataclasses.replace(SERVING, model="tiny", tokenizer=""),
         "v1": dataclasses.replace(SERVING, model="big"),
     }
     for _ in range(3):
