@@ -8,6 +8,7 @@ bring it to light soonest.
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 import secrets
@@ -16,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from p2ptrain.core.checkpoints import CheckpointStore, read_checkpoint
+from p2ptrain.core.checkpoints import MANIFEST, CheckpointStore, manifest_untrusted
 from ring import crews, transaction
 from ring.coordinator import Coordinator
 from ring.links import Inbound
@@ -114,10 +115,11 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
         def call(self: CheckpointStore, temporary: Path, target: Path) -> None:
             machine = here()
             if machine is not None:  # from now on there may be such a checkpoint, wherever the process dies
-                entry = read_checkpoint(self._disk, temporary)
-                states = sorted(name for name in entry.files if name.endswith(".bin"))  # of a whole in parts: by stage
+                encoded = self._disk.read(temporary / MANIFEST, max_bytes=1 << 20)
+                step, meta, files = manifest_untrusted(encoded)
+                states = sorted(name for name in files if name.endswith(".bin"))  # of a whole in parts: by stage
                 bits = [bits_of(self._disk.read(temporary / name, max_bytes=1 << 20)) for name in states]
-                observer.saved(machine, entry.step, entry.digest, entry.meta, bits)
+                observer.saved(machine, step, hashlib.sha256(encoded).hexdigest(), meta, bits)
             original(self, temporary, target)
 
         return call
