@@ -279,7 +279,7 @@ STAGED: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
     # Where a part of the newest state is gone, the run begins anew.
     "back": (
         [(crews, "newest_kept", lambda original: lambda by_stage, wholes=(): 0)],
-        ("power-cut", "kill-most", "kill", "save", "join"),
+        ("lose-disk", "save", "join"),
     ),
     # Nobody is told who has the whole model's checkpoint that the run goes back to.
     "files": (
