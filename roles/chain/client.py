@@ -434,7 +434,7 @@ class Recruiting:
         try:
             while True:
                 await self._look()
-                if self._asking:  # two that are ready at the same time get two stages
+                if self._asking:
                     await asyncio.wait(self._asking.values(), timeout=LOOK_S)
                 found, self._found = self._found, []
                 if found:
@@ -471,7 +471,11 @@ class Recruiting:
         self._asked_before[worker.peer_id] = worker, wait_s, self._now() + wait_s
         try:
             with suppress(P2PTrainError):  # it is asked again later
-                self._found.append(await asking)
+                peer = await asking
+                if self._chain.lacking:
+                    self._found.append(peer)  # two that are ready at the same time get two stages
+                else:
+                    self._chain.recruit([peer])  # a stage may be lost before the next look
         finally:
             del self._asking[worker.peer_id]
 

@@ -169,6 +169,28 @@ def test_who_joined_later_is_a_spare_before_it_is_needed(tmp_path: Path) -> None
     play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)
 
 
+def test_who_is_there_takes_a_stage_that_is_lost_at_the_same_moment(tmp_path: Path) -> None:
+    """Another worker that is dialled and does not answer delays nothing."""
+
+    async def test(scene: Scene) -> None:
+        seed = Seed()
+        async with recruited(scene, seed) as chain:
+            scene.network.silence("client", "far")
+            seed.here["far"] = PORT
+            async with await generate(chain, PROMPT, max_new_tokens=30, sampling=SAMPLED) as session:
+                made = [(await anext(session)).id for _ in range(4)]
+                await start(scene, "w9")
+                seed.here["w9"] = PORT
+                while not told(scene, "spare"):  # noqa: ASYNC110 - on virtual time
+                    await asyncio.sleep(0.01)  # virtual
+                scene.kill("w1")
+                made += [token.id async for token in session]
+            assert made == tokens_of(CONFIG, PROMPT, 30, SAMPLED)
+            assert not told(scene, "stage-lacking")
+
+    play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)
+
+
 def test_who_cannot_be_reached_holds_up_nobody_and_is_left_in_peace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
