@@ -18,7 +18,7 @@ SPLIT = ["--set", "job.strategy=pipeline", "--set", "pipeline.stages=2"]
 
 
 async def test_a_stage_dies_with_its_disk_and_a_spare_takes_it_out_of_what_another_has(machine: Any) -> None:
-    steps = 80
+    steps = 40
     sets = machine.settings(job__steps=steps, job__workers=2, checkpoint__every=10, checkpoint__copies=1)
     await machine.seed(*sets, *SPLIT)
     workers = {name: await machine.join("--name", name) for name in ("one", "two", "three")}
