@@ -174,7 +174,6 @@ def _read(path: Path) -> str:
 
 
 def _flatten(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of two levels: the schema has no deeper ones."""
     for table, content in document.items():
         if isinstance(content, dict) and table in _TABLES:
             for name, value in content.items():
@@ -278,7 +277,6 @@ _COMPLAINTS = {
 
 
 def _complaint(details: Mapping[str, Any]) -> str:
-    """pydantic's complaint in the words of this project."""
     message = str(details["msg"]).removeprefix("Input ").removeprefix("String ").replace("should ", "must ")
     return _COMPLAINTS.get(details["type"], message)
 
@@ -289,6 +287,5 @@ def _remedy(text: str, names: Mapping[str, object], listed: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value as a person would write it in TOML, shortened."""
     text = str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -211,7 +211,6 @@ class SeedLink:
             delay_s = min(2 * delay_s, max(least_s, min((clock.now() - began) / 20, most_s)))
 
     async def _live(self, connection: Connection, welcome: Welcome) -> P2PTrainError:
-        """Serve one connection until it ends; the reason it ended is returned."""
         self._connection = connection
         self._sent_at.clear()
         beats = asyncio.create_task(self._beat(connection, welcome.heartbeat_s), name="beats")

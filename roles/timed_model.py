@@ -63,7 +63,6 @@ def text_after(prompt: bytes, tokens: int) -> bytes:
 
 
 def _after(state: int, token: int) -> int:
-    """The state behind one more token; a state is 64 bits."""
     return int.from_bytes(blake2b(b"%d %d" % (state, token), digest_size=8).digest(), "big")
 
 

@@ -174,7 +174,6 @@ class CheckpointFiles:
 
 
 def _small_files(model: PreTrainedModel, tokenizer: Tokenizer) -> list[FilePlan]:
-    """Configuration, generation settings and tokenizer, as the libraries write them."""
     try:
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
@@ -189,7 +188,6 @@ def _small_files(model: PreTrainedModel, tokenizer: Tokenizer) -> list[FilePlan]
 
 
 def _safetensors_plan(name: str, tensors: list[PlannedTensor], metadata: dict[str, str]) -> FilePlan:
-    """A safetensors file of these tensors, in this order."""
     header: dict[str, object] = {"__metadata__": metadata}
     parts: list[bytes | BlobRange] = []
     offset = 0
@@ -203,12 +201,10 @@ def _safetensors_plan(name: str, tensors: list[PlannedTensor], metadata: dict[st
 
 
 def _range(start: int, numel: int) -> bytes | BlobRange:
-    """Elements [start, start + numel) of the flat parameters."""
     return BlobRange(PARAMETERS, start * _ELEMENT_BYTES, (start + numel) * _ELEMENT_BYTES)
 
 
 def _buffers(model: PreTrainedModel) -> Iterator[PlannedTensor]:
-    """What belongs to the model's files and is not trained."""
     saved = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
     for name, buffer in model.named_buffers():
         if name in saved:

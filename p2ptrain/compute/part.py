@@ -198,7 +198,6 @@ def part_bytes(config: PretrainedConfig, part: Part, dtype: torch.dtype) -> int:
 
 
 def _bytes(module: nn.Module) -> int:
-    """Of the parameters, shared ones once."""
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
@@ -353,7 +352,6 @@ class PartAssembly:
         return self._model.get_submodule(module), leaf
 
     def _make_computed_buffers(self) -> None:
-        """Rotary frequencies: in no file, and without values as yet."""
         for module in self._model.modules():
             lacking = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
             if not lacking:

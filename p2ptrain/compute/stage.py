@@ -230,7 +230,6 @@ def most_in_flight(
 
 
 def _sizes(config: PretrainedConfig, spec: StageSpec, tokens: int) -> tuple[int, int]:
-    """Bytes of the weights in fp32, and of a micro-batch's activations as they come in."""
     if spec.is_whole:
         return 4 * parameter_count(config), 0
     part = spec.parts[spec.stage]

@@ -126,7 +126,6 @@ class ModelText:
 
     @property
     def _said(self) -> dict[str, Any]:
-        """Of generation."""
         return self._config if self._generation is None else self._generation
 
     def _context(self) -> int | None:

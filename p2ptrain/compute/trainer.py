@@ -448,7 +448,6 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------------- inside
 
     def _build(self) -> nn.Module:
-        """The module with its first weights, on the CPU."""
         if self._stage.is_whole:
             return build_model(self._spec.model, self._tokenizer.vocab_size, self._spec.seed, config=self._config)
         built = build_training_part(self._config, self._part, self._spec.model.path, self._spec.seed)
@@ -457,7 +456,6 @@ class Trainer:
 
     @contextmanager
     def _arithmetic(self) -> Iterator[None]:
-        """Whatever runs kernels that decide bits runs inside."""
         with flushed_denormals(), constant_arithmetic(self._threads) if self.exact else nullcontext():
             yield
 
@@ -479,7 +477,6 @@ class Trainer:
         return {PARAMETERS: self._flat.parameters, "exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
 
     def _tied_segment(self) -> Segment | None:
-        """Where the matrix lies that another stage has, too."""
         if self._model_part is None or not self._model_part.tied or self._part.first == self._part.last:
             return None
         model: Any = self._model
@@ -510,7 +507,6 @@ class Trainer:
         return F.cross_entropy(outputs.flatten(0, 1).float(), targets, reduction=reduction)  # of (B T, vocabulary)
 
     def _run(self, flight: _Flight, inputs: Payload | None) -> Tensor:
-        """Forward pass, with its graph."""
         with self._arithmetic(), _out_of_memory_told():
             tokens = self._tokens(self._corpus.training[self._sampler.sample(flight.step, flight.index)])
             x = self._entering(tokens, inputs)
@@ -520,7 +516,6 @@ class Trainer:
         return outputs
 
     def _let_go(self) -> None:
-        """Of graphs that can be made again."""
         for flight in self._flights.values():
             flight.graph = None
 

@@ -42,7 +42,6 @@ def config_untrusted(text: str) -> dict[str, Any]:
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
-    """Every whole number, with the key that it, or the list that it is in, stands under."""
     if type(value) is int:
         yield key, value
     elif isinstance(value, dict):

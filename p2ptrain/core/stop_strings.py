@@ -49,7 +49,6 @@ class StopStrings:
         return rest
 
     def _may_begin(self, text: str) -> int:
-        """How many of the last letters may be the beginning of a stop string."""
         longest = max(map(len, self._strings), default=1) - 1
         for size in range(min(longest, len(text)), 0, -1):
             tail = text[-size:]

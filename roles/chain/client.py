@@ -266,7 +266,6 @@ class Chain:
             self._vacate(index, problem.message)
 
     def _vacate(self, index: int, reason: str) -> None:
-        """The seat is empty from now on; somebody else is sought."""
         seat = self._seats[index]
         if seat is None or self._closed:
             return
@@ -348,7 +347,6 @@ class Chain:
             return
 
     def _successor(self, index: int, reasons: Sequence[str]) -> Peer:
-        """Who is to take the place, which the plan names from now on."""
         self._empty(index)
         plan = self.plan
         lost = {id for id, peer in self.pool.peers.items() if peer.lost} | self._useless
@@ -458,7 +456,6 @@ class Recruiting:
                 self._start(peer.worker, self._renew(peer))
 
     def _start(self, worker: WorkerAt, asking: Coroutine[None, None, Peer]) -> None:
-        """Ask a worker, unless it is being asked, or was a moment ago."""
         before = self._asked_before.get(worker.peer_id)
         if worker.peer_id in self._asking or (before and before[0] == worker and self._now() < before[2]):
             asking.close()
@@ -486,6 +483,5 @@ class Recruiting:
         return peer
 
     async def _renew(self, peer: Peer) -> Peer:
-        """Ask what a peer has now; what kept it from loading may be over."""
         await self._pool.renew(peer)
         return peer

@@ -239,7 +239,6 @@ class GenerationSession:
             peer.give(work, send.ids)
 
     async def _ask(self, asked: ev.Ask) -> None:
-        """Ask a stage, and tell the core what it answered."""
         peer = self._chain.peer_in(asked.stage, asked.seat)
         if peer is None:
             return  # its loss is about to be told
@@ -285,7 +284,6 @@ class GenerationSession:
         }
 
     def _let_go(self, problem: NetworkError) -> None:
-        """Nothing more comes: whoever waits is told."""
         for answered in self._waiting.values():
             if not answered.done():
                 answered.set_exception(problem)

@@ -133,7 +133,6 @@ async def tensor_table(context: Context, model: Model) -> Mapping[str, TensorRec
 
 @asynccontextmanager
 async def _receiving(context: Context, model: Model) -> AsyncIterator[ModelReceiver]:
-    """From the worker that gives a model."""
     if model.giver is None:
         raise UserError(f"nobody gives {model.name}", remedy="name its directory")
     connection = await _dialled(context, model.giver, "model", model.id)

@@ -544,7 +544,6 @@ class Session:
         self.phase = Phase.MENDING
 
     def _vacate(self, index: int, reason: str, now: float) -> None:
-        """The peer of a stage is gone."""
         fresh = not self._stages[index].opened and self._stages[index].ask is None
         self._stages[index] = _Stage()
         if not fresh or self.phase is Phase.RUNNING:
@@ -552,7 +551,6 @@ class Session:
         self._lost[index] = reason
 
     def _give_up(self, index: int, reason: str, now: float, out: list[Instruction]) -> None:
-        """The peer of a stage is of no use."""
         seat = self._stages[index].seat
         if self.phase is Phase.ENDED or seat < 0:
             return
@@ -573,7 +571,6 @@ class Session:
         self._unlink(index - 1)
 
     def _unlink(self, index: int) -> None:
-        """Where a stage leads to is another session than the one it dialled."""
         if index >= 0:
             self._stages[index].next_seat = None
 
@@ -612,7 +609,6 @@ class Session:
     # --------------------------------------------------------------------------------------------------------- steering
 
     def _steer(self, now: float, out: list[Instruction]) -> None:
-        """Ask for what is missing; where nothing is, go on."""
         if self.phase is Phase.MENDING:
             for index, stage in enumerate(self._stages):
                 if stage.seat < 0 and not stage.sought:
@@ -698,7 +694,6 @@ class Session:
         return requests
 
     def _number(self) -> int:
-        """One that no request had before."""
         self.last_number += 1
         return self.last_number
 

@@ -306,7 +306,6 @@ class Drafter:
         caller.say(StreamRefused(code, shortened(problem.message), shortened(problem.remedy)), stream=stream)
 
     def _close(self, session: _Session) -> None:
-        """Forget a session. What is computed for it now is dropped."""
         if session.closed:
             return
         session.closed = True
@@ -364,7 +363,6 @@ class Drafter:
                     self._close(session)
 
     async def _step(self, session: _Session) -> None:
-        """Run what a session wants, or a piece of it."""
         run = session.wanted
         assert run is not None
         left = len(run.ids) - session.taken

@@ -121,7 +121,6 @@ class Catalogue:
             self._noting.release()
 
     def _tell_newest(self, job: str) -> None:
-        """A job knows how far it could go back, or on, from the disks of its workers."""
         if job in self._desks:
             self._desks[job].post(saved_of(self.of(job), split=self._desks[job].stages > 1))
 

@@ -438,7 +438,6 @@ class JobController:
         )
 
     def _measured(self) -> list[co.Event]:
-        """What became known of the links since the last event, and how long a step computes."""
         table = self._office.survey.table
         if table.changes == self._links_seen:
             return []
@@ -636,7 +635,6 @@ class JobController:
 
 
 def _step_s(row: MetricRow) -> float:
-    """What the step took; 0 where nobody said."""
     return max(row.step_ms or 0.0, 0.0) / 1e3
 
 

@@ -109,7 +109,6 @@ class Ledger:
         return entries, given_up or problem
 
     def _with_decided(self, told: list[Placed], undecided: list[Placed]) -> list[Placed]:
-        """With the rows told before of which the first of these shows that they count."""
         for lineage, row in undecided[-ROWS_AHEAD:]:
             self._undecided[row.step] = lineage, row
         for step in list(self._undecided)[: max(len(self._undecided) - ROWS_AHEAD, 0)]:

@@ -307,7 +307,6 @@ class OperatorApi:
         return {"evicted": peer_id, "name": name}
 
     def _peer(self, params: Params) -> tuple[str, str]:
-        """Id and name of the worker meant by an id or a name, of those that are or were here."""
         text = text_of(params, "peer", 128)
         infos = {info.id: info.name for info in self._seed.peer_infos()}
         if text in infos or self._seed.gate.knows(text):
@@ -514,7 +513,6 @@ class OperatorApi:
 
 
 def _runs(rows: Iterable[LedgerRow]) -> list[list[LedgerRow]]:
-    """Cut rows into runs of consecutive steps with the same generation and shares."""
     runs: list[list[LedgerRow]] = []
     for row in rows:
         last = runs[-1][-1] if runs else None

@@ -335,7 +335,6 @@ def did_you_mean(text: str, known: Iterable[str]) -> str:
 
 
 def _told(value: object, most: int) -> int:
-    """A figure that a worker gave of itself; 0 for what is none."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return 0
     return int(min(max(value, 0), most))

@@ -345,7 +345,6 @@ class Seed:
                 self._gone(link, farewell)
 
     def _take_back(self, link: Link) -> None:
-        """Its ring may have run on while the link was down: then it stays as it is."""
         desk = self.desks.get(link.hello.job)
         if desk is not None and desk.live:
             link.job = desk.id

@@ -148,7 +148,6 @@ class Machine:
         self.stop.set()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Its program came to its end by itself, which may be an error that nobody expected."""
         problem = None if task.cancelled() else task.exception()
         if self.process.alive and task is self.task:
             self.process.alive = False
@@ -224,7 +223,6 @@ class Machine:
                 buffer[7] = float("nan")
 
     async def _seed(self) -> None:
-        """A seed that cannot write ends; its person starts it again."""
         while not self.stop.is_set():
             try:
                 world = self._world()

@@ -281,7 +281,6 @@ def run_batch(
 
 
 def _leave_ctrl_c() -> None:
-    """To the process that gives the work: it goes to all of a terminal's."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

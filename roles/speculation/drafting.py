@@ -137,7 +137,6 @@ class Drafting:
 
     @property
     def _limit(self) -> int:
-        """Up to here it drafts."""
         return min(self._verified + self._depth, self._positions)
 
     def _sends(self) -> list[Run | Send]:

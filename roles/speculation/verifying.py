@@ -233,7 +233,6 @@ class Verifying:
         return out
 
     def _tells(self, now: float) -> list[VerifierInstruction]:
-        """What drafters are told when the text has grown."""
         out = self._review(now)
         for drafter, line in self._lines.items():  # one at rest takes the text in all the same, 32 tokens at a time
             if len(self._text) - line.told >= (1 if line.depth else 32):
@@ -273,7 +272,6 @@ class Verifying:
         return [self._pass]
 
     def _choose(self, now: float) -> tuple[int, float, int | None]:
-        """What the next pass takes, after which wait, and whose drafts."""
         passes = self._model.passes
         best: tuple[int, float, int | None] = 0, 0.0, None
         if not passes.known:
@@ -328,7 +326,6 @@ class Verifying:
         return [Give(fresh), *self._tells(now)]
 
     def _measure(self, took_s: float, drafts: int, tokens: int, now: float) -> None:
-        """What a pass behind the prompt tells of passes, and of what is gained or lost."""
         model, since_s = self._model, now - self._idle_since
         step_s = model.step_s or took_s
         if not model.resting:
@@ -341,7 +338,6 @@ class Verifying:
             model.passed(drafts, tokens, between_s + self._waited_s + took_s, began_at=now - took_s)
 
     def _grow(self, picks: Sequence[int]) -> tuple[int, ...]:
-        """Take picks into the text, up to its end."""
         size = len(self._text)
         for token in picks:
             self._text.append(token)

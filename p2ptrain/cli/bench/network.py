@@ -57,7 +57,6 @@ async def connect_sockets(bench: Bench, members: Members, name: str, *, tls: boo
 
 
 def _credentials(bench: Bench, members: Members, tls: bool) -> list[dict[str, str]]:
-    """Each member's directory; empty names without TLS."""
     peers = [peer_id(rank) for rank in range(len(members))]
     paths = make_credentials(bench.root, peers) if tls else [""] * len(peers)
     return [{"credentials": path} for path in paths]

@@ -202,7 +202,6 @@ class _Secure(_Plain):
 
 
 def _shake_hands(ends: Sequence[_Secure]) -> None:
-    """Both handshakes side by side: the neighbours wait for both."""
     waiting = list(ends)
     while waiting := [end for end in waiting if not end.handshake()]:
         _wait([end.plain for end in waiting], [])

@@ -297,7 +297,6 @@ class Faults:
         return self.stop.is_set() or self.observer.finished or bool(self.stuck)
 
     async def _pause(self, seconds: float) -> None:
-        """Let time go by, unless it is over."""
         await self.observer.until(lambda: self._over, max(seconds, 0.0))
 
     async def _taken(self, action: Action) -> Place | None:
@@ -364,7 +363,6 @@ class Faults:
         self.console.event("info", f"fault {injury.number}: {' '.join(filter(None, parts))}")
 
     async def _hurt_seed(self, action: Action, injury: Injury) -> None:
-        """Kill the seed, and start it again."""
         cluster, observer, before = self.cluster, self.observer, self.observer.step
         await cluster.kill(cluster.local.seed)
         self._tell(injury)
@@ -374,7 +372,6 @@ class Faults:
             await observer.until(lambda: self._over or (bool(observer.members) and observer.step > before), PATIENCE_S)
 
     async def _hurt(self, action: Action, place: Place, injury: Injury) -> None:
-        """Hurt a worker, wait as long as it lasts, and make it good."""
         assert place.child is not None
         damaged, lasts = place.data.damaged, f"for {action.lasts_s:.1f} s"
         match action.kind:
@@ -420,7 +417,6 @@ class Faults:
             await self.observer.ask("jobs.save", job=self.observer.job.id if self.observer.job else "")
 
     async def _recovery(self, injury: Injury, first_row: int) -> None:
-        """Wait for the step that shows that it goes on, and tell."""
         rows = self.observer.rows
 
         def back() -> Row | None:
@@ -564,7 +560,6 @@ class Run:
 
     @asynccontextmanager
     async def _cluster(self, root: Path) -> AsyncIterator[tuple[Cluster, JobObserver, str]]:
-        """A cluster with a job that all its workers train, ended with the block."""
         plan = self.plan
         threads = plan.profile.device.threads or max(1, (os.cpu_count() or 1) // plan.workers)
         local = LocalCluster(root, tls=plan.tls)
@@ -635,7 +630,6 @@ class Run:
         return common()
 
     async def _recorded(self, observer: JobObserver, job: str) -> list[int]:
-        """Steps of the rows that the seed keeps."""
         steps, after = list[int](), 0
         with suppress(P2PTrainError):  # what is missing then is found missing
             while rows := (await observer.ask("metrics.history", job=job, after_step=after, limit=200))["rows"]:
@@ -685,7 +679,6 @@ class Run:
             )
 
     async def _as_undisturbed(self, found: Saved, step: int) -> Verdict:
-        """Train the same job anew without a fault, to the same step, and compare."""
         name = "the state is that of an undisturbed run"
         if not found.states:
             return Verdict(name, False, "there is none to compare")

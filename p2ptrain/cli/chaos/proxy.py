@@ -88,7 +88,6 @@ class Proxy:
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, near: StreamReader, to_near: StreamWriter) -> None:
-        """One connection, from its beginning to the end of both sides."""
         ends = [to_near]
         try:
             if self._is_reset:
@@ -117,7 +116,6 @@ class Proxy:
                 self._ends.discard(end)
 
     async def _pump(self, reader: StreamReader, writer: StreamWriter) -> None:
-        """Hand on what comes, and its end after the last byte."""
         while True:
             await self._speaks.wait()
             data = await reader.read(PIECE_BYTES)
@@ -134,7 +132,6 @@ class Proxy:
             await writer.drain()
 
     def _changed(self, data: bytes) -> bytes:
-        """The piece as it goes on: damaged, where its turn has come."""
         if self._skip_bytes is None or self._skip_bytes >= len(data):
             if self._skip_bytes is not None:
                 self._skip_bytes -= len(data)
@@ -147,7 +144,6 @@ class Proxy:
 
     @staticmethod
     def _reset(*ends: StreamWriter) -> None:
-        """End these so that their peers know at once."""
         for end in ends:
             with suppress(OSError):  # closed already: it needs no word more
                 no_linger = struct.pack("ii", 1, 0)  # closing sends RST
