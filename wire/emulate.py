@@ -12,8 +12,7 @@ more the writer's concern, though on their way they may be for long. The others 
 high-water mark. Each piece is handed to the inner transport when the shaper says that its last byte arrives.
 
 ``close()`` and ``write_eof()`` reach the other side after what was written before, and no sooner than the link's
-delay; ``abort()`` is at once. A cut aborts the connection; its protocol's ``connection_lost`` is given a
-``ConnectionResetError``.
+delay; ``abort()`` is at once.
 
 Theory of operation. A ``LinkShaper`` stands for one direction of one TCP connection. Bytes pass four stages::
 
@@ -33,7 +32,6 @@ Theory of operation. A ``LinkShaper`` stands for one direction of one TCP connec
   for the timer, ``RTO = RTT + max(200 ms, 4 * jitter)`` (RFC 6298 with Linux's floor). A retransmission is lost with
   probability ``loss`` again; then the timer decides, each next time after twice the wait. The congestion window is not
   modelled: ``rate_bps`` is the goodput that the link has at that loss.
-- **A cut** ends the connection ``cut_after_s`` after it was opened.
 
 Equal generators, presets and sends give equal times.
 """
@@ -41,7 +39,6 @@ Equal generators, presets and sends give equal times.
 from __future__ import annotations
 
 import asyncio
-import enum
 import math
 import random
 import re
@@ -67,7 +64,6 @@ class LinkPreset:
         loss: probability that a segment is lost, below 1.
         stall_every_s, stall_s: every ``stall_every_s`` the link sends nothing for ``stall_s``; the first stall begins
             at a random point of the first period.
-        cut_after_s: age at which the connection breaks.
         burst_bytes: what may leave at once after a pause.
     Raises: ``UserError`` where a figure cannot be.
     """
@@ -79,7 +75,6 @@ class LinkPreset:
     loss: float = 0.0
     stall_every_s: float = 0.0
     stall_s: float = 0.0
-    cut_after_s: float = 0.0
     burst_bytes: int = 0
     description: str = ""
 
@@ -181,14 +176,11 @@ class LinkShaper:
 
     Args:
         rng: owned by this shaper from now on.
-        opened_at: when the connection was opened, on the same clock as ``now``; stalls and the cut count from it.
-    Attributes:
-        cut_at: when the connection breaks; infinite where it does not.
+        opened_at: when the connection was opened, on the same clock as ``now``; stalls count from it.
     """
 
     def __init__(self, preset: LinkPreset, rng: random.Random, *, opened_at: float = 0.0) -> None:
         self.preset = preset
-        self.cut_at = opened_at + preset.cut_after_s if preset.cut_after_s else math.inf
         self._rng = rng
         self._first_stall_at = opened_at + rng.random() * preset.stall_every_s
         self._byte_s = 8 / preset.rate_bps if preset.rate_bps else 0.0
@@ -291,85 +283,41 @@ class EmulatedNetwork:
             def shaper_to(host: str, port: int) -> LinkShaper:
                 return LinkShaper(preset_of(host, port), rng, opened_at=opened_at)
 
-            return _InnerProtocol(factory(), shaper_to)
+            return EmulatedTransport(factory(), shaper_to)
 
         return wrapped
 
 
-class _InnerProtocol(asyncio.BufferedProtocol):
-    """Stands between the inner transport and the real protocol: passes reading through, keeps writing for itself."""
-
-    def __init__(self, protocol: asyncio.BufferedProtocol, shaper_to: Callable[[str, int], LinkShaper]) -> None:
-        self._protocol = protocol
-        self._shaper_to = shaper_to
-        self._transport: EmulatedTransport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        inner = cast(asyncio.Transport, transport)  # uvloop's are none by name
-        peername = transport.get_extra_info("peername") or ("", 0)  # of a connection that is lost already: none
-        self._transport = EmulatedTransport(inner, self._protocol, self._shaper_to(*peername[:2]))
-        self._protocol.connection_made(self._transport)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._transport is not None:
-            self._transport.inner_lost(exc)
-
-    def get_buffer(self, sizehint: int) -> Any:
-        return self._protocol.get_buffer(sizehint)
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._protocol.buffer_updated(nbytes)
-
-    def eof_received(self) -> bool:
-        if self._transport is not None:
-            self._transport.inner_eof()
-        return True  # the inner transport is kept open: it knows nothing of what is still on the emulated link
-
-    def pause_writing(self) -> None:
-        if self._transport is not None:
-            self._transport.inner_full()
-
-    def resume_writing(self) -> None:
-        if self._transport is not None:
-            self._transport.inner_drained()
-
-
-class _Mark(enum.Enum):
-    """What else than bytes travels in order."""
-
-    EOF = enum.auto()
-    CLOSE = enum.auto()
-
-
 @dataclass(eq=False, slots=True)
 class _Piece:
-    """Bytes on their way, ``due_at`` the other side; the writer's own where they are not ``held`` yet."""
+    """Bytes on their way, ``due_at`` the other side; the writer's own where they are not ``held`` yet.
+
+    Attributes:
+        end: in the place of bytes, what is to be done to the inner transport then: its end in order.
+    """
 
     due_at: float
     data: memoryview
     held: bool = False
+    end: Callable[[], None] | None = None
 
 
-class EmulatedTransport(FlowControl):
-    """One side of an emulated connection: a queue of pieces and marks before the inner transport."""
+class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
+    """One side of an emulated connection, between the real protocol and the inner transport: passes reading through,
+    and keeps a queue of what is written.
+    """
 
-    def __init__(self, inner: asyncio.Transport, protocol: asyncio.BufferedProtocol, shaper: LinkShaper) -> None:
+    def __init__(self, protocol: asyncio.BufferedProtocol, shaper_to: Callable[[str, int], LinkShaper]) -> None:
         super().__init__(protocol, high_bytes=64 << 10)
-        self._buffer_bytes = _window_bytes(shaper.preset)
-        self._inner = inner
-        self._shaper = shaper
+        self._shaper_to = shaper_to
         self._loop = asyncio.get_running_loop()
-        self._queue: deque[_Piece | tuple[float, _Mark]] = deque()
+        self._queue: deque[_Piece] = deque()
         self._unsent: deque[_Piece] = deque()  # of the queue, those that found no room yet
         self._unsent_bytes = self._held_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._inner_full = False
         self._eof = self._read_ended = False
         self._closing = self._lost = False
-        self._cut_error: ConnectionResetError | None = None
-        # The inner transport reports each time it is empty, so that flow control here can count down to 0.
-        inner.set_write_buffer_limits(high=0)
-        self._cut_timer = self._loop.call_at(shaper.cut_at, self._cut) if math.isfinite(shaper.cut_at) else None
 
     # What the protocol calls.
 
@@ -400,13 +348,13 @@ class EmulatedTransport(FlowControl):
     def write_eof(self) -> None:
         if not (self._eof or self._closing):
             self._eof = True
-            self._send_mark(_Mark.EOF)
+            self._send_end(self._inner.write_eof)
 
     def close(self) -> None:
         if not self._closing:
             self._closing = True
             self._inner.pause_reading()  # as asyncio: a closed transport delivers nothing more
-            self._send_mark(_Mark.CLOSE)
+            self._send_end(self._inner.close)
 
     def abort(self) -> None:
         if not self._lost:
@@ -432,33 +380,48 @@ class EmulatedTransport(FlowControl):
         return self._unsent_bytes
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return (
-            default if name == "rtt_s" else self._inner.get_extra_info(name, default)
-        )  # the kernel knows no emulation
+        # the kernel knows no emulation
+        return default if name == "rtt_s" else self._inner.get_extra_info(name, default)
 
     # What the inner transport reports.
 
-    def inner_lost(self, exc: Exception | None) -> None:
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._inner = cast(asyncio.Transport, transport)  # uvloop's are none by name
+        peername = transport.get_extra_info("peername") or ("", 0)  # of a connection that is lost already: none
+        self._shaper = self._shaper_to(*peername[:2])
+        self._buffer_bytes = _window_bytes(self._shaper.preset)
+        # The inner transport reports each time it is empty, so that flow control here can count down to 0.
+        self._inner.set_write_buffer_limits(high=0)
+        self._protocol.connection_made(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
         self._lost = self._closing = True
         self._drop()
-        self._protocol.connection_lost(self._cut_error or exc)
+        self._protocol.connection_lost(exc)
 
-    def inner_eof(self) -> None:
+    def get_buffer(self, sizehint: int) -> Any:
+        return self._protocol.get_buffer(sizehint)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._protocol.buffer_updated(nbytes)
+
+    def eof_received(self) -> bool:
         self._read_ended = True
         if not self._protocol.eof_received():
             self.close()
+        return True  # the inner transport is kept open: it knows nothing of what is still on the emulated link
 
-    def inner_full(self) -> None:
+    def pause_writing(self) -> None:
         self._inner_full = True
 
-    def inner_drained(self) -> None:
+    def resume_writing(self) -> None:
         self._inner_full = False
         self._release(self._loop.time())
 
     # The link.
 
-    def _send_mark(self, mark: _Mark) -> None:
-        self._queue.append((self._shaper.send(self._loop.time(), 0), mark))
+    def _send_end(self, end: Callable[[], None]) -> None:
+        self._queue.append(_Piece(self._shaper.send(self._loop.time(), 0), memoryview(b""), end=end))
         self._arm()
 
     def _take_in(self) -> None:
@@ -474,7 +437,7 @@ class EmulatedTransport(FlowControl):
 
     def _arm(self) -> None:
         if self._timer is None and self._queue and not self._inner_full:
-            due_at = _due_at(self._queue[0])
+            due_at = self._queue[0].due_at
             self._timer = self._loop.call_at(due_at, self._on_timer, due_at)
 
     def _on_timer(self, due_at: float) -> None:
@@ -485,16 +448,13 @@ class EmulatedTransport(FlowControl):
     def _release(self, now: float) -> None:
         if self._inner.is_closing():  # it failed by itself, and is about to say so
             return self._drop()
-        while self._queue and _due_at(self._queue[0]) <= now and not self._inner_full:
+        while self._queue and self._queue[0].due_at <= now and not self._inner_full:
             if together := self._due_together(now):
                 self._inner.writelines(together)
                 continue
-            item = self._queue.popleft()
-            assert not isinstance(item, _Piece)
-            if item[1] is _Mark.EOF:
-                self._inner.write_eof()
-            else:
-                self._inner.close()
+            end = self._queue.popleft().end
+            assert end is not None
+            end()
         self._arm()
         return self._maybe_resume()
 
@@ -504,7 +464,7 @@ class EmulatedTransport(FlowControl):
         size_bytes = 0
         while self._queue and size_bytes < PIECE_BYTES:
             piece = self._queue[0]
-            if not isinstance(piece, _Piece) or piece.due_at > now:
+            if piece.end is not None or piece.due_at > now:
                 break
             assert piece.held, "what is due was never sent"
             self._queue.popleft()
@@ -514,25 +474,13 @@ class EmulatedTransport(FlowControl):
             self._take_in()
         return data
 
-    def _cut(self) -> None:
-        age_s = self._shaper.preset.cut_after_s
-        self._cut_error = ConnectionResetError(
-            f"the emulated link {self._shaper.preset.name} was cut after {age_s:g} s"
-        )
-        self.abort()
-
     def _drop(self) -> None:
         self._queue.clear()
         self._unsent.clear()
         self._unsent_bytes = self._held_bytes = 0
-        for timer in (self._timer, self._cut_timer):
-            if timer is not None:
-                timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self._timer = None
-
-
-def _due_at(item: _Piece | tuple[float, _Mark]) -> float:
-    return item.due_at if isinstance(item, _Piece) else item[0]
 
 
 def _window_bytes(preset: LinkPreset) -> int:

@@ -12,8 +12,10 @@ import contextvars
 import copy
 import errno
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from p2ptrain.core.world import Listener, OnProblem, ProtocolFactory
@@ -42,7 +44,16 @@ class MemoryNetwork:
 
     def __init__(self, *, pipe_bytes: int = 256 << 10, delay_s: Callable[[str, str], float] | None = None) -> None:
         self._host = DEFAULT_HOST
-        self._hub = _Hub(pipe_bytes, delay_s)
+        # All views share what follows.
+        self.pipe_bytes = pipe_bytes
+        self.delay_s = delay_s
+        self.listeners: dict[Address, _MemoryListener] = {}
+        self.transports: dict[_MemoryTransport, None] = {}  # a set that keeps the order of opening
+        self.cut_paths: set[frozenset[str]] = set()
+        self.silent: set[frozenset[str]] = set()
+        self.deaf: set[tuple[str, str]] = set()  # source, target
+        self._mended = asyncio.Event()
+        self._ports = itertools.count(49152)
 
     def at(self, host: str) -> MemoryNetwork:
         """This network, as seen from ``host``."""
@@ -57,17 +68,18 @@ class MemoryNetwork:
         path = frozenset((self._host, target))
         try:
             async with asyncio.timeout(timeout_s):
-                await self._hub.passable(self._host, target)
+                while path in self.silent or not self.deaf.isdisjoint({(self._host, target), (target, self._host)}):
+                    await self._mended.wait()
         except TimeoutError as error:
             raise unreachable(host, port, error, timeout_s) from error
-        listener = self._hub.listener_at(target, port)
-        if listener is None or path in self._hub.cut:
+        listener = self.listeners.get((target, port)) or self.listeners.get((ANY_NAME, port))
+        if listener is None or path in self.cut_paths:
             raise unreachable(host, port, ConnectionRefusedError(), timeout_s)
-        here, there = (self._host, self._hub.free_port()), (target, port)
-        dialler = _MemoryTransport(self._hub, path, factory(), sockname=here, peername=there)
+        here, there = (self._host, self._free_port()), (target, port)
+        dialler = _MemoryTransport(self, path, factory(), sockname=here, peername=there)
         accepted = listener.context.run(listener.factory)
         acceptor = _MemoryTransport(
-            self._hub, path, accepted, sockname=there, peername=here, context=listener.context.copy()
+            self, path, accepted, sockname=there, peername=here, context=listener.context.copy()
         )
         dialler.open(acceptor)
         acceptor.open(dialler)
@@ -82,107 +94,76 @@ class MemoryNetwork:
     ) -> Listener:
         """Accept connections on ``host:port``. Raises ``UserError`` where it is taken."""
         check_port(port, least=0)
-        port = port or self._hub.free_port()
+        port = port or self._free_port()
         found_at = self._host if host in LOOPBACK else host
         if host in EVERY_INTERFACE:
             found_at = ANY_NAME if self._host == DEFAULT_HOST else self._host
-        listener = _MemoryListener(self._hub, (host, port), (found_at, port), factory, self._host)
-        if self._hub.listeners.setdefault(listener.key, listener) is not listener:
+        context = contextvars.copy_context()
+        listener = _MemoryListener(self, (host, port), (found_at, port), factory, self._host, context)
+        if self.listeners.setdefault(listener.key, listener) is not listener:
             raise cannot_listen(host, port, OSError(errno.EADDRINUSE, ""))
         return listener
 
     def cut(self, a: str, b: str) -> None:
         """Reset every connection between two hosts, and refuse new ones until ``mend``."""
         path = frozenset((a, b))
-        self._hub.cut.add(path)
-        for transport in [t for t in self._hub.transports if t.path == path]:
+        self.cut_paths.add(path)
+        for transport in [t for t in self.transports if t.path == path]:
             transport.lose(ConnectionResetError(f"the link between {a} and {b} was cut"))
 
     def silence(self, a: str, b: str) -> None:
         """Deliver nothing between two hosts, no end of a connection either, until ``mend``: a pulled cable."""
-        self._hub.silent.add(frozenset((a, b)))
+        self.silent.add(frozenset((a, b)))
 
     def deafen(self, source: str, target: str) -> None:
         """Deliver nothing of what ``source`` sends to ``target``, until ``mend``: only one direction is broken."""
-        self._hub.deaf.add((source, target))
+        self.deaf.add((source, target))
 
     def mend(self, a: str, b: str) -> None:
         """End ``cut``, ``silence`` and ``deafen``; what was held back is delivered."""
         path = frozenset((a, b))
-        self._hub.cut.discard(path)
-        self._hub.silent.discard(path)
-        self._hub.deaf -= {(a, b), (b, a)}
-        self._hub.wake()
-
-    def crash(self, host: str) -> None:
-        """Do what a kernel does for a process that is killed: nothing listens on ``host``, its connections reset."""
-        for key in [key for key, listener in self._hub.listeners.items() if listener.host == host]:
-            del self._hub.listeners[key]
-        for transport in [t for t in self._hub.transports if t.host == host]:
-            transport.abort()
-
-    def connections(self, host: str) -> list[asyncio.BufferedProtocol]:
-        """The protocols of every end that lives on ``host``, oldest first."""
-        return [transport._protocol for transport in self._hub.transports if transport.host == host]
-
-    @property
-    def queued_bytes(self) -> int:
-        """All that was written and is not read yet."""
-        return sum(transport.get_write_buffer_size() for transport in self._hub.transports)
-
-
-class _Hub:
-    """What all views of one ``MemoryNetwork`` share."""
-
-    def __init__(self, pipe_bytes: int, delay_s: Callable[[str, str], float] | None) -> None:
-        self.pipe_bytes = pipe_bytes
-        self.delay_s = delay_s
-        self.listeners: dict[Address, _MemoryListener] = {}
-        self.transports: dict[_MemoryTransport, None] = {}  # a set that keeps the order of opening
-        self.cut: set[frozenset[str]] = set()
-        self.silent: set[frozenset[str]] = set()
-        self.deaf: set[tuple[str, str]] = set()  # source, target
-        self._mended = asyncio.Event()
-        self._last_port = 49151
-
-    def free_port(self) -> int:
-        taken = {port for _, port in self.listeners}
-        while True:
-            self._last_port += 1
-            if self._last_port not in taken:
-                return self._last_port
-
-    def listener_at(self, host: str, port: int) -> _MemoryListener | None:
-        return self.listeners.get((host, port)) or self.listeners.get((ANY_NAME, port))
-
-    async def passable(self, a: str, b: str) -> None:
-        while frozenset((a, b)) in self.silent or not self.deaf.isdisjoint({(a, b), (b, a)}):
-            await self._mended.wait()
-
-    def wake(self) -> None:
+        self.cut_paths.discard(path)
+        self.silent.discard(path)
+        self.deaf -= {(a, b), (b, a)}
         self._mended.set()
         self._mended.clear()
         for transport in self.transports:
             transport.pump_soon()
             transport.other.pump_soon()  # which may be gone already, its end of stream held back
 
+    def crash(self, host: str) -> None:
+        """Do what a kernel does for a process that is killed: nothing listens on ``host``, its connections reset."""
+        for key in [key for key, listener in self.listeners.items() if listener.host == host]:
+            del self.listeners[key]
+        for transport in [t for t in self.transports if t.host == host]:
+            transport.abort()
 
-class _MemoryListener:
-    def __init__(self, hub: _Hub, address: Address, key: Address, factory: ProtocolFactory, host: str) -> None:
-        self.key = key
-        self.host = host
-        self.context = contextvars.copy_context()
-        self.factory = factory
-        self._hub = hub
-        self._address = address
+    def connections(self, host: str) -> list[asyncio.BufferedProtocol]:
+        """The protocols of every end that lives on ``host``, oldest first."""
+        return [transport._protocol for transport in self.transports if transport.host == host]
+
+    def _free_port(self) -> int:
+        taken = {port for _, port in self.listeners}
+        return next(port for port in self._ports if port not in taken)
 
     @property
-    def address(self) -> Address:
-        return self._address
+    def queued_bytes(self) -> int:
+        """All that was written and is not read yet."""
+        return sum(transport.get_write_buffer_size() for transport in self.transports)
+
+
+@dataclass(eq=False, slots=True)
+class _MemoryListener:
+    network: MemoryNetwork
+    address: Address
+    key: Address
+    factory: ProtocolFactory
+    host: str
+    context: contextvars.Context
 
     async def close(self) -> None:
-        if self._hub.listeners.get(self.key) is self:
-            del self._hub.listeners[self.key]
+        if self.network.listeners.get(self.key) is self:
+            del self.network.listeners[self.key]
 
 
 class _MemoryTransport(FlowControl):
@@ -195,7 +176,7 @@ class _MemoryTransport(FlowControl):
 
     def __init__(
         self,
-        hub: _Hub,
+        network: MemoryNetwork,
         path: frozenset[str],
         protocol: asyncio.BufferedProtocol,
         *,
@@ -203,13 +184,13 @@ class _MemoryTransport(FlowControl):
         peername: Address,
         context: contextvars.Context | None = None,
     ) -> None:
-        super().__init__(protocol, high_bytes=hub.pipe_bytes)
+        super().__init__(protocol, high_bytes=network.pipe_bytes)
         self.path = path
         self.host = sockname[0]
         # Whatever calls this end's protocol runs in its owner's context, as it does in a process of its own.
         self.context = context or contextvars.copy_context()
         self._way = (sockname[0], peername[0])
-        self._hub = hub
+        self._network = network
         self._extra = {"sockname": sockname, "peername": peername}
         self._loop = asyncio.get_running_loop()
         self._queue: deque[memoryview] = deque()
@@ -223,7 +204,7 @@ class _MemoryTransport(FlowControl):
     def open(self, other: _MemoryTransport) -> None:
         """Join the two ends; ``connection_made`` follows."""
         self.other = other
-        self._hub.transports[self] = None
+        self._network.transports[self] = None
         self._loop.call_soon(self._protocol.connection_made, self, context=self.context)
 
     # What the protocol calls.
@@ -286,14 +267,14 @@ class _MemoryTransport(FlowControl):
     def pump_soon(self) -> None:
         if not self._pump_scheduled:
             self._pump_scheduled = True
-            delay_s = self._hub.delay_s(*self._way) if self._hub.delay_s is not None else 0.0
+            delay_s = self._network.delay_s(*self._way) if self._network.delay_s is not None else 0.0
             if delay_s > 0:
                 self._loop.call_later(delay_s, self._pump, context=self.other.context)
             else:
                 self._loop.call_soon(self._pump, context=self.other.context)
 
     def be_reset(self) -> None:
-        self._reset = _connection_reset()
+        self._reset = ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
         self.pump_soon()
 
     def lose(self, error: Exception | None) -> None:
@@ -302,12 +283,12 @@ class _MemoryTransport(FlowControl):
             return
         self._lost = self._closing = True
         self._drop()
-        self._hub.transports.pop(self, None)
+        self._network.transports.pop(self, None)
         self._loop.call_soon(self._protocol.connection_lost, error, context=self.context)
 
     def _pump(self) -> None:
         self._pump_scheduled = False
-        if self.path not in self._hub.silent and self._way not in self._hub.deaf:
+        if self.path not in self._network.silent and self._way not in self._network.deaf:
             self._meet_reset()
             self._move_bytes()
             self._move_eof()
@@ -321,7 +302,7 @@ class _MemoryTransport(FlowControl):
     def _move_bytes(self) -> None:
         if self.other._closing:
             if self._queue and self.other._eof_delivered and not self._closing:
-                self.lose(_connection_reset())
+                self.lose(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))
             self._drop()
         elif self._queue and self.other._reading:
             self._deliver()
@@ -354,7 +335,7 @@ class _MemoryTransport(FlowControl):
             self.other._fail(error)
 
     def _take(self, into: memoryview) -> int:
-        room = min(into.nbytes, self._hub.pipe_bytes)
+        room = min(into.nbytes, self._network.pipe_bytes)
         taken = 0
         while self._queue and taken < room:
             head = self._queue.popleft()
@@ -384,10 +365,6 @@ class _MemoryTransport(FlowControl):
     def _drop(self) -> None:
         self._queue.clear()
         self._queued_bytes = 0
-
-
-def _connection_reset() -> ConnectionResetError:
-    return ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
 
 
 # --------------------------------------------------------------------------------------------------------- virtual time

@@ -160,23 +160,6 @@ def test_close_sends_everything_first_and_arrives_after_the_delay() -> None:
     run_virtual(main())
 
 
-def test_a_cut_ends_both_sides_with_an_error_and_drops_what_is_on_the_way() -> None:
-    async def main() -> None:
-        dialler, acceptor = await emulated_pair(replace(SLOW, cut_after_s=30.0))
-        opened_at = now()
-        await asyncio.sleep(29.9)
-        dialler.transport.write(bytes(1_000_000))
-        error = await dialler.until_lost()
-        assert isinstance(error, ConnectionResetError)
-        assert "plain was cut after 30 s" in str(error)
-        assert isinstance(await acceptor.until_lost(), ConnectionResetError)
-        assert now() == exactly(opened_at + 30)
-        assert 0 < len(acceptor.received) < 100_000
-        assert dialler.events[-1] == acceptor.events[-1] == "lost"
-
-    run_virtual(main())
-
-
 def test_a_peer_that_breaks_off_ends_the_emulated_side_at_once() -> None:
     async def main() -> None:
         inner = MemoryNetwork()
