@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from p2ptrain.compute.tokenizer import TOKENIZER_FILES, Tokenizer
 from p2ptrain.core.errors import ConfigError, TooLong, UserError
-from p2ptrain.core.serving import Sampling, SamplingWish, check_sampling
+from p2ptrain.core.serving import Sampling, SamplingWish
 from p2ptrain.core.stop_strings import StopStrings
 
 if TYPE_CHECKING:
@@ -211,13 +211,6 @@ class TextWriter:
             return ""
         self._start, self._known = self._known, len(self._ids)
         return text[len(known) :]
-
-
-def check_arguments(max_new_tokens: int, sampling: Sampling) -> None:
-    """Raises ``UserError`` where one of them is out of range."""
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens = {max_new_tokens} is out of range", remedy="ask for at least one")
-    check_sampling(sampling)
 
 
 def _json_map(path: Path) -> dict[str, Any]:
