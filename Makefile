@@ -22,10 +22,9 @@ demo: $(VENV)/.installed ## train a small model on this machine with two workers
 	$(BIN)/p2ptrain up --profile tiny --state $(DEMO_STATE) --plain $(DEMO_ARGS)
 	$(BIN)/p2ptrain generate "$(PROMPT)" --tokens 200 --temperature 0.6 --checkpoint $(DEMO_STATE)
 
-# Two at a time: what computes, beside what starts processes and mostly waits for them. What measures rates comes last.
-MEASURING := tests/net
-COMPUTING := $(addprefix tests/,compute configs core fuzz ring sim tui wire)
-WAITING := $(filter-out $(MEASURING) $(COMPUTING) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
+# Two halves at a time: tests that compute, and tests that start processes and mostly wait for them.
+COMPUTING := $(addprefix tests/,compute configs core fuzz net ring sim tui wire)
+WAITING := $(filter-out $(COMPUTING) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 
 test: $(VENV)/.installed-dev ## run all tests
 	@log=$$(mktemp); $(BIN)/python -m pytest $(COMPUTING) > $$log 2>&1 & computing=$$!; \
@@ -33,7 +32,6 @@ test: $(VENV)/.installed-dev ## run all tests
 	$(BIN)/python -m pytest $(WAITING); waited=$$?; \
 	wait $$computing; computed=$$?; cat $$log; \
 	test $$waited -eq 0 && test $$computed -eq 0
-	$(BIN)/python -m pytest $(MEASURING)
 
 test-fast: $(VENV)/.installed-dev ## run the tests that take less than ten seconds each
 	$(BIN)/python -m pytest -m "not slow"
