@@ -148,9 +148,7 @@ def new_authority(name: str, *, now: float) -> tuple[bytes, bytes]:
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _common_name(name)
     # ten years
-    builder = _builder(subject, subject, key.public_key(), key.public_key(), now, 10 * 365 * 24 * 3600.0)
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
+    builder = _builder(subject, subject, key.public_key(), key.public_key(), now, 10 * 365 * 24 * 3600.0, ca=True)
     return _key_pem(key), builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
@@ -181,8 +179,6 @@ def sign_certificate(
     builder = _builder(_common_name(peer_id), issuer, public_key, ca_key.public_key(), now, lifetime_s, serial)
     names = [_PEER + peer_id, *(_ROLE + role for role in sorted(roles))]
     builder = builder.add_extension(_alternative(names), critical=False)
-    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    builder = builder.add_extension(_usage(signs_certificates=False), critical=True)
     builder = builder.add_extension(
         x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
     )
@@ -207,12 +203,27 @@ def _builder(
     now: float,
     lifetime_s: float,
     serial: int = 0,
+    *,
+    ca: bool = False,
 ) -> x509.CertificateBuilder:
     builder = x509.CertificateBuilder(issuer, subject, key, serial or x509.random_serial_number())
     builder = builder.not_valid_before(datetime.fromtimestamp(now - SKEW_S, UTC))
     builder = builder.not_valid_after(datetime.fromtimestamp(now + lifetime_s, UTC))
     builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-    return builder.add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer), critical=False)
+    builder = builder.add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer), critical=False)
+    builder = builder.add_extension(x509.BasicConstraints(ca=ca, path_length=0 if ca else None), critical=True)
+    usage = x509.KeyUsage(
+        digital_signature=not ca,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=ca,
+        crl_sign=ca,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    return builder.add_extension(usage, critical=True)
 
 
 def _common_name(text: str) -> x509.Name:
@@ -221,20 +232,6 @@ def _common_name(text: str) -> x509.Name:
 
 def _alternative(uris: list[str]) -> x509.SubjectAlternativeName:
     return x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri) for uri in uris])
-
-
-def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
-        encipher_only=False,
-        decipher_only=False,
-    )
 
 
 def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:

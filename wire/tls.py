@@ -70,18 +70,15 @@ def tls_problem(error: ssl.SSLError, who: str) -> P2PTrainError:
         code, what, remedy = _VERIFY.get(error.verify_code, _UNTRUSTED)
         return Refused(code, f"{who} presented {what}", remedy=remedy)
     reason = error.reason or ""
+    words = reason.replace("_", " ").lower()
     if "ALERT" in reason:
         for name, (code, what, remedy) in _ALERTS.items():
             if reason.endswith(name):
                 return Refused(code, f"{who} refuses: {what}", remedy=remedy)
-        return ConnectionLost(f"{who} ended TLS: {_words(reason)}")
+        return ConnectionLost(f"{who} ended TLS: {words}")
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
         return Refused("not-permitted", f"{who} presented no certificate", remedy=JOIN_AGAIN)
-    return ProtocolError(f"{who} does not speak TLS as it should: {_words(reason) or 'no reason given'}")
-
-
-def _words(reason: str) -> str:
-    return reason.replace("_", " ").lower()
+    return ProtocolError(f"{who} does not speak TLS as it should: {words or 'no reason given'}")
 
 
 # -------------------------------------------------------------------------------------------------------- the transport
@@ -116,17 +113,16 @@ class _State(Enum):
 
 
 class TlsTransport(FlowControl, asyncio.BufferedProtocol):
-    """A transport to the protocol above, a protocol to the transport below.
-
-    A subclass says what happens around the handshake: ``_arrived``, ``_opened``, ``_failed``, ``_gone``.
+    """A transport to the protocol above, a protocol to the transport below; this one of who dials.
 
     Args:
         factory: makes the protocol above, once the handshake is done.
         shared: where the transport below reads to; used by no other thread.
+    Attributes: ``settled`` ends with the handshake, ``gone`` with the connection.
     """
 
     def __init__(
-        self, context: ssl.SSLContext, factory: ProtocolFactory, shared: memoryview, *, server_side: bool
+        self, context: ssl.SSLContext, factory: ProtocolFactory, shared: memoryview, *, server_side: bool = False
     ) -> None:
         super().__init__(_NO_PROTOCOL, high_bytes=64 << 10)
         self._context = context
@@ -134,6 +130,8 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         self._shared = shared
         self._server_side = server_side
         self._loop = asyncio.get_running_loop()
+        self.settled: asyncio.Future[None] = self._loop.create_future()
+        self.gone = asyncio.Event()
         self._state = _State.QUIET
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._backlog: deque[memoryview] = deque()  # plaintext in its owners' memory, its first view cut as it goes
@@ -149,16 +147,15 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
     # --------------------------------------------------------------------------------------------- around the handshake
 
     def _arrived(self) -> None:
-        """The transport below is there. A caller begins."""
+        self.begin()
 
     def _opened(self) -> None:
-        """The handshake is done; ``connection_made`` was called."""
+        if not self.settled.done():
+            self.settled.set_result(None)
 
     def _failed(self, error: Exception) -> None:
-        """It will not be done."""
-
-    def _gone(self) -> None:
-        """The transport below is lost."""
+        if not self.settled.done():
+            self.settled.set_exception(error)
 
     def begin(self) -> None:
         """Send or take the first flight."""
@@ -280,7 +277,6 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
                 self.close()
 
     def _break(self, error: ssl.SSLError) -> None:
-        """The other side ended TLS for cause, or sent what nobody can decrypt."""
         if self._state is _State.OPEN:
             self._error = error
             self._state = _State.CLOSING
@@ -426,7 +422,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
             self._failed(exc or ConnectionResetError("the connection broke in the middle of the TLS handshake"))
         elif self._protocol is not _NO_PROTOCOL:
             self._protocol.connection_lost(self._error or exc)
-        self._gone()
+        self.gone.set()
 
     def pause_writing(self) -> None:
         self._below_full = True
@@ -475,7 +471,7 @@ class TlsDialler:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        shaking = _Dialled(self._client_context, factory, self._shared)
+        shaking = TlsTransport(self._client_context, factory, self._shared)
         await self._network.connect(host, port, lambda: shaking, timeout_s=timeout_s)
         who = format_address(host, port)
         try:
@@ -487,7 +483,7 @@ class TlsDialler:
             raise Unreachable(text, remedy="is a p2ptrain listening on this port?") from None
         except OSError as error:
             await shaking.gone.wait()  # within LINGER_S
-            raise dialling_problem(error, who) from error
+            raise handshake_problem(error, who, dialled=True) from error
         except BaseException:
             shaking.abort()
             raise
@@ -550,29 +546,6 @@ class _TlsListener:
             stranger.abort()
 
 
-class _Dialled(TlsTransport):
-    """Attributes: ``settled`` ends with the handshake, ``gone`` with the connection."""
-
-    def __init__(self, context: ssl.SSLContext, factory: ProtocolFactory, shared: memoryview) -> None:
-        super().__init__(context, factory, shared, server_side=False)
-        self.settled: asyncio.Future[None] = self._loop.create_future()
-        self.gone = asyncio.Event()
-
-    def _arrived(self) -> None:
-        self.begin()
-
-    def _opened(self) -> None:
-        if not self.settled.done():
-            self.settled.set_result(None)
-
-    def _failed(self, error: Exception) -> None:
-        if not self.settled.done():
-            self.settled.set_exception(error)
-
-    def _gone(self) -> None:
-        self.gone.set()
-
-
 class _Accepted(TlsTransport):
     """A stranger at the door: bounded in number and time until it shook hands."""
 
@@ -610,9 +583,10 @@ class _Accepted(TlsTransport):
 
     def _failed(self, error: Exception) -> None:
         if not isinstance(error, ConnectionAbortedError):  # which is our own doing
-            self._tell(accepting_problem(error, format_address(*self._remote)))
+            self._tell(handshake_problem(error, format_address(*self._remote), dialled=False))
 
-    def _gone(self) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
         self._leave()
 
     def _leave(self) -> None:
@@ -638,25 +612,22 @@ class _Accepted(TlsTransport):
             self._on_problem(problem, self._remote)
 
 
-def dialling_problem(error: OSError, who: str) -> P2PTrainError:
-    """Why a TLS handshake with ``who``, who was dialled, failed."""
+def handshake_problem(error: Exception, who: str, *, dialled: bool) -> P2PTrainError:
+    """Why a TLS handshake with ``who``, who was dialled or called, failed."""
     if isinstance(error, ssl.SSLError):
         return tls_problem(error, who)
     if isinstance(error, NotTlsError):
-        remedy = "check the port; or, if that cluster is on this machine and plain, use its address without a ticket"
-        return Refused("not-encrypted", f"{who} does not speak TLS: {error}", remedy=remedy)
-    return ConnectionLost(f"{who}: {error}", remedy="is it p2ptrain that listens there, and is its cluster encrypted?")
-
-
-def accepting_problem(error: Exception, who: str) -> P2PTrainError:
-    """Why a TLS handshake with ``who``, who called, failed."""
-    if isinstance(error, ssl.SSLError):
-        return tls_problem(error, who)
-    if isinstance(error, NotTlsError):
-        return Refused("tls-required", f"{who} does not speak TLS: {error}", remedy="let it join with a ticket")
-    if isinstance(error, TimeoutError):
+        code, remedy = "tls-required", "let it join with a ticket"
+        if dialled:
+            code = "not-encrypted"
+            remedy = (
+                "check the port; or, if that cluster is on this machine and plain, use its address without a ticket"
+            )
+        return Refused(code, f"{who} does not speak TLS: {error}", remedy=remedy)
+    if isinstance(error, TimeoutError) and not dialled:
         return DeadlineExceeded(f"{who}: {error}")
-    return ConnectionLost(f"{who}: {error}")
+    remedy = "is it p2ptrain that listens there, and is its cluster encrypted?" if dialled else ""
+    return ConnectionLost(f"{who}: {error}", remedy=remedy)
 
 
 def _plain(refuse: Refuse) -> bytes:
