@@ -249,7 +249,7 @@ class Chain:
         self._next_stream = _FIRST_STREAM
         self._streams: range | None = None  # of the step under way
         self._parted: Neighbour | None = None  # it left while the step could still end well
-        self._links = NeighbourLinks(
+        self.links = NeighbourLinks(
             clock=world.clock,
             view=view,
             rank=rank,
@@ -259,9 +259,9 @@ class Chain:
             on_end=self._ended,
             on_broken=self._settle,
         )
-        self.broken: asyncio.Future[RingBroken] = self._links.broken
+        self.broken: asyncio.Future[RingBroken] = self.links.broken
         self._before, self._after = (
-            Hop(neighbour, view.generation, on_moved=self._moved, on_error=self._failed) if neighbour else None
+            Hop(neighbour, view.generation, on_moved=self._moved, on_error=self.links.failed) if neighbour else None
             for neighbour in (before, after)
         )
 
@@ -341,37 +341,27 @@ class Chain:
         except BaseException:  # cancelled, perhaps in the instant when all were there: nobody else knows of the chain
             chain.close("the stage gave up")
             raise
-        chain._links.begin_beats(heartbeat_s, death_s)
+        chain.links.begin_beats(heartbeat_s, death_s)
         return chain
 
     def close(self, reason: str = "the view ended") -> None:
-        """Leave the chain, without waiting (``wait_closed`` does). A step under way fails, here and everywhere."""
+        """Leave the chain, without waiting (see ``links.wait_closed``). A step under way fails, here and everywhere."""
         orderly = self._streams is None and all(hop.flushed for hop in self._hops)
-        self._links.close(f"this stage left the chain: {reason}", reason, orderly=orderly)
+        self.links.close(f"this stage left the chain: {reason}", reason, orderly=orderly)
 
     def lost_elsewhere(self, broken: RingBroken) -> None:
-        if not self._links.lost_elsewhere(broken):
+        if not self.links.lost_elsewhere(broken):
             self.close(broken.cause.message)
 
     def abandon(self, reason: str) -> None:
         """This stage does not go on with the step: memory is posted and borrowed, so the chain must end."""
-        self._links.give_up(None, ConnectionLost(reason))
+        self.links.give_up(None, ConnectionLost(reason))
 
     def blame(self, kind: Kind, error: P2PTrainError) -> None:
         """What came for an operation of ``kind`` made no sense: the neighbour that sent it counts as lost."""
         hop = self._before if kind is Kind.FORWARD else self._after
         assert hop is not None, "nothing comes from there"
-        self._links.give_up(hop.neighbour, error)
-
-    async def wait_closed(self) -> None:
-        await self._links.wait_closed()
-
-    def failure(self) -> P2PTrainError:
-        return self._links.failure()
-
-    @property
-    def neighbours(self) -> tuple[Neighbour, ...]:
-        return self._links.neighbours
+        self.links.give_up(hop.neighbour, error)
 
     # ----------------------------------------------------------------------------------------------------------- a step
 
@@ -442,17 +432,7 @@ class Chain:
         self._check_open()
         self._streams = None
         if self._parted is not None:  # the others may still be in their steps, and want what is on its way to them
-            self._links.follow(self._parted, "the chain")
-
-    # ------------------------------------------------------------------------------------------------------ for people
-
-    @property
-    def bytes_in(self) -> int:
-        return sum(connection.bytes_in for neighbour in self.neighbours for connection in neighbour.connections)
-
-    @property
-    def bytes_out(self) -> int:
-        return sum(connection.bytes_out for neighbour in self.neighbours for connection in neighbour.connections)
+            self.links.follow(self._parted, "the chain")
 
     # -------------------------------------------------------------------------------------------------------- measuring
 
@@ -471,7 +451,7 @@ class Chain:
     def _not_formed(self, timeout_s: float) -> None:
         hop = next(iter(self._waits))
         what = f"it was not ready within {timeout_s:g} s: this stage waits for {self._waits[hop]}"
-        self._links.give_up(hop.neighbour, DeadlineExceeded(what, remedy="see the other stages' events"))
+        self.links.give_up(hop.neighbour, DeadlineExceeded(what, remedy="see the other stages' events"))
 
     async def _exchange(self, mine_s: float, patience_s: float) -> None:
         """All stages' figures to all: from the last to the first, which then has them all, and back."""
@@ -521,8 +501,8 @@ class Chain:
         try:
             figures = figures_untrusted(payload.tobytes(), self.stages)
         except ProtocolError as error:
-            self._links.give_up(hop.neighbour, error)
-            raise self.failure() from error
+            self.links.give_up(hop.neighbour, error)
+            raise self.links.failure() from error
         hop.release(payload)
         return figures
 
@@ -545,7 +525,7 @@ class Chain:
 
     def _check_open(self) -> None:
         if self.broken.done():
-            raise self.failure()
+            raise self.links.failure()
 
     async def _arrival(self, hop: Hop, stream: int, what: str, patience_s: float) -> Payload:
         self._check_open()
@@ -570,8 +550,8 @@ class Chain:
                 if left_s <= 0:
                     remedy = "it may be stuck or very slow: look at its log"
                     silence = f"nothing came for {patience_s:g} s while this stage waited for {what}"
-                    self._links.give_up(hop.neighbour, DeadlineExceeded(silence, remedy=remedy))
-                    raise self.failure()
+                    self.links.give_up(hop.neighbour, DeadlineExceeded(silence, remedy=remedy))
+                    raise self.links.failure()
                 await asyncio.wait({future}, timeout=min(left_s, patience_s * 0.05))
         finally:
             del self._waits[hop]
@@ -584,23 +564,20 @@ class Chain:
         wait = next(iter(self._waits.values()), "")
         return self.progress, f"waits for {wait}" if wait else AT_WORK
 
-    def _failed(self, connection: Connection, error: P2PTrainError) -> None:
-        self._links.lost(self._links.whose(connection), connection, error)
-
     def _ended(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
         """A connection is gone. That breaks the chain, unless the step under way can still end well without it."""
         if not neighbour.leaving:
-            self._links.lost(neighbour, connection, error)
+            self.links.lost(neighbour, connection, error)
             return
         starving = any(hop.neighbour is neighbour and hop.expects(connection) for hop in self._hops)
         if self._streams is None or starving:
-            self._links.give_up(neighbour, ConnectionLost("it left the chain"))
+            self.links.give_up(neighbour, ConnectionLost("it left the chain"))
         elif self._parted is None:
             self._parted = neighbour
 
     def _settle(self) -> None:
         for hop in self._hops:
-            hop.stop(self.failure)
+            hop.stop(self.links.failure)
 
 
 _FIGURE = struct.Struct("!d")

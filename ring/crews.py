@@ -28,6 +28,7 @@ Rules
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -107,11 +108,8 @@ class Crews:
         self._committed = True
         self._tried: int | None = None  # the step that it went back to since the last view, without finding one
         self._back: int | None = None  # the step that it is going back to
-        self._absence: float | None = None
-        self._stop: float | None = None
-        self._build: float | None = None
         self._short: float | None = None
-        self._back_due: float | None = None
+        self._due: dict[str, float] = {}  # by name: absence, stop, build, back
         self._now = now
         self._out: list[co.Instruction] = []
         self._batch: list[co.Event] | None = None
@@ -129,7 +127,7 @@ class Crews:
         if self.view is not None and self.core.phase not in ENDED:
             self._crews = {crew.crew_id: crew for crew in places}
             self._unheard = {member.peer_id for member in self.view.members}
-            self._regrouped, self._absence = False, now + terms.grace_s
+            self._regrouped, self._due["absence"] = False, now + terms.grace_s
 
     @property
     def story(self) -> str:
@@ -191,15 +189,15 @@ class Crews:
         return worker.stage if worker is not None else self.held.get(peer_id)
 
     def next_deadline(self) -> float | None:
-        planning = self._planner.next_deadline(self._now)
-        own = [self._absence, self._stop, self._build, self._back_due, planning, self.core.next_deadline()]
-        return min([*(at for at in own if at is not None), *self._quarantine.next()], default=None)
+        others = self._planner.next_deadline(self._now), self.core.next_deadline()
+        own = (at for at in self._due.values() if at > self._now)  # what has passed was looked at
+        return min([*own, *(at for at in others if at is not None), *self._quarantine.next()], default=None)
 
     def handle(self, event: co.Event, now: float) -> list[co.Instruction]:
         """Take in one event; returns what to do, in order. ``now`` is monotonic seconds and never goes back."""
         self._out, self._now = [], now
         self._history.append(f"{now:.3f} {self.core.phase} {event}"[:300])
-        if self._back_due is not None and self._back_due <= now:
+        if self._due.get("back", math.inf) <= now:
             self._settle()  # first: the coordinator is about to begin from the little that a crew has at hand
         match event:
             case co.PeerOffered(peer):
@@ -284,7 +282,7 @@ class Crews:
             worker.trains = True  # until it says how it stands
             self._unheard.discard(peer.peer_id)
             if self._all_linked() and not self._held:
-                self._absence = None
+                self._due.pop("absence", None)
 
     def _lost(self, peer_id: str, *, left: bool) -> None:
         self._banned.discard(peer_id)
@@ -301,8 +299,8 @@ class Crews:
     def _member_lost(self, worker: Worker, left: bool) -> None:
         if left or not self._committed:
             self._ring_is_over(f"{worker.peer.name} {'left' if left else 'is lost'}", broken=False)
-        elif self._absence is None and not self._held:
-            self._absence = self._now + self.terms.grace_s
+        elif not self._held:
+            self._due.setdefault("absence", self._now + self.terms.grace_s)
         self._hurry()
 
     def _yield(self) -> None:
@@ -357,18 +355,13 @@ class Crews:
         for crew in self._places():
             if not crew.known or self.core.phase is Phase.WAITING:
                 self._introduce(crew)
-                training = report_of(
-                    self.job, [report], (report.applied, report.lineage), "training", report.generation, self._crew_of
-                )
-                self._tell(co.PeerReported(crew.crew_id, training))
+                self._report(crew, [report], (report.applied, report.lineage), "training", report.generation)
 
     def _healed(self, worker: Worker, report: Report) -> None:
         worker.healing = False
         crew = self._crews.get(worker.crew)
         if crew and not self._regrouped and not any(self._workers[key].healing for key in self._here(crew)):
-            state = report.applied, report.lineage
-            told = report_of(self.job, [report], state, "healed", report.generation, self._crew_of)
-            self._tell(co.PeerReported(crew.crew_id, told))
+            self._report(crew, [report], (report.applied, report.lineage), "healed", report.generation)
 
     def _stands(self, worker: Worker, report: Report) -> None:
         first = worker.trains
@@ -381,8 +374,7 @@ class Crews:
             return
         if report.status == "broken":
             self._broke = True
-        if self._stop is None:
-            self._stop = self._now + self.terms.hold_s
+        self._due.setdefault("stop", self._now + self.terms.hold_s)
         self._hurry()
 
     def _beside(self, worker: Worker, report: Report) -> None:
@@ -451,37 +443,32 @@ class Crews:
 
     def _hold(self, reason: str) -> None:
         self._held = self._held or reason
-        if self._stop is None:
-            self._stop = self._now + self.terms.hold_s
+        self._due.setdefault("stop", self._now + self.terms.hold_s)
         training = tuple(sorted(worker.peer_id for worker in self._training()))
         if training and self.view is not None:
             self._out.append(co.SendHold(training, self.view.generation, reason))
 
     def _hurry(self) -> None:
-        if self._unheard and self._absence is not None:  # who is not back by then is not waited for any longer
-            self._absence = min(self._absence, self._now + RETURN_S)
-        if self._broke and self._stop is not None:
+        if self._unheard and "absence" in self._due:  # who is not back by then is not waited for any longer
+            self._due["absence"] = min(self._due["absence"], self._now + RETURN_S)
+        if self._broke and "stop" in self._due:
             usual = any(not worker.healing for worker in self._training())
-            self._stop = min(self._stop, self._now + (self.terms.settle_s if usual else TORN_S))
+            self._due["stop"] = min(self._due["stop"], self._now + (self.terms.settle_s if usual else TORN_S))
 
     def _expire(self) -> None:
         now = self._now
         self._quarantine.expire(now)
-        if self._absence is not None and self._absence <= now:
-            self._absence = None
+        if self._due.get("absence", math.inf) <= now:
+            del self._due["absence"]
             self._unheard.clear()
             if self._training():
                 self._ring_is_over("members stayed away", broken=False)
-        if self._stop is not None and self._stop <= now:
-            self._stop = now + self.terms.hold_s
+        if self._due.get("stop", math.inf) <= now:
+            self._due["stop"] = now + self.terms.hold_s
             silent = self._training()
             if self._broke or not any(worker.healing for worker in silent):  # a long transfer is no reason
                 for worker in silent:
                     self._strike_off(worker)
-        for name in ("_build", "_back_due"):
-            at = getattr(self, name)
-            if at is not None and at <= now:
-                setattr(self, name, now)  # whoever armed it looks
 
     def _strike_off(self, worker: Worker) -> None:
         """Go on without it. One whose transfer broke may be loading its state anew: it is in when it is ready."""
@@ -501,12 +488,14 @@ class Crews:
         if self._unheard:
             return False  # until they had their time
         stands = any(worker.report is not None for key, worker in self._workers.items() if self._is_member(key))
-        return stands or self._broke or bool(self._held) or self._absence is None
+        return stands or self._broke or bool(self._held) or "absence" not in self._due
 
     def _regroup(self) -> None:
         view = self.view
         assert view is not None
-        self._regrouped, self._absence, self._stop = True, None, None
+        self._regrouped = True
+        for name in ("absence", "stop"):
+            self._due.pop(name, None)
         reports = {
             key: worker.report
             for key, worker in self._workers.items()
@@ -520,7 +509,8 @@ class Crews:
             if worker.crew in self._crews and self._crews[worker.crew].in_view:
                 worker.crew = ""
         holders = holding(reports, state) if state else set()
-        kept = [crew for crew in places if crew.members and self._is_manned(crew, holders)]
+        stages = {key: self._workers[key].stage for key in holders}
+        kept = [crew for crew in places if crew.members and [*map(stages.get, crew.members)] == [*range(self.stages)]]
         taken = {member for crew in kept for member in crew.members}
         empty = [crew for crew in places if crew not in kept]
         groups = in_groups([(holders & stage.keys()) - taken for stage in by_stage])
@@ -544,10 +534,6 @@ class Crews:
             for crew in empty:
                 self._place_lost(crew)
 
-    def _is_manned(self, crew: Crew, holders: set[str]) -> bool:
-        stages = ((key in holders and self._workers[key].stage == at) for at, key in enumerate(crew.members))
-        return all(stages)
-
     def _stands_in(self, view: View, peer_id: str, report: Report) -> bool:
         """Whether it carries the state of ``view``, or what that was to begin with, as it never heard of it."""
         if report.status not in STANDSTILL or view.rank_of(peer_id) is None or self._workers[peer_id].moving:
@@ -560,11 +546,9 @@ class Crews:
         if not crew.known:
             self._introduce(crew)
         assert self.view is not None
-        reports = [report for key in crew.members if (report := self._workers[key].report) is not None]
         crew.said, crew.due = state, False
-        status = standing_status(reports)
-        told = report_of(self.job, reports, state, status, self.view.generation, self._crew_of)
-        self._tell(co.PeerReported(crew.crew_id, told))
+        reports = self._reports_of(crew)
+        self._report(crew, reports, state, standing_status(reports), self.view.generation)
 
     def _place_lost(self, crew: Crew) -> None:
         """It left, as the coordinator sees it: all that stay away were waited for."""
@@ -620,8 +604,8 @@ class Crews:
         for member in self._here(crew) if crew is not None else ():
             worker = self._workers[member]
             worker.crew = ""
-            here = self.view is not None and worker.report is not None and not worker.trains
-            stands = here and worker.report is not None and self._stands_in(self.view, member, worker.report)  # type: ignore[arg-type]
+            view, report = self.view, worker.report
+            stands = view and report and not worker.trains and self._stands_in(view, member, report)
             if self.core.phase in ENDED or not stands:
                 self._release(worker, reason)
 
@@ -652,7 +636,8 @@ class Crews:
         self._unheard.clear()
         self._quarantine.out.clear()
         self._regrouped, self._held, self._broke, self._tried, self._back = True, "", False, None, None
-        self._absence = self._stop = self._build = self._short = self._back_due = None
+        self._short = None
+        self._due.clear()
         self._planner.end()
 
     def _anchored(self) -> bool:
@@ -661,12 +646,7 @@ class Crews:
         said = [crew.said for crew in self._crews.values() if crew.known and crew.said is not None and crew.members]
         if self._restoring and self.core.restore is not None:
             return (self.core.restore.step, self.core.restore.lineage) in said
-        return any(
-            state is not None and state[0] > 0  # of step 0 the coordinator could not tell one from the other
-            for crew in self._crews.values()
-            if crew.known and crew.members
-            for state in [crew.said]
-        )
+        return any(step > 0 for step, _ in said)  # of step 0 the coordinator could not tell one from the other
 
     def _withdraw_one(self) -> bool:
         if (late := self._outdone()) is not None:
@@ -690,14 +670,8 @@ class Crews:
         waiting = self.core.phase is Phase.WAITING and self.core.restore is None and self._regrouped
         if not waiting or self.view is None or any(crew.members for crew in self._places()):
             return 0
-        settled = {
-            key: worker.report
-            for key, worker in self._workers.items()
-            if worker.settled and worker.report and self._is_own((key,))
-        }
-        by_stage = self._by_stage(settled)
-        wholes = [self._untried(self._wholes.get(key, frozenset())) for key in settled]
-        kept = newest_kept([[self._kept(key) for key in stage] for stage in by_stage], wholes)
+        settled = {key: stage for key, stage in self._settled_stages().items() if self._is_own((key,))}
+        kept = self._newest_kept(settled, settled)
         if any(self._is_own(crew.members) and crew.said and crew.said[0] >= kept for crew in self._loaded()):
             return 0
         return kept if kept <= self.core.known_step else 0  # what is later is of a course that was given up
@@ -740,10 +714,16 @@ class Crews:
         return True
 
     def _tell_crew(self, crew: Crew, status: str, *, nothing: bool = False) -> None:
-        reports = [report for key in crew.members if (report := self._workers[key].report) is not None]
         state = None if nothing else self._state_of(crew.members)
         crew.said, crew.due = state or NOTHING, False
-        self._tell(co.PeerReported(crew.crew_id, report_of(self.job, reports, state, status, 0, self._crew_of)))
+        self._report(crew, self._reports_of(crew), state, status)
+
+    def _reports_of(self, crew: Crew) -> list[Report]:
+        return [report for key in crew.members if (report := self._workers[key].report) is not None]
+
+    def _report(self, crew: Crew, reports: list[Report], state: State | None, status: str, generation: int = 0) -> None:
+        told = report_of(self.job, reports, state, status, generation, self._crew_of)
+        self._tell(co.PeerReported(crew.crew_id, told))
 
     def _is_settled(self, peer_id: str) -> bool:
         return peer_id in self._workers and self._workers[peer_id].settled
@@ -759,20 +739,14 @@ class Crews:
         peers = {key: worker.peer for key, worker in self._workers.items()}
         if not self._planner.planned:
             given, said = self._planner.plan(peers, self._measured.links, self._now)
-            self._out += said
-            for key, stage in given.items():
-                self._give(self._workers[key], stage)
-            return bool(given)
-        counts = [0] * self.stages
-        for worker in self._workers.values():
-            if worker.stage is not None:
-                counts[worker.stage] += 1
-        spares = sorted(key for key, worker in self._workers.items() if worker.stage is None)
-        idle = self._idle(counts)
-        for key in idle:
-            counts[self._workers[key].stage or 0] -= 1
-        homes = {key: self._workers[key].stage for key in idle}
-        given, said = self._planner.deal(counts, peers, spares, homes, self.terms.most)
+        else:
+            stages = [worker.stage for worker in self._workers.values()]
+            counts = [stages.count(stage) for stage in range(self.stages)]
+            spares = sorted(key for key, worker in self._workers.items() if worker.stage is None)
+            homes = {key: self._workers[key].stage for key in self._idle(counts)}
+            for home in homes.values():
+                counts[home or 0] -= 1
+            given, said = self._planner.deal(counts, peers, spares, homes, self.terms.most)
         self._out += said
         for key, stage in given.items():
             self._give(self._workers[key], stage)
@@ -851,20 +825,16 @@ class Crews:
         self._crews[crew.crew_id] = crew
         for member in group:
             self._workers[member].crew = crew.crew_id
-        own = not void and self._is_own(group)
-        peer = self._peer_of(crew)
-        self._tell(co.PeerOffered(peer, own))
+        self._tell(co.PeerOffered(self._peer_of(crew), own=not void and self._is_own(group)))
         self._tell_measured()
 
     def _awaits_builders(self) -> bool:
         """Whether somebody builds who may bring what others could go on from; for so long and no longer."""
         builders = [worker for key, worker in self._workers.items() if worker.report is None and self._may_bring(key)]
         if not builders:
-            self._build = None
+            self._due.pop("build", None)
             return False
-        if self._build is None:
-            self._build = self._now + self.terms.build_s
-        return self._now < self._build
+        return self._now < self._due.setdefault("build", self._now + self.terms.build_s)
 
     def _may_bring(self, peer_id: str) -> bool:
         worker = self._workers[peer_id]
@@ -877,23 +847,21 @@ class Crews:
         waiting = self.core.phase is Phase.WAITING and self.core.restore is None and self._regrouped
         if not waiting or self._anchored() or self._awaits_builders():
             return self._stays()
-        settled = {key: worker.report for key, worker in self._workers.items() if worker.settled and worker.report}
-        by_stage = self._by_stage(settled)
-        if not all(by_stage) or self._tried == 0:
+        settled = self._settled_stages()
+        if len(set(settled.values())) < self.stages or self._tried == 0:
             return self._stays()
         if self._back is not None:
             if any(worker.stage is not None and worker.report is None for worker in self._workers.values()):
                 return self._stays()
             self._back = None  # not every stage has found that step
-        wholes = [self._untried(self._wholes.get(key, frozenset())) for key in self._workers]
-        step = newest_kept([[self._kept(key) for key in stage] for stage in by_stage], wholes)
+        step = self._newest_kept(settled, self._workers)
         at_hand = [crew.said[0] for crew in self._crews.values() if crew.known and crew.said not in (None, NOTHING)]
         if at_hand and step <= max(at_hand):
             return self._stays()
         if self._could_be_more(step):
             self._short = self._short if self._short is not None else self._now
-            self._back_due = self._short + self.core.patience_s(step)
-            if self._now < self._back_due:
+            self._due["back"] = self._short + self.core.patience_s(step)
+            if self._now < self._due["back"]:
                 return False
         self._say("warning", "steps-lost", f"goes back to step {step}: no part of a later state has all the others")
         self._tried = self._back = step
@@ -906,29 +874,38 @@ class Crews:
         return True
 
     def _stays(self) -> bool:
-        self._short = self._back_due = None
+        self._short = None
+        self._due.pop("back", None)
         return False
 
-    def _kept(self, peer_id: str) -> frozenset[int]:
-        return self._untried(self._steps.get(peer_id, frozenset()))
+    def _settled_stages(self) -> dict[str, int]:
+        stages = ((key, worker.stage) for key, worker in self._workers.items() if worker.settled)
+        return {key: stage for key, stage in stages if stage is not None}
 
-    def _untried(self, steps: frozenset[int]) -> frozenset[int]:
-        return steps if self._tried is None else frozenset(step for step in steps if step < (self._tried or 0))
+    def _newest_kept(self, stages: Mapping[str, int], wholes: Iterable[str], *, tried: bool = False) -> int:
+        """The newest step of which these workers have all parts; with ``tried``, also one that was gone back to."""
+        most = math.inf if tried or self._tried is None else self._tried
+
+        def kept(steps: Mapping[str, frozenset[int]], peer_id: str) -> frozenset[int]:
+            return frozenset(step for step in steps.get(peer_id, ()) if step < most)
+
+        known: list[list[frozenset[int]]] = [[] for _ in range(self.stages)]
+        for key, stage in stages.items():
+            known[stage].append(kept(self._steps, key))
+        return newest_kept(known, [kept(self._wholes, key) for key in wholes])
 
     def _could_be_more(self, step: int) -> bool:
         """Whether somebody who is away may hold a later state than this, or the part of one that is missing."""
         if self.view is not None and not self._all_linked():
             return True
-        known: list[list[frozenset[int]]] = [[] for _ in range(self.stages)]
-        for key, stage in self.held.items():
-            known[stage].append(self._kept(key))
-        return newest_kept(known, [self._untried(steps) for steps in self._wholes.values()]) > step
+        return self._newest_kept(self.held, self._wholes) > step
 
     def _give(self, worker: Worker, stage: int) -> None:
         """Have it build that stage, as it holds nothing that anybody needs."""
         worker.stage, worker.report, worker.restored, worker.asked = stage, None, -1, False
         worker.fresh = True
-        if self._back is not None and not self._keeps_later(worker.peer_id, self._back):
+        kept = self._steps.get(worker.peer_id, frozenset()) | self._wholes.get(worker.peer_id, frozenset())
+        if self._back is not None and max(kept, default=0) <= self._back:
             self._go_to(worker, self._back)  # as all others were told
         else:
             self._assign(worker)
@@ -1000,10 +977,6 @@ class Crews:
         holders = self._holders(worker, restore_step)
         self._out.append(co.SendAssign(worker.peer_id, self._corpus, restore_step, worker.stage, self.stages, holders))
 
-    def _keeps_later(self, peer_id: str, step: int) -> bool:
-        kept = self._steps.get(peer_id, frozenset()) | self._wholes.get(peer_id, frozenset())
-        return any(each > step for each in kept)
-
     def _holders(self, worker: Worker, step: int) -> tuple[co.Peer, ...]:
         """Who else is here and has the whole model's checkpoint of ``step``; each stage is to ask another one first."""
         found = [key for key in sorted(self._workers) if key != worker.peer_id and step in self._wholes.get(key, ())]
@@ -1050,8 +1023,8 @@ class Crews:
             worker.trains, worker.report, worker.moving, worker.returned = True, None, False, False
             worker.healing, worker.restored = not record.healthy, -1
         self._regrouped, self._committed, self._broke, self._held = False, False, False, ""
-        self._absence = self._stop = self._build = None
-        self._stays()
+        self._short = None
+        self._due.clear()
         self._tried = self._back = None
         self._unheard.clear()
         self._failures.clear()
@@ -1081,10 +1054,7 @@ class Crews:
 
     def _saved(self, steps: Mapping[str, frozenset[int]], wholes: Mapping[str, frozenset[int]]) -> None:
         self._steps, self._wholes = dict(steps), dict(wholes)
-        known: list[list[frozenset[int]]] = [[] for _ in range(self.stages)]
-        for key, stage in self.held.items():
-            known[stage].append(steps.get(key, frozenset()))
-        newest = newest_kept(known, wholes.values())
+        newest = self._newest_kept(self.held, wholes, tried=True)
         self._tell(co.Saved({"": newest} if newest else {}))
 
     def _tell_measured(self) -> None:

@@ -89,14 +89,14 @@ class LocalMember:
     def die(self) -> None:
         """What the kernel does for a process that was killed: every connection is reset, and no word is said."""
         for member in self._joined:
-            for neighbour in member.neighbours:
+            for neighbour in member.links.neighbours:
                 neighbour.abort()
 
     async def stop(self) -> None:
         """Leave the ring and the chain, and stop listening."""
         for member in self._joined:
             member.close()
-            await member.wait_closed()
+            await member.links.wait_closed()
         if self.server is not None:
             await self.server.close()
 

@@ -133,10 +133,6 @@ class NeighbourLinks:
     def neighbours(self) -> tuple[Neighbour, ...]:
         return tuple(neighbour for neighbour in (self.left, self.right) if neighbour is not None)
 
-    def whose(self, connection: Connection) -> Neighbour:
-        """The neighbour of one of the connections; in a ring of two each of both is another."""
-        return next(neighbour for neighbour in self.neighbours if connection in neighbour.connections)
-
     def failure(self) -> P2PTrainError:
         """The error of whatever wants more of what is broken: a new one each time, for each grows its own traceback."""
         cause = self.broken.result().cause
@@ -216,6 +212,18 @@ class NeighbourLinks:
                     bulk.abort()
             else:
                 other.abort()
+
+    @property
+    def bytes_in(self) -> int:
+        return sum(connection.bytes_in for neighbour in self.neighbours for connection in neighbour.connections)
+
+    @property
+    def bytes_out(self) -> int:
+        return sum(connection.bytes_out for neighbour in self.neighbours for connection in neighbour.connections)
+
+    def failed(self, connection: Connection, error: P2PTrainError) -> None:
+        """One of the connections failed; in a ring of two each neighbour has others."""
+        self.lost(next(each for each in self.neighbours if connection in each.connections), connection, error)
 
     def lost_elsewhere(self, broken: RingBroken) -> bool:
         """End it with the news of whom another ring of the same view lost; whether it knows the one and who saw it."""

@@ -98,7 +98,7 @@ class RingSession:
         self._patience: asyncio.TimerHandle | None = None
         self._judged_at = 0.0  # when it fires
         self._parted: Neighbour | None = None  # it left while the last operation could still end well
-        self._links = NeighbourLinks(
+        self.links = NeighbourLinks(
             clock=world.clock,
             view=view,
             rank=rank,
@@ -108,10 +108,10 @@ class RingSession:
             on_end=self._ended,
             on_broken=self._settle,
         )
-        self.broken = self._links.broken
+        self.broken = self.links.broken
         if left is not None and right is not None:
             self._lanes = [
-                Lane(incoming, outgoing, view.generation, on_progress=self._moved, on_error=self._lost)
+                Lane(incoming, outgoing, view.generation, on_progress=self._moved, on_error=self.links.failed)
                 for incoming, outgoing in zip(left.bulks, right.bulks, strict=True)
             ]
 
@@ -188,25 +188,18 @@ class RingSession:
         except BaseException:  # cancelled, perhaps in the instant when all were there: nobody else knows of the session
             session.close("the member gave up")
             raise
-        session._links.begin_beats(heartbeat_s, death_s)
+        session.links.begin_beats(heartbeat_s, death_s)
         return session
 
     def close(self, reason: str = "the view ended") -> None:
-        """Leave the ring, without waiting (``wait_closed`` does). Operations under way fail, here and everywhere."""
-        self._links.close(f"this member left the ring: {reason}", reason, orderly=not self._under_way)
+        """Leave the ring, without waiting (``links.wait_closed`` does). Operations under way fail everywhere."""
+        self.links.close(f"this member left the ring: {reason}", reason, orderly=not self._under_way)
 
     def lost_elsewhere(self, broken: RingBroken) -> None:
         """Another ring of this view broke, and this one ends with it: its neighbours hear who was lost there, or they
         would take this member for it."""
-        if not self._links.lost_elsewhere(broken):
+        if not self.links.lost_elsewhere(broken):
             self.close(broken.cause.message)
-
-    async def wait_closed(self) -> None:
-        await self._links.wait_closed()
-
-    @property
-    def broken_by(self) -> RingBroken | None:
-        return self.broken.result() if self.broken.done() else None
 
     # ------------------------------------------------------------------------------------------------------ operations
 
@@ -233,7 +226,7 @@ class RingSession:
 
         Returns:
             a future that fails with DeadlineExceeded, naming the neighbour, where there was no progress for
-            ``patience_s``; with ConnectionLost or ProtocolError where the session broke. ``broken_by`` tells by whom.
+            ``patience_s``; with ConnectionLost or ProtocolError where the session broke. ``broken`` tells by whom.
 
         Raises:
             ValueError: the buffer is not as described.
@@ -317,28 +310,12 @@ class RingSession:
     # ------------------------------------------------------------------------------------------------------ for people
 
     @property
-    def neighbours(self) -> tuple[Neighbour, ...]:
-        return self._links.neighbours
-
-    @property
     def waited_s(self) -> float:
         """Running total: how long the left neighbour sent nothing, for what comes next had not begun at its side."""
         oldest = next(iter(self._under_way.values()), None)
         if oldest is None or oldest.first_received_at is not None:
             return self._waited_s
         return self._waited_s + self._world.clock.now() - max(oldest.began_at, self._received_at)
-
-    @property
-    def bytes_in(self) -> int:
-        return sum(connection.bytes_in for neighbour in self.neighbours for connection in neighbour.connections)
-
-    @property
-    def bytes_out(self) -> int:
-        return sum(connection.bytes_out for neighbour in self.neighbours for connection in neighbour.connections)
-
-    @property
-    def rtt_ms(self) -> float | None:
-        return self._links.rtt_ms
 
     # ---------------------------------------------------------------------------------------------- running operations
 
@@ -374,7 +351,7 @@ class RingSession:
         Its flows follow with ``_add``, and then ``_start``, before the next one begins.
         """
         if self.broken.done():
-            raise self._links.failure()
+            raise self.links.failure()
         self._stream += 1
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         return Operation(title, patience_s, self._world.clock.now(), future)
@@ -424,12 +401,12 @@ class RingSession:
         if not operation.future.done():
             operation.future.set_result(None)
         if not self._under_way and self._parted is not None:
-            self._links.give_up(self._parted, ConnectionLost("it left the ring"))
+            self.links.give_up(self._parted, ConnectionLost("it left the ring"))
 
     def _abandoned(self, future: asyncio.Future[None]) -> None:
         """Whoever waited for an operation does so no more: memory is posted and borrowed, so the session must end."""
         if future.cancelled():
-            self._links.give_up(None, ConnectionLost("an operation was abandoned by this member"))
+            self.links.give_up(None, ConnectionLost("an operation was abandoned by this member"))
 
     def _moved(self, flow: Flow | None) -> None:
         """A sub-chunk of ``flow`` arrived, or, where that is None, the kernel took what was sent."""
@@ -466,13 +443,13 @@ class RingSession:
         what = f"sent no part of the {title}" if starving else f"took no part of the {title}"
         remedy = "it may be stuck or very slow: look at its log"
         silence = DeadlineExceeded(f"{what} for {patience_s:g} s", remedy=remedy)
-        self._links.give_up(self._links.left if starving else self._links.right, silence)
+        self.links.give_up(self.links.left if starving else self.links.right, silence)
 
     def _ends_without(self, neighbour: Neighbour, connection: Connection) -> bool:
         """A neighbour that leaves has closed ``connection``: whether what is under way can still end well. Then it is
         given up when all of that has ended."""
         lanes = [lane for lane, bulk in zip(self._lanes, neighbour.bulks, strict=True) if bulk is connection]
-        starving = neighbour is self._links.left and any(lane.expects for lane in lanes)
+        starving = neighbour is self.links.left and any(lane.expects for lane in lanes)
         if not self._under_way or starving:
             return False
         if self._parted is None:
@@ -489,12 +466,9 @@ class RingSession:
         it.
         """
         if not neighbour.leaving:
-            self._links.lost(neighbour, connection, error)
+            self.links.lost(neighbour, connection, error)
         elif not self._ends_without(neighbour, connection):
-            self._links.give_up(neighbour, ConnectionLost("it left the ring"))
-
-    def _lost(self, connection: Connection, error: P2PTrainError) -> None:
-        self._links.lost(self._links.whose(connection), connection, error)
+            self.links.give_up(neighbour, ConnectionLost("it left the ring"))
 
     def _settle(self) -> None:
         for lane in self._lanes:
@@ -504,7 +478,7 @@ class RingSession:
         operations, self._under_way = self._under_way, {}
         for operation in operations.values():
             if not operation.future.done():
-                operation.future.set_exception(self._links.failure())
+                operation.future.set_exception(self.links.failure())
                 operation.future.exception()  # it may be that nobody waits any more; ``broken`` tells, too
 
 

@@ -174,7 +174,7 @@ class _Running:
                 self.give_up(error)
                 raise
             self._chain.blame(kind, error)
-            self.give_up(failure := self._chain.failure())
+            self.give_up(failure := self._chain.links.failure())
             raise failure from error
         except BaseException as error:
             self.give_up(error)  # at once: the step may wait for what never comes
@@ -191,7 +191,7 @@ class _Running:
             ends: set[asyncio.Future[Any]] = {call, self._chain.broken}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
-                raise self._chain.failure()
+                raise self._chain.links.failure()
             now = self._clock()
             begun, self._ended_at = max(queued_at, self._ended_at), now
             return call.result(), now - begun

@@ -289,8 +289,8 @@ class JobRunner:
         self.donations.view_ended(reason)
         sessions, self._session, self._beside = self._sessions(), None, []
         for session in sessions:
-            self.bytes_in += session.bytes_in
-            self.bytes_out += session.bytes_out
+            self.bytes_in += session.links.bytes_in
+            self.bytes_out += session.links.bytes_out
             session.close()
 
     def _sessions(self) -> list[RingSession | Chain]:
@@ -299,8 +299,8 @@ class JobRunner:
     def totals(self) -> tuple[int, int]:
         sessions = self._sessions()
         return (
-            self.bytes_in + sum(session.bytes_in for session in sessions),
-            self.bytes_out + sum(session.bytes_out for session in sessions),
+            self.bytes_in + sum(session.links.bytes_in for session in sessions),
+            self.bytes_out + sum(session.links.bytes_out for session in sessions),
         )
 
     def _did_something(self) -> None:

@@ -104,7 +104,7 @@ async def test_no_more_buffers_are_held_than_the_schedule_says() -> None:
 async def test_sent_memory_is_borrowed_until_the_step_is_finished() -> None:
     async with local_chain(2, MemoryNetwork(), **SIZES) as members:
         first, last = (member.chain for member in members)
-        bulk = last.neighbours[0].bulks[0]
+        bulk = last.links.neighbours[0].bulks[0]
         bulk._transport.pause_reading()
         schedule = gpipe(2, 2)
         first.begin(schedule)

@@ -33,7 +33,7 @@ async def test_beats_keep_an_idle_ring_alive_and_measure_the_round_trip():
     async with local_ring(3, MemoryNetwork(), heartbeat_s=5.0, death_s=15.0) as members:
         await asyncio.sleep(3600)
         assert not any(member.session.broken.done() for member in members)
-        assert all(member.session.rtt_ms is not None for member in members)
+        assert all(member.session.links.rtt_ms is not None for member in members)
         await asyncio.gather(*(member.session.barrier() for member in members))
 
 
@@ -128,7 +128,7 @@ async def test_a_neighbour_that_takes_no_bytes_breaks_the_ring():
 async def test_beats_say_how_far_this_member_is():
     async with local_ring(2, MemoryNetwork(), heartbeat_s=5.0, death_s=15.0) as members:
         heard = []
-        beat = members[0].session.neighbours[1].beat
+        beat = members[0].session.links.neighbours[1].beat
         send, beat.send = beat.send, lambda message, **kwargs: heard.append(message) or send(message, **kwargs)
         waiting = asyncio.create_task(members[0].session.barrier())
         await asyncio.sleep(6)

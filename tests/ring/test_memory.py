@@ -103,7 +103,7 @@ def held(members: list[LocalMember]) -> Held:
 
 
 def parts_of(session: RingSession) -> list[object]:
-    connections = [connection for neighbour in session.neighbours for connection in neighbour.connections]
+    connections = [connection for neighbour in session.links.neighbours for connection in neighbour.connections]
     return [
         session,
         *session._lanes,

@@ -132,7 +132,7 @@ async def test_several_streams_share_an_array(streams, network):
     async def act(session: RingSession) -> bytes:
         buffer = before[session.rank].copy()
         await session.all_reduce(buffer)
-        carried = [bulk.bytes_out for bulk in session.neighbours[1].bulks]
+        carried = [bulk.bytes_out for bulk in session.links.neighbours[1].bulks]
         assert max(carried) < 1.5 * min(carried), "the streams are not loaded evenly"
         assert len(carried) == streams
         await session.barrier()
@@ -232,7 +232,7 @@ async def test_a_death_in_an_operation_breaks_every_member_at_once(operation, co
         assert all(isinstance(end, ConnectionLost) for end in ends), ends
         assert causes[0].suspect == "a"  # its right neighbour
         assert causes[-1].suspect in ("a", others[-2].peer_id if count > 2 else "a")
-        assert all(member.session.broken_by is cause for member, cause in zip(others, causes, strict=True))
+        assert all(member.session.broken.result() is cause for member, cause in zip(others, causes, strict=True))
 
 
 async def test_a_cancelled_operation_breaks_the_ring_and_leaves_the_memory_alone(network):
@@ -249,13 +249,13 @@ async def test_a_cancelled_operation_breaks_the_ring_and_leaves_the_memory_alone
                 with pytest.raises(ConnectionLost):
                     await other
             await members[2].session.broken
-        assert members[0].session.broken_by.suspect == ""
-        assert "abandoned" in members[0].session.broken_by.cause.message
+        assert members[0].session.broken.result().suspect == ""
+        assert "abandoned" in members[0].session.broken.result().cause.message
 
 
 async def test_a_neighbour_that_speaks_nonsense_breaks_the_ring(network):
     async with local_ring(2, network) as members:
-        members[0].session.neighbours[1].beat.send(StepMetrics("job", 1, 1, {}))
+        members[0].session.links.neighbours[1].beat.send(StepMetrics("job", 1, 1, {}))
         async with asyncio.timeout(AT_ONCE_S):
             broken = await members[1].session.broken
         assert broken.suspect == "a"
@@ -271,7 +271,7 @@ async def test_leaving_breaks_the_others_at_once_and_says_why(network):
         members[0].session.close("a new view was announced")
         async with asyncio.timeout(AT_ONCE_S):
             broken = [await member.session.broken for member in members]
-            await members[0].session.wait_closed()
+            await members[0].session.links.wait_closed()
         assert broken[0].suspect == ""
         assert broken[0].cause.message == "this member left the ring: a new view was announced"
         assert broken[1].suspect == "a"
@@ -298,7 +298,7 @@ async def test_who_leaves_after_the_last_operation_does_not_spoil_it_for_the_oth
 async def test_who_has_left_is_not_missed_while_its_last_bytes_are_still_to_be_read():
     async with local_ring(2, TcpNetwork()) as members:
         a, b = (member.session for member in members)
-        left = b.neighbours[0]
+        left = b.links.neighbours[0]
         left.bulks[0]._transport.pause_reading()  # b is slow to read what a has sent
         unfinished = asyncio.create_task(b.all_gather(b"b"))
         async with asyncio.timeout(AT_ONCE_S):
@@ -317,12 +317,12 @@ async def test_memory_is_given_back_the_moment_an_operation_is_broken_off():
     """What its owner writes there afterwards must never reach a neighbour as if it were the operation's."""
     async with local_ring(2, MemoryNetwork()) as members:
         a, b = (member.session for member in members)
-        bulk = b.neighbours[0].bulks[0]
+        bulk = b.links.neighbours[0].bulks[0]
         bulk._transport.pause_reading()
         sent, received = np.zeros(4), np.zeros(4)
         tasks = [asyncio.create_task(session.broadcast(buffer, 0)) for session, buffer in ((a, sent), (b, received))]
         await asyncio.sleep(0)  # let them begin
-        assert a.neighbours[1].bulks[0]._transport.get_write_buffer_size(), "nothing of the buffer is on its way"
+        assert a.links.neighbours[1].bulks[0]._transport.get_write_buffer_size(), "nothing of the buffer is on its way"
         a.close()
         sent[:] = 666.0
         bulk._transport.resume_reading()

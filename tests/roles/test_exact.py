@@ -277,7 +277,7 @@ class Gates:
 
 async def test_a_cluster_with_churn_ends_with_the_bits_of_one_process(cluster: Cluster) -> None:
     """Members die and come while it trains; at the end there are the state and the lineage of a loop of one."""
-    profile = exact_profile(job={"steps": 14, "workers": 2}, checkpoint={"every": 5}, validation={"every": 5})
+    profile = exact_profile(job={"steps": 14, "workers": 3}, checkpoint={"every": 5}, validation={"every": 5})
     alone = StandInEngine(profile)
     alone.load_initial()
     lineage = first_lineage(profile.to_spec(), state_digest(alone.state()))
@@ -294,7 +294,9 @@ async def test_a_cluster_with_churn_ends_with_the_bits_of_one_process(cluster: C
     for step, dying in ((3, 0), (7, 1)):
         await gates.reached(step)
         await peers[dying].die()
-        cluster.join(gates.build)
+        newcomer = cluster.join(gates.build)
+        async with asyncio.timeout(20):
+            await newcomer.joined.wait()
         gates.let_go(step)
     ended = await cluster.job_until(job, lambda item: item["state"] == "done")
     assert ended["step"] == 14
