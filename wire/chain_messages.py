@@ -164,7 +164,6 @@ class HeldPart:
     next: IdOrNone = ""
 
     def check(self) -> None:
-        """Raise ``ProtocolError`` where its layers cannot be."""
         if not self.start < self.stop <= self.layers:
             raise ProtocolError(f"a part of layers [{self.start}, {self.stop}) of {self.layers}")
 
@@ -177,6 +176,5 @@ class PartsHeld(Message):
     parts: Annotated[list[HeldPart], Bound(0, 16)]
 
     def check(self) -> None:
-        """Raise ``ProtocolError`` where a part is named twice."""
         if len({part.part for part in self.parts}) < len(self.parts):
             raise ProtocolError("a worker that holds a part twice")

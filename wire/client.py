@@ -87,7 +87,6 @@ class Calls:
         return True
 
     def lost(self, whom: str, why: P2PTrainError | None = None) -> None:
-        """No answer will come."""
         for answer in self._pending.values():
             if not answer.done():
                 error = ConnectionLost(why.message, remedy=why.remedy) if why else ConnectionLost(f"{whom} is gone")
@@ -170,7 +169,6 @@ class SeedClient:
         return await self._records(PeerInfo, "peers.list", "peers")
 
     async def evict(self, peer: str) -> tuple[str, str]:
-        """Let a peer go for good; its id and its name."""
         result = await self.request("peers.evict", {"peer": peer})
         return _checked(result, "evicted", str), _checked(result, "name", str)
 
@@ -261,11 +259,9 @@ class SeedClient:
     # ------------------------------------------------------------------------------------------- updates and the clock
 
     async def clock(self) -> float:
-        """The seed's wall clock, Unix seconds."""
         return float(await self._value("probe.clock", "wall", float))
 
     async def subscribe(self) -> None:
-        """Have the seed send updates from now on."""
         await self.request("subscribe")
 
     async def news(self) -> AsyncIterator[list[Record]]:
@@ -348,7 +344,6 @@ def _records(kind: type[R], result: dict[str, Any], key: str) -> list[R]:
 
 
 def plan_of(result: dict[str, Any]) -> tuple[TrainingPlanInfo, list[StagePlanInfo]]:
-    """The plan in a seed's answer. Raises ``ProtocolError``."""
     stages = _records(StagePlanInfo, result, "stages")
     if not stages:
         raise ProtocolError("a plan without stages")

@@ -69,7 +69,6 @@ def _fields_of(item: Any) -> dict[str, Any]:
 
 @cache
 def _names_of(cls: Any) -> tuple[str, ...]:
-    """Raises ``TypeError`` for what has no fields."""
     return tuple(item.name for item in dataclasses.fields(cls))
 
 
@@ -99,14 +98,12 @@ def decode_untrusted(kind: int, body: bytes | bytearray | memoryview) -> Message
 
 @cache
 def _rest_of(cls: Any) -> str:
-    """Name of the field that is the rest of the body, of a message that is not ``KEYED``."""
     name = _names_of(cls)[-1]
     assert typing.get_type_hints(cls)[name] is bytes, cls
     return name
 
 
 def _values_untrusted(cls: type[Message], body: bytes | bytearray | memoryview) -> dict[str, Any]:
-    """The values of all fields but the last, one behind the other; the last one is all that is left."""
     named: Any = cls
     *names, rest = _names_of(named)
     unpacker = msgpack.Unpacker(raw=False, max_buffer_size=CONTROL_FRAME_BYTES, **_NO_LISTS)

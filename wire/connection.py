@@ -103,25 +103,16 @@ class Connection(asyncio.BufferedProtocol):
         self._ended = False
         self._reading = True
         self._control_unsent = 0  # control bytes sent since nothing was left unsent: an upper bound of those unsent
-        self._remote = self._local = ("?", 0)
+        self.remote = self.local = ("?", 0)  # host and port of each end
 
     # ---------------------------------------------------------------------------------------------------- for callers
-
-    @property
-    def remote(self) -> tuple[str, int]:
-        return self._remote
 
     def call(self, name: str) -> None:
         """What the other side calls itself, for what is told of it. Not checked: it is made short, and printable."""
         self._called = "".join(char for char in name[:64] if char.isprintable())
 
     @property
-    def local(self) -> tuple[str, int]:
-        return self._local
-
-    @property
     def unsent_bytes(self) -> int:
-        """What the kernel has not taken yet; 0 once the connection ended."""
         return 0 if self._ended or not self._attached else self._transport.get_write_buffer_size()
 
     @property
@@ -141,7 +132,6 @@ class Connection(asyncio.BufferedProtocol):
         self._steer_reading()
 
     def tune_for_bulk(self) -> None:
-        """Prepare the socket, where there is one, for payloads that should go as fast as they can."""
         sock = self._transport.get_extra_info("socket") if self._attached and not self._ended else None
         if sock is not None:
             tune_for_bulk(sock)
@@ -295,8 +285,8 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         self._attached = True
         self._loop = asyncio.get_running_loop()
-        self._remote = _address(transport.get_extra_info("peername"))
-        self._local = _address(transport.get_extra_info("sockname"))
+        self.remote = _address(transport.get_extra_info("peername"))
+        self.local = _address(transport.get_extra_info("sockname"))
         self.last_heard = self._loop.time()
         try:
             self._identify(transport.get_extra_info("ssl_object"))
@@ -351,7 +341,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def _name(self) -> str:
-        address = f"{self._remote[0]}:{self._remote[1]}"
+        address = f"{self.remote[0]}:{self.remote[1]}"
         return f"{self._called} ({address})" if self._called else address
 
     def _identify(self, ssl_object: ssl.SSLObject | None) -> None:
@@ -441,7 +431,6 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.write(frame)
 
     def _check_read(self) -> None:
-        """Raises ``ConnectionLost``: the other side does not read what it is told; the connection is closed for it."""
         unsent = self._transport.get_write_buffer_size()
         if min(unsent, self._control_unsent) > self._send_limit_bytes:
             self.abort(DeadlineExceeded(f"{self._name} does not read: {unsent} bytes wait to be sent"))
@@ -459,5 +448,4 @@ def _printable(text: str) -> str:
 
 
 def _address(name: object) -> tuple[str, int]:
-    """Host and port of a socket's name; IPv6 names have two parts more, other sockets have none."""
     return (str(name[0]), int(name[1])) if isinstance(name, tuple) and len(name) >= 2 else ("?", 0)

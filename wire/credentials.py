@@ -191,7 +191,6 @@ def der_of(certificate_pem: bytes) -> bytes:
 
 
 def pem_of(certificate_der: bytes) -> bytes:
-    """A DER certificate as PEM, the form that is stored."""
     return ssl.DER_cert_to_PEM_cert(certificate_der).encode()
 
 
@@ -258,7 +257,6 @@ class Credentials:
 
     @property
     def identity(self) -> PeerIdentity:
-        """Whom the certificate names."""
         return identity_of_untrusted(der_of(self.certificate_pem))
 
     @property

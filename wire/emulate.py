@@ -198,7 +198,6 @@ class LinkShaper:
         return self._last_delivery_at
 
     def validate(self) -> None:
-        """Assert what must hold between two calls."""
         assert self._credit_s >= 0
         assert self._last_delivery_at == -math.inf or (
             self._last_delivery_at >= self._through_at - self._credit_s - 1e-6
@@ -260,7 +259,6 @@ class EmulatedNetwork:
         self._seeds = random.Random(seed)  # noqa: S311 - the weather of a link is no secret
 
     async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
-        """Dial ``host:port``, one round trip later. Raises ``Unreachable``."""
         preset = self._preset_of(host, port)
         round_trip_s = preset.rtt_s
         await asyncio.sleep(min(round_trip_s, timeout_s))
@@ -272,7 +270,6 @@ class EmulatedNetwork:
     async def listen(
         self, host: str, port: int, factory: ProtocolFactory, on_problem: OnProblem | None = None
     ) -> Listener:
-        """Accept connections on ``host:port``. Raises ``UserError`` where it cannot be bound."""
         return await self._inner.listen(host, port, self._emulated(factory, self._preset_of), on_problem)
 
     def _emulated(self, factory: ProtocolFactory, preset_of: PresetOf) -> ProtocolFactory:
@@ -317,7 +314,7 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._inner_full = False
         self._eof = self._read_ended = False
-        self._closing = self._lost = False
+        self._lost = False
 
     # What the protocol calls.
 
@@ -361,9 +358,6 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
             self._closing = True
             self._drop()
             self._inner.abort()
-
-    def is_closing(self) -> bool:
-        return self._closing
 
     def pause_reading(self) -> None:
         if not (self._closing or self._read_ended):

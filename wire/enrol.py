@@ -70,9 +70,15 @@ async def enrol(
     """
     try:
         async with asyncio.timeout(timeout_s):
-            newcomer = _Newcomer(network, ticket, peer_id, timeout_s)
-            ca_der = await newcomer.fetch_ca()
-            key_pem, certificate_der = await newcomer.apply(ca_der)
+            ca_der = await _fetch_ca(network, ticket, peer_id, timeout_s)
+            key_pem, csr_der = new_key_and_request(peer_id)
+            connection = await _call(network, ticket, peer_id, timeout_s, authority_context(pem_of(ca_der)), "seed")
+            try:
+                nonce = (await connection.expect(EnrolOffer, timeout_s=timeout_s)).nonce
+                connection.send(EnrolRequest(ticket.id, csr_der, proof(ticket.secret, nonce, csr_der)))
+                certificate_der = (await connection.expect(EnrolGranted, timeout_s=timeout_s)).certificate_der
+            finally:
+                await connection.close()
     except TimeoutError:
         text = f"the seed at {ticket.host}:{ticket.port} did not enrol this peer within {timeout_s:g} s"
         raise DeadlineExceeded(text, remedy="it may be overloaded; try again") from None
@@ -120,56 +126,30 @@ def _certificate_untrusted(result: dict[str, Any]) -> bytes:
         raise ProtocolError("the seed answered a renewal without a certificate") from error
 
 
-class _Newcomer:
-    """The two conversations of an enrolment."""
+async def _call(
+    network: Network, ticket: Ticket, peer_id: str, timeout_s: float, context: SSLContext, role: str
+) -> Connection:
+    hello = local_hello(peer_id=peer_id, name=peer_id, roles=[ticket.role], purpose=ENROL)
+    dialler = TlsDialler(network, context)
+    return (await dial(dialler, ticket.host, ticket.port, hello, timeout_s=timeout_s, expect_role=role))[0]
 
-    def __init__(self, network: Network, ticket: Ticket, peer_id: str, timeout_s: float) -> None:
-        self._network = network
-        self._ticket = ticket
-        self._peer_id = peer_id
-        self._timeout_s = timeout_s
 
-    async def fetch_ca(self) -> bytes:
-        """The run's CA (DER), which is that of the ticket. Raises as ``enrol``."""
-        connection = await self._call(unverified_context(), role="")
-        try:
-            ca_der = (await connection.expect(EnrolOffer, timeout_s=self._timeout_s)).ca_der
-            if not hmac.compare_digest(hashlib.sha256(ca_der).digest(), self._ticket.pin):
-                raise self._wrong_pin(connection)
+async def _fetch_ca(network: Network, ticket: Ticket, peer_id: str, timeout_s: float) -> bytes:
+    """The run's CA (DER), which is that of the ticket. Raises as ``enrol``."""
+    connection = await _call(network, ticket, peer_id, timeout_s, unverified_context(), "")
+    try:
+        ca_der = (await connection.expect(EnrolOffer, timeout_s=timeout_s)).ca_der
+        if hmac.compare_digest(hashlib.sha256(ca_der).digest(), ticket.pin):
             certificate_of_untrusted(ca_der)
             return ca_der
-        finally:
-            await connection.close()
-
-    async def apply(self, ca_der: bytes) -> tuple[bytes, bytes]:
-        """A new key (PEM), and the certificate (DER) that the seed grants it. Raises as ``enrol``."""
-        key_pem, csr_der = new_key_and_request(self._peer_id)
-        connection = await self._call(authority_context(pem_of(ca_der)), role="seed")
-        try:
-            nonce = (await connection.expect(EnrolOffer, timeout_s=self._timeout_s)).nonce
-            mac = proof(self._ticket.secret, nonce, csr_der)
-            connection.send(EnrolRequest(self._ticket.id, csr_der, mac))
-            granted = await connection.expect(EnrolGranted, timeout_s=self._timeout_s)
-            return key_pem, granted.certificate_der
-        finally:
-            await connection.close()
-
-    async def _call(self, context: SSLContext, *, role: str) -> Connection:
-        ticket = self._ticket
-        hello = local_hello(peer_id=self._peer_id, name=self._peer_id, roles=[ticket.role], purpose=ENROL)
-        dialler = TlsDialler(self._network, context)
-        connection, _ = await dial(
-            dialler, ticket.host, ticket.port, hello, timeout_s=self._timeout_s, expect_role=role
-        )
-        return connection
-
-    def _wrong_pin(self, connection: Connection) -> Refused:
         with suppress(ConnectionLost):
             text = "the CA that was offered is not the one that the ticket pins"
             connection.send(Refuse(RefusalCode.WRONG_PIN, text))
-        text = f"{self._ticket.host}:{self._ticket.port} is not the seed that made this ticket: its CA is another"
-        remedy = "get a new ticket if the seed was set up anew; else somebody is in between: do not go on"
-        return Refused(RefusalCode.WRONG_PIN, text, remedy=remedy)
+    finally:
+        await connection.close()
+    text = f"{ticket.host}:{ticket.port} is not the seed that made this ticket: its CA is another"
+    remedy = "get a new ticket if the seed was set up anew; else somebody is in between: do not go on"
+    raise Refused(RefusalCode.WRONG_PIN, text, remedy=remedy)
 
 
 # -------------------------------------------------------------------------------------------------------------- renewal
@@ -204,7 +184,6 @@ class Member:
 
     @property
     def due(self) -> bool:
-        """Whether the certificate has lived half its life."""
         return self._clock.wall() >= self._issued_at + HALF_LIFE_S
 
     async def renew(self, ask: Ask) -> None:

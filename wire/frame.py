@@ -142,11 +142,9 @@ class FrameDecoder:
 
     @property
     def between_frames(self) -> bool:
-        """Whether the stream may end here."""
         return self._state is _State.HEADER and len(self._rest) == HEADER.size
 
     def allow_large(self) -> None:
-        """The handshake ended: every kind and size is allowed from the next frame on."""
         self._large = True
 
     def next_buffer(self) -> memoryview:
@@ -198,7 +196,6 @@ class FrameDecoder:
             self._begin_discard(self._left if self.waiting else len(self._rest))
 
     def validate(self) -> None:
-        """Invariants, for tests."""
         assert self._left > 0 or self._state is not _State.DISCARD
         assert (self._done is not None) == (self._state is _State.BULK)
         assert len(self._rest) > 0 or self._state in (_State.WAITING, _State.DISCARD, _State.FAILED)
@@ -288,7 +285,6 @@ class FrameDecoder:
         return None
 
     def _check_length(self, length: int) -> None:
-        """The bound that holds whatever the kind turns out to be."""
         limit = HEADER.size + MAX_BULK_BYTES if self._large else HANDSHAKE_FRAME_BYTES
         if not HEADER.size - LENGTH_BYTES <= length <= limit - LENGTH_BYTES:
             raise self._failure(f"a frame that says it has {length + LENGTH_BYTES} bytes")

@@ -277,16 +277,7 @@ class Server:
         self._handlers: dict[asyncio.Task[None], Connection] = {}
         self._closing = False
         self._listener: Listener | None = None
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port that are really listened on."""
-        assert self._listener is not None
-        return self._listener.address
-
-    async def start(self, network: Network, host: str, port: int) -> None:
-        """Listen. Raises ``UserError`` where the address cannot be bound."""
-        self._listener = await network.listen(host, port, lambda: Connection(self._accept), self._on_problem)
+        self.address = ("", 0)  # host and port that are really listened on
 
     async def close(self) -> None:
         """Stop listening, cancel what runs, close its connections; done within a second or so. May be called twice."""
@@ -403,11 +394,7 @@ async def serve(
     Raises:
         UserError: the address cannot be bound.
     """
-    server = Server(
-        decide=decide,
-        serve=serve,
-        half_open=HalfOpen(max_half_open),
-        on_problem=on_problem,
-    )
-    await server.start(network, host, port)
+    server = Server(decide=decide, serve=serve, half_open=HalfOpen(max_half_open), on_problem=on_problem)
+    server._listener = await network.listen(host, port, lambda: Connection(server._accept), on_problem)
+    server.address = server._listener.address
     return server

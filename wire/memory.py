@@ -56,7 +56,6 @@ class MemoryNetwork:
         self._ports = itertools.count(49152)
 
     def at(self, host: str) -> MemoryNetwork:
-        """This network, as seen from ``host``."""
         view = copy.copy(self)
         view._host = host
         return view
@@ -92,7 +91,6 @@ class MemoryNetwork:
     async def listen(
         self, host: str, port: int, factory: ProtocolFactory, on_problem: OnProblem | None = None
     ) -> Listener:
-        """Accept connections on ``host:port``. Raises ``UserError`` where it is taken."""
         check_port(port, least=0)
         port = port or self._free_port()
         found_at = self._host if host in LOOPBACK else host
@@ -139,7 +137,6 @@ class MemoryNetwork:
             transport.abort()
 
     def connections(self, host: str) -> list[asyncio.BufferedProtocol]:
-        """The protocols of every end that lives on ``host``, oldest first."""
         return [transport._protocol for transport in self.transports if transport.host == host]
 
     def _free_port(self) -> int:
@@ -148,7 +145,6 @@ class MemoryNetwork:
 
     @property
     def queued_bytes(self) -> int:
-        """All that was written and is not read yet."""
         return sum(transport.get_write_buffer_size() for transport in self.transports)
 
 
@@ -197,12 +193,11 @@ class _MemoryTransport(FlowControl):
         self._queued_bytes = 0
         self._reading = True
         self._eof = self._eof_delivered = False
-        self._closing = self._lost = False
+        self._lost = False
         self._reset: ConnectionResetError | None = None  # sent by the other end, not seen yet
         self._pump_scheduled = False
 
     def open(self, other: _MemoryTransport) -> None:
-        """Join the two ends; ``connection_made`` follows."""
         self.other = other
         self._network.transports[self] = None
         self._loop.call_soon(self._protocol.connection_made, self, context=self.context)
@@ -224,9 +219,6 @@ class _MemoryTransport(FlowControl):
         for data in list_of_data:
             self.write(data)
 
-    def can_write_eof(self) -> bool:
-        return True
-
     def write_eof(self) -> None:
         self._eof = True
         self.pump_soon()
@@ -241,9 +233,6 @@ class _MemoryTransport(FlowControl):
             self._eof_delivered = True  # none follows: the other end is reset
             self.lose(None)
             self.other.be_reset()
-
-    def is_closing(self) -> bool:
-        return self._closing
 
     def pause_reading(self) -> None:
         self._reading = False
@@ -321,7 +310,6 @@ class _MemoryTransport(FlowControl):
             self.other._receive_eof()
 
     def _deliver(self) -> None:
-        """One read of the other end: fills its buffer as far as the queue and ``pipe_bytes`` go."""
         reader = self.other._protocol
         try:
             # Both views are released before the protocol is told: it may resize a bytearray then.
@@ -357,8 +345,7 @@ class _MemoryTransport(FlowControl):
         return None
 
     def _fail(self, error: Exception) -> None:
-        context = {"message": "a protocol raised", "exception": error, "transport": self, "protocol": self._protocol}
-        self._loop.call_exception_handler(context)
+        self._report(error)
         self.lose(error)
         self.other.be_reset()
 

@@ -44,7 +44,6 @@ Over TLS the caller's certificate must name a role that permits its purpose:
 
 
 def document() -> str:
-    """The page."""
     purposes = "".join(f"| `{purpose}` | {', '.join(sorted(roles))} |\n" for purpose, roles in PERMITTED.items())
     parts, told = [_HEAD + purposes], set[type]()
     for module in (*codec.MODULES, records):
@@ -59,9 +58,9 @@ def document() -> str:
 
 def _section(cls: Any) -> str:
     kind = f" (kind {cls.KIND}{'' if cls.KEYED else ', bare values'})" if issubclass(cls, Message) else ""
-    summary, _, attributes = inspect.cleandoc(cls.__doc__).partition("Attributes:\n")
-    described = _described(attributes)
-    text = f"\n### {cls.__name__}{kind}\n\n{_markdown(summary.rstrip())}\n"
+    docs = [inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n") for each in cls.__mro__[:-1]]
+    described = {name: told for _, _, attributes in reversed(docs) for name, told in _described(attributes).items()}
+    text = f"\n### {cls.__name__}{kind}\n\n{_markdown(docs[0][0].rstrip())}\n"
     hints = typing.get_type_hints(cls, include_extras=True)
     rows = [
         f"| `{item.name}` | {_type(hints[item.name])}{_default(item)} | {described.get(item.name, '')} |\n"
@@ -71,7 +70,6 @@ def _section(cls: Any) -> str:
 
 
 def _described(attributes: str) -> dict[str, str]:
-    """Field → what a docstring's list of attributes says of it."""
     found: dict[str, str] = {}
     for entry in re.split(r"\n    (?=\w)", f"\n{attributes.rstrip()}"):
         names, _, text = entry.partition(": ")
@@ -109,7 +107,6 @@ def _default(item: dataclasses.Field[Any]) -> str:
 
 
 def _inner(cls: Any) -> list[type]:
-    """The dataclasses inside the fields of ``cls``."""
     found: list[type] = []
     hints = list(typing.get_type_hints(cls).values())
     while hints:

@@ -15,11 +15,11 @@ from typing import Annotated
 from p2ptrain.core.errors import ProtocolError
 from wire.chain_messages import HeldPart
 from wire.job_messages import LedgerRow
-from wire.schema import Amount, Bound, Count, Figure, Lineage, Port, Record, Share
+from wire.schema import Amount, Bound, Count, Lineage, Port, Record, Share
+from wire.text_messages import Served
 
 
 def _figure(value: float | None) -> float | None:
-    """A figure that a peer gave, None for what is none."""
     return float(value) if value is not None and math.isfinite(value) and value >= 0 else None
 
 
@@ -226,14 +226,12 @@ class PartInfo(HeldPart, Record):
 
     @property
     def used_bytes(self) -> int:
-        """What it takes of ``limit_bytes``."""
         return self.weights_bytes + self.cache_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ServingInfo(Record):
-    """What a verifier or a drafter serves. ``id`` is the peer's; the other attributes are those of
-    ``wire.text_messages.Serving``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingInfo(Served, Record):
+    """What a verifier or a drafter serves. ``id`` is the peer's.
 
     Attributes:
         role: ``verifier`` or ``drafter``.
@@ -245,24 +243,6 @@ class ServingInfo(Record):
     role: str
     host: str
     port: Port
-    model: str
-    vocab_size: Count = 0
-    context: Count = 0
-    tokenizer: str = ""
-    http: str = ""
-    sessions: Count = 0
-    stats: dict[str, Figure] = dataclasses.field(default_factory=dict)
-    drafters: list[str] = dataclasses.field(default_factory=list)
-    drafter_alpha: list[Figure] = dataclasses.field(default_factory=list)
-    drafter_latency_ms: list[Figure] = dataclasses.field(default_factory=list)
-    drafter_share: list[Figure] = dataclasses.field(default_factory=list)
-    weights: str = ""
-
-    def check(self) -> None:
-        """Raise ``ProtocolError`` where a figure of a drafter is missing."""
-        for figures in (self.drafter_alpha, self.drafter_latency_ms, self.drafter_share):
-            if len(figures) not in (0, len(self.drafters)):
-                raise ProtocolError("drafters with more or fewer figures than drafters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +271,6 @@ class StagePlanInfo(Record):
     hop_s: Amount | None = None
 
     def check(self) -> None:
-        """Raise ``ProtocolError`` where its layers cannot be."""
         if not self.start < self.stop:
             raise ProtocolError(f"a stage of layers [{self.start}, {self.stop})")
 
@@ -412,7 +391,6 @@ class LedgerRun(Record):
     digests: Annotated[str, Bound(pattern="([0-9a-f]{32})+")]
 
     def rows(self) -> list[LedgerRow]:
-        """A row for each step."""
         counts, digests = struct.pack(f"!{len(self.counts)}I", *self.counts), bytes.fromhex(self.digests)
         return [
             LedgerRow(self.first + number, self.generation, digests[16 * number : 16 * number + 16], counts)

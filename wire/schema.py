@@ -84,7 +84,6 @@ class Record:
     """Base of the dataclasses that travel as maps inside requests, answers and updates."""
 
     def to_map(self) -> dict[str, Any]:
-        """The record as a JSON-like map."""
         return dataclasses.asdict(self)
 
     @classmethod

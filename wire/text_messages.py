@@ -196,8 +196,8 @@ class DraftersHere(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Serving(Message):
-    """Verifier or drafter to seed: what it serves, when that changes, and once a second while it works.
+class Served:
+    """What a verifier or a drafter serves.
 
     Attributes:
         model: its name, for people. context: positions at most; 0: not known. tokenizer: a digest.
@@ -210,13 +210,12 @@ class Serving(Message):
         weights: tells them from those of another model of that name (``TensorTable.fingerprint``).
     """
 
-    KIND: ClassVar[int] = 68
     model: str
-    vocab_size: Annotated[int, Bound(0, 1 << 31)]
-    context: Count
-    tokenizer: TokenOrNone
-    http: str
-    sessions: Count
+    vocab_size: Annotated[int, Bound(0, 1 << 31)] = 0
+    context: Count = 0
+    tokenizer: TokenOrNone = ""
+    http: str = ""
+    sessions: Count = 0
     stats: Annotated[dict[StatName, Figure], Bound(0, 64)] = field(default_factory=dict)
     drafters: Annotated[list[Id], Bound(0, MAX_DRAFTERS)] = field(default_factory=list)
     drafter_alpha: list[Figure] = field(default_factory=list)
@@ -225,7 +224,13 @@ class Serving(Message):
     weights: TokenOrNone = ""
 
     def check(self) -> None:
-        """Raise ``ProtocolError`` where a figure of a drafter is missing."""
         for figures in (self.drafter_alpha, self.drafter_latency_ms, self.drafter_share):
             if len(figures) not in (0, len(self.drafters)):
                 raise ProtocolError("drafters with more or fewer figures than drafters")
+
+
+@dataclass(frozen=True, slots=True)
+class Serving(Served, Message):
+    """Verifier or drafter to seed: what it serves, when that changes, and once a second while it works."""
+
+    KIND: ClassVar[int] = 68

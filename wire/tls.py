@@ -25,6 +25,7 @@ import ssl
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, cast
 
@@ -158,7 +159,6 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
             self.settled.set_exception(error)
 
     def begin(self) -> None:
-        """Send or take the first flight."""
         self._state = _State.SHAKING
         self._ssl = self._context.wrap_bio(self._incoming, self._outgoing, server_side=self._server_side)
         self._shake()
@@ -211,20 +211,13 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         try:
             self._deliver()
         except Exception as error:  # noqa: BLE001 - reported to the loop, as every transport of asyncio does
-            context = {
-                "message": "a protocol raised",
-                "exception": error,
-                "transport": self,
-                "protocol": self._protocol,
-            }
-            self._loop.call_exception_handler(context)
+            self._report(error)
             self._error = error
             self.abort()
         if self.is_reading():
             self._below.resume_reading()
 
     def _deliver(self) -> None:
-        """Decrypt what has come into the protocol's buffers, as long as it reads."""
         while self.is_reading() and not self._eof_told:
             if not self._incoming.pending and not self._ssl.pending():
                 break
@@ -531,18 +524,18 @@ class TlsNetwork(TlsDialler):
         return _TlsListener(listener, strangers)
 
 
+@dataclass(frozen=True, slots=True)
 class _TlsListener:
-    def __init__(self, listener: Listener, strangers: set[_Accepted]) -> None:
-        self._listener = listener
-        self._strangers = strangers
+    listener: Listener
+    strangers: set[_Accepted]
 
     @property
     def address(self) -> Address:
-        return self._listener.address
+        return self.listener.address
 
     async def close(self) -> None:
-        await self._listener.close()
-        for stranger in list(self._strangers):
+        await self.listener.close()
+        for stranger in list(self.strangers):
             stranger.abort()
 
 
@@ -613,7 +606,6 @@ class _Accepted(TlsTransport):
 
 
 def handshake_problem(error: Exception, who: str, *, dialled: bool) -> P2PTrainError:
-    """Why a TLS handshake with ``who``, who was dialled or called, failed."""
     if isinstance(error, ssl.SSLError):
         return tls_problem(error, who)
     if isinstance(error, NotTlsError):

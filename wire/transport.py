@@ -25,6 +25,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -51,7 +52,6 @@ def check_port(port: int, *, least: int) -> None:
 
 
 def unreachable(host: str, port: int, error: Exception, timeout_s: float) -> Unreachable:
-    """What is said, and advised, when dialling ``host:port`` failed with ``error``."""
     cause, remedy = str(getattr(error, "strerror", None) or error), ""
     code = getattr(error, "errno", None)
     if isinstance(error, (socket.gaierror, UnicodeError)):
@@ -91,9 +91,16 @@ class FlowControl(asyncio.Transport):
     def __init__(self, protocol: asyncio.BufferedProtocol, *, high_bytes: int, low_bytes: int | None = None) -> None:
         super().__init__()
         self._protocol = protocol
+        self._closing = False
         self._writing_paused = False
         self._high_bytes = high_bytes
         self._low_bytes = high_bytes // 4 if low_bytes is None else low_bytes
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def can_write_eof(self) -> bool:
+        return True
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         if high is None:
@@ -113,6 +120,11 @@ class FlowControl(asyncio.Transport):
         if self._writing_paused and self.get_write_buffer_size() <= self._low_bytes:
             self._writing_paused = False
             self._protocol.resume_writing()
+
+    def _report(self, error: Exception) -> None:
+        """Tell the loop of what the protocol raised."""
+        context = {"message": "a protocol failed", "exception": error, "transport": self, "protocol": self._protocol}
+        asyncio.get_running_loop().call_exception_handler(context)
 
 
 # -------------------------------------------------------------------------------------------------------------- sockets
@@ -143,7 +155,7 @@ class SocketTransport(FlowControl):
         self._queued_bytes = 0
         self._reading = self._writing = False  # whether the loop watches for it
         self._paused = False
-        self._eof = self._closing = self._lost = False
+        self._eof = self._lost = False
         self._extra = {"socket": sock, "peername": _name(sock.getpeername), "sockname": _name(sock.getsockname)}
         try:
             protocol.connection_made(self)
@@ -185,9 +197,6 @@ class SocketTransport(FlowControl):
     def get_write_buffer_size(self) -> int:
         return self._queued_bytes
 
-    def can_write_eof(self) -> bool:
-        return True
-
     def write_eof(self) -> None:
         if not (self._eof or self._closing):
             self._eof = True
@@ -206,9 +215,6 @@ class SocketTransport(FlowControl):
 
     def abort(self) -> None:
         self._fail(None)
-
-    def is_closing(self) -> bool:
-        return self._closing
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         if name == "rtt_s":
@@ -250,7 +256,6 @@ class SocketTransport(FlowControl):
             self._maybe_resume()
 
     def _send(self) -> None:
-        """Hand over what the kernel takes, and watch for it to take more."""
         while self._queue:
             try:
                 # far below any system's IOV_MAX
@@ -303,12 +308,10 @@ class SocketTransport(FlowControl):
             self._fail(error)
 
     def _protocol_failed(self, error: Exception) -> None:
-        context = {"message": "a protocol failed", "exception": error, "transport": self, "protocol": self._protocol}
-        self._loop.call_exception_handler(context)
+        self._report(error)
         self._fail(error)
 
     def _fail(self, error: Exception | None) -> None:
-        """Drop what is queued, and end."""
         self._closing = True
         self._queue.clear()
         self._queued_bytes = 0
@@ -342,15 +345,10 @@ class SocketListener:
         self._loop, self._sock, self._factory, self._backlog = loop, sock, factory, backlog
         self._retry: asyncio.TimerHandle | None = None
         host, port, *_ = sock.getsockname()
-        self._address: tuple[str, int] = host, port
+        self.address: Address = host, port
         loop.add_reader(sock.fileno(), self._acceptable)
 
-    @property
-    def address(self) -> tuple[str, int]:
-        return self._address
-
     async def close(self) -> None:
-        """Stop listening. Established connections live on."""
         if self._sock.fileno() < 0:
             return
         if self._retry is not None:
@@ -556,18 +554,14 @@ class TcpNetwork:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._buffer_bytes)
 
 
+@dataclass(frozen=True, slots=True)
 class _TcpListener:
-    def __init__(self, server: asyncio.AbstractServer, address: Address) -> None:
-        self._server = server
-        self._address = address
-
-    @property
-    def address(self) -> Address:
-        return self._address
+    server: asyncio.AbstractServer
+    address: Address
 
     async def close(self) -> None:
         # Not wait_closed(): since Python 3.12 it waits for the established connections too, and they live on.
-        self._server.close()
+        self.server.close()
 
 
 async def _resolve(host: str, port: int, *, passive: bool = False) -> list[tuple[int, Any]]:
@@ -613,7 +607,6 @@ class HalfOpen:
             del self._by_machine[machine]
 
     def validate(self) -> None:
-        """Invariants, for tests."""
         assert all(0 < count <= self._limit_per_machine for count in self._by_machine.values() if count)
         assert self._by_machine.total() <= self._limit
 

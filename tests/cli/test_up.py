@@ -129,7 +129,10 @@ async def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 
     async def served(local: LocalCluster, roles: Any) -> dict[str, Any]:
         assert all(child.alive for child in local.peers.values()), "the end of one of them would be a failure"
-        made = {role: ServingInfo(role, role, role, "", 1, "m") for role in ("verifier", "drafter")}
+        made = {
+            role: ServingInfo(id=role, name=role, role=role, host="", port=1, model="m")
+            for role in ("verifier", "drafter")
+        }
         return made | {"verifier": dataclasses.replace(made["verifier"], http="http://somewhere/v1")}
 
     def tell(document: dict[str, Any]) -> None:

@@ -69,7 +69,7 @@ QUESTIONS = Target(
     peak_bytes=40 << 20,  # a question of 4 MiB, its letters four bytes each, and cut once
 )
 
-_AT = ServingInfo("v1", "big one", "verifier", "there", PORT, "m", context=64)
+_AT = ServingInfo(id="v1", name="big one", role="verifier", host="there", port=PORT, model="m", context=64)
 
 # --------------------------------------------------------------------------------------------------------- both of them
 

@@ -159,7 +159,15 @@ async def test_what_is_served_is_told_when_it_changes_and_gone_with_its_link(clu
     peer = cluster.serve("verifier", verifier)
     (info,) = await listed(cluster, lambda infos: len(infos) == 1)
     assert info == ServingInfo(
-        peer.identity.peer_id, peer.identity.name, "verifier", HOST, peer.address[1], "big", 50257, 1024, "ab12"
+        "big",
+        50257,
+        1024,
+        "ab12",
+        id=peer.identity.peer_id,
+        name=peer.identity.name,
+        role="verifier",
+        host=HOST,
+        port=peer.address[1],
     )
     busy = Serving("big", 50257, 1024, "ab12", "127.0.0.1:8000", 2, {"alpha": 0.75, "tokens_per_s": 31.5}, ["d1"])
     verifier.change(busy)

@@ -56,8 +56,9 @@ def test_what_is_served_is_kept_as_it_was_told() -> None:
                    [0.5, -1], [10, 20], [1, 0])  # fmt: skip
     info = info_of(link("v1", "verifier")[0], made)
     assert info == ServingInfo(
-        "v1", "name-v1", "verifier", "10.0.0.1", 7000, "big", 50257, 1024, "ab12", "10.0.0.1:8000", 3,
+        "big", 50257, 1024, "ab12", "10.0.0.1:8000", 3,
         {"alpha": 0.5, "tokens_per_s": 3.0}, ["d1", "d2"], [0.5, -1.0], [10.0, 20.0], [1.0, 0.0],
+        id="v1", name="name-v1", role="verifier", host="10.0.0.1", port=7000,
     )  # fmt: skip
     told, fields = dataclasses.asdict(made), info.to_map()
     assert {name: fields[name] for name in told} == told  # nothing of what a member says is left out

@@ -42,7 +42,7 @@ from wire.records import ServingInfo
 PROMPT = "def f(x):"
 ID = "0" * 32
 PORT = 5000
-AT = ServingInfo(ID, "big one", "verifier", "verifier", PORT, "stand-in", context=600)
+AT = ServingInfo(id=ID, name="big one", role="verifier", host="verifier", port=PORT, model="stand-in", context=600)
 
 
 @dataclass
