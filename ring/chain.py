@@ -454,7 +454,6 @@ class Chain:
         self.links.give_up(hop.neighbour, DeadlineExceeded(what, remedy="see the other stages' events"))
 
     async def _exchange(self, mine_s: float, patience_s: float) -> None:
-        """All stages' figures to all: from the last to the first, which then has them all, and back."""
         if self.stages == 1:
             return
         mine = self.in_flight[self.stage]
@@ -513,7 +512,6 @@ class Chain:
         return [hop for hop in (self._before, self._after) if hop is not None]
 
     def _take_streams(self, count: int) -> range:
-        """The next stream numbers. They begin anew before the last one: what had them is long over then."""
         if self._next_stream + count > _STREAMS:
             self._next_stream = _FIRST_STREAM
         first, self._next_stream = self._next_stream, self._next_stream + count

@@ -109,7 +109,6 @@ class Schedule:
 
     @property
     def all_sent(self) -> bool:
-        """Whether ``next_send`` gives no more."""
         return self._sent == len(self._sends)
 
     @property
@@ -118,7 +117,6 @@ class Schedule:
 
     @property
     def all_received(self) -> bool:
-        """Whether everything was received and handled: the result is there once the sends are flushed."""
         return self._handled == len(self._receives)
 
     def next_receive(self) -> Receive | None:

@@ -55,7 +55,7 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 
 class InvalidTransition(AssertionError):
-    """A phase followed that may not: a defect of this program. Its text carries the last events."""
+    """A defect of this program: what may not follow did. Its text carries the last events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,6 @@ class Terms:
 
     @property
     def most(self) -> int:
-        """So many peers, and no more, are of use to the job."""
         return max(self.workers, self.micro_batches) + 2
 
 
@@ -445,16 +444,13 @@ class Deadlines:
         self._at[name] = at
 
     def start(self, name: str, at: float) -> None:
-        """The same, unless it runs or has passed."""
         if name not in self.passed:
             self._at.setdefault(name, at)
 
     def hasten(self, name: str, at: float) -> None:
-        """Due at ``at`` at the latest."""
         self._at[name] = min(self._at[name], at)
 
     def drop(self, *names: str) -> None:
-        """They are not armed and have not passed."""
         for name in names:
             self._at.pop(name, None)
             self.passed.discard(name)
@@ -568,13 +564,11 @@ class RecoveryPolicy:
         return max(least_s, min((self.known_step - best) * self.step_s, most_s))
 
     def owns(self, peer_id: str, own: bool) -> None:
-        """Whether that peer's newest checkpoint is of this run; it is, where the run never went back."""
         if self.branch is not None:
             self.branch = self.branch | {peer_id} if own else self.branch - {peer_id}
 
     @property
     def _reached(self) -> int:
-        """How far the run came: checkpoints are told of by their holders, of steps a seed that died told nobody."""
         saved = (step for peer_id, step in self.saved.items() if self.branch is None or peer_id in self.branch)
         return max(self.known_step, *saved, 0)
 

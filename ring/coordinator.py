@@ -137,7 +137,6 @@ class Coordinator:
 
     @property
     def peer_ids(self) -> frozenset[str]:
-        """The peers that this job has now: members, spares, and those that build."""
         return frozenset(self._who.peers)
 
     def wants(self, peer_id: str) -> bool:
@@ -279,7 +278,6 @@ class Coordinator:
                 self._quarantine.fallen.add(report.suspect)
 
     def _trains(self, known: Known, now: float) -> None:
-        """After a reconnect: its ring still runs, whatever this seed thought."""
         known.standing = None
         self._catch_ups.forget(known.peer.peer_id)  # it followed, until it heard of the view that it is in
         self._who.away.discard(known.peer.peer_id)
@@ -524,7 +522,6 @@ class Coordinator:
         return True
 
     def _mint(self, chosen_from: Reports, now: float) -> None:
-        """The next view, from the newest state among these, with all that stand still as far as there is work."""
         step, lineage = newest(chosen_from)
         self._cool_down(now)
         ready, survivors, moving = self._candidates(), self._who.survivors(self.view), self._catch_ups.moving
@@ -581,7 +578,6 @@ class Coordinator:
         self._go(Phase.RUNNING, "")
 
     def _cool_down(self, now: float) -> None:
-        """Rule 9: members of the view before that died, unless their ring is what they came back with."""
         for peer_id, seconds in self._quarantine.flapping(self._who.survivors(self.view), now):
             text = f"{self._who.name(peer_id)} dies again and again: it is not let in for {seconds:.0f} s"
             self._say("warning", "flapping", text, peer_id)
@@ -590,7 +586,6 @@ class Coordinator:
         return self.view is not None and self.view.generation == generation and self.view.rank_of(peer_id) is not None
 
     def _candidates(self) -> Reports:
-        """Who may be put into a view now. The benched are in only where there is nobody else."""
         standing = self._who.standing()
         return {peer_id: standing[peer_id] for peer_id in standing if peer_id not in self._quarantine.out} or standing
 
@@ -636,7 +631,6 @@ class Coordinator:
         return tuple(view.members[rank] for rank in sorted(range(view.size), key=cost)[:DONORS])
 
     def _recall(self) -> None:
-        """There is no ring left to follow: who followed it says what it has got."""
         for peer_id in sorted(self._catch_ups.moving & self._who.peers.keys()):
             self._who.peers[peer_id].standing = None
             self._assign(peer_id)
@@ -653,7 +647,6 @@ class Coordinator:
             self._who.away.clear()
 
     def _stop(self, now: float, reason: str) -> None:
-        """Bring the ring to a standstill. Whoever trains is told; where its ring broke it says so instead."""
         # Who is unheard and not back by then is not waited for any longer.
         self._go(Phase.STOPPING, reason, keep="absence" if self._who.unheard else "")
         if "absence" in self._deadlines:

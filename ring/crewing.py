@@ -95,7 +95,6 @@ class Crew:
 
 
 def holding(reports: Mapping[str, Report], state: State) -> set[str]:
-    """Who has that state, or can redo the one step that it lacks."""
     return {peer_id for peer_id, report in reports.items() if holds(report, *state)}
 
 
@@ -275,7 +274,6 @@ class StagePlanner:
         return training is None or not bounds or training.fits(_trainee(peer), stage, bounds)
 
     def _why_not(self, counts: Sequence[int], left: Mapping[str, Peer]) -> list[Instruction]:
-        """People see why somebody stays a spare: it fits no stage, or none of those that lack a worker."""
         training, bounds = self.training, self._bounds
         said: list[Instruction] = []
         if training is None or not bounds:
@@ -343,7 +341,6 @@ def report_of(
 
 
 def _cause(reports: Iterable[Report]) -> Report | None:
-    """The report that says most of why the ring broke: who saw the vote rather than who saw its wake."""
     broken = [report for report in reports if report.status == "broken"]
     return min(broken, key=lambda report: (not report.cause, not report.suspect), default=None)
 

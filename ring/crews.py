@@ -179,7 +179,6 @@ class Crews:
         return peer_id in self.held or len(self._workers) < self.stages * self.terms.most
 
     def paused_survivors(self) -> dict[str, Report] | None:
-        """Those that carry a paused job's state in memory; None where it is not paused, or has nobody to let go."""
         if self.core.paused_survivors() is None:
             return None
         return {key: worker.report for key, worker in self._workers.items() if worker.crew and worker.report}
@@ -343,7 +342,6 @@ class Crews:
             worker.report = report
 
     def _trains(self, worker: Worker, report: Report) -> None:
-        """After a reconnect: its ring still runs, whatever this seed thought."""
         worker.trains, worker.report, worker.moving = True, None, False
         self._unheard.discard(worker.peer_id)
         if self._regrouped:
@@ -551,7 +549,6 @@ class Crews:
         self._report(crew, reports, state, standing_status(reports), self.view.generation)
 
     def _place_lost(self, crew: Crew) -> None:
-        """It left, as the coordinator sees it: all that stay away were waited for."""
         crew.known, crew.said = False, None
         failed = self.view is not None and all(member.peer_id in self._failures for member in self.view.members)
         if failed and self.view is not None:
@@ -681,7 +678,6 @@ class Crews:
         return [crew for crew in crews if crew.said not in (None, NOTHING)]
 
     def _is_own(self, members: Iterable[str]) -> bool:
-        """Whether these workers' checkpoints are of this run, and not of a course that it gave up."""
         return self._branch is None or self._branch.issuperset(members)
 
     def _withdraw(self, crew: Crew) -> None:
@@ -816,7 +812,6 @@ class Crews:
         ]
 
     def _offer(self, group: tuple[str, ...]) -> None:
-        """To the coordinator, in a place of the last view where its workers are members of that."""
         void = self._state_of(group) is None
         members = all(self._is_member(key) for key in group) and self._regrouped and not void
         place = next((crew for crew in self._places() if not crew.members), None) if members else None
@@ -901,7 +896,6 @@ class Crews:
         return self._newest_kept(self.held, self._wholes) > step
 
     def _give(self, worker: Worker, stage: int) -> None:
-        """Have it build that stage, as it holds nothing that anybody needs."""
         worker.stage, worker.report, worker.restored, worker.asked = stage, None, -1, False
         worker.fresh = True
         kept = self._steps.get(worker.peer_id, frozenset()) | self._wholes.get(worker.peer_id, frozenset())
@@ -1037,7 +1031,6 @@ class Crews:
         self._out.append(co.Mint(self.view, mint.restored, branch))
 
     def _cool_down(self, before: View) -> None:
-        """Members of the view before that died, unless they are in again."""
         assert self.view is not None
         names = {member.peer_id: member.name for member in before.members}
         back = [member.peer_id for member in self.view.members]

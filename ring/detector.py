@@ -56,7 +56,6 @@ class FailureDetector:
         return max(now - self._last_heard, 0.0)
 
     def next_deadline(self) -> float:
-        """The time at which the peer counts as dead, unless it is heard before."""
         return self._last_heard + max(self.death_s, 3 * self.heartbeat_s) + self._doubt_s
 
     def dead(self, now: float) -> bool:

@@ -120,7 +120,6 @@ class Lane:
         return bool(self._posted or self._receiving)
 
     def submit(self, flow: Flow) -> None:
-        """Queue ``flow``, and begin with it where it is its turn."""
         self._receiving.append(flow)
         self._sending.append(flow)
         self._post()
@@ -170,7 +169,6 @@ class Lane:
                 return
 
     def _slot(self, slot: int, flow: Flow) -> npt.NDArray[np.uint8]:
-        """Scratch memory for one sub-chunk of ``flow``; made when first needed, and kept."""
         self._slots[slot] = _at_least(self._slots[slot], flow.wire_bytes(flow.sub_chunk_numel))
         return self._slots[slot]
 

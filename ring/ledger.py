@@ -61,7 +61,6 @@ class Begins:
             self.add(*view)
 
     def add(self, generation: int, step: int, lineage: str) -> None:
-        """A newer view begins."""
         while self._begins and self._begins[-1][0] >= step:
             self._begins.pop()
         self._begins.append((step, generation, lineage))
@@ -79,7 +78,6 @@ class Begins:
 
 
 def pack_counts(counts: Iterable[int]) -> bytes:
-    """Micro-batches in rank order as a ``LedgerRow`` carries them."""
     numbers = list(counts)
     return struct.pack(f"!{len(numbers)}I", *numbers)
 
@@ -241,7 +239,6 @@ class Audit:
         return self._views_begin()
 
     def finish(self, step: int, lineage: str) -> Fault | None:
-        """All rows were taken, and the ledger says that it ends so."""
         if self.step != step:
             return Fault(self.step + 1, "gap", f"the ledger ends with step {self.step}, and should with {step}")
         if lineage != self.lineage:

@@ -226,7 +226,6 @@ class Inbound:
             del self._waiting[key]
 
     def _let_go(self, key: tuple[str, str], refusal: Refuse) -> None:
-        """No longer hold this connection; the task that waits with it tells it why."""
         held = self._held.pop(key)
         if not held.let_go.done():
             held.let_go.set_result(refusal)
@@ -348,7 +347,6 @@ async def connect_neighbours(
 
 
 async def _all_of(parts: Iterable[Coroutine[Any, Any, Connection]]) -> list[Connection]:
-    """The results of all, in order. Where one fails its error is raised once the others have ended."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(part) for part in parts]

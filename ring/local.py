@@ -34,21 +34,11 @@ class LocalMember:
         self.inbound = Inbound()
         self.server: Server | None = None
         self.problems: list[P2PTrainError] = []
-        self._session: RingSession | None = None
-        self._chain: Chain | None = None
-
-    @property
-    def session(self) -> RingSession:
-        assert self._session is not None, f"{self.peer_id} is in no ring"
-        return self._session
-
-    @property
-    def chain(self) -> Chain:
-        assert self._chain is not None, f"{self.peer_id} is in no chain"
-        return self._chain
+        self._joined: list[RingSession | Chain] = []
+        self.session: RingSession  # once it is in a ring
+        self.chain: Chain
 
     async def listen(self, host: str = HOST, port: int = 0) -> int:
-        """Accept ring connections; the port that was bound."""
         self.server = await serve(
             self.world.network,
             host,
@@ -74,17 +64,14 @@ class LocalMember:
 
     async def form(self, view: View, **options: Any) -> RingSession:
         """As ``RingSession.form``, with small sub-chunks, so that little data takes many."""
-        self._session = await RingSession.form(**{**self._defaults(view), "sub_chunk_bytes": 64, **options})
-        return self._session
+        self.session = await RingSession.form(**{**self._defaults(view), "sub_chunk_bytes": 64, **options})
+        self._joined.append(self.session)
+        return self.session
 
     async def form_chain(self, view: View, **options: Any) -> Chain:
-        """As ``Chain.form``."""
-        self._chain = await Chain.form(**{**self._defaults(view), **options})
-        return self._chain
-
-    @property
-    def _joined(self) -> list[RingSession | Chain]:
-        return [joined for joined in (self._session, self._chain) if joined is not None]
+        self.chain = await Chain.form(**{**self._defaults(view), **options})
+        self._joined.append(self.chain)
+        return self.chain
 
     def die(self) -> None:
         """What the kernel does for a process that was killed: every connection is reset, and no word is said."""
@@ -93,7 +80,6 @@ class LocalMember:
                 neighbour.abort()
 
     async def stop(self) -> None:
-        """Leave the ring and the chain, and stop listening."""
         for member in self._joined:
             member.close()
             await member.links.wait_closed()

@@ -222,7 +222,6 @@ class NeighbourLinks:
         return sum(connection.bytes_out for neighbour in self.neighbours for connection in neighbour.connections)
 
     def failed(self, connection: Connection, error: P2PTrainError) -> None:
-        """One of the connections failed; in a ring of two each neighbour has others."""
         self.lost(next(each for each in self.neighbours if connection in each.connections), connection, error)
 
     def lost_elsewhere(self, broken: RingBroken) -> bool:
@@ -305,7 +304,6 @@ class NeighbourLinks:
     # ---------------------------------------------------------------------------------------------------------- beating
 
     async def _pulse(self, heartbeat_s: float) -> None:
-        """Beat to the right, and judge both neighbours' silence at the moment when it is up."""
         now = due = self._clock.now()
         late_s = 0.0
         while True:

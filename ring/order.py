@@ -93,7 +93,6 @@ def steps(circle: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def nearest_first(costs: Matrix) -> list[int]:
-    """A circle over all indices: from 0 on to the nearest that is left, of equals the first."""
     circle, left = [0], list(range(1, len(costs)))
     while left:
         here = costs[circle[-1]]

@@ -355,7 +355,6 @@ def replacement(wanted: Wanted, plan: Placement, dead: Collection[str], spares: 
 
 
 def _why_not(wanted: Wanted, chain: Sequence[Part], index: int, dead: Collection[str]) -> str:
-    """What keeps ``chain[index]`` from being so; empty where nothing does."""
     peer, start, stop = chain[index]
     need_bytes = sum(wanted.need_bytes(*part) for holder, *part in chain if holder.id == peer.id)
     if need_bytes > peer.memory_bytes:

@@ -75,7 +75,6 @@ class Quarantine:
         return [self._last[peer_id][1] for peer_id in self.out]
 
     def expire(self, now: float) -> None:
-        """Whose time is over may come back; who was quiet for long is forgotten."""
         self.out = {peer_id for peer_id in self.out if self._last[peer_id][1] > now}
         self._last = {key: last for key, last in self._last.items() if key in self.out or not self._forgiven(key, now)}
 
@@ -104,7 +103,6 @@ class Quarantine:
         self._first = self._first or (reporter, suspect)
 
     def committed(self, step: int) -> None:
-        """``step`` steps are applied: the links held for that long."""
         self._strikes.clear()
         if step >= self._step:
             self._contributors.clear()

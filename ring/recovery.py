@@ -115,7 +115,6 @@ class Recorder:
         return self._closed(trouble, trouble.minted_at, view, now, form_s)
 
     def abandon(self) -> None:
-        """The job is paused or over: nobody waits for a next commit."""
         self._open = self._last_at = None
 
     def _begin(self, kind: str, text: str, peer_id: str, now: float, wall: float, *, sure: bool) -> None:

@@ -367,7 +367,6 @@ class RingSession:
         codec: Codec | None = None,
         residual: Residual | None = None,
     ) -> None:
-        """One more flow of ``operation``, on ``lane``; see ``ring.lanes.Flow``."""
 
         def done() -> None:
             operation.flows_left -= 1
@@ -379,7 +378,6 @@ class RingSession:
         operation.flows.append((lane, flow))
 
     def _start(self, operation: Operation) -> asyncio.Future[None]:
-        """Put its flows under way; the future is done when all of them are."""
         operation.flows_left = len(operation.flows)
         if not operation.flows:
             self._complete(0, operation)
@@ -445,30 +443,22 @@ class RingSession:
         silence = DeadlineExceeded(f"{what} for {patience_s:g} s", remedy=remedy)
         self.links.give_up(self.links.left if starving else self.links.right, silence)
 
-    def _ends_without(self, neighbour: Neighbour, connection: Connection) -> bool:
-        """A neighbour that leaves has closed ``connection``: whether what is under way can still end well. Then it is
-        given up when all of that has ended."""
-        lanes = [lane for lane, bulk in zip(self._lanes, neighbour.bulks, strict=True) if bulk is connection]
-        starving = neighbour is self.links.left and any(lane.expects for lane in lanes)
-        if not self._under_way or starving:
-            return False
-        if self._parted is None:
-            self._parted = neighbour
-        return True
-
     # -------------------------------------------------------------------------------------------------------- breaking
 
     def _status(self) -> tuple[int, str]:
         return self.progress, next((operation.title for operation in self._under_way.values()), AT_WORK)
 
     def _ended(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
-        """A connection is gone. That breaks the session, unless the operations under way can still end well without
-        it.
-        """
+        """A connection is gone. That breaks the session, unless what is under way can still end well without it."""
         if not neighbour.leaving:
             self.links.lost(neighbour, connection, error)
-        elif not self._ends_without(neighbour, connection):
+            return
+        lanes = [lane for lane, bulk in zip(self._lanes, neighbour.bulks, strict=True) if bulk is connection]
+        starving = neighbour is self.links.left and any(lane.expects for lane in lanes)
+        if not self._under_way or starving:
             self.links.give_up(neighbour, ConnectionLost("it left the ring"))
+        elif self._parted is None:
+            self._parted = neighbour  # given up when what is under way has ended
 
     def _settle(self) -> None:
         for lane in self._lanes:

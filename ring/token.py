@@ -155,7 +155,6 @@ class Guard:
         self._seen: deque[float] = deque(maxlen=64)
 
     def committed(self, square_sum: float) -> None:
-        """A step of this squared gradient norm was applied."""
         self._seen.append(square_sum)
 
     def forget(self) -> None:
@@ -186,7 +185,6 @@ class Fault:
 
 
 def verdict(tokens: Sequence[Token]) -> Fault | None:
-    """What the tokens of all members, in rank order, say against the step; None: it is to be applied."""
     for rank, token in enumerate(tokens):
         right = (rank + 1) % len(tokens)
         if token.sent != tokens[right].received:
@@ -255,7 +253,6 @@ class Shares:
         return struct.pack(f"!{len(self.counts)}I", *self.counts)
 
     def after(self, unit_us: Sequence[int]) -> Shares:
-        """The shares of the next step, given what the tokens of this one say."""
         idle = [0 if count else steps + 1 for count, steps in zip(self.counts, self._idle_steps, strict=True)]
         return Shares(probed(balanced(sum(self.counts), unit_us, self.counts), unit_us, idle), idle)
 

@@ -139,7 +139,6 @@ class Training:
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """The same, back."""
         return activation_bytes("fp32" if self.activations == "fp32" else "bf16", self.tokens, self.shape.width)
 
     @cached_property
@@ -200,7 +199,6 @@ class Training:
         return 2.0 * self.tokens * self.shape.vocab * self.shape.width
 
     def flop(self, start: int, stop: int) -> float:
-        """Of all passes of one micro-batch through layers [start, stop)."""
         forward = sum(self.layer_flop(layer) for layer in range(start, stop))
         return self.passes(stop) * (forward + self.head_flop * (stop == self.layers))
 

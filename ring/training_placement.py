@@ -115,7 +115,8 @@ def plan(training: Training, trainees: Iterable[Trainee], links: Links | None = 
     if training.cuts and (len(training.cuts) != training.stages - 1 or training.cuts[-1] >= training.layers):
         text = f"cuts at {list(training.cuts)} do not make {training.stages} stages of {training.layers} layers"
         raise UserError(text, remedy="correct pipeline.cuts, or leave it out")
-    found = _best(training, there, _Hops(training, links or {}, there))
+    known = any(trainee.flops for trainee in there)
+    found = _best(training, _with_speeds(there), _Hops(training, links or {}, there), known=known)
     if found is None:
         raise _refusal(training, there)
     return found
@@ -158,16 +159,20 @@ class _Hops:
         return max(bytes_s for _, bytes_s in ways) + 2 * (count - 1) * max(latency_s for latency_s, _ in ways)
 
 
+def _with_speeds(there: Sequence[Trainee]) -> list[Trainee]:
+    typical = statistics.median([trainee.flops for trainee in there if trainee.flops] or [1.0])
+    return [replace(trainee, flops=trainee.flops or typical) for trainee in there]
+
+
 def _groups(training: Training, there: Sequence[Trainee]) -> Iterator[list[Group]]:
     """The workers in groups of one for each crew: alike in speed, then alike in memory, the best first. Those that are
     left over are the least."""
-    typical = _typical(there)
 
     def speed(trainee: Trainee) -> tuple[float, float, str]:
-        return -(trainee.flops or typical), -_room(trainee), trainee.id
+        return -trainee.flops, -_room(trainee), trainee.id
 
     def room(trainee: Trainee) -> tuple[float, float, str]:
-        return -_room(trainee), -(trainee.flops or typical), trainee.id
+        return -_room(trainee), -trainee.flops, trainee.id
 
     for key in (speed, room)[: 2 if training.crews > 1 else 1]:
         ordered = sorted(there, key=key)
@@ -180,29 +185,23 @@ def _room(trainee: Trainee) -> float:
     return trainee.memory_bytes or float("inf")
 
 
-def _typical(there: Sequence[Trainee]) -> float:
-    known = [trainee.flops for trainee in there if trainee.flops]
-    return statistics.median(known) if known else 1.0
-
-
-def _best(training: Training, there: Sequence[Trainee], hops: _Hops) -> TrainingPlan | None:
-    typical = _typical(there)
+def _best(training: Training, there: Sequence[Trainee], hops: _Hops, *, known: bool) -> TrainingPlan | None:
     found = []
     for number, groups in enumerate(_groups(training, there)):
         # Of groups that are equally near the smallest comes first, as in ``ring.placement``.
         looked_at = sorted(groups[:MOST_PEERS], key=lambda group: (min(map(_room, group)), group[0].id))
         cuts = [0, *training.cuts, training.layers] if training.cuts else cut_places(training.layers)
-        chain = best_chain(_board(training, looked_at, hops, typical, cuts), [training.stages])
+        chain = best_chain(_board(training, looked_at, hops, cuts), [training.stages])
         if chain:
             parts = [(looked_at[group], cuts[start], cuts[stop]) for group, start, stop in chain]
-            found.append((*_cost(training, parts, hops, typical), number, parts))
+            found.append((*_cost(training, parts, hops), number, parts))
     if not found:
         return None
     *_, parts = min(found, key=lambda item: item[:3])
-    return _predicted(training, parts, hops, typical, known=any(trainee.flops for trainee in there))
+    return _predicted(training, parts, hops, known=known)
 
 
-def _board(training: Training, groups: Sequence[Group], hops: _Hops, typical: float, cuts: Sequence[int]) -> Board:
+def _board(training: Training, groups: Sequence[Group], hops: _Hops, cuts: Sequence[int]) -> Board:
     sizes = training.shape.sizes
     upper = np.triu(np.ones((len(cuts), len(cuts)), bool), 1)
     weights = spans(sizes.layers_bytes, cuts)
@@ -222,9 +221,9 @@ def _board(training: Training, groups: Sequence[Group], hops: _Hops, typical: fl
     for flying in sorted({training.in_flight(stage) for stage in range(training.stages)}):
         keeping = kept + flying * inputs if training.recompute else flying * kept
         needs = {on_host: copies * weights + keeping for on_host, copies in copies_of.items()}
-        alike = {_kind(group, typical): group for group in groups}
-        costs_of = {kind: _costs_of(group, needs, flop, upper, typical) for kind, group in alike.items()}
-        levels.append([costs_of[_kind(group, typical)] for group in groups])
+        alike = {_kind(group): group for group in groups}
+        costs_of = {kind: _costs_of(group, needs, flop, upper) for kind, group in alike.items()}
+        levels.append([costs_of[_kind(group)] for group in groups])
     hop_s, occupied_s = np.full((2, len(groups) + 1, len(groups) + 1), np.inf)
     hop_s[-1, :-1] = hop_s[:-1, -1] = occupied_s[-1, :-1] = occupied_s[:-1, -1] = 0.0
     for here, ones in enumerate(groups):
@@ -234,14 +233,14 @@ def _board(training: Training, groups: Sequence[Group], hops: _Hops, typical: fl
     return Board(levels, hop_s, occupied_s)
 
 
-def _kind(group: Group, typical: float) -> tuple[float, frozenset[tuple[int, bool]]]:
-    speed = min(trainee.flops or typical for trainee in group)
+def _kind(group: Group) -> tuple[float, frozenset[tuple[int, bool]]]:
+    speed = min(trainee.flops for trainee in group)
     return speed, frozenset((trainee.memory_bytes, trainee.on_host) for trainee in group)
 
 
-def _costs_of(group: Group, needs: Mapping[bool, Array], flop: Array, upper: Array, typical: float) -> Array:
+def _costs_of(group: Group, needs: Mapping[bool, Array], flop: Array, upper: Array) -> Array:
     """(cuts, cuts): what parts take the slowest of a group; infinite where one of it has not the memory."""
-    speed = ACHIEVED * min(trainee.flops or typical for trainee in group)
+    speed = ACHIEVED * min(trainee.flops for trainee in group)
     costs_s: Array = np.where(upper, flop / speed, np.inf)
     for trainee in group:
         if trainee.memory_bytes:
@@ -249,14 +248,12 @@ def _costs_of(group: Group, needs: Mapping[bool, Array], flop: Array, upper: Arr
     return costs_s
 
 
-def _compute_s(training: Training, group: Group, start: int, stop: int, typical: float) -> float:
-    return training.compute_s(start, stop, min(trainee.flops or typical for trainee in group))
+def _compute_s(training: Training, group: Group, start: int, stop: int) -> float:
+    return training.compute_s(start, stop, min(trainee.flops for trainee in group))
 
 
-def _cost(
-    training: Training, parts: Sequence[tuple[Group, int, int]], hops: _Hops, typical: float
-) -> tuple[float, float]:
-    computes_s = [_compute_s(training, *part, typical) for part in parts]
+def _cost(training: Training, parts: Sequence[tuple[Group, int, int]], hops: _Hops) -> tuple[float, float]:
+    computes_s = [_compute_s(training, *part) for part in parts]
     between = [hops.both(ones, others) for (ones, *_), (others, *_) in pairwise(parts)]
     return max([*computes_s, *(busy_s for _, busy_s in between)]), sum(computes_s) + sum(hop_s for hop_s, _ in between)
 
@@ -268,12 +265,11 @@ def _predicted(
     training: Training,
     parts: Sequence[tuple[Group, int, int]],
     hops: _Hops,
-    typical: float,
     *,
     known: bool,
 ) -> TrainingPlan:
     groups = [group for group, *_ in parts]
-    computes_s = [_compute_s(training, *part, typical) if known else 0.0 for part in parts]
+    computes_s = [_compute_s(training, *part) if known else 0.0 for part in parts]
     there_s, back_s = [[sum(way(*pair)) for pair in pairwise(groups)] for way in (hops.there, hops.back)]
     occupied_s = [hops.both(*pair)[1] for pair in pairwise(groups)]
     pace_s = max([*computes_s, *occupied_s])

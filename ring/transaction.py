@@ -43,6 +43,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from p2ptrain.core.texts import shortened
+from ring.coordination import InvalidTransition
 from ring.token import Fault, Flag, Guard, Shares, Token, next_lineage, odd_ones_out, verdict
 from ring.view import View
 from wire.job_messages import LedgerRow, Report
@@ -86,24 +87,8 @@ NEXT: dict[Phase, frozenset[Phase]] = {
     Phase.FAILED: frozenset({Phase.IDLE}),
 }
 
-RUNNING = frozenset(
-    {
-        Phase.REDOING,
-        Phase.FORMING,
-        Phase.HEALING,
-        Phase.COMPUTING,
-        Phase.REDUCING,
-        Phase.VOTING,
-        Phase.APPLYING,
-        Phase.CONFIRMING,
-        Phase.BOUNDARY,
-    }
-)
+RUNNING = frozenset(Phase) - {Phase.EMPTY, Phase.IDLE, Phase.HELD, Phase.DONE, Phase.FAILED}
 UNINTERRUPTIBLE = frozenset({Phase.REDOING, Phase.APPLYING})
-
-
-class InvalidTransition(RuntimeError):
-    """A defect of this program: carries the recent history."""
 
 
 # ------------------------------------------------------------------------------------------------------------- events
@@ -527,7 +512,6 @@ class Transaction:
         return []
 
     def _stop_forming(self) -> list[Instruction]:
-        """There is no step to finish, and perhaps no ring to finish it with: stand still at once."""
         instructions = self._leave_view("the view was given up before its ring was formed")
         if self.torn:
             self._go(Phase.EMPTY)
@@ -704,7 +688,6 @@ class Transaction:
     # -------------------------------------------------------------------------------------------------------- helpers
 
     def _stop(self, phase: Phase, status: str) -> list[Instruction]:
-        """Stand still together. The session stays open until the next view: a slower member may still need it."""
         self._go(phase)
         self._wishes &= (
             Flag.SAVE | Flag.SNAPSHOT
@@ -714,7 +697,6 @@ class Transaction:
         return [Say(self.report(status))]
 
     def _leave_view(self, reason: str) -> list[Instruction]:
-        """Abandon what is under way; the view stays known, so that the report and late frames can be told apart."""
         if self.phase in (Phase.APPLYING, Phase.CONFIRMING):  # the boundary that would have granted it does not come
             self._wishes |= self._granted
         self._wishes &= (

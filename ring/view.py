@@ -87,7 +87,6 @@ class View:
         return rank // self.stages
 
     def crew(self, rank: int) -> tuple[MemberRecord, ...]:
-        """The members of that one's replica, from the first stage to the last."""
         first = rank - rank % self.stages
         return self.members[first : first + self.stages]
 

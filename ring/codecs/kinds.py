@@ -263,7 +263,6 @@ class TopK(Codec):
         return whole * self.kept + -(-tail * self.kept // self.block_numel)
 
     def _rows(self, numel: int) -> Iterator[tuple[slice, slice, int, int]]:
-        """Whole blocks, then the tail: which elements, which of the kept ones, and how many of each a block has."""
         for _, elements in blocks_of(numel, self.block_numel):
             length = min(self.block_numel, elements.stop - elements.start)
             kept = slice(self._kept_of(elements.start), self._kept_of(elements.stop))

@@ -147,8 +147,9 @@ def test_the_best_cuts_for_an_order_are_found(batch):
         reference = Reference(training, trainees, links)
         best = reference.best(order)
         cuts = [0, *training.cuts, training.layers] if training.cuts else list(range(training.layers + 1))
-        hops, typical = training_placement._Hops(training, links, trainees), training_placement._typical(trainees)
-        board = training_placement._board(training, [(each,) for each in order], hops, typical, cuts)
+        hops = training_placement._Hops(training, links, trainees)
+        known = {each.id: each for each in training_placement._with_speeds(trainees)}
+        board = training_placement._board(training, [(known[each.id],) for each in order], hops, cuts)
         (pace_s, through_s, _), chain = best_cuts(board, range(len(order)), [training.stages])
         assert bool(chain) == (best is not None), number
         seen["none" if best is None else "some"] += 1
