@@ -47,16 +47,7 @@ PANELS = (
     RecoveriesPanel,
     EventsPanel,
 )
-FOCUS_OF_VIEW = {
-    1: "#peers-table",
-    2: "#training",
-    3: "#jobs-table",
-    4: "#events",
-    CHAINS: "#chains",
-    SERVING: "#serving",
-}
-
-
+FOCUS_OF_VIEW = ("#peers-table", "#training", "#jobs-table", "#events", "#chains", "#serving")
 LEAVE = Binding("ctrl+c", "app.interrupt", show=False)
 """The app's own keys are asleep below a dialog; this one is not."""
 KEYS = (
@@ -71,14 +62,20 @@ KEYS = (
 )
 
 
-_CHAIN_LOOKS = {
-    "weights": fmt.WEIGHTS,
-    "caches": fmt.CACHES,
-    "free": fmt.FREE,
-    "busy": fmt.BUSY,
-    "bubble": fmt.BUBBLE,
-    "slowest": SLOWEST,
-    "missing": GONE,
+_LEGENDS = {
+    "Peers": fmt.PEER_LOOKS,
+    "Jobs": fmt.JOB_LOOKS,
+    "Recoveries": fmt.PHASE_LOOKS,
+    "Split models": {
+        "weights": fmt.WEIGHTS,
+        "caches": fmt.CACHES,
+        "free": fmt.FREE,
+        "busy": fmt.BUSY,
+        "bubble": fmt.BUBBLE,
+        "slowest": SLOWEST,
+        "missing": GONE,
+    },
+    "Serving: where a token's time goes": SPENT_LOOKS,
 }
 
 
@@ -102,16 +99,10 @@ class HelpScreen(ModalScreen[None]):
 
     def _rows(self) -> list[list[Span]]:
         rows = [[Span(f"{keys:>9}  ", "accent"), Span(what)] for keys, what in KEYS]
-        rows += [[], [Span("Peers", "strong")], *_legend(fmt.PEER_LOOKS)]
-        rows += [[], [Span("Jobs", "strong")], *_legend(fmt.JOB_LOOKS)]
-        rows += [[], [Span("Recoveries", "strong")], *_legend(fmt.PHASE_LOOKS)]
-        rows += [[], [Span("Split models", "strong")], *_legend(_CHAIN_LOOKS)]
-        rows += [[], [Span("Serving: where a token's time goes", "strong")], *_legend(SPENT_LOOKS)]
-        rows += [
-            [],
-            [Span(f"{SLOWEST.symbol} ", SLOWEST.role), Span("is at the slowest link of the ring, and stage.", "dim")],
-        ]
-        return rows
+        for title, looks in _LEGENDS.items():
+            rows += [[], [Span(title, "strong")], *_legend(looks)]
+        slowest = Span("is at the slowest link of the ring, and stage.", "dim")
+        return [*rows, [], [Span(f"{SLOWEST.symbol} ", SLOWEST.role), slowest]]
 
 
 def _legend(looks: dict[str, fmt.Look], columns: int = 3) -> list[list[Span]]:
@@ -174,8 +165,8 @@ class P2PTrainApp(App[bool]):
         Binding("s", "ask('save')", "Save"),
         Binding("c", "cancel_job", "Cancel"),
         *(Binding(str(number), f"view({number})", name, show=False) for number, name in enumerate(VIEWS, 1)),
-        Binding("tab", "next", "Next", priority=True, show=False),
-        Binding("shift+tab", "previous", "Previous", priority=True, show=False),
+        Binding("tab", "step(1)", "Next", priority=True, show=False),
+        Binding("shift+tab", "step(-1)", "Previous", priority=True, show=False),
         Binding("d", "flip_theme", "Dark/light"),
         Binding("question_mark", "help", "Help"),
         Binding("q", "leave", "Quit"),
@@ -225,7 +216,7 @@ class P2PTrainApp(App[bool]):
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """What the style sheet needs besides Textual's own, for themes that are not ours."""
-        return {"line": DARK.border, "dim": DARK.dim}
+        return {"line": DARK.colours["border"], "dim": DARK.colours["dim"]}
 
     @property
     def palette(self) -> Palette:
@@ -238,7 +229,6 @@ class P2PTrainApp(App[bool]):
         return store.jobs.get(self.chosen_job or "") or store.current_job()
 
     def refresh_panels(self) -> None:
-        """Redraw the visible panels whose topics changed, and once a second those that show ages."""
         if not self.screen_stack or not self.screen_stack[0].query(HeaderBar):
             return  # the app is closing: its panels went before its timer
         store, job, now = self.source.store, self.job, self.clock.now()
@@ -304,7 +294,6 @@ class P2PTrainApp(App[bool]):
     # --------------------------------------------------------------------------------------------------------- moving
 
     def action_view(self, number: int) -> None:
-        """Go to a view; where everything is shown at once, to its panel."""
         self.view = number
         self._set_only(f"-view-{number}", *(f"-view-{other}" for other in range(1, len(VIEWS) + 1)))
         tabs = [
@@ -324,15 +313,9 @@ class P2PTrainApp(App[bool]):
 
     def _enter_view(self) -> None:
         self.refresh_panels()
-        self.screen_stack[0].query_one(FOCUS_OF_VIEW[self.view]).focus()
+        self.screen_stack[0].query_one(FOCUS_OF_VIEW[self.view - 1]).focus()
 
-    def action_next(self) -> None:
-        self._move(1)
-
-    def action_previous(self) -> None:
-        self._move(-1)
-
-    def _move(self, by: int) -> None:
+    def action_step(self, by: int) -> None:
         """The next focus; past the last one of a compact view, the next view."""
         chain = self.screen.focus_chain
         at = chain.index(self.focused) + by if self.focused in chain else 0
@@ -363,8 +346,7 @@ class P2PTrainApp(App[bool]):
 
     def tell(self, level: str, title: str, text: str) -> None:
         """What whoever shows this view has to say. It stays until it is clicked away: nobody may be looking now."""
-        severities: dict[str, SeverityLevel] = {"warning": "warning", "error": "error"}
-        severity = severities.get(level, "information")
+        severity: SeverityLevel = "warning" if level == "warning" else "error" if level == "error" else "information"
         self.notify(text, title=title, severity=severity, timeout=STAYS_S, markup=False)
 
     def action_interrupt(self) -> None:
@@ -374,7 +356,6 @@ class P2PTrainApp(App[bool]):
     # --------------------------------------------------------------------------------------------------------- asking
 
     def action_ask(self, verb: str) -> None:
-        """Ask the seed to do something with the job in view."""
         job = self.job
         if job is None:
             self.notify(

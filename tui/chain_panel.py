@@ -10,7 +10,6 @@ from p2ptrain.core.texts import layers_text
 from tui import format as fmt
 from tui.chains import Chain, Gap, chains_of, how_to_split
 from tui.format import GONE, SLOWEST, Look, Row, Span, fit
-from tui.model import Phase
 from tui.panels import ROOMY, Frame, TextPanel, lines, not_connected, seed_address, what_next
 from wire.records import PartInfo
 
@@ -132,8 +131,6 @@ class ChainsPanel(TextPanel):
 
 
 def chain_rows(frame: Frame, chains: list[Chain], width: int) -> list[Row]:
-    """All chains, one below the other, a blank row between."""
-
     rows: list[Row] = []
     for chain in chains:
         rows += [*([[]] if rows else []), *draw_chain(chain, frame.look_of, width)]
@@ -141,8 +138,7 @@ def chain_rows(frame: Frame, chains: list[Chain], width: int) -> list[Row]:
 
 
 def no_chains(frame: Frame) -> list[Row]:
-    """What to do while no model is split."""
-    if frame.store.cluster is None and frame.store.link.phase is not Phase.LIVE:
+    if frame.unconnected:
         return not_connected(frame)
     if not frame.store.peers:
         return what_next(frame)

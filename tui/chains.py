@@ -52,12 +52,10 @@ class Chain:
 
     @property
     def parts(self) -> list[PartInfo]:
-        """The stages that somebody holds."""
         return [stage for stage in self.stages if isinstance(stage, PartInfo)]
 
     @property
     def missing(self) -> int:
-        """Layers that nobody holds in it."""
         return sum(stage.stop - stage.start for stage in self.stages if isinstance(stage, Gap))
 
     @property
@@ -83,7 +81,6 @@ class Chain:
 
 
 def how_to_split(seed: str) -> str:
-    """The command that splits a model over the workers of a seed."""
     return f"p2ptrain chat --split -c DIRECTORY --seed {seed}"
 
 
@@ -119,7 +116,6 @@ def _chains(name: str, model: str, layers: int, parts: list[PartInfo], trains: b
 
 
 def _union(parts: Sequence[PartInfo]) -> int:
-    """Layers that at least one of the parts has."""
     total, reached = 0, 0
     for part in sorted(parts, key=lambda part: part.start):
         total += max(0, part.stop - max(part.start, reached))

@@ -212,7 +212,6 @@ def scientific(value: float | None) -> str:
 
 
 def clock(wall: float) -> str:
-    """Unix seconds as the local time of day."""
     try:
         return datetime.fromtimestamp(wall).strftime("%H:%M:%S")
     except (ValueError, OverflowError, OSError):
@@ -220,7 +219,6 @@ def clock(wall: float) -> str:
 
 
 def bar(part: float, width: int) -> str:
-    """A progress bar of exactly ``width`` cells, to an eighth of a cell."""
     if not is_finite(part) or width <= 0:
         return " " * max(width, 0)
     eighths = round(min(max(part, 0.0), 1.0) * width * 8)
@@ -274,7 +272,6 @@ def filled_bar(parts: Sequence[tuple[Look, float]], width: int) -> list[Span]:
 
 
 def _largest_remainder(values: Sequence[float], total: int) -> list[int]:
-    """Whole cells in proportion to ``values`` that sum to ``total``."""
     whole = sum(values)
     if whole <= 0 or total <= 0:
         return [0] * len(values)
@@ -294,12 +291,10 @@ def fit(text: str, width: int) -> str:
 
 
 def cells(row: Sequence[Span]) -> int:
-    """Cells that a row takes."""
     return sum(cell_len(span.text) for span in row)
 
 
 def cut(row: Sequence[Span], width: int) -> Row:
-    """The row in at most ``width`` cells."""
     kept: Row = []
     for span in row:
         text = fit(span.text, width)

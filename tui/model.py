@@ -13,7 +13,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise
 from typing import Any, TypeGuard, TypeVar
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
@@ -124,13 +123,12 @@ class Series:
 
     @property
     def last_step(self) -> int:
-        """Step of the newest row, -1 where there is none."""
         return self.rows[-1].step if self.rows else -1
 
     def add(self, row: MetricRow) -> bool:
         """Put ``row`` in its place; False where it is older than what is known."""
         rows, generation = self.rows, row.generation or 0
-        at = bisect_left(rows, row.step, key=_step)
+        at = bisect_left(rows, row.step, key=lambda known: known.step)
         if at and (rows[at - 1].generation or 0) > generation:
             return False
         if at < len(rows) and rows[at].step == row.step and (rows[at].generation or 0) > generation:
@@ -180,20 +178,7 @@ class Series:
         return [step for step, _ in pairs], [value for _, value in pairs]
 
     def recent(self, count: int) -> Sequence[MetricRow]:
-        """The newest ``count`` rows, oldest first."""
         return self.rows[-count:] if count > 0 else []
-
-    def validate(self) -> None:
-        """Assert the invariants."""
-        assert len(self.rows) <= MAX_ROWS
-        assert len(self.validations) <= MAX_VALIDATIONS
-        assert all(one.step < two.step for one, two in pairwise(self.rows))
-        assert all((one.generation or 0) <= (two.generation or 0) for one, two in pairwise(self.rows))
-        assert all(one[0] < two[0] for one, two in pairwise(self.validations))
-
-
-def _step(row: MetricRow) -> int:
-    return row.step
 
 
 def is_finite(value: float | None) -> TypeGuard[float]:
@@ -262,7 +247,6 @@ class Store:
         self.apply(topic, items, now)
 
     def set_link(self, link: Link) -> None:
-        """Note a change of the connection."""
         self.link = link
         self._changed("link")
 
@@ -332,7 +316,6 @@ class Store:
         return sorted(self.peers.values(), key=lambda p: (p.rank is None, p.job, p.rank or 0, p.name, p.id))
 
     def jobs_in_order(self) -> list[JobInfo]:
-        """The newest first."""
         return sorted(self.jobs.values(), key=lambda job: (-job.created_at, job.id))
 
     def current_job(self) -> JobInfo | None:
@@ -345,7 +328,6 @@ class Store:
         return [self.peers.get(peer_id) for peer_id in job.members]
 
     def events_in_order(self) -> list[EventInfo]:
-        """The newest first."""
         return [self.events[id_] for id_ in sorted(self.events, reverse=True)]
 
     def checkpoints_in_order(self, job: str = "") -> list[CheckpointInfo]:
@@ -361,23 +343,12 @@ class Store:
         """Seconds since the seed heard the peer, as far as the viewer can tell now."""
         return peer.heartbeat_age_s + max(0.0, now - self.peers_seen.get(peer.id, now))
 
-    def validate(self) -> None:
-        """Assert the invariants."""
-        for topic in _GOING | {"recoveries", "peers_seen", "_paces"}:
-            assert len(getattr(self, topic)) <= MAX_RECORDS, topic
-        assert len(self.series) <= MAX_SERIES
-        assert len(self.events) <= MAX_EVENTS
-        assert all(len(paces) <= MAX_PACES for paces in self._paces.values())
-        for series in self.series.values():
-            series.validate()
-
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 def _put(known: dict[K, V], key: K, value: V, limit: int) -> None:
-    """Put or replace; where there is no room, the one that came first goes."""
     if key not in known and len(known) >= limit:
         del known[next(iter(known))]
     known[key] = value

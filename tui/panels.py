@@ -40,9 +40,13 @@ class Frame:
     address: str
 
     def look_of(self, peer_id: str) -> Look:
-        """How a peer's state is shown."""
         peer = self.store.peers.get(peer_id)
         return fmt.peer_look(peer.state if peer else "")
+
+    @property
+    def unconnected(self) -> bool:
+        """Nothing was heard of the seed yet."""
+        return self.store.cluster is None and self.store.link.phase is not Phase.LIVE
 
     def recent(self, count: int = RECENT) -> list[MetricRow]:
         series = self.store.series.get(self.job.id) if self.job else None
@@ -50,7 +54,6 @@ class Frame:
 
 
 def lines(rows: list[list[Span]], palette: Palette) -> Text:
-    """Rows of spans as one text."""
     text = Text("\n", no_wrap=True, overflow="ellipsis").join(palette.text(row) for row in rows)
     text.no_wrap = True
     return text
@@ -121,17 +124,24 @@ def set_title(widget: Widget, title: str) -> None:
         widget.border_title = escaped
 
 
-class RowsPanel(Widget):
-    """Rows under a title, drawn anew only where they changed."""
+class Panel(Vertical):
+    """A part of the store under a title. ``EVERY_S``: it is drawn anew so often at most; ``TIMED``: it shows ages."""
 
     NAME = ""
     TOPICS: ClassVar[frozenset[str]] = frozenset()
     TIMED = False
-    EVERY_S = 0.0
+    EVERY_S = READABLE_S
 
     def __init__(self) -> None:
         super().__init__(id=self.NAME, classes="panel")
         self.border_title = self.NAME.capitalize()
+
+
+class RowsPanel(Panel):
+    """Rows under a title, drawn anew only where they changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._drawn: tuple[list[Row], Palette] = ([], DARK)
 
     def draw(self, rows: list[Row], palette: Palette) -> None:
@@ -148,6 +158,7 @@ class RingPanel(RowsPanel, can_focus=True):
 
     NAME = "ring"
     TOPICS = frozenset({"peers", "jobs", "parts", "serving", "link"})
+    EVERY_S = 0.0
 
     def show(self, frame: Frame) -> None:
         job, store = frame.job, frame.store
@@ -221,9 +232,8 @@ def _trains(peer: PeerInfo) -> bool:
 
 
 def what_next(frame: Frame) -> list[list[Span]]:
-    """What to do next while there is nothing to draw."""
     store = frame.store
-    if store.link.phase is not Phase.LIVE and store.cluster is None:
+    if frame.unconnected:
         return not_connected(frame)
     if not store.peers:
         return [
@@ -264,7 +274,6 @@ def seed_address(frame: Frame) -> str:
 
 
 def not_connected(frame: Frame) -> list[list[Span]]:
-    """Why nothing is known, and what to do about it."""
     link = frame.store.link
     rows = [[Span(f"no connection to the seed at {frame.address} yet", "strong")], []]
     if link.problem:
@@ -297,16 +306,11 @@ class LossPlot(PlotextPlot):
         self.refresh()
 
 
-class TrainingPanel(Vertical, can_focus=True):
+class TrainingPanel(Panel, can_focus=True):
     """Loss, learning rate, throughput, and where the time of a step goes."""
 
-    TOPICS: ClassVar[frozenset[str]] = frozenset({"metrics", "jobs", "link"})
-    TIMED = False
-    EVERY_S = READABLE_S
-
-    def __init__(self) -> None:
-        super().__init__(id="training", classes="panel")
-        self.border_title = "Training"
+    NAME = "training"
+    TOPICS = frozenset({"metrics", "jobs", "link"})
 
     def compose(self) -> ComposeResult:
         yield Static(id="training-empty")
@@ -326,10 +330,8 @@ class TrainingPanel(Vertical, can_focus=True):
                 [],
                 [Span("The loss is drawn from the first committed step on.", "dim")],
             ]
-            waiting = frame.store.cluster is None and frame.store.link.phase is not Phase.LIVE
-            self.query_one("#training-empty", Static).update(
-                lines(not_connected(frame) if waiting else empty, frame.palette)
-            )
+            told = lines(not_connected(frame) if frame.unconnected else empty, frame.palette)
+            self.query_one("#training-empty", Static).update(told)
             return
         self.query_one(LossPlot).draw(frame)
         width = max(20, self.size.width - 2)
@@ -338,7 +340,6 @@ class TrainingPanel(Vertical, can_focus=True):
 
 
 def training_numbers(frame: Frame, job: JobInfo, width: int) -> list[list[Span]]:
-    """The four lines under the curve, at most ``width`` cells each."""
     recent = frame.recent()
     last = recent[-1]
     loss_value = last.loss if last.loss is not None else job.loss
@@ -380,7 +381,6 @@ class RecoveriesPanel(RowsPanel):
 
     NAME = "recoveries"
     TOPICS = frozenset({"recoveries", "jobs"})
-    EVERY_S = READABLE_S
 
     def show(self, frame: Frame) -> None:
         found = frame.store.recoveries_in_order(frame.job.id) if frame.job else []
@@ -413,17 +413,13 @@ def recovery_lines(found: list[RecoveryInfo], width: int) -> list[list[Span]]:
     return rows + legend
 
 
-class TextPanel(VerticalScroll):
+class TextPanel(Panel, VerticalScroll, can_focus=True):
     """Text under a title, which scrolls; it is drawn anew only where it changed."""
 
-    NAME = ""
-    TOPICS: ClassVar[frozenset[str]] = frozenset()
-    TIMED = False
-    EVERY_S = READABLE_S
+    DEFAULT_CSS = "TextPanel { overflow-y: auto; }"
 
     def __init__(self) -> None:
-        super().__init__(id=self.NAME, classes="panel")
-        self.border_title = self.NAME.capitalize()
+        super().__init__()
         self._text = Text()
 
     def compose(self) -> ComposeResult:

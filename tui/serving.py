@@ -13,7 +13,6 @@ from rich.cells import cell_len
 
 from tui import format as fmt
 from tui.format import UNKNOWN, Look, Row, Span, fit
-from tui.model import Phase
 from tui.panels import ROOMY, Frame, TextPanel, lines, not_connected, seed_address
 from wire.records import ServingInfo
 
@@ -49,7 +48,6 @@ class Verifier:
     drafters: tuple[Drafter, ...]
 
     def figure(self, name: str) -> float | None:
-        """One of its ``stats``."""
         return self.info.stats.get(name)
 
     @property
@@ -59,7 +57,6 @@ class Verifier:
 
     @property
     def wrote(self) -> bool:
-        """There are figures of what it wrote."""
         return self.figure("token_ms") is not None
 
     @property
@@ -86,7 +83,6 @@ def verifiers_of(serving: Mapping[str, ServingInfo]) -> list[Verifier]:
 
 
 def unused(serving: Mapping[str, ServingInfo]) -> list[ServingInfo]:
-    """Drafters that no verifier is connected to, by name."""
     used = {peer for info in serving.values() for peer in info.drafters}
     found = [info for info in serving.values() if info.role == "drafter" and info.id not in used]
     return sorted(found, key=lambda info: (info.name, info.id))
@@ -230,9 +226,8 @@ class ServingPanel(TextPanel):
 def serving_rows(frame: Frame, width: int) -> list[Row]:
     """All verifiers, one below the other, and the drafters that nobody uses."""
     store = frame.store
-    if store.cluster is None and store.link.phase is not Phase.LIVE:
+    if frame.unconnected:
         return not_connected(frame)
-
     rows: list[Row] = []
     for verifier in verifiers_of(store.serving):
         paces = store.paces(verifier.info.id, frame.now, max(1, width))

@@ -34,15 +34,12 @@ class Source(Protocol):
 
     async def run(self) -> None:
         """Feed the store until cancelled."""
-        ...
 
     async def request(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
         """Ask the seed to do something. Raises ``Refused``, ``ConnectionLost`` or ``DeadlineExceeded``."""
-        ...
 
     def watch(self, job: str) -> None:
         """The history of this job is wanted."""
-        ...
 
 
 class Way(Protocol):
@@ -50,11 +47,9 @@ class Way(Protocol):
 
     async def connect(self) -> SeedClient:
         """Dial the seed. Raises ``P2PTrainError``."""
-        ...
 
     async def keep_fresh(self, client: SeedClient) -> None:
         """Renew over this connection what the next one needs, until cancelled. Raises ``P2PTrainError``."""
-        ...
 
 
 class PlainWay:
@@ -108,7 +103,7 @@ class SeedSource:
                 f"there is no connection to the seed at {self.address}",
                 remedy="it is dialled again by itself; ask again when the header says live",
             )
-        return await self._client.request(method, params, timeout_s=REQUEST_TIMEOUT_S)
+        return await self._ask(method, **params)
 
     async def run(self) -> None:
         self.store.set_link(Link(Phase.CONNECTING, since=self._clock.now()))
@@ -125,7 +120,6 @@ class SeedSource:
             self.store.set_link(dataclasses.replace(self.store.link, retry_at=None))
 
     async def _one_connection(self) -> P2PTrainError:
-        """Connect and follow until it ends; why it ended."""
         try:
             client = await self._way.connect()
         except P2PTrainError as error:
@@ -238,7 +232,11 @@ class SeedSource:
             self._apply(topic, [{**params, **item} if isinstance(item, dict) else item for item in items])
             if len(items) < least:
                 return
-            after = _advance(items, place_key, after)
+            places = [item.get(place_key) for item in items if isinstance(item, dict)]
+            last = max((place for place in places if isinstance(place, int)), default=after)
+            if last <= after:  # it would be asked for for ever
+                raise ProtocolError(f"a page of {len(items)} items does not go beyond {place_key} {after}")
+            after = last
             yield after
 
     def _note_how_far(self) -> None:
@@ -248,11 +246,3 @@ class SeedSource:
                 self._resume[job] = (self.store.jobs[job].generation, self.store.series[job].last_step)
         self._synced.clear()
         self._resume = {job: place for job, place in self._resume.items() if job in self.store.jobs}
-
-
-def _advance(items: list[Any], key: str, after: int) -> int:
-    """Where the next page begins. A page that does not lead on would be asked for for ever."""
-    values: list[int] = [item[key] for item in items if isinstance(item, dict) and isinstance(item.get(key), int)]
-    if not values or max(values) <= after:
-        raise ProtocolError(f"a page of {len(items)} items does not go beyond {key} {after}")
-    return max(values)

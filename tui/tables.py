@@ -15,7 +15,6 @@ from rich.segment import Segment
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical
 from textual.geometry import Region, Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
@@ -24,8 +23,8 @@ from textual.widgets import Static
 
 from tui import format as fmt
 from tui.format import Span, fit
-from tui.model import Phase, eta_s
-from tui.panels import READABLE_S, RECENT, Frame, lines, seed_address, set_title
+from tui.model import eta_s
+from tui.panels import RECENT, Frame, Panel, lines, seed_address, set_title
 from tui.theme import DARK, Palette
 from wire.records import CheckpointInfo, JobInfo, PeerInfo, ServingInfo
 
@@ -128,18 +127,15 @@ class LiveTable(ScrollView, can_focus=True):
 
     @property
     def key_at_cursor(self) -> str | None:
-        """Key of the row under the cursor, None in an empty table."""
         return self._keys[self._cursor] if self._cursor < len(self._keys) else None
 
     @property
     def chosen(self) -> list[tuple[Column, int]]:
-        """The columns that are drawn, and how wide."""
         self._lay_out()
         return self._chosen
 
     @property
     def hides_columns(self) -> bool:
-        """Whether the width leaves some columns out."""
         return len(self.chosen) < len(self._columns)
 
     def go_to(self, key: str) -> None:
@@ -226,7 +222,6 @@ class LiveTable(ScrollView, can_focus=True):
 
 
 def _segments(cell: Cell, column: Column, width: int, palette: Palette) -> list[Segment]:
-    """A cell in exactly ``width`` columns, cut with an ellipsis."""
     segments, room = [], width
     for span in cell:
         text = fit(span.text, room)
@@ -236,18 +231,13 @@ def _segments(cell: Cell, column: Column, width: int, palette: Palette) -> list[
     return [blank, *segments] if column.right else [*segments, blank]
 
 
-class TablePanel(Vertical):
+class TablePanel(Panel):
     """A table under a title, with words in its place while it is empty."""
 
-    TOPICS: ClassVar[frozenset[str]] = frozenset()
-    TIMED = False
-    EVERY_S = READABLE_S
-    NAME = ""
     COLUMNS: tuple[Column, ...] = ()
 
     def __init__(self) -> None:
-        super().__init__(id=self.NAME, classes="panel")
-        self.border_title = self.NAME.capitalize()
+        super().__init__()
         self._detail: tuple[Palette, list[Span]] | None = None
 
     def compose(self) -> ComposeResult:
@@ -272,10 +262,8 @@ class TablePanel(Vertical):
                 self.query_one(".detail", Static).update(lines([detail], frame.palette), layout=False)
             self.set_class(bool(detail), "-detailed")
         else:
-            waiting = frame.store.cluster is None and frame.store.link.phase is not Phase.LIVE
-            self.query_one(".empty", Static).update(
-                lines([[Span("…", "dim")]] if waiting else self.empty(frame), frame.palette)
-            )
+            told = [[Span("…", "dim")]] if frame.unconnected else self.empty(frame)
+            self.query_one(".empty", Static).update(lines(told, frame.palette))
 
     def rows(self, frame: Frame) -> dict[str, dict[str, Cell]]:
         """Row key → column key → cell, in order."""
@@ -355,14 +343,14 @@ class PeersPanel(TablePanel):
 
 def _served(peer: PeerInfo, serving: ServingInfo | None) -> list[str]:
     """How a verifier or a drafter fares, in a few words."""
-    told = [f"{peer.sessions} session{'s' if peer.sessions != 1 else ''}"]
+    told = [fmt.plural(peer.sessions, "session")]
     if serving is None:
         return told
     alpha, speed_up = serving.stats.get("alpha"), serving.stats.get("speed_up")
     told += [f"{fmt.percent(alpha)} right"] if alpha is not None else []
     told += [f"{speed_up:.2f}× alone"] if speed_up is not None else []
     if serving.role == "verifier":
-        told.append(f"{len(serving.drafters)} drafter{'s' if len(serving.drafters) != 1 else ''}")
+        told.append(fmt.plural(len(serving.drafters), "drafter"))
     return told
 
 

@@ -59,15 +59,12 @@ class Writing(Protocol):
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         """Pieces as they come. Raises ``P2PTrainError`` where it cannot go on."""
-        ...
 
     def stats(self) -> dict[str, Any]:
         """How it came about until now: tokens, seconds, acceptance, time by what it was spent on."""
-        ...
 
     async def close(self) -> None:
         """End it, whether it is whole or not. Never raises."""
-        ...
 
 
 class TextService(Protocol):
@@ -93,7 +90,6 @@ class TextService(Protocol):
             Refused: it is too busy; ``remedy`` says what to do.
             P2PTrainError: the model cannot.
         """
-        ...
 
 
 def failed(mistake: Exception) -> JobFailed:

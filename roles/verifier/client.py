@@ -169,7 +169,6 @@ class VerifierClient:
                 text.fail(self._lost(text))
 
     def _take_untrusted(self, message: Message, stream: int) -> None:
-        """Raises ``ProtocolError`` where no correct verifier says this."""
         if not isinstance(message, wire.Asked | wire.Piece | wire.Written | wire.StreamRefused):
             raise ProtocolError(f"a verifier does not say {type(message).__name__} to a client")
         if not 0 < stream < self._next:
@@ -202,7 +201,6 @@ class Text:
         return self
 
     async def __anext__(self) -> Piece:
-        """Raises as ``VerifierClient.write``."""
         while not self._pieces:
             if self._error is not None:
                 raise self._error
@@ -227,7 +225,6 @@ class Text:
             await self._more()
 
     def fail(self, error: P2PTrainError) -> None:
-        """No more comes."""
         self._error = error
         self._news.set()
 

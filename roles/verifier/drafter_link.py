@@ -182,12 +182,10 @@ class DrafterLink:
 
     @property
     def free(self) -> bool:
-        """Whether a session may be opened there."""
         return self.there and self._now() >= self._refused_until
 
     @property
     def sessions(self) -> int:
-        """Open now."""
         return len(self._sessions)
 
     # -------------------------------------------------------------------------------------------------------- its life
@@ -246,7 +244,6 @@ class DrafterLink:
         raise problem
 
     async def _measure(self, line: Line) -> None:
-        """Ask for the time now and then: the round trip."""
         round_trip = Average(weight=0.3)
         try:
             while True:

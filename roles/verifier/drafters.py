@@ -88,7 +88,6 @@ class Drafters:
         self._sessions.discard(session)
 
     def _fits(self, at: DrafterAt) -> bool:
-        """Whether it drafts the same tokens."""
         if at.tokenizer == self._tokens.tokenizer:
             return True
         if at.peer_id != self._unfit:
@@ -127,7 +126,6 @@ class SessionDrafters:
         self._closed = False
 
     def fill(self) -> None:
-        """Open sessions at the best drafters, up to as many as there may be."""
         for link in self._drafters.best():
             if self._closed or len(self._open) >= self._most:
                 return

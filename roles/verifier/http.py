@@ -166,12 +166,10 @@ class _Connection(H11Protocol):
         raise asyncio.CancelledError
 
     def begins(self) -> None:
-        """A request's headers are here."""
         if self._patience is not None:
             self._patience.cancel()
 
     def ends(self) -> None:
-        """The request was answered."""
         if not self.transport.is_closing():
             self._wait(KEEP_ALIVE_S + HEADERS_S)
 

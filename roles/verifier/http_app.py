@@ -47,8 +47,7 @@ second, if its author means harm."""
 BODY_S = 60.0
 """Within which a body is here, once its headers are."""
 STOPPING = "stopping"
-_HEALTH = "/health"
-
+_HEALTH, _CHAT = "/health", "/v1/chat/completions"
 
 DONE = b"data: [DONE]\n\n"
 _ENDED = {"stop": "stop", "end": "stop", "length": "length"}
@@ -56,7 +55,6 @@ _ENDED = {"stop": "stop", "end": "stop", "length": "length"}
 
 
 def event(said: dict[str, Any]) -> bytes:
-    """``said`` as a server-sent event."""
     return b"data: " + json_bytes(said) + b"\n\n"
 
 
@@ -73,7 +71,6 @@ def model_card(service: TextService) -> dict[str, Any]:
 
 
 def usage_of(prompt: int, new: int) -> dict[str, int]:
-    """Tokens of all texts of a request."""
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
@@ -99,8 +96,8 @@ class HttpApp:
             Route(_HEALTH, self._health, methods=["GET"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{model:path}", self._one_model, methods=["GET"]),
-            Route("/v1/completions", self._completions, methods=["POST"]),
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/completions", self._write, methods=["POST"]),
+            Route(_CHAT, self._write, methods=["POST"]),
         ]
         handlers: dict[Any, Any] = {
             Problem: _told,
@@ -127,14 +124,12 @@ class HttpApp:
         self._stopping.set()
 
     async def settle(self, *, timeout_s: float) -> None:
-        """Wait for writings that still close."""
         await self._closing.settle(timeout_s=timeout_s)
         await self._closing.stop()
 
     # who may ask
 
     def _let_in(self, request: HttpRequest) -> None:
-        """Raises ``Problem`` for who may not ask."""
         if self._stopping.is_set():
             raise _stops()
         if self._pages_refused:
@@ -175,13 +170,10 @@ class HttpApp:
         self._check_model(request.path_params["model"])
         return json_response(model_card(self.service))
 
-    async def _completions(self, request: HttpRequest) -> _Reply:
-        return self._reply(read_completion(await self._body(request), self._seed), chat=False)
-
-    async def _chat(self, request: HttpRequest) -> _Reply:
-        return self._reply(read_chat(await self._body(request), self._seed), chat=True)
-
-    def _reply(self, asked: Request, *, chat: bool) -> _Reply:
+    async def _write(self, request: HttpRequest) -> _Reply:
+        chat = request.url.path == _CHAT
+        read = read_chat if chat else read_completion
+        asked = read(await self._body(request), lambda: self._random.getrandbits(63))
         self._check_model(asked.model)
         return _Reply(self, asked, chat=chat, created=int(self._clock.wall()))
 
@@ -189,9 +181,6 @@ class HttpApp:
         if name != self.service.model:
             here = f"there is no such model here, only {self.service.model}"
             raise Problem(404, here, code="model_not_found", param="model")
-
-    def _seed(self) -> int:
-        return self._random.getrandbits(63)
 
     async def _body(self, request: HttpRequest) -> bytes:
         """Raises ``Problem``: it is too large or too slow. One that is too large is read on, so that its sender hears
@@ -283,44 +272,31 @@ class _Reply:
                     self._began = True
                     await _send_head(send, _left_out(writing))
                 prompt += writing.prompt_tokens
-                await _send(send, self._first_said(index))
+                if self._chat:
+                    await _send(send, self._event(index, {"role": "assistant", "content": ""}))
                 async for piece in writing:
                     new += len(piece.tokens)
                     if piece.text:
-                        await _send(send, self._piece_said(index, piece.text))
+                        await _send(send, self._event(index, {"content": piece.text} if self._chat else piece.text))
                 reason = _reason(writing)
             finally:
                 await self._app.close(writing)
-            await _send(send, self._last_said(index, reason))
+            await _send(send, self._event(index, {} if self._chat else "", reason))
         if self._asked.include_usage:
-            await _send(send, self._usage_said(usage_of(prompt, new)))
+            usage = {"choices": [], "usage": usage_of(prompt, new)}
+            await _send(send, event(self._frame("chat.completion.chunk") | usage))
         await _send(send, DONE, more=False)
 
     # what is said
 
     def _whole_said(self, texts: list[tuple[str, str]], usage: dict[str, int]) -> dict[str, Any]:
-        """All texts, each with why it ended."""
         choices: list[dict[str, Any]] = []
         for index, (text, reason) in enumerate(texts):
             said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
             choices.append({"index": index, **said, "logprobs": None, "finish_reason": reason})
         return self._frame("chat.completion") | {"choices": choices, "usage": usage}
 
-    def _first_said(self, index: int) -> bytes:
-        """What begins a text, where something does."""
-        return self._event(index, {"role": "assistant", "content": ""}, None) if self._chat else b""
-
-    def _piece_said(self, index: int, text: str) -> bytes:
-        return self._event(index, {"content": text} if self._chat else text, None)
-
-    def _last_said(self, index: int, reason: str) -> bytes:
-        return self._event(index, {} if self._chat else "", reason)
-
-    def _usage_said(self, usage: dict[str, int]) -> bytes:
-        """The last event of a stream whose client wants it."""
-        return event(self._frame("chat.completion.chunk") | {"choices": [], "usage": usage})
-
-    def _event(self, index: int, said: str | dict[str, str], reason: str | None) -> bytes:
+    def _event(self, index: int, said: str | dict[str, str], reason: str | None = None) -> bytes:
         choice = {"index": index, "delta" if self._chat else "text": said, "logprobs": None, "finish_reason": reason}
         usage = {"usage": None} if self._asked.include_usage else {}
         return event(self._frame("chat.completion.chunk") | {"choices": [choice]} | usage)
@@ -355,8 +331,7 @@ async def _send_head(send: Send, more_headers: dict[str, str]) -> None:
 
 
 async def _send(send: Send, said: bytes, *, more: bool = True) -> None:
-    if said or not more:
-        await send({"type": "http.response.body", "body": said, "more_body": more})
+    await send({"type": "http.response.body", "body": said, "more_body": more})
 
 
 async def _left(receive: Receive) -> None:
@@ -384,7 +359,6 @@ def _stops() -> Problem:
 
 
 def _tell(error: Exception) -> None:
-    """To whoever runs this, as of a task that failed."""
     loop = asyncio.get_running_loop()
     loop.call_exception_handler({"message": "an HTTP request failed", "exception": error})
 

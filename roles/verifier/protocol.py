@@ -102,7 +102,6 @@ def _cut(data: bytes | bytearray, sizes: list[int]) -> Iterator[str]:
 
 
 def refused(error: P2PTrainError) -> wire.StreamRefused:
-    """What the client is told of ``error``."""
     code = error.code if isinstance(error, Refused) else "failed"
     for name, kind in _CODES.items():
         if isinstance(error, kind):

@@ -114,7 +114,6 @@ class _Caller:
                 await writing.close()
 
     async def _send_all(self, stream: int, writing: Writing) -> None:
-        """Raises ``_CallerGone``, and what the writing raises."""
         self._say(wire.Asked(writing.prompt_tokens, writing.left_out), stream)
         async for piece in writing:
             for part in _frames(piece):

@@ -161,7 +161,6 @@ class VerifierService:
         self.cost_model = CostModel(median(took_s))
 
     async def write(self, request: TextRequest) -> TextSession:
-        """As ``TextService.write``."""
         await self._enter()
         try:
             if self._closed:
@@ -201,11 +200,9 @@ class VerifierService:
 
     @property
     def sessions(self) -> int:
-        """Texts that are being written."""
         return len(self._running)
 
     def facts(self) -> dict[str, Any]:
-        """Of the model behind it."""
         return self._target.facts()
 
     async def close(self) -> None:
@@ -309,7 +306,6 @@ class VerifierService:
             raise Refused(RefusalCode.BUSY, text, remedy="try again later, or ask for fewer tokens") from problem
 
     def _let_go(self, kept: KeptSession) -> None:
-        """Close a session, soon."""
         if kept in self.kept:
             self.kept.remove(kept)
         self._closing.start(kept.session.close(), "close a session")
@@ -381,7 +377,6 @@ def _leaving() -> Refused:
 
 
 def _conversation(request: TextRequest) -> Conversation:
-    """Raises ``UserError``."""
     turns = request.turns
     for turn in turns:
         if turn.role not in _ROLES:

@@ -113,7 +113,6 @@ class TextSession:
         return self._stats.as_map(self._now(), self._facts(), self.core.right_of)
 
     def sums(self) -> Sums:
-        """What ``roles.verifier.stats.Recent`` takes."""
         return sums_of(self.core.stats, self._stats.spent_s, self._facts(), self.core.right_of)
 
     async def end(self, error: P2PTrainError) -> None:
@@ -206,7 +205,6 @@ class TextSession:
         return bool(self.ended) or self._error is not None
 
     async def _compute(self) -> None:
-        """Pass after pass, until the end."""
         try:
             while (run := await self._next_run()) is not None:
                 self._under_way = True
@@ -224,7 +222,6 @@ class TextSession:
             self._leave()
 
     def _leave(self) -> None:
-        """Nothing is computed any more."""
         clean = self._error is None and not self._under_way
         self.ended = self.ended or ("" if self._error is not None else "cancelled")
         if self._timer is not None:

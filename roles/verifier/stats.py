@@ -39,7 +39,6 @@ class WritingStats:
         self._turns_s = 0.0  # behind the first token; of others, or of whoever reads
 
     def asked(self, now: float) -> None:
-        """The core wants a pass."""
         self._asked_at = now
 
     def passed(self, now: float, took_s: float, *, prefill: bool) -> None:
@@ -48,7 +47,6 @@ class WritingStats:
             self._turns_s += max(0.0, now - self._asked_at - took_s)
 
     def given(self, count: int, now: float) -> None:
-        """So many tokens came."""
         if not self._tokens:
             self._first_at = now
         self._tokens += count
@@ -63,7 +61,6 @@ class WritingStats:
         return {"all": writing_s, "verify": core.verify_s, "draft": core.wait_s, "wait": self._turns_s}
 
     def ended(self, now: float) -> None:
-        """No more come."""
         self._ended_at = now if self._ended_at is None else self._ended_at
 
     def as_map(self, now: float, drafters: Sequence[DrafterFacts], right_of: Mapping[int, int]) -> dict[str, Any]:
@@ -110,7 +107,6 @@ def _told(drafters: Sequence[DrafterFacts], right_of: Mapping[int, int]) -> list
 def sums_of(
     core: Stats, spent_s: Mapping[str, float], drafters: Sequence[DrafterFacts], right_of: Mapping[int, int]
 ) -> Sums:
-    """Those of one text."""
     sums: dict[str, float] = {
         "tokens": core.tokens,
         "after": core.tokens - bool(core.tokens),  # behind the first one, which is the prompt's
@@ -130,7 +126,6 @@ def sums_of(
 
 
 def added(sums: Iterable[Sums]) -> dict[str, float]:
-    """All of them together."""
     total: dict[str, float] = {}
     for each in sums:
         for name, value in each.items():

@@ -45,7 +45,6 @@ class TargetSession(Protocol):
     @property
     def lost(self) -> bool:
         """It failed, whether it was used or not, and is only to be closed."""
-        ...
 
     async def run(self, *, keep: int, ids: Sequence[int], picks: int, draw: int, prefill: bool) -> Passed:
         """Cut the history to ``keep`` positions, take ``ids`` more (2048 at most), pick for the last ``picks`` of them.
@@ -55,11 +54,9 @@ class TargetSession(Protocol):
         Raises:
             P2PTrainError: it could not be computed; the session is to be closed.
         """
-        ...
 
     async def close(self) -> None:
         """Forget it. Never raises."""
-        ...
 
 
 class Target(Protocol):
@@ -84,15 +81,12 @@ class Target(Protocol):
             ResourceError: there is too little memory.
             NetworkError: a stage is lost without a spare; it may come back.
         """
-        ...
 
     def facts(self) -> dict[str, Any]:
         """What is known of where and how it computes, for programs."""
-        ...
 
     async def close(self) -> None:
         """Let it go. Never raises."""
-        ...
 
 
 def _check_positions(positions: int, context: int | None) -> None:
@@ -130,35 +124,35 @@ class WholeTarget:
         cache_bytes: int = 0,
     ) -> None:
         self.vocab_size, self.context, self.label = engine.vocab_size, context, label
-        self._engine, self._compute, self._clock = engine, compute, clock
+        self.engine, self._compute, self._clock = engine, compute, clock
         self._max_sessions, self._cache_bytes = max_sessions, cache_bytes
         self._promised: dict[str, int] = {}  # by session, of its cache; until the engine has let it go
-        self._sessions: set[WholeSession] = set()
+        self.sessions: set[WholeSession] = set()
         self._turn = asyncio.Lock()  # who waits for it is served in order
         self._closed = False
 
     async def open(self, *, positions: int, sampling: Sampling) -> WholeSession:
         """As ``Target.open``; the session's cache is allocated now."""
-        name, need_bytes = new_id(), positions * self._engine.cache_position_bytes
+        name, need_bytes = new_id(), positions * self.engine.cache_position_bytes
         self._check(positions, need_bytes)
         self._promised[name] = need_bytes
         try:
-            await self.in_turn(partial(self._engine.open, name, positions=positions, sampling=sampling))
+            await self.in_turn(partial(self.engine.open, name, positions=positions, sampling=sampling))
         except BaseException:
             await self.forget(name)  # it may be open by now, where the caller was cancelled
             raise
         session = WholeSession(self, name)
-        self._sessions.add(session)
+        self.sessions.add(session)
         return session
 
     def facts(self) -> dict[str, Any]:
         return {
             "kind": "whole",
-            "device": self._engine.device,
-            "dtype": self._engine.encoding,
-            "layers": self._engine.spec.layers,
-            "weights_bytes": self._engine.weights_bytes,
-            "cache_position_bytes": self._engine.cache_position_bytes,
+            "device": self.engine.device,
+            "dtype": self.engine.encoding,
+            "layers": self.engine.spec.layers,
+            "weights_bytes": self.engine.weights_bytes,
+            "cache_position_bytes": self.engine.cache_position_bytes,
             "cache_bytes": sum(self._promised.values()),
             "sessions": len(self._promised),
         }
@@ -166,37 +160,21 @@ class WholeTarget:
     async def close(self) -> None:
         if not self._closed:
             self._closed = True
-            await asyncio.gather(*(session.close() for session in list(self._sessions)))
+            await asyncio.gather(*(session.close() for session in list(self.sessions)))
             self._compute.close()
-
-    async def run(self, name: str, *, keep: int, ids: Sequence[int], picks: int, draw: int) -> Passed:
-        """For its sessions: a pass."""
-        if not 0 < len(ids) <= CHUNK:
-            raise ValueError(f"a pass has 1 to {CHUNK} positions, not {len(ids)}")
-        work = partial(
-            self._engine.run,
-            name,
-            Pass(keep, memoryview(encode_ids(ids)), len(ids), IDS, self._engine.encoding, picks, draw),
-        )
-        ran, took_s = await self.in_turn(work)
-        return Passed(ran.tokens, took_s)
 
     async def forget(self, name: str) -> None:
         """Close a session behind what is under way. Never raises."""
-        closing = asyncio.ensure_future(self.in_turn(partial(self._engine.close, name)))
+        closing = asyncio.ensure_future(self.in_turn(partial(self.engine.close, name)))
         closing.add_done_callback(lambda done: self._forgotten(name, done))
         await asyncio.wait([closing])
-
-    def drop(self, session: WholeSession) -> None:
-        """It is closed."""
-        self._sessions.discard(session)
 
     def _check(self, positions: int, need_bytes: int) -> None:
         if self._closed:
             raise Refused(RefusalCode.SHUTTING_DOWN, f"{self.label} is being let go", remedy="try again later")
         _check_positions(positions, self.context)
         if self._cache_bytes and need_bytes > self._cache_bytes:
-            most = self._cache_bytes // max(1, self._engine.cache_position_bytes)
+            most = self._cache_bytes // max(1, self.engine.cache_position_bytes)
             raise UserError(
                 f"a session of {positions} positions takes {human_bytes(need_bytes)}, and sessions may take "
                 f"{human_bytes(self._cache_bytes)}",
@@ -246,15 +224,19 @@ class WholeSession:
         if self._running or self._closed:
             raise RuntimeError("a session that is closed, or runs already, was given a pass")
         self._running = True
-        done = await self._target.run(self._name, keep=keep, ids=ids, picks=picks, draw=draw)
+        if not 0 < len(ids) <= CHUNK:
+            raise ValueError(f"a pass has 1 to {CHUNK} positions, not {len(ids)}")
+        engine = self._target.engine
+        wanted = Pass(keep, memoryview(encode_ids(ids)), len(ids), IDS, engine.encoding, picks, draw)
+        ran, took_s = await self._target.in_turn(partial(engine.run, self._name, wanted))
         self._running = False  # not where it failed or was cancelled: then it is only to be closed
-        return done
+        return Passed(ran.tokens, took_s)
 
     async def close(self) -> None:
         """Forget it, behind a pass that is under way. Never raises."""
         if not self._closed:
             self._closed = True
-            self._target.drop(self)
+            self._target.sessions.discard(self)
             await self._target.forget(self._name)
 
 
@@ -355,12 +337,12 @@ class ChainTarget:
         self._chain, self._max_sessions = chain, max_sessions
         self._encodings = {"encoding": encoding, "prefill_encoding": prefill_encoding}
         self._opening = 0
-        self._sessions: set[ChainSession] = set()
+        self.sessions: set[ChainSession] = set()
 
     async def open(self, *, positions: int, sampling: Sampling) -> ChainSession:
         """As ``Target.open``, at every stage."""
         _check_positions(positions, self.context)
-        if len(self._sessions) + self._opening >= self._max_sessions:
+        if len(self.sessions) + self._opening >= self._max_sessions:
             raise Refused(RefusalCode.BUSY, f"{self._max_sessions} sessions are open", remedy=_CLOSE_REMEDY)
         self._opening += 1
         try:
@@ -372,7 +354,7 @@ class ChainTarget:
         finally:
             self._opening -= 1
         session = ChainSession(self, opened)
-        self._sessions.add(session)
+        self.sessions.add(session)
         return session
 
     def facts(self) -> dict[str, Any]:
@@ -381,17 +363,13 @@ class ChainTarget:
             "kind": "split",
             "dtype": self._chain.encoding,
             "layers": plan.layers,
-            "sessions": len(self._sessions),
+            "sessions": len(self.sessions),
             "stages": [{"name": stage.peer.name, "start": stage.start, "stop": stage.stop} for stage in plan.stages],
         }
 
     async def close(self) -> None:
-        self._sessions.clear()
+        self.sessions.clear()
         await self._chain.close()  # with all of its sessions
-
-    def drop(self, session: ChainSession) -> None:
-        """It is closed."""
-        self._sessions.discard(session)
 
 
 class ChainSession:
@@ -423,5 +401,5 @@ class ChainSession:
         return Passed(done.tokens, done.took_s)
 
     async def close(self) -> None:
-        self._target.drop(self)
+        self._target.sessions.discard(self)
         await self._session.close()

@@ -10,6 +10,7 @@ from textual.pilot import Pilot
 
 from tests.tui.demo import DemoCluster, DemoSource
 from tests.tui.demo_serving import drafters, verifier
+from tests.tui.invariants import check_store
 from tui.app import ConfirmScreen, HelpScreen, P2PTrainApp
 from tui.chains import how_to_split
 from tui.panels import HeaderBar, RingPanel, TrainingPanel
@@ -67,7 +68,7 @@ async def staged(
         stage = Stage(app, source, pilot)
         await stage.settle()
         yield stage
-        source.store.validate()
+        check_store(source.store)
 
 
 # ------------------------------------------------------------------------------------------------------------- views
@@ -118,7 +119,7 @@ async def test_dark_and_light():
             strip = stage.app.screen_stack[0].query_one("#peers-table", LiveTable).render_line(2)
             grounds.append({segment.style.bgcolor.name for segment in strip})
             await stage.press("d")
-        assert grounds == [{DARK.surface}, {LIGHT.surface}]
+        assert grounds == [{DARK.colours["surface"]}, {LIGHT.colours["surface"]}]
 
 
 async def test_help_closes_and_quitting_says_that_training_goes_on():

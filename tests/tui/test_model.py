@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from p2ptrain.core.errors import ConnectionLost, ProtocolError
 from tests.tui.demo import DemoCluster
 from tests.tui.demo_serving import verifier
+from tests.tui.invariants import check_series, check_store
 from tui.model import (
     MAX_EVENTS,
     MAX_FIGURES,
@@ -40,7 +41,7 @@ def fed(cluster: DemoCluster) -> Store:
     store = Store()
     for update in cluster.everything():
         store.apply(update.topic, update.items, 100.0)
-    store.validate()
+    check_store(store)
     return store
 
 
@@ -139,7 +140,7 @@ def test_a_malformed_item_is_refused_and_counted(topic: str, item: object):
     with pytest.raises(ProtocolError):
         store.apply("peers", [{"id": 1}, DemoCluster(1).peer(0).to_map()], 1.0)
     assert list(store.peers) == ["peer0"], "the good one beside it is taken in"
-    store.validate()
+    check_store(store)
 
 
 def test_those_that_serve_come_and_go_and_are_bounded():
@@ -150,7 +151,7 @@ def test_those_that_serve_come_and_go_and_are_bounded():
     store.apply("serving", [one | {"id": f"v{index}", "model": "\x1b[31mred"} for index in range(MAX_RECORDS + 9)], 1.0)
     for at in range(MAX_PACES + 9):
         store.apply("serving", [one], float(at))
-    store.validate()
+    check_store(store)
     assert len(store.serving) == MAX_RECORDS
     assert store.serving["v100"].model == " [31mred"
     store.replace("serving", [one], 1.0)
@@ -197,7 +198,7 @@ def test_nothing_but_protocol_errors_comes_of_strange_items(topic: str, field: i
             store.apply(topic, [strange], 1.0)
         except ProtocolError:
             assert store.malformed
-        store.validate()
+        check_store(store)
         store.peers_in_order(), store.jobs_in_order(), store.events_in_order(), store.checkpoints_in_order()
 
 
@@ -210,7 +211,7 @@ def test_everything_is_bounded():
     store.apply("checkpoints", [checkpoint | {"id": f"c{n}"} for n in range(MAX_RECORDS + 5)], 1.0)
     store.apply("metrics", [row(1).to_map() | {"job": f"j{n}"} for n in range(MAX_SERIES + 5)], 1.0)
     store.apply("parts", [cluster.parts()[0].to_map() | {"id": f"p/{n}"} for n in range(MAX_RECORDS + 9)], 1.0)
-    store.validate()
+    check_store(store)
     assert len(store.peers_seen) <= 2 * MAX_RECORDS
     assert min(store.events) == MAX_EVENTS  # the newest stay
     assert f"j{MAX_SERIES + 4}" in store.series
@@ -256,14 +257,14 @@ def test_a_restored_job_loses_the_steps_that_became_untrue():
     assert not series.add(row(8, generation=1))  # a late page of the history
     assert not series.add(row(5, generation=1))
     assert [step for step, _ in series.validations] == [1, 2, 3, 4, 5]
-    series.validate()
+    check_series(series)
 
 
 def test_old_rows_are_thinned_and_new_ones_are_not():
     series = Series()
     for step in range(1, 50_001):
         series.add(row(step, val_loss=1.0))
-    series.validate()
+    check_series(series)
     assert len(series.rows) > MAX_ROWS // 4
     recent = [item.step for item in series.recent(RECENT_ROWS)]
     assert recent == list(range(50_000 - RECENT_ROWS + 1, 50_001))
@@ -278,7 +279,7 @@ def test_a_series_keeps_its_invariants(rows: list[tuple[int, int, float | None]]
     series = Series()
     for step, generation, value in rows:
         series.add(row(step, generation, val_loss=value))
-        series.validate()
+        check_series(series)
 
 
 def test_curves_leave_out_what_cannot_be_drawn():

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, Refused
+from tests.tui.invariants import check_store
 from tui.model import Phase
 from tui.source import LONGEST_RETRY_S, PAGE, PING_S, REQUEST_TIMEOUT_S, SeedSource, backoff_s
 from wire.messages import Refuse
@@ -123,7 +124,7 @@ def test_after_a_new_generation_the_history_is_fetched_anew(watch):
         await seed.start()
         await live(source)
         await until(source, lambda: source.store.series["j1"].last_step == 220)
-        source.store.validate()
+        check_store(source.store)
 
     watch(play)
 
