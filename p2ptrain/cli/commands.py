@@ -125,7 +125,7 @@ def root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
-    """A few ordinary machines, made one language-model trainer.
+    """Train and serve language models on a few machines, as if they were one.
 
     \b
     Everything on this machine:   p2ptrain up
@@ -135,8 +135,8 @@ def root(
     When something is wrong:      p2ptrain check TICKET
 
     \b
-    Exit codes: 0 well, 2 a wrong argument or profile, 3 the network, 4 a peer said no,
-    5 the job, 6 memory or storage, 130 interrupted.
+    Exit codes: 0 success, 1 another failure, 2 a wrong argument or profile, 3 the network, 4 a peer,
+    5 the job, 6 memory or storage, 70 a bug in this program, 130 interrupted.
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -1,16 +1,6 @@
 """Whom the seed lets in, where it has an authority: enrolment, renewals, and what operators may ask of tickets.
 
-::
-
-    newcomer                                  seed
-      CaRequest ──────────────────────────────▶           (a first connection, which proves nothing to the newcomer)
-      pin of its ticket?  ◀─────────── CaOffer
-      EnrolRequest(ticket, request) ──────────▶           (a second one, verified under that CA)
-      ◀────────────────────── EnrolChallenge(nonce)       fresh for each connection, so that no proof serves twice
-      EnrolProof(mac) ────────────────────────▶  proof? ticket open? peer welcome? written down
-      ◀──────────────── EnrolGranted(certificate)
-
-A seed without an authority is plain TCP on the loopback: everybody is let in, and nobody can be told from another.
+``wire.enrol`` shows the conversation. A seed without an authority is plain TCP on the loopback: everybody is let in, and nobody can be told from another.
 """
 
 from __future__ import annotations

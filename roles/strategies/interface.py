@@ -1,4 +1,4 @@
-"""What happens between two commits of the step transaction. One file a strategy; a new one touches nothing else."""
+"""What happens between two commits of the step transaction. Each strategy is one file in this package."""
 
 from __future__ import annotations
 
