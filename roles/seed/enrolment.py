@@ -1,6 +1,8 @@
 """Whom the seed lets in, where it has an authority: enrolment, renewals, and what operators may ask of tickets.
 
-``wire.enrol`` shows the conversation. A seed without an authority is plain TCP on the loopback: everybody is let in, and nobody can be told from another.
+``wire.enrol`` shows the conversation.
+
+A seed without an authority is plain TCP on the loopback: everybody is let in, and nobody can be told from another.
 """
 
 from __future__ import annotations
