@@ -76,10 +76,9 @@ class LinkPreset:
     stall_every_s: float = 0.0
     stall_s: float = 0.0
     burst_bytes: int = 0
-    description: str = ""
 
     def __post_init__(self) -> None:
-        figures = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("name", "description")}
+        figures = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
         for key, value in figures.items():
             if not (math.isfinite(value) and value >= 0):
                 raise UserError(f"link {self.name}: {key} = {value} is not a number of at least 0")
@@ -106,55 +105,22 @@ class LinkPreset:
 
 
 _ALL = (
-    LinkPreset("lan", 0.15, 0.05, 1e9, burst_bytes=64 << 10, description="gigabit Ethernet through one switch"),
-    LinkPreset(
-        "wifi",
-        2.0,
-        4.0,
-        150e6,
-        stall_every_s=30.0,
-        stall_s=0.1,
-        burst_bytes=64 << 10,
-        description="a laptop near its access point: jitter, and short stalls while it scans",
-    ),
-    LinkPreset("metro", 4.0, 0.5, 500e6, burst_bytes=64 << 10, description="fibre to fibre within one city"),
-    LinkPreset(
-        "wan", 20.0, 2.0, 100e6, loss=1e-4, burst_bytes=32 << 10, description="homes or sites within one continent"
-    ),
-    LinkPreset(
-        "transcontinental",
-        75.0,
-        5.0,
-        100e6,
-        loss=5e-4,
-        burst_bytes=32 << 10,
-        description="Europe to North America's west, 150 ms round trip",
-    ),
-    LinkPreset(
-        "satellite",
-        300.0,
-        10.0,
-        20e6,
-        loss=1e-3,
-        burst_bytes=16 << 10,
-        description="geostationary: 600 ms round trip",
-    ),
-    LinkPreset(
-        "lossy",
-        40.0,
-        20.0,
-        20e6,
-        loss=0.02,
-        stall_every_s=20.0,
-        stall_s=1.0,
-        burst_bytes=16 << 10,
-        description="a crowded mobile cell: two segments in a hundred are lost, and it stalls for seconds a minute",
-    ),
+    # gigabit Ethernet through one switch
+    LinkPreset("lan", 0.15, 0.05, 1e9, burst_bytes=64 << 10),
+    # a laptop near its access point: jitter, and short stalls while it scans
+    LinkPreset("wifi", 2.0, 4.0, 150e6, stall_every_s=30.0, stall_s=0.1, burst_bytes=64 << 10),
+    # fibre to fibre within one city
+    LinkPreset("metro", 4.0, 0.5, 500e6, burst_bytes=64 << 10),
+    # homes or sites within one continent
+    LinkPreset("wan", 20.0, 2.0, 100e6, loss=1e-4, burst_bytes=32 << 10),
+    # Europe to North America's west
+    LinkPreset("transcontinental", 75.0, 5.0, 100e6, loss=5e-4, burst_bytes=32 << 10),
+    # geostationary
+    LinkPreset("satellite", 300.0, 10.0, 20e6, loss=1e-3, burst_bytes=16 << 10),
+    # a crowded mobile cell: two segments in a hundred are lost, and it stalls for seconds a minute
+    LinkPreset("lossy", 40.0, 20.0, 20e6, loss=0.02, stall_every_s=20.0, stall_s=1.0, burst_bytes=16 << 10),
 )
-
 PRESETS = MappingProxyType({preset.name: preset for preset in _ALL})
-
-
 _ROUND_TRIP = re.compile(r"(\d{1,4}(?:\.\d{1,3})?)ms", re.ASCII)
 
 
@@ -164,7 +130,7 @@ def preset_named(name: str) -> LinkPreset:
     Raises ``UserError`` naming all of them where there is none.
     """
     if plain := _ROUND_TRIP.fullmatch(name):
-        return LinkPreset(name, float(plain[1]) / 2, description="nothing but its delay")
+        return LinkPreset(name, float(plain[1]) / 2)
     if name not in PRESETS:
         known = ", ".join(PRESETS)
         raise UserError(f"there is no link preset {name!r}", remedy=f"choose one of {known}, or a round trip: 20ms")
@@ -205,16 +171,12 @@ class LinkShaper:
 
     def _depart(self, now: float, nbytes: int) -> float:
         self._through_at = max(self._through_at, now) + nbytes * self._byte_s
-        wanted_at = max(now, self._through_at - self._credit_s)
-        departs_at = self._after_stall(wanted_at)
+        departs_at = wanted_at = max(now, self._through_at - self._credit_s)
+        if self.preset.stall_s and wanted_at >= self._first_stall_at:
+            into_s = (wanted_at - self._first_stall_at) % self.preset.stall_every_s
+            departs_at = max(wanted_at, wanted_at + self.preset.stall_s - into_s)
         self._through_at += departs_at - wanted_at  # the backlog of a stall leaves at the plain rate, not all at once
         return departs_at
-
-    def _after_stall(self, at: float) -> float:
-        if not self.preset.stall_s or at < self._first_stall_at:
-            return at
-        into_s = (at - self._first_stall_at) % self.preset.stall_every_s
-        return max(at, at + self.preset.stall_s - into_s)
 
     def _retransmission_s(self, nbytes: int) -> float:
         loss = self.preset.loss

@@ -278,15 +278,12 @@ class _MemoryTransport(FlowControl):
     def _pump(self) -> None:
         self._pump_scheduled = False
         if self.path not in self._network.silent and self._way not in self._network.deaf:
-            self._meet_reset()
+            if self._reset is not None and (self._reading or self._queue or self._closing):
+                self.lose(self._reset)
             self._move_bytes()
             self._move_eof()
         if self._closing and not self._queue:
             self.lose(None)
-
-    def _meet_reset(self) -> None:
-        if self._reset is not None and (self._reading or self._queue or self._closing):
-            self.lose(self._reset)
 
     def _move_bytes(self) -> None:
         if self.other._closing:
@@ -307,7 +304,13 @@ class _MemoryTransport(FlowControl):
     def _move_eof(self) -> None:
         if self._eof and not self._eof_delivered and not self._queue and self.other.is_reading():
             self._eof_delivered = True
-            self.other._receive_eof()
+            try:
+                keep_open = self.other._protocol.eof_received()
+            except Exception as error:  # noqa: BLE001 - as in _deliver
+                self.other._fail(error)
+            else:
+                if not keep_open:
+                    self.other.close()
 
     def _deliver(self) -> None:
         reader = self.other._protocol
@@ -334,15 +337,6 @@ class _MemoryTransport(FlowControl):
             taken += nbytes
         self._queued_bytes -= taken
         return taken
-
-    def _receive_eof(self) -> None:
-        try:
-            keep_open = self._protocol.eof_received()
-        except Exception as error:  # noqa: BLE001 - as above
-            return self._fail(error)
-        if not keep_open:
-            self.close()
-        return None
 
     def _fail(self, error: Exception) -> None:
         self._report(error)

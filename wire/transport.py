@@ -424,15 +424,11 @@ def _name(get: Callable[[], Any]) -> Any:
 
 def _least_round_trip_s(sock: socket.socket) -> float | None:
     """The shortest round trip that the kernel saw, s: no process' delay is in it. None where it does not tell."""
-    if not sys.platform.startswith("linux"):
-        return None
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-    except OSError:  # the connection is gone
+        (least_us,) = _MIN_RTT.unpack(info)
+    except (OSError, AttributeError, struct.error):  # the connection is gone, or the system has no such thing
         return None
-    if len(info) < _TCP_INFO_BYTES:
-        return None
-    (least_us,) = _MIN_RTT.unpack(info)
     return float(least_us) / 1e6 if least_us < 0xFFFFFFFF else None
 
 
@@ -511,9 +507,19 @@ class TcpNetwork:
         try:
             places = await _resolve(host, port, passive=True)
             family, address = min(places, key=lambda place: place[0] != socket.AF_INET)
-            return self._bound(family, address)
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                if os.name == "posix":  # elsewhere the option would let two programs share the port
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                self._tune(sock)  # accepted sockets inherit the options
+                sock.bind(address)
+                sock.listen(BACKLOG)  # here, so that a port taken in this instant is told like any other
+            except BaseException:
+                sock.close()
+                raise
         except (OSError, UnicodeError) as error:
             raise cannot_listen(host, port, error, option=option) from error
+        return sock
 
     async def _dial(self, family: int, address: Any, factory: ProtocolFactory) -> None:
         loop = asyncio.get_running_loop()
@@ -529,19 +535,6 @@ class TcpNetwork:
             SocketTransport(loop, sock, protocol)
         else:
             await loop.create_connection(lambda: protocol, sock=sock)  # which owns the socket, also when it fails
-
-    def _bound(self, family: int, address: Any) -> socket.socket:
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            if os.name == "posix":  # elsewhere the option would let two programs share the port
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._tune(sock)  # accepted sockets inherit the options
-            sock.bind(address)
-            sock.listen(BACKLOG)  # here, so that a port taken in this instant is told like any other
-        except BaseException:
-            sock.close()
-            raise
-        return sock
 
     def _tune(self, sock: socket.socket) -> None:
         sock.setblocking(False)
