@@ -377,5 +377,5 @@ def between_crews(links: Links, crews: Mapping[str, tuple[str, ...]]) -> Links:
             if len(known) == len(ways):
                 slowest = min(known, key=lambda way: way.bandwidth_bps or 0.0)
                 latency_s = max(way.latency_s for way in known)
-                found[here, there] = LinkQuality(latency_s, slowest.bandwidth_bps, slowest.striped_bps)
+                found[here, there] = LinkQuality(latency_s, slowest.bandwidth_bps)
     return found

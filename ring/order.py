@@ -25,8 +25,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from ring.view import MAX_STREAMS
-
 MOST_MEMBERS = 128
 """A larger ring keeps the order of joining: its pairs are 16,000 to measure."""
 MARGIN = 0.05
@@ -34,7 +32,7 @@ MARGIN = 0.05
 APART_S = 1e9
 """Cost of an edge that cannot be: more than any order costs, and finite, so that sums of it can be compared."""
 STRIPES = 4
-"""Connections that are tried together on a link whose round trip is long."""
+"""Bulk connections over a link whose round trip is long: one flow's window may not fill it."""
 NEAR_RTT_S = 2e-3
 """Below this round trip one flow fills a link of gigabits: its bandwidth-delay product is within any window."""
 
@@ -46,12 +44,10 @@ class LinkQuality:
     Attributes:
         latency_s: one way, half a round trip.
         bandwidth_bps: what one connection carried; None where there was no time to measure it.
-        striped_bps: what ``STRIPES`` connections carried together; None where that was not tried.
     """
 
     latency_s: float
     bandwidth_bps: float | None = None
-    striped_bps: float | None = None
 
 
 Links = Mapping[tuple[str, str], LinkQuality]
@@ -64,7 +60,7 @@ def known_link(links: Links, one: str, other: str) -> LinkQuality | None:
     there, back = links.get((one, other)), links.get((other, one))
     if there is None or back is None or there.bandwidth_bps is not None:
         return there or back
-    return LinkQuality(there.latency_s, back.bandwidth_bps, back.striped_bps)
+    return LinkQuality(there.latency_s, back.bandwidth_bps)
 
 
 class Ways:
@@ -225,7 +221,7 @@ def plan_ring(
     if slowest is not None:
         reason += f"; slowest edge {name(left)} → {name(right)}: {described(slowest)}"
     streams, streams_reason = _streams(slowest, wishes)
-    codec, codec_reason = _codec(slowest, wishes, total_bytes, compute_s, len(order), streams)
+    codec, codec_reason = _codec(slowest, wishes, total_bytes, compute_s, len(order))
     carriage_reason = f"{streams_reason}; {codec_reason}"
     # Over a far link a frame of 256 KiB costs nothing, and to store and forward it is no delay.
     far = slowest is not None and not _is_near(slowest)
@@ -277,15 +273,7 @@ def _streams(link: LinkQuality | None, wishes: Wishes) -> tuple[int, str]:
         return 1, "1 stream: nothing is known of the links"
     if _is_near(link):
         return 1, "1 stream: the members are near each other"
-    if link.bandwidth_bps is None or link.striped_bps is None:
-        return 1, "1 stream: what several carry was not measured"
-    gain = link.striped_bps / link.bandwidth_bps
-    if gain < 1.25:  # measurements differ by as much
-        return 1, "1 stream: it fills the link"
-    streams = min(math.ceil(gain), STRIPES)
-    if gain >= 0.8 * STRIPES:  # nothing but the window of each flow held them back: there is room for more
-        streams = min(2 * STRIPES, MAX_STREAMS)
-    return streams, f"{_counted(streams)}: {STRIPES} carried {gain:.2g} times what one does"
+    return STRIPES, f"{STRIPES} streams: the members are far from each other"
 
 
 def _is_near(link: LinkQuality) -> bool:
@@ -297,7 +285,7 @@ def _counted(streams: int) -> str:
 
 
 def _codec(
-    slowest: LinkQuality | None, wishes: Wishes, total_bytes: int, compute_s: float, size: int, streams: int
+    slowest: LinkQuality | None, wishes: Wishes, total_bytes: int, compute_s: float, size: int
 ) -> tuple[str, str]:
     if wishes.codec != "auto":
         return wishes.codec, f"codec {wishes.codec}, as the profile says"
@@ -305,9 +293,8 @@ def _codec(
         return "fp32", "codec fp32: nothing is known of the links, or of what a step sends"
     from ring.codecs.choice import choose_codec  # brings numpy, for which a seed has no other use
 
-    striped_bps = slowest.striped_bps if streams > 1 else None
     codec, reason = choose_codec(
-        edge_bps=striped_bps or slowest.bandwidth_bps,
+        edge_bps=slowest.bandwidth_bps,
         rtt_s=2 * (size - 1) * slowest.latency_s,
         total_bytes=round(2 * (size - 1) / size * total_bytes),
         compute_s=compute_s,

@@ -180,16 +180,16 @@ def measured_untrusted(result: dict[str, Any], asked: Collection[str]) -> dict[s
         raise ProtocolError("links.measure is answered by a list of links, one for each peer at most")
     found: dict[str, LinkQuality] = {}
     for item in links:
-        if not isinstance(item, list) or len(item) != 4:
-            raise ProtocolError("a link is a peer, a latency and two bandwidths")
-        peer_id, latency_s, bandwidth_bps, striped_bps = item
+        if not isinstance(item, list) or len(item) != 3:
+            raise ProtocolError("a link is a peer, a latency and a bandwidth")
+        peer_id, latency_s, bandwidth_bps = item
         if not isinstance(peer_id, str) or peer_id not in asked or peer_id in found:
             raise ProtocolError("a link to a peer that was not asked for")
         if not _within(latency_s, 0, 60.0):
             raise ProtocolError("a latency that cannot be")
-        if not all(rate is None or _within(rate, MIN_BPS, MAX_BPS) for rate in (bandwidth_bps, striped_bps)):
+        if bandwidth_bps is not None and not _within(bandwidth_bps, MIN_BPS, MAX_BPS):
             raise ProtocolError("a bandwidth that cannot be")
-        found[peer_id] = LinkQuality(latency_s, bandwidth_bps, striped_bps)
+        found[peer_id] = LinkQuality(latency_s, bandwidth_bps)
     return found
 
 

@@ -403,17 +403,13 @@ class HealSource:
             self._pace.gives(piece.nbytes)
             return piece
 
-        now, began = self._around.world.clock.now, self._around.world.clock.now()
         if entry is not None:
             entry.users += 1
         try:
-            given_bytes = await send_range(taker.line, asked, read, most_bytes=most_bytes)
+            taker.given_bytes += await send_range(taker.line, asked, read, most_bytes=most_bytes)
         finally:
             if entry is not None:
                 entry.users -= 1
-        if given_bytes:
-            self._pace.gave(given_bytes, now() - began)
-        taker.given_bytes += given_bytes
 
     async def _turn_of(self, taker: Taker) -> None:
         waiting = [asyncio.ensure_future(self._turn.wait()), asyncio.ensure_future(taker.line.connection.closed.wait())]
@@ -545,11 +541,9 @@ KNOWN_STEPS = 3
 class Pace:
     """How much a member may give beside its own ring's work: its steps must not take noticeably longer. Pure.
 
-    A step gets an *allowance* of bytes. It begins with what can be sent within half of ``SHARE`` of a usual step, and
-    doubles from step to step, for computing and sending may hinder one another little, until a step takes longer by
-    ``SHARE``. From then on the mean of a *round* of steps judges, for single ones scatter: halved where the round took
-    longer, else raised a little. A usual step is measured in steps in which nothing is given; each round begins with
-    one. A new view begins with half the allowance of the one before, after a single quiet step.
+    A step gets an *allowance* of bytes, which doubles from step to step until one takes longer than usual by ``SHARE``.
+    From then on the mean of a *round* of steps judges, for single ones scatter: halved where it took longer, else raised
+    a little. A usual step is measured in steps in which nothing is given; each round begins with one.
 
     Args:
         piece_bytes: the least that a step allows: whoever waits is always served at last.
@@ -559,28 +553,16 @@ class Pace:
         self._piece_bytes = piece_bytes
         self._quiet_s: deque[float] = deque(maxlen=2 * ROUND)
         self._busy: list[tuple[float, int]] = []  # seconds and bytes given, of this round's steps that were not quiet
-        self._byte_s = 0.0  # to give one byte, averaged over what was given
-        self._allowance_bytes = 0.0
+        self._allowance_bytes = float(piece_bytes)
         self._doubling = True
         self._given_bytes = 0
         self._credit_bytes = 0.0
         self._steps_left = 0  # of this round
-        self._known_steps = KNOWN_STEPS
         self.free = True
 
     @property
-    def usual_s(self) -> float:
-        """Of a step in which nothing is given; 0 where it is not known."""
-        return median(self._quiet_s) if len(self._quiet_s) >= self._known_steps else 0.0
-
-    @property
-    def allowance_bytes(self) -> float:
-        first_bytes = SHARE / 2 * self.usual_s / self._byte_s if self._byte_s and not self._allowance_bytes else 0.0
-        return max(self._piece_bytes, self._allowance_bytes, first_bytes)
-
-    @property
     def ready(self) -> bool:
-        return self.free or self.usual_s > 0
+        return self.free or len(self._quiet_s) >= KNOWN_STEPS
 
     @property
     def open(self) -> bool:
@@ -591,10 +573,8 @@ class Pace:
         self.free, self._doubling = False, True
         self._quiet_s.clear()
         self._busy.clear()
-        self._known_steps, self._steps_left = (1, ROUND) if self._allowance_bytes else (KNOWN_STEPS, 0)
-        self._allowance_bytes /= 2
+        self._steps_left = self._given_bytes = 0
         self._credit_bytes = 0.0
-        self._given_bytes = 0
 
     def ring_ended(self) -> None:
         self.free = True
@@ -604,38 +584,28 @@ class Pace:
         if not self.free:
             self._credit_bytes -= size_bytes
 
-    def gave(self, size_bytes: int, seconds: float) -> None:
-        """It was, and the kernel took ``seconds`` to take it."""
-        byte_s, before_bytes = max(seconds, 0.0) / max(size_bytes, 1), self.allowance_bytes
-        if self._byte_s:
-            self._byte_s = (7 * self._byte_s + byte_s) / 8
-        else:  # the first piece ever: the step under way need not pass before that is made use of
-            self._byte_s = byte_s
-            self._credit_bytes += max(0.0, self.allowance_bytes - before_bytes)
-
     def stepped(self, seconds: float) -> None:
         given_bytes, self._given_bytes = self._given_bytes, 0
         if not given_bytes:
             self._quiet_s.append(seconds)
-        elif self.usual_s:
+        elif self.ready:
             self._busy.append((seconds, given_bytes))
-            if self._doubling:
-                self._judge(2.0)
         self._steps_left -= 1
-        if self._steps_left < 0 and self._busy:
-            self._judge(1.5)
+        if self._busy and (self._doubling or self._steps_left < 0):
+            self._judge()
         # A debt is paid off before anything more is given, or a piece larger than the allowance would go unbounded.
-        if self._steps_left < 0 or not self.usual_s:
-            self._steps_left, self._credit_bytes = ROUND - 1, min(self._credit_bytes, 0.0)
+        self._credit_bytes = min(self._credit_bytes, 0.0)
+        if self._steps_left < 0 or not self.ready:
+            self._steps_left = ROUND - 1
         else:
-            self._credit_bytes = min(self._credit_bytes, 0.0) + self.allowance_bytes
+            self._credit_bytes += self._allowance_bytes
 
-    def _judge(self, rise: float) -> None:
+    def _judge(self) -> None:
         mean_s = sum(seconds for seconds, _ in self._busy) / len(self._busy)
         most_bytes = max(given_bytes for _, given_bytes in self._busy)
         self._busy.clear()
-        if mean_s <= (1 + SHARE) * self.usual_s:
-            # Only so far beyond what was really given: what is not asked for is not measured either.
-            self._allowance_bytes = min(rise * max(self.allowance_bytes, most_bytes), rise * most_bytes)
-        else:
-            self._allowance_bytes, self._doubling = min(self.allowance_bytes, most_bytes) / 2, False
+        held = mean_s <= (1 + SHARE) * median(self._quiet_s)
+        factor = (2.0 if self._doubling else 1.5) if held else 0.5
+        self._doubling = self._doubling and held
+        # Of what was really given: what is not asked for is not measured either.
+        self._allowance_bytes = max(self._piece_bytes, factor * most_bytes)

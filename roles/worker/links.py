@@ -5,8 +5,7 @@ asked (``probe.clock``), which is a round trip, and takes bulk frames when it is
 ``probe.sink`` with each), each answered when it is there.
 
 Latency is half the shortest of a few round trips on an open connection. Bandwidth is how fast answers come back to
-pieces that were sent all at once: delays on the way, which are in every answer, cancel. Where the round trip is long,
-the same is tried over several connections together, to see whether one flow fills the link.
+pieces that were sent all at once: delays on the way, which are in every answer, cancel.
 
 None of it may be felt by a step: a push is ``PUSH_BYTES`` at most and given up after ``PUSH_S``; a worker pushes to one
 other at a time, and takes the push of one at a time.
@@ -17,12 +16,12 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from p2ptrain.core.errors import DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import World
-from ring.order import NEAR_RTT_S, STRIPES, LinkQuality
+from ring.order import NEAR_RTT_S, LinkQuality
 from roles.worker.stage_requests import Place
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
@@ -50,9 +49,7 @@ class Sink:
 
     def __init__(self) -> None:
         self._callers = 0
-        self._turn = asyncio.Condition()
-        self._pushing = ""  # peer id of the caller whose turn it is
-        self._pushes = 0  # its connections that are being pushed on
+        self._turn = asyncio.Lock()
 
     @property
     def full(self) -> bool:
@@ -66,19 +63,23 @@ class Sink:
         """
         self._callers += 1
         try:
-            await self._answer(connection, hello.peer_id)
+            await self._answer(connection)
         except NetworkError:
             return  # it is done, in its own way
         finally:
             self._callers -= 1
 
-    async def _answer(self, connection: Connection, caller: str) -> None:
+    async def _answer(self, connection: Connection) -> None:
         while True:
             request = await connection.expect(Request, timeout_s=QUIET_S)
             if request.method == "probe.turn":
-                async with self._turn_of(caller):
+                async with within(QUIET_S):
+                    await self._turn.acquire()
+                try:
                     connection.send(Response(request.id))
                     await self._take(connection)
+                finally:
+                    self._turn.release()
                 return
             if request.method != "probe.clock":
                 raise ProtocolError(f"a worker does not answer {request.method[:80]!r} to a probe")
@@ -103,21 +104,6 @@ class Sink:
                 connection.abort()  # the memory is given up: nothing may land in it later
                 return
             connection.send(Response(request.id))
-
-    @asynccontextmanager
-    async def _turn_of(self, caller: str) -> AsyncIterator[None]:
-        async with self._turn:
-            async with within(QUIET_S):
-                await self._turn.wait_for(lambda: self._pushing in ("", caller))
-            self._pushing, self._pushes = caller, self._pushes + 1
-        try:
-            yield
-        finally:
-            self._pushes -= 1
-            if not self._pushes:
-                self._pushing = ""
-                async with self._turn:
-                    self._turn.notify_all()
 
 
 # -------------------------------------------------------------------------------------------------------------- asking
@@ -172,17 +158,9 @@ class Prober:
             latency_s = await self._latency_s(connection)
             found[target.peer] = LinkQuality(latency_s)
             async with self._push:
-                bandwidth_bps = await self._pushed_bps([connection], latency_s)
-                found[target.peer] = LinkQuality(latency_s, bandwidth_bps)
+                found[target.peer] = LinkQuality(latency_s, await self._pushed_bps(connection, latency_s))
         finally:
             connection.abort()
-        if 2 * latency_s < NEAR_RTT_S or bandwidth_bps is None:
-            return
-        async with self._push:
-            striped_bps = await self._striped_bps(target, latency_s)
-        if striped_bps is not None:
-            striped_bps = min(max(striped_bps, bandwidth_bps), STRIPES * bandwidth_bps)
-            found[target.peer] = LinkQuality(latency_s, bandwidth_bps, striped_bps)
 
     async def _dial(self, target: Place) -> Connection:
         host = target.host or self.seed_host
@@ -204,45 +182,19 @@ class Prober:
             round_trips_s.append(now() - began)
         return min(round_trips_s) / 2
 
-    async def _striped_bps(self, target: Place, latency_s: float) -> float | None:
-        opened = await asyncio.gather(*(self._dial(target) for _ in range(STRIPES)), return_exceptions=True)
-        connections = [item for item in opened if isinstance(item, Connection)]
-        try:
-            if len(connections) < STRIPES:
-                return None  # it answered a moment ago: what one connection carries is known
-            return await self._pushed_bps(connections, latency_s)
-        finally:
-            for connection in connections:
-                connection.abort()
-
-    async def _pushed_bps(self, connections: list[Connection], latency_s: float) -> float | None:
-        """Bits per second that they carry of ``PUSH_BYTES``, the rates of all added up; None where too little came
-        through."""
-        pieces = PUSH_BYTES // PIECE_BYTES // len(connections)
-        answered: list[list[float]] = [[] for _ in connections]
-        payload = memoryview(bytes(PIECE_BYTES))
-        for connection in connections:
-            connection.send(Request(0, "probe.turn"))
-        for connection in connections:
-            await connection.expect(Response, timeout_s=MAX_DEADLINE_S)
+    async def _pushed_bps(self, connection: Connection, latency_s: float) -> float | None:
+        """Bits per second that it carries of ``PUSH_BYTES``; None where too little came through."""
+        pieces, payload, answered = PUSH_BYTES // PIECE_BYTES, memoryview(bytes(PIECE_BYTES)), list[float]()
+        connection.send(Request(0, "probe.turn"))
+        await connection.expect(Response, timeout_s=MAX_DEADLINE_S)
         due_at = self._world.clock.now() + 2 * latency_s
-        for connection in connections:
-            for number in range(pieces):
-                connection.send(Request(number, "probe.sink", {"stream": number}))
-                connection.send_bulk(payload, generation=0, stream=number)
-        pairs = zip(connections, answered, strict=True)
-        listening = [asyncio.create_task(self._answers(connection, pieces, times)) for connection, times in pairs]
-        try:
+        for number in range(pieces):
+            connection.send(Request(number, "probe.sink", {"stream": number}))
+            connection.send_bulk(payload, generation=0, stream=number)
+        with suppress(NetworkError):  # out of time, or broken off: what came is looked at
             async with within(PUSH_S + 2 * latency_s):
-                await asyncio.gather(*listening)
-        except NetworkError:
-            pass  # out of time, or broken off: what came is looked at
-        finally:
-            for task in listening:
-                task.cancel()
-        near = 2 * latency_s < NEAR_RTT_S
-        rates = [rate for times in answered if (rate := rate_bps(times, due_at if near else None)) is not None]
-        return sum(rates) if rates else None
+                await self._answers(connection, pieces, answered)
+        return rate_bps(answered, due_at if 2 * latency_s < NEAR_RTT_S else None)
 
     async def _answers(self, connection: Connection, pieces: int, answered: list[float]) -> None:
         for number in range(pieces):
@@ -283,5 +235,4 @@ def rate_bps(answered: Sequence[float], due_at: float | None = None) -> float | 
 
 
 def to_result(found: dict[str, LinkQuality]) -> dict[str, Any]:
-    links = [[peer_id, link.latency_s, link.bandwidth_bps, link.striped_bps] for peer_id, link in found.items()]
-    return {"links": links}
+    return {"links": [[peer_id, link.latency_s, link.bandwidth_bps] for peer_id, link in found.items()]}

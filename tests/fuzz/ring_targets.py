@@ -240,9 +240,9 @@ _TO_MEASURE = st.fixed_dictionaries(
     },
 )
 _BANDWIDTHS = mostly(st.none() | st.floats(1e6, 1e9), FREE)
-_LINK = st.tuples(
-    mostly(st.sampled_from(["a1", "b2", "c3"]), FREE), mostly(st.floats(0, 1), FREE), _BANDWIDTHS, _BANDWIDTHS
-).map(list)
+_LINK = st.tuples(mostly(st.sampled_from(["a1", "b2", "c3"]), FREE), mostly(st.floats(0, 1), FREE), _BANDWIDTHS).map(
+    list
+)
 _MEASURED = st.fixed_dictionaries({}, optional={"links": mostly(st.lists(mostly(_LINK, FREE), max_size=3), FREE)})
 
 

@@ -127,9 +127,8 @@ def test_an_order_that_is_hardly_better_is_not_taken():
 
 # -------------------------------------------------------------------------------------------- the rest of the plan
 
-NEAR = LinkQuality(1e-4, 1e9, 1e9)
-FAR = LinkQuality(0.05, 50e6, 52e6)
-HELD_BACK = LinkQuality(0.05, 50e6, 195e6)
+NEAR = LinkQuality(1e-4, 1e9)
+FAR = LinkQuality(0.05, 50e6)
 AUTO = Wishes(codec="auto")
 
 
@@ -159,13 +158,7 @@ def test_what_the_profile_says_is_taken():
     ("link", "streams", "why"),
     [
         (NEAR, 1, "1 stream: the members are near each other"),
-        (LinkQuality(1e-4, 1e9, 4e9), 1, "1 stream: the members are near each other"),
-        (LinkQuality(0.05), 1, "1 stream: what several carry was not measured"),
-        (FAR, 1, "1 stream: it fills the link"),
-        (LinkQuality(0.05, 50e6, 90e6), 2, "2 streams: 4 carried 1.8 times what one does"),
-        (LinkQuality(0.05, 50e6, 150e6), 3, "3 streams: 4 carried 3 times what one does"),
-        (HELD_BACK, 8, "8 streams: 4 carried 3.9 times what one does"),
-        (LinkQuality(0.05, 50e6, 1e12), 8, "8 streams: 4 carried 2e+04 times what one does"),
+        (FAR, 4, "4 streams: the members are far from each other"),
     ],
 )
 def test_streams_are_as_many_as_the_slowest_edge_has_use_for(link, streams, why):
@@ -179,7 +172,7 @@ def test_the_codec_follows_from_the_edge_the_load_and_the_budget():
     assert plan_ring("ab", mesh("ab", NEAR), AUTO, 1 << 20, 0.5).codec == "fp32"
     plan = plan_ring("ab", mesh("ab", FAR), AUTO, *load)
     assert plan.codec == "int8"
-    assert plan.carriage_reason.startswith("1 stream: it fills the link; codec int8: int8 takes ")
+    assert plan.carriage_reason.startswith("4 streams: the members are far from each other; codec int8: int8 takes ")
     assert plan_ring("ab", mesh("ab", FAR), Wishes(codec="auto", error_budget=0.0), *load).codec == "fp32"
     unknown = plan_ring("ab", mesh("ab", FAR), AUTO)
     assert unknown.codec == "fp32"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -109,9 +108,7 @@ def test_a_piece_that_is_gone_comes_from_another_and_one_that_is_forgotten_from_
 PIECE = 1 << 20
 
 
-def paced(
-    steps: int, cost_s: float, *, usual_s: float = 1.0, slow_s: float = 1e-9, noise: Callable[[], float] = lambda: 1.0
-) -> tuple[list[float], list[int]]:
+def paced(steps: int, cost_s: float) -> tuple[list[float], list[int]]:
     """Step times and bytes given in each, by one who always has more to give; a byte costs ``cost_s`` of a step."""
     pace = Pace(PIECE)
     pace.ring_began()
@@ -120,9 +117,8 @@ def paced(
         given = 0
         while pace.open and given < 1 << 34:
             pace.gives(PIECE)
-            pace.gave(PIECE, PIECE * slow_s)
             given += PIECE
-        times.append(usual_s * noise() + given * cost_s)
+        times.append(1.0 + given * cost_s)
         given_bytes.append(given)
         pace.stepped(times[-1])
     return times, given_bytes
