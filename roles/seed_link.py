@@ -31,9 +31,6 @@ from wire.handshake import RefusalCode, dial
 from wire.job_messages import CheckpointSaved, StepMetrics
 from wire.messages import MAX_TERM, EventNotice, Heartbeat, HeartbeatAck, Hello, Leave, Message, Response, Welcome
 
-RESENT_SAVES = 16
-"""Of those, checkpoints: the seed flushes each to its disk, and a whole run's would keep that busy for long. Older ones
-are not on this worker's disk any more."""
 TOLD_EVERY_S = 30.0
 TERMS_FILE = "terms.json"
 MAX_CLUSTERS = 8
@@ -95,7 +92,7 @@ class SeedLink:
         self._recent: deque[Message] = deque(maxlen=512)
         self.rtt_ms: float | None = None
         self._leaving = False
-        self._sent_at: dict[int, float] = {}
+        self._beat_at = (0, 0.0)  # number of the newest beat, and when it was sent
         self._calls = Calls()
 
     @property
@@ -212,7 +209,6 @@ class SeedLink:
 
     async def _live(self, connection: Connection, welcome: Welcome) -> P2PTrainError:
         self._connection = connection
-        self._sent_at.clear()
         beats = asyncio.create_task(self._beat(connection, welcome.heartbeat_s), name="beats")
         try:
             self._on_up(welcome)
@@ -236,7 +232,7 @@ class SeedLink:
             connection.abort()
 
     async def _catch_up(self, connection: Connection, timeout_s: float) -> None:
-        missed = _without_old_saves([*self._recent, *self._kept])
+        missed = [*self._recent, *self._kept]
         self._recent.clear()
         self._kept.clear()
         self._kept.extend(missed)
@@ -256,7 +252,7 @@ class SeedLink:
             lag_ms = max(0.0, clock.now() - due) * 1e3
             pulse = self._pulse()
             seq += 1
-            self._sent_at[seq] = clock.now()
+            self._beat_at = seq, clock.now()
             try:
                 connection.send(Heartbeat(seq, pulse.progress, pulse.step, pulse.state, lag_ms, pulse.stats))
             except ConnectionLost:
@@ -265,18 +261,10 @@ class SeedLink:
             await asyncio.sleep(interval_s)
 
     def _acknowledged(self, ack: HeartbeatAck) -> None:
-        sent_at = self._sent_at.pop(ack.seq, None)
-        for seq in [seq for seq in self._sent_at if seq < ack.seq]:
-            del self._sent_at[seq]
-        if sent_at is not None:
+        seq, sent_at = self._beat_at
+        if seq == ack.seq:
             sample_ms = (self._world.clock.now() - sent_at) * 1e3
             self.rtt_ms = sample_ms if self.rtt_ms is None else 0.8 * self.rtt_ms + 0.2 * sample_ms
-
-
-def _without_old_saves(messages: list[Message]) -> list[Message]:
-    saves = [place for place, message in enumerate(messages) if isinstance(message, CheckpointSaved)]
-    old = frozenset(saves[:-RESENT_SAVES])
-    return [message for place, message in enumerate(messages) if place not in old]
 
 
 class Membership:

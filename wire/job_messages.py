@@ -70,8 +70,6 @@ class Report(Message):
             not what ``beside`` received).
         beside: the other end of the hop; where a neighbour was lost, the neighbour that saw it.
         fetched_bytes, donors: of ``healed`` and ``following``: what was fetched, and from how many; 0 for unknown.
-        received_bytes: for it came so many, with what is said, and with what came in vain.
-        lost_donors: so many went away while the state came.
     """
 
     KIND: ClassVar[int] = 19
@@ -93,8 +91,6 @@ class Report(Message):
     beside: str = ""
     fetched_bytes: int = 0
     donors: int = 0
-    received_bytes: int = 0
-    lost_donors: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ class PeerInfo(Record):
         share: micro-batches of the newest step that it computed.
         stage, stages: which part of a split model it holds, from 0, of how many; None, and 1, where it holds none.
         next_ms, next_bps: one-way latency and bandwidth to its right neighbour, as they were measured last.
-        fetched_bytes, received_bytes, lost_donors: of what it fetched beside the ring (``Report``); 0 where it did not.
+        fetched_bytes: of what it fetched beside the ring (``Report``); 0 where it did not.
         model, sessions: of a verifier or a drafter: which one it serves, and how many sessions it has open.
     """
 
@@ -76,8 +76,6 @@ class PeerInfo(Record):
     next_ms: float | None = None
     next_bps: float | None = None
     fetched_bytes: int = 0
-    received_bytes: int = 0
-    lost_donors: int = 0
     stage: int | None = None
     stages: int = 1
     model: str = ""

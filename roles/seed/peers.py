@@ -234,8 +234,6 @@ class Link:
             next_ms=edge.latency_s * 1e3 if edge else None,
             next_bps=edge.bandwidth_bps if edge else None,
             fetched_bytes=self.fetched.fetched_bytes if self.fetched else 0,
-            received_bytes=self.fetched.received_bytes if self.fetched else 0,
-            lost_donors=self.fetched.lost_donors if self.fetched else 0,
             model=self.serving.model if self.serving else "",
             sessions=self.serving.sessions if self.serving else 0,
         )

@@ -40,15 +40,14 @@ from roles.engine import WHOLE, Stage
 from roles.line import Line, dial_worker
 from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing, announce
 from roles.worker.context import Context
-from roles.worker.heal import TELL_EVERY_S
 from roles.worker.transfer import Everything, Piece, Receiver, Source, send_range
 from wire.connection import Connection
 from wire.handshake import RefusalCode, local_hello
 from wire.job_messages import FilesOffer, FilesRequest, MemberRecord, RangeRequest
 from wire.messages import Hello, Message, Refuse
 
-BESIDE_BYTES, ALONE_BYTES = 256 << 10, 1 << 20
-"""Of a file that are asked for at a time: beside a ring that trains, and while nothing else goes on."""
+PIECE_BYTES = 512 << 10
+"""Of a file that are asked for at a time, also beside a ring that trains."""
 MAX_TAKERS = 8
 
 
@@ -109,17 +108,14 @@ class CheckpointAssembler:
         self._where, self._did_something = where, did_something
         self._next: _Wanted | None = None
         self._task: asyncio.Task[None] | None = None
-        self._piece_bytes = BESIDE_BYTES
 
     def want(self, view: View, rank: int, step: int, lineage: str, start: Callable[..., asyncio.Task[None]]) -> None:
         """Put that state together when its parts are durable; older ones that wait are left out."""
         self._next = _Wanted(step, lineage, view.crew(rank))
-        self._piece_bytes = BESIDE_BYTES
         if self._task is None or self._task.done():
             self._task = start(self._work(), name="whole checkpoint")
 
     async def settled(self, timeout_s: float) -> bool:
-        self._piece_bytes = ALONE_BYTES
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=timeout_s)
         return self._task is None or self._task.done()
@@ -165,8 +161,8 @@ class CheckpointAssembler:
         return _Part(meta, files, partial(self._read, entry), str(entry.path))
 
     async def _read(self, entry: CheckpointEntry, name: str, size_bytes: int) -> AsyncIterator[bytes]:
-        for start in range(0, size_bytes, ALONE_BYTES):
-            stop = min(start + ALONE_BYTES, size_bytes)
+        for start in range(0, size_bytes, PIECE_BYTES):
+            stop = min(start + PIECE_BYTES, size_bytes)
             yield await self._parts.at_disk(partial(self._parts.disk.read_range, entry.path / name, start, stop))
 
     async def _offered(self, stack: AsyncExitStack, member: MemberRecord, asked: FilesRequest) -> _Part:
@@ -191,15 +187,13 @@ class CheckpointAssembler:
         meta, files = offered_untrusted(told.manifest, asked)
 
         async def pieces(name: str, size_bytes: int) -> AsyncIterator[bytearray]:
-            start = 0
-            while start < size_bytes:
-                stop = min(start + self._piece_bytes, size_bytes)
+            for start in range(0, size_bytes, PIECE_BYTES):
+                stop = min(start + PIECE_BYTES, size_bytes)
                 data = bytearray(stop - start)
                 receiver.want((name, start), Piece(name, start, stop, memoryview(data)))
                 receiver.offers(source, Everything())
                 await receiver.until(lambda start=start: receiver.has((name, start)))  # type: ignore[misc]
                 receiver.forget((name, start))
-                start = stop
                 yield data
 
         return _Part(meta, files, pieces, member.name)
@@ -209,9 +203,7 @@ class CheckpointAssembler:
         names = [name for part in parts for name in part.files]
         if len(set(names)) != len(names):
             raise StorageError("two stages have files of the same name")
-        around, had_bytes, need_bytes = self._around, 0, sum(size for part in parts for size, _ in part.files.values())
-        draft = await into.draft(step, need_bytes)
-        told_at = around.world.clock.now()
+        draft = await into.draft(step, sum(size for part in parts for size, _ in part.files.values()))
         try:
             for part in parts:
                 for name, (size_bytes, digest) in part.files.items():
@@ -219,11 +211,6 @@ class CheckpointAssembler:
                     async for piece in part.pieces(name, size_bytes):
                         await into.at_disk(partial(draft.add, memoryview(piece)))
                         self._did_something()
-                        had_bytes += len(piece)
-                        if around.world.clock.now() - told_at >= TELL_EVERY_S:
-                            told_at = around.world.clock.now()
-                            text = f"collected {had_bytes / 1e6:.1f} of {need_bytes / 1e6:.1f} MB of step {step}"
-                            around.notify("info", "gathering", text)
                     if await into.at_disk(draft.end) != (size_bytes, digest):
                         raise StorageError(f"{name} of {part.whose} is not what its manifest says")
             return await into.publish(draft, meta)
@@ -283,7 +270,6 @@ class CheckpointAssembler:
         return await self._written(self._parts, entry.step, part.meta, [part])
 
     async def _from_there(self, holder: MemberRecord, step: int) -> CheckpointEntry:
-        self._piece_bytes = ALONE_BYTES  # nothing can go on without it
         asked = FilesRequest(self._job, step, "", self._stage.index, self._stage.count)
         async with AsyncExitStack() as stack:
             part = await self._offered(stack, holder, asked)

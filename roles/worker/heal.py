@@ -33,8 +33,6 @@ from wire.handshake import dial, local_hello
 from wire.job_messages import CatchUp, HealOffer, HealRequest, MemberRecord, Report, StepLogged
 from wire.messages import Message
 
-TELL_EVERY_S = 10.0
-"""How often people hear of a transfer that is under way."""
 STEPS_AHEAD = 2
 """Reduced steps in memory: one that is applied, and one that arrives meanwhile."""
 
@@ -149,12 +147,11 @@ class Fetch:
         request: what is asked of every source; what it says that this member holds is given up with the first chunk.
         members: who may have it, the best first.
         on_torn: called once, before the state is overwritten.
-        on_progress: called with (bytes done, bytes in all) after every chunk.
+        on_progress: called after every chunk.
 
     Attributes:
         problems: member's name → why it gives no more.
         given: bytes of use, by member's name.
-        lost: sources of the state that went away before it was complete.
     """
 
     def __init__(
@@ -166,7 +163,7 @@ class Fetch:
         generation: int,
         members: Sequence[MemberRecord],
         on_torn: Callable[[], None],
-        on_progress: Callable[[int, int], None],
+        on_progress: Callable[[], None],
     ) -> None:
         self._world, self._me, self._request, self._generation = world, me, request, generation
         self._candidates = deque(member for member in members if member.peer_id != me.peer_id)
@@ -187,7 +184,6 @@ class Fetch:
         self._torn = False
         self.problems = self.receiver.problems
         self.given: Counter[str] = Counter()
-        self.lost = 0
 
     @property
     def received_bytes(self) -> int:
@@ -258,8 +254,6 @@ class Fetch:
                 self.problems[member.name] = problem.message
             giver = self.givers.pop(member.peer_id, None)
             waited_for = giver is None or giver.offer is None
-            complete = self._next >= 0 or not self._torn or self.given.total() >= self.total_bytes
-            self.lost += not waited_for and not complete
             self._decide()
         self._lanes -= 1
         self._unanswered -= waited_for
@@ -354,7 +348,7 @@ class Fetch:
                 self._decide()
             case ("chunk", int(index)):
                 self.given[source.name] += self._chunks[index].into.nbytes
-                self._on_progress(self.given.total(), self.total_bytes)
+                self._on_progress()
             case _:
                 self.given[source.name] += self._me.reduce_bytes
 
@@ -429,16 +423,13 @@ class Fetched:
     """What a fetch brought.
 
     Attributes:
-        given: bytes of use, by source's name. received_bytes: all that came.
-        lost_donors: that went away before the state was complete.
+        given: bytes of use, by source's name.
     """
 
     given: Counter[str]
     steps: int
     seconds: float
     left_out: dict[str, str]
-    received_bytes: int = 0
-    lost_donors: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -454,13 +445,7 @@ class Fetched:
         return f"{text}; without {problems}" if problems else text
 
     def told_in(self, report: Report) -> Report:
-        return replace(
-            report,
-            fetched_bytes=self.size_bytes,
-            donors=len(self.given),
-            received_bytes=self.received_bytes,
-            lost_donors=self.lost_donors,
-        )
+        return replace(report, fetched_bytes=self.size_bytes, donors=len(self.given))
 
 
 class Healer:
@@ -533,18 +518,6 @@ class Healer:
         around = self._around
         # On the compute thread, so after an abandoned micro-batch, which may still be using the state.
         state = await around.compute.run(engine.state)
-        told_at = around.world.clock.now()
-
-        def on_progress(done_bytes: int, total_bytes: int) -> None:
-            nonlocal told_at
-            self._progress()
-            now = around.world.clock.now()
-            if now - told_at >= TELL_EVERY_S:
-                told_at = now
-                around.notify(
-                    "info", "healing", f"fetched {done_bytes / 1e6:.0f} of {total_bytes / 1e6:.0f} MB of state"
-                )
-
         return Fetch(
             around.world,
             Self(around.peer_id, around.name, around.seed_host, state, engine.reduce_buffer.nbytes, self.stage),
@@ -552,7 +525,7 @@ class Healer:
             generation=generation,
             members=sources,
             on_torn=on_torn,
-            on_progress=on_progress,
+            on_progress=self._progress,
         )
 
 
@@ -682,4 +655,4 @@ def replay(engine: Engine, step: Step) -> Applied:
 
 
 def fetched(fetch: Fetch, steps: int, seconds: float) -> Fetched:
-    return Fetched(fetch.given.copy(), steps, seconds, dict(fetch.problems), fetch.received_bytes, fetch.lost)
+    return Fetched(fetch.given.copy(), steps, seconds, dict(fetch.problems))

@@ -107,15 +107,13 @@ class Given:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """The reduced bytes of a committed step. ``lineage``: after it; ``users``: those to whom it is being sent;
-    ``digests``: of all stages of a split model."""
+    """The reduced bytes of a committed step. ``lineage``: after it; ``digests``: of all stages of a split model."""
 
     step: int
     lineage: str
     digest: bytes
     square_sum: float
     data: memoryview
-    users: int = 0
     digests: bytes = b""
 
     @property
@@ -124,22 +122,17 @@ class Entry:
 
 
 class StepLog:
-    """The newest committed steps, without a gap. Bounded in bytes; the oldest go first, but one is always kept.
-
-    Attributes:
-        spare: memory of a step that was dropped, for the next one: touching new memory costs many times the copying.
-    """
+    """The newest committed steps, without a gap. Bounded in bytes; the oldest go first, but one is always kept."""
 
     def __init__(self) -> None:
         self.limit_bytes = 0
         self.held_bytes = 0
-        self.spare: memoryview | None = None
         self._start = (-1, "")
         self._entries: deque[Entry] = deque()
 
     def begin(self, step: int, lineage: str) -> None:
         self._entries.clear()
-        self.held_bytes, self.spare, self._start = 0, None, (step, lineage)
+        self.held_bytes, self._start = 0, (step, lineage)
 
     def add(self, entry: Entry) -> None:
         assert entry.step == self.newest + 1, "a gap in the log"
@@ -149,8 +142,6 @@ class StepLog:
             oldest = self._entries.popleft()
             self.held_bytes -= oldest.data.nbytes
             self._start = (oldest.step, oldest.lineage)
-            if not oldest.users:
-                self.spare = oldest.data
 
     @property
     def newest(self) -> int:
@@ -173,14 +164,6 @@ class StepLog:
 
     def all(self) -> list[Entry]:
         return list(self._entries)
-
-
-def copied(engine: Engine, into: memoryview | None) -> memoryview:
-    """On the compute thread; numpy lets the event loop run meanwhile."""
-    source = engine.reduce_buffer.view(np.uint8).reshape(-1)
-    target = np.empty_like(source) if into is None else np.frombuffer(into, np.uint8)
-    np.copyto(target, source)
-    return target.data
 
 
 @dataclass(slots=True, eq=False)
@@ -284,8 +267,9 @@ class HealSource:
             self._logging = False  # not when they left: who did may be back, as a member that lacks a step or two
             self._log.begin(-1, "")
         if self._logging:
-            self._kept = await self._around.compute.run(copied, engine, self._log.spare)
-            self._log.spare = None
+            # On the compute thread; numpy lets the event loop run meanwhile.
+            copied = self._around.compute.run(lambda: engine.reduce_buffer.view(np.uint8).reshape(-1).copy())
+            self._kept = (await copied).data
 
     def committed(self, row: LedgerRow, digests: bytes = b"") -> None:
         """The step whose reduced bytes were kept is applied; ``row`` and the core tell of it, and of a split model
@@ -319,10 +303,10 @@ class HealSource:
         except ResourceError:
             return  # the other copies are being written to disk: after a later step, then
         self._copy = Given(copy.step, copy.lineage, copy.square_sum, copy.blobs, copy)
-        copy_users = [taker for taker in waiting if taker in self._takers]
-        for taker in copy_users:
+        waiting = [taker for taker in waiting if taker in self._takers]
+        for taker in waiting:
             self._use(taker, self._copy)
-        if not copy_users:
+        if not waiting:
             self._copy = None
             copy.release()
         self._next_turn()
@@ -337,7 +321,7 @@ class HealSource:
         name = hello.name[:64]
         if not SHORTEST_SILENCE_S <= request.silence_s <= LONGEST_SILENCE_S:
             raise ProtocolError(f"{name} would give up after {request.silence_s} s of silence")
-        if not self._has_part(request):
+        if request.stage != self._stage.index:  # sizes and names of two parts may be alike
             raise PeerError(f"{name} asks for stage {request.stage}, this member holds {self._stage}")
         line = Line(connection, request.silence_s)
         taker = Taker(line, hello.name, request.step >= 0)
@@ -366,10 +350,6 @@ class HealSource:
                 self._around.tell("info", "gave", f"gave {size} of state and steps to {taker.name}")
 
     # ------------------------------------------------------------------------------------------------------ internals
-
-    def _has_part(self, request: HealRequest) -> bool:
-        """Whether the caller holds the same part of the model: sizes and names of two parts may be alike."""
-        return request.stage == self._stage.index
 
     async def _serve(self, taker: Taker, request: HealRequest, engine: Engine) -> None:
         try:
@@ -403,13 +383,7 @@ class HealSource:
             self._pace.gives(piece.nbytes)
             return piece
 
-        if entry is not None:
-            entry.users += 1
-        try:
-            taker.given_bytes += await send_range(taker.line, asked, read, most_bytes=most_bytes)
-        finally:
-            if entry is not None:
-                entry.users -= 1
+        taker.given_bytes += await send_range(taker.line, asked, read, most_bytes=most_bytes)
 
     async def _turn_of(self, taker: Taker) -> None:
         waiting = [asyncio.ensure_future(self._turn.wait()), asyncio.ensure_future(taker.line.connection.closed.wait())]
@@ -541,9 +515,9 @@ KNOWN_STEPS = 3
 class Pace:
     """How much a member may give beside its own ring's work: its steps must not take noticeably longer. Pure.
 
-    A step gets an *allowance* of bytes, which doubles from step to step until one takes longer than usual by ``SHARE``.
-    From then on the mean of a *round* of steps judges, for single ones scatter: halved where it took longer, else raised
-    a little. A usual step is measured in steps in which nothing is given; each round begins with one.
+    A step gets an *allowance* of bytes, which doubles from step to step until one takes ``SHARE`` longer than usual.
+    From then on the mean of a *round* of steps judges, for single ones scatter: halved where it took longer, else
+    raised a little. A usual step is measured in steps in which nothing is given; each round begins with one.
 
     Args:
         piece_bytes: the least that a step allows: whoever waits is always served at last.
@@ -561,8 +535,12 @@ class Pace:
         self.free = True
 
     @property
+    def _known(self) -> bool:
+        return len(self._quiet_s) >= KNOWN_STEPS
+
+    @property
     def ready(self) -> bool:
-        return self.free or len(self._quiet_s) >= KNOWN_STEPS
+        return self.free or self._known
 
     @property
     def open(self) -> bool:
@@ -588,14 +566,14 @@ class Pace:
         given_bytes, self._given_bytes = self._given_bytes, 0
         if not given_bytes:
             self._quiet_s.append(seconds)
-        elif self.ready:
+        elif self._known:
             self._busy.append((seconds, given_bytes))
         self._steps_left -= 1
         if self._busy and (self._doubling or self._steps_left < 0):
             self._judge()
         # A debt is paid off before anything more is given, or a piece larger than the allowance would go unbounded.
         self._credit_bytes = min(self._credit_bytes, 0.0)
-        if self._steps_left < 0 or not self.ready:
+        if self._steps_left < 0 or not self._known:
             self._steps_left = ROUND - 1
         else:
             self._credit_bytes += self._allowance_bytes

@@ -26,7 +26,7 @@ def fetch_of(post: Callable[..., None]) -> tuple[Fetch, Giver]:
         generation=1,
         members=[],
         on_torn=lambda: None,
-        on_progress=lambda done, total: None,
+        on_progress=lambda: None,
     )
     connection = SimpleNamespace(post=post, send=lambda *_, **__: None)
     giver = fetch.givers["d"] = Giver("d", "d", SimpleNamespace(connection=connection))  # type: ignore[arg-type]

@@ -151,7 +151,6 @@ def test_a_donor_is_killed_at_any_byte_and_at_most_a_chunk_comes_twice(run: int)
                 await whole
             assert target.digest() == ring.members[0].engine.digest()
             assert fetch.total_bytes <= fetch.received_bytes <= fetch.total_bytes + CHUNK_BYTES + FRAMES_BYTES
-            assert fetch.lost <= 1
 
     asyncio.run(play())
 

@@ -193,7 +193,7 @@ def follower(stage: Stage) -> tuple[Fetch, Giver, StandInEngine]:
         generation=1,
         members=[],
         on_torn=lambda: None,
-        on_progress=lambda done, total: None,
+        on_progress=lambda: None,
     )
     donor = Giver("d", "d", None)  # type: ignore[arg-type]
     return fetch, donor, engine
