@@ -409,9 +409,6 @@ class Roster:
         standing = self.standing()
         return all(member.peer_id in standing and standing[member.peer_id].status == "ready" for member in view.members)
 
-    def undisturbed(self) -> bool:
-        return not self.unheard | self.away | self.healing
-
     def building(self) -> bool:
         return any(known.standing is None for known in self.peers.values())
 

@@ -444,7 +444,8 @@ class Coordinator:
     def _advance(self, now: float) -> None:
         if self.phase is Phase.RUNNING and not self._who.running | self._who.away:
             self._go(Phase.WAITING, "every member is gone")
-        if self.phase is Phase.RUNNING and self._who.undisturbed() and (names := self._let_in(now)):
+        disturbed = self._who.unheard | self._who.away | self._who.healing
+        if self.phase is Phase.RUNNING and not disturbed and (names := self._let_in(now)):
             self._stop(now, f"{', '.join(names)} joining")
         if self.phase is Phase.STOPPING and not self._who.running and "leave" not in self._deadlines:
             self._stood_still(now)

@@ -550,8 +550,7 @@ class Crews:
 
     def _place_lost(self, crew: Crew) -> None:
         crew.known, crew.said = False, None
-        failed = self.view is not None and all(member.peer_id in self._failures for member in self.view.members)
-        if failed and self.view is not None:
+        if self.view is not None and all(member.peer_id in self._failures for member in self.view.members):
             reason = next(iter(self._failures.values()))
             report = Report(self.job, self.view.generation, "failed", 0, 0, "", reason=reason)
             self._tell(co.PeerReported(crew.crew_id, report))
@@ -776,8 +775,8 @@ class Crews:
         runs = self.view is not None and not self._regrouped
         if not anchored and self._awaits_builders():
             return False
-        free = {key for key, worker in self._workers.items() if worker.settled and not worker.crew}
-        free = {key for key in free if not (anchored and key in self._quarantine.out)}
+        out = self._quarantine.out if anchored else set()
+        free = {key for key, worker in self._workers.items() if worker.settled and not worker.crew} - out
         if runs:
             free = {key for key in free if not self._is_member(key) or self._said_ready(key)}
         loose = set() if runs else {member for crew in self._void() for member in crew.members}
@@ -896,8 +895,7 @@ class Crews:
         return self._newest_kept(self.held, self._wholes) > step
 
     def _give(self, worker: Worker, stage: int) -> None:
-        worker.stage, worker.report, worker.restored, worker.asked = stage, None, -1, False
-        worker.fresh = True
+        worker.stage, worker.report, worker.restored, worker.asked, worker.fresh = stage, None, -1, False, True
         kept = self._steps.get(worker.peer_id, frozenset()) | self._wholes.get(worker.peer_id, frozenset())
         if self._back is not None and max(kept, default=0) <= self._back:
             self._go_to(worker, self._back)  # as all others were told

@@ -223,7 +223,10 @@ class Audit:
         """The next row; what is wrong with it, if anything."""
         step = self.step + 1
         if row.step != step:
-            return _out_of_order(step, row.step)
+            if row.step < step:
+                return Fault(row.step, "twice", f"step {row.step} stands in the ledger twice")
+            missing = f"step {step} is" if row.step == step + 1 else f"steps {step} to {row.step - 1} are"
+            return Fault(step, "gap", f"{missing} missing")
         try:
             counts = counts_of_untrusted(row.counts)
         except ProtocolError as problem:
@@ -284,10 +287,3 @@ class Audit:
             self._next += 1
             self._taken_up = False
         return None
-
-
-def _out_of_order(step: int, found: int) -> Fault:
-    if found < step:
-        return Fault(found, "twice", f"step {found} stands in the ledger twice")
-    missing = f"step {step} is" if found == step + 1 else f"steps {step} to {found - 1} are"
-    return Fault(step, "gap", f"{missing} missing")

@@ -327,9 +327,7 @@ class RingSession:
 
     def _gathered(self, operation: Operation, buffer: Array, dtype: str) -> asyncio.Future[None]:
         """A small all-reduce: every member gets all arrays and adds them up in rank order."""
-        memory = (
-            self._spare.pop() if self._spare else np.empty(SMALL_BYTES, np.uint8)
-        )  # new pages cost as much as a hop
+        memory = self._spare.pop() if self._spare else np.empty(SMALL_BYTES, np.uint8)  # new pages cost a hop
         parts = memory[: self.size * buffer.nbytes].view(buffer.dtype).reshape(self.size, buffer.size)
         parts[self.rank] = buffer
 
