@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 from hypothesis import settings
@@ -21,3 +22,6 @@ settings.load_profile("suite")
 
 if TEMP_ROOT not in os.environ and IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free >= ROOM_BYTES:
     os.environ[TEMP_ROOT] = str(IN_MEMORY)
+
+# A shell's background job ignores SIGINT, and so would all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
