@@ -261,16 +261,13 @@ class SeedClient:
     async def clock(self) -> float:
         return float(await self._value("probe.clock", "wall", float))
 
-    async def subscribe(self) -> None:
-        await self.request("subscribe")
-
     async def news(self) -> AsyncIterator[list[Record]]:
         """Subscribe; then what changed, as records, of one update at a time. What is gone is left out.
 
         Raises:
             ConnectionLost: always, in the end. ProtocolError: the seed says what cannot be.
         """
-        await self.subscribe()
+        await self.request("subscribe")
         async for update in self.updates():
             kind = _TOPICS.get(update.topic)
             yield [kind.from_map_untrusted(item) for item in update.items] if kind is not None else []

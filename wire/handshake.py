@@ -151,19 +151,16 @@ def judge_caller(hello: Hello, identity: PeerIdentity | None) -> Refuse | None:
     if hello.peer_id != identity.peer_id:
         text = f"it calls itself {hello.peer_id[:64]!r}, and its certificate says {identity.peer_id!r}"
         return Refuse(RefusalCode.IDENTITY, text, "give each worker its own --state, or join again with a ticket")
+    permitted, text = PERMITTED.get(hello.purpose, frozenset()), ""
     if not identity.roles.issuperset(hello.roles):
         claim = ", ".join(hello.roles)[:64]
         text = f"it says that it is {claim!r}, and its certificate is for {_named(identity.roles)}"
-        return Refuse(RefusalCode.NOT_PERMITTED, text, _ANOTHER_TICKET)
-    permitted = PERMITTED.get(hello.purpose, frozenset())
-    if not identity.roles & permitted:
+    elif identity.roles.isdisjoint(permitted):
         text = f"its certificate is for {_named(identity.roles)}, which does not permit {hello.purpose[:40]!r}"
-        return Refuse(RefusalCode.NOT_PERMITTED, text, _ANOTHER_TICKET)
-    if hello.roles and permitted.isdisjoint(hello.roles):
+    elif hello.roles and permitted.isdisjoint(hello.roles):
         claim = _named(frozenset(hello.roles))[:128]
         text = f"{hello.purpose!r} is for {_named(permitted)}, and it says that it is {claim}"
-        return Refuse(RefusalCode.NOT_PERMITTED, text, _ANOTHER_TICKET)
-    return None
+    return Refuse(RefusalCode.NOT_PERMITTED, text, _ANOTHER_TICKET) if text else None
 
 
 def _named(roles: frozenset[str]) -> str:
