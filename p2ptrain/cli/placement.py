@@ -167,7 +167,7 @@ def local_plan(
     from wire.emulate import preset_named
 
     shape = shape_of(profile)
-    training = training_of(profile.to_spec(), shape.to_map()) if shape is not None else None
+    training = training_of(profile, shape.to_map()) if shape is not None else None
     if training is None:
         return None
     crews = min(workers // training.stages, training.micro_batches)  # of equals all come into crews that can be made

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from configs.schema import Profile
 from p2ptrain.core.errors import ProtocolError
-from p2ptrain.core.world import Clock
 from ring import coordination as co
 from ring.coordination import ENDED, Peer, Phase
 from ring.coordinator import Coordinator
@@ -25,30 +25,23 @@ from ring.order import LinkQuality, Wishes, known_link
 from ring.recovery import Recorder
 from ring.training_costs import Training, shape_untrusted
 from ring.view import View
-from roles.seed.events import Board
 from roles.seed.ledger import Ledger
-from roles.seed.links import Survey
 from roles.seed.peers import MAX_WHOLE, Link, announced_to, clipped, ring_beats, seen_from, whole
-from roles.seed.store import JobRecord, Records, Store
+from roles.seed.store import JobRecord, Records
 from wire.job_messages import Assign, CatchUp, Hold, LedgerRows, MemberRecord, Release, SaveNow, StepMetrics
 from wire.messages import Message
-from wire.records import CheckpointInfo, JobInfo, LedgerHead, MetricRow, RecoveryInfo
+from wire.records import CheckpointInfo, JobInfo, LedgerHead, MetricRow
+
+if TYPE_CHECKING:
+    from roles.seed.server import Seed
 
 
-def stages_of(spec: str) -> int:
-    """Into how many parts a job's profile splits the model; a profile of another version: into none."""
+def profile_of(spec: str) -> Profile | None:
+    """None: it is of another version."""
     try:
-        return Profile.from_spec_untrusted(spec).stages
+        return Profile.from_spec_untrusted(spec)
     except ProtocolError:
-        return 1
-
-
-def device_of(spec: str) -> str:
-    """On what a job computes; a profile of another version does not tell."""
-    try:
-        return Profile.from_spec_untrusted(spec).device.kind
-    except ProtocolError:
-        return ""
+        return None
 
 
 def seen_for(device: str, peer: Peer) -> Peer:
@@ -58,19 +51,19 @@ def seen_for(device: str, peer: Peer) -> Peer:
     return peer
 
 
-def training_of(spec: str, shape: object, cuts: Sequence[int] = ()) -> Training | None:
+def training_of(profile: Profile | None, shape: object, cuts: Sequence[int] = ()) -> Training | None:
     """A split job as placement sees it; None where it is none, or the model's sizes are not known.
 
     Args:
         cuts: that were planned; empty: what the profile says.
     """
     try:
-        profile, known = Profile.from_spec_untrusted(spec), shape_untrusted(shape) if shape else None
+        known = shape_untrusted(shape) if shape else None
     except ProtocolError:
         return None
-    split, data, batch = profile.pipeline, profile.data, profile.batch
-    if known is None or profile.stages < 2:
+    if known is None or profile is None or profile.stages < 2:
         return None
+    split, data, batch = profile.pipeline, profile.data, profile.batch
     return Training(
         known,
         stages=profile.stages,
@@ -94,98 +87,12 @@ def cut_spec(spec: str, cuts: Sequence[int]) -> str:
     return profile.model_copy(update={"pipeline": profile.pipeline.model_copy(update={"cuts": list(cuts)})}).to_spec()
 
 
-def wishes_of(spec: str) -> Wishes:
-    """What a job's profile says of its ring; a profile of another version says nothing."""
-    try:
-        profile = Profile.from_spec_untrusted(spec)
-    except ProtocolError:
-        return Wishes()
+def _wishes_of(profile: Profile) -> Wishes:
     ring, exact = profile.ring, profile.job.exact
     return Wishes(ring.order, ring.streams, ring.sub_chunk_bytes, "fp32" if exact else ring.codec, ring.error_budget)
 
 
 _STANDING = frozenset({str(phase) for phase in (*ENDED, Phase.PAUSED)})
-
-
-class LedgerWriter:
-    """One job's. ``note``: (level, kind, text) into the diary."""
-
-    def __init__(
-        self,
-        job: str,
-        past: History,
-        *,
-        clock: Clock,
-        store: Store,
-        board: Board,
-        note: Callable[[str, str, str], None],
-    ) -> None:
-        self.ledger = Ledger(job, past.head, past.begins)
-        self.recoveries = Recorder(job, number=past.recoveries, view=past.view)
-        self._job, self._clock, self._store, self._board, self._note = job, clock, store, board, note
-
-    def happened(self, event: co.Event) -> None:
-        """Before the coordinator is told."""
-        now, wall = self._clock.now(), self._clock.wall()
-        match event:
-            case co.PeerLost(peer_id, reason, left):
-                self.recoveries.lost(peer_id, reason, now, wall, left=left)
-            case co.PeerReported(peer_id, report):
-                self.recoveries.reported(peer_id, report, now, wall)
-
-    def decided(self, instruction: co.Instruction) -> None:
-        """What the coordinator had done."""
-        match instruction:
-            case co.SendHold(reason=reason):
-                self.recoveries.held(reason, self._clock.now(), self._clock.wall())
-            case co.SetState(state=state) if state in _STANDING:
-                self.recoveries.abandon()
-            case co.Mint(view=view):
-                self.recoveries.minted(view, self._clock.now())
-
-    def minting(self, view: View) -> None:
-        """A view is about to be announced: later steps are taken back."""
-        self.ledger.view_began(view)
-
-    def began_anew(self, view: View) -> None:
-        """The store found that a view has another past than the ledger's."""
-        self.ledger.began_anew(view)
-        text = f"generation {view.generation} begins at step {view.step} with another past than the ledger's, which "
-        self._note("warning", "ledger", f"{text}begins anew there: who computed the steps before is not on record")
-
-    def committed(self, message: StepMetrics) -> None:
-        """Rank 0 told of a step."""
-        form_ms = message.values.get("form_ms")
-        form_s = form_ms / 1e3 if form_ms is not None and math.isfinite(form_ms) and form_ms >= 0 else None
-        ended = self.recoveries.committed(message.generation, message.step, self._clock.now(), form_s)
-        if ended is not None:
-            self._recovered(ended)
-
-    def told(self, message: LedgerRows, view: View | None, *, micro_batches: int, steps_total: int) -> None:
-        """A member told who computed some steps. Raises ``ProtocolError``."""
-        if view is None:
-            return
-        entries, problem = self.ledger.take_untrusted(
-            message, view, micro_batches=micro_batches, steps_total=steps_total
-        )
-        for entry in entries:
-            self._store.add(entry)
-        if problem:
-            self._note("warning", "ledger", problem)
-
-    def shares(self, view: View) -> list[int]:
-        """Micro-batches of each member in the newest step of a view, or as it began."""
-        ledger = self.ledger
-        if ledger.generation == view.generation and len(ledger.counts) == view.size:
-            return list(ledger.counts)
-        return [member.count for member in view.members]
-
-    def _recovered(self, ended: RecoveryInfo) -> None:
-        record = dataclasses.replace(ended, text=clipped(ended.text), fetched_bytes=whole(ended.fetched_bytes))
-        self._store.add(record)
-        self._board.add(record)
-
-
 _METRICS = frozenset(item.name for item in dataclasses.fields(MetricRow)) - {
     "job",
     "step",
@@ -198,36 +105,6 @@ _SHOWN = ("loss", "lr", "grad_norm", "tokens_per_s", "step_ms", "compute_ms", "c
 
 SETTLE_S = 30.0
 """For the members of a job to find a seed that was restored: as long as they may be away from one that was not."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobContext:
-    """What every job needs of the seed.
-
-    Attributes:
-        links: peer id → the worker that is connected under it.
-        note: (level, kind, text, peer id, job id) into the diary.
-        freed: workers may be free now, or a job may want some.
-        restored: a job went back to the step of this view: what its members saved later is set aside.
-        survey: what is known of the links between workers.
-        ledger_step: job id → the step up to which it is known who computed each.
-        settled: a job of a restored seed knows its newest view now.
-        minted: a view is durable.
-        minted_below: generations up to this one may have been minted before this seed led.
-    """
-
-    clock: Clock
-    store: Store
-    board: Board
-    links: dict[str, Link]
-    note: Callable[[str, str, str, str, str], None]
-    freed: Callable[[], None]
-    restored: Callable[[View], Awaitable[None]]
-    survey: Survey
-    ledger_step: Callable[[str], int]
-    settled: Callable[[JobController], None]
-    minted: Callable[[], None]
-    minted_below: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,16 +124,17 @@ class History:
 class JobController:
     """One job. ``run`` is its task."""
 
-    def __init__(self, office: JobContext, record: JobRecord, spec: str, history: History) -> None:
+    def __init__(self, seed: Seed, record: JobRecord, spec: str, history: History) -> None:
         self.record = record
         self.spec = spec
-        self._office = office
+        self._seed = seed
         self._events: asyncio.Queue[tuple[co.Event, asyncio.Future[bool]]] = asyncio.Queue()
         self._retired = asyncio.Event()
         self.settled = asyncio.Event()
         self._views_told: dict[str, View] = {}
         self._told_view = asyncio.Event()
-        self.stages = stages_of(spec)
+        self._profile = profile_of(spec)
+        self.stages = self._profile.stages if self._profile else 1
         if not record.unsettled:
             self.settled.set()
         if record.restoring is not None:  # the seed that was told died before it was done
@@ -269,7 +147,7 @@ class JobController:
         self._begin(history)
 
     def _begin(self, history: History) -> None:
-        office, record, spec, view = self._office, self.record, self.spec, history.view
+        record, view = self.record, history.view
         self._row, self._val_loss = history.row, history.val_loss
         past = co.Past(
             state=record.state,
@@ -283,18 +161,16 @@ class JobController:
             step_s=_step_s(history.row) if history.row else 0.0,
             reread=history.reread,
         )
-        self._device = device_of(spec)
         terms = co.Terms(
             workers=record.workers // self.stages,
             micro_batches=record.micro_batches,
-            wishes=wishes_of(spec),
-            minted_below=office.minted_below,
+            wishes=_wishes_of(self._profile) if self._profile else Wishes(),
+            minted_below=self._seed.minted_below,
         )
         self._links_seen = 0
-        self.writer = LedgerWriter(
-            record.id, history, clock=office.clock, store=office.store, board=office.board, note=self._note
-        )
-        now = office.clock.now()
+        self.ledger = Ledger(record.id, history.head, history.begins)
+        self._recoveries = Recorder(record.id, number=history.recoveries, view=view)
+        now = self._seed.world.clock.now()
         self.core: Coordinator | Crews = (
             Crews(
                 record.id,
@@ -303,7 +179,7 @@ class JobController:
                 past=past,
                 held=record.held,
                 saved=history.saved,
-                training=training_of(spec, record.shape, record.cuts),
+                training=training_of(self._profile, record.shape, record.cuts),
                 now=now,
             )
             if self.stages > 1
@@ -325,7 +201,7 @@ class JobController:
 
     def peer(self, link: Link) -> co.Peer:
         """The worker as this job sees it."""
-        return seen_for(self._device, link.peer)
+        return seen_for(self._profile.device.kind if self._profile else "", link.peer)
 
     def stage_of(self, peer_id: str) -> int | None:
         """Which part of a split model a worker holds, or held last; None where the model is not split."""
@@ -365,24 +241,28 @@ class JobController:
             if self._retired.is_set():
                 _tell(handled, False)
                 break
-            self.writer.happened(event)
+            clock = self._seed.world.clock
+            match event:
+                case co.PeerLost(peer_id, reason, left):
+                    self._recoveries.lost(peer_id, reason, clock.now(), clock.wall(), left=left)
+                case co.PeerReported(peer_id, report):
+                    self._recoveries.reported(peer_id, report, clock.now(), clock.wall())
             for news in (*self._measured(), event):
-                instructions = self.core.handle(news, self._office.clock.now())
+                instructions = self.core.handle(news, self._seed.world.clock.now())
                 await self._keep_wishes()  # before anybody acts on them
                 for instruction in instructions:
                     await self._carry_out(instruction)
-                    self.writer.decided(instruction)
             if self.record.restoring is not None and self.core.restore is None:
                 await self._keep(restoring=None)
             _tell(handled, True)
-            self._office.board.touch("jobs", self.id)
-            self._office.freed()
+            self._seed.board.touch("jobs", self.id)
+            self._seed.assign_free()
         while not self._events.empty():
             _tell(self._events.get_nowait()[1], False)
 
     def view_told(self, peer_id: str, view: View) -> None:
         """A member tells its view, which an earlier term minted. Raises ``ProtocolError`` where that cannot be."""
-        if view.job != self.id or view.rank_of(peer_id) is None or view.generation > self._office.minted_below:
+        if view.job != self.id or view.rank_of(peer_id) is None or view.generation > self._seed.minted_below:
             raise ProtocolError(f"{peer_id} tells of a view that was never minted: generation {view.generation}")
         self._views_told[peer_id] = view
         self._told_view.set()
@@ -403,23 +283,23 @@ class JobController:
                     self._told_view.clear()
         except TimeoutError:
             pass
-        newest, store = self._newest_told(), self._office.store
-        self.record = dataclasses.replace(self.record, unsettled=False)
+        newest, store = self._newest_told(), self._seed.store
+        self.record = replace(self.record, unsettled=False)
         if newest is None:
             await store.call(Records.save_job, self.record)
         else:
             if self.stages > 1:
                 held = {member.peer_id: newest.stage_of(rank) for rank, member in enumerate(newest.members)}
-                self.record = dataclasses.replace(self.record, held=self.record.held | held)
-            await store.call(Records.adopt_view, newest, self.record, wall=self._office.clock.wall())
+                self.record = replace(self.record, held=self.record.held | held)
+            await store.call(Records.adopt_view, newest, self.record, wall=self._seed.world.clock.wall())
             self._note("info", "restored", f"goes on from generation {newest.generation}, as its members tell it")
         self._begin(await store.call(history, self.id, split=self.stages > 1))
         self.settled.set()
-        self._office.settled(self)
+        self._seed.settled(self)
 
     def _newest_told(self) -> View | None:
         """The newest view that a living member tells of; None where it is not newer than the one that is known."""
-        links = self._office.links
+        links = self._seed.links
         told = [
             view for peer_id, view in self._views_told.items() if peer_id in links and links[peer_id].job == self.id
         ]
@@ -430,7 +310,7 @@ class JobController:
     def _all_here(self) -> bool:
         """Whether all members of the newest view are here, and nobody is in a newer one that it has yet to tell."""
         view = self._newest_told() or self.core.view
-        here = [link for link in self._office.links.values() if link.job == self.id]
+        here = [link for link in self._seed.links.values() if link.job == self.id]
         return (
             view is not None
             and {member.peer_id for member in view.members} <= {link.id for link in here}
@@ -438,7 +318,7 @@ class JobController:
         )
 
     def _measured(self) -> list[co.Event]:
-        table = self._office.survey.table
+        table = self._seed.survey.table
         if table.changes == self._links_seen:
             return []
         self._links_seen = table.changes
@@ -453,7 +333,7 @@ class JobController:
     def _way(self, view: View, rank: int) -> LinkQuality | None:
         if view.size < 2:
             return None
-        return known_link(self._office.survey.table.known, view.members[rank].peer_id, view.right_of(rank).peer_id)
+        return known_link(self._seed.survey.table.known, view.members[rank].peer_id, view.right_of(rank).peer_id)
 
     def retire(self) -> None:
         """The job is to be forgotten, which must have ended: nothing is handled from now on."""
@@ -464,7 +344,7 @@ class JobController:
     async def _carry_out(self, instruction: co.Instruction) -> None:
         match instruction:
             case co.SendAssign(peer_id, corpus, restore_step, stage, stages, holders):
-                self._office.survey.drop(peer_id)  # what it reported before counts no more
+                self._seed.survey.drop(peer_id)  # what it reported before counts no more
                 if stages > 1 and self.record.held.get(peer_id) != stage:  # its checkpoints will be of that stage
                     await self._keep(held=told_stage(self.record.held, peer_id, stage, self.core.peer_ids))
                 spec = cut_spec(self.spec, self.record.cuts)
@@ -473,12 +353,14 @@ class JobController:
             case co.Planned(cuts):
                 await self._keep(cuts=list(cuts))
             case co.SendSurvey(peer_ids):
-                self._office.survey.among(peer_ids, lambda: self.post(co.Signal.SURVEYED))
+                self._seed.survey.among(peer_ids, lambda: self.post(co.Signal.SURVEYED))
             case co.SendHold(peer_ids, generation, reason):
                 for peer_id in peer_ids:
                     self._say(peer_id, Hold(self.id, generation, reason))
+                self._recoveries.held(reason, self._seed.world.clock.now(), self._seed.world.clock.wall())
             case co.SendCatchUp(peer_id, generation, donors):
-                self._send_catch_up(peer_id, generation, donors)
+                if (link := self._seed.links.get(peer_id)) is not None:
+                    self._say(peer_id, CatchUp(self.id, generation, seen_from(link.host, donors)))
             case co.SendSave(peer_ids):
                 for peer_id in peer_ids:
                     self._say(peer_id, SaveNow(self.id))
@@ -487,65 +369,65 @@ class JobController:
                 self._let_go(peer_id)
             case co.Mint(view, restored, branch):
                 await self._mint(view, branch, restored=restored)
+                self._recoveries.minted(view, self._seed.world.clock.now())
             case co.SetState(state, reason):
                 await self._set_state(state, reason)
+                if state in _STANDING:
+                    self._recoveries.abandon()
             case co.SetCorpus(digest):
                 await self._keep(corpus=digest)
             case co.Emit(level, kind, text, peer_id):
-                self._office.note(level, kind, text, peer_id, self.id)
+                self._seed.note(level, kind, text, peer_id, self.id)
 
     def _say(self, peer_id: str, message: Message) -> None:
-        link = self._office.links.get(peer_id)
+        link = self._seed.links.get(peer_id)
         if link is not None and link.job == self.id:
             link.say(message)
 
     def _places_seen_by(self, peer_id: str, peers: Iterable[co.Peer]) -> list[MemberRecord]:
-        link = self._office.links.get(peer_id)
+        link = self._seed.links.get(peer_id)
         records = [MemberRecord(peer.peer_id, peer.name, peer.host, peer.port, 0, 0, True) for peer in peers]
         return seen_from(link.host, records) if link is not None else []
 
-    def _send_catch_up(self, peer_id: str, generation: int, donors: tuple[MemberRecord, ...]) -> None:
-        link = self._office.links.get(peer_id)
-        if link is not None:
-            self._say(peer_id, CatchUp(self.id, generation, seen_from(link.host, donors)))
-
     def _let_go(self, peer_id: str) -> None:
-        link = self._office.links.get(peer_id)
+        link = self._seed.links.get(peer_id)
         if link is not None and link.job == self.id:
             link.let_go()
 
     async def _mint(self, view: View, branch: frozenset[str] | None, *, restored: bool) -> None:
-        office = self._office
-        self.writer.minting(view)
-        ledger_step = min(office.ledger_step(self.id), view.step)  # what is told from now on is not durable with it
+        seed = self._seed
+        self.ledger.view_began(view)  # later steps are taken back
+        ledger_step = min(self.ledger.step, view.step)  # what is told from now on is not durable with it
         branch_kept = sorted(branch) if branch is not None else None
-        self.record = dataclasses.replace(self.record, branch=branch_kept, restoring=None)
-        wall = office.clock.wall()
-        if await office.store.call(Records.add_view, view, self.record, restored=restored, wall=wall):
-            self.writer.began_anew(view)
-        office.minted()
+        self.record = replace(self.record, branch=branch_kept, restoring=None)
+        wall = seed.world.clock.wall()
+        if await seed.store.call(Records.add_view, view, self.record, restored=restored, wall=wall):
+            self.ledger.began_anew(view)
+            text = f"generation {view.generation} begins at step {view.step} with another past than the ledger's, which"
+            self._note("warning", "ledger", f"{text} begins anew: who computed the steps before is not on record")
+        seed.copy_soon()
         if self._row is not None and self._row.step > view.step:
-            self._row, self._val_loss = await office.store.call(_last, self.id)
-        links = [office.links[member.peer_id] for member in view.members if member.peer_id in office.links]
+            self._row, self._val_loss = await seed.store.call(_last, self.id)
+        links = [seed.links[member.peer_id] for member in view.members if member.peer_id in seed.links]
         ways = [self._way(view, rank) for rank in range(view.size)]
         heartbeat_s, death_s = ring_beats(links, [way.latency_s if way else None for way in ways])
         # Neighbours must agree on the beats.
-        view = dataclasses.replace(view, heartbeat_s=heartbeat_s, death_s=death_s, ledger_step=ledger_step)
+        view = replace(view, heartbeat_s=heartbeat_s, death_s=death_s, ledger_step=ledger_step)
         for link in links:
             self._say(link.id, announced_to(link.host, view))
-        office.board.touch("peers", *(member.peer_id for member in view.members))
-        office.survey.view_began(self.id, [member.peer_id for member in view.members])
+        seed.board.touch("peers", *(member.peer_id for member in view.members))
+        seed.survey.view_began(self.id, [member.peer_id for member in view.members])
         if restored:
-            await office.restored(view)
+            await seed.checkpoints.went_back(view)
 
     async def _set_state(self, state: str, reason: str) -> None:
-        wall, record = self._office.clock.wall(), self.record
+        wall, record = self._seed.world.clock.wall(), self.record
         started = wall if state == "running" and record.started_at is None else record.started_at
         ended = state in ENDED
         finished = (record.finished_at or wall) if ended else None
         await self._keep(state=state, reason=reason, started_at=started, finished_at=finished)
         if ended:
-            for link in self._office.links.values():
+            for link in self._seed.links.values():
                 self._let_go(link.id)
 
     async def _keep_wishes(self) -> None:
@@ -555,21 +437,27 @@ class JobController:
             await self._keep(paused=core.paused, restoring=restoring)
 
     async def _keep(self, **changes: object) -> None:
-        self.record = dataclasses.replace(self.record, **changes)  # type: ignore[arg-type]
-        await self._office.store.call(Records.save_job, self.record)
+        self.record = replace(self.record, **changes)  # type: ignore[arg-type]
+        await self._seed.store.call(Records.save_job, self.record)
 
     # -------------------------------------------------------------------------------------------------------- metrics
 
     async def committed(self, message: StepMetrics) -> None:
         """Rank 0 told of a step. Steps that a later view took back are not counted."""
-        view, office = self.core.view, self._office
+        view, seed = self.core.view, self._seed
         if view is None:
             return
         if message.generation != view.generation and message.step > view.step:
             return
-        if self.writer.ledger.begins.superseded(message.generation, message.step):
+        if self.ledger.begins.superseded(message.generation, message.step):
             return
-        self.writer.committed(message)
+        form_ms = message.values.get("form_ms")
+        form_s = form_ms / 1e3 if form_ms is not None and math.isfinite(form_ms) and form_ms >= 0 else None
+        ended = self._recoveries.committed(message.generation, message.step, seed.world.clock.now(), form_s)
+        if ended is not None:
+            ended = replace(ended, text=clipped(ended.text), fetched_bytes=whole(ended.fetched_bytes))
+            seed.store.add(ended)
+            seed.board.add(ended)
         row = self._row
         if row is not None and message.step <= row.step and message.generation > (row.generation or 0):
             return  # told again by the next view, for whoever should have told may have died
@@ -577,19 +465,36 @@ class JobController:
         row = MetricRow(
             job=self.id,
             step=message.step,
-            wall=office.clock.wall(),
+            wall=seed.world.clock.wall(),
             generation=message.generation,
             members=whole(message.values.get("members")),
             **known,
         )
-        office.store.add(row)
-        office.board.add(row)
+        seed.store.add(row)
+        seed.board.add(row)
         if self._row is None or row.step >= self._row.step:
             self._row = row
             self._val_loss = row.val_loss if row.val_loss is not None else self._val_loss
         await self.post(co.Progress(message.step, _step_s(row)))
-        if office.store.crowded:
-            await office.store.flush()
+        if seed.store.crowded:
+            await seed.store.flush()
+
+    def told_rows(self, message: LedgerRows) -> None:
+        """A member told who computed some steps. Raises ``ProtocolError``."""
+        if self.core.view is None:
+            return
+        most = {"micro_batches": self.record.micro_batches, "steps_total": self.record.steps_total}
+        entries, problem = self.ledger.take_untrusted(message, self.core.view, **most)
+        for entry in entries:
+            self._seed.store.add(entry)
+        if problem:
+            self._note("warning", "ledger", problem)
+
+    def shares(self, view: View) -> list[int]:
+        """Micro-batches of each member in the newest step of a view, or as it began."""
+        if self.ledger.generation == view.generation and len(self.ledger.counts) == view.size:
+            return list(self.ledger.counts)
+        return [member.count for member in view.members]
 
     async def told_windows(self, windows: int) -> None:
         """So many training sequences are in the corpus, says a worker; the first word stays."""
@@ -597,7 +502,7 @@ class JobController:
             await self._keep(windows=windows)
 
     def _note(self, level: str, kind: str, text: str) -> None:
-        self._office.note(level, kind, text, "", self.id)
+        self._seed.note(level, kind, text, "", self.id)
 
     def info(self, *, queued: bool) -> JobInfo:
         """What people see. ``queued``: the workers are with another job."""

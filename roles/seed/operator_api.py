@@ -24,7 +24,7 @@ from ring.coordination import ENDED, Phase
 from ring.ledger import counts_of_untrusted
 from ring.training_costs import ModelShape, Trainee, Training, shape_untrusted
 from roles.seed.events import first_that_fit, newest_that_fit
-from roles.seed.jobs import SETTLE_S, device_of, seen_for, training_of
+from roles.seed.jobs import SETTLE_S, seen_for, training_of
 from roles.seed.links import Survey
 from roles.seed.peers import NAME_CHARS, Link, clipped, did_you_mean
 from roles.seed.store import RECOVERIES_KEPT, JobRecord, Records
@@ -112,8 +112,7 @@ async def planned(profile: Profile, shape: ModelShape, links: Mapping[str, Link]
     """
     from ring.training_placement import plan
 
-    spec = profile.to_spec()
-    training, device = training_of(spec, shape.to_map()), device_of(spec)
+    training, device = training_of(profile, shape.to_map()), profile.device.kind
     assert training is not None
     workers = [link for link in links.values() if link.trains]
     free = [link for link in workers if not link.job]

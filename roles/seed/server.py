@@ -7,7 +7,7 @@ neighbours, and is told so at once, with a remedy, instead of breaking a ring la
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,7 @@ from roles.seed.authority import Authority
 from roles.seed.checkpoints import Catalogue
 from roles.seed.enrolment import Gate
 from roles.seed.events import Board, EventLog, Map
-from roles.seed.jobs import History, JobContext, JobController, history, stages_of
+from roles.seed.jobs import History, JobController, history, profile_of
 from roles.seed.links import Survey
 from roles.seed.operator_api import OperatorApi
 from roles.seed.peers import (
@@ -74,42 +74,27 @@ class Acceptor:
     """Answers every ``Hello``; what is done with who came in is the seed's affair.
 
     Args:
-        cluster_id, name: the seed's own peer id, and its name for people.
         beats: heartbeat and death in seconds; 0 and 0: from the measured round trip to each peer.
-        links: the peers that are here.
 
     Attributes:
-        closed: nobody comes in any more.
         host: where the seed listens.
         measured: round trip in ms to the peers that were let in, until they are served.
-        operators: those that are here.
     """
 
-    def __init__(
-        self,
-        *,
-        world: World,
-        cluster_id: str,
-        name: str,
-        beats: tuple[float, float],
-        links: Mapping[str, Link],
-        gate: Gate,
-        term: int,
-    ) -> None:
+    def __init__(self, seed: Seed, beats: tuple[float, float]) -> None:
         self.closed = False
         self.host = "127.0.0.1"
         self.measured: WeakKeyDictionary[Connection, float] = WeakKeyDictionary()
         self.operators: set[Connection] = set()
-        self._world, self._cluster_id, self._name, self._beats = world, cluster_id, name, beats
-        self._links, self._gate, self._term = links, gate, term
+        self._seed, self._beats = seed, beats
 
     async def decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
         """Whether the caller comes in, and how its link is watched then."""
         if self.closed:
             return Refuse(RefusalCode.SHUTTING_DOWN, "the seed is stopping", "try again when it is back")
-        self._gate.judge(connection)
-        if hello.cluster == self._cluster_id and hello.term > self._term:
-            text = f"this seed is of term {self._term}, and was succeeded by one of term {hello.term}"
+        self._seed.gate.judge(connection)
+        if hello.cluster == self._seed.cluster_id and hello.term > self._seed.term:
+            text = f"this seed is of term {self._seed.term}, and was succeeded by one of term {hello.term}"
             return Refuse(RefusalCode.STALE_TERM, text, "stop it, and use the seed that was restored")
         match hello.purpose:
             case "peer":
@@ -118,7 +103,7 @@ class Acceptor:
                 return Refuse(RefusalCode.FULL, f"{MAX_OPERATORS} operators are connected", "close one of them")
             case "operator" | "probe":
                 return self._welcome(0.0, 0.0)
-            case "enrol" if self._gate.encrypted:
+            case "enrol" if self._seed.gate.encrypted:
                 return self._welcome(0.0, 0.0)
         text = f"this is a seed: it does not answer {hello.purpose[:40]!r}"
         return Refuse(RefusalCode.ROLE, text, "dial the member itself")
@@ -127,7 +112,7 @@ class Acceptor:
         check_hello(hello)
         check_role(hello)
         host = hello.host or connection.remote[0]
-        old = self._links.get(hello.peer_id)
+        old = self._seed.links.get(hello.peer_id)
         if old is not None and not self._is_replaced(old, host, hello.port):
             text = f"a {old.role} with this id ({hello.peer_id}) is already here, as {old.name} at {old.host}"
             return Refuse(RefusalCode.DUPLICATE_PEER, text, "stop the other one, or give this one its own --state")
@@ -135,16 +120,16 @@ class Acceptor:
         if isinstance(listens, str) and is_loopback(listens) and not is_loopback(self.host):
             text = "members of other machines join this seed, and this one listens on the loopback only"
             return Refuse(RefusalCode.LOOPBACK_ONLY, text, "join with --host 0.0.0.0")
-        if len(self._links) >= MAX_PEERS:
+        if len(self._seed.links) >= MAX_PEERS:
             return Refuse(RefusalCode.FULL, f"{MAX_PEERS} peers are here", "start another seed")
-        began = self._world.clock.now()
+        began = self._seed.world.clock.now()
         try:
             await self.dial_back(host, hello.port, hello.peer_id)
         except P2PTrainError as problem:
             text = f"the seed cannot reach this {hello.roles[0]} back: {problem.message}"
             remedy = "let its port in through the firewall, or choose the address with --host or --advertise"
             return Refuse(RefusalCode.UNREACHABLE, text, remedy)
-        rtt_ms = (self._world.clock.now() - began) / 2 * 1e3  # TCP's handshake is one round trip, ours another
+        rtt_ms = (self._seed.world.clock.now() - began) / 2 * 1e3  # TCP's handshake is one round trip, ours another
         if (least_s := connection.least_rtt_s) is not None:
             rtt_ms = min(rtt_ms, least_s * 1e3)  # a worker that loads its libraries answers late, its kernel does not
         self.measured[connection] = rtt_ms
@@ -156,14 +141,16 @@ class Acceptor:
 
     def _is_replaced(self, old: Link, host: str, port: int) -> bool:
         """Whether a new connection takes the place of ``old``: it is closed, silent, or evidently the same process."""
-        silent_s = self._world.clock.now() - old.connection.last_heard
+        silent_s = self._seed.world.clock.now() - old.connection.last_heard
         closed = old.connection.closed.is_set() or old.connection.close_cause is not None
         return closed or silent_s > 2 * old.heartbeat_s or (old.host, old.port) == (host, port)
 
     async def dial_back(self, host: str, port: int, peer_id: str = "") -> None:
         """Reach a port of somebody who wants to be reached. Raises ``P2PTrainError``."""
         hello = self.introduction("probe", 0)
-        connection, welcome = await dial(self._world.network, host, port, hello, timeout_s=3.0, expect_peer=peer_id)
+        connection, welcome = await dial(
+            self._seed.world.network, host, port, hello, timeout_s=3.0, expect_peer=peer_id
+        )
         await connection.close()
         if peer_id and welcome.peer_id != peer_id:
             raise ProtocolError(f"another peer ({welcome.name[:NAME_CHARS]}) answers there")
@@ -171,24 +158,24 @@ class Acceptor:
     def introduction(self, purpose: str, port: int) -> Hello:
         """To workers, and to other seeds."""
         return local_hello(
-            peer_id=self._cluster_id,
-            name=self._name,
+            peer_id=self._seed.cluster_id,
+            name=self._seed.name,
             roles=["seed"],
             purpose=purpose,
             port=port,
-            cluster=self._cluster_id,
-            term=self._term,
+            cluster=self._seed.cluster_id,
+            term=self._seed.term,
         )
 
     def _welcome(self, heartbeat_s: float, death_s: float) -> Welcome:
         return local_welcome(
-            peer_id=self._cluster_id,
-            name=self._name,
-            wall=self._world.clock.wall(),
-            cluster_id=self._cluster_id,
+            peer_id=self._seed.cluster_id,
+            name=self._seed.name,
+            wall=self._seed.world.clock.wall(),
+            cluster_id=self._seed.cluster_id,
             heartbeat_s=heartbeat_s,
             death_s=death_s,
-            term=self._term,
+            term=self._seed.term,
         )
 
 
@@ -214,39 +201,18 @@ class Seed:
         self.checkpoints = Catalogue(world.clock, store, self.board, self.desks, self.links)
         self.diary = EventLog(world.clock, store, self.board)
         self.note = self.diary.note
-        self._cluster_id, self._name = cluster_id, name
+        self.cluster_id, self.name, self.term = cluster_id, name, term
         self._started_at = world.clock.wall()
         self._address = ""
         self._lost: dict[str, Link] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self.gate = Gate(authority, world.clock, ticket_host, self.note)
-        self.door = Acceptor(
-            world=world,
-            cluster_id=cluster_id,
-            name=name,
-            beats=beats,
-            links=self.links,
-            gate=self.gate,
-            term=term,
-        )
+        self.door = Acceptor(self, beats)
         self._clerk = OperatorApi(self)
         self.parts = Holdings(partial(self.board.touch, "parts"))
         self.services = Services(self.links, self._served)
         self.survey = Survey(world.clock, self.links, self._measured_links)
-        self.office = JobContext(
-            world.clock,
-            store,
-            self.board,
-            self.links,
-            self.note,
-            self._assign_free,
-            self.checkpoints.went_back,
-            self.survey,
-            self.ledger_step,
-            self._settled,
-            lambda: self.copy_soon(),
-            term << TERM_BITS,
-        )
+        self.minted_below = term << TERM_BITS  # generations up to this one may be of an earlier term
         self.copy_soon: Callable[[], None] = lambda: None  # asks for a backup
 
     @classmethod
@@ -269,8 +235,9 @@ class Seed:
         seed = cls(world, store, await cluster_id(store), name[:NAME_CHARS], beats, authority, ticket_host, term)
         await seed.diary.load()
         for record, spec in await store.call(Records.jobs):
-            known = await store.call(history, record.id, split=stages_of(spec) > 1)
-            seed.desks[record.id] = JobController(seed.office, record, spec, known)
+            profile = profile_of(spec)
+            known = await store.call(history, record.id, split=profile is not None and profile.stages > 1)
+            seed.desks[record.id] = JobController(seed, record, spec, known)
         await seed.checkpoints.load()
         return seed
 
@@ -353,7 +320,7 @@ class Seed:
         elif link.hello.job:
             link.last_job = link.hello.job
             link.say(Release(link.hello.job[:64], "the job is over"))
-        self._assign_free()
+        self.assign_free()
 
     async def _listen(self, link: Link) -> co.PeerLost:
         while True:
@@ -407,12 +374,12 @@ class Seed:
             await desk.settled.wait()
         link.early.append(message)
 
-    def _settled(self, desk: JobController) -> None:
+    def settled(self, desk: JobController) -> None:
         assert self._tasks is not None
         for link in self.links.values():
             if link.job == desk.id:
                 started_in(self._tasks, self._catch_up(link), "what was said early")
-        self._assign_free()
+        self.assign_free()
 
     async def _catch_up(self, link: Link) -> None:
         try:
@@ -432,10 +399,7 @@ class Seed:
                 check_step(message, trained.record.steps_total)
                 await trained.committed(message)
             case LedgerRows() if (trained := self._trained_by(link, message.job)) is not None:
-                record = trained.record
-                trained.writer.told(
-                    message, trained.core.view, micro_batches=record.micro_batches, steps_total=record.steps_total
-                )
+                trained.told_rows(message)
                 if self.store.crowded:
                     await self.store.flush()
             case CheckpointSaved() if message.job in self.desks:
@@ -500,10 +464,6 @@ class Seed:
         self.board.touch("peers", *peer_ids)
         self.board.touch("jobs", *{self.links[peer_id].job for peer_id in peer_ids if peer_id in self.links} - {""})
 
-    def ledger_step(self, job: str) -> int:
-        """The step up to which it is known who computed each."""
-        return self.desks[job].writer.ledger.step if job in self.desks else 0
-
     def _trained_by(self, link: Link, job: str) -> JobController | None:
         """The job, where the worker is on it, or was last: what it kept while the link was down comes late."""
         return self.desks.get(job) if job and job in (link.job, link.last_job) else None
@@ -524,7 +484,7 @@ class Seed:
         self.board.touch("peers", link.id)
         self.board.touch("cluster", "")
 
-    def _assign_free(self) -> None:
+    def assign_free(self) -> None:
         """Free workers go to the oldest job that wants them; where none is free, paused jobs may have some."""
         for link in self.links.values():
             if link.job or not link.trains:
@@ -559,14 +519,14 @@ class Seed:
     async def create_job(self, record: JobRecord, spec: str) -> None:
         """Add a job; it starts when enough workers are ready. Raises ``StorageError``."""
         await self.store.call(Records.add_job, record, spec)
-        desk = self.desks[record.id] = JobController(self.office, record, spec, History())
+        desk = self.desks[record.id] = JobController(self, record, spec, History())
         assert self._tasks is not None
         started_in(self._tasks, desk.run(), f"job {desk.id}")
         self.copy_soon()
         self.note("info", "job-created", f"job {record.name} ({record.id}) was created", "", record.id)
         self.board.touch("jobs", record.id)
         self.board.touch("cluster", "")
-        self._assign_free()
+        self.assign_free()
 
     async def forget_job(self, desk: JobController) -> None:
         """Remove an ended job and all that is kept of it here; its checkpoints stay on the workers' disks."""
@@ -581,7 +541,7 @@ class Seed:
 
     def cluster_info(self) -> ClusterInfo:
         return ClusterInfo(
-            self._cluster_id, self._name, __version__, self._address, self._started_at, len(self.links), len(self.desks)
+            self.cluster_id, self.name, __version__, self._address, self._started_at, len(self.links), len(self.desks)
         )
 
     def peer_infos(self) -> list[PeerInfo]:
@@ -598,7 +558,7 @@ class Seed:
             desk = next((item for item in self.desks.values() if item.holds(link.id)), None)
             view = desk.running_view if desk else None
             rank = view.rank_of(link.id) if view else None
-        shares = desk.writer.shares(view) if desk and view else ()
+        shares = desk.shares(view) if desk and view else ()
         stage = (desk.stage_of(link.id), desk.stages) if desk else (None, 1)
         return link.info(now, view, edge, shares, *stage)
 

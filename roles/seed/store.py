@@ -159,8 +159,7 @@ class Records:
 
     def known_fact(self, name: str) -> str:
         """A value; empty where there is none."""
-        with _translated(self._path):
-            return str(self._one("SELECT value FROM facts WHERE name = ?", name) or "")
+        return str(self._one("SELECT value FROM facts WHERE name = ?", name) or "")
 
     # -------------------------------------------------------------------------------------------------- jobs and views
 
@@ -178,9 +177,8 @@ class Records:
 
     def jobs(self) -> list[tuple[JobRecord, str]]:
         """All jobs and their specs, oldest first."""
-        with _translated(self._path):
-            rows = self._db.execute("SELECT record, spec FROM jobs ORDER BY created_at, id").fetchall()
-            return [(JobRecord(**json.loads(record)), spec) for record, spec in rows]
+        rows = self._rows("SELECT record, spec FROM jobs ORDER BY created_at, id")
+        return [(JobRecord(**json.loads(record)), spec) for record, spec in rows]
 
     def forget_job(self, job: str) -> None:
         """Remove all that is kept of a job but what the diary says of it."""
@@ -195,13 +193,10 @@ class Records:
         Returns:
             whether the ledger begins anew with it (``ledger.view_began``).
         """
-        return self._put_view(view, job, restored=restored, wall=wall)
+        return self.adopt_view(view, job, restored=restored, wall=wall)
 
-    def adopt_view(self, view: View, job: JobRecord, *, wall: float) -> None:
-        """A view that the seed minted before it was restored, as its members tell it."""
-        self._put_view(view, job, restored=False, wall=wall)
-
-    def _put_view(self, view: View, job: JobRecord, *, restored: bool, wall: float) -> bool:
+    def adopt_view(self, view: View, job: JobRecord, *, wall: float, restored: bool = False) -> bool:
+        """The same of a view that the seed minted before it was restored, as its members tell it."""
         members = json.dumps([dataclasses.astuple(member) for member in view.members])
         row = (view.job, view.generation, view.step, view.lineage, view.square_sum, members, int(restored), wall)
         with self._transaction():
@@ -215,28 +210,24 @@ class Records:
         return departs
 
     def last_view(self, job: str) -> View | None:
-        with _translated(self._path):
-            sql = "SELECT * FROM views WHERE job = ? ORDER BY generation DESC LIMIT 1"
-            row = self._db.execute(sql, (job,)).fetchone()
-            if row is None:
-                return None
+        for row in self._rows("SELECT * FROM views WHERE job = ? ORDER BY generation DESC LIMIT 1", job):
             members = tuple(MemberRecord(*values) for values in json.loads(row[5]))
             return View(row[0], row[1], row[2], row[3], members, row[4])
+        return None
 
     def views(self, job: str, after_generation: int, limit: int) -> list[ViewBegan]:
         """The views of later generations, oldest first."""
-        with _translated(self._path):
-            sql = "SELECT generation, step, lineage, members FROM views WHERE job = ? AND generation > ?"
-            rows = self._db.execute(f"{sql} ORDER BY generation LIMIT ?", (job, after_generation, limit))
-            return [
-                ViewBegan(generation, step, lineage, [str(member[0]) for member in json.loads(members)])
-                for generation, step, lineage, members in rows
-            ]
+        sql = "SELECT generation, step, lineage, members FROM views WHERE job = ? AND generation > ?"
+        return [
+            ViewBegan(generation, step, lineage, [str(member[0]) for member in json.loads(members)])
+            for generation, step, lineage, members in self._rows(
+                f"{sql} ORDER BY generation LIMIT ?", job, after_generation, limit
+            )
+        ]
 
     def begins(self, job: str) -> list[tuple[int, int, str]]:
         """Generation, first step and lineage of each view that is kept."""
-        with _translated(self._path):
-            return self._db.execute("SELECT generation, step, lineage FROM views WHERE job = ?", (job,)).fetchall()
+        return self._rows("SELECT generation, step, lineage FROM views WHERE job = ?", job)
 
     # --------------------------------------------------------------------------------------------- ledger, recoveries
 
@@ -252,9 +243,8 @@ class Records:
 
     def recoveries(self, job: str, limit: int) -> list[RecoveryInfo]:
         """The newest ``limit``, oldest first."""
-        with _translated(self._path):
-            sql = "SELECT * FROM recoveries WHERE job = ? ORDER BY number DESC LIMIT ?"
-            return [RecoveryInfo(*row) for row in self._db.execute(sql, (job, limit))][::-1]
+        sql = "SELECT * FROM recoveries WHERE job = ? ORDER BY number DESC LIMIT ?"
+        return [RecoveryInfo(*row) for row in self._rows(sql, job, limit)][::-1]
 
     # ------------------------------------------------------------------------------------------ metrics, events, peers
 
@@ -268,8 +258,7 @@ class Records:
                 self._db.execute(_ADD_RECOVERY, dataclasses.astuple(recovery))
                 oldest = (recovery.job, recovery.number - RECOVERIES_KEPT)
                 self._db.execute("DELETE FROM recoveries WHERE job = ? AND number <= ?", oldest)
-            values = [dataclasses.astuple(row) for row in metrics]
-            self._db.executemany(_ADD_METRIC, values)
+            self._db.executemany(_ADD_METRIC, [dataclasses.astuple(row) for row in metrics])
             for job, step in {row.job: row.step for row in metrics}.items():
                 self._db.execute("DELETE FROM metrics WHERE job = ? AND step <= ?", (job, step - METRICS_KEPT))
             values = [dataclasses.astuple(event) for event in events]
@@ -291,31 +280,26 @@ class Records:
 
     def metrics(self, job: str, after_step: int, limit: int) -> list[MetricRow]:
         """Rows of steps after ``after_step``, oldest first."""
-        with _translated(self._path):
-            sql = "SELECT * FROM metrics WHERE job = ? AND step > ? ORDER BY step LIMIT ?"
-            return [MetricRow(*row) for row in self._db.execute(sql, (job, after_step, limit))]
+        sql = "SELECT * FROM metrics WHERE job = ? AND step > ? ORDER BY step LIMIT ?"
+        return [MetricRow(*row) for row in self._rows(sql, job, after_step, limit)]
 
     def last_metrics(self, job: str, limit: int) -> list[MetricRow]:
         """The newest ``limit`` rows, oldest first."""
-        with _translated(self._path):
-            sql = "SELECT * FROM metrics WHERE job = ? ORDER BY step DESC LIMIT ?"
-            return [MetricRow(*row) for row in self._db.execute(sql, (job, limit))][::-1]
+        sql = "SELECT * FROM metrics WHERE job = ? ORDER BY step DESC LIMIT ?"
+        return [MetricRow(*row) for row in self._rows(sql, job, limit)][::-1]
 
     def last_val_loss(self, job: str) -> float | None:
-        with _translated(self._path):
-            sql = "SELECT val_loss FROM metrics WHERE job = ? AND val_loss IS NOT NULL ORDER BY step DESC LIMIT 1"
-            value = self._one(sql, job)
-            return None if value is None else float(value)
+        sql = "SELECT val_loss FROM metrics WHERE job = ? AND val_loss IS NOT NULL ORDER BY step DESC LIMIT 1"
+        value = self._one(sql, job)
+        return None if value is None else float(value)
 
     def events(self, after_id: int, limit: int) -> list[EventInfo]:
         """Events with a larger id, oldest first."""
-        with _translated(self._path):
-            sql = "SELECT * FROM events WHERE id > ? ORDER BY id LIMIT ?"
-            return [EventInfo(*row) for row in self._db.execute(sql, (after_id, limit))]
+        rows = self._rows("SELECT * FROM events WHERE id > ? ORDER BY id LIMIT ?", after_id, limit)
+        return [EventInfo(*row) for row in rows]
 
     def last_event_id(self) -> int:
-        with _translated(self._path):
-            return int(self._one("SELECT coalesce(max(id), 0) FROM events"))
+        return int(self._one("SELECT coalesce(max(id), 0) FROM events"))
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
@@ -331,21 +315,21 @@ class Records:
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """All that are known, oldest first."""
-        with _translated(self._path):
-            rows = self._db.execute("SELECT * FROM checkpoints ORDER BY created_at, id").fetchall()
-            return [CheckpointInfo(*row) for row in rows]
+        return [CheckpointInfo(*row) for row in self._rows("SELECT * FROM checkpoints ORDER BY created_at, id")]
 
     def checkpoints_of(self, job: str) -> list[CheckpointInfo]:
         """Those of a job, in no order."""
-        with _translated(self._path):
-            rows = self._db.execute("SELECT * FROM checkpoints WHERE job = ?", (job,))
-            return [CheckpointInfo(*row) for row in rows]
+        return [CheckpointInfo(*row) for row in self._rows("SELECT * FROM checkpoints WHERE job = ?", job)]
 
     # -------------------------------------------------------------------------------------------------------- helpers
 
     def _one(self, sql: str, *values: object) -> Any:
-        row = self._db.execute(sql, values).fetchone()
-        return row[0] if row else None
+        rows = self._rows(sql, *values)
+        return rows[0][0] if rows else None
+
+    def _rows(self, sql: str, *values: object) -> list[Any]:
+        with _translated(self._path):
+            return self._db.execute(sql, values).fetchall()
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -418,7 +402,7 @@ class Store:
 
     async def flush(self) -> None:
         """Until all that was added is durable. Raises ``StorageError``."""
-        await self.call(_nothing)
+        await self.call(lambda records: None)
 
     async def run(self) -> None:
         """Write what was added, in batches, until cancelled. Raises ``StorageError``."""
@@ -435,10 +419,6 @@ class Store:
         finally:
             self._thread.close()
             self._lock.close()
-
-
-def _nothing(records: Records) -> None:
-    return None
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def check_alike(profile: Profile) -> None:
         built.layers_bytes, built.first_bytes, built.last_bytes, built.tied_bytes
     )  # fmt: skip
     assert (found.width, found.vocab) == (config.hidden_size, config.vocab_size)
-    training = training_of(profile.to_spec(), found.to_map())
+    training = training_of(profile, found.to_map())
     assert training is not None
     for stop in (1, sizes.layers):
         kept = kept_bytes(config, training.tokens, Part(0, stop, sizes.layers))
@@ -87,7 +87,7 @@ def test_a_worker_checks_the_memory_that_the_seed_placed_it_by(
     profile = profile_of(pipeline={"stages": 2, **pipeline})
     found = shape_of(profile)
     assert found is not None
-    training = training_of(profile.to_spec(), found.to_map())
+    training = training_of(profile, found.to_map())
     assert training is not None
     config = model_config(training_spec(profile).model, 256)
     asked: list[int] = []
