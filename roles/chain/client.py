@@ -16,7 +16,7 @@ from p2ptrain.core.serving import Sampling
 from ring.order import known_link
 from roles.background import Background
 from roles.chain import session as ev
-from roles.chain.generation import CLOSE_S, GenerationSession, SessionOptions
+from roles.chain.generation import CLOSE_S, GenerationSession
 from roles.chain.peer import Peer, WorkerAt
 from roles.chain.plan import Loaded, Model, Plan, Request, WorkerPool, giving, workers_of
 
@@ -25,9 +25,7 @@ from roles.chain.plan import Loaded, Model, Plan, Request, WorkerPool, giving, w
 class Progress:
     """How far the loading of a part is.
 
-    Attributes:
-        index: of the stage. name: of the peer that loads it.
-        received_bytes: that came over the wire; known at the end only.
+    ``received_bytes``, over the wire, are known at its end only.
     """
 
     index: int
@@ -63,7 +61,7 @@ class Chain:
         self.pool, self.model, self.plan = pool, model, plan
         self.context = pool.context
         self._on_progress = on_progress
-        self._seats: list[Seat | None] = [None] * len(plan.stages)
+        self.seats: list[Seat | None] = [None] * len(plan.stages)
         self._numbers = [0] * len(plan.stages)
         self._sessions: set[GenerationSession] = set()
         self.lacking: set[int] = set()
@@ -105,12 +103,12 @@ class Chain:
 
     @property
     def stages(self) -> int:
-        return len(self._seats)
+        return len(self.seats)
 
     @property
     def loaded(self) -> list[Loaded]:
         """Of each stage, what its peer said of the loading. Raises ``ConnectionLost``: one is lost, just now."""
-        return [self._seated(index).loaded for index in range(self.stages)]
+        return [self.seated(index).loaded for index in range(self.stages)]
 
     @property
     def encoding(self) -> str:
@@ -138,21 +136,19 @@ class Chain:
             UserError: the chain is closed.
             P2PTrainError: a stage refuses, or is lost without a spare.
         """
-        session = self._session(positions, sampling, encoding, prefill_encoding)
+        if self._closed:
+            raise UserError("this chain is closed", remedy="load another one")
+        encoding = encoding or self.encoding
+        about = {"stages": self.stages, "positions": positions, "silence_s": self._silence_s()}
+        encodings = {"encoding": encoding, "prefill_encoding": prefill_encoding or encoding}
+        draws = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "seed")}
+        session = GenerationSession(self, about | encodings | draws)
+        self._sessions.add(session)
         try:
             await session.opened()
         except BaseException:
             await session.close()
             raise
-        return session
-
-    def _session(self, positions: int, sampling: Sampling, encoding: str, prefill_encoding: str) -> GenerationSession:
-        if self._closed:
-            raise UserError("this chain is closed", remedy="load another one")
-        encoding = encoding or self.encoding
-        options = SessionOptions(positions, sampling, encoding, prefill_encoding or encoding, self._silence_s())
-        session = GenerationSession(self, options)
-        self._sessions.add(session)
         return session
 
     def recruit(self, peers: Iterable[Peer]) -> None:
@@ -170,7 +166,7 @@ class Chain:
         spares += [self.pool.seen(peer) for peer in fresh.values()]
         wanted = replace(self.plan.wanted, links=dict(self.pool.links))
         self.plan = replace(self.plan, wanted=wanted, spares=tuple(spares))
-        for index, seat in enumerate(self._seats):
+        for index, seat in enumerate(self.seats):
             if seat is None:
                 self._fill_later(index)
 
@@ -193,22 +189,14 @@ class Chain:
             text = f"the prompt has token ids up to {max(ids)}, and the model knows {self.vocab_size}"
             raise UserError(text, remedy="use the tokenizer of this model")
 
-    def seat_numbers(self) -> list[int]:
-        """Of each stage: -1 where it has no peer now."""
-        return [seat.number if seat is not None else -1 for seat in self._seats]
-
     def peer_in(self, index: int, number: int) -> Peer | None:
         """The peer in that seat; None where another has taken it, or it is lost."""
-        seat = self._seats[index]
+        seat = self.seats[index]
         return seat.peer if seat is not None and seat.number == number and not seat.peer.lost else None
 
     def held_by(self, peer: Peer) -> list[int]:
         """The stages that a peer holds."""
-        return [index for index, seat in enumerate(self._seats) if seat is not None and seat.peer is peer]
-
-    def part_of(self, index: int) -> str:
-        """The part's id at its peer."""
-        return self._seated(index).loaded.part
+        return [index for index, seat in enumerate(self.seats) if seat is not None and seat.peer is peer]
 
     def place_after(self, index: int, peer: Peer, number: int) -> dict[str, Any] | None:
         """Where ``peer`` finds the stage after ``index``; None for the last one.
@@ -218,7 +206,7 @@ class Chain:
         """
         if index + 1 == self.stages:
             return None
-        seat = self._seated(index + 1)
+        seat = self.seated(index + 1)
         if seat.number != number:
             raise ConnectionLost(f"stage {index + 1} of the chain was replaced")
         following = seat.peer.worker
@@ -226,7 +214,7 @@ class Chain:
 
     def replace(self, session: GenerationSession, index: int, number: int, reason: str) -> None:
         """A session has no use for who is in a seat. ``number``: -1 where it knows that nobody is."""
-        seat = self._seats[index]
+        seat = self.seats[index]
         if seat is not None and seat.number == number:
             self._vacate(index, reason)
         elif seat is not None:
@@ -247,8 +235,8 @@ class Chain:
         assert self._about is not None, "load makes sure that every stage is held, once"
         return self._about
 
-    def _seated(self, index: int) -> Seat:
-        seat = self._seats[index]
+    def seated(self, index: int) -> Seat:
+        seat = self.seats[index]
         if seat is None:
             raise ConnectionLost(f"stage {index} of the chain is lost", remedy="it may be replaced in a moment")
         return seat
@@ -257,7 +245,7 @@ class Chain:
         ids = [stage.peer.id for stage in self.plan.stages]
         ways = [known_link(self.plan.wanted.links, here, there) for here, there in pairwise(ids)]
         latencies_s = [way.latency_s for way in ways if way is not None]
-        latencies_s += [seat.peer.latency_s for seat in self._seats if seat is not None]
+        latencies_s += [seat.peer.latency_s for seat in self.seats if seat is not None]
         return max(self.context.silence_s, 16 * max(latencies_s, default=0.0))
 
     def _peer_lost(self, peer: Peer, problem: P2PTrainError) -> None:
@@ -266,10 +254,10 @@ class Chain:
             self._vacate(index, problem.message)
 
     def _vacate(self, index: int, reason: str) -> None:
-        seat = self._seats[index]
+        seat = self.seats[index]
         if seat is None or self._closed:
             return
-        self._seats[index] = None
+        self.seats[index] = None
         self._useless.add(seat.peer.worker.peer_id)
         name = seat.peer.name
         self.context.notify("warning", "stage-lost", f"{self._named(index)} on {name} is lost: {reason}")
@@ -300,13 +288,15 @@ class Chain:
         try:
             await self._fill(index)
         except P2PTrainError as problem:
-            self._lacks(index, problem)
+            if index not in self.lacking:
+                self.lacking.add(index)
+                self.context.notify("warning", "stage-lacking", f"{problem.message}: {problem.remedy}")
             for session in list(self._sessions):
                 session.event(ev.NoSeat(index, problem))
             return
         finally:
             del self._filling[index]
-        seat = self._seats[index]
+        seat = self.seats[index]
         if seat is None:
             return  # lost again already, which begins this anew
         took_s = self.context.world.clock.now() - began
@@ -314,11 +304,6 @@ class Chain:
         self.context.notify("info", "stage-replaced", text)
         for session in list(self._sessions):
             session.event(ev.Seated(index, seat.number))
-
-    def _lacks(self, index: int, problem: P2PTrainError) -> None:
-        if index not in self.lacking:
-            self.lacking.add(index)
-            self.context.notify("warning", "stage-lacking", f"{problem.message}: {problem.remedy}")
 
     async def _fill(self, index: int) -> None:
         """Have somebody load the part of a stage: whom the plan names, else whoever is the best of those left.
@@ -341,7 +326,7 @@ class Chain:
             if peer.lost:
                 continue
             self._numbers[index] += 1
-            self._seats[index] = Seat(self._numbers[index], peer, loaded)
+            self.seats[index] = Seat(self._numbers[index], peer, loaded)
             self._about = loaded
             self.lacking.discard(index)
             return
@@ -453,7 +438,7 @@ class Recruiting:
                 self._start(worker, self._dial(worker))
         for peer in list(self._pool.peers.values()) if self._chain.lacking else ():
             if not peer.lost and not self._chain.held_by(peer):
-                self._start(peer.worker, self._renew(peer))
+                self._start(peer.worker, self._pool.renew(peer))
 
     def _start(self, worker: WorkerAt, asking: Coroutine[None, None, Peer]) -> None:
         before = self._asked_before.get(worker.peer_id)
@@ -480,8 +465,4 @@ class Recruiting:
         peer = await self._pool.admit(worker)
         del self._asked_before[worker.peer_id]  # the next time that it is lost it is not asked later than the first
         self._chain.context.notify("info", "spare", f"{worker.name} is there, and may hold a stage")
-        return peer
-
-    async def _renew(self, peer: Peer) -> Peer:
-        await self._pool.renew(peer)
         return peer

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from p2ptrain.core.activations import decode_ids
@@ -23,7 +22,6 @@ from p2ptrain.core.errors import (
     UserError,
 )
 from p2ptrain.core.ids import new_id
-from p2ptrain.core.serving import Sampling
 from p2ptrain.core.texts import shortened
 from roles.background import Background
 from roles.chain import session as ev
@@ -46,38 +44,23 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     return min(len(one), len(other))
 
 
-@dataclass(frozen=True, slots=True)
-class SessionOptions:
-    """What a session is opened for.
-
-    Attributes:
-        positions: it may grow to.
-        encoding, prefill_encoding: of hidden states; the second for those of prompts.
-        silence_s: between any two of its peers, that counts as death.
-    """
-
-    positions: int
-    sampling: Sampling
-    encoding: str
-    prefill_encoding: str
-    silence_s: float
-
-
 class GenerationSession:
     """Forward requests through all stages, for who says what is computed (``run``). Lost stages are replaced meanwhile,
     and the same tokens come. Made by ``Chain.open``.
 
+    Args:
+        opening: of ``session.open``, what every stage is told alike.
+
     Attributes:
-        id: of the session.
         mendings: for each loss: (what was lost, seconds until the requests went on).
     """
 
-    def __init__(self, chain: Chain, options: SessionOptions) -> None:
+    def __init__(self, chain: Chain, opening: dict[str, Any]) -> None:
         self.id = new_id()
         self.mendings: list[tuple[str, float]] = []
-        self._chain, self._options = chain, options
+        self._chain, self._opening = chain, opening
         self._now = chain.context.world.clock.now
-        self._core = Session(chain.seat_numbers(), self._now())
+        self._core = Session([seat.number if seat is not None else -1 for seat in chain.seats], self._now())
         self._waiting: dict[int, asyncio.Future[ev.Done]] = {}  # for requests, by their index
         self._pending: deque[ev.Event] = deque()
         self._handling = False
@@ -111,8 +94,8 @@ class GenerationSession:
             NetworkError: a stage was lost and cannot be replaced.
         """
         self._chain.check_ids(request.ids)
-        if request.keep + len(request.ids) > self._options.positions:
-            text = f"{request.keep + len(request.ids)} positions, and the session is for {self._options.positions}"
+        if (needed := request.keep + len(request.ids)) > self._opening["positions"]:
+            text = f"{needed} positions, and the session is for {self._opening['positions']}"
             raise UserError(text, remedy="open it for more positions")
         if self._closed:
             raise ConnectionLost("this session is closed", remedy="open another one")
@@ -174,7 +157,7 @@ class GenerationSession:
         self._set_timer()
 
     def heard(self, peer: Peer, message: Picked | ChainBroken) -> None:
-        """As of ``roles.chain.peer.Listener``."""
+        """A stage of the session at ``peer`` said this. Raises ``ProtocolError`` where no correct stage does."""
         if message.attempt != self._core.epoch:
             return  # of an older one: who says it may hold another stage by now, or none
         if isinstance(message, ChainBroken):
@@ -247,7 +230,7 @@ class GenerationSession:
         except ConnectionLost as problem:
             self.event(ev.Declined(asked.stage, asked.ask, ev.NEXT_LOST, problem.message))
             return
-        peer.listeners[self.id] = self
+        peer.listeners[self.id] = self.heard
         peer.watch_closely()  # before the answer, for that is the last that may come late
         try:
             answer = await peer.ask(method, params, timeout_s=asked.timeout_s)
@@ -263,25 +246,13 @@ class GenerationSession:
             self.event(ev.Agreed(asked.stage, asked.ask, position))
 
     def _request(self, asked: ev.Ask, peer: Peer) -> tuple[str, dict[str, Any]]:
-        options, chain, sampling = self._options, self._chain, self._options.sampling
         params: dict[str, Any] = {"session": self.id, "index": asked.stage, "attempt": asked.epoch}
         if asked.kind == "replay":
             return "session.replay", params | {"number": asked.number, "stop": asked.keep, "last": asked.last}
-        params["next"] = chain.place_after(asked.stage, peer, asked.next_seat)
+        params["next"] = self._chain.place_after(asked.stage, peer, asked.next_seat)
         if asked.kind == "resume":
             return "session.resume", params | {"keep": asked.keep}
-        return "session.open", params | {
-            "part": chain.part_of(asked.stage),
-            "stages": chain.stages,
-            "positions": options.positions,
-            "encoding": options.encoding,
-            "prefill_encoding": options.prefill_encoding,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "seed": sampling.seed,
-            "silence_s": options.silence_s,
-        }
+        return "session.open", params | self._opening | {"part": self._chain.seated(asked.stage).loaded.part}
 
     def _let_go(self, problem: NetworkError) -> None:
         for answered in self._waiting.values():

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
@@ -76,19 +76,10 @@ class WorkerAt:
         return "" if is_loopback(self.host) and not is_loopback(other.host) else self.host
 
 
-class Listener(Protocol):
-    """A session, as far as the peers of its stages tell it something."""
-
-    def heard(self, peer: Peer, message: Picked | ChainBroken) -> None:
-        """A stage of the session at ``peer`` said this. Raises ``ProtocolError`` where no correct stage does."""
-        ...
-
-
 class Peer:
     """See the module's docstring.
 
     Attributes:
-        worker: who it is.
         latency_s: one way, the shortest that was seen; 0 before ``measure``.
         problem: why the connection ended; None while it lives.
         on_lost: called once, with the reason, when the connection ended other than by ``close``.
@@ -101,7 +92,7 @@ class Peer:
         self.latency_s = 0.0
         self.problem: P2PTrainError | None = None
         self.on_lost: list[Callable[[Peer, P2PTrainError], None]] = []
-        self.listeners: dict[str, Listener] = {}
+        self.listeners: dict[str, Callable[[Peer, Picked | ChainBroken], None]] = {}
         self._around = context
         self._now = context.world.clock.now
         self._connection = connection
@@ -247,7 +238,7 @@ class Peer:
             case Picked() | ChainBroken():
                 listener = self.listeners.get(message.session)
                 if listener is not None:  # else its session was closed a moment ago
-                    listener.heard(self, message)
+                    listener(self, message)
             case PartLoading(done_bytes, total_bytes):
                 if not 0 <= done_bytes <= total_bytes < 1 << 60:
                     raise ProtocolError(f"{self.name} loaded {done_bytes} of {total_bytes} bytes")

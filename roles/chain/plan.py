@@ -101,28 +101,6 @@ async def giving(context: Context, source: ModelDirectory, worker: WorkerAt) -> 
             connection.abort()
 
 
-async def small_files(context: Context, model: Model, names: Sequence[str]) -> dict[str, bytes]:
-    """Files that come with a model, such as its tokenizer's; those that it does not have are not in the answer.
-
-    Raises:
-        NetworkError, PeerError: the worker that gives them cannot, or lies. StorageError: they cannot be read here.
-    """
-    found: dict[str, bytes] = {}
-    if model.source is not None:
-        records = {record.name: record for record in model.source.records if record.dtype == FILE}
-        async with _disk(context) as disk:
-            for name in records.keys() & set(names):
-                read = partial(model.source.read, name, 0, records[name].size_bytes)
-                found[name] = bytes(await disk.submit(read))
-        return found
-    async with _receiving(context, model) as receiver:
-        table = await receiver.table(model.config)
-        wanted = [table[name] for name in names if name in table and table[name].dtype == FILE]
-        async for record, data in receiver.tensors(wanted):
-            found[record.name] = bytes(data)
-    return found
-
-
 async def tensor_table(context: Context, model: Model) -> Mapping[str, TensorRecord]:
     """All tensors of a model and its small files, by name. Raises ``NetworkError``, ``PeerError``, ``UserError``."""
     if model.source is not None:
@@ -231,10 +209,7 @@ class Plan:
     """A chain that can be loaded.
 
     Attributes:
-        dtype: of ``PartSpec``.
         wanted: for what it was made, links included: a lost stage's place is given away by the same measure.
-        placement: who holds what, and what it is predicted to do.
-        spares: who else was there, as placement sees them.
         loaded: all parts are loaded there already.
     """
 
@@ -261,11 +236,7 @@ class Plan:
 class WorkerPool:
     """The workers that are dialled: those of a chain and their spares. Kept connected until ``close``.
 
-    Attributes:
-        peers: by id.
-        offers: of each, as it said last.
-        refused: name → why a worker is not in the pool.
-        links: measured so far.
+    ``refused`` tells by name why a worker is not in it.
     """
 
     def __init__(self, context: Context) -> None:
@@ -314,11 +285,10 @@ class WorkerPool:
             await before.close()
         return peer
 
-    async def renew(self, peer: Peer) -> Offer:
+    async def renew(self, peer: Peer) -> Peer:
         """What a peer offers now. Raises ``P2PTrainError``."""
-        offer = Offer.from_map_untrusted(await peer.ask("part.offer", {}, timeout_s=OFFER_S))
-        self.offers[peer.worker.peer_id] = offer
-        return offer
+        self.offers[peer.worker.peer_id] = Offer.from_map_untrusted(await peer.ask("part.offer", {}, timeout_s=OFFER_S))
+        return peer
 
     def seen(self, peer: Peer) -> placing.Peer:
         """As placement sees it."""
@@ -389,8 +359,25 @@ class WorkerPool:
         raise Refused("no-model", text, remedy="name a directory with config.json and *.safetensors on one of them")
 
     async def files(self, model: Model, names: Sequence[str]) -> dict[str, bytes]:
-        """As ``small_files``."""
-        return await small_files(self.context, model, names)
+        """Files that come with a model, such as its tokenizer's; those that it does not have are not in the answer.
+
+        Raises:
+            NetworkError, PeerError: the worker that gives them cannot, or lies. StorageError: they cannot be read here.
+        """
+        found: dict[str, bytes] = {}
+        if model.source is not None:
+            records = {record.name: record for record in model.source.records if record.dtype == FILE}
+            async with _disk(self.context) as disk:
+                for name in records.keys() & set(names):
+                    read = partial(model.source.read, name, 0, records[name].size_bytes)
+                    found[name] = bytes(await disk.submit(read))
+            return found
+        async with _receiving(self.context, model) as receiver:
+            table = await receiver.table(model.config)
+            wanted = [table[name] for name in names if name in table and table[name].dtype == FILE]
+            async for record, data in receiver.tensors(wanted):
+                found[record.name] = bytes(data)
+        return found
 
     async def close(self) -> None:
         """Let all go. Parts stay loaded there. Never raises."""

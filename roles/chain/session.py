@@ -714,27 +714,3 @@ class Session:
             request.due = now + self._patience_s(ahead)
             what = (request.keep, request.ids, request.last, request.samples, request.sample_index, request.prefill)
             out.append(Send(self._stages[0].seat, self.epoch, request.number, *what))
-
-    # ------------------------------------------------------------------------------------------------------- checking
-
-    def validate(self) -> None:
-        """Raise ``AssertionError`` where what must always be so is not."""
-        numbers = [request.number for request in self.flight]
-        assert numbers == sorted(set(numbers))
-        assert not numbers or numbers[-1] <= self.last_number
-        history = list(self._answered)
-        for request in self.flight:
-            assert request.keep <= len(history), "a request keeps more than there is"
-            if request.index >= 0:
-                del history[request.keep :]
-                history += request.ids
-        assert history == self.ids, "answered requests and those under way make up what was submitted"
-        assert self.room >= 0
-        for index, stage in enumerate(self._stages):
-            assert stage.epoch <= self.epoch
-            assert stage.seat >= 0 or not (stage.opened or stage.ask or stage.replay)
-            if self.phase is Phase.RUNNING:
-                assert self._ready(index)
-        assert (self._mending_since is None) == (self.phase is Phase.RUNNING) or self.phase is Phase.ENDED
-        if self.phase is Phase.RUNNING:
-            assert all(request.due for request in list(self.flight)[:WINDOW]), "a request waits without a deadline"

@@ -226,7 +226,7 @@ class Machine:
         while not self.stop.is_set():
             try:
                 world = self._world()
-                if COPY_NAME in world.disk.list_dir(BACKUP) and not self.disk.has_database(STATE / "seed.sqlite3"):
+                if COPY_NAME in world.disk.list_dir(BACKUP) and STATE / "seed.sqlite3" not in self.disk.databases:
                     restore(world.disk, BACKUP, STATE)
                 await run_seed(
                     world,
@@ -249,7 +249,7 @@ class Simulation:
     def __init__(
         self, loop: SimLoop, profile: Profile, expected: list[Any], number: int, *, peers: int, verbose: bool
     ) -> None:
-        self.loop, self.profile = loop, profile
+        self.loop, self.profile, self.number = loop, profile, number
         self.random = random.Random(number)  # noqa: S311 - a replay must be possible
         self._weather = random.Random(number + 1)  # noqa: S311
         self._latency_s = self._weather.choice((0.0003, 0.003, 0.03))

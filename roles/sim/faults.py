@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from ring.transaction import Phase
 from roles.sim.cluster import SEED, Machine, Simulation
@@ -102,11 +101,11 @@ class Faults:
                 self._tell(f"power cut at {[machine.host for machine in several]}")
                 for victim in several:
                     victim.power_cut()
-                self._later(self._after(rng.uniform(0, 5), lambda: self._start(*several)))
+                self._later(rng.uniform(0, 5), lambda: self._start(*several))
             case "lose-disk" if len(victims) > 1:
                 self._tell(f"{victims[0].host} is gone with its disk")
                 victims[0].lose_disk()
-                self._later(self._after(rng.choice(LASTS_S), lambda: self._start(victims[0])))
+                self._later(rng.choice(LASTS_S), lambda: self._start(victims[0]))
             case "leave" if len(victims) > 1:
                 self._tell(f"{victims[0].host} leaves")
                 victims[0].leave()
@@ -225,7 +224,7 @@ class Faults:
                 self._tell(f"{victim.host} thaws")
                 self._simulation.loop.thaw(process)
 
-        self._later(self._after(seconds, thaw))
+        self._later(seconds, thaw)
 
     def _sever(self, how: str, pairs: list[tuple[str, str]]) -> None:
         network = self._simulation.network
@@ -239,14 +238,14 @@ class Faults:
             for one, other in pairs:
                 network.mend(one, other)
 
-        self._later(self._after(self._random.choice(LASTS_S), mend))
+        self._later(self._random.choice(LASTS_S), mend)
 
     def _slow(self, one: str, other: str, lasts_s: float | None = None) -> None:
         way, delay_s = frozenset((one, other)), self._random.choice((0.1, 0.5, 3.0))
         self._tell(f"{one}-{other} takes {delay_s} s more")
         self._simulation.slow[way] = delay_s
         lasts_s = self._random.choice(LASTS_S) if lasts_s is None else lasts_s
-        self._later(self._after(lasts_s, lambda: self._simulation.slow.pop(way, None)))
+        self._later(lasts_s, lambda: self._simulation.slow.pop(way, None))
 
     def _garbage(self, victim: Machine) -> None:
         """Bytes that are no frame, between two frames of one of its connections, which must end for it."""
@@ -265,6 +264,7 @@ class Faults:
         noise = self._random.randbytes(64)
 
         def inject() -> None:
+            PROCESS.set(victim.process)
             if connection._ended or not connection._decoder.between_frames:
                 return  # something came meanwhile
             rest = memoryview(noise)
@@ -276,11 +276,7 @@ class Faults:
                 rest = rest[taken:]
             self._simulation.observer.check("garbage ends it", connection._ended, lambda: f"{noise.hex()} was taken")
 
-        def inject_there() -> None:
-            PROCESS.set(victim.process)
-            inject()
-
-        self._simulation.loop.call_soon(inject_there, context=contextvars.copy_context())
+        self._simulation.loop.call_soon(inject, context=contextvars.copy_context())
 
     async def _seed(self, kind: str) -> None:
         seed, rng = self._simulation.seed, self._random
@@ -296,7 +292,7 @@ class Faults:
             self._tell(f"{'power cut at' if cut else 'kill'} the seed")
             await self._at_moment(seed, rng.choice((1, 5, 40)), Machine.power_cut if cut else Machine.kill)
             away_s = rng.choice((40.0, 100.0)) if kind == "seed-away" else rng.choice((0.0, 1.0, 10.0))
-            self._later(self._after(away_s, lambda: self._start(seed)))
+            self._later(away_s, lambda: self._start(seed))
 
     async def _lose_seed(self) -> None:
         """The seed is gone with its disk, and the copy that it is restored from lacks the newest view, if it can be."""
@@ -330,14 +326,14 @@ class Faults:
             self._tell(f"the disk of {victim.host} has room again")
             victim.disk.fill_up(False)
 
-        self._later(self._after(self._random.uniform(1, 20), room))
+        self._later(self._random.uniform(1, 20), room)
 
     async def _person(self, kind: str) -> None:
         simulation = self._simulation
         if kind == "pause":
             self._tell("the person pauses")
             await simulation.ask("jobs.pause", job=simulation.job)
-            self._later(self._resume(self._random.uniform(0, 10)))
+            self._lasting.append(asyncio.create_task(self._resume(self._random.uniform(0, 10))))
         elif kind == "save":
             self._tell("the person saves")
             await simulation.ask("jobs.save", job=simulation.job)
@@ -362,12 +358,12 @@ class Faults:
 
     # ------------------------------------------------------------------------------------------------------ and after
 
-    def _later(self, what: Coroutine[Any, Any, None]) -> None:
-        self._lasting.append(asyncio.create_task(what))
+    def _later(self, seconds: float, act: Callable[[], object]) -> None:
+        async def wait() -> None:
+            await asyncio.sleep(seconds)
+            act()
 
-    async def _after(self, seconds: float, act: Callable[[], object]) -> None:
-        await asyncio.sleep(seconds)
-        act()
+        self._lasting.append(asyncio.create_task(wait()))
 
     async def calm(self, least: int) -> None:
         """Wait until what lasts has passed; then let the seed run, and ``least`` workers."""

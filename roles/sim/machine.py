@@ -69,9 +69,6 @@ class Process:
             self.tasks = {known: None for known in self.tasks if not known.done()}
         self.tasks[task] = None
 
-    def __repr__(self) -> str:
-        return f"<{self.host}>"
-
 
 PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 
@@ -137,7 +134,7 @@ T = TypeVar("T")
 
 
 class SimThreads:
-    """Starts the threads of one process.
+    """A thread of one process, which starts others like it.
 
     Args:
         call_s: what a call takes on average; every machine has its own.
@@ -145,15 +142,10 @@ class SimThreads:
 
     def __init__(self, process: Process, rng: random.Random, call_s: float) -> None:
         self._process, self._random, self._call_s = process, rng, call_s
+        self._free_at = 0.0
 
     def start(self, name: str) -> Thread:
-        return _SimThread(self._process, self._random, self._call_s)
-
-
-class _SimThread:
-    def __init__(self, process: Process, rng: random.Random, call_s: float) -> None:
-        self._process, self._random, self._call_s = process, rng, call_s
-        self._free_at = 0.0
+        return SimThreads(self._process, self._random, self._call_s)
 
     def submit(self, call: Callable[[], T], *, idle: bool = False) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
@@ -243,8 +235,8 @@ class MachineDisk:
     def __init__(self, rng: random.Random) -> None:
         self._random = rng
         self._root = _Dir()
-        self._databases: dict[Path, _Database] = {}
-        self._locks: dict[Path, Process] = {}
+        self.databases: dict[Path, _Database] = {}
+        self.locks: dict[Path, Process] = {}
         self.full = False
         self.calls = 0
         self.die_in: int | None = None
@@ -253,11 +245,9 @@ class MachineDisk:
     def seen_by(self, process: Process) -> Disk:
         return ProcessDisk(self, process)
 
-    def power_cut(self) -> None:
+    def power_cut(self, directory: _Dir | None = None) -> None:
         """Forget what was not flushed."""
-        self._fall_back(self._root)
-
-    def _fall_back(self, directory: _Dir) -> None:
+        directory = directory or self._root
         kept = self._random.randint(0, len(directory.since))
         entries = dict(directory.flushed)
         for change in directory.since[:kept]:
@@ -265,48 +255,31 @@ class MachineDisk:
         directory.entries, directory.flushed, directory.since = entries, dict(entries), []
         for node in entries.values():
             if isinstance(node, _Dir):
-                self._fall_back(node)
-            else:
-                node.data = node.flushed = self._fallen_back(node)
-
-    def _fallen_back(self, file: _File) -> bytes:
-        if file.flushed == file.data:
-            return file.data
-        part = file.data[: self._random.randint(0, len(file.data))]
-        return self._random.choice((file.flushed or b"", file.data, part, part + bytes(len(file.data) - len(part))))
+                self.power_cut(node)
+            elif node.flushed != node.data:
+                part = node.data[: self._random.randint(0, len(node.data))]
+                torn = part + bytes(len(node.data) - len(part))
+                node.data = node.flushed = self._random.choice((node.flushed or b"", node.data, part, torn))
 
     def fill_up(self, full: bool) -> None:
         self.full = full
-        for database in self._databases.values():
+        for database in self.databases.values():
             database.full = full
 
     def close(self) -> None:
         """The end of the simulation."""
-        for database in self._databases.values():
+        for database in self.databases.values():
             sqlite3.Connection.close(database)
-        self._databases.clear()
+        self.databases.clear()
 
     # ------------------------------------------------------------------------------------ what the processes' views use
 
     def database(self, path: Path) -> sqlite3.Connection:
-        if path not in self._databases:
-            self._databases[path] = sqlite3.connect(":memory:", isolation_level=None, factory=_Database)
-        database = self._databases[path]
+        if path not in self.databases:
+            self.databases[path] = sqlite3.connect(":memory:", isolation_level=None, factory=_Database)
+        database = self.databases[path]
         database.full = self.full
         return database
-
-    def has_database(self, path: Path) -> bool:
-        return path in self._databases
-
-    def lock(self, path: Path, process: Process) -> bool:
-        holder = self._locks.get(path)
-        if holder is not None and holder.alive and holder is not process:
-            return False
-        self._locks[path] = process
-        return True
-
-    def unlock(self, path: Path) -> None:
-        self._locks.pop(path, None)
 
     def find(self, path: Path) -> _File | _Dir | None:
         node: _File | _Dir | None = self._root
@@ -328,11 +301,11 @@ class MachineDisk:
 
 
 class _SimLock:
-    def __init__(self, disk: MachineDisk, path: Path) -> None:
-        self._disk, self._path = disk, path
+    def __init__(self, locks: dict[Path, Process], path: Path) -> None:
+        self._locks, self._path = locks, path
 
     def close(self) -> None:
-        self._disk.unlock(self._path)
+        self._locks.pop(self._path, None)
 
 
 class ProcessDisk:
@@ -456,7 +429,12 @@ class ProcessDisk:
 
     def try_lock(self, path: Path) -> Lock | None:
         self._check()
-        return _SimLock(self._machine, path) if self._machine.lock(path, self._process) else None
+        locks = self._machine.locks
+        holder = locks.setdefault(path, self._process)
+        if holder.alive and holder is not self._process:
+            return None
+        locks[path] = self._process
+        return _SimLock(locks, path)
 
     def connect(self, path: Path) -> sqlite3.Connection:
         self._check()

@@ -83,6 +83,8 @@ def run_schedule(
     mutation: str = "",
     verbose: bool = False,
     stages: int = 1,
+    conduct: Conduct | None = None,
+    steps: int = STEPS,
 ) -> Verdict:
     """Run the schedule that ``number`` decides.
 
@@ -91,22 +93,9 @@ def run_schedule(
         kinds: of faults; empty: all.
         mutation: the safeguard to switch off.
         stages: parts that the model is split into; 1: it is not.
+        conduct: decides what happens when, instead of chance.
     """
     kinds = kinds or list(KINDS if stages == 1 else KINDS | KINDS_OF_PARTS)
-    return _run(number, peers, kinds, mutation, verbose, _conduct, STEPS, stages)
-
-
-def _run(
-    number: int,
-    peers: int,
-    kinds: Sequence[str],
-    mutation: str,
-    verbose: bool,
-    conduct: Conduct,
-    steps: int,
-    stages: int = 1,
-) -> Verdict:
-    """Run one schedule in which ``conduct`` decides what happens when."""
     profile, expected = _prepared(number % 2 == 0, steps, stages)
     began = time.perf_counter()
     rng = random.Random(f"schedule {number}")  # noqa: S311
@@ -114,12 +103,12 @@ def _run(
         peers = peers or stages * rng.choice((1, 2, 2, 3)) + rng.choice((0, 0, 1, 2))
     peers = peers or min(rng.randint(2, MOST_PEERS), rng.randint(2, MOST_PEERS), rng.randint(2, MOST_PEERS))
     loop = SimLoop()
+    simulation = Simulation(loop, profile, expected, number, peers=peers, verbose=verbose)
+    loop.set_exception_handler(simulation.complaint)
     gc.disable()  # for speed, and because a collection at any moment is no part of the schedule
     try:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            simulation, problem = runner.run(
-                _simulate(loop, number, peers, kinds, profile, expected, mutation, verbose, rng, conduct)
-            )
+            problem = runner.run(_simulate(simulation, mutation, rng, kinds, conduct or _conduct))
     finally:
         gc.enable()
     violation = simulation.observer.violation
@@ -141,22 +130,11 @@ def _run(
 
 
 async def _simulate(
-    loop: SimLoop,
-    number: int,
-    peers: int,
-    kinds: Sequence[str],
-    profile: Profile,
-    expected: list[Any],
-    mutation: str,
-    verbose: bool,
-    rng: random.Random,
-    conduct: Conduct,
-) -> tuple[Simulation, tuple[str, str]]:
-    simulation = Simulation(loop, profile, expected, number, peers=peers, verbose=verbose)
-    loop.set_exception_handler(simulation.complaint)
+    simulation: Simulation, mutation: str, rng: random.Random, kinds: Sequence[str], conduct: Conduct
+) -> tuple[str, str]:
     faults = Faults(simulation)
     problem = ("", "")
-    with watched(simulation, random.Random(number)), without(mutation):  # noqa: S311
+    with watched(simulation, random.Random(simulation.number)), without(mutation):  # noqa: S311
         try:
             await conduct(simulation, faults, rng, kinds)
         except TimeoutError:
@@ -172,7 +150,7 @@ async def _simulate(
         problem = ("progress", f"the job is {simulation.observer.job_state}")
     if not problem[0] and simulation.complaints:
         problem = ("nothing unexpected", "; ".join(simulation.complaints[:3]))
-    return simulation, problem
+    return problem
 
 
 async def _conduct(simulation: Simulation, faults: Faults, rng: random.Random, kinds: Sequence[str]) -> None:

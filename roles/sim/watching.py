@@ -53,6 +53,20 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
         setattr(owner, name, before)
 
 
+def _then(tell: Callable[..., object]) -> Callable[[Any], Any]:
+    """Makes a method that calls ``tell``, too, once it is done."""
+
+    def make(original: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            result = original(*given, **named)
+            tell(*given, **named)
+            return result
+
+        return call
+
+    return make
+
+
 @contextmanager
 def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
     """Tell the simulation's observer of everything, and make random names, and nothing else, from ``names``."""
@@ -80,36 +94,11 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
 
         return call
 
-    def add_view(original: Any) -> Any:
-        def call(self: Records, view: Any, *rest: Any, restored: bool, **more: Any) -> Any:
-            original(self, view, *rest, restored=restored, **more)
-            observer.minted(view, restored)
-
-        return call
-
-    def add_checkpoint(original: Any) -> Any:
-        def call(self: Records, checkpoint: Any, *rest: Any) -> None:
-            original(self, checkpoint, *rest)
-            observer.recorded(checkpoint.step, checkpoint.digest)
-
-        return call
-
-    def keep_copy(original: Any) -> Any:
-        def call(disk: Any, directory: Any, data: bytes) -> None:
-            original(disk, directory, data)
-            simulation.copies.append((observer.line.generation, data))
-
-        return call
-
-    def save_job(original: Any) -> Any:
-        def call(self: Records, job: Any) -> Any:
-            original(self, job)
-            if job.state != observer.job_state:
-                observer.job_state = job.state
-                observer.tell(f"the job is {job.state} ({job.reason})")
-                simulation.job_changed.set()
-
-        return call
+    def job_saved(self: Records, job: Any) -> None:
+        if job.state != observer.job_state:
+            observer.job_state = job.state
+            observer.tell(f"the job is {job.state} ({job.reason})")
+            simulation.job_changed.set()
 
     def publish(original: Any) -> Any:
         def call(self: CheckpointStore, temporary: Path, target: Path) -> None:
@@ -124,15 +113,11 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
 
         return call
 
-    def remove(original: Any) -> Any:
-        def call(self: Any, path: Any) -> None:
-            original(self, path)
-            machine = here()
-            if machine is not None:
-                kept = machine.announced if stage_of(path) is not None else machine.wholes
-                kept.pop(int(path.name.rpartition("-")[2]), None)
-
-        return call
+    def removed(self: CheckpointStore, path: Path) -> None:
+        machine = here()
+        if machine is not None:
+            kept = machine.announced if stage_of(path) is not None else machine.wholes
+            kept.pop(int(path.name.rpartition("-")[2]), None)
 
     def verify(original: Any) -> Any:
         async def call(self: CheckpointFiles, step: int) -> Any:
@@ -178,15 +163,19 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, make in (
             (Transaction, "handle", handle),
-            (Records, "add_view", add_view),
-            (Records, "save_job", save_job),
-            (Records, "add_checkpoint", add_checkpoint),
+            (Records, "add_view", _then(lambda self, view, *_, restored, **__: observer.minted(view, restored))),
+            (Records, "save_job", _then(job_saved)),
+            (Records, "add_checkpoint", _then(lambda self, item, *_: observer.recorded(item.step, item.digest))),
             (CheckpointStore, "_publish", publish),
-            (CheckpointStore, "_remove", remove),
+            (CheckpointStore, "_remove", _then(removed)),
             (CheckpointFiles, "load", load),
             (CheckpointFiles, "verify", verify),
             (SeedLink, "send", send),
-            (backup, "keep_copy", keep_copy),
+            (
+                backup,
+                "keep_copy",
+                _then(lambda disk, directory, data: simulation.copies.append((observer.line.generation, data))),
+            ),
             (SyncStrategy, "_summarize", summarize),
             (secrets, "token_hex", lambda original: lambda number=32: names.randbytes(number).hex()),
             (secrets, "token_bytes", lambda original: lambda number=32: names.randbytes(number)),
@@ -209,15 +198,11 @@ def _no_fence() -> list[Patch]:
 
         return call
 
-    def add_view(original: Any) -> Any:
-        def call(self: Records, view: View, *rest: Any, **more: Any) -> None:
-            original(self, view, *rest, **more)
-            self._db.execute("DELETE FROM views WHERE job = ? AND generation = ?", (view.job, view.generation))
-
-        return call
+    def forget(self: Records, view: View, *rest: Any, **more: Any) -> None:
+        self._db.execute("DELETE FROM views WHERE job = ? AND generation = ?", (view.job, view.generation))
 
     return [
-        (Records, "add_view", add_view),
+        (Records, "add_view", _then(forget)),
         (Coordinator, "_is_current", is_current),
         (Inbound, "_judge", lambda original: lambda self, job, generation, peer_id, topology: None),
         (FrameDecoder, "_is_stale", lambda original: lambda self, generation: False),

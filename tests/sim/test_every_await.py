@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ring.transaction import Phase
 from roles.sim.cluster import Simulation
 from roles.sim.faults import Faults
-from roles.sim.run import Verdict, _run, _to_the_end
+from roles.sim.run import Verdict, _to_the_end, run_schedule
 
 MEMBERS, BEFORE, STEPS = 3, 3, 9  # the member that died is one again before the end
 EXACT = 2  # the number of a schedule whose sums are exact
@@ -63,7 +63,7 @@ class Death:
 
 def died(callbacks: int) -> tuple[Death, Verdict]:
     death = Death(1, callbacks)
-    return death, _run(EXACT, MEMBERS, [], "", False, death.conduct, STEPS)
+    return death, run_schedule(EXACT, peers=MEMBERS, conduct=death.conduct, steps=STEPS)
 
 
 def test_a_kill_at_every_callback_of_a_step_harms_nothing() -> None:

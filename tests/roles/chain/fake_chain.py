@@ -104,7 +104,7 @@ class Chain:
         self.now += 0.001
         self.handled += 1
         instructions = self.core.handle(event, self.now)
-        self.core.validate()
+        validate(self.core)
         for instruction in instructions:
             self._carry_out(instruction)
 
@@ -305,3 +305,26 @@ class Chain:
     @property
     def running(self) -> bool:
         return self.core.phase is Phase.RUNNING
+
+
+def validate(core: Session) -> None:
+    """Raise ``AssertionError`` where what must always be so is not."""
+    numbers = [request.number for request in core.flight]
+    assert numbers == sorted(set(numbers))
+    assert not numbers or numbers[-1] <= core.last_number
+    history = list(core._answered)
+    for request in core.flight:
+        assert request.keep <= len(history), "a request keeps more than there is"
+        if request.index >= 0:
+            del history[request.keep :]
+            history += request.ids
+    assert history == core.ids, "answered requests and those under way make up what was submitted"
+    assert core.room >= 0
+    for index, stage in enumerate(core._stages):
+        assert stage.epoch <= core.epoch
+        assert stage.seat >= 0 or not (stage.opened or stage.ask or stage.replay)
+        if core.phase is Phase.RUNNING:
+            assert core._ready(index)
+    assert (core._mending_since is None) == (core.phase is Phase.RUNNING) or core.phase is Phase.ENDED
+    if core.phase is Phase.RUNNING:
+        assert all(request.due for request in list(core.flight)[: ev.WINDOW]), "a request waits without a deadline"
