@@ -7,7 +7,7 @@ alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
@@ -86,19 +86,10 @@ SPENT_LOOKS = {
     "rest": Look("·", "border"),
 }
 """What a verifier's token spends its time on."""
-_UNKNOWN_LOOK = Look("?", "dim")
 
 
-def peer_look(state: str) -> Look:
-    return PEER_LOOKS.get(state, _UNKNOWN_LOOK)
-
-
-def job_look(state: str) -> Look:
-    return JOB_LOOKS.get(state, _UNKNOWN_LOOK)
-
-
-def level_look(level: str) -> Look:
-    return LEVEL_LOOKS.get(level, _UNKNOWN_LOOK)
+def look_in(looks: Mapping[str, Look], state: str) -> Look:
+    return looks.get(state, Look("?", "dim"))
 
 
 def _scaled(value: float | None, units: Sequence[str], base: float) -> str:
@@ -256,13 +247,10 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 def stacked_bar(parts: Sequence[tuple[Look, float]], whole: float, width: int) -> list[Span]:
     """Parts of ``whole`` in ``width`` cells, each with its own texture; what none of them takes is dotted."""
-    taken = [max(0.0, value) if is_finite(value) else 0.0 for _, value in parts]
-    rest = max(0.0, whole - sum(taken)) if is_finite(whole) else 0.0
-    cells = _largest_remainder([*taken, rest], width)
-    if not sum(cells):
-        cells[-1] = max(0, width)
-    looks = [*(look for look, _ in parts), FREE]
-    return [Span(look.symbol * count_, look.role) for look, count_ in zip(looks, cells, strict=True) if count_]
+    known = [(look, max(0.0, value) if is_finite(value) else 0.0) for look, value in parts]
+    taken = sum(value for _, value in known)
+    rest = max(0.0, whole - taken) if is_finite(whole) else 0.0
+    return filled_bar([*known, (FREE, rest if taken + rest > 0 else 1.0)], width)
 
 
 def filled_bar(parts: Sequence[tuple[Look, float]], width: int) -> list[Span]:

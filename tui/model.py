@@ -232,9 +232,9 @@ class Store:
             except ProtocolError as error:
                 self.malformed += 1
                 bad = error
-        self._changed(kind)
+        self.versions[kind] += 1
         if bad is not None:
-            self._changed("link")
+            self.versions["link"] += 1
             raise ProtocolError(f"a malformed item in an update of {clean(topic, 40)}: {bad.message}")
 
     def replace(self, topic: str, items: Iterable[object], now: float) -> None:
@@ -248,15 +248,12 @@ class Store:
 
     def set_link(self, link: Link) -> None:
         self.link = link
-        self._changed("link")
+        self.versions["link"] += 1
 
     def lost(self, error: P2PTrainError, now: float, retry_at: float) -> None:
         """Note that the seed cannot be reached: ``since`` stays that of the first failure in a row."""
         since = now if self.link.phase is Phase.LIVE else self.link.since
         self.set_link(Link(Phase.LOST, since, retry_at, None, clean(error.message), clean(error.remedy)))
-
-    def _changed(self, topic: str) -> None:
-        self.versions[topic] += 1
 
     def _take(self, topic: str, record: Any, now: float) -> None:
         if isinstance(record, ClusterInfo):

@@ -41,7 +41,7 @@ class Frame:
 
     def look_of(self, peer_id: str) -> Look:
         peer = self.store.peers.get(peer_id)
-        return fmt.peer_look(peer.state if peer else "")
+        return fmt.look_in(fmt.PEER_LOOKS, peer.state if peer else "")
 
     @property
     def unconnected(self) -> bool:
@@ -187,7 +187,7 @@ class RingPanel(RowsPanel, can_focus=True):
         spans = [Span("not in the ring: ", "dim")]
         room = width - 17
         for index, peer in enumerate(others):
-            look = fmt.peer_look(peer.state)
+            look = fmt.look_in(fmt.PEER_LOOKS, peer.state)
             text = f"{fmt.fit(peer.name, 18)} ({fmt.fit(peer.state, 10)})  "
             if Text(text).cell_len + 8 > room:
                 return [*spans, Span(f"+{len(others) - index}", "dim")]
@@ -204,7 +204,7 @@ def ring_rows(frame: Frame, job: JobInfo, width: int) -> list[Row]:
     room = max(10, min(30, width - names - 28))
     rows: list[list[Row]] = []
     for rank, (peer, id_) in enumerate(zip(peers, job.members, strict=True)):
-        look = fmt.peer_look(peer.state if peer else "lost")
+        look = fmt.look_in(fmt.PEER_LOOKS, peer.state if peer else "lost")
         name = peer.name if peer else id_
         state = "gone" if peer is None else f"{peer.state} ×{peer.share}" if peer.share else peer.state
         way = next((text for text in fmt.ways(*edges[rank]) if len(text) + 4 <= room), "")
@@ -259,7 +259,7 @@ def what_next(frame: Frame) -> list[list[Span]]:
             [Span("Give them something to train:")],
             [Span("  p2ptrain jobs create --profile tiny", "accent")],
         ]
-    look = fmt.job_look(frame.job.state)
+    look = fmt.look_in(fmt.JOB_LOOKS, frame.job.state)
     return [
         [Span(f"{look.symbol} ", look.role), Span(f"{frame.job.name} is {frame.job.state}", "strong")],
         [],
@@ -450,7 +450,7 @@ class EventsPanel(TextPanel):
 
 
 def _event_line(event: EventInfo, palette: Palette, width: int) -> Text:
-    look = fmt.level_look(event.level)
+    look = fmt.look_in(fmt.LEVEL_LOOKS, event.level)
     line = Text()
     line.append(f"{fmt.clock(event.wall)} ", palette.style("dim"))
     line.append(f"{look.symbol} ", palette.style(look.role))

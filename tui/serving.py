@@ -235,22 +235,18 @@ def serving_rows(frame: Frame, width: int) -> list[Row]:
         if not verifier.drafters:
             rows += [[], [Span("  no drafter: "), Span(_command("drafter", frame), "accent")]]
     if not rows:
-        rows = _nobody(frame)
+        rows = [
+            [Span("nobody writes text yet", "strong")],
+            [],
+            [Span("A verifier writes with its model; drafters with a small one speed it up:")],
+            [Span(f"  {_command('verifier', frame)}", "accent")],
+            [Span(f"  {_command('drafter', frame)}", "accent")],
+        ]
     left = unused(store.serving)
     if left:
         names = ", ".join(f"{fit(info.name, 18)} ({fit(info.model, 20)})" for info in left)
         rows += [[], [Span("drafters that no verifier uses: ", "dim"), Span(names)]]
     return rows
-
-
-def _nobody(frame: Frame) -> list[Row]:
-    return [
-        [Span("nobody writes text yet", "strong")],
-        [],
-        [Span("A verifier writes with its model; drafters with a small one speed it up:")],
-        [Span(f"  {_command('verifier', frame)}", "accent")],
-        [Span(f"  {_command('drafter', frame)}", "accent")],
-    ]
 
 
 def _command(role: str, frame: Frame) -> str:

@@ -90,10 +90,6 @@ class LiveTable(ScrollView, can_focus=True):
             super().__init__()
             self.table, self.key = table, key
 
-        @property
-        def control(self) -> LiveTable:
-            return self.table
-
     def __init__(self, columns: Sequence[Column], *, id: str) -> None:
         super().__init__(id=id)
         self._columns = columns
@@ -308,7 +304,7 @@ class PeersPanel(TablePanel):
         return {peer.id: self._row(peer, frame) for peer in frame.store.peers_in_order()}
 
     def _row(self, peer: PeerInfo, frame: Frame) -> dict[str, Cell]:
-        look = fmt.peer_look(peer.state)
+        look = fmt.look_in(fmt.PEER_LOOKS, peer.state)
         return {
             "rank": _plain(fmt.UNKNOWN if peer.rank is None else str(peer.rank), "dim"),
             "state": (Span(f"{look.symbol} ", look.role), Span(peer.state, look.role)),
@@ -386,7 +382,7 @@ class JobsPanel(TablePanel):
         return {job.id: self._row(job, frame) for job in frame.store.jobs_in_order()}
 
     def _row(self, job: JobInfo, frame: Frame) -> dict[str, Cell]:
-        look = fmt.job_look(job.state)
+        look = fmt.look_in(fmt.JOB_LOOKS, job.state)
         part = job.step / job.steps_total if job.steps_total > 0 else 0.0
         series = frame.store.series.get(job.id)
         bar_width = {column.key: width for column, width in self.table.chosen}.get("progress", 10)

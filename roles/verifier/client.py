@@ -238,7 +238,16 @@ class Text:
                     raise ProtocolError("a text that begins twice, or after no prompt")
                 self._began, self.prompt_tokens, self.left_out = True, prompt_tokens, left_out
             case wire.Piece():
-                self._take_piece_untrusted(message)
+                if not self._began or len(message.tokens) % ID_BYTES:
+                    raise ProtocolError("a piece of no text")
+                if len(self._pieces) >= MOST_PIECES or self.chars > MOST_CHARS:
+                    raise ProtocolError("more text than a verifier writes")
+                tokens = decode_ids(message.tokens)
+                if tokens and min(tokens) < 0:
+                    raise ProtocolError("a token below 0")
+                self._pieces.append(Piece(message.text, tokens))
+                self.chars += len(message.text)
+                self.count += len(tokens)
             case wire.Written(ended, stats):
                 if ended not in ENDS or not (self._began or ended == "cancelled"):
                     raise ProtocolError(f"a text that ends by {ended[:40]!r}")
@@ -247,18 +256,6 @@ class Text:
                 so_far = f" (after {self.count} tokens of the text)" if self._began else ""
                 self.fail(error_untrusted(message, self._client.verifier.name, so_far))
         self._news.set()
-
-    def _take_piece_untrusted(self, piece: wire.Piece) -> None:
-        if not self._began or len(piece.tokens) % ID_BYTES:
-            raise ProtocolError("a piece of no text")
-        if len(self._pieces) >= MOST_PIECES or self.chars > MOST_CHARS:
-            raise ProtocolError("more text than a verifier writes")
-        tokens = decode_ids(piece.tokens)
-        if tokens and min(tokens) < 0:
-            raise ProtocolError("a token below 0")
-        self._pieces.append(Piece(piece.text, tokens))
-        self.chars += len(piece.text)
-        self.count += len(tokens)
 
     async def _more(self) -> None:
         self._news.clear()

@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import (
@@ -77,7 +76,7 @@ class DrafterFacts:
     """A drafter of one session, for people and programs.
 
     Attributes:
-        drafter: its number in the session's events. model: what it drafts with. latency_s: one way.
+        drafter: its number in the session's events. model: what it drafts with. latency_ms: one way.
         bytes_in, bytes_out: of message bodies of this session, from and to it.
     """
 
@@ -85,19 +84,9 @@ class DrafterFacts:
     peer_id: str
     name: str
     model: str
-    latency_s: float
+    latency_ms: float
     bytes_in: int
     bytes_out: int
-
-    def as_map(self) -> dict[str, Any]:
-        return {
-            "peer_id": self.peer_id,
-            "name": self.name,
-            "model": self.model,
-            "latency_ms": 1e3 * self.latency_s,
-            "bytes_in": self.bytes_in,
-            "bytes_out": self.bytes_out,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +117,8 @@ class DraftSession:
         self.timer: asyncio.TimerHandle | None = None
 
     def facts(self) -> DrafterFacts:
-        at, latency_s = self.link.at, self.link.model.latency_s
-        return DrafterFacts(self.drafter, at.peer_id, at.name, at.model, latency_s, self.bytes_in, self.bytes_out)
+        at, latency_ms = self.link.at, 1e3 * self.link.model.latency_s
+        return DrafterFacts(self.drafter, at.peer_id, at.name, at.model, latency_ms, self.bytes_in, self.bytes_out)
 
     def tell(self, tell: Tell) -> None:
         """Give it a verdict. Never raises."""

@@ -37,7 +37,7 @@ class Drafters:
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._listed: set[str] = set()
         self._unfit = ""  # the peer of another tokenizer that people were told of last
-        self._sessions: set[SessionDrafters] = set()
+        self.sessions: set[SessionDrafters] = set()
         self._tasks = Background()
         self._closed = False
 
@@ -60,7 +60,7 @@ class Drafters:
         """Have drafters take in what a session begins with. Waits for none: what a drafter does is told to
         ``on_event`` on the event loop, never from within ``open`` or ``tell``."""
         session = SessionDrafters(self, opening, on_event, self._most)
-        self._sessions.add(session)
+        self.sessions.add(session)
         session.fill()
         return session
 
@@ -75,7 +75,7 @@ class Drafters:
     async def close(self) -> None:
         """Let go of all drafters. Never raises."""
         self._closed = True
-        for session in list(self._sessions):
+        for session in list(self.sessions):
             session.close()
         await self._tasks.stop()
 
@@ -83,9 +83,6 @@ class Drafters:
         """Drafters at which a session may be opened, the best first: each session of others delays its drafts."""
         there = [link for link in self._links.values() if link.free]
         return sorted(there, key=lambda link: link.model.token_s(USUAL_PASS_S, sessions=link.sessions))
-
-    def forget(self, session: SessionDrafters) -> None:
-        self._sessions.discard(session)
 
     def _fits(self, at: DrafterAt) -> bool:
         if at.tokenizer == self._tokens.tokenizer:
@@ -105,7 +102,7 @@ class Drafters:
 
     def _changed(self, link: DrafterLink) -> None:
         if link.there:
-            for session in list(self._sessions):
+            for session in list(self.sessions):
                 session.fill()
         elif link.at.peer_id not in self._listed:
             self._let_go(link)
@@ -165,6 +162,6 @@ class SessionDrafters:
         """Tell every drafter; no event comes any more. May be called twice."""
         if not self._closed:
             self._closed = True
-            self._drafters.forget(self)
+            self._drafters.sessions.discard(self)
             for session in self._open.values():
                 session.link.close(session)

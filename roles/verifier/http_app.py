@@ -49,6 +49,8 @@ BODY_S = 60.0
 STOPPING = "stopping"
 _HEALTH, _CHAT = "/health", "/v1/chat/completions"
 
+_EVENTS = {"content-type": "text/event-stream; charset=utf-8", "x-accel-buffering": "no"}
+"""Proxies that would collect events until there are many are told not to."""
 DONE = b"data: [DONE]\n\n"
 _ENDED = {"stop": "stop", "end": "stop", "length": "length"}
 """Why a text ended, in OpenAI's words: it knows no difference between a stop string and the model's own end."""
@@ -270,7 +272,9 @@ class _Reply:
             try:
                 if not self._began:  # only now is it known that there will be something to stream
                     self._began = True
-                    await _send_head(send, _left_out(writing))
+                    headers = HEADERS | _EVENTS | _left_out(writing)
+                    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+                    await send({"type": "http.response.start", "status": 200, "headers": encoded})
                 prompt += writing.prompt_tokens
                 if self._chat:
                     await _send(send, self._event(index, {"role": "assistant", "content": ""}))
@@ -321,13 +325,6 @@ def _reason(writing: Writing) -> str:
 
 def _left_out(writing: Writing) -> dict[str, str]:
     return {"p2ptrain-turns-left-out": str(writing.left_out)} if writing.left_out else {}
-
-
-async def _send_head(send: Send, more_headers: dict[str, str]) -> None:
-    # Proxies that would collect events until there are many are told not to.
-    headers = HEADERS | {"content-type": "text/event-stream; charset=utf-8", "x-accel-buffering": "no"} | more_headers
-    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": 200, "headers": encoded})
 
 
 async def _send(send: Send, said: bytes, *, more: bool = True) -> None:

@@ -243,19 +243,16 @@ class TextSession:
                 self._asked.clear()
                 await self._asked.wait()  # the core ends it: it always has a pass to ask for, or a deadline
             elif len(self._pieces) >= MOST_PIECES:
-                await self._some_taken()
+                self._taken.clear()
+                try:
+                    async with asyncio.timeout(READER_S):
+                        await self._taken.wait()
+                except TimeoutError:
+                    raise DeadlineExceeded(f"nobody took any of the text for {READER_S:g} s") from None
             else:
                 run, self._run = self._run, None
                 return run
         return None
-
-    async def _some_taken(self) -> None:
-        self._taken.clear()
-        try:
-            async with asyncio.timeout(READER_S):
-                await self._taken.wait()
-        except TimeoutError:
-            raise DeadlineExceeded(f"nobody took any of the text for {READER_S:g} s") from None
 
     def _fail(self, error: P2PTrainError) -> None:
         self._error = self._error or error

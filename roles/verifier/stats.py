@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from roles.speculation.verifying import PLACES, Stats
@@ -96,7 +97,8 @@ def _told(drafters: Sequence[DrafterFacts], right_of: Mapping[int, int]) -> list
     """One for each peer, however often it came and went."""
     found: dict[str, dict[str, Any]] = {}
     for each in drafters:
-        told = each.as_map() | {"accepted": right_of.get(each.drafter, 0)}
+        told = asdict(each) | {"accepted": right_of.get(each.drafter, 0)}
+        del told["drafter"]  # a number of this session only
         if (before := found.get(each.peer_id)) is not None:
             told |= {name: told[name] + before[name] for name in ("bytes_in", "bytes_out", "accepted")}
         found[each.peer_id] = told

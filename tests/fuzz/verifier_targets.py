@@ -134,7 +134,6 @@ CLIENTS = Target(
     (
         "roles.verifier.client.VerifierClient._take_untrusted",
         "roles.verifier.client.Text.take_untrusted",
-        "roles.verifier.client.Text._take_piece_untrusted",
         "roles.verifier.protocol.error_untrusted",
     ),
     peak_bytes=8 << 20,

@@ -110,7 +110,7 @@ def test_states_are_told_apart_without_colours():
     symbols = [look.symbol for state, look in fmt.PEER_LOOKS.items() if state != "idle"]
     assert len(set(symbols)) == len(symbols)
     assert all(cell_len(look.symbol) == 1 for look in (*fmt.PEER_LOOKS.values(), *fmt.JOB_LOOKS.values()))
-    assert fmt.peer_look("invented").symbol == "?"
+    assert fmt.look_in(fmt.PEER_LOOKS, "invented").symbol == "?"
 
 
 def test_a_link_in_words_the_longest_first():

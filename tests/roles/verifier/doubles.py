@@ -174,7 +174,7 @@ class _Drafting:
 
     def facts(self) -> list[DrafterFacts]:
         latency_s = self._source.latency_s
-        return [DrafterFacts(n, f"drafter-{n}", f"d{n}", "tiny", latency_s, 10, 20) for n in self._inbox]
+        return [DrafterFacts(n, f"drafter-{n}", f"d{n}", "tiny", 1e3 * latency_s, 10, 20) for n in self._inbox]
 
     def close(self) -> None:
         if not self._closed:
