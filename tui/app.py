@@ -224,7 +224,6 @@ class P2PTrainApp(App[bool]):
 
     @property
     def job(self) -> JobInfo | None:
-        """The job in view: the chosen one while it exists, else the one that matters most."""
         store = self.source.store
         return store.jobs.get(self.chosen_job or "") or store.current_job()
 
@@ -264,7 +263,6 @@ class P2PTrainApp(App[bool]):
                 self.call_after_refresh(self.refresh_panels)
 
     def _tell_of_the_link(self, link: Link) -> None:
-        """Say once why the seed was lost, and once that it is back; what is stale meanwhile is shown faded."""
         before, self._phase = self._phase, link.phase
         if link.phase is before:
             return

@@ -23,7 +23,6 @@ LookOf = Callable[[str], Look]
 
 
 def draw_chain(chain: Chain, look_of: LookOf, width: int) -> list[Row]:
-    """A title, and a line per stage with as many columns as fit; each row has at most ``width`` cells."""
     names = min(18, max([cell_len(part.peer_name or part.peer) for part in chain.parts], default=4))
     ranges = max([cell_len(layers_text(stage.start, stage.stop)) for stage in chain.stages], default=1)
     columns = [

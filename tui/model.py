@@ -168,12 +168,10 @@ class Series:
         self.rows = old + recent
 
     def curve(self, column: str) -> tuple[list[int], list[float]]:
-        """Steps and values of a column of ``MetricRow``, known and finite ones only."""
         pairs = [(row.step, value) for row in self.rows if is_finite(value := getattr(row, column))]
         return [step for step, _ in pairs], [value for _, value in pairs]
 
     def validation_curve(self) -> tuple[list[int], list[float]]:
-        """Steps and validation losses, finite ones only."""
         pairs = [pair for pair in self.validations if is_finite(pair[1])]
         return [step for step, _ in pairs], [value for _, value in pairs]
 
@@ -337,7 +335,6 @@ class Store:
         return sorted((item for item in self.recoveries.values() if item.job == job), key=lambda item: item.number)
 
     def heartbeat_age_s(self, peer: PeerInfo, now: float) -> float:
-        """Seconds since the seed heard the peer, as far as the viewer can tell now."""
         return peer.heartbeat_age_s + max(0.0, now - self.peers_seen.get(peer.id, now))
 
 

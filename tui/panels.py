@@ -197,7 +197,6 @@ class RingPanel(RowsPanel, can_focus=True):
 
 
 def ring_rows(frame: Frame, job: JobInfo, width: int) -> list[Row]:
-    """The members in ring order, each with what is known of the way to the next one."""
     edges, slowest = job.edges() or [(None, None)] * len(job.members), job.slowest_edge()
     peers = frame.store.members(job)
     names = min(22, max([len(peer.name) if peer else len(id_) for peer, id_ in zip(peers, job.members, strict=True)]))
@@ -393,7 +392,6 @@ class RecoveriesPanel(RowsPanel):
 
 
 def recovery_lines(found: list[RecoveryInfo], width: int) -> list[list[Span]]:
-    """The newest recovery with its phases, at most ``width`` cells each."""
     if not found:
         return [[Span("no interruption yet", "dim")]]
     last = found[-1]
@@ -426,7 +424,6 @@ class TextPanel(Panel, VerticalScroll, can_focus=True):
         yield Static(classes="text")
 
     def show_text(self, text: Text, *, count: int = 0, subtitle: str = "") -> None:
-        """Show it; ``count``: of what the title names."""
         name = self.NAME.capitalize()
         set_title(self, f"{name} · {count}" if count else name)
         if self.border_subtitle != subtitle:

@@ -61,12 +61,10 @@ class Verifier:
 
     @property
     def spent_ms(self) -> list[tuple[str, float]]:
-        """Milliseconds of a token, by what they were spent on."""
         return [(name, max(0.0, self.figure(f"{name}_ms") or 0.0)) for name in SPENT]
 
     @property
     def right_at(self) -> list[float]:
-        """Acceptance by place in the pass, as far as it is known."""
         found: list[float] = []
         for place in range(1, MOST_PLACES + 1):
             value = self.figure(f"right_at_{place}")
@@ -224,7 +222,6 @@ class ServingPanel(TextPanel):
 
 
 def serving_rows(frame: Frame, width: int) -> list[Row]:
-    """All verifiers, one below the other, and the drafters that nobody uses."""
     store = frame.store
     if frame.unconnected:
         return not_connected(frame)

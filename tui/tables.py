@@ -135,7 +135,6 @@ class LiveTable(ScrollView, can_focus=True):
         return len(self.chosen) < len(self._columns)
 
     def go_to(self, key: str) -> None:
-        """Put the cursor on a row, where it is shown."""
         if key in self._places and key != self.key_at_cursor:
             self._set_cursor(self._places[key])
 
@@ -338,7 +337,6 @@ class PeersPanel(TablePanel):
 
 
 def _served(peer: PeerInfo, serving: ServingInfo | None) -> list[str]:
-    """How a verifier or a drafter fares, in a few words."""
     told = [fmt.plural(peer.sessions, "session")]
     if serving is None:
         return told

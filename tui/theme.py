@@ -51,7 +51,6 @@ class Palette:
         return line
 
     def rgb(self, role: str) -> tuple[int, int, int]:
-        """The colour as plotext wants it."""
         colour = self.colours[role]
         return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 

@@ -180,7 +180,6 @@ class DrafterLink:
     # -------------------------------------------------------------------------------------------------------- its life
 
     async def run(self) -> None:
-        """Dial, listen, and dial again, until cancelled."""
         wait_s = FIRST_WAIT_S
         while True:
             await asyncio.sleep(max(0.0, self.not_before - self._now()))
@@ -301,7 +300,6 @@ class DrafterLink:
             self._forget(session)
 
     def lose(self, session: DraftSession) -> None:
-        """The text goes on without this drafter."""
         if not session.over:
             self.close(session)
             session.on_event(DrafterLost(session.drafter))

@@ -65,7 +65,6 @@ class Drafters:
         return session
 
     def connected(self) -> list[Connected]:
-        """The drafters that there are, whether or not a text needs them now."""
         found = [link for link in self._links.values() if link.there]
         return [
             Connected(link.at.peer_id, link.model.alpha if link.model.known else None, link.model.latency_s)

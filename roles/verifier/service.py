@@ -235,7 +235,6 @@ class VerifierService:
             self._waiting -= 1
 
     def _prepared(self, request: TextRequest) -> Prepared:
-        """On the text thread. Raises ``UserError``."""
         text = self._text
         sampling = text.sampling(request.sampling)
         if request.max_new_tokens is not None and request.max_new_tokens < 1:

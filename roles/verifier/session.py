@@ -135,7 +135,6 @@ class TextSession:
     # -------------------------------------------------------------------------------------------------------- the core
 
     def event(self, event: ev.VerifierEvent) -> None:
-        """Tell the core, and do what it wants. After the end nothing is done."""
         self._pending.append(event)
         if self._handling:
             return

@@ -199,7 +199,6 @@ def figures_of(grown: Sums, step_s: float) -> dict[str, float]:
 
 
 def shares_of(grown: Sums) -> dict[str, float]:
-    """Of the drafts that were right and in a pass, by the drafter's peer id; empty if none was."""
     right = {name.removeprefix(BY): value for name, value in grown.items() if name.startswith(BY)}
     total = sum(right.values())
     return {peer_id: value / total for peer_id, value in right.items()} if total > 0 else {}
