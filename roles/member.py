@@ -52,11 +52,11 @@ class MemberOptions:
     """What the person chose.
 
     Attributes:
-        role: a key of ``PURPOSES``.
+        role: a key of ``PURPOSES``, or ``worker``.
         seed, others: host and port of the seed to join, and of those to try when it stays away.
         listen: host and port on which others reach this member (port 0: any free one).
         advertise: the address told to others, where it differs from what the seed sees; ("", 0) where it does not.
-        capabilities: shown to people: device, memory.
+        capabilities: shown to people and used for placement: device, memory.
     """
 
     role: str

@@ -291,8 +291,9 @@ def host_and_port(option: str, text: str, meaning: str) -> tuple[str, int] | Non
 async def _work(joining: Joining) -> None:
     from p2ptrain.cli.joining import stay
     from p2ptrain.core.world import real_world
+    from roles.member import MemberOptions
     from roles.worker.build import capabilities, engine_builder, holding, stage_builder, warm_up
-    from roles.worker.worker import Worker, WorkerOptions
+    from roles.worker.worker import Worker
 
     device, threads, memory_bytes = joining.device, joining.threads, joining.memory_bytes
     parts = holding(device=device, threads=threads, memory_bytes=memory_bytes)
@@ -301,7 +302,8 @@ async def _work(joining: Joining) -> None:
         return Worker(
             real_world(found.access.network),
             here.identity,
-            WorkerOptions(
+            MemberOptions(
+                role="worker",
                 seed=(found.access.host, found.access.port),
                 listen=found.listen,
                 advertise=joining.advertise,

@@ -15,12 +15,13 @@ from ring.training_costs import ModelShape
 from ring.transaction import Phase
 from roles.engine import WHOLE, Stage
 from roles.identity import claim
+from roles.member import MemberOptions
 from roles.seed import ledger, restore, run_seed
 from roles.seed.run import COPY_NAME, keep_copy
 from roles.sim.machine import PROCESS, Buffer, MachineDisk, Process, SimEngine, SimLoop, SimThreads
 from roles.sim.observer import Observer
 from roles.strategies.pipeline import StagedStrategy, strategy_of
-from roles.worker.worker import Worker, WorkerOptions
+from roles.worker.worker import Worker
 from wire.client import SeedClient
 from wire.memory import MemoryNetwork
 from wire.messages import Scalar
@@ -181,9 +182,7 @@ class Machine:
             self.worker = Worker(
                 world,
                 identity,
-                WorkerOptions(
-                    seed=(SEED, SEED_PORT), listen=(LISTEN, 0), advertise=("", 0), capabilities=simulation.said
-                ),
+                MemberOptions("worker", (SEED, SEED_PORT), (LISTEN, 0), ("", 0), simulation.said),
                 build_engine=self._build,
                 build_part=self._build,
                 strategies=lambda profile: StagedStrategy if profile.stages > 1 else strategy_of(profile),

@@ -16,7 +16,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from p2ptrain.core.activations import ENCODINGS, ID_BYTES, IDS, activation_bytes, encode_ids
@@ -601,28 +601,13 @@ class StageWorks:
         session.done(work, ran.payload)
         spent_us = [*work.spent_us, round(1e6 * took_s)]
         if work.last == session.index:
-            self._ended(session, work, ran, spent_us)
+            tokens = encode_ids(ran.tokens) if work.picks else b""
+            session.caller.say(Picked(work.session, work.attempt, work.number, tokens, spent_us))
         elif session.link is not None:
             session.part.out_position_bytes = ran.payload.nbytes / work.count
-            onward = Work(
-                work.session,
-                work.attempt,
-                work.number,
-                work.keep,
-                work.count,
-                session.out_encoding(work),
-                work.last,
-                work.picks,
-                work.draw,
-                spent_us,
-                work.prefill,
-            )
+            onward = replace(work, encoding=encoding, spent_us=spent_us)
             with suppress(ConnectionLost):  # who listens on it tells
                 session.link.give(onward, ran.payload)
-
-    def _ended(self, session: StageSession, work: Work, ran: Ran, spent_us: list[int]) -> None:
-        tokens = encode_ids(ran.tokens) if work.picks else b""
-        session.caller.say(Picked(work.session, work.attempt, work.number, tokens, spent_us))
 
     def _broken(self, session: StageSession, lost: int, code: str, problem: P2PTrainError) -> None:
         session.fail()

@@ -95,16 +95,11 @@ def news_untrusted(news: StepLogged, me: Self) -> News:
     """
     if len(news.digest) != DIGEST_BYTES or news.size_bytes != me.reduce_bytes:
         raise ProtocolError(f"it tells of step {news.step} what cannot be")
-    if not _fits_the_stages(news, me.stage):
-        raise ProtocolError(f"it tells of step {news.step} what is not of {me.stage}")
-    return news.digest, news.square_sum, news.digests
-
-
-def _fits_the_stages(news: StepLogged, stage: Stage) -> bool:
-    if not stage.split:
-        return not news.digests
+    stage, size_bytes = me.stage, DIGEST_BYTES * me.stage.count if me.stage.split else 0
     own = news.digests[DIGEST_BYTES * stage.index : DIGEST_BYTES * (stage.index + 1)]
-    return len(news.digests) == DIGEST_BYTES * stage.count and own == news.digest
+    if len(news.digests) != size_bytes or (stage.split and own != news.digest):
+        raise ProtocolError(f"it tells of step {news.step} what is not of {stage}")
+    return news.digest, news.square_sum, news.digests
 
 
 @dataclass(frozen=True, slots=True)

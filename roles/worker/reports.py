@@ -246,8 +246,8 @@ class Reports:
         self.clock = StepClock(around.world.clock.now)
         self._around, self._core = around, core
         self._job, self._stage, self._profile = job, stage, profile
-        self._ledger = Ledger(job, around.say)
-        self._steps = StepTeller(job=job, steps_total=profile.job.steps, say=around.say, on_step=around.on_step)
+        self.ledger = Ledger(job, around.say)
+        self.steps = StepTeller(job=job, steps_total=profile.job.steps, say=around.say, on_step=around.on_step)
         self._timing: dict[str, float] = {}
         self._tokens_per_s = 0.0  # of this member's crew, in the newest step
         self._fetched: Fetched | None = None  # by the last heal
@@ -327,19 +327,13 @@ class Reports:
         if self._stage.split and applied < wanted:
             text = f"no checkpoint of step {wanted} of {self._stage} is here: begins with that of step {applied}"
             self._around.notify("warning", "no-checkpoint", text)
-        self.forget_steps()
-        self.stands_at(applied, lineage)
-
-    def stands_at(self, applied: int, lineage: str) -> None:
-        self._ledger.stands_at(applied, lineage)
-
-    def forget_steps(self) -> None:
-        self._steps.forget()
+        self.steps.forget()
+        self.ledger.stands_at(applied, lineage)
 
     def healed(self, view: View, done: Fetched) -> None:
         self._fetched = done
         if not done.steps:
-            self.forget_steps()
+            self.steps.forget()
         what = f"what it lacked (steps: {done.steps}) up to step" if done.steps else "the state of step"
         self._around.notify("info", "healed", f"fetched {what} {view.step}: {done}")
 
@@ -353,7 +347,7 @@ class Reports:
             "generation": core.view.generation if core.view else 0,
             "corpus": self.engine.corpus_digest,
             "val_loss": val_loss,
-            "loss": self._steps.loss(core.applied),
+            "loss": self.steps.loss(core.applied),
             **({"stage": self._stage.index, "stages": self._stage.count} if self._stage.split else {}),
         }
 
@@ -362,13 +356,7 @@ class Reports:
     def view_began(self, view: View, *, formed_s: float) -> None:
         self.clock.view_began(formed_s=formed_s)
         self._around.tell("info", "view", described(view, self._around.peer_id))
-        self._ledger.tell_beyond(view.ledger_step)
-
-    def step_begins(self, session: RingSession) -> None:
-        self._steps.tell_what_was_cut_off(session.view, session.rank)
-
-    def applied(self, last: Applied) -> None:
-        self._steps.applied(last)
+        self.ledger.tell_beyond(view.ledger_step)
 
     def step_done(self, step: int, *, redone: bool) -> None:
         if redone:
@@ -377,15 +365,15 @@ class Reports:
             self._timing = self.clock.step_done()
 
     def recorded(self, row: LedgerRow, lineage: str) -> None:
-        self._ledger.add(row, lineage)
+        self.ledger.add(row, lineage)
         view = self._core.view
         if view is not None and view.generation == row.generation and self._rank() == 0:
-            self._ledger.tell_last()
+            self.ledger.tell_last()
 
     def tell_ledger(self, *, restored: bool = False) -> None:
         """Tell the seed who computed the steps that it did not know of as this view began; all, if it was restored."""
         if self._core.view is not None:
-            self._ledger.tell_beyond(0 if restored else self._core.view.ledger_step)
+            self.ledger.tell_beyond(0 if restored else self._core.view.ledger_step)
 
     def step_over(self, applied: int, session: RingSession, val_loss: float | None) -> None:
         """Tell of step ``applied``, which all have confirmed."""
@@ -399,7 +387,7 @@ class Reports:
             self._tokens_per_s = share * values["tokens_per_s"]
         if val_loss is not None:
             values["val_loss"] = val_loss
-        self._steps.tell(applied, session.view, session.rank, values)
+        self.steps.tell(applied, session.view, session.rank, values)
 
     def held(self, strategy: Strategy | None, *, state_bytes: int, limit_bytes: int) -> list[HeldPart]:
         load = strategy.stage_load() if strategy is not None and self.engine is not None else None

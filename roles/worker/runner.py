@@ -228,9 +228,9 @@ class JobRunner:
     def _brought_on(self, event: Event) -> None:
         self._handle(event)
         if self.core.torn:
-            self.reports.forget_steps()
+            self.reports.steps.forget()
         if isinstance(event, Followed):
-            self.reports.stands_at(event.applied, event.lineage)
+            self.reports.ledger.stands_at(event.applied, event.lineage)
             self._did_something()
 
     def _carry_out(self, instruction: Instruction) -> None:
@@ -405,7 +405,7 @@ class JobRunner:
     async def _compute(self, instruction: Compute) -> None:
         step, first, count = instruction.step, instruction.first, instruction.count
         session, patience_s = self._ready_session(), self._patience_s()
-        self.reports.step_begins(session)
+        self.reports.steps.tell_what_was_cut_off(session.view, session.rank)
         began = self._around.world.clock.now()
         with self.clock.phase("compute"):
             await self._ready_strategy().compute(step, first, count, session, patience_s=patience_s)
@@ -448,7 +448,7 @@ class JobRunner:
     async def _apply(self, instruction: Apply) -> None:
         with self.clock.phase("compute"):
             await self.donations.keep(self._ready_engine())
-            self.reports.applied(await self._ready_strategy().commit(instruction.step, instruction.square_sum))
+            self.reports.steps.applied(await self._ready_strategy().commit(instruction.step, instruction.square_sum))
         self._did_something()
         self.reports.step_done(instruction.step, redone=instruction.redo)
         self._handle(Finished(instruction.ticket))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from configs.schema import Profile
@@ -20,6 +19,7 @@ from roles.compute_thread import ComputeThread
 from roles.engine import WHOLE, Engine, Stage
 from roles.gauges import Gauges
 from roles.identity import Identity
+from roles.member import MemberOptions
 from roles.seed_link import Membership, Pulse
 from roles.strategies.interface import Factory
 from roles.strategies.pipeline import strategy_of
@@ -34,7 +34,7 @@ from wire.connection import Connection
 from wire.enrol import Member
 from wire.handshake import RefusalCode, local_hello, local_welcome, serve
 from wire.job_messages import Assign, CatchUp, Hold, Release, Report, SaveNow, ViewAnnounced
-from wire.messages import EventNotice, Hello, Message, Refuse, Request, Response, Scalar, Welcome
+from wire.messages import EventNotice, Hello, Message, Refuse, Request, Response, Welcome
 
 LEAVE_S = 1.2  # how long a leaving worker waits for the step boundary; with closing, Ctrl+C takes less than 2 s
 JOBS = "jobs"  # directory of the jobs' checkpoints, in a worker's own
@@ -48,24 +48,6 @@ _SHOWN = {
     Phase.DONE: "idle",
     Phase.FAILED: "failed",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerOptions:
-    """What the person chose.
-
-    Attributes:
-        seed, others: host and port of the seed to join, and of those to try when it stays away.
-        listen: host and port on which other members reach this one (port 0: any free one).
-        advertise: the address told to others, where it differs from what the seed sees; ("", 0) where it does not.
-        capabilities: shown to people and used for placement: device, memory.
-    """
-
-    seed: tuple[str, int]
-    listen: tuple[str, int]
-    advertise: tuple[str, int]
-    capabilities: dict[str, Scalar]
-    others: tuple[tuple[str, int], ...] = ()
 
 
 def no_parts(profile: Profile, stage: Stage) -> Engine:
@@ -98,7 +80,7 @@ class Worker:
         self,
         world: World,
         identity: Identity,
-        options: WorkerOptions,
+        options: MemberOptions,
         *,
         build_engine: Callable[[Profile], Engine],
         warm_up: Callable[[], None],

@@ -25,7 +25,7 @@ from roles.stand_in import StandInEngine
 from roles.strategies.interface import Factory
 from roles.strategies.pipeline import StagedStrategy, strategy_of
 from roles.worker.stages import Holding
-from roles.worker.worker import Worker, WorkerOptions
+from roles.worker.worker import Worker
 from wire.address import Ticket, local_ticket_path
 from wire.client import SeedClient
 from wire.enrol import Member, enrol
@@ -172,7 +172,7 @@ class Cluster:
             peer.worker = worker = Worker(
                 self.world(member.network if member else None),
                 identity,
-                WorkerOptions(seed=self.address, listen=(HOST, 0), advertise=("", 0), capabilities=said),
+                MemberOptions("worker", self.address, (HOST, 0), ("", 0), said),
                 build_engine=build_and_keep,
                 warm_up=lambda: None,
                 notify=lambda *notice: peer.heard(*notice),
