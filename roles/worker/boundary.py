@@ -28,19 +28,9 @@ _SAVING = struct.Struct("!q?16s")  # newest durable checkpoint, whether none is 
 
 
 class BoundaryWork:
-    """One job's work between steps.
+    """One job's work between steps."""
 
-    Args:
-        checkpoints: the job's.
-    """
-
-    def __init__(
-        self,
-        around: Context,
-        *,
-        profile: Profile,
-        checkpoints: Checkpointing,
-    ) -> None:
+    def __init__(self, around: Context, *, profile: Profile, checkpoints: Checkpointing) -> None:
         self._around = around
         self._profile, self._checkpoints = profile, checkpoints
         self._spared, self._idle, self._all_idle = -1, True, True  # as the members said when they compared last

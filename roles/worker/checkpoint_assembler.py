@@ -86,9 +86,7 @@ class CheckpointAssembler:
 
     Args:
         parts: the checkpoints of its stage. files: those of the whole model.
-        checkpoints: tells when its own part is durable.
         where: the steps applied here, and what grows while this member gets anywhere.
-        did_something: called as files come.
     """
 
     def __init__(
@@ -307,8 +305,6 @@ class FileSender:
     while this worker is on the job or not.
 
     Args:
-        thread: of everything that touches the checkpoints.
-        jobs: the directory that has those of all jobs.
         saving: (job, stage, step, lineage): returns when the checkpoint of that state is durable here, or will not be.
     """
 

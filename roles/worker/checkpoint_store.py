@@ -136,7 +136,6 @@ class CheckpointFiles:
     """Saves, loads, verifies and deletes one job's checkpoints.
 
     Args:
-        thread: of everything that touches the directory.
         keep: how many are kept.
         tell: (level, kind, text) for people.
     """

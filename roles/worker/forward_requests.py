@@ -136,8 +136,6 @@ class StageSession:
         position: how much history the next work may keep.
         broken: nothing more is admitted until the client raises the attempt.
         queue: admitted works and their payloads, in order.
-        incoming: from the stage before.
-        changed: set whenever something of it did.
     """
 
     asked: OpenRequest
@@ -354,7 +352,6 @@ class StageWorks:
     """The sessions of a worker's stages, computed in turn, one work at a time.
 
     Args:
-        seed_host: dialled where a place names no host.
         on_change: called when a session begins or ends, and after each work.
     """
 

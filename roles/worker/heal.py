@@ -146,7 +146,6 @@ class Fetch:
 
     Attributes:
         problems: member's name → why it gives no more.
-        given: bytes of use, by member's name.
     """
 
     def __init__(
@@ -447,9 +446,7 @@ class Healer:
     """Fetches for one job's engine.
 
     Args:
-        core: is looked at.
         progress: called after every piece.
-        stage: the part of the model that the engine holds: only members that hold the same can give it.
     """
 
     def __init__(

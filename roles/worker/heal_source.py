@@ -208,9 +208,6 @@ class HealSource:
     Args:
         want_snapshot: ask the ring for one at its next step boundary.
         stage: the part of the model that this worker holds, and gives.
-
-    Attributes:
-        state_bytes: the size of the engine's state; the log may become as large.
     """
 
     def __init__(

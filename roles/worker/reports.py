@@ -33,11 +33,7 @@ BATCH_BYTES = 32 << 10
 
 
 class Ledger:
-    """One job's rows, in order and without a gap, each with the lineage before it.
-
-    Args:
-        say: to the seed, which keeps one of each.
-    """
+    """One job's rows, in order and without a gap, each with the lineage before it."""
 
     def __init__(self, job: str, say: Callable[[LedgerRows], None]) -> None:
         self._job, self._say = job, say
@@ -79,11 +75,7 @@ class Ledger:
 
 
 class StepClock:
-    """Adds up the phases of the step under way, and knows how long a micro-batch takes here.
-
-    Args:
-        now: monotonic seconds.
-    """
+    """Adds up the phases of the step under way, and knows how long a micro-batch takes here."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -231,15 +223,7 @@ def described(view: View, peer_id: str) -> str:
 
 
 class Reports:
-    """One job's.
-
-    Args:
-        core: what it tells of.
-
-    Attributes:
-        engine: None before the model is built, and after the job.
-        clock: where the time of a step goes.
-    """
+    """One job's. ``engine``: None before the model is built, and after the job."""
 
     def __init__(self, around: Context, core: Transaction, *, job: str, stage: Stage, profile: Profile) -> None:
         self.engine: Engine | None = None

@@ -92,9 +92,6 @@ class StageContext:
     """What the stages of a worker need of it.
 
     Attributes:
-        directory: of its state.
-        seed_host: dialled where a place names no host.
-        say: to the seed.
         shown: the device, for people.
         training: the stages that train here, which the seed is told of with the parts.
     """

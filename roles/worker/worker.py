@@ -67,11 +67,9 @@ class Worker:
 
     Args:
         build_engine: makes the engine of a profile; blocking, called on the compute thread.
-        build_part: makes the engine of a part of a split model, in the same way.
         strategies: of a job's profile; as they are but in simulations, whose engines compute otherwise.
         warm_up: blocking, called there first, while the seed is being dialled.
         notify: (level, kind, text) for the person at this terminal.
-        on_step: (applied, total, values) after every commit.
         member: this worker's membership, whose network is the world's; None in a plain cluster.
         holding: what it takes to hold parts of split models; None where this worker holds none.
     """
