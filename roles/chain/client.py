@@ -171,7 +171,6 @@ class Chain:
                 self._fill_later(index)
 
     async def close(self) -> None:
-        """Close all sessions. The parts stay loaded for the next client. Never raises."""
         self._closed = True
         await asyncio.gather(*(session.close() for session in list(self._sessions)))
         await self._tasks.stop()
@@ -195,7 +194,6 @@ class Chain:
         return seat.peer if seat is not None and seat.number == number and not seat.peer.lost else None
 
     def held_by(self, peer: Peer) -> list[int]:
-        """The stages that a peer holds."""
         return [index for index, seat in enumerate(self.seats) if seat is not None and seat.peer is peer]
 
     def place_after(self, index: int, peer: Peer, number: int) -> dict[str, Any] | None:
@@ -223,7 +221,6 @@ class Chain:
             self._fill_later(index)
 
     def forget(self, session: GenerationSession) -> None:
-        """It is closed."""
         self._sessions.discard(session)
         for peer in self.pool.peers.values():
             peer.listeners.pop(session.id, None)
@@ -358,7 +355,6 @@ class Chain:
         self.plan = replace(self.plan, placement=replace(self.plan.placement, stages=tuple(stages)))
 
     async def _load_at(self, index: int, peer: Peer) -> Loaded:
-        """Have a peer load the part of a stage. Raises ``P2PTrainError``."""
         plan, stage = self.plan, self.plan.stages[index]
         last = Progress(index, peer.name, 0, 0)
         self._on_progress(last)
@@ -413,7 +409,6 @@ class Recruiting:
         chain.recruits = True
 
     async def run(self) -> None:
-        """Until cancelled."""
         try:
             while True:
                 await self._look()

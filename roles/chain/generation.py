@@ -37,7 +37,6 @@ MAX_STAGES = 64
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many elements both begin with."""
     for place, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return place
@@ -80,7 +79,6 @@ class GenerationSession:
 
     @property
     def history(self) -> list[int]:
-        """Token ids of the session so far."""
         return list(self._core.ids)
 
     async def run(self, request: ev.Submit) -> ev.Done:
@@ -110,7 +108,6 @@ class GenerationSession:
         return await answered  # the core ends it: each of its waits has a deadline
 
     async def close(self) -> None:
-        """Close the session at every stage. Never raises; ``async with`` does it."""
         if self._closed:
             return
         self._closed = True

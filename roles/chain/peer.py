@@ -186,8 +186,6 @@ class Peer:
             self._connection.send_with_bulk(work, data, generation=0, stream=CHAIN_STREAM)
 
     def tell(self, method: str, params: dict[str, Any], *, timeout_s: float) -> None:
-        """A request whose answer changes nothing."""
-
         async def ask() -> None:
             with suppress(NetworkError, Refused):
                 await self.ask(method, params, timeout_s=timeout_s)

@@ -164,8 +164,6 @@ async def workers_of(ask: Request) -> list[WorkerAt]:
 
 @dataclass(frozen=True, slots=True)
 class HeldPart(Record):
-    """A part that a worker has loaded."""
-
     model: str
     start: Count
     stop: Count
@@ -187,8 +185,6 @@ class Offer(Record):
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Record):
-    """The answer to ``part.load``."""
-
     part: Id
     encoding: Annotated[str, Bound(0, 16)]
     device: Annotated[str, Bound(0, 80)]
@@ -291,7 +287,6 @@ class WorkerPool:
         return peer
 
     def seen(self, peer: Peer) -> placing.Peer:
-        """As placement sees it."""
         offer = self.offers[peer.worker.peer_id]
         return placing.Peer(peer.worker.peer_id, peer.name, offer.memory_bytes, 1 / offer.stream_bps)
 
@@ -410,7 +405,6 @@ class WorkerPool:
             self.links[here, there] = link
 
     def _holds(self, peer_id: str, model: Model, dtype: str, layers: int) -> list[tuple[int, int]]:
-        """The layers of ``model`` that a peer has loaded."""
         parts = self.offers[peer_id].parts
         return [
             (part.start, part.stop)

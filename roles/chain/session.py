@@ -63,16 +63,12 @@ MOST_STALLS = 3
 
 @dataclass(frozen=True, slots=True)
 class Seated:
-    """A peer holds the part of ``stage``."""
-
     stage: int
     seat: int
 
 
 @dataclass(frozen=True, slots=True)
 class NoSeat:
-    """Nobody can hold the part of ``stage``."""
-
     stage: int
     error: P2PTrainError
 
@@ -199,8 +195,6 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Tell the stage's peer to forget the session."""
-
     stage: int
     seat: int
 
@@ -247,8 +241,6 @@ class Mended:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The session is over: it cannot be mended."""
-
     error: P2PTrainError
 
 
@@ -259,8 +251,6 @@ Instruction = Send | Ask | Close | Replace | Done | Mended | Failed
 
 
 class Phase(Enum):
-    """Where a session stands."""
-
     MENDING = auto()
     RUNNING = auto()
     ENDED = auto()
@@ -357,12 +347,10 @@ class Session:
 
     @property
     def answered(self) -> int:
-        """Positions up to the end of the last answered request."""
         return len(self._answered)
 
     @property
     def room(self) -> int:
-        """How many more requests may be submitted."""
         return WINDOW - sum(request.index >= 0 for request in self.flight)
 
     @property

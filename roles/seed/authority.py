@@ -204,7 +204,6 @@ class Book:
         return {peer_id: member for peer_id, member in self.members.items() if now < member.not_after - SKEW_S}
 
     def of_kind(self, kind: Kind, role: Role, now: float) -> TicketRecord | None:
-        """The newest open ticket of a kind."""
         found = [item for item in self.tickets.values() if (item.kind, item.role) == (kind, role)]
         return next((item for item in reversed(found) if item.state(now) == "open"), None)
 
@@ -221,7 +220,6 @@ class Book:
         return replace(kept, tickets={**kept.tickets, ticket.id: ticket})
 
     def with_member(self, ticket_id: str, peer_id: str, key: str, not_after: float, now: float) -> Book:
-        """A certificate is issued, for the first time or again."""
         old, kept = self._member(peer_id, now), self.pruned(now)
         ticket = self.ticket(ticket_id)
         new = old is None or old.ticket != ticket_id
@@ -236,7 +234,6 @@ class Book:
         return replace(self, tickets={**self.tickets, ticket_id: ticket})
 
     def rotated(self, now: float) -> Book:
-        """Close every open ticket; members stay."""
         closed = {
             key: replace(item, closed_at=now) if item.state(now) == "open" else item
             for key, item in self.tickets.items()
@@ -414,7 +411,6 @@ class Authority:
     # ---------------------------------------------------------------------------------------------------------- tickets
 
     def ticket(self, record: TicketRecord, port: int) -> Ticket:
-        """The ticket as a person pastes it."""
         return Ticket(record.host, port, record.role, record.id, record.secret, self.pin)
 
     async def new_ticket(
@@ -495,7 +491,6 @@ def keep_files(disk: Disk, directory: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _check_pair(key_pem: bytes, ca_pem: bytes) -> None:
-    """Raise ``ValueError``, or what the parsers raise, where they do not belong together."""
     key = serialization.load_pem_private_key(key_pem, password=None)
     if key.public_key() != x509.load_pem_x509_certificate(ca_pem).public_key():
         raise ValueError("ca.key is not the key of ca.pem")

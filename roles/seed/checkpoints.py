@@ -50,7 +50,6 @@ class Catalogue:
         self.known = {item.id: item for item in await self._store.call(Records.checkpoints)}
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Note in ``tasks`` from now on."""
         self._tasks = tasks
 
     async def saved(self, link: Link, message: CheckpointSaved) -> None:
@@ -95,7 +94,6 @@ class Catalogue:
         await self.drop([item.id for item in later if item.stage is not None])
 
     async def drop(self, ids: list[str]) -> None:
-        """They are no longer there."""
         if ids:
             for item_id in ids:
                 self.known.pop(item_id, None)
@@ -183,7 +181,6 @@ class Catalogue:
         return was_there
 
     def _check_whole(self, desk: JobController, checkpoint: CheckpointInfo) -> None:
-        """Raise ``Refused`` where a split model cannot go back to it, for nobody here has the other stages'."""
         if desk.stages > 1 and not _is_whole(found := self._alike_here(checkpoint), desk.stages):
             stages = sorted({item.stage for item in found if item.stage is not None})
             where = f"of {desk.stages} stages only {stages} have a checkpoint at a worker here"

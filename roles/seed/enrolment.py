@@ -78,7 +78,6 @@ class Gate:
             self._authority.judge(connection.identity)
 
     def knows(self, peer_id: str) -> bool:
-        """Whether a peer has a certificate."""
         return self._authority is not None and peer_id in self._authority.book.members
 
     async def evict(self, peer_id: str, name: str) -> None:
@@ -140,7 +139,6 @@ class Gate:
         return {"certificate": base64.b64encode(certificate_der).decode()}
 
     async def answer(self, request: Request, connection: Connection) -> Response:
-        """The answer to what a worker asks its seed."""
         try:
             if request.method != RENEW:
                 raise Refused("unknown-method", f"a worker may not ask for {clipped(request.method, 80)!r}")
@@ -205,7 +203,6 @@ class Gate:
 
 
 def _checked_host(host: object) -> str:
-    """Raise ``Refused`` where a ticket with this host could not be read again."""
     try:
         if isinstance(host, str) and len(host) <= MAX_HOST_CHARS:
             return parse_address(format_address(host, 1))[0]

@@ -40,8 +40,6 @@ Render = Callable[[str, str], Map | None]
 
 
 class Feed:
-    """One subscriber's share of the board."""
-
     def __init__(self, render: Render) -> None:
         self._render = render
         self._dirty: dict[str, dict[str, None]] = {topic: {} for topic in STATE_TOPICS}
@@ -50,12 +48,10 @@ class Feed:
         self._behind = False
 
     def touch(self, topic: str, ids: Iterable[str]) -> None:
-        """These records changed."""
         self._dirty[topic].update(dict.fromkeys(ids))
         self._news.set()
 
     def add(self, rows: Iterable[Row]) -> None:
-        """These are new."""
         for row in rows:
             queue = self._rows[_TOPICS[type(row)]]
             self._behind |= len(queue) >= MAX_ROWS
@@ -92,8 +88,6 @@ class Feed:
 
 
 class Board:
-    """All feeds."""
-
     def __init__(self, render: Render) -> None:
         self._render = render
         self._feeds: set[Feed] = set()
@@ -131,12 +125,10 @@ class Board:
 
 
 def newest_that_fit(items: Iterable[Map], limit_bytes: int = 40 << 10) -> list[Map]:
-    """The last of the items, as many as one answer holds."""
     return first_that_fit(reversed(list(items)), limit_bytes)[::-1]
 
 
 def first_that_fit(items: Iterable[Map], limit_bytes: int) -> list[Map]:
-    """The first of the items, as many as one answer holds."""
     chosen: list[Map] = []
     for item in items:
         limit_bytes -= len(msgpack.packb(item))
@@ -184,7 +176,6 @@ class EventLog:
         self.recent.extend(await self._store.call(Records.events, self._last_id - RECENT_EVENTS, RECENT_EVENTS))
 
     def note(self, level: str, kind: str, text: str, peer: str = "", job: str = "") -> None:
-        """Write it down, and show it to who watches."""
         self._last_id += 1
         level = level if level in LEVELS else "info"
         wall = self._clock.wall()
@@ -194,7 +185,6 @@ class EventLog:
         self._board.add(event)
 
     def refused(self, problem: P2PTrainError, address: tuple[str, int]) -> None:
-        """A stranger was refused, or sent nonsense."""
         if isinstance(problem, Refused | ProtocolError):
             reason = problem.message.replace(format_address(*address), "")  # the port is another one each time
             text = self._told(address[0], reason, told_of(address, problem.message), self._clock.now())

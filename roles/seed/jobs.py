@@ -122,8 +122,6 @@ class History:
 
 
 class JobController:
-    """One job. ``run`` is its task."""
-
     def __init__(self, seed: Seed, record: JobRecord, spec: str, history: History) -> None:
         self.record = record
         self.spec = spec
@@ -132,7 +130,7 @@ class JobController:
         self._retired = asyncio.Event()
         self.settled = asyncio.Event()
         self._views_told: dict[str, View] = {}
-        self._told_view = asyncio.Event()
+        self.told_view = asyncio.Event()
         self._profile = profile_of(spec)
         self.stages = self._profile.stages if self._profile else 1
         if not record.unsettled:
@@ -200,7 +198,6 @@ class JobController:
         return self.core.view if self.core.phase in (Phase.RUNNING, Phase.STOPPING, Phase.PAUSED) else None
 
     def peer(self, link: Link) -> co.Peer:
-        """The worker as this job sees it."""
         return seen_for(self._profile.device.kind if self._profile else "", link.peer)
 
     def stage_of(self, peer_id: str) -> int | None:
@@ -213,7 +210,6 @@ class JobController:
         return len(stages - {None}) == self.stages if self.stages > 1 else bool(stages)
 
     def holds(self, peer_id: str) -> bool:
-        """Whether the peer is a member of the running view."""
         view = self.running_view
         return view is not None and view.rank_of(peer_id) is not None
 
@@ -265,11 +261,7 @@ class JobController:
         if view.job != self.id or view.rank_of(peer_id) is None or view.generation > self._seed.minted_below:
             raise ProtocolError(f"{peer_id} tells of a view that was never minted: generation {view.generation}")
         self._views_told[peer_id] = view
-        self._told_view.set()
-
-    def member_here(self) -> None:
-        """A worker of the job is here again."""
-        self._told_view.set()
+        self.told_view.set()
 
     async def _settle(self) -> None:
         """Wait until all members of the newest view are here, for ``SETTLE_S`` at most; then go on from that view.
@@ -279,8 +271,8 @@ class JobController:
         try:
             async with asyncio.timeout(SETTLE_S):
                 while not self._all_here():
-                    await self._told_view.wait()
-                    self._told_view.clear()
+                    await self.told_view.wait()
+                    self.told_view.clear()
         except TimeoutError:
             pass
         newest, store = self._newest_told(), self._seed.store
@@ -505,7 +497,6 @@ class JobController:
         self._seed.note(level, kind, text, "", self.id)
 
     def info(self, *, queued: bool) -> JobInfo:
-        """What people see. ``queued``: the workers are with another job."""
         record, row, view = self.record, self._row, self.running_view
         edges = [self.edge_from(rank) for rank in range(view.size)] if view else []
         known = any(edges)

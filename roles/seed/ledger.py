@@ -32,8 +32,6 @@ CREATE TABLE IF NOT EXISTS ledgers (job TEXT PRIMARY KEY, base_step INTEGER, bas
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """A row to be written, with the head that it makes."""
-
     job: str
     row: LedgerRow
     head: LedgerHead
@@ -69,7 +67,6 @@ class Ledger:
         return self.head.step if self.head else 0
 
     def view_began(self, view: View) -> None:
-        """Later steps are taken back."""
         self.head = begun(self.head, view)
         self.begins.add(view.generation, view.step, view.lineage)
         self._contradicted = ""
@@ -77,7 +74,6 @@ class Ledger:
         self._undecided = {}
 
     def began_anew(self, view: View) -> None:
-        """The store found that a view has another past than the ledger's."""
         self.head = anew(view)
         self._ahead = {}
         self._undecided = {}
@@ -191,7 +187,6 @@ def _lineage_at(db: sqlite3.Connection, job: str, whole: LedgerHead, step: int) 
 
 
 def add(db: sqlite3.Connection, entries: Sequence[LedgerEntry]) -> None:
-    """Append rows in order; what is too much is folded."""
     newest = {entry.job: entry.head for entry in entries}
     first = {entry.job: entry.head for entry in entries if entry.row.step == entry.head.base_step + 1}
     values = [(entry.job, *astuple(entry.row)) for entry in entries]

@@ -49,7 +49,6 @@ class LinkTable:
         self._at: dict[tuple[str, str], float] = {}  # the oldest first
 
     def put(self, here: str, found: Mapping[str, LinkQuality], now: float) -> None:
-        """What ``here`` measured."""
         known = dict(self.known)
         for there, link in found.items():
             known[here, there] = link
@@ -85,7 +84,6 @@ class Survey:
         self._later: dict[str, asyncio.Task[None]] = {}  # job → those of its view
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Run in ``tasks`` from now on."""
         self._tasks = tasks
 
     def before(self, link: Link, others: Collection[str], then: Callable[[], object]) -> bool:
@@ -109,16 +107,11 @@ class Survey:
         """Measure the ways between these, each from one side, and call ``then``: after ``START_S`` in any case."""
         task = None
         if self._tasks is not None:
-            task = started_in(self._tasks, self._measure_among(peer_ids, then), "measure for a plan")
+            task = started_in(self._tasks, self.measure_among(peer_ids, then), "measure for a plan")
         if task is None:
             then()
 
-    async def measured_among(self, peer_ids: Sequence[str]) -> Links:
-        """What is known of the ways between these, after ``START_S`` of measuring at most."""
-        await self._measure_among(peer_ids, lambda: None)
-        return self.table.known
-
-    async def _measure_among(self, peer_ids: Sequence[str], then: Callable[[], object]) -> None:
+    async def measure_among(self, peer_ids: Sequence[str], then: Callable[[], object]) -> None:
         here = [link for peer_id in sorted(peer_ids) if (link := self._links.get(peer_id)) is not None]
         asked = []
         for at, link in enumerate(here):
@@ -161,7 +154,6 @@ class Survey:
         return [self._links[other] for other in self.table.wanted(link.id, here, self._clock.now())]
 
     async def _ask(self, link: Link, others: Sequence[Link], timeout_s: float) -> None:
-        """Have ``link`` measure the ways to ``others``; what went wrong leaves them unknown."""
         peers = [
             {"id": other.id, "host": host_seen_from(link.host, other.host), "port": other.port} for other in others
         ]

@@ -44,7 +44,6 @@ Result = dict[str, Any]
 
 
 def text_of(params: Params, name: str, limit: int) -> str:
-    """Not empty, and at most ``limit`` bytes."""
     value = params.get(name)
     if not isinstance(value, str) or not value:
         raise Refused("bad-parameter", f"{name} must be text", remedy=f"give {name}")
@@ -123,11 +122,11 @@ async def planned(profile: Profile, shape: ModelShape, links: Mapping[str, Link]
     with suppress(TimeoutError):
         async with asyncio.timeout(TELL_S):
             await asyncio.gather(*(link.told.wait() for link in free if link.flops is None))
-    ways = await survey.measured_among([link.id for link in free])
+    await survey.measure_among([link.id for link in free], lambda: None)
     peers = [seen_for(device, link.peer) for link in free if links.get(link.id) is link]
     there = [Trainee(peer.peer_id, peer.name, peer.memory_bytes, peer.flops or 0.0, peer.on_host) for peer in peers]
     try:
-        found = plan(training, there, ways)
+        found = plan(training, there, survey.table.known)
     except (ResourceError, UserError) as problem:
         raise Refused("does-not-fit", problem.message, remedy=problem.remedy) from problem
     return plan_maps(training, found, there)
@@ -181,8 +180,6 @@ _SLOW = frozenset({"checkpoints.restore", "checkpoints.delete", "jobs.plan"})
 
 
 class OperatorApi:
-    """Answers operators. One for all of them."""
-
     def __init__(self, seed: Seed) -> None:
         self._seed = seed
         self._methods: dict[str, Callable[[Params, Connection], Awaitable[Result]]] = {
@@ -253,7 +250,6 @@ class OperatorApi:
             connection.send(response)
 
     async def answer(self, request: Request, connection: Connection) -> Response:
-        """The answer to one request; what went wrong is in it, too."""
         if request.method == "subscribe":
             return Response(request.id, {})  # already
         method = self._methods.get(request.method)
@@ -302,7 +298,8 @@ class OperatorApi:
 
     async def _peers_evict(self, params: Params, connection: Connection) -> Result:
         peer_id, name = self._peer(params)
-        await self._seed.evict(peer_id, name)
+        await self._seed.gate.evict(peer_id, name)
+        self._seed.drop_unwelcome()
         return {"evicted": peer_id, "name": name}
 
     def _peer(self, params: Params) -> tuple[str, str]:

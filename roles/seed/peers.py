@@ -100,11 +100,9 @@ class Link:
 
     @property
     def trains(self) -> bool:
-        """Whether it is given to jobs."""
         return self.role == "worker"
 
     def let_go(self) -> None:
-        """It is free."""
         self.last_job, self.job = self.job, ""
 
     @property
@@ -149,7 +147,6 @@ class Link:
         return self.flops != known
 
     def say(self, message: Message) -> None:
-        """Send; that the link is gone is noticed by its reader, and told to the job from there."""
         try:
             self.connection.send(message)
         except ConnectionLost:
@@ -264,7 +261,6 @@ def announced_to(host: str, view: View) -> ViewAnnounced:
 
 
 def seen_from(host: str, members: Iterable[MemberRecord]) -> list[MemberRecord]:
-    """The members as a peer at ``host`` is told them."""
     return [dataclasses.replace(member, host=host_seen_from(host, member.host)) for member in members]
 
 
@@ -320,7 +316,6 @@ def checked_report(report: Report, steps_total: int) -> Report:
 
 
 def clipped(text: str, limit_bytes: int = TEXT_BYTES) -> str:
-    """One printable line of at most ``limit_bytes``."""
     line = " ".join("".join(char if char.isprintable() else " " for char in text[: 4 * limit_bytes]).split())
     raw = line.encode(errors="replace")
     return raw.decode() if len(raw) <= limit_bytes else raw[: limit_bytes - 3].decode(errors="ignore") + "…"
@@ -362,12 +357,10 @@ def checkpoint_of(link: Link, message: CheckpointSaved, wall: float, *, split: b
 
 
 def say_last(connection: Connection, problem: P2PTrainError) -> None:
-    """Tell a peer why its connection ends."""
     code = RefusalCode.PROTOCOL if isinstance(problem, ProtocolError) else RefusalCode.TOO_SLOW
     say(connection, last_word(code, problem))
 
 
 def say(connection: Connection, message: Message) -> None:
-    """Tell a peer something; it may be gone already."""
     with suppress(P2PTrainError):
         connection.send(message)

@@ -89,7 +89,6 @@ class Acceptor:
         self._seed, self._beats = seed, beats
 
     async def decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
-        """Whether the caller comes in, and how its link is watched then."""
         if self.closed:
             return Refuse(RefusalCode.SHUTTING_DOWN, "the seed is stopping", "try again when it is back")
         self._seed.gate.judge(connection)
@@ -136,7 +135,6 @@ class Acceptor:
         return self._welcome(*self.beats_at(rtt_ms))
 
     def beats_at(self, rtt_ms: float) -> tuple[float, float]:
-        """Heartbeat and death in seconds of the link to a peer so far away."""
         return self._beats if self._beats[0] > 0 else beat_defaults(rtt_ms)
 
     def _is_replaced(self, old: Link, host: str, port: int) -> bool:
@@ -156,7 +154,6 @@ class Acceptor:
             raise ProtocolError(f"another peer ({welcome.name[:NAME_CHARS]}) answers there")
 
     def introduction(self, purpose: str, port: int) -> Hello:
-        """To workers, and to other seeds."""
         return local_hello(
             peer_id=self._seed.cluster_id,
             name=self._seed.name,
@@ -242,7 +239,6 @@ class Seed:
         return seed
 
     def start(self, tasks: asyncio.TaskGroup, address: tuple[str, int]) -> None:
-        """Run the jobs and the housekeeping in ``tasks``."""
         self._tasks = tasks
         self.survey.start(tasks)
         self.checkpoints.start(tasks)
@@ -263,7 +259,6 @@ class Seed:
     # ------------------------------------------------------------------------------------------------------ connections
 
     async def serve(self, connection: Connection, hello: Hello) -> None:
-        """One connection, until it ends."""
         if hello.purpose == "peer":
             await self._serve_peer(connection, hello)
         elif hello.purpose == "enrol":
@@ -316,7 +311,7 @@ class Seed:
         if desk is not None and desk.live:
             link.job = desk.id
             desk.post(co.PeerReturned(desk.peer(link), link.hello.generation))
-            desk.member_here()
+            desk.told_view.set()
         elif link.hello.job:
             link.last_job = link.hello.job
             link.say(Release(link.hello.job[:64], "the job is over"))
@@ -412,11 +407,6 @@ class Seed:
                 pass  # of a job that it is no longer on
             case _:
                 raise ProtocolError(f"a worker does not say {type(message).__name__} to a seed")
-
-    async def evict(self, peer_id: str, name: str) -> None:
-        """Let a peer go, and never in again; its job goes on. Raises ``Refused``, ``StorageError``."""
-        await self.gate.evict(peer_id, name)
-        self.drop_unwelcome()
 
     def _served(self, *peer_ids: str) -> None:
         self.board.touch("serving", *peer_ids)

@@ -44,23 +44,19 @@ class Holdings:
             self._touch(*changed)
 
     def drop(self, peer: str) -> None:
-        """The worker is gone, and what it held."""
         gone = self._held.pop(peer, None)
         if gone:
             self._touch(*gone)
 
     def info(self, item_id: str) -> PartInfo | None:
-        """A part by its id, None where nobody holds it."""
         return self._held.get(item_id.partition("/")[0], {}).get(item_id)
 
     def infos(self) -> list[PartInfo]:
-        """All of them, by model and layers."""
         found = [part for held in self._held.values() for part in held.values()]
         return sorted(found, key=lambda part: (part.name, part.model, part.start, part.stop, part.id))
 
 
 def infos_of(peer: str, peer_name: str, message: PartsHeld) -> dict[str, PartInfo]:
-    """Id → part, of what a worker says that it holds."""
     infos = [_info(peer, peer_name, part) for part in message.parts]
     return {info.id: info for info in infos}
 
@@ -98,7 +94,6 @@ class Services:
         self._here: list[DrafterAt] = []
 
     def joined(self, link: Link) -> None:
-        """A peer's link is there."""
         if link.role == "verifier":
             self._tell(link)
 
@@ -130,7 +125,6 @@ class Services:
                 self._links[drafter.id].say(EventNotice("warning", "other-tokenizer", f"{text}: {remedy}"))
 
     def gone(self, link: Link) -> None:
-        """A peer's link is lost, and taken from ``links``."""
         serving, link.serving = link.serving, None
         if serving is not None:
             self._touch(link.id)
@@ -138,12 +132,10 @@ class Services:
                 self._tell_all()
 
     def info(self, peer_id: str) -> ServingInfo | None:
-        """What a peer serves; None where it does not."""
         link = self._links.get(peer_id)
         return link.serving if link is not None else None
 
     def infos(self) -> list[ServingInfo]:
-        """All of it, verifiers first, by name."""
         found = [link.serving for link in self._links.values() if link.serving is not None]
         return sorted(found, key=lambda info: (info.role != "verifier", info.name, info.id))
 
@@ -172,7 +164,6 @@ def _model(info: ServingInfo) -> tuple[str, int, str, str]:
 
 
 def info_of(link: Link, message: Serving) -> ServingInfo:
-    """What a peer says that it serves, as a record."""
     said = asdict(message) | {"model": clipped(message.model, NAME_CHARS), "http": clipped(message.http, 255)}
     return ServingInfo(
         id=link.id, name=clipped(link.name, NAME_CHARS), role=link.role, host=link.host, port=link.port, **said

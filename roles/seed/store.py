@@ -115,8 +115,6 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True)
 class PeerRecord:
-    """A peer as it is kept."""
-
     id: str
     name: str
     roles: list[str]
@@ -147,7 +145,6 @@ class Records:
             self._db.close()
 
     def backup_to(self, target: sqlite3.Connection) -> None:
-        """Copy all of it with SQLite's backup."""
         with _translated(self._path):
             self._db.backup(target)
 
@@ -158,7 +155,6 @@ class Records:
             return str(self._one("SELECT value FROM facts WHERE name = ?", name))
 
     def known_fact(self, name: str) -> str:
-        """A value; empty where there is none."""
         return str(self._one("SELECT value FROM facts WHERE name = ?", name) or "")
 
     # -------------------------------------------------------------------------------------------------- jobs and views
@@ -176,12 +172,10 @@ class Records:
         self._db.execute("UPDATE jobs SET record = ? WHERE id = ?", (json.dumps(dataclasses.asdict(job)), job.id))
 
     def jobs(self) -> list[tuple[JobRecord, str]]:
-        """All jobs and their specs, oldest first."""
         rows = self._rows("SELECT record, spec FROM jobs ORDER BY created_at, id")
         return [(JobRecord(**json.loads(record)), spec) for record, spec in rows]
 
     def forget_job(self, job: str) -> None:
-        """Remove all that is kept of a job but what the diary says of it."""
         with self._transaction():
             self._db.execute("DELETE FROM jobs WHERE id = ?", (job,))
             for table in ("views", "metrics", "checkpoints", "recoveries", *ledger.TABLES):
@@ -216,7 +210,6 @@ class Records:
         return None
 
     def views(self, job: str, after_generation: int, limit: int) -> list[ViewBegan]:
-        """The views of later generations, oldest first."""
         sql = "SELECT generation, step, lineage, members FROM views WHERE job = ? AND generation > ?"
         return [
             ViewBegan(generation, step, lineage, [str(member[0]) for member in json.loads(members)])
@@ -232,17 +225,14 @@ class Records:
     # --------------------------------------------------------------------------------------------- ledger, recoveries
 
     def ledger_head(self, job: str) -> LedgerHead | None:
-        """How far a job's ledger goes; None before its first view."""
         with _translated(self._path):
             return ledger.head(self._db, job)
 
     def ledger_rows(self, job: str, after_step: int, limit: int) -> list[LedgerRow]:
-        """Rows of later steps, oldest first."""
         with _translated(self._path):
             return ledger.rows(self._db, job, after_step, limit)
 
     def recoveries(self, job: str, limit: int) -> list[RecoveryInfo]:
-        """The newest ``limit``, oldest first."""
         sql = "SELECT * FROM recoveries WHERE job = ? ORDER BY number DESC LIMIT ?"
         return [RecoveryInfo(*row) for row in self._rows(sql, job, limit)][::-1]
 
@@ -279,12 +269,10 @@ class Records:
             self._db.execute(sql, (PEERS_KEPT,))
 
     def metrics(self, job: str, after_step: int, limit: int) -> list[MetricRow]:
-        """Rows of steps after ``after_step``, oldest first."""
         sql = "SELECT * FROM metrics WHERE job = ? AND step > ? ORDER BY step LIMIT ?"
         return [MetricRow(*row) for row in self._rows(sql, job, after_step, limit)]
 
     def last_metrics(self, job: str, limit: int) -> list[MetricRow]:
-        """The newest ``limit`` rows, oldest first."""
         sql = "SELECT * FROM metrics WHERE job = ? ORDER BY step DESC LIMIT ?"
         return [MetricRow(*row) for row in self._rows(sql, job, limit)][::-1]
 
@@ -294,7 +282,6 @@ class Records:
         return None if value is None else float(value)
 
     def events(self, after_id: int, limit: int) -> list[EventInfo]:
-        """Events with a larger id, oldest first."""
         rows = self._rows("SELECT * FROM events WHERE id > ? ORDER BY id LIMIT ?", after_id, limit)
         return [EventInfo(*row) for row in rows]
 
@@ -314,11 +301,9 @@ class Records:
             self._db.executemany("DELETE FROM checkpoints WHERE id = ?", [(item,) for item in ids])
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """All that are known, oldest first."""
         return [CheckpointInfo(*row) for row in self._rows("SELECT * FROM checkpoints ORDER BY created_at, id")]
 
     def checkpoints_of(self, job: str) -> list[CheckpointInfo]:
-        """Those of a job, in no order."""
         return [CheckpointInfo(*row) for row in self._rows("SELECT * FROM checkpoints WHERE job = ?", job)]
 
     # -------------------------------------------------------------------------------------------------------- helpers

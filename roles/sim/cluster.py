@@ -77,13 +77,11 @@ class Machine:
 
     @property
     def phase(self) -> Phase | None:
-        """Where its worker's transaction stands."""
         runner = self.worker._runner if self.worker is not None else None
         return runner.core.phase if runner is not None and self.up else None
 
     @property
     def linked(self) -> bool:
-        """Whether its worker has a link to a seed."""
         return self.worker is not None and self.worker._link.up
 
     @property
@@ -94,7 +92,6 @@ class Machine:
 
     @property
     def stage(self) -> int:
-        """The part of a split model that its worker holds; 0 where it is not split."""
         return self.engine.stage.index if self.engine is not None else 0
 
     @property
@@ -132,7 +129,6 @@ class Machine:
         self._simulation.observer.forget(self.host)
 
     def restore(self, copy: bytes) -> None:
-        """The seed's disk is lost; it is restored from a copy."""
         self.kill()
         self.disk.close()
         self.disk = self._new_disk()
@@ -274,7 +270,6 @@ class Simulation:
 
     @property
     def workers(self) -> list[Machine]:
-        """Machines for workers, whether one runs there or not."""
         return [machine for machine in self.machines.values() if machine is not self.seed]
 
     @property
@@ -322,7 +317,6 @@ class Simulation:
             await asyncio.sleep(0.1)
 
     def audit(self) -> None:
-        """Compare the seed's ledger with what was seen."""
         database = self.seed.disk.database(STATE / "seed.sqlite3")
         head = ledger.head(database, self.job)
         rows = ledger.rows(database, self.job, head.base_step, self.profile.job.steps) if head else []

@@ -64,8 +64,6 @@ LASTS_S = (0.3, 0.3, 1.0, 1.0, 3.0, 3.0, 8.0, 35.0)
 
 
 class Faults:
-    """Carries out faults. All draws come from the simulation's one generator."""
-
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._random = simulation.random
@@ -313,7 +311,6 @@ class Faults:
             simulation.seed.restore(copies[-1])
 
     def _lie(self, victim: Machine) -> None:
-        """For some steps to come its contributions are not what its micro-batches gave."""
         how, times = self._random.choice(("nan", "huge")), self._random.choice((1, 1, 3))
         self._tell(f"{victim.host} contributes {how}, {times} times")
         victim.lies, victim.lie = times, how

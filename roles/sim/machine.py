@@ -74,8 +74,6 @@ PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("proces
 
 
 class SimLoop(VirtualClockLoop):
-    """Virtual time for processes that can be frozen and killed."""
-
     def __init__(self) -> None:
         super().__init__()
         self.callbacks = 0
@@ -95,13 +93,11 @@ class SimLoop(VirtualClockLoop):
                 process.on_moment()
 
     def start(self, process: Process, main: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run ``main`` as ``process``."""
         context = contextvars.copy_context()
         context.run(PROCESS.set, process)
         return self.create_task(main, name=f"{process.host}", context=context)
 
     def freeze(self, process: Process) -> None:
-        """It stands still, and notices nothing."""
         process.frozen = True
 
     def thaw(self, process: Process) -> None:
@@ -246,7 +242,6 @@ class MachineDisk:
         return ProcessDisk(self, process)
 
     def power_cut(self, directory: _Dir | None = None) -> None:
-        """Forget what was not flushed."""
         directory = directory or self._root
         kept = self._random.randint(0, len(directory.since))
         entries = dict(directory.flushed)
@@ -267,7 +262,6 @@ class MachineDisk:
             database.full = full
 
     def close(self) -> None:
-        """The end of the simulation."""
         for database in self.databases.values():
             sqlite3.Connection.close(database)
         self.databases.clear()
@@ -504,7 +498,6 @@ class SimEngine(StandInEngine):
 
     @property
     def part(self) -> slice:
-        """Which of the whole model's parameters it has."""
         return self._part
 
     @property

@@ -44,8 +44,6 @@ MOST_VIEWS = 150
 
 
 class Violation(AssertionError):
-    """An invariant does not hold. ``name`` is its short name."""
-
     def __init__(self, name: str, text: str) -> None:
         super().__init__(f"{name}: {text}")
         self.name = name
@@ -122,7 +120,6 @@ class Observer:
             self.tell(f"VIOLATION {self.violation}")
 
     def cut(self, who: str, cuts: tuple[int, ...]) -> None:
-        """A worker was told to build a part of the model that is cut there."""
         known = self._cuts = cuts if self._cuts is None else self._cuts
         self.check("one cut", cuts == known, lambda: f"{who} was told to cut at {cuts}, and it was {known}")
 
@@ -276,7 +273,6 @@ class Observer:
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
     def forget(self, host: str) -> None:
-        """What was on its disk is gone."""
         self._announced = {key: step for key, step in self._announced.items() if key[0] != host}
         self._promised = {key: step for key, step in self._promised.items() if key[0] != host}
         self._witnesses.pop(host, None)

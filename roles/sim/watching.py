@@ -284,7 +284,6 @@ STAGED: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
 
 @contextmanager
 def without(name: str) -> Iterator[None]:
-    """Switch a safeguard off within the block; an empty name: none."""
     with ExitStack() as stack:
         for owner, attribute, make in (MUTATIONS | STAGED)[name][0] if name else []:
             stack.enter_context(replaced(owner, attribute, make))
