@@ -318,7 +318,7 @@ class HealSource:
         name = hello.name[:64]
         if not SHORTEST_SILENCE_S <= request.silence_s <= LONGEST_SILENCE_S:
             raise ProtocolError(f"{name} would give up after {request.silence_s} s of silence")
-        if request.stage != self._stage.index:  # sizes and names of two parts may be alike
+        if not self._has_part(request):
             raise PeerError(f"{name} asks for stage {request.stage}, this member holds {self._stage}")
         line = Line(connection, request.silence_s)
         taker = Taker(line, hello.name, request.step >= 0)
@@ -347,6 +347,9 @@ class HealSource:
                 self._around.tell("info", "gave", f"gave {size} of state and steps to {taker.name}")
 
     # ------------------------------------------------------------------------------------------------------ internals
+
+    def _has_part(self, request: HealRequest) -> bool:  # a method of its own, which a mutation takes away
+        return request.stage == self._stage.index  # sizes and names of two parts may be alike
 
     async def _serve(self, taker: Taker, request: HealRequest, engine: Engine) -> None:
         try:
