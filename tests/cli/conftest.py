@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -138,7 +139,11 @@ Command = Callable[..., Outcome]
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Run ``p2ptrain ARGUMENTS`` in this process, through the real entry point."""
+    """Run ``p2ptrain ARGUMENTS`` in this process, through the real entry point.
+
+    A command's event loop leaves its signal handlers behind, for a process ends with its command: they are put back.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def run(*arguments: str, typed: str | None = None) -> Outcome:
         capsys.readouterr()
@@ -146,6 +151,8 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
             monkeypatch.setattr(sys, "stdin", _Terminal(typed))
         with pytest.raises(SystemExit) as left:
             main(list(arguments))
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         assert isinstance(left.value.code, int)
         return Outcome(left.value.code, *capsys.readouterr())
 
