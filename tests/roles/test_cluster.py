@@ -234,19 +234,6 @@ async def test_pause_stops_together_and_resume_goes_on(cluster: Cluster) -> None
     assert len({state_of(peer) for peer in peers}) == 1
 
 
-async def test_cancel_frees_the_workers_for_the_next_job(cluster: Cluster) -> None:
-    gates = Gates(5)
-    job = await cluster.create(small_profile())
-    peers = [cluster.join(gates.build) for _ in range(2)]
-    await gates.wait()
-    await cluster.ask("jobs.cancel", job=job)
-    gates.go.set()
-    await cluster.job_until(job, lambda item: item["state"] == "cancelled")
-    following = await cluster.create(small_profile(job={"steps": 3}), name="next")
-    await cluster.job_until(following, done)
-    assert len({state_of(peer) for peer in peers}) == 1
-
-
 async def test_restore_goes_back_for_everybody_and_keeps_what_was_newer(cluster: Cluster) -> None:
     profile = small_profile(job={"exact": True})  # so that a rerun with other shares has the same bits
     job = await cluster.create(profile)
@@ -264,25 +251,6 @@ async def test_restore_goes_back_for_everybody_and_keeps_what_was_newer(cluster:
     assert state_of(peers[0]) == state_of(peers[1]) == first
     kept = list(cluster.root.glob("worker-*/jobs/*/checkpoints/superseded-step-00000012-*"))
     assert kept
-
-
-async def test_a_worker_with_other_data_is_let_go_with_the_reason(cluster: Cluster) -> None:
-    gates = Gates(3)
-    job = await cluster.create(small_profile())
-    for _ in range(2):
-        cluster.join(gates.build)
-    await gates.wait()  # the job has its data by now
-    stranger = cluster.join(lambda profile: StandInEngine(profile, corpus="another text"))
-    async with cluster.operator() as client, asyncio.timeout(20):
-        await client.request("subscribe")
-        async for update in client.updates():
-            if update.topic == "events" and any(item["kind"] == "corpus" for item in update.items):
-                break
-    gates.go.set()
-    await cluster.job_until(job, done)
-    rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=100))["rows"]
-    assert {row["members"] for row in rows} == {2}
-    assert any(kind == "released" and "its data differs" in text for _, kind, text in stranger.told)
 
 
 class Drifting(StandInEngine):

@@ -16,7 +16,6 @@ from tests.roles.in_process import DEADLINE_S, HOST, Cluster, Peer
 from tests.roles.test_cluster import done, small_profile
 from wire.connection import Connection
 from wire.handshake import RefusalCode, dial, local_hello
-from wire.memory import MemoryNetwork
 from wire.messages import Hello, Response
 from wire.records import PeerInfo, ServingInfo
 from wire.text_messages import MAX_DRAFTERS, DrafterAt, DraftersHere, Serving
@@ -303,20 +302,5 @@ async def test_the_same_over_tls_where_each_may_do_what_its_ticket_says(tmp_path
             assert (refusal.value.code, bool(refusal.value.remedy)) == (RefusalCode.NOT_PERMITTED, True)
         await cluster.restart_seed()
         await verifier.told(members[1])
-    finally:
-        await cluster.close()
-
-
-async def test_a_verifier_elsewhere_is_told_of_drafters_at_the_seeds_machine(tmp_path: Path) -> None:
-    network = MemoryNetwork()
-    cluster = Cluster(tmp_path, network)
-    await cluster.start_seed()
-    try:
-        drafter, verifier = Program("drafter"), Program("verifier")
-        near = cluster.serve("drafter", drafter)
-        await listed(cluster, lambda infos: len(infos) == 1)
-        cluster.serve("verifier", verifier)
-        await verifier.told(near)
-        assert [(item.host, item.port) for item in verifier.member.drafters] == [near.address]
     finally:
         await cluster.close()

@@ -11,7 +11,6 @@ from p2ptrain.core.errors import Refused
 from p2ptrain.core.footprint import ModelSizes
 from ring.training_costs import ModelShape
 from roles.engine import Stage
-from roles.seed.jobs import seen_for
 from roles.seed.peers import Link
 from roles.stand_in import StandInEngine
 from tests.roles.in_process import Cluster, Peer
@@ -123,12 +122,3 @@ def test_what_a_worker_says_of_itself_is_checked() -> None:
     for wrong_s in (-1.0, float("inf"), float("nan")):
         assert link_of([{"compute_flops": wrong_s}], gauges=True).flops == 0.0
     assert link_of([{"compute_flops": 1.0}]).beaten(Heartbeat(0, 0, 0, "idle", 0.0, {"compute_flops": 2.0}))
-
-
-def test_what_is_said_of_a_gpu_counts_where_it_computes() -> None:
-    peer = link_of([{"compute_flops": 2e9}], device="cuda NVIDIA H100", parts_memory_bytes=5, gauges=True).peer
-    assert (peer.on_host, peer.memory_bytes, peer.flops) == (False, 5, 2e9)
-    assert seen_for("auto", peer) is peer
-    on_cpu = seen_for("cpu", peer)
-    assert (on_cpu.on_host, on_cpu.memory_bytes, on_cpu.flops) == (True, 0, 0.0)
-    assert link_of([], device="cpu (8 cores)").peer.on_host

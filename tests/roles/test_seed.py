@@ -21,12 +21,9 @@ from p2ptrain.core.world import LoopClock, World
 from ring.coordination import Peer, records
 from ring.view import View
 from roles.seed import events, run_seed
-from roles.seed.events import Board
 from roles.seed.peers import announced_to
 from wire.client import SeedClient
-from wire.codec import encode
 from wire.connection import Connection
-from wire.frame import CONTROL_FRAME_BYTES
 from wire.handshake import RefusalCode, Server, dial, local_hello, local_welcome, serve
 from wire.job_messages import (
     Assign,
@@ -49,10 +46,8 @@ from wire.messages import (
     Refuse,
     Request,
     Response,
-    Update,
     Welcome,
 )
-from wire.records import MetricRow
 
 HOST, DEADLINE_S = "127.0.0.1", 10.0
 M = TypeVar("M", bound=Message)
@@ -444,23 +439,6 @@ async def test_a_worker_with_other_data_hears_what_to_do(bench: Bench) -> None:
 # ------------------------------------------------------------------------------------------------ metrics, checkpoints
 
 
-async def test_metrics_page_by_page_and_steps_that_were_taken_back_are_not_counted(bench: Bench) -> None:
-    a, b = await bench.ring("a", "b")
-    for step in (1, 2, 3):
-        a.say(StepMetrics(a.job, 1, step, {"loss": 1.0 / step, "members": 2.0, "secret": 5.0, "lr": float("nan")}))
-    await a.beaten()
-    a.report("broken", 2, suspect="b")
-    b.report("broken", 2, suspect="a")
-    await a.viewed()
-    a.say(StepMetrics(a.job, 1, 3, {"loss": 9.0}))  # late, of the ring that is over
-    await a.beaten()
-    rows = (await bench.ask("metrics.history", job="first", after_step=1, limit=5))["rows"]
-    assert [(row["step"], row["loss"], row["members"], row["lr"], row["generation"]) for row in rows] == [
-        (2, 0.5, 2, None, 1)
-    ]
-    assert (await bench.ask("jobs.show", job="first"))["job"]["loss"] == 0.5
-
-
 async def test_checkpoints_are_listed_as_their_holder_keeps_them_and_deleted_there(bench: Bench) -> None:
     a, _ = await bench.ring("a", "b")
     for step in (10, 20, 30):
@@ -476,45 +454,6 @@ async def test_checkpoints_are_listed_as_their_holder_keeps_them_and_deleted_the
     a.say(Response(request.id, {"deleted": 20}))
     assert (await deleting)["deleted"] == f"{a.job}@20@a"
     assert [item["step"] for item in (await bench.ask("checkpoints.list"))["checkpoints"]] == [30]
-
-
-async def test_what_the_holder_answers_to_a_deletion_reaches_the_operator(bench: Bench) -> None:
-    a, _ = await bench.ring("a", "b")
-    a.say(CheckpointSaved(a.job, 10, "/c/10", "d", 5))
-    await a.beaten()
-    deleting = asyncio.create_task(bench.refused("checkpoints.delete", id=f"{a.job}@10@a"))
-    a.say(Response((await a.hear(Request)).id, {}, "failed", "the disk is read-only", "remount it"))
-    problem = await deleting
-    assert ("read-only" in problem.message, problem.remedy) == (True, "remount it")
-    deleting = asyncio.create_task(bench.refused("checkpoints.delete", id=f"{a.job}@10@a"))
-    await a.hear(Request)
-    a.connection.abort()
-    assert "gone" in (await deleting).message
-    assert (await bench.refused("checkpoints.delete", id=f"{a.job}@10@a")).code == "holder-away"
-    assert len((await bench.ask("checkpoints.list"))["checkpoints"]) == 1
-
-
-async def test_restore_takes_the_ring_back(bench: Bench) -> None:
-    a, b = await bench.ring("a", "b")
-    for step in (10, 15):
-        a.say(CheckpointSaved(a.job, step, f"/c/{step}", "d", 5))
-    await a.beaten()
-    restoring = asyncio.create_task(bench.ask("checkpoints.restore", id=f"{a.job}@10@a"))
-    request = await a.hear(Request)
-    assert (request.method, request.params) == ("checkpoint.verify", {"job": a.job, "step": 10})
-    a.say(Response(request.id, {"step": 10, "lineage": lineage_of(10)}))
-    assert (await restoring)["job"] == a.job
-    for worker in (a, b):
-        await worker.hear(Hold)
-        worker.report("held", 15)
-    for worker, applied in ((a, 10), (b, 0)):
-        assert (await worker.assigned(applied)).restore_step == 10
-    view = await a.viewed()
-    healthy = {member.peer_id: member.healthy for member in view.members}
-    assert (view.step, healthy) == (10, {"a": True, "b": False})
-    left = (await bench.ask("checkpoints.list"))["checkpoints"]
-    assert [item["step"] for item in left] == [10]  # the later one is set aside by its holder
-    assert (await bench.refused("checkpoints.restore", id="nothing@1@a")).code == "unknown-checkpoint"
 
 
 async def test_a_restore_that_the_seed_did_not_live_to_see_is_carried_out_by_the_next(bench: Bench) -> None:
@@ -636,17 +575,6 @@ async def test_a_paused_job_lets_its_workers_go_when_another_needs_them(bench: B
 # ----------------------------------------------------------------------------------------------------------- operators
 
 
-async def test_jobs_are_found_by_id_beginning_or_name(bench: Bench) -> None:
-    job = (await bench.ask("jobs.create", name="first", profile="tiny", spec=SPEC))["job"]
-    for text in (job, job[:5], "first"):
-        shown = await bench.ask("jobs.show", job=text)
-        assert (shown["job"]["id"], shown["spec"]) == (job, SPEC)
-    problem = await bench.refused("jobs.show", job="frist")
-    assert problem.code == "unknown-job"
-    assert "did you mean 'first'?" in problem.message
-    assert (await bench.refused("job.show", job=job)).message.endswith("did you mean 'jobs.show'?")
-
-
 async def test_long_lists_are_cut_to_a_frame_and_say_so(bench: Bench) -> None:
     a, b = await bench.ring("a", "b")
     for _ in range(150):
@@ -690,12 +618,6 @@ async def test_bad_requests_are_refused_and_the_connection_lives_on(
         assert (await client.request("cluster.info"))["cluster"]["name"] == "seed"
 
 
-async def test_a_full_page_of_the_largest_rows_fits_a_frame() -> None:
-    big = 1.2345678901234567e-300
-    row = MetricRow("0123456789ab", 2**31, big, big, big, big, big, big, big, big, big, big, 1000, 2**31)
-    assert len(encode(Response(2**31, {"rows": [row.to_map()] * 200}))) < CONTROL_FRAME_BYTES - 64
-
-
 # ------------------------------------------------------------------------------------------------------------- updates
 
 
@@ -720,30 +642,6 @@ async def test_a_subscriber_gets_all_there_is_and_then_what_changes(bench: Bench
         while not any(item.get("text") == "name-a: the fan is loud" for item in news):
             news += (await anext(updates)).items
         assert any(item.get("step") == 2 and item.get("loss") == 1.0 for item in news)
-
-
-async def test_updates_are_cut_into_small_frames_and_a_record_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[Update] = []
-    told = asyncio.Event()
-
-    class Reader:
-        def send(self, message: Update) -> None:
-            sent.append(message)
-            told.set()
-
-        async def flush(self, *, timeout_s: float) -> None: ...
-
-    board = Board(lambda topic, item_id: {"id": item_id, "text": "x" * 500} if item_id != "gone" else None)
-    with board.open() as feed:
-        for _ in range(3):
-            board.touch("peers", *(f"p{number}" for number in range(300)), "gone")
-        running = asyncio.create_task(board.serve(feed, Reader()))  # type: ignore[arg-type]
-        await asyncio.wait_for(told.wait(), DEADLINE_S)
-        running.cancel()
-    assert not board.watched
-    assert sum(len(update.items) for update in sent if update.topic == "peers") == 300
-    assert max(len(encode(update)) for update in sent) < 32 << 10
-    assert [update.items for update in sent if update.topic == "peers-gone"] == [[{"id": "gone"}]]
 
 
 async def test_a_subscriber_that_does_not_read_is_dropped_with_a_reason(
@@ -776,16 +674,6 @@ async def test_the_diary_is_paged_and_cleaned(bench: Bench) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- start, stop, weight
-
-
-async def test_a_seed_comes_back_as_the_same_cluster(bench: Bench) -> None:
-    before = (await bench.ask("cluster.info"))["cluster"]
-    await bench.end()
-    await bench.start()
-    after = (await bench.ask("cluster.info"))["cluster"]
-    assert (after["cluster_id"], after["address"]) == (before["cluster_id"], f"127.0.0.1:{bench.address[1]}")
-    kinds = [event["kind"] for event in (await bench.ask("events.list"))["events"]]
-    assert kinds.count("seed-started") == 2
 
 
 def test_a_loopback_address_is_told_on_the_seeds_machine_only() -> None:

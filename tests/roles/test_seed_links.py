@@ -12,7 +12,7 @@ from p2ptrain.core.errors import ConnectionLost, ProtocolError
 from p2ptrain.core.world import LoopClock
 from ring.order import LinkQuality
 from roles.seed import links as seed_links
-from roles.seed.links import FRESH_S, MAX_AT_ONCE, START_S, LinkTable, Survey, measured_untrusted
+from roles.seed.links import MAX_AT_ONCE, START_S, LinkTable, Survey, measured_untrusted
 from roles.seed.peers import Link
 from tests.roles.in_process import Cluster
 from wire.handshake import local_hello
@@ -82,34 +82,6 @@ def test_a_worker_is_let_in_when_it_has_measured() -> None:
     (asked,) = desk.links["a"].asked
     assert [(peer["id"], peer["host"]) for peer in asked["peers"]] == [("b", "10.0.0.1"), ("c", "")]
     assert asked["deadline_s"] < START_S
-
-
-@pytest.mark.parametrize("answer", [None, {"links": [["x", 1.0, None]]}, {}])
-def test_nobody_waits_for_measurements_for_long(answer: Any) -> None:
-    slow = FakeLink("a", takes_s=1000.0 if answer is None else 0.1)
-    slow.answer = answer
-    desk = JobController(slow, FakeLink("b"))
-    surveyed(desk, lambda: desk.ready("a"))
-    ((_, at),) = desk.let_in
-    assert at <= START_S
-    assert desk.survey.table.known == {}
-
-
-def test_the_table_wants_the_unknown_first_then_the_old() -> None:
-    table = LinkTable()
-    table.put("a", {"b": GOOD, "c": GOOD}, 0.0)
-    table.put("a", {"b": GOOD}, 100.0)
-    table.put("e", {"a": GOOD}, 100.0)
-    assert table.wanted("a", "abcde", FRESH_S) == [
-        "d",
-        "e",
-    ]  # what is not known either way before what is the other way
-    assert table.wanted("a", "abcde", FRESH_S + 50) == ["d", "e", "c"]
-    assert table.wanted("a", "abcde", FRESH_S + 150) == ["d", "e", "c", "b"]
-    assert table.changes == 3
-    before = table.known
-    table.put("a", {"d": GOOD}, 200.0)
-    assert ("a", "d") not in before
 
 
 def test_the_table_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

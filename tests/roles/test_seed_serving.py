@@ -14,14 +14,14 @@ import pytest
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused
 from roles.seed.peers import Link
-from roles.seed.serving import Holdings, Services, info_of, infos_of
+from roles.seed.serving import Services, infos_of
 from tests.roles.in_process import HOST, Cluster
 from wire.chain_messages import HeldPart, PartsHeld
 from wire.connection import Connection
 from wire.handshake import RefusalCode, dial, local_hello, local_welcome, serve
 from wire.job_messages import CheckpointSaved, LedgerRows, Report, StepMetrics
-from wire.messages import EventNotice, Heartbeat, HeartbeatAck, Hello, Leave, Message, Welcome
-from wire.records import PartInfo, ServingInfo
+from wire.messages import Heartbeat, HeartbeatAck, Hello, Leave, Message, Welcome
+from wire.records import PartInfo
 from wire.schema import instance_untrusted
 from wire.text_messages import MAX_DRAFTERS, DraftersHere, Serving
 
@@ -49,19 +49,6 @@ def link(peer_id: str, role: str, host: str = "10.0.0.1") -> tuple[Link, Sent]:
     hello = local_hello(peer_id=peer_id, name=f"name-{peer_id}", roles=[role], purpose="peer", port=7000)
     sent: Any = Sent()
     return Link(sent, hello, host, 7000, 1.0, 0.0, 0.0, MagicMock()), sent
-
-
-def test_what_is_served_is_kept_as_it_was_told() -> None:
-    made = Serving("big", 50257, 1024, "ab12", "10.0.0.1:8000", 3, {"alpha": 0.5, "tokens_per_s": 3}, ["d1", "d2"],
-                   [0.5, -1], [10, 20], [1, 0])  # fmt: skip
-    info = info_of(link("v1", "verifier")[0], made)
-    assert info == ServingInfo(
-        "big", 50257, 1024, "ab12", "10.0.0.1:8000", 3,
-        {"alpha": 0.5, "tokens_per_s": 3.0}, ["d1", "d2"], [0.5, -1.0], [10.0, 20.0], [1.0, 0.0],
-        id="v1", name="name-v1", role="verifier", host="10.0.0.1", port=7000,
-    )  # fmt: skip
-    told, fields = dataclasses.asdict(made), info.to_map()
-    assert {name: fields[name] for name in told} == told  # nothing of what a member says is left out
 
 
 @pytest.mark.parametrize(
@@ -94,57 +81,6 @@ def test_what_is_served_is_kept_as_it_was_told() -> None:
 def test_what_cannot_be_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError):
         instance_untrusted(Serving, dataclasses.asdict(SERVING) | changes)
-
-
-def test_verifiers_are_told_when_it_changes_and_not_when_it_does_not() -> None:
-    links: dict[str, Link] = {}
-    touched: list[str] = []
-    services = Services(links, lambda *ids: touched.extend(ids))
-    near, far = link("v1", "verifier", "127.0.0.1"), link("v2", "verifier")
-    worker = link("w1", "worker")
-    for each, _ in (near, far, worker):
-        links[each.id] = each
-        services.joined(each)
-    drafter, _ = link("d1", "drafter", "127.0.0.1")
-    links["d1"] = drafter
-    services.joined(drafter)
-    assert (near[1].told, far[1].told, worker[1].messages) == ([[]], [[]], [])
-    services.told(drafter, SERVING)
-    services.told(drafter, SERVING)
-    services.told(drafter, dataclasses.replace(SERVING, sessions=2, stats={"alpha": 0.5}))
-    assert near[1].told == [[], [("d1", "127.0.0.1")]]
-    assert far[1].told == [[], [("d1", "")]]  # the seed's machine
-    assert touched == ["d1", "d1"]
-    services.told(near[0], dataclasses.replace(SERVING, model="big"))
-    assert [info.id for info in services.infos()] == ["v1", "d1"]
-    del links["d1"]
-    services.gone(drafter)
-    assert near[1].told[2:] == [[]]
-    assert (services.info("d1"), services.infos()[0].id) == (None, "v1")
-    assert worker[1].messages == []
-
-
-@pytest.mark.parametrize("first", ["drafter", "verifier"])
-def test_who_lends_a_drafter_hears_that_a_verifier_has_another_tokenizer(first: str) -> None:
-    links, sent = dict[str, Link](), dict[str, Sent]()
-    services = Services(links, lambda *ids: None)
-    for peer_id, role in (("d1", "drafter"), ("d2", "drafter"), ("n1", "drafter"), ("v1", "verifier")):
-        links[peer_id], sent[peer_id] = link(peer_id, role)
-    said = {
-        "d1": SERVING,
-        "d2": dataclasses.replace(SERVING, model="small", tokenizer="another"),
-        "n1": dataclasses.replace(SERVING, model="tiny", tokenizer=""),
-        "v1": dataclasses.replace(SERVING, model="big"),
-    }
-    for _ in range(3):
-        for peer_id in sorted(said, reverse=first == "verifier"):
-            services.told(links[peer_id], said[peer_id])
-    notices = {each: [one for one in sent[each].messages if isinstance(one, EventNotice)] for each in sent}
-    assert [len(notices[each]) for each in ("d1", "d2", "n1", "v1")] == [0, 1, 0, 0]
-    assert notices["d2"][0].text == (
-        "name-v1 writes with big, which has another tokenizer than small: "
-        "nothing is drafted for it; draft with a model of the same family"
-    )
 
 
 def test_no_more_drafters_are_told_of_than_a_verifier_takes() -> None:
@@ -229,14 +165,6 @@ def held(*parts: HeldPart) -> dict[str, PartInfo]:
     return infos_of("a1", "laptop", instance_untrusted(PartsHeld, dataclasses.asdict(message)))
 
 
-def test_a_part_is_kept_as_it_was_told() -> None:
-    (info,) = held(PART).values()
-    assert info == PartInfo(**dataclasses.asdict(PART), id="a1/p1", peer="a1", peer_name="laptop")
-    assert info.used_bytes == 1000
-    told, fields = dataclasses.asdict(PART), info.to_map()
-    assert {name: fields[name] for name in told} == told  # no field of what a worker says is left out
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -278,27 +206,6 @@ def test_no_worker_holds_a_part_twice_or_more_than_its_number() -> None:
     assert len(held(*most[:-1])) == 16
     with pytest.raises(ProtocolError, match="17 long"):
         held(*most)
-
-
-def test_only_what_changed_is_told_and_what_is_not_named_again_is_gone() -> None:
-    touched: list[set[str]] = []
-    kept = Holdings(lambda *ids: touched.append(set(ids)))
-    kept.told("a1", "laptop", PartsHeld([PART, part(part="p2", start=12, stop=20)]))
-    kept.told("a1", "laptop", PartsHeld([PART, part(part="p2", start=12, stop=20)]))
-    kept.told("b2", "attic", PartsHeld([part(part="p1", start=20, stop=32)]))
-    assert touched == [{"a1/p1", "a1/p2"}, {"b2/p1"}]
-    kept.told("a1", "laptop", PartsHeld([part(sessions=3), part(part="p3", name="gemma")]))
-    assert touched[2:] == [{"a1/p1", "a1/p2", "a1/p3"}]
-    assert [info.id for info in kept.infos()] == ["a1/p3", "a1/p1", "b2/p1"]  # by model, then by layers
-    assert kept.info("a1/p2") is None
-    assert kept.info("a1/p1") is not None
-    kept.drop("a1")
-    kept.drop("a1")
-    assert touched[3:] == [{"a1/p1", "a1/p3"}]
-    kept.told("b2", "attic", PartsHeld([]))
-    assert touched[4:] == [{"b2/p1"}]
-    assert kept.infos() == []
-    assert kept._held == {}
 
 
 async def say(connection: Connection, message: Message) -> None:

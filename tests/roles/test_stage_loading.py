@@ -106,21 +106,6 @@ def test_a_client_gives_what_the_part_owns_and_no_more(tmp_path: Path, model: Mo
     with_stage(tmp_path, test)
 
 
-def test_a_client_may_come_to_give_a_little_later(tmp_path: Path, model: ModelDirectory) -> None:
-    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
-        loading = asyncio.create_task(client.ask("part.load", load_params(model, 0, 4, 4)))
-        await asyncio.sleep(5)
-        async with giving(network.at("client"), "w0", model):
-            await answers(client, (await loading)["part"])
-        began = asyncio.get_running_loop().time()
-        with pytest.raises(Refused, match="did not come to give") as refused:
-            await client.ask("part.load", load_params(model, 0, 2, 4))
-        assert refused.value.code == "giver"
-        assert asyncio.get_running_loop().time() - began == pytest.approx(10)
-
-    with_stage(tmp_path, test)
-
-
 @asynccontextmanager
 async def donor(
     network: MemoryNetwork, directory: Path, path: Path
@@ -525,41 +510,6 @@ def test_a_part_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path, mo
 
     assert weights_bytes > 6600
     with_stage(tmp_path, test, limit_bytes=6600, faults=True)
-
-
-def test_an_idle_part_goes_for_another_and_one_in_use_does_not(tmp_path: Path, model: ModelDirectory) -> None:
-    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
-        async with giving(network.at("client"), "w0", model):
-            first = (await client.ask("part.load", load_params(model, 0, 2, 4, positions=0)))["part"]
-            with pytest.raises(Refused) as refused:
-                await client.ask("part.load", load_params(model, 2, 4, 4, positions=0))
-            assert refused.value.code == "memory"
-        async with client_of(network.at("other"), "w0", peer_id="other") as other:
-            client.connection.abort()
-            await asyncio.sleep(0.1)
-            assert (await other.ask("part.offer"))["memory_bytes"] == 5000
-            async with giving(network.at("other"), "w0", model, peer_id="other"):
-                second = (await other.ask("part.load", load_params(model, 2, 4, 4, positions=0)))["part"]
-            assert list(stage.stages.cache.parts) == [second]
-            assert second != first
-            await other.ask("part.free", {"part": second})
-            assert not stage.stages.cache.parts
-
-    with_stage(tmp_path, test, limit_bytes=5000)
-
-
-def test_a_part_that_is_freed_stays_for_who_still_uses_it(tmp_path: Path, model: ModelDirectory) -> None:
-    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
-        async with giving(network.at("client"), "w0", model):
-            part = (await client.ask("part.load", load_params(model, 0, 4, 4)))["part"]
-        async with client_of(network.at("other"), "w0", peer_id="other") as other:
-            assert (await other.ask("part.load", load_params(model, 0, 4, 4)))["part"] == part
-            await client.ask("part.free", {"part": part})
-            await answers(other, part)
-            await other.ask("part.free", {"part": part})
-            assert not stage.stages.cache.parts
-
-    with_stage(tmp_path, test)
 
 
 def test_a_job_takes_the_memory_of_idle_parts_where_it_is_short(tmp_path: Path, model: ModelDirectory) -> None:

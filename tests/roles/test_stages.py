@@ -7,13 +7,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.serving import Sampling
 from roles.model_directory import ModelDirectory
-from roles.worker.forward_requests import MOST_QUEUED, QUEUED_FROM_STAGE
+from roles.worker.forward_requests import MOST_QUEUED
 from tests.roles.stage_doubles import (
     PORT,
     Generation,
@@ -81,68 +80,6 @@ def test_a_chain_gives_what_one_part_gives(
         assert await chain.generate("s1", PROMPT, 12) == tokens_of(CONFIG, PROMPT, 12, sampling)
 
     with_chain(tmp_path, model, cuts, test)
-
-
-def test_sessions_do_not_know_of_each_other(tmp_path: Path, model: ModelDirectory) -> None:
-    async def test(chain: TestChain, network: Network) -> None:
-        sessions = {f"s{number}": Generation(f"s{number}", [number + 1, 7, 7 * number], 2) for number in range(9)}
-        expected = {name: tokens_of(CONFIG, each.ids, 8, GREEDY) for name, each in sessions.items()}
-        for name, generation in sessions.items():
-            await chain.open(name)
-            chain.clients[0].give(*generation.work())
-        for _ in range(8 * len(sessions)):
-            picked = await chain.answer()
-            assert isinstance(picked, Picked)
-            sessions[picked.session].take(picked)
-            if len(sessions[picked.session].made) < 8:
-                chain.clients[0].give(*sessions[picked.session].work())
-        assert {name: each.made for name, each in sessions.items()} == expected
-
-    with_chain(tmp_path, model, (0, 2, 4, 6), test)
-
-
-def test_a_long_prompt_comes_in_several_works(tmp_path: Path, model: ModelDirectory) -> None:
-    prompt = [(7 * number) % 97 for number in range(50)]
-
-    async def test(chain: TestChain, network: Network) -> None:
-        await chain.open("s1")
-        for number, start in enumerate(range(0, 49, 10)):
-            ids = prompt[start : min(start + 10, 49)]
-            chain.clients[0].give(*ids_work("s1", ids, keep=start, last=2, number=number, picks=0))
-        for number in range(5):
-            took = await chain.clients[2].next()
-            assert isinstance(took, Picked)
-            assert (took.number, len(took.spent_us)) == (number, 3)
-        assert await chain.generate("s1", prompt[49:], 6, keep=49) == tokens_of(CONFIG, prompt, 6, GREEDY)
-
-    with_chain(tmp_path, model, (0, 2, 4, 6), test)
-
-
-def test_several_tokens_are_picked_of_one_work(tmp_path: Path, model: ModelDirectory) -> None:
-    async def test(chain: TestChain, network: Network) -> None:
-        await chain.open("s1", **sampling_params(SEEDED))
-        expected = tokens_of(CONFIG, PROMPT, 4, SEEDED)
-        chain.clients[0].give(*ids_work("s1", [*PROMPT, *expected[:3]], keep=0, last=1, picks=4, draw=0))
-        picked = await chain.clients[1].next()
-        assert isinstance(picked, Picked)
-        assert np.frombuffer(picked.tokens, "<i4").tolist() == expected
-
-    with_chain(tmp_path, model, (0, 3, 6), test)
-
-
-def test_a_work_that_keeps_less_takes_positions_back(tmp_path: Path, model: ModelDirectory) -> None:
-    async def test(chain: TestChain, network: Network) -> None:
-        await chain.open("s1")
-        made = await chain.generate("s1", PROMPT, 9)
-        again = Generation("s1", [made[2]], 2, keep=len(PROMPT) + 2, made=made[:3])
-        while len(again.made) < 9:
-            chain.clients[0].give(*again.work())
-            again.take(await chain.answer())
-        assert again.made == made
-        fresh = [4, 4]
-        assert await chain.generate("s1", fresh, 3, keep=0) == tokens_of(CONFIG, fresh, 3, GREEDY)
-
-    with_chain(tmp_path, model, (0, 2, 4, 6), test)
 
 
 # ------------------------------------------------------------------------------------------------------------ mending
@@ -228,23 +165,6 @@ def test_a_result_that_comes_after_its_attempt_is_dropped(tmp_path: Path, model:
         assert generation.made == tokens_of(CONFIG, PROMPT, 4, GREEDY)
 
     with_chain(tmp_path, model, (0, 3, 6), test)
-
-
-def test_a_session_that_is_closed_while_it_computes_says_nothing_more(tmp_path: Path, model: ModelDirectory) -> None:
-    async def test(chain: TestChain, network: Network) -> None:
-        await chain.open("s1")
-        await chain.open("s2")
-        chain.stages[0].threads.call_s["compute"] = 1.0
-        chain.clients[0].give(*ids_work("s1", PROMPT, keep=0, last=0))
-        await asyncio.sleep(0.5)
-        await chain.clients[0].ask("session.close", {"session": "s1", "index": 0})
-        chain.clients[0].give(*ids_work("s1", PROMPT, keep=0, last=0))  # on its way when it was closed
-        assert await chain.generate("s2", PROMPT, 3) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
-        assert chain.clients[0].heard.empty()
-        await chain.clients[0].ask("session.close", {"session": "s1", "index": 0})
-        assert list(chain.stages[0].stand_ins.engines[0].sessions) == ["s2"]
-
-    with_chain(tmp_path, model, (0, 6), test)
 
 
 def test_an_engine_that_fails_breaks_the_session_and_no_other(tmp_path: Path, model: ModelDirectory) -> None:
@@ -430,23 +350,6 @@ def test_a_request_that_cannot_be_is_answered_with_the_reason(
 # ---------------------------------------------------------------------------------------------- who is gone or slow
 
 
-def test_sessions_end_with_their_client_and_parts_stay(tmp_path: Path, model: ModelDirectory) -> None:
-    async def test(chain: TestChain, network: Network) -> None:
-        await chain.open("s1")
-        await chain.generate("s1", PROMPT, 2)
-        for client in chain.clients:
-            client.connection.abort()
-        await asyncio.sleep(0.1)
-        for stage in chain.stages:
-            assert not stage.sessions
-            assert len(stage.stages.cache.parts) == 1
-        async with client_of(network.at("next"), "w0", peer_id="next") as client:
-            loaded = await client.ask("part.load", load_params(model, 0, 3, 6))
-            assert (loaded["part"], loaded["received_bytes"]) == (chain.parts[0], 0)
-
-    with_chain(tmp_path, model, (0, 3, 6), test)
-
-
 def test_a_silent_client_is_gone(tmp_path: Path, model: ModelDirectory) -> None:
     async def test(chain: TestChain, network: Network) -> None:
         await chain.open("s1", silence_s=2.0)
@@ -457,32 +360,6 @@ def test_a_silent_client_is_gone(tmp_path: Path, model: ModelDirectory) -> None:
         assert chain.stages[0].sessions == 0
 
     with_chain(tmp_path, model, (0, 3, 6), test, faults=True)
-
-
-def test_a_stage_is_not_given_more_than_it_takes(
-    tmp_path: Path, model: ModelDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A slow last stage: works wait at the client's side of the chain, a few of them at each stage."""
-    monkeypatch.setattr("roles.worker.forward_requests.LINK_UNSENT_BYTES", 4000)  # some 5 of these works
-
-    async def test(chain: TestChain, network: Network) -> None:
-        await chain.open("s1", positions=4000)
-        chain.stages[1].threads.call_s["compute"] = 1.0
-        count, size = 60, 60
-        for number in range(count):
-            chain.clients[0].give(*ids_work("s1", [1] * size, keep=number * size, last=1, number=number, picks=0))
-        await asyncio.sleep(20.5)
-        session = chain.stages[1].stages.works.sessions["s1", 1]
-        assert len(session.queue) <= QUEUED_FROM_STAGE
-        assert session.position == 20 * size
-        assert chain.stages[0].stages.works.sessions["s1", 0].position <= (20 + QUEUED_FROM_STAGE + 8) * size
-        for number in range(count):
-            took = await chain.answer()
-            assert isinstance(took, Picked)
-            assert took.number == number
-        assert chain.stages[1].stand_ins.engines[0].length("s1") == count * size
-
-    with_chain(tmp_path, model, (0, 3, 6), test)
 
 
 def test_a_client_may_not_flood_a_stage(tmp_path: Path, model: ModelDirectory) -> None:

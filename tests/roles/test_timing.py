@@ -35,17 +35,6 @@ def test_the_parts_of_a_step() -> None:
     assert clock.longest_s == pytest.approx(2.75)
 
 
-def test_waiting_is_no_more_than_what_communication_took() -> None:
-    hands = Hands()
-    clock = StepClock(hands)
-    with clock.phase("communicate"):
-        hands.now += 1.0
-    clock.waited(3.0)
-    clock.exchanged(exposed_s=1.0, communicating_s=0.5)
-    told = clock.step_done()
-    assert (told["communicate_ms"], told["wait_ms"], told["hidden_ms"]) == (0, 1000, 0)
-
-
 def test_a_view_that_begins_forgets_the_step_that_it_broke() -> None:
     hands = Hands()
     clock = StepClock(hands)

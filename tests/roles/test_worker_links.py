@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import statistics
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,12 +13,10 @@ import pytest
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.world import LoopClock, Network, World
-from ring.order import LinkQuality
 from roles.worker.links import (
     MAX_ASKED,
     PIECE_BYTES,
     PUSH_BYTES,
-    PUSH_S,
     QUIET_S,
     Prober,
     Sink,
@@ -27,7 +24,7 @@ from roles.worker.links import (
 )
 from roles.worker.stage_requests import Place
 from wire.connection import Connection
-from wire.emulate import PRESETS, EmulatedNetwork, LinkPreset
+from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.handshake import Server, dial, local_hello, local_welcome, serve
 from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Hello, Request, Response, Welcome
@@ -78,36 +75,6 @@ def two_sides(preset: LinkPreset | None, seed: int = 0) -> tuple[Side, Side]:
         networks = [EmulatedNetwork(network, preset, seed + number) for number, network in enumerate(networks)]
     one, other = (Side(name, network) for name, network in zip(("aa", "bb"), networks, strict=True))
     return one, other
-
-
-def measured(preset: LinkPreset, deadline_s: float = 30.0, seed: int = 0) -> tuple[LinkQuality | None, float]:
-    async def main() -> tuple[LinkQuality | None, float]:
-        one, other = two_sides(preset, seed)
-        target = await other.listen()
-        began = asyncio.get_running_loop().time()
-        found = await one.prober.measure([target], deadline_s=deadline_s)
-        took_s = asyncio.get_running_loop().time() - began
-        await other.stop()
-        assert not other.problems
-        return found.get("bb"), took_s
-
-    return run_virtual(main())
-
-
-@pytest.mark.parametrize("name", sorted(PRESETS))
-def test_the_presets_are_measured_as_they_are(name: str) -> None:
-    preset = PRESETS[name]
-    results = [measured(preset, seed=7 * seed) for seed in range(9)]
-    found = [quality for quality, _ in results if quality is not None]
-    assert len(found) == len(results)
-    latency_s = statistics.median(quality.latency_s for quality in found)
-    assert preset.delay_s <= latency_s <= preset.delay_s + preset.jitter_s
-    loss = 0.1 if name == "lossy" else 0.03
-    assert statistics.median(quality.bandwidth_bps or 0 for quality in found) == pytest.approx(
-        preset.rate_bps, rel=loss
-    )
-    round_trips = 2 + 2 + 1 + 1  # dialling, pings, a turn, answers
-    assert max(took_s for _, took_s in results) < PUSH_S + (round_trips + 3) * (preset.rtt_s + 2 * preset.jitter_s) + 1
 
 
 def test_who_is_not_there_does_not_hold_up_the_others() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import ring.placement as placing
 from p2ptrain.core.errors import (
     NetworkError,
     P2PTrainError,
@@ -18,12 +17,10 @@ from p2ptrain.core.errors import (
     ResourceError,
     UserError,
 )
-from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.serving import Sampling
 from roles.chain import session as ev
 from roles.chain.client import Chain
-from roles.chain.peer import Context
-from roles.chain.plan import HeldPart, Model, Offer, WorkerPool
+from roles.chain.plan import WorkerPool
 from roles.chain.session import Submit
 from roles.worker.forward_requests import NEXT_STAGE, UNKNOWN_SESSION
 from roles.worker.part_cache import UNKNOWN_PART
@@ -294,28 +291,6 @@ def test_what_a_peer_says_of_a_stage_that_it_held_once_costs_it_nothing(tmp_path
     play(tmp_path, test)
 
 
-def test_a_mistake_in_the_search_for_a_successor_ends_the_sessions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody may wait for a search that is over."""
-
-    def mistaken(*_: object) -> None:
-        raise KeyError("a bug")
-
-    async def test(scene: Scene) -> None:
-        told: list[dict[str, object]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
-        async with scene.chain() as chain, await generate(chain, PROMPT, max_new_tokens=9, sampling=GREEDY) as session:
-            await anext(session)
-            monkeypatch.setattr(chain, "_successor", mistaken)
-            scene.kill("w1")
-            with pytest.raises(NetworkError, match="KeyError"):
-                await collected(session)
-        assert len(told) == 1
-
-    play(tmp_path, test)
-
-
 def test_nobody_left(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
         async with scene.chain() as chain:
@@ -465,48 +440,3 @@ def test_who_does_not_answer_is_not_of_the_crew(tmp_path: Path) -> None:
         scene.network.mend("w2", "client")
 
     play(tmp_path, test)
-
-
-def test_far_stages_are_measured(tmp_path: Path) -> None:
-    def delay_s(source: str, target: str) -> float:
-        return 0.04 if "w0" in (source, target) else NEAR_S
-
-    async def test(scene: Scene) -> None:
-        crew = await scene.crew()
-        model = await scene.model()
-        plan = await scene.plan(crew, model)
-        assert "w0" not in [stage.peer.name for stage in plan.stages]
-        links = plan.wanted.links  # this network delays each read, and a frame takes two
-        assert links["client", "w0"].latency_s == pytest.approx(0.08, rel=0.1)
-        assert links["w1", "w2"].latency_s < 0.002
-        assert links["w1", "w2"].bandwidth_bps is not None
-        await crew.close()
-
-    play(tmp_path, test, delay_s=delay_s)
-
-
-def test_offers_that_lead_nowhere_do_not_keep_a_client_busy() -> None:
-    """Sixteen peers with parts that chain up in any order, and yet never to a whole model."""
-    layers, seats = 32, [placing.Peer(f"p{number}", "", 1 << 40, 1e-9) for number in range(16)]
-
-    def held(start: int, stop: int) -> HeldPart:
-        return HeldPart("m", start, stop, layers, "fp32", 1)
-
-    def crew_of(extra: list[HeldPart]) -> WorkerPool:
-        middle = [held(layer, layer + 1) for layer in range(1, 16)]
-        offers = {
-            seat.id: Offer(1 << 40, 1 << 40, 1e9, "cpu", tuple(extra if not number else middle))
-            for number, seat in enumerate(seats)
-        }
-        pool = WorkerPool(Context(None, "c", "c", "seed"))  # type: ignore[arg-type]
-        pool.offers = offers
-        return pool
-
-    wanted = placing.Wanted(ModelSizes((1,) * layers, (1,) * layers, 1, 1, 0), 1, 1, "c", {})
-    model = Model("m", "m", "{}")
-    assert crew_of([held(0, 1)])._loaded(wanted, model, "fp32", seats) is None  # nobody has the end
-    both = crew_of([held(0, 1), held(16, layers)])  # who has the end is the only one with the beginning
-    assert both._loaded(wanted, model, "fp32", seats) is None
-    whole = crew_of([held(0, layers)])._loaded(wanted, model, "fp32", seats)
-    assert whole is not None
-    assert [stage.peer.id for stage in whole.stages] == ["p0"]

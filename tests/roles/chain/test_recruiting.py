@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ResourceError
+from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError
 from p2ptrain.core.serving import Sampling
-from roles.chain import client as recruiting
 from roles.chain.client import Chain, Recruiting
 from roles.verifier.targets import ChainTarget
 from tests.roles.chain.decoding import generate
@@ -149,26 +148,6 @@ def test_those_that_were_lost_come_back(
     play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)
 
 
-def test_who_joined_later_is_a_spare_before_it_is_needed(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        seed = Seed()
-        async with recruited(scene, seed) as chain:
-            await start(scene, "w9")
-            seed.here["w9"] = PORT
-            await asyncio.sleep(recruiting.LOOK_S + 2)  # virtual
-            assert "w9 is there, and may hold a stage" in told(scene, "spare")
-            seed.away = True  # nobody needs to be asked
-            async with await generate(chain, PROMPT, max_new_tokens=30, sampling=SAMPLED) as session:
-                made = [(await anext(session)).id for _ in range(4)]
-                scene.kill("w1")
-                made += [token.id async for token in session]
-            assert made == tokens_of(CONFIG, PROMPT, 30, SAMPLED)
-            assert len(session.mendings) == 1
-            assert not told(scene, "stage-lacking")
-
-    play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)
-
-
 def test_who_is_there_takes_a_stage_that_is_lost_at_the_same_moment(tmp_path: Path) -> None:
     """Another worker that is dialled and does not answer delays nothing."""
 
@@ -216,40 +195,3 @@ def test_who_cannot_be_reached_holds_up_nobody_and_is_left_in_peace(
             await goes_on(chain, 5)
 
     play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)
-
-
-def test_who_is_lost_and_comes_back_often_is_taken_as_soon_as_the_first_time(tmp_path: Path) -> None:
-    """Three workers hold two stages; whoever holds the first one is killed and started again where it was."""
-
-    async def test(scene: Scene) -> None:
-        seed = Seed()
-        async with recruited(scene, seed) as chain:
-            for _ in range(12):
-                await written(chain)
-                victim = chain.plan.stages[0].peer.name
-                scene.kill(victim)
-                await start(scene, victim)
-                await goes_on(chain, 5)
-                await asyncio.sleep(4)  # virtual
-                assert all(not peer.lost for peer in chain.pool.peers.values())
-
-    play(tmp_path, test, names=THREE)
-
-
-def test_a_spare_that_has_room_later(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        seed = Seed()
-        small = scene.workers["w3"].stages.cache
-        small.limit_bytes = 1000  # others' parts take the rest
-        seed.here["w3"] = PORT
-        async with recruited(scene, seed) as chain:
-            assert "w3" not in [stage.peer.name for stage in chain.plan.stages]
-            scene.kill("w0")
-            await asyncio.sleep(10)  # virtual
-            with pytest.raises(ResourceError, match=r"w3 has .* left"):
-                await written(chain)
-            small.limit_bytes = ONE_PART_BYTES
-            await goes_on(chain, 20)
-            assert chain.plan.stages[0].peer.name == "w3"
-
-    play(tmp_path, test, limit_bytes=ONE_PART_BYTES)

@@ -241,19 +241,6 @@ def test_a_stage_whose_work_failed_is_opened_again_and_the_second_time_replaced(
     assert ev.Replace(1, 1, "out of memory") in out
 
 
-def test_a_hung_stage_loses_its_place() -> None:
-    core = Session([1, 1], 0.0)
-    core.handle(ev.Tick(), 0.0)
-    core.handle(ev.Agreed(1, 1), 0.0)
-    core.handle(ev.Agreed(0, 2), 0.0)
-    core.handle(ev.Submit((5,), 0, 1, 0), 0.0)
-    due = core.next_deadline()
-    assert due is not None
-    asks = asks_of(core.handle(ev.Tick(), due))
-    out = core.handle(ev.Declined(1, asks[0].ask, ev.TOO_SLOW, "it did not answer"), due)
-    assert ev.Replace(1, 1, "it did not answer") in out
-
-
 def test_a_refusal_that_another_peer_would_repeat_ends_the_session() -> None:
     core = Session([1, 1], 0.0)
     core.handle(ev.Tick(), 0.0)

@@ -71,32 +71,6 @@ def test_the_better_of_two_is_used_and_the_other_costs_little() -> None:
         assert outcome.token_bytes < 20
 
 
-def test_figures_add_up() -> None:
-    outcome = simulate(Setting((DrafterSetting(0.8, DRAFT_S, 0.02),), constant(PASS_S), 800))
-    stats = outcome.stats
-    assert stats.tokens == 800 == stats.passes + stats.accepted + 1  # the prompt's pass gave one
-    assert stats.verify_s + stats.wait_s == pytest.approx(outcome.seconds)
-    assert stats.alpha == pytest.approx(0.8, abs=0.05)
-    assert stats.tried_at[0] == stats.passes - stats.self_steps
-    assert sum(stats.accepted_at) == stats.accepted  # none was behind the sixteenth
-    assert stats.accepted + stats.wasted <= stats.drafted
-    total = type(stats)()
-    total.add(stats)
-    total.add(stats)
-    assert total.tokens == 1600
-    assert total.accepted_at[0] == 2 * stats.accepted_at[0]
-    assert total.alpha == stats.alpha
-
-
-def test_what_the_time_went_into_is_all_of_it() -> None:
-    for alpha, round_trip_s, share in itertools.product((0.0, 0.3, 0.8, 1.0), ROUND_TRIPS_S, (0.0, 0.3)):
-        drafter = DrafterSetting(alpha, DRAFT_S, round_trip_s)
-        outcome = simulate(Setting((drafter,), growing(PASS_S, share), 300, seed=1))
-        stats = outcome.stats
-        assert stats.wait_s >= 0
-        assert stats.verify_s + stats.wait_s == pytest.approx(outcome.seconds), (alpha, round_trip_s)
-
-
 @pytest.mark.parametrize("slowed", [0.1, 0.5, 1.5])
 def test_a_drafter_that_slows_the_verifier_down_costs_little(slowed: float) -> None:
     """They share processors: that its drafts are right is not enough."""
@@ -118,18 +92,3 @@ def test_a_drafter_that_slows_the_verifier_down_costs_little(slowed: float) -> N
             for seed in range(4)
         ]
         assert sum(each.seconds for each in outcomes) <= 1.05 * sum(each.alone_s for each in outcomes), (alpha, noise)
-
-
-def test_what_a_step_takes_alone_is_measured_while_drafters_rest() -> None:
-    model = CostModel()
-    assert model.resting
-    outcome = simulate(Setting((DrafterSetting(0.9, DRAFT_S, 0.0),), constant(PASS_S), 200, model=model, shared=0.4))
-    assert model.step_s == pytest.approx(PASS_S)
-    assert outcome.token_s < 0.6 * PASS_S
-
-
-def test_a_machine_that_becomes_busy_is_no_fault_of_the_drafter() -> None:
-    """Steps take twice as long for a while: the verifier alone is measured anew, and drafts go on."""
-    setting = Setting((DrafterSetting(0.9, DRAFT_S),), constant(PASS_S), 1500, load=1.0, load_s=8.0)
-    outcome = simulate(setting)
-    assert outcome.token_s < 0.6 * 1.5 * PASS_S

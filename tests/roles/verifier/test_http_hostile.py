@@ -123,13 +123,6 @@ async def test_elsewhere_it_does_not_begin_without_a_key() -> None:
     assert "--api-key-file" in caught.value.remedy
 
 
-async def test_a_port_in_use_is_told(endpoint: Endpoint) -> None:
-    with pytest.raises(UserError, match=f"port {endpoint.port} is in use") as caught:
-        async with serving_http(ScriptedService(), "127.0.0.1", endpoint.port, world=WORLD):
-            pass
-    assert "--http" in caught.value.remedy
-
-
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [

@@ -6,7 +6,7 @@ import pytest
 
 from roles.speculation.verifying import Stats
 from roles.verifier.drafter_link import DrafterFacts
-from roles.verifier.stats import RECENT_TOKENS, Recent, figures_of, shares_of, sums_of
+from roles.verifier.stats import Recent, figures_of, shares_of, sums_of
 
 FACTS = [DrafterFacts(at, f"d{at}", "", "", 0.0, 200, 5) for at in (1, 2)]
 SPENT = {"all": 2.0, "verify": 1.0, "draft": 0.75, "wait": 0.125}
@@ -42,26 +42,3 @@ def test_the_figures_of_a_text() -> None:
         "speed_up": pytest.approx(0.1 * 40 / 1.75),
     }
     assert shares_of(sums) == {"d1": 0.75, "d2": 0.25}
-
-
-def test_what_is_long_ago_fades_and_the_last_figures_stay() -> None:
-    recent = Recent()
-    assert recent.grown == {}
-    for tokens in range(0, 10_000, 7):
-        recent.note({"tokens": tokens, "right 1": min(tokens, 5000)}, 0.0)
-    grown = recent.grown
-    assert 0.9 * RECENT_TOKENS <= grown["tokens"] < 1.2 * RECENT_TOKENS
-    assert grown["right 1"] < 1, "that was long ago"
-    for _ in range(100):  # nothing is written
-        recent.note({"tokens": tokens, "right 1": 5000}, 0.0)
-    assert recent.grown == grown
-
-
-def test_tokens_are_held_against_what_a_step_took_when_they_came() -> None:
-    recent = Recent()
-    recent.note({"tokens": 32.0, "after": 32.0, "pass_s": 1.0}, 0.0)  # nobody knows yet: they are not compared
-    recent.note({"tokens": 132.0, "after": 132.0, "pass_s": 3.5}, 0.05)
-    recent.note({"tokens": 232.0, "after": 232.0, "pass_s": 8.5}, 0.1)  # the machine has other work, too
-    found = figures_of(recent.grown, 0.1)
-    assert found["speed_up"] == pytest.approx(2.0, rel=0.05)
-    assert found["alone_ms"] == pytest.approx(75.0, rel=0.1)
