@@ -12,7 +12,6 @@ from p2ptrain.cli.output import Console
 from p2ptrain.cli.split import LoadingLine, print_split_facts, split_facts
 from ring.placement import Peer, Placement, Stage
 from roles.chain.client import Progress
-from roles.chain.peer import WorkerAt
 from roles.verifier.targets import PassTimes
 
 DEADLINE_S = 10.0
@@ -35,15 +34,7 @@ class StandIn:
     loaded = (LOADED, LOADED)
 
     def __init__(self) -> None:
-        self.plan = SimpleNamespace(
-            placement=PLACEMENT,
-            stages=[
-                SimpleNamespace(
-                    worker=WorkerAt(f"id{index}", f"box{index}", "h", 1), start=index * 2, stop=index * 2 + 2
-                )
-                for index in range(2)
-            ],
-        )
+        self.plan = SimpleNamespace(placement=PLACEMENT, stages=PLACEMENT.stages)
 
 
 def times() -> PassTimes:
