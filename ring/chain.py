@@ -183,7 +183,6 @@ class Hop:
         self._pump(bulk)
 
     def _pump(self, bulk: Connection) -> None:
-        """Hand over what may be sent, as long as the transport takes it at once (and says so within the call)."""
         while not self._stopped and not bulk.unsent_bytes:
             self._sending.pop(bulk, None)
             if not self._queues[bulk]:
@@ -376,7 +375,10 @@ class Chain:
             raise ValueError(f"a schedule of {schedule.stages} stages for a chain of {self.stages}")
         self._check_open()
         assert self._streams is None, "a step is under way"
-        self._streams = self._take_streams(schedule.micro_batches)
+        if self._next_stream + schedule.micro_batches > _STREAMS:
+            self._next_stream = _FIRST_STREAM
+        self._streams = range(self._next_stream, self._next_stream + schedule.micro_batches)
+        self._next_stream = self._streams.stop
         if self._before is not None:
             self._before.expect(self._streams, self.activation_bytes, ahead=schedule.ahead(self.stage - 1))
         if self._after is not None and schedule.backward:
@@ -510,12 +512,6 @@ class Chain:
     @property
     def _hops(self) -> list[Hop]:
         return [hop for hop in (self._before, self._after) if hop is not None]
-
-    def _take_streams(self, count: int) -> range:
-        if self._next_stream + count > _STREAMS:
-            self._next_stream = _FIRST_STREAM
-        first, self._next_stream = self._next_stream, self._next_stream + count
-        return range(first, first + count)
 
     def _stream(self, index: int) -> int:
         assert self._streams is not None, "no step is under way"

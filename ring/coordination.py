@@ -513,11 +513,9 @@ class CatchUps:
         self._chases.setdefault(peer_id, _Chase(due)).anew = False
 
     def let_in(self, peer_id: str, *, anew: bool) -> None:
-        """It comes in: it has what the ring began with (``anew``), or follows already, as it was asked to before."""
         self._chases.setdefault(peer_id, _Chase(0.0, following=True, overdue=True, anew=anew))
 
     def said(self, peer_id: str, status: str) -> None:
-        """``following``, or ``ready`` where it had to begin anew."""
         if chase := self._chases.get(peer_id):
             chase.anew = status == "ready"
             chase.following = chase.overdue or not chase.anew
@@ -614,7 +612,6 @@ class RecoveryPolicy:
 
 
 def carried(survivors: Reports, view: View) -> Reports:
-    """The survivors whose state is whole: one that was healing may have less than the view began with."""
     return {peer_id: report for peer_id, report in survivors.items() if report.applied >= view.step}
 
 

@@ -203,7 +203,6 @@ class Coordinator:
         self._no_longer_trains(peer_id, now)  # rule 4
 
     def _returned(self, event: co.PeerReturned, now: float) -> None:
-        """Its own report follows and says how it stands; only a restore that it missed must be told."""
         peer_id = event.peer.peer_id
         if self.phase in ENDED:
             self._out.append(co.SendRelease(peer_id, f"the job is {self.state}"))
@@ -293,7 +292,6 @@ class Coordinator:
             self.reason = ""
 
     def _beside(self, known: Known, report: Report, now: float) -> None:
-        """Ready, or following the ring. A member that is ready again has lost its ring."""
         peer_id = known.peer.peer_id
         if report.status == "following" and peer_id not in self._catch_ups.moving:
             if not known.returned or peer_id in self._who.running - self._who.unheard:
@@ -524,7 +522,9 @@ class Coordinator:
 
     def _mint(self, chosen_from: Reports, now: float) -> None:
         step, lineage = newest(chosen_from)
-        self._cool_down(now)
+        for peer_id, seconds in self._quarantine.flapping(self._who.survivors(self.view), now):
+            text = f"{self._who.name(peer_id)} dies again and again: it is not let in for {seconds:.0f} s"
+            self._say("warning", "flapping", text, peer_id)
         ready, survivors, moving = self._candidates(), self._who.survivors(self.view), self._catch_ups.moving
         holders = {key for key, it in self._who.standing().items() if key not in moving and holds(it, step, lineage)}
         if not holders & ready.keys():
@@ -578,11 +578,6 @@ class Coordinator:
         self._last_failure = ""
         self._go(Phase.RUNNING, "")
 
-    def _cool_down(self, now: float) -> None:
-        for peer_id, seconds in self._quarantine.flapping(self._who.survivors(self.view), now):
-            text = f"{self._who.name(peer_id)} dies again and again: it is not let in for {seconds:.0f} s"
-            self._say("warning", "flapping", text, peer_id)
-
     def _is_current(self, peer_id: str, generation: int) -> bool:
         return self.view is not None and self.view.generation == generation and self.view.rank_of(peer_id) is not None
 
@@ -614,7 +609,6 @@ class Coordinator:
         return sorted(self._who.name(peer_id) for peer_id in coming)
 
     def _catches_up(self, peer_id: str, report: Report, view: View) -> bool:
-        """Whether it has to, and can: before its first commit, the ring stands where the view began."""
         at_hand = not self._committed and peer_id not in self._catch_ups.moving
         return self._who.peers[peer_id].peer.follows and not (at_hand and holds(report, view.step, view.lineage))
 
@@ -689,7 +683,6 @@ class Coordinator:
         self._out.append(co.SendRelease(peer_id, text))
 
     def _strike_off(self, peer_ids: set[str], why: str) -> None:
-        """Go on without them. One whose transfer broke may be loading its state anew: it is in when it is ready."""
         for peer_id in sorted(peer_ids):
             known, loading = self._who.peers.get(peer_id), peer_id in self._who.healing
             self._forget(peer_id)
@@ -708,7 +701,6 @@ class Coordinator:
         self._catch_ups.forget(peer_id)
 
     def _end(self, phase: Phase, reason: str) -> None:
-        """The job is over. When it is done its members keep what they hold until another job needs them."""
         keep = self._who.survivors(self.view) if phase is Phase.DONE else {}
         self._out += [co.SendRelease(peer_id, reason) for peer_id in sorted(self._who.peers) if peer_id not in keep]
         self._say("error" if phase is Phase.FAILED else "info", f"job-{phase}", reason)

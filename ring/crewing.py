@@ -231,7 +231,6 @@ class StagePlanner:
         return {each.id: stage for stage, part in enumerate(found.stages) for each in part.trainees}, said
 
     def _waits_for_figures(self, peers: Mapping[str, Peer], now: float, said: list[Instruction]) -> bool:
-        """For the speeds of those here, then for the ways between them; neither for long."""
         if all(peer.flops is not None for peer in peers.values()):
             self._tell_due = None
         elif self._tell_due is None:

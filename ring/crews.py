@@ -376,7 +376,6 @@ class Crews:
         self._hurry()
 
     def _beside(self, worker: Worker, report: Report) -> None:
-        """Ready, or following the ring. A member that is ready again has lost its ring."""
         crew = self._crews.get(worker.crew)
         if report.status == "following" and not worker.moving:
             if worker.returned:
@@ -469,7 +468,6 @@ class Crews:
                     self._strike_off(worker)
 
     def _strike_off(self, worker: Worker) -> None:
-        """Go on without it. One whose transfer broke may be loading its state anew: it is in when it is ready."""
         worker.trains = False
         self._quarantine.fallen.add(worker.peer_id)
         if worker.healing:
@@ -526,14 +524,15 @@ class Crews:
                 for member in crew.members:
                     self._workers[member].crew = crew.crew_id
             if not kept:
-                self._withdraw_empty_handed()
+                for crew in [crew for crew in self._crews.values() if crew.known and not crew.in_view]:
+                    if crew.said is None or crew.said == NOTHING or self._is_moving(crew):
+                        self._dissolve(crew, "there is nobody left to follow")
             for crew in kept:
                 self._place_stands(crew, state)
             for crew in empty:
                 self._place_lost(crew)
 
     def _stands_in(self, view: View, peer_id: str, report: Report) -> bool:
-        """Whether it carries the state of ``view``, or what that was to begin with, as it never heard of it."""
         if report.status not in STANDSTILL or view.rank_of(peer_id) is None or self._workers[peer_id].moving:
             return False
         return report.generation == view.generation or holds(report, view.step, view.lineage)
@@ -561,11 +560,6 @@ class Crews:
         assert self.view is not None
         crew.known = True
         self._tell(co.PeerReturned(self._peer_of(crew), self.view.generation))
-
-    def _withdraw_empty_handed(self) -> None:
-        for crew in [crew for crew in self._crews.values() if crew.known and not crew.in_view]:
-            if crew.said is None or crew.said == NOTHING or self._is_moving(crew):
-                self._dissolve(crew, "there is nobody left to follow")
 
     def _is_moving(self, crew: Crew) -> bool:
         return any(self._workers[key].moving for key in self._here(crew))
@@ -690,11 +684,12 @@ class Crews:
             self._dissolve(crew, "its workers share no state")
 
     def _tell_one(self) -> bool:
-        """What a crew holds, now that all its workers have said so: first of those that hold something."""
         due = [
             crew
             for crew in self._crews.values()
-            if crew.due and crew.members and all(self._is_settled(member) for member in crew.members)
+            if crew.due
+            and crew.members
+            and all(member in self._workers and self._workers[member].settled for member in crew.members)
         ]
         if not due:
             return False
@@ -719,9 +714,6 @@ class Crews:
     def _report(self, crew: Crew, reports: list[Report], state: State | None, status: str, generation: int = 0) -> None:
         told = report_of(self.job, reports, state, status, generation, self._crew_of)
         self._tell(co.PeerReported(crew.crew_id, told))
-
-    def _is_settled(self, peer_id: str) -> bool:
-        return peer_id in self._workers and self._workers[peer_id].settled
 
     def _state_of(self, members: Iterable[str]) -> State | None:
         reports = [self._workers[key].report for key in members]
@@ -748,7 +740,6 @@ class Crews:
         return bool(given)
 
     def _idle(self, counts: list[int]) -> list[str]:
-        """Workers of a stage that has too many, who hold nothing that anybody could need: they may take another."""
         over = [count - min(counts) for count in counts]
         found = []
         for key, worker in sorted(self._workers.items()):
@@ -823,7 +814,6 @@ class Crews:
         self._tell_measured()
 
     def _awaits_builders(self) -> bool:
-        """Whether somebody builds who may bring what others could go on from; for so long and no longer."""
         builders = [worker for key, worker in self._workers.items() if worker.report is None and self._may_bring(key)]
         if not builders:
             self._due.pop("build", None)
@@ -889,7 +879,6 @@ class Crews:
         return newest_kept(known, [kept(self._wholes, key) for key in wholes])
 
     def _could_be_more(self, step: int) -> bool:
-        """Whether somebody who is away may hold a later state than this, or the part of one that is missing."""
         if self.view is not None and not self._all_linked():
             return True
         return self._newest_kept(self.held, self._wholes) > step
@@ -970,7 +959,6 @@ class Crews:
         self._out.append(co.SendAssign(worker.peer_id, self._corpus, restore_step, worker.stage, self.stages, holders))
 
     def _holders(self, worker: Worker, step: int) -> tuple[co.Peer, ...]:
-        """Who else is here and has the whole model's checkpoint of ``step``; each stage is to ask another one first."""
         found = [key for key in sorted(self._workers) if key != worker.peer_id and step in self._wholes.get(key, ())]
         turn = (worker.stage or 0) % len(found) if found else 0
         return tuple(self._workers[key].peer for key in [*found[turn:], *found[:turn]][:8])  # who are told of, at most

@@ -235,7 +235,6 @@ def simulate(schedule: Schedule, costs: Costs) -> float:
 def _arrival_s(
     stage: int, operation: Operation, ended: dict[tuple[int, Operation], float], costs: Costs, stages: int
 ) -> float | None:
-    """When what ``operation`` works on is at its stage; None where that is not known yet."""
     if operation.kind is Kind.FORWARD:
         if stage == 0:
             return 0.0

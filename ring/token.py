@@ -158,7 +158,6 @@ class Guard:
         self._seen.append(square_sum)
 
     def forget(self) -> None:
-        """The state is another one: what was usual before says nothing."""
         self._seen.clear()
 
     def refuses(self, own: float, part: float, *, lenient: bool) -> bool:

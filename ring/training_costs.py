@@ -134,7 +134,6 @@ class Training:
 
     @cached_property
     def activation_bytes(self) -> int:
-        """Of a micro-batch, from stage to stage."""
         return activation_bytes(self.activations, self.tokens, self.shape.width)
 
     @cached_property
@@ -156,7 +155,6 @@ class Training:
         return (stop - start) * self.layer_kept_bytes + self.head_kept_bytes * (stop == self.layers)
 
     def need_bytes(self, stage: int, start: int, stop: int, *, on_host: bool = True) -> int:
-        """Memory that stage takes where it has layers [start, stop)."""
         return part_training_bytes(
             self.shape.sizes.weights_bytes(start, stop),
             self.kept_bytes(start, stop),

@@ -597,7 +597,6 @@ class Transaction:
         return [Apply(self._next_ticket(), self.applied, self.square_sum, redo=False)]
 
     def _rejected(self, fault: Fault) -> list[Instruction]:
-        """What is prepared here cannot be trusted any more than what is prepared there: nobody commits it."""
         self.prepared_lineage = ""
         members = self._current_view().members
         suspect, beside = (members[rank] if rank is not None else None for rank in (fault.suspect, fault.beside))

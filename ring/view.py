@@ -91,7 +91,6 @@ class View:
         return self.members[first : first + self.stages]
 
     def same_stage(self, rank: int) -> tuple[MemberRecord, ...]:
-        """The members that hold the same part as that one, by replica; all, where the model is not split."""
         return self.members[self.stage_of(rank) :: self.stages]
 
     def stage_ring(self, rank: int) -> View:

@@ -73,14 +73,12 @@ class Turns(Generic[H]):
         self._waiting: dict[H, None] = {}
 
     def add(self, who: H) -> None:
-        """It has something to do. Who waits already keeps its place."""
         self._waiting.setdefault(who)
 
     def drop(self, who: H) -> None:
         self._waiting.pop(who, None)
 
     def take(self, ready: Callable[[H], bool]) -> H | None:
-        """The first that is ready, which is in the queue no more; None where nobody is."""
         for who in self._waiting:
             if ready(who):
                 del self._waiting[who]

@@ -80,11 +80,9 @@ class Engine(Protocol):
 
     def share_cores(self, workers: int) -> None:
         """So many members of the ring compute on this machine: take this one's part of its cores."""
-        ...
 
     def begin_step(self, step: int) -> None:
         """Zero the gradients. ``step`` counts from 0: it is the number of steps applied so far."""
-        ...
 
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
         """Forward and backward of micro-batch ``index`` of step ``step``; adds its mean loss' gradient / M.
@@ -92,11 +90,9 @@ class Engine(Protocol):
         M is the number of micro-batches in a global batch, whoever computes them. ``on_final`` is given with the last
         one of this member's share.
         """
-        ...
 
     def finish_gradients(self, on_final: OnFinal | None = None) -> None:
         """Bring the gradients and the loss into ``reduce_buffer``; when it returns all of that is final."""
-        ...
 
     def partial_square_sum(self, start: int, stop: int) -> float:
         """Sum of squares, in fp64, of ``reduce_buffer[start:stop]`` without the loss slot; the same for any threads.
@@ -104,7 +100,6 @@ class Engine(Protocol):
         NaN where one of them is not finite. Where the loss slot is among them, also where that is not, or where what
         this member added in this step did not fit into fixed point: so it is asked before the ring has the last piece.
         """
-        ...
 
     def apply(self, step: int, square_sum: float) -> Applied:
         """Clip by the global norm sqrt(``square_sum``), then one optimizer step from ``reduce_buffer``.
@@ -113,41 +108,32 @@ class Engine(Protocol):
             JobFailed: the loss or the norm is not finite; parameters are unchanged. A last guard: members refuse such a
                 step when they vote.
         """
-        ...
 
     def validate(self, first: int, count: int) -> tuple[float, int]:
         """Sum of the losses (nats) and number of targets over validation micro-batches [first, first + count)."""
-        ...
 
     def validation_batches(self) -> int:
         """Number of validation micro-batches, the same on every member."""
-        ...
 
     def state(self) -> list[Blob]:
         """Every byte that decides the future of the run: parameters, moments. Same names and sizes on every member."""
-        ...
 
     def load_initial(self) -> None:
         """The state of step 0: a pure function of the job's seed and model (or the model directory's weights)."""
-        ...
 
     def initial_digest(self) -> bytes:
         """A digest of the whole initial model, of which ``load_initial`` has loaded a part: equal for all parts, and
         for equal initial models only, because the lineage of step 0 is made of it. 16 bytes."""
-        ...
 
     def state_loaded(self, step: int) -> None:
         """The bytes of ``state()`` were replaced by those of ``step``: refresh whatever derives from them."""
-        ...
 
     def checkpoint_files(self, step: int) -> list[FilePlan]:
         """A checkpoint of ``step``, to be written from a copy of ``state()`` at that step: a Hugging Face model, and
         the optimizer. Raises ``StorageError``."""
-        ...
 
     def load(self, directory: Path) -> None:
         """Restore a checkpoint that was so written. Raises ``StorageError`` where it does not fit this model."""
-        ...
 
 
 class PartEngine(Protocol):
@@ -175,7 +161,6 @@ class PartEngine(Protocol):
         Raises:
             ProtocolError: ``inputs`` are no activations. The stage before counts as lost.
         """
-        ...
 
     def backward(self, index: int, gradient: Payload | None) -> Payload | None:
         """Add the micro-batch's gradients to those of the step, and let go of what was kept for it.
@@ -190,7 +175,6 @@ class PartEngine(Protocol):
         Raises:
             ProtocolError: ``gradient`` is none. The next stage counts as lost.
         """
-        ...
 
 
 class PipelineEngine(Engine, PartEngine, Protocol):
@@ -206,22 +190,18 @@ class PipelineEngine(Engine, PartEngine, Protocol):
 
     def backward(self, index: int, gradient: Payload | None, on_final: OnFinal | None = None) -> Payload | None:
         """See ``PartEngine``. ``on_final``: given with the last one of this member's share, as in ``micro_batch``."""
-        ...
 
     def validation_forward(self, index: int, inputs: Payload | None) -> tuple[Payload | None, float]:
         """Validation micro-batch ``index``: activations for the next stage, and, on the last stage, the sum of the
         losses (nats) over its targets, else 0. Raises ``ProtocolError``: ``inputs`` are no activations."""
-        ...
 
     def contributed_square_sum(self, start: int, stop: int) -> float:
         """As ``partial_square_sum``, of what this member brings to the sum: of what the first and the last stage both
         have each brings its own gradient, while the whole's norm counts their sum once, on one of them."""
-        ...
 
     def tied_gradient(self) -> npt.NDArray[np.float32] | None:
         """In ``reduce_buffer``, the gradient of what the first and the last stage both have, shape (numel,); None on
         other stages, and where there is nothing of that kind."""
-        ...
 
 
 # -------------------------------------------------------------------------------------------------------------- serving
@@ -249,7 +229,6 @@ class StageEngine(Protocol):
 
     def open(self, session: str, *, positions: int, sampling: Sampling) -> None:
         """Begin a session of at most ``positions`` positions. Raises ``UserError`` where the model knows fewer."""
-        ...
 
     def run(self, session: str, work: Pass) -> Ran:
         """Compute what ``work`` says.
@@ -258,11 +237,9 @@ class StageEngine(Protocol):
             ProtocolError: ``keep`` is beyond the history, a token id is none of the vocabulary's, the session would
                 be longer than it was opened for, or the payload is not what it should be.
         """
-        ...
 
     def close(self, session: str) -> None:
         """Forget a session, its cache included; none of that name is fine."""
-        ...
 
 
 class PartBuilder(Protocol):
@@ -281,12 +258,10 @@ class PartBuilder(Protocol):
     def place(self, name: str, dtype: str, data: memoryview) -> None:
         """Take a tensor over: ``data`` are its bytes in safetensors' ``dtype`` (``F32``, ``BF16``, ...), copied before
         this returns. Raises ``ConfigError`` where the dtype cannot be used."""
-        ...
 
     def finish(self) -> StageEngine:
         """The part, ready. Raises ``ConfigError`` where a tensor is missing, or where the architecture is none that
         splits (``compute.split.check_splits``)."""
-        ...
 
 
 BuildPart = Callable[[PartSpec, tuple[str, ...]], PartBuilder]

@@ -25,12 +25,10 @@ class Rate:
         self._events: deque[tuple[float, float]] = deque()
 
     def add(self, amount: float, now: float) -> None:
-        """So much now."""
         self._events.append((now, amount))
         self.per_s(now)
 
     def per_s(self, now: float) -> float:
-        """0 if nothing came."""
         while self._events and self._events[0][0] <= now - self.WINDOW_S:
             self._events.popleft()
         if not self._events:

@@ -141,7 +141,6 @@ class Line:
         return arrived
 
     def pending(self) -> asyncio.Future[Any]:
-        """A future that fails when the connection ends."""
         waiting: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.add(waiting)
         waiting.add_done_callback(self._waiting.discard)

@@ -141,7 +141,6 @@ class ServingMember:
 
     @property
     def port(self) -> int:
-        """On which others reach it, once it runs."""
         return self._port
 
     @property
@@ -179,7 +178,6 @@ class ServingMember:
         return await self._link.ask(method, params, timeout_s=timeout_s)
 
     def notify(self, level: str, kind: str, text: str) -> None:
-        """Tell the person, here and at the seed."""
         self._notify_person(level, kind, text)
         self._link.send(EventNotice(level, kind, text, ""))
 

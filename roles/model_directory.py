@@ -150,7 +150,9 @@ def open_model(directory: Path, cache: DigestCache | None) -> ModelDirectory:
         raise ConfigError(f"{directory} has a tensor of more than {MAX_TENSOR_BYTES >> 30} GiB")
     if any(not name.isprintable() for name in table.entries):
         raise StorageError(f"{directory} has a tensor whose name is not text")
-    entries = dict(sorted(table.entries.items())) | {name: _whole(name, size) for name, size in small.items()}
+    entries = dict(sorted(table.entries.items())) | {
+        name: TensorEntry(name, FILE, (size_bytes,), 0, size_bytes) for name, size_bytes in small.items()
+    }
     digests: dict[str, bytes] = {}
     stamps: dict[str, Stamp] = {}
     for each in sorted({entry.file for entry in entries.values()}):
@@ -222,10 +224,6 @@ def _stamps(directory: Path) -> dict[str, Stamp]:
             return {name: (status.st_size, status.st_mtime_ns) for name, status in found}
     except OSError:
         return {}
-
-
-def _whole(name: str, size_bytes: int) -> TensorEntry:
-    return TensorEntry(name, FILE, (size_bytes,), 0, size_bytes)
 
 
 def _small_files(directory: Path) -> dict[str, int]:

@@ -97,7 +97,6 @@ class SeedLink:
 
     @property
     def host(self) -> str:
-        """Of the seed, as it was dialled."""
         return self._seeds[0][0]
 
     @property
@@ -139,7 +138,6 @@ class SeedLink:
             connection, welcome = await self._find_again()
 
     async def leave(self, reason: str) -> None:
-        """Say goodbye and close."""
         self._leaving = True
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -216,7 +214,10 @@ class SeedLink:
             while True:
                 received = await connection.receive(timeout_s=welcome.death_s)
                 if isinstance(received.message, HeartbeatAck):
-                    self._acknowledged(received.message)
+                    seq, sent_at = self._beat_at
+                    if seq == received.message.seq:
+                        sample_ms = (self._world.clock.now() - sent_at) * 1e3
+                        self.rtt_ms = sample_ms if self.rtt_ms is None else 0.8 * self.rtt_ms + 0.2 * sample_ms
                 elif isinstance(received.message, Response):
                     self._calls.answered(received.message)
                 else:
@@ -259,12 +260,6 @@ class SeedLink:
                 return
             due = clock.now() + interval_s
             await asyncio.sleep(interval_s)
-
-    def _acknowledged(self, ack: HeartbeatAck) -> None:
-        seq, sent_at = self._beat_at
-        if seq == ack.seq:
-            sample_ms = (self._world.clock.now() - sent_at) * 1e3
-            self.rtt_ms = sample_ms if self.rtt_ms is None else 0.8 * self.rtt_ms + 0.2 * sample_ms
 
 
 class Membership:
@@ -321,7 +316,6 @@ class Membership:
         )
 
     def end(self) -> None:
-        """The member leaves: nothing is renewed any more."""
         if self._renewing is not None:
             self._renewing.cancel()
             self._renewing = None

@@ -215,7 +215,6 @@ class P2PTrainApp(App[bool]):
         self.run_worker(self.source.run(), name="source", exclusive=True, group="source")
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
-        """What the style sheet needs besides Textual's own, for themes that are not ours."""
         return {"line": DARK.colours["border"], "dim": DARK.colours["dim"]}
 
     @property
@@ -251,8 +250,6 @@ class P2PTrainApp(App[bool]):
             self.screen_stack[0].query_one(JobsPanel).table.go_to(job.id)
 
     def _choose_drawing(self, job: JobInfo | None) -> None:
-        """Chains, and those that write, are drawn where the person asked for them, and in the first view where no ring
-        is there to draw."""
         store = self.source.store
         instead = self.view == 1 and not (job is not None and job.members)
         serving = self.view == SERVING or (instead and bool(store.serving))
@@ -284,7 +281,6 @@ class P2PTrainApp(App[bool]):
         self.call_after_refresh(self.refresh_panels)
 
     def _set_only(self, name: str, *names: str) -> None:
-        """The app has class ``name`` and no other of ``names``; the style sheet is applied once."""
         if not self.has_class(name):
             self.remove_class(*names, update=False)
             self.add_class(name)
@@ -348,7 +344,6 @@ class P2PTrainApp(App[bool]):
         self.notify(text, title=title, severity=severity, timeout=STAYS_S, markup=False)
 
     def action_interrupt(self) -> None:
-        """What that ends beside the view is the caller's affair."""
         self.exit(True)
 
     # --------------------------------------------------------------------------------------------------------- asking
@@ -406,5 +401,4 @@ _DONE = {
 
 
 def run_tui(way: Way, address: str) -> None:
-    """Watch the seed at ``address`` until the person leaves. Connects, and connects again, by itself."""
     P2PTrainApp(SeedSource(way, address)).run()

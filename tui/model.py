@@ -180,7 +180,6 @@ class Series:
 
 
 def is_finite(value: float | None) -> TypeGuard[float]:
-    """Whether there is a value that can be drawn (not None, not infinite, not NaN)."""
     return value is not None and -1e300 < value < 1e300
 
 
@@ -331,7 +330,6 @@ class Store:
         return sorted(chosen, key=lambda item: (-item.created_at, item.id))
 
     def recoveries_in_order(self, job: str) -> list[RecoveryInfo]:
-        """Those of one job, the newest last."""
         return sorted((item for item in self.recoveries.values() if item.job == job), key=lambda item: item.number)
 
     def heartbeat_age_s(self, peer: PeerInfo, now: float) -> float:

@@ -45,7 +45,6 @@ class Frame:
 
     @property
     def unconnected(self) -> bool:
-        """Nothing was heard of the seed yet."""
         return self.store.cluster is None and self.store.link.phase is not Phase.LIVE
 
     def recent(self, count: int = RECENT) -> list[MetricRow]:
@@ -119,7 +118,6 @@ class HeaderBar(Widget):
 
 
 def set_title(widget: Widget, title: str) -> None:
-    """Set the border's title where it changed: setting it redraws the widget. Names are shown, not read as markup."""
     if widget.border_title != (escaped := escape(title)):
         widget.border_title = escaped
 

@@ -52,7 +52,6 @@ class Verifier:
 
     @property
     def idle(self) -> bool:
-        """It writes nothing now: its other figures are of before."""
         return not self.info.sessions
 
     @property
@@ -139,7 +138,6 @@ def _pace(verifier: Verifier, paces: Sequence[float | None], width: int) -> Row:
 
 
 def _token(verifier: Verifier, width: int) -> list[Row]:
-    """Where the time of a token goes, and what that is of the verifier's by itself."""
     parts = verifier.spent_ms
     whole = sum(spent for _, spent in parts)
     told: Row = [Span(f" {fmt.millis(verifier.figure('token_ms'))}", "strong")]

@@ -66,7 +66,6 @@ class PlainWay:
 
 
 def backoff_s(attempt: int) -> float:
-    """Seconds to wait after the ``attempt``-th failure in a row, counted from 0."""
     return float(min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(attempt, 16)))
 
 
@@ -220,7 +219,6 @@ class SeedSource:
     async def _pages(
         self, method: str, items_key: str, place_key: str, after_key: str, after: int, **params: Any
     ) -> AsyncIterator[int]:
-        """Apply page after page; yields how far each led. What the seed refuses is shown, and left out."""
         topic = {"rows": "metrics"}.get(items_key, items_key)
         least = 1 if topic == "events" else PAGE  # of a page that is not the last; long events fill one sooner
         while True:
@@ -240,7 +238,6 @@ class SeedSource:
             yield after
 
     def _note_how_far(self) -> None:
-        """Live updates kept the synced series complete: fetch on from there next time."""
         for job in self._synced:
             if job in self.store.jobs and job in self.store.series:
                 self._resume[job] = (self.store.jobs[job].generation, self.store.series[job].last_step)

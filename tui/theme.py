@@ -40,7 +40,6 @@ class Palette:
     colours: dict[str, str]
 
     def style(self, role: str) -> Style:
-        """The style of a role; an unknown role is the plain foreground."""
         return Style(color=self.colours.get(role, self.colours["foreground"]), bold=role == "strong" or None)
 
     def text(self, spans: Iterable[Span]) -> Text:

@@ -63,7 +63,6 @@ def format_address(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only the same machine reaches ``host``."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -179,7 +178,6 @@ class Ticket:
 
 
 def local_ticket_path(state_dir: Path, role: str) -> Path:
-    """Where a seed with this state directory leaves a ticket for programs of the same user on its machine."""
     return state_dir / "seed" / "authority" / f"local-{role}.ticket"
 
 

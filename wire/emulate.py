@@ -381,7 +381,6 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
         self._arm()
 
     def _take_in(self) -> None:
-        """Copy what finds room; a piece at least, however small the buffer is."""
         while self._unsent:
             piece = self._unsent[0]
             if self._held_bytes and self._held_bytes + piece.data.nbytes > self._buffer_bytes:
@@ -415,7 +414,6 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
         return self._maybe_resume()
 
     def _due_together(self, now: float) -> list[memoryview]:
-        """The pieces in front that are due, about ``PIECE_BYTES`` of them: small ones arrive together."""
         data: list[memoryview] = []
         size_bytes = 0
         while self._queue and size_bytes < PIECE_BYTES:

@@ -92,7 +92,6 @@ Serve = Callable[[Connection, Hello], Awaitable[None]]
 
 
 def local_hello(*, peer_id: str, name: str, roles: Sequence[str], purpose: str, **more: Any) -> Hello:
-    """The ``Hello`` of this process: protocol version and software filled in. ``more``: its other fields."""
     return Hello(PROTOCOL_VERSION, SOFTWARE, peer_id, name, list(roles), purpose, **more)
 
 
@@ -106,7 +105,6 @@ def local_welcome(
     death_s: float = 0.0,
     term: int = 0,
 ) -> Welcome:
-    """The ``Welcome`` of this process: protocol version and software filled in."""
     return Welcome(PROTOCOL_VERSION, SOFTWARE, peer_id, name, cluster_id, heartbeat_s, death_s, wall, term)
 
 
@@ -185,7 +183,6 @@ def judge_answerer(identity: PeerIdentity | None, *, peer_id: str, role: str) ->
 
 
 def _version_refusal(caller: tuple[int, str], answerer: tuple[int, str]) -> Refuse:
-    """Both (version, software) in one sentence that is true on both sides of the wire, and who is to upgrade."""
     older = "calling" if caller < answerer else "answering"
     return Refuse(
         RefusalCode.VERSION,
@@ -318,7 +315,6 @@ class Server:
             await connection.close(timeout_s=CLOSE_TIMEOUT_S)
 
     async def _doorway(self, connection: Connection) -> tuple[Hello, Welcome] | None:
-        """Who is let in, and with which answer; None where nobody is left to serve."""
         host = connection.remote[0]
         if busy := self._half_open.enter(host):
             self._refuse(connection, Refuse(RefusalCode.BUSY, busy, "try again in a few seconds"))

@@ -371,7 +371,6 @@ class VirtualClockLoop(asyncio.BaseEventLoop):
         return self._now
 
     def run_handle(self, handle: asyncio.Handle) -> None:
-        """Run one callback; the simulator has its own say here."""
         handle._run()
 
     def _run_once(self) -> None:
@@ -399,7 +398,6 @@ class VirtualClockLoop(asyncio.BaseEventLoop):
                 self.run_handle(handle)
 
     def _forgotten(self, timer: asyncio.TimerHandle) -> bool:
-        """Whether a timer of the heap is cancelled; it is counted out then, for it leaves the heap."""
         if timer.cancelled():
             timer._scheduled = False  # type: ignore[attr-defined]
             self._timer_cancelled_count -= 1
@@ -413,6 +411,5 @@ class VirtualClockLoop(asyncio.BaseEventLoop):
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run`` on a fresh ``VirtualClockLoop``."""
     with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
         return runner.run(main)

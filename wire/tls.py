@@ -236,7 +236,6 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
             self._tell_eof()
 
     def _answer(self) -> None:
-        """Send what TLS itself answers, such as to a change of keys."""
         self._answers_bytes += self._outgoing.pending
         if self._answers_bytes <= ANSWERS_BYTES:
             self._send_encrypted()
@@ -333,7 +332,6 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         return self._below.get_extra_info(name, default)
 
     def _pump(self) -> None:
-        """Encrypt and hand over, piece by piece, until the transport below has more than the kernel takes."""
         try:
             while self._backlog and not self._below_full:
                 self._encrypt_piece()

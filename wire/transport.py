@@ -122,7 +122,6 @@ class FlowControl(asyncio.Transport):
             self._protocol.resume_writing()
 
     def _report(self, error: Exception) -> None:
-        """Tell the loop of what the protocol raised."""
         context = {"message": "a protocol failed", "exception": error, "transport": self, "protocol": self._protocol}
         asyncio.get_running_loop().call_exception_handler(context)
 

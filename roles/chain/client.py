@@ -348,7 +348,6 @@ class Chain:
         return self.pool.peers[found.placement.stages[index].peer.id]
 
     def _empty(self, index: int) -> None:
-        """The plan has nobody in a place from now on; the name of the peer that was there stays."""
         stages = list(self.plan.stages)
         nobody = placing.Peer(f"{_NOBODY}{index}", stages[index].peer.name, 0, 0.0)
         stages[index] = replace(stages[index], peer=nobody)

@@ -74,7 +74,6 @@ class GenerationSession:
 
     @property
     def failed(self) -> bool:
-        """It is only to be closed."""
         return self._error is not None
 
     @property
@@ -136,12 +135,10 @@ class GenerationSession:
             raise self._error
 
     def fail(self, error: BaseException) -> None:
-        """By a mistake of this program: nobody shall wait for what it was to do."""
         self._error = self._error or NetworkError(f"this client failed: {type(error).__name__}: {error}")
         self._let_go(self._failure())
 
     def event(self, event: ev.Event) -> None:
-        """Tell the core, and do what it wants."""
         self._pending.append(event)
         if self._handling:
             return

@@ -135,11 +135,9 @@ class Peer:
 
     @property
     def silence_s(self) -> float:
-        """How long it may say nothing while a session is open there."""
         return max(self._around.silence_s, 16 * self.latency_s)
 
     def watch_closely(self) -> None:
-        """A session is open there: from now on it says something often enough for a short patience."""
         self._line.silence_s = min(self._line.silence_s, self.silence_s)
 
     async def ask(self, method: str, params: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
@@ -180,7 +178,6 @@ class Peer:
             await asyncio.gather(asked, return_exceptions=True)
 
     def give(self, work: Work, ids: Sequence[int]) -> None:
-        """A work for the first stage, which is there. That it is lost is told otherwise."""
         with suppress(ConnectionLost):
             data = memoryview(encode_ids(ids))
             self._connection.send_with_bulk(work, data, generation=0, stream=CHAIN_STREAM)

@@ -225,7 +225,6 @@ class Plan:
 
     @property
     def positions(self) -> int:
-        """To have cache for, of all sessions together."""
         return self.wanted.positions
 
 
@@ -381,7 +380,6 @@ class WorkerPool:
     # ------------------------------------------------------------------------------------------------------ internals
 
     async def _measure(self, seats: Sequence[placing.Peer], measure_s: float) -> None:
-        """The links between the peers that are likely to come into the chain: the largest and fastest of them."""
         likely = sorted(seats, key=lambda seat: (-min(seat.memory_bytes / seat.byte_s, 1e300), seat.id))
         chosen = [seat.id for seat in likely[:8]]
         if len(chosen) > 1 and measure_s > 0.5:
@@ -413,7 +411,6 @@ class WorkerPool:
         ]
 
     def _loaded(self, wanted: Wanted, model: Model, dtype: str, seats: Sequence[placing.Peer]) -> Placement | None:
-        """A chain of parts that are loaded already, of as few as can be; None where they make none that fits."""
         layers = wanted.sizes.layers
         held = [(seat, start, stop) for seat in seats for start, stop in self._holds(seat.id, model, dtype, layers)]
         chains: dict[int, list[tuple[placing.Peer, int, int]]] = {layers: []}  # from a layer to the end

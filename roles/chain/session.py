@@ -407,7 +407,6 @@ class Session:
 
     @property
     def _waited_for(self) -> deque[Request] | None:
-        """Requests whose answers come next; None where those of this session are not waited for."""
         return self.flight if self.phase is Phase.RUNNING else self._feed
 
     def _submit(self, event: Submit) -> None:
@@ -517,7 +516,6 @@ class Session:
     # ------------------------------------------------------------------------------------------------------- setbacks
 
     def _begin_mending(self, now: float) -> None:
-        """Raise the epoch: whatever is under way counts no more, and will be sent again."""
         self.epoch += 1
         self._feed = None
         self._owed = 0
@@ -568,7 +566,6 @@ class Session:
         self._give_up(index, reason, now, out)
 
     def _unreached(self, index: int, next_seat: int, reason: str, now: float, out: list[Instruction]) -> None:
-        """Stage ``index`` cannot dial the next one, which this client has not lost."""
         stage = self._stages[index]
         stage.next_seat = None
         if self._next_seat(index) != next_seat:
@@ -632,7 +629,6 @@ class Session:
             out.append(stage.ask)
 
     def _filled(self, now: float, out: list[Instruction]) -> bool:
-        """Whether every stage holds what is committed; those that do not are being filled."""
         committed, complete = self.committed, True
         index = 0
         while index < len(self._stages):
@@ -657,7 +653,6 @@ class Session:
         return complete
 
     def _go_on(self, now: float, out: list[Instruction]) -> None:
-        """Every stage holds what is committed: what comes before the first request under way goes in front of it."""
         if self.flight:
             again = self._again(self.committed, self.flight[0].keep, len(self._stages) - 1)
             self.flight.extendleft(reversed(again))
@@ -689,7 +684,6 @@ class Session:
         return ANSWER_S + POSITION_S * (self._owed + positions)
 
     def _send_all(self, requests: deque[Request], now: float, out: list[Instruction]) -> None:
-        """What is due to be sent, ``WINDOW`` at a time."""
         ahead = 0
         for place, request in enumerate(requests):
             if place >= WINDOW:

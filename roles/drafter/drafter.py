@@ -146,7 +146,6 @@ class Gauge:
         self.drafts = self.right = self.wrong = 0
 
     def figures(self, now: float) -> dict[str, float]:
-        """For the seed, and for people."""
         judged = self.right + self.wrong
         alpha = {"alpha": self.right / judged} if judged else {}
         return alpha | {
@@ -192,11 +191,9 @@ class Drafter:
 
     @property
     def sessions(self) -> int:
-        """Open now."""
         return len(self._sessions)
 
     def serving(self) -> Serving:
-        """What the seed is told."""
         serves = self.serves
         stats = self.gauge.figures(self._now())
         return Serving(
@@ -346,7 +343,6 @@ class Drafter:
                     session.caller.say(drafts, generation=epoch, stream=session.stream)
 
     async def run(self) -> None:
-        """Compute what there is to compute, until cancelled."""
         while True:
             session = self._turns.take(lambda each: True)
             if session is None:

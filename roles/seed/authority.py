@@ -342,7 +342,9 @@ class Authority:
                 remedy = "restore it from a backup, or move it away: then every member needs a new ticket"
                 raise StorageError(f"cannot use {path}: {error.message}", remedy=error.remedy or remedy) from error
         try:
-            _check_pair(key_pem, ca_pem)
+            key = serialization.load_pem_private_key(key_pem, password=None)
+            if key.public_key() != x509.load_pem_x509_certificate(ca_pem).public_key():
+                raise ValueError("ca.key is not the key of ca.pem")
             return cls(disk, directory, key_pem, ca_pem, book)
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             remedy = f"restore it from a backup, or move {directory} away: then every member needs a new ticket"
@@ -488,12 +490,6 @@ def keep_files(disk: Disk, directory: Path, files: Mapping[str, bytes]) -> None:
             name in disk.list_dir(directory) and disk.read(path, max_bytes=_MAX_BOOK_BYTES) == files[name]
         ):
             write_atomic(disk, path, files[name], private=name != CA_FILE)
-
-
-def _check_pair(key_pem: bytes, ca_pem: bytes) -> None:
-    key = serialization.load_pem_private_key(key_pem, password=None)
-    if key.public_key() != x509.load_pem_x509_certificate(ca_pem).public_key():
-        raise ValueError("ca.key is not the key of ca.pem")
 
 
 def _requested(csr_der: bytes, peer_id: str) -> tuple[ec.EllipticCurvePublicKey, str]:

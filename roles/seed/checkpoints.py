@@ -215,6 +215,5 @@ class Catalogue:
 
 
 def _is_whole(checkpoints: Iterable[CheckpointInfo], stages: int) -> bool:
-    """Whether these have all parts of a split model: one has them all, or there is one for each stage."""
     found = {item.stage for item in checkpoints}
     return None in found or len(found) == stages

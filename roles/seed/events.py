@@ -194,7 +194,6 @@ class EventLog:
                 self.note("info" if asked else "warning", "refused", text, "", "")
 
     def _told(self, host: str, reason: str, text: str, now: float) -> str | None:
-        """What to write of a refusal, with the number of equal ones left out before; None where it is left out."""
         told_at, left_out = self._refused.pop((host, reason), (-TOLD_EVERY_S, 0))
         if now - told_at < TOLD_EVERY_S:
             self._refused[host, reason] = (told_at, left_out + 1)

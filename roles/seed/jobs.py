@@ -80,7 +80,6 @@ def training_of(profile: Profile | None, shape: object, cuts: Sequence[int] = ()
 
 
 def cut_spec(spec: str, cuts: Sequence[int]) -> str:
-    """The profile with the cuts that were planned in it; as it is where none were."""
     if not cuts:
         return spec
     profile = Profile.from_spec_untrusted(spec)
@@ -194,14 +193,12 @@ class JobController:
 
     @property
     def running_view(self) -> View | None:
-        """The view, while it has members."""
         return self.core.view if self.core.phase in (Phase.RUNNING, Phase.STOPPING, Phase.PAUSED) else None
 
     def peer(self, link: Link) -> co.Peer:
         return seen_for(self._profile.device.kind if self._profile else "", link.peer)
 
     def stage_of(self, peer_id: str) -> int | None:
-        """Which part of a split model a worker holds, or held last; None where the model is not split."""
         return self.core.stage_of(peer_id) if isinstance(self.core, Crews) else None
 
     def whole(self, peer_ids: Iterable[str]) -> bool:
@@ -290,7 +287,6 @@ class JobController:
         self._seed.settled(self)
 
     def _newest_told(self) -> View | None:
-        """The newest view that a living member tells of; None where it is not newer than the one that is known."""
         links = self._seed.links
         told = [
             view for peer_id, view in self._views_told.items() if peer_id in links and links[peer_id].job == self.id
@@ -300,7 +296,6 @@ class JobController:
         return newest if newest is not None and newest.generation > known else None
 
     def _all_here(self) -> bool:
-        """Whether all members of the newest view are here, and nobody is in a newer one that it has yet to tell."""
         view = self._newest_told() or self.core.view
         here = [link for link in self._seed.links.values() if link.job == self.id]
         return (
@@ -318,7 +313,6 @@ class JobController:
         return [co.Measured(table.known, max(compute_ms or 0.0, 0.0) / 1e3)]
 
     def edge_from(self, rank: int) -> LinkQuality | None:
-        """What is known of the way from a member of the running view to its right neighbour."""
         view = self.running_view
         return self._way(view, rank) if view is not None else None
 
@@ -489,7 +483,6 @@ class JobController:
         return [member.count for member in view.members]
 
     async def told_windows(self, windows: int) -> None:
-        """So many training sequences are in the corpus, says a worker; the first word stays."""
         if windows and not self.record.windows:
             await self._keep(windows=windows)
 

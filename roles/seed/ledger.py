@@ -63,7 +63,6 @@ class Ledger:
 
     @property
     def step(self) -> int:
-        """Who computed each step up to this one is known."""
         return self.head.step if self.head else 0
 
     def view_began(self, view: View) -> None:
@@ -173,7 +172,6 @@ def view_began(db: sqlite3.Connection, view: View) -> bool:
 
 
 def _lineage_at(db: sqlite3.Connection, job: str, whole: LedgerHead, step: int) -> str:
-    """Of a step that the rows lead to: from where the view began that computed the next one."""
     if step == whole.step:
         return whole.lineage
     sql = """SELECT views.step, views.lineage FROM ledger JOIN views USING (job, generation)

@@ -53,7 +53,6 @@ def text_of(params: Params, name: str, limit: int) -> str:
 
 
 def label_of(params: Params, name: str) -> str:
-    """A name to show: one printable line."""
     label = clipped(text_of(params, name, NAME_CHARS), NAME_CHARS)
     if not label:
         raise Refused("bad-parameter", f"{name} has nothing that can be shown", remedy=f"give {name}")
@@ -424,7 +423,6 @@ class OperatorApi:
     # ------------------------------------------------------------------------------------------- ledger and recoveries
 
     async def _jobs_ledger(self, params: Params, connection: Connection) -> Result:
-        """Rows of later steps, as many as fit: runs of steps with the same generation and shares."""
         desk, after = self._desk(params), whole_of(params, "after_step", 0, 0, 2**53)
         head = await self._seed.store.call(Records.ledger_head, desk.id)
         rows = await self._seed.store.call(Records.ledger_rows, desk.id, after, 512)

@@ -138,7 +138,6 @@ class Acceptor:
         return self._beats if self._beats[0] > 0 else beat_defaults(rtt_ms)
 
     def _is_replaced(self, old: Link, host: str, port: int) -> bool:
-        """Whether a new connection takes the place of ``old``: it is closed, silent, or evidently the same process."""
         silent_s = self._seed.world.clock.now() - old.connection.last_heard
         closed = old.connection.closed.is_set() or old.connection.close_cause is not None
         return closed or silent_s > 2 * old.heartbeat_s or (old.host, old.port) == (host, port)
@@ -535,7 +534,6 @@ class Seed:
         )
 
     def peer_infos(self) -> list[PeerInfo]:
-        """All peers, and those lost a short time ago."""
         now = self.world.clock.now()
         return [self._peer_info(link, now) for link in [*self.links.values(), *self._lost.values()]]
 
@@ -553,13 +551,11 @@ class Seed:
         return link.info(now, view, edge, shares, *stage)
 
     def is_queued(self, desk: JobController) -> bool:
-        """Whether the workers that it waits for are with another job."""
         if desk.core.phase is not co.Phase.WAITING or desk.core.peer_ids:
             return False
         return any(other.live and other.core.peer_ids for other in self.desks.values())
 
     def render(self, topic: str, item_id: str) -> Map | None:
-        """A record as it is now, for the board."""
         if topic == "cluster":
             return self.cluster_info().to_map()
         if topic == "peers":

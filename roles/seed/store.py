@@ -149,7 +149,6 @@ class Records:
             self._db.backup(target)
 
     def fact(self, name: str, make: Callable[[], str]) -> str:
-        """A value that is made once and stays."""
         with self._transaction():
             self._db.execute("INSERT OR IGNORE INTO facts VALUES (?, ?)", (name, make()))
             return str(self._one("SELECT value FROM facts WHERE name = ?", name))
@@ -219,7 +218,6 @@ class Records:
         ]
 
     def begins(self, job: str) -> list[tuple[int, int, str]]:
-        """Generation, first step and lineage of each view that is kept."""
         return self._rows("SELECT generation, step, lineage FROM views WHERE job = ?", job)
 
     # --------------------------------------------------------------------------------------------- ledger, recoveries
@@ -239,7 +237,6 @@ class Records:
     # ------------------------------------------------------------------------------------------ metrics, events, peers
 
     def add_rows(self, rows: list[Row], peers: list[PeerRecord]) -> None:
-        """One transaction for all that was collected."""
         metrics = [row for row in rows if isinstance(row, MetricRow)]
         events = [row for row in rows if isinstance(row, EventInfo)]
         with self._transaction():

@@ -96,7 +96,6 @@ class Machine:
 
     @property
     def left(self) -> str:
-        """The host of its left neighbour in the ring, or nothing."""
         view = self.worker._runner.core.view if self.worker is not None and self.worker._runner is not None else None
         rank = next((rank for rank, one in enumerate(view.members) if one.name == self.host), 0) if view else 0
         return view.left_of(rank).name if view else ""
@@ -121,7 +120,6 @@ class Machine:
         self.disk.power_cut()
 
     def lose_disk(self) -> None:
-        """It is gone for good; what starts here next is another worker."""
         self.kill()
         self.disk.close()
         self.disk = self._new_disk()
@@ -164,7 +162,6 @@ class Machine:
         )
 
     async def _worker(self) -> None:
-        """A worker that finds no seed at its first call says so and ends; its person starts it again."""
         simulation, joined = self._simulation, False
 
         def notify(level: str, kind: str, text: str) -> None:
@@ -274,7 +271,6 @@ class Simulation:
 
     @property
     def live(self) -> list[Machine]:
-        """Machines whose worker runs, was not asked to leave, and is not frozen."""
         return [m for m in self.workers if m.up and not m.stop.is_set() and not m.process.frozen]
 
     def _delay_s(self, source: str, target: str) -> float:

@@ -170,7 +170,6 @@ class Faults:
         await self._when(victim, lambda: victim.phase is Phase.VOTING and ahead.phase is Phase.APPLYING, self._kill)
 
     async def _in_follow(self, newcomer: Machine) -> None:
-        """It loses the seed while it follows the ring beside it, whose members do not."""
         self._start(newcomer)
         self._tell(f"wait for {newcomer.host} to follow")
         how = self._random.choice(("cut", "silence"))
@@ -246,7 +245,6 @@ class Faults:
         self._later(lasts_s, lambda: self._simulation.slow.pop(way, None))
 
     def _garbage(self, victim: Machine) -> None:
-        """Bytes that are no frame, between two frames of one of its connections, which must end for it."""
         found = [
             connection
             for connection in self._simulation.network.connections(victim.host)
@@ -293,7 +291,6 @@ class Faults:
             self._later(away_s, lambda: self._start(seed))
 
     async def _lose_seed(self) -> None:
-        """The seed is gone with its disk, and the copy that it is restored from lacks the newest view, if it can be."""
         simulation, line = self._simulation, self._simulation.observer.line
         self.join()  # a view that the copy lacks
 

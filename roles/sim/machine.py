@@ -290,7 +290,6 @@ class MachineDisk:
         return True
 
     def share(self, number: int) -> int:
-        """How much of a call is done when its process dies in it."""
         return self._random.randint(0, number)
 
 
@@ -505,7 +504,6 @@ class SimEngine(StandInEngine):
         return self._parameters
 
     def bits(self) -> bytes:
-        """Digest of the whole state: what ``state_file`` of a checkpoint of it would have, too."""
         return bits_of(b"".join(bytes(blob.view) for blob in self.state()))
 
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:

@@ -268,7 +268,6 @@ def _run_one(number: int, *, options: dict[str, Any]) -> Verdict:
 
 
 def replay(verdict: Verdict, *, peers: int = 0, kinds: Sequence[str] = (), mutation: str = "", stages: int = 1) -> str:
-    """The command that runs one schedule again and shows what happened."""
     words = [f"p2ptrain sim --schedules 1 --seed {verdict.number} --timeline"]
     words += [f"--peers {peers}"] * bool(peers) + [f"--faults {','.join(kinds)}"] * bool(kinds)
     words += [f"--stages {stages}"] * (stages > 1)

@@ -54,8 +54,6 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
 
 
 def _then(tell: Callable[..., object]) -> Callable[[Any], Any]:
-    """Makes a method that calls ``tell``, too, once it is done."""
-
     def make(original: Any) -> Any:
         def call(*given: Any, **named: Any) -> Any:
             result = original(*given, **named)

@@ -33,7 +33,6 @@ class Average:
         self._weight = weight
 
     def add(self, seconds: float) -> None:
-        """Take a measurement."""
         seconds = max(seconds, 0.0)
         if self.count:
             seconds = min(seconds, FAR_OFF * self.seconds + SHORTEST_S)
@@ -53,7 +52,6 @@ class PassTimes:
         self._most = 0
 
     def add(self, drafts: int, seconds: float) -> None:
-        """Take a measurement."""
         seconds = max(seconds, SHORTEST_S)
         if self.known:
             seconds = min(seconds, FAR_OFF * self.seconds(drafts))
@@ -76,7 +74,6 @@ class PassTimes:
         return max(2, 4 * self._most)
 
     def seconds(self, drafts: int) -> float:
-        """The estimate."""
         return self._step_s + drafts * self._slope_s
 
 
@@ -102,7 +99,6 @@ class DrafterModel:
 
     @property
     def known(self) -> bool:
-        """Some of its drafts were compared with text."""
         return self._tried > 0
 
     @property
@@ -112,7 +108,6 @@ class DrafterModel:
 
     @property
     def restart_s(self) -> float:
-        """From a verdict that ends a line to the first draft of the next one."""
         return 2 * self.latency_s + self.draft.seconds
 
     @property
@@ -201,11 +196,9 @@ class CostModel:
 
     @property
     def most_loss_s(self) -> float:
-        """What the next pass of a session may lose."""
         return self._budget * self.step_s / max(1, self.sessions)
 
     def works_until(self, when: float) -> None:
-        """A drafter works until then."""
         self._quiet_from = max(self._quiet_from, when)
 
     def passed(self, drafts: int, tokens: int, seconds: float, *, began_at: float) -> None:

@@ -54,12 +54,10 @@ class Drafting:
 
     @property
     def known(self) -> int:
-        """Positions that are verified."""
         return self._verified
 
     @property
     def verified(self) -> tuple[int, ...]:
-        """What both sides share."""
         return tuple(self._ids[: self._verified])
 
     def handle(self, event: Began | Told | RunDone, now: float) -> list[Run | Send]:

@@ -137,7 +137,6 @@ class Line:
 
     @property
     def anew_s(self) -> float:
-        """About the time until a line that begins anew has some drafts."""
         return self.model.restart_s + 2 * GROUP * self.model.draft.seconds
 
     def waits_s(self, size: int, most: int, now: float) -> list[float]:

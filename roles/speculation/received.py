@@ -45,7 +45,6 @@ def check_opening_untrusted(message: DraftOpen) -> None:
 
 
 def sampling_of(opening: DraftOpen) -> Sampling:
-    """How the session's tokens are picked: with noise for the verifier's size of vocabulary."""
     return Sampling(opening.temperature, opening.top_k, opening.top_p, opening.seed, opening.vocab_size)
 
 
@@ -65,7 +64,6 @@ def token_bytes(vocab_size: int) -> int:
 
 
 def packed(tokens: Iterable[int], vocab_size: int) -> bytes:
-    """Tokens as they travel in drafts and verdicts."""
     size = token_bytes(vocab_size)
     return b"".join(token.to_bytes(size, "little") for token in tokens)
 

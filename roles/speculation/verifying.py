@@ -71,7 +71,6 @@ class Stats:
         return sum(self.accepted_at) / max(1, sum(self.tried_at))
 
     def add(self, other: Stats) -> None:
-        """Add another's sums to these."""
         for item in fields(self):
             mine, theirs = getattr(self, item.name), getattr(other, item.name)
             both = [a + b for a, b in zip(mine, theirs, strict=True)] if isinstance(mine, list) else mine + theirs
@@ -133,12 +132,10 @@ class Verifying:
 
     @property
     def history(self) -> tuple[int, ...]:
-        """The prompt and the tokens so far."""
         return tuple(self._text)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """New ones, in order."""
         return tuple(self._text[self._prompt :])
 
     def line(self, drafter: int) -> Line:
@@ -186,7 +183,6 @@ class Verifying:
                 self._works(line, now)
 
     def next_deadline(self) -> float | None:
-        """When a ``Tick`` is due."""
         return self._due
 
     # ------------------------------------------------------------------------------------------------------ drafters
@@ -219,7 +215,6 @@ class Verifying:
         return self._review(now)
 
     def _review(self, now: float) -> list[VerifierInstruction]:
-        """Let the best drafter draft, and the others rest. Another one takes its place if it is clearly better."""
         step_s = self._model.step_s
         cost_s = {drafter: line.model.token_s(step_s) for drafter, line in self._lines.items()}
         best = min(cost_s, key=lambda drafter: cost_s[drafter], default=None)

@@ -71,7 +71,6 @@ class Strategy(Protocol):
         Raises:
             NetworkError, PeerError: as ``RingSession.form``.
         """
-        ...
 
     async def compute(self, step: int, first: int, count: int, session: RingSession, *, patience_s: float) -> None:
         """This member's share of step ``step``: micro-batches ``range(first, first + count)``.
@@ -82,24 +81,19 @@ class Strategy(Protocol):
         Args:
             patience_s: see ``RingSession.submit``.
         """
-        ...
 
     async def reduce(self, session: RingSession) -> Contribution:
         """Wait until the members' contributions were brought together; then all hold the same bytes."""
-        ...
 
     async def commit(self, step: int, square_sum: float) -> Applied:
         """Apply the reduced bytes. Must give the same bits on every member."""
-        ...
 
     async def validate(self, first: int, count: int) -> tuple[float, int]:
         """Sum of the losses (nats) and number of targets over validation micro-batches [first, first + count): those of
         this member's replica. Of a split model one of the crew has them, and the others have 0."""
-        ...
 
     def stage_load(self) -> StageLoad | None:
         """None where there is no pipeline, or it has not taken a step in this view."""
-        ...
 
 
 class Meet(Protocol):
@@ -108,13 +102,11 @@ class Meet(Protocol):
 
     async def ring(self, view: View, topology: Topology = Topology.RING) -> RingSession:
         """Of a part of the members: ``view`` is theirs."""
-        ...
 
     async def chain(
         self, view: View, order: Sequence[str], *, activation_bytes: int, gradient_bytes: int, in_flight: int
     ) -> Chain:
         """See ``Chain.form``."""
-        ...
 
 
 Factory = Callable[[Engine, ComputeThread, Callable[[], None], int], Strategy]

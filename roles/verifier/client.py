@@ -133,7 +133,6 @@ class VerifierClient:
         await self._tasks.stop()
 
     def stop(self, stream: int) -> None:
-        """For its texts: no more of this one is wanted, and nobody reads it any more."""
         if self._texts.pop(stream, None) is not None:
             with suppress(ConnectionLost):  # then nothing comes, either
                 self._connection.send(wire.StreamClose(), stream=stream)
@@ -210,7 +209,6 @@ class Text:
         return self._pieces.popleft()
 
     def stats(self) -> dict[str, Any]:
-        """What the verifier says of how it came about; empty before the end."""
         return self._stats
 
     async def close(self) -> None:
@@ -263,7 +261,6 @@ class Text:
 
 
 def _plain(value: Any) -> Any:
-    """Figures without those that are not numbers: JSON knows none of them."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, list):

@@ -305,7 +305,6 @@ class DrafterLink:
             session.on_event(DrafterLost(session.drafter))
 
     def drop(self, problem: P2PTrainError) -> None:
-        """It loses its place in all sessions, and is dialled again later."""
         if self.line is not None:
             self._dropped = problem
             self.line.connection.abort(problem)

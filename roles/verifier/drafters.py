@@ -144,12 +144,10 @@ class SessionDrafters:
         self._on_event(event)
 
     def tell(self, tell: Tell) -> None:
-        """Give a verdict to the drafter that it is for. One that is gone hears no more."""
         if (session := self._open.get(tell.drafter)) is not None:
             session.tell(tell)
 
     def drop(self, drafter: int, reason: str) -> None:
-        """This drafter said what no correct one says. It loses this session and all others."""
         if (session := self._open.get(drafter)) is not None:
             session.link.drop(ProtocolError(f"it drafts what cannot be: {reason}"))
 

@@ -178,8 +178,6 @@ class _Connection(H11Protocol):
 
 
 def _timed(app: ASGIApp) -> ASGIApp:
-    """``app``, cut off where its answers are not read in time."""
-
     async def timed(scope: Scope, receive: Receive, send: Send) -> None:
         connection: _Connection = scope["state"]["connection"]
 

@@ -205,7 +205,6 @@ class HttpApp:
     # while it is written
 
     async def close(self, writing: Writing) -> None:
-        """To its end, also where the caller is cancelled."""
         await asyncio.wait({self._closing.start(writing.close(), "close a writing")})
 
     async def while_wanted(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
@@ -365,7 +364,6 @@ def _digest(key: bytes) -> bytes:
 
 
 def _names_loopback(host: str) -> bool:
-    """Whether ``host``, with or without a port, is this machine as only it can call itself."""
     with suppress(P2PTrainError):
         return is_loopback(parse_address(host.lower())[0])
     return False

@@ -309,13 +309,6 @@ class VerifierService:
             self.kept.remove(kept)
         self._closing.start(kept.session.close(), "close a session")
 
-    def _keep(self, kept: KeptSession) -> None:
-        """For the next question of its conversation; without room the oldest is closed."""
-        self.kept.append(kept)
-        asyncio.get_running_loop().call_later(self._options.kept_s, self._expire, kept)
-        if len(self.kept) > self._options.kept:
-            self._let_go(self.kept[0])
-
     def _expire(self, kept: KeptSession) -> None:
         if kept in self.kept:
             self._let_go(kept)
@@ -356,7 +349,10 @@ class VerifierService:
         self._on_change()
         kept = replace(running.opened, ids=tuple(session.core.history[:-1]))
         if clean and not self._closed and len(kept.ids) >= LEAST_KEPT:
-            self._keep(kept)
+            self.kept.append(kept)
+            asyncio.get_running_loop().call_later(self._options.kept_s, self._expire, kept)
+            if len(self.kept) > self._options.kept:
+                self._let_go(self.kept[0])
         else:
             self._let_go(kept)
 

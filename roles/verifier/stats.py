@@ -94,7 +94,6 @@ class WritingStats:
 
 
 def _told(drafters: Sequence[DrafterFacts], right_of: Mapping[int, int]) -> list[dict[str, Any]]:
-    """One for each peer, however often it came and went."""
     found: dict[str, dict[str, Any]] = {}
     for each in drafters:
         told = asdict(each) | {"accepted": right_of.get(each.drafter, 0)}

@@ -138,7 +138,6 @@ def holding(*, device: str, threads: int, memory_bytes: int) -> Holding:
 
 
 def training_spec(profile: Profile) -> TrainingSpec:
-    """What ``Trainer`` and its rivals are told."""
     from p2ptrain.compute.data import DataSpec
     from p2ptrain.compute.flat import OptimizerSpec
     from p2ptrain.compute.model import ModelSpec

@@ -374,7 +374,6 @@ class FileSender:
         return FilesOffer(manifest)
 
     def _found(self, offered: dict[str, tuple[Path, int]], asked: FilesRequest, stage: Stage) -> bytes | None:
-        """The manifest of the stage's part of what lies here, which is offered now; None where nothing does."""
         for kind in (stage, WHOLE):
             path = checkpoints_dir(self._jobs, asked.job, kind) / step_name(asked.step)
             if MANIFEST not in self._disk.list_dir(path):

@@ -244,8 +244,6 @@ class CheckpointFiles:
         return await self._on_disk(lambda store: store.delete(step))
 
     async def _on_disk(self, call: Callable[[CheckpointStore], T], *, idle: bool = False) -> T:
-        """Opens the store in the first call that needs it: that clears what a crash left, which may take a while."""
-
         def run() -> T:
             if self._opened is None:
                 self._opened = CheckpointStore(self.disk, self._root, self._keep)
@@ -337,7 +335,6 @@ class Checkpointing:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is being written: what was saved last is durable, or has failed."""
         return not self._writing
 
     def go_without(self, step: int) -> None:

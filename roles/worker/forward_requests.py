@@ -203,7 +203,6 @@ class StageSession:
         return activation_bytes(work.encoding, work.count, self.part.engine.width)
 
     def out_encoding(self, work: Work) -> str:
-        """Of the hidden states that this work is, or becomes."""
         return self.asked.prefill_encoding if work.prefill else self.asked.encoding
 
     @property

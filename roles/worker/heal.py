@@ -185,7 +185,6 @@ class Fetch:
 
     @property
     def newest(self) -> int:
-        """The newest step that a source told of; -1 where none was."""
         return max((giver.last for giver in self.givers.values()), default=-1)
 
     @asynccontextmanager
@@ -307,7 +306,9 @@ class Fetch:
         keys: set[Hashable] = {base.root}
         if self.receiver.has(base.root):
             keys = {("chunk", index) for index in range(len(self._chunks))}
-            self._want_chunks()
+            for index, chunk in enumerate(self._chunks):
+                digest = bytes(self._table[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)])
+                self.receiver.want(("chunk", index), replace(chunk, digest=digest))
         for giver in list(self.givers.values()):
             self.receiver.offers(giver, keys if giver.offer == base else ())
 
@@ -320,11 +321,6 @@ class Fetch:
             return False  # somebody may have the steps: far less than the state
         states = [offer for offer in offers if offer.root]
         return 2 * max((states.count(offer) for offer in states), default=0) > self._lanes
-
-    def _want_chunks(self) -> None:
-        for index, chunk in enumerate(self._chunks):
-            digest = bytes(self._table[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)])
-            self.receiver.want(("chunk", index), replace(chunk, digest=digest))
 
     def _has_state(self) -> bool:
         base = self._base
@@ -506,7 +502,6 @@ class Healer:
         *,
         on_torn: Callable[[], None],
     ) -> Fetch:
-        """A fetch into the engine's own memory."""
         around = self._around
         # On the compute thread, so after an abandoned micro-batch, which may still be using the state.
         state = await around.compute.run(engine.state)

@@ -127,12 +127,10 @@ class ModelReceiver:
         return len(self._receiver.sources)
 
     async def serve(self, connection: Connection, giver: str) -> None:
-        """Take from that connection until it is closed. ``giver``: who it is, for people."""
         await self._receiver.serve(*self._source(connection, giver))
 
     @asynccontextmanager
     async def taking(self, connection: Connection, giver: str) -> AsyncIterator[ModelReceiver]:
-        """``serve`` beside what is done inside."""
         async with self._receiver.attached(*self._source(connection, giver)):
             yield self
 

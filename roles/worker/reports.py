@@ -106,7 +106,6 @@ class StepClock:
             self._spent[name] = self._spent.get(name, 0.0) + self._now() - start
 
     def waited(self, seconds: float) -> None:
-        """So much of the communication was waiting for a neighbour that had nothing to send yet."""
         self._waited_s += seconds
 
     def exchanged(self, *, exposed_s: float, communicating_s: float) -> None:
@@ -252,7 +251,6 @@ class Reports:
         self._around.say(report)
 
     def say(self, report: Report) -> None:
-        """What the core says as it stops, or was healed."""
         self._trouble = report
         if report.status == "healed" and self._fetched is not None:
             report = self._fetched.told_in(report)
@@ -355,7 +353,6 @@ class Reports:
             self.ledger.tell_last()
 
     def tell_ledger(self, *, restored: bool = False) -> None:
-        """Tell the seed who computed the steps that it did not know of as this view began; all, if it was restored."""
         if self._core.view is not None:
             self.ledger.tell_beyond(0 if restored else self._core.view.ledger_step)
 

@@ -172,7 +172,6 @@ class JobRunner:
         self._after_following(Unloaded("the job goes back to a checkpoint"))
 
     def called_back(self) -> None:
-        """The seed asks what this member has, and knows of no ring that it could follow."""
         if self.follower.active:
             self.follower.end(then=self._tell_what_it_has)
         else:

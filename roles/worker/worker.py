@@ -187,7 +187,6 @@ class Worker:
             self._compute.close()
 
     async def _warm(self) -> None:
-        """Load what a job needs, and see how fast this machine computes: the first stages are given by that."""
         loading = self._compute.submit(self._warm_up)
         gauging = self._compute.submit(self._gauge) if self._gauge is not None else None
         await loading
