@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import math
 import signal
 from asyncio.subprocess import PIPE
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from p2ptrain.cli.chaos.judge import (
     every_step_once,
     evictions,
     kinds_of,
-    quantile,
     recovered,
     same,
     schedule,
@@ -60,10 +58,6 @@ def test_actions_lie_within_what_is_promised() -> None:
     assert [action.number for action in actions] == list(range(1, 501))
     assert all(sorted(action.order) == [1, 2, 3, 4] for action in actions)
     assert all(LASTS_S[action.kind][0] <= action.lasts_s <= LASTS_S[action.kind][1] for action in actions)
-
-
-def test_no_kinds_no_faults() -> None:
-    assert first(5, 1, kinds=()) == []
 
 
 @pytest.mark.parametrize(
@@ -135,12 +129,6 @@ def test_an_eviction_without_a_fault_is_told() -> None:
     )
 
 
-def test_a_fault_that_lasts_excuses_as_long() -> None:
-    views = [Seen(1.0, 1, ("a", "b")), Seen(1e6, 2, ("a",))]
-    assert injury().until_s == math.inf
-    assert evictions(views, [injury(excused=frozenset({"b"}))], {}, 2.0) == []
-
-
 def test_steps_on_record() -> None:
     assert every_step_once([3, 1, 2], 3) == Verdict("every step is on record once", True, "steps 1 to 3")
     assert every_step_once([1, 3, 3, 4], 4).text == "missing: 2; twice: 3"
@@ -160,11 +148,6 @@ def test_steps_that_are_done_again_are_no_goodput() -> None:
     rows = [Row(0.0, 10, 1), Row(1.0, 11, 1), Row(2.0, 12, 1), Row(3.0, 12, 2), Row(4.0, 13, 2)]
     assert steps_per_s(rows, 0.0, 4.0) == 0.75
     assert steps_per_s(rows, 4.0, 4.0) == 0.0
-
-
-@pytest.mark.parametrize(("share", "value"), [(0.5, 50), (0.99, 99), (1.0, 100), (0.001, 1)])
-def test_a_quantile_is_a_value_that_was_seen(share: float, value: int) -> None:
-    assert quantile(list(range(100, 0, -1)), share) == value
 
 
 # ------------------------------------------------------------------------------------------------------------ report
@@ -273,13 +256,3 @@ def test_views_are_those_of_a_running_ring() -> None:
     assert observer.members == ("a",)
     told(observer, "jobs", 5.0, **job(2, ["a"], state="done"))
     assert observer.finished
-
-
-async def test_who_waits_is_woken_by_news_and_not_for_ever() -> None:
-    observer = JobObserver(nobody)
-    assert not await observer.until(lambda: observer.step == 1, 0.01)
-    waiting = asyncio.create_task(observer.until(lambda: observer.step == 1, 10.0))
-    await asyncio.sleep(0)
-    told(observer, "metrics", 1.0, job="j", step=1, wall=0.0, generation=1)
-    observer.wake()
-    assert await waiting

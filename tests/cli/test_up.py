@@ -18,9 +18,8 @@ from configs.schema import Optimizer, Profile
 from p2ptrain.cli import up_cluster
 from p2ptrain.cli.local_cluster import Child, LocalCluster
 from p2ptrain.cli.output import Console
-from p2ptrain.cli.up import _print_pair
-from p2ptrain.cli.up_cluster import HttpWish, Plan, SplitPlan
-from p2ptrain.core.errors import JobFailed, P2PTrainError, UserError
+from p2ptrain.cli.up_cluster import HttpWish, Plan
+from p2ptrain.core.errors import JobFailed, UserError
 from roles.engine import Engine
 from roles.stand_in import StandInEngine
 from tests.roles.in_process import Cluster
@@ -83,7 +82,6 @@ class Machine:
     started: int = 0
     workers: list[Process] = field(default_factory=list)
     told: list[dict[str, Any]] = field(default_factory=list)
-    full_screen: bool = False
 
     async def start_seed(self, local: LocalCluster) -> Child:
         self.cluster = Cluster(local.root, TcpNetwork())
@@ -113,7 +111,7 @@ class Machine:
         self.stop, self.serving, self.servers, self.started = asyncio.Event(), asyncio.Event(), {}, 0
         plan = Plan("pair", profile, 1, self.root, port, new, "", http)
         async with asyncio.timeout(DEADLINE_S):
-            return await up_cluster.train(plan, full_screen=self.full_screen, as_json=True)
+            return await up_cluster.train(plan, full_screen=False, as_json=True)
 
 
 @pytest.fixture
@@ -229,36 +227,6 @@ async def test_who_serves_and_ends_is_named_with_its_last_words(machine: Machine
     assert caught.value.remedy.startswith("buy some; its log is ")
 
 
-async def test_behind_a_view_nothing_is_said_until_it_is_closed(
-    machine: Machine, free_port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    serving = asyncio.Event()
-    shown: list[str] = []
-
-    class Shown:
-        def __init__(self, port: int) -> None:
-            assert port == free_port
-
-        async def show(self, work: asyncio.Task[Any]) -> None:
-            capsys.readouterr()
-            await serving.wait()
-            shown.append(capsys.readouterr().err)
-            assert not machine.told
-
-        def say(self, level: str, text: str) -> None:
-            assert level == "info"
-
-        def serves(self, text: str) -> None:
-            assert f"p2ptrain chat --seed 127.0.0.1:{free_port}" in text
-            serving.set()
-
-    monkeypatch.setattr(up_cluster, "View", Shown)
-    machine.full_screen = True
-    assert (await served(machine, free_port))["state"] == "serving"
-    assert shown == [""]
-    assert "both are trained" in capsys.readouterr().err
-
-
 async def test_one_model_is_trained_and_summed_up(
     machine: Machine, free_port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,38 +254,9 @@ async def test_a_worker_that_ends_alone_ends_it_with_its_last_words(machine: Mac
         await machine.up(free_port, profile=PROFILE.alone())
 
 
-async def test_a_job_that_is_cancelled_ends_it(machine: Machine, free_port: int) -> None:
-    class Cancelling(StandInEngine):
-        def begin_step(self, step: int) -> None:
-            if step == 5:
-                asyncio.run_coroutine_threadsafe(cancel(), loop).result()
-            super().begin_step(step)
-
-    async def cancel() -> None:
-        assert machine.cluster is not None
-        await machine.cluster.ask("jobs.cancel", job="pair-drafter")
-
-    loop = asyncio.get_running_loop()
-    machine.build = Cancelling
-    outcome = await machine.up(free_port)
-    assert (outcome["state"], outcome["drafter"]["state"]) == ("cancelled", "cancelled")
-    assert outcome["verifier"]["state"] == "interrupted"
-    assert not machine.servers
-    _print_pair(outcome)
-
-
 async def test_a_model_that_is_not_whole_is_not_served() -> None:
     with pytest.raises(JobFailed, match="left no checkpoint of the whole model"):
         up_cluster.check_whole("verifier", {"job": "x", "checkpoint": "/there", "whole": False})
-
-
-@pytest.mark.parametrize(
-    ("http", "layers", "problem"),
-    [("127.0.0.1:80", 0, "trains none"), ("127.0.0.1", 1, "names no port"), ("::x::", 1, "address")],
-)
-def test_http_that_cannot_be_is_refused(http: str, layers: int, problem: str) -> None:
-    with pytest.raises(P2PTrainError, match=problem):
-        up_cluster.http_wish(http, None, Profile.model_validate({"drafter": {"layers": layers}}))
 
 
 async def test_where_http_cannot_be_nothing_is_trained(machine: Machine, free_port: int) -> None:
@@ -335,24 +274,8 @@ async def test_where_http_cannot_be_nothing_is_trained(machine: Machine, free_po
     assert machine.cluster is None
 
 
-def test_the_example_shows_the_key() -> None:
-    assert HttpWish("::", 1, None).options() == ["--http", "[::]:1"]
-    assert HttpWish("::", 1, None).example("http://x:1/v1") == "curl http://x:1/v1/models"
-    asking = HttpWish("::", 1, Path("/a key")).example("http://x:1/v1")
-    assert asking == """curl http://x:1/v1/models -H "Authorization: Bearer $(cat '/a key')\""""
-
-
 @pytest.mark.parametrize("more", [(), ("--split", "2", "--checkpoint", "."), ("--profile", "pair", "--http", "here")])
 def test_up_starts_nothing_where_nobody_would_answer(command: Any, more: tuple[str, ...]) -> None:
     outcome = command("up", "--http", "127.0.0.1:8000", *more)
     assert (outcome.code, outcome.out) == (2, "")
     assert "--http" in outcome.err
-
-
-@pytest.mark.parametrize(("cores", "threads"), [(8, "2"), (2, "1"), (None, "1")])
-def test_stages_share_the_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int | None, threads: str
-) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
-    options = SplitPlan(3, 1, tmp_path, "", "", tmp_path, 7000, "").options()
-    assert options == ["--threads", threads]

@@ -17,19 +17,17 @@ from typing import Any
 import pytest
 import typer
 
-from p2ptrain.cli import chat as chat_module
 from p2ptrain.cli import text as text_module
 from p2ptrain.cli.generate import ROUNDING
 from p2ptrain.cli.output import Console
 from p2ptrain.cli.stopping import LEAVING
-from p2ptrain.core.errors import ConnectionLost, Refused
+from p2ptrain.core.errors import ConnectionLost
 from p2ptrain.core.serving import Sampling
 from roles.verifier.server import serve_texts
 from tests.roles.verifier.doubles import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
 from wire.connection import Connection
 from wire.handshake import Server, local_welcome, serve
 from wire.messages import Hello, Welcome
-from wire.records import PeerInfo
 from wire.transport import TcpNetwork
 
 Command = Callable[..., Any]
@@ -45,7 +43,6 @@ class Verifier:
     target: ScriptedTarget = field(default_factory=lambda: ScriptedTarget(pass_s=0.0005))
     drafters: ScriptedDrafters = field(default_factory=lambda: ScriptedDrafters(latency_s=0, step_s=0))
     port: int = 0
-    on_piece: Callable[[int], None] = lambda count: None
 
     def start(self) -> Verifier:
         ready = threading.Event()
@@ -165,18 +162,6 @@ def test_compared_with_the_verifier_alone(command: Command, at: list[str], verif
     assert " times as fast as the verifier alone" in command("generate", PROMPT, *at, "-n", "60", "--compare").out
 
 
-def test_nothing_is_compared_that_says_nothing(command: Command, at: list[str], verifier: Verifier) -> None:
-    few = ["generate", PROMPT, *at, "-n", "9", "--compare"]
-    assert command(*few, "--json").json["compared"]["times"] is None
-    assert command(*few).out.endswith("\n\nthe same text; they are too short to say how fast\n")
-    assert command(*few[:-1], "--no-speculation", "--json").json["stats"]["accepted_length"] == 1.0
-    verifier.drafters.latency_s = 60.0
-    outcome = command("generate", PROMPT, *at, "-n", "30", "--compare", "--stats")
-    assert "no draft was taken, so both are the verifier alone: " in outcome.out
-    assert " times as fast" not in outcome.out
-    assert "(1 token, " in command("generate", PROMPT, *at, "-n", "1").err
-
-
 def test_a_text_that_was_interrupted(
     command: Command, at: list[str], verifier: Verifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,18 +209,6 @@ def test_nobody_is_there(command: Command, fake_seed: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "said"), [("building", "no verifier writes text yet: slow is"), ("lost", "no verifier is there")]
-)
-def test_one_that_loads_its_model_is_told_of(command: Command, fake_seed: Any, state: str, said: str) -> None:
-    peers = [PeerInfo("b" * 12, "slow", ["verifier"], "cpu", state, "127.0.0.1:1", joined_at=0.0),
-             PeerInfo("c" * 12, "other", ["drafter"], "cpu", "building", "127.0.0.1:2", joined_at=0.0)]  # fmt: skip
-    fake_seed.answers["serving.list"] = {"serving": []}
-    fake_seed.answers["peers.list"] = {"peers": [peer.to_map() for peer in peers]}
-    outcome = command("generate", "x", "--seed", fake_seed.address)
-    assert (outcome.code, said in outcome.err) == (2, True)
-
-
-@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["generate", "x", "-c", "d", "--verifier", "v"], "--verifier is for text of a verifier"),
@@ -251,26 +224,6 @@ def test_what_does_not_belong_together(command: Command, arguments: list[str], s
     outcome = command(*arguments)
     assert outcome.code == 2
     assert said in outcome.err
-
-
-def test_a_verifier_that_is_killed_in_mid_text(command: Command, at: list[str], verifier: Verifier) -> None:
-    killed = threading.Event()
-
-    def before(count: int) -> Any:
-        if count == 20 and not killed.is_set():
-            killed.set()
-            verifier._stop.set()
-            return asyncio.Event().wait()
-        return None
-
-    verifier.target.before = before
-    outcome = command("generate", PROMPT, *at, "-n", "400", "--no-speculation")
-    assert outcome.code == 3
-    assert outcome.out == PROMPT + _shown(reference(PROMPT, 20)).rstrip("�") + "\n"
-    assert "the verifier big one was lost in the middle of a text" in outcome.err
-    assert "20 tokens" in outcome.err
-    assert "p2ptrain generate --verifier NAME" in outcome.err
-    verifier.start()
 
 
 def test_a_text_that_is_broken_off_is_given_to_programs_too(
@@ -371,58 +324,3 @@ def test_a_verifier_that_is_lost_in_mid_answer_and_comes_back(
     assert "or: p2ptrain chat --verifier NAME" in outcome.err
     assert "waiting for the verifier big one" in outcome.err
     assert "drafters: none" in outcome.out
-
-
-@pytest.mark.parametrize("code", ["shutting-down", "busy"])
-def test_a_chat_waits_for_the_seed_of_its_verifier_too(
-    command: Command, at: list[str], verifier: Verifier, fake_seed: Any, monkeypatch: pytest.MonkeyPatch, code: str
-) -> None:
-    monkeypatch.setattr(text_module, "LOOK_AGAIN_S", 0.01)
-    known = fake_seed.answers["serving.list"]
-
-    def back() -> None:
-        verifier.start()
-        fake_seed.answers["serving.list"] = known
-
-    def then(line: int) -> None:
-        if line == 1:
-            verifier.stop()
-            fake_seed.answers["serving.list"] = Refused(code, "not now")
-            threading.Timer(0.1, back).start()
-
-    monkeypatch.setattr(sys, "stdin", Typed(["what is a ring?", "and a chain?", "/quit"], then))
-    outcome = command("chat", *at, "-n", "12", "--no-speculation")
-    assert outcome.code == 0
-    assert "not now" not in outcome.err
-    assert outcome.err.count("12 tokens, ") == 2
-
-
-def test_a_verifier_that_stays_away_ends_a_pipe(
-    command: Command, at: list[str], verifier: Verifier, fake_seed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(text_module, "LOOK_AGAIN_S", 0.01)
-    monkeypatch.setattr(chat_module, "PIPE_WAITS_S", 0.2)
-
-    def lines() -> Iterator[str]:
-        yield "what is a ring?\n"
-        verifier.stop()
-        fake_seed.answers["serving.list"] = {"serving": []}
-        fake_seed.answers["peers.list"] = {"peers": []}
-        yield "and a chain?\n"
-
-    monkeypatch.setattr(sys, "stdin", _Piped(lines()))
-    outcome = command("chat", *at, "-n", "5")
-    verifier.start()
-    assert outcome.code == 2
-    assert "the verifier big one is not there" in outcome.err
-
-
-class _Piped:
-    def __init__(self, lines: Iterator[str]) -> None:
-        self._lines = lines
-
-    def isatty(self) -> bool:
-        return False
-
-    def readline(self, _: int = -1) -> str:
-        return next(self._lines, "")

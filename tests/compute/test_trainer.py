@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from p2ptrain.compute.data import DataSpec, load_corpus
-from p2ptrain.compute.gradients import Ferry, bucket_bounds
 from p2ptrain.compute.model import ModelSpec, build_model
 from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.tokenizer import Tokenizer
@@ -27,21 +26,9 @@ from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, JobFailed, ResourceError, StorageError
 from tests.compute.apart import APART
 from tests.compute.saving import save
-from tests.compute.tiny_trainer import OPTIMIZER, TINY, run_step, state_bytes, tiny
+from tests.compute.tiny_trainer import TINY, run_step, state_bytes, tiny
 
 MakeTrainer = Callable[..., Trainer]
-
-
-def test_the_reduce_buffer_is_the_gradient_memory(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer()
-    trainer.begin_step(0)
-    trainer.micro_batch(0, 0)
-    before = trainer.reduce_buffer.copy()
-    assert np.count_nonzero(before) > 1000
-    trainer.finish_gradients()
-    assert np.array_equal(trainer.reduce_buffer, before)
-    trainer.begin_step(1)
-    assert not trainer.reduce_buffer.any()
 
 
 class Follower:
@@ -88,15 +75,6 @@ def test_what_is_called_final_changes_no_more(make_trainer: MakeTrainer, model: 
         assert final == plain.reduce_buffer.tobytes()
 
 
-def test_a_gradient_that_grows_after_it_was_called_final_is_an_error(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer()
-    trainer.begin_step(0)
-    with trainer._watch.telling(lambda numel: None):
-        trainer._watch.gradient_final(4, None)
-    with pytest.raises(ValueError, match="part 4 became final twice"):
-        trainer.micro_batch(0, 0, lambda numel: None)
-
-
 def test_a_trainer_is_freed_with_its_last_reference(make_trainer: MakeTrainer) -> None:
     """The hooks must not make a ring of references: the next job needs the memory at once."""
     trainer = make_trainer()
@@ -137,38 +115,6 @@ class SideCopy:
         if not self._landed:
             self._stream.target[self._part] = self._stream.source[self._part]
         self._landed = True
-
-
-def test_a_gpu_brings_gradients_to_the_host_while_backward_runs(
-    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    streams = []
-
-    def ferry(gradients: torch.Tensor, host: torch.Tensor, kind: str) -> Ferry:
-        streams.append(SideStream(gradients, host))
-        return Ferry(streams[-1].copy, [stop for _, stop in bucket_bounds(len(gradients), 4, 4096)])
-
-    near = make_trainer()
-    monkeypatch.setattr("p2ptrain.compute.trainer._ferry", ferry)
-    apart = make_trainer(device=APART)
-    follower, stream = Follower(apart), streams[0]
-    for step in range(3):
-        stream.copies.clear()
-        follower.fronts.clear()
-        follower.run(step, [1, 3])
-        near.begin_step(step)
-        for index in (1, 3):
-            near.micro_batch(step, index)
-        near.finish_gradients()
-        assert np.array_equal(near.reduce_buffer, apart.reduce_buffer)
-        assert len(stream.copies) > 10
-        final = apart.reduce_buffer.tobytes()
-        assert all(final.startswith(front) for _, front in follower.fronts)
-        assert follower.fronts[follower.backward_ended_at - 1][0] > apart.exact_from / 2, "landed during backward"
-        assert follower.fronts[-1][0] == len(apart.reduce_buffer)
-        apart.apply(step, apart.partial_square_sum(0, len(final) // 4))
-        near.apply(step, near.partial_square_sum(0, len(final) // 4))
-    assert state_bytes(near) == state_bytes(apart)
 
 
 def _batch_tokens(text_file: Path, step: int, indices: list[int]) -> torch.Tensor:
@@ -241,22 +187,6 @@ def test_twenty_steps_match_a_plain_loop(make_trainer: MakeTrainer, text_file: P
     assert losses[-1] < losses[0] - 1
 
 
-def test_apply_reports_and_keeps_the_redo_buffer(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer()
-    trainer.begin_step(0)
-    for index in range(4):
-        trainer.micro_batch(0, index)
-    trainer.finish_gradients()
-    kept = trainer.reduce_buffer.copy()
-    square_sum = trainer.partial_square_sum(0, len(kept))
-    applied = trainer.apply(0, square_sum)
-    assert np.array_equal(trainer.reduce_buffer, kept)
-    assert applied.step == 1
-    assert applied.lr == pytest.approx(OPTIMIZER.lr / 5)
-    assert applied.grad_norm == pytest.approx(math.sqrt(square_sum))
-    assert applied.loss == pytest.approx(math.log(256), abs=1)
-
-
 def test_a_step_has_the_same_bits_at_every_thread_count(make_trainer: MakeTrainer) -> None:
     """From equal reduced bytes: gradients may differ in the last bit, and are summed over members anyway."""
     states = []
@@ -303,16 +233,6 @@ def test_a_device_with_memory_of_its_own_computes_the_same(make_trainer: MakeTra
     healed.load(tmp_path)
     healed.state_loaded(4)  # said once more: an earlier copy must not come back
     assert state_bytes(healed) == state_bytes(near)
-
-
-def test_load_initial_goes_back_to_step_0(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer()
-    trainer.load_initial()
-    initial = state_bytes(trainer)
-    first = [run_step(trainer, step) for step in range(3)]
-    trainer.load_initial()
-    assert state_bytes(trainer) == initial
-    assert [run_step(trainer, step) for step in range(3)] == first
 
 
 def test_save_and_load_resume_bit_equal(make_trainer: MakeTrainer, tmp_path: Path) -> None:
@@ -414,15 +334,6 @@ def test_a_checkpoint_of_another_model_is_refused(make_trainer: MakeTrainer, tmp
     assert caught.value.remedy
 
 
-def test_no_room_for_temporary_files(
-    make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
-    with pytest.raises(StorageError, match="temporary files") as caught:
-        make_trainer().checkpoint_files(0)
-    assert "TMPDIR" in caught.value.remedy
-
-
 def test_a_micro_batch_too_large_for_the_device(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     def out_of_memory(**_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore lines")
@@ -446,13 +357,6 @@ def test_validation_adds_up_over_shares(make_trainer: MakeTrainer) -> None:
     assert trainer.validate(2, 100) == parts[2]
     assert trainer.validate(3, 5) == (0.0, 0)
     assert not trainer.reduce_buffer.any()
-
-
-def test_validation_is_capped_by_the_text(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(validation_batches=10_000)
-    assert 0 < trainer.validation_batches() < 10_000
-    with pytest.raises(ConfigError, match="held out"):
-        make_trainer(micro_batch_sequences=5000)
 
 
 def test_bf16_learns_too(make_trainer: MakeTrainer) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ring import coordination as co
-from ring.coordination import LEAVE_S, InvalidTransition, Phase
+from ring.coordination import LEAVE_S
 from ring.coordinator import Coordinator
 from ring.order import LinkQuality, Wishes
 from ring.view import View
@@ -232,24 +232,6 @@ def test_a_lost_link_to_the_seed_does_not_disturb_a_ring_that_runs() -> None:
     assert desk.after(1000.0) == []
 
 
-def test_a_member_that_stays_away_from_the_seed_is_left_behind() -> None:
-    desk = Desk()
-    desk.run("a", "b")
-    desk.tell(co.PeerLost("a", "closed"))
-    desk.after(30.0)
-    assert desk.of(co.SendHold) == [co.SendHold(("b",), 1, "members stayed away")]
-    desk.stand("held", 44, "b")
-    assert ids(desk.minted()) == ["b"]
-    desk.tell(co.PeerReturned(peer("a"), 1))
-    desk.report("a", "broken", 44, generation=1, prepared=44)
-    assert desk.of(co.SendRelease) == [co.SendRelease("a", "the ring went on without it")]
-    desk.offer("a")  # a newcomer
-    desk.ready("a", applied=40)
-    assert desk.of(co.SendHold)
-    desk.stand("held", 45, "b")
-    assert ids(desk.minted()) == ["b", "a"]
-
-
 def test_a_restarted_seed_takes_a_running_ring_back_as_it_is() -> None:
     view = Desk().start("a", "b")
     desk = Desk(past=co.Past(state="running", view=view, corpus="C", known_step=30))
@@ -287,48 +269,6 @@ def test_if_the_newest_state_is_gone_the_best_at_hand_is_used_and_the_loss_is_na
         desk.ready("b", applied=25)  # nobody has 73 in memory any more, and its 60 is damaged
     assert (desk.minted().step, desk.core.known_step) == (50, 50)
     assert any(isinstance(item, co.Emit) and "23 steps are lost" in item.text for item in desk.said)
-
-
-def test_fresh_workers_wait_for_the_holder_that_is_still_building() -> None:
-    desk = Desk(past=co.Past(view=Desk().start("h", "i"), corpus="C", known_step=1000))
-    desk.offer("h", "x", "y")
-    desk.now = 5.0
-    desk.ready("x", "y")
-    desk.after(28.0)
-    assert desk.core.phase is Phase.WAITING
-    desk.after(100.0)
-    assert desk.of(co.Mint) == []
-    desk.ready("h", applied=1000)
-    assert (desk.minted().step, healthy(desk.minted())) == (1000, ["h"])
-
-
-def lossy() -> Desk:
-    """A job that went on from step 0 because the holder of step 1000 stayed away."""
-    desk = Desk(past=co.Past(view=Desk(co.Terms(workers=1, micro_batches=8)).start("h"), corpus="C", known_step=1000))
-    desk.after(30.0)
-    desk.offer("x")
-    desk.ready("x")
-    desk.after(30.0)
-    (mint,) = desk.of(co.Mint)
-    assert isinstance(mint, co.Mint)
-    assert (mint.view.step, mint.restored, mint.branch) == (0, True, {"x"})
-    return desk
-
-
-def test_steps_that_were_given_up_do_not_come_back_at_the_next_restart() -> None:
-    desk = lossy()
-    desk.offer("h")
-    desk.ready("h", applied=1000)
-    desk.stand("held", 5, "x")
-    (mint,) = desk.of(co.Mint)
-    assert isinstance(mint, co.Mint)
-    assert (mint.view.step, ids(mint.view), mint.branch) == (5, ["x", "h"], {"x"})  # h still has 1000 on its disk
-    desk = Desk(past=co.Past(view=mint.view, corpus="C", known_step=8, branch=mint.branch))
-    desk.offer("h", "x")
-    desk.ready("h", applied=1000)
-    assert desk.of(co.Mint) == []
-    desk.ready("x", applied=5)
-    assert (desk.minted().step, healthy(desk.minted())) == (5, ["x"])
 
 
 # ----------------------------------------------------------------------------------------------- what a person asks for
@@ -379,20 +319,6 @@ def test_restore_takes_all_back_and_state_of_the_given_up_branch_counts_no_more(
     assert (desk.minted().step, healthy(desk.minted())) == (100, ["a"])
 
 
-def test_restore_that_nobody_can_do_says_so_and_goes_on() -> None:
-    desk = Desk()
-    desk.start("a", "b")
-    desk.tell(co.Restore(100, "a", "L100"))
-    desk.stand("held", 205, "a", "b")
-    desk.ready("a", applied=0)
-    assert desk.of(co.Mint) == []
-    desk.ready("b", applied=50)  # nobody builds, nobody holds it
-    assert "restore-failed" in desk.kinds()
-    (mint,) = desk.of(co.Mint)
-    assert isinstance(mint, co.Mint)
-    assert (mint.view.step, mint.restored) == (50, True)
-
-
 # ------------------------------------------------------------------------------------------------------ ends and leaves
 
 
@@ -428,20 +354,6 @@ def test_when_all_members_fail_the_job_has_failed_with_their_reason(spares: Iter
     assert desk.of(co.SetState) == [co.SetState("failed", "the loss is not finite")]
 
 
-def test_a_job_takes_two_workers_more_than_it_has_work_for() -> None:
-    desk = Desk(co.Terms(workers=2, micro_batches=2))
-    desk.start("a", "b")
-    desk.offer("c", "d")
-    assert not desk.core.wants("e")
-    desk.tell(co.PeerOffered(peer("e")))
-    assert [type(item) for item in desk.said] == [co.SendRelease]
-    desk.tell(co.PeerLost("c", "closed"))
-    assert desk.core.wants("e")
-    desk.offer("e")
-    desk.tell(co.Restore(0, "f", "L0"))
-    assert desk.core.wants("f")  # whoever holds the checkpoint comes in whatever the number
-
-
 def test_a_paused_job_saves_where_it_stops_and_can_let_its_workers_go() -> None:
     desk = Desk()
     desk.run("a", "b")
@@ -472,13 +384,6 @@ def test_a_member_that_leaves_at_a_boundary_is_not_put_into_the_next_view() -> N
 
 
 # ------------------------------------------------------------------------------------------------------- the table
-
-
-def test_a_forbidden_transition_tells_its_story() -> None:
-    desk = Desk()
-    desk.offer("a")
-    with pytest.raises(InvalidTransition, match=r"waiting → done.*PeerOffered"):
-        desk.core._go(Phase.DONE, "")
 
 
 @pytest.mark.parametrize("status", ["held", "broken"])
@@ -542,9 +447,3 @@ def test_a_better_order_ends_no_ring_but_is_taken_by_the_next_view() -> None:
     assert desk.tell(co.Measured(slow_between("ab", "cd"))) == []
     desk.stand("broken", 1, *"abcd")
     assert frozenset("ab") not in neighbours(desk)
-
-
-@pytest.mark.parametrize(("compute_s", "codec"), [(0.0, "int8"), (100.0, "fp32")])
-def test_the_codec_follows_from_what_a_step_sends_and_computes(compute_s: float, codec: str) -> None:
-    desk = planned(slow_between("ab", "bc", "cd", "da", "ac", "bd"), compute_s, codec="auto")
-    assert desk.minted().codec == codec

@@ -87,25 +87,6 @@ def test_control_frames_arrive_in_order_both_ways(play: Play):
     play(scenario)
 
 
-def test_bulk_lands_in_its_buffers_among_control_frames(play: Play):
-    async def scenario(network: Network) -> None:
-        near, far = await joined(network)
-        payloads = [noise(size, size) for size in (1, 20, MIB, 0, 3 * MIB + 1)]
-        targets = [posted(far, len(payload), stream=4) for payload in payloads]
-        for seq, payload in enumerate(payloads):
-            near.send(HeartbeatAck(seq))
-            near.send_bulk(memoryview(payload), generation=1, stream=4)
-        for seq, (payload, (into, done)) in enumerate(zip(payloads, targets, strict=True)):
-            assert await far.expect(HeartbeatAck, timeout_s=5) == HeartbeatAck(seq)
-            await done.wait()
-            assert into == payload
-        await near.flush(timeout_s=5)
-        assert near.bytes_out == far.bytes_in
-        await closed(near, far)
-
-    play(scenario)
-
-
 def test_a_message_goes_with_the_bulk_that_it_announces(play: Play):
     async def scenario(network: Network) -> None:
         near, far = await joined(network)
@@ -126,36 +107,6 @@ def test_a_message_goes_with_the_bulk_that_it_announces(play: Play):
     play(scenario)
 
 
-def test_the_bulk_behind_a_message_does_not_count_as_unread(play: Play):
-    async def scenario(network: Network) -> None:
-        near, far = await joined(network, near=Connection(send_limit_bytes=256 << 10))
-        for _ in range(4):
-            near.send_with_bulk(HeartbeatAck(1), memoryview(bytes(8 * MIB)), generation=1, stream=0)
-        notice = EventNotice("info", "test", "x" * 32_000)
-        for _ in range((256 << 10) // 32_100):
-            near.send_with_bulk(notice, memoryview(b"more"), generation=1, stream=0)
-        with pytest.raises(ConnectionLost, match="does not read"):
-            near.send_with_bulk(notice, memoryview(b"more"), generation=1, stream=0)
-        assert isinstance(near.close_cause, DeadlineExceeded)
-        await near.closed.wait()
-        await closed(far)
-
-    play(scenario)
-
-
-def test_done_is_never_called_from_within_post(play: Play):
-    async def scenario(network: Network) -> None:
-        near, far = await joined(network)
-        near.send_bulk(memoryview(b""), generation=1, stream=0)
-        await until(lambda: far._decoder.waiting)
-        _, done = posted(far, 0)
-        assert not done.is_set()
-        await done.wait()
-        await closed(near, far)
-
-    play(scenario)
-
-
 def test_sent_memory_may_change_after_flush(play: Play):
     async def scenario(network: Network) -> None:
         near, far = await joined(network)
@@ -169,20 +120,6 @@ def test_sent_memory_may_change_after_flush(play: Play):
         await closed(near, far)
 
     play(scenario)
-
-
-def test_sent_memory_is_not_copied(play_virtual: Play):
-    async def scenario(network: Network) -> None:
-        near, far = await joined(network)
-        payload = bytearray(b"before")
-        into, done = posted(far, 6)
-        near.send_bulk(memoryview(payload), generation=1, stream=0)
-        payload[:] = b"after!"  # against the rules: only a copy would not show it
-        await done.wait()
-        assert into == b"after!"
-        await closed(near, far)
-
-    play_virtual(scenario)
 
 
 # -------------------------------------------------------------------------------------------------------- back-pressure
@@ -423,19 +360,6 @@ def test_a_refusal_is_an_answer_and_the_cause_of_the_end(play: Play):
             assert isinstance(refused, Refused)
             assert (refused.code, refused.remedy) == ("full", "come back later")
             assert refused.message.endswith("refuses: no room")
-
-    play(scenario)
-
-
-def test_silence_raises_and_the_connection_lives_on(play: Play):
-    async def scenario(network: Network) -> None:
-        near, far = await joined(network)
-        error = await failure(far.receive(timeout_s=0.01))
-        assert isinstance(error, DeadlineExceeded)
-        assert "sent nothing for 0.01 s" in error.message
-        near.send(Leave("late"))
-        assert await far.expect(Leave, timeout_s=5) == Leave("late")
-        await closed(near, far)
 
     play(scenario)
 
