@@ -55,7 +55,6 @@ class Access:
 
     @property
     def peer_id(self) -> str:
-        """Whom the certificate names; empty on a plain network."""
         return self.member.peer_id if self.member else ""
 
     async def freshen(self, ask: Ask) -> None:
@@ -132,7 +131,6 @@ def read_target(text: str) -> Ticket | tuple[str, int]:
 
 
 def shown_address(target: Ticket | tuple[str, int]) -> str:
-    """The address in what a person gave: that part is no secret."""
     return format_address(*target) if isinstance(target, tuple) else format_address(target.host, target.port)
 
 
@@ -231,7 +229,6 @@ def _encrypted(host: str, port: int, credentials: Credentials, base: Network) ->
 
 
 def _local_ticket(caller: Caller, port: int) -> Ticket | None:
-    """What a seed of the same user on this machine has left for us, if it listens on that port."""
     from wire.address import Ticket, local_ticket_path
 
     for state in caller.states:
@@ -255,7 +252,6 @@ class _Kept:
 
 
 def _kept(caller: Caller, fits: Callable[[_Kept], bool]) -> _Kept | None:
-    """The newest credentials of the caller that fit and are valid for a while; those that are not are removed."""
     from p2ptrain.core.disk import RealDisk
     from wire.address import parse_address
     from wire.credentials import SKEW_S, Credentials, der_of
@@ -286,12 +282,10 @@ def _kept(caller: Caller, fits: Callable[[_Kept], bool]) -> _Kept | None:
 
 
 def shown_host(host: str) -> str:
-    """What others may use for the address that is listened on: that of this machine, where it is all of them."""
     return _own_address() if host in EVERYWHERE else host
 
 
 def _own_address() -> str:
-    """The address of this machine that the default route leaves from; nothing is sent to find it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # TEST-NET-1 of RFC 5737: a UDP connect sends no packet
@@ -313,7 +307,6 @@ async def is_own(host: str, port: int) -> bool:
 
 
 def _is_bindable(family: int, address: Any) -> bool:
-    """Only an address of this machine can be bound; nothing is sent to find out."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((address[0], 0, *address[2:]))

@@ -152,7 +152,6 @@ async def _audit_once(
 
 
 async def _views(seed: SeedClient, job: str, after: int = 0) -> list[ViewBegan]:
-    """All views after a generation."""
     found: list[ViewBegan] = []
     while page := await seed.views(job, found[-1].generation if found else after):
         found += page

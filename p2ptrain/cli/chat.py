@@ -260,7 +260,6 @@ class Talk:
         self._source.show_stats([self._stats])
 
     def _typed(self) -> Iterator[str]:
-        """Lines of a person. Ctrl+C after a cancelled answer, or twice, leaves; so does Ctrl+D."""
         warned = False
         while True:
             count = len(self.answers)
@@ -311,7 +310,6 @@ class Talk:
         self.answers.append(answer)
 
     def _answered(self, question: str) -> Answer:
-        """Have the answer written, and show it as it comes."""
         from p2ptrain.cli.text import Answer
         from roles.verifier.asking import TextRequest
 
@@ -367,7 +365,6 @@ class Talk:
         self._say(said)
 
     def _say(self, text: str) -> None:
-        """A remark beside the conversation; only to a person."""
         if self._at_terminal and not self._quiet:
             typer.secho(f"({text})", dim=True, err=True)
 
@@ -443,7 +440,6 @@ class _Shown:
             typer.echo()
 
     def clear(self) -> None:
-        """Take the sign of life away."""
         if self._waits:
             self._waits = False
             sys.stderr.write("\r" + " " * len(_THINKING) + "\r")

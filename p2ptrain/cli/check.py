@@ -209,8 +209,7 @@ class Visit:
 
     async def measure_round_trip(self) -> str:
         trips_ms = [1000 * trip_s for trip_s, _ in await self._ping()]
-        middle = statistics.median(trips_ms)
-        return f"{middle:.2f} ms (median of {PINGS}; {min(trips_ms):.2f} to {max(trips_ms):.2f})"
+        return f"{statistics.median(trips_ms):.2f} ms (median of {PINGS}; {min(trips_ms):.2f} to {max(trips_ms):.2f})"
 
     async def _ping(self) -> list[tuple[float, float]]:
         """(round trip, skew) in seconds of ``PINGS`` requests; measured once."""
@@ -245,7 +244,6 @@ class Visit:
         return f"joined {welcome.name} as a {role} and left again"
 
     async def _listen(self, access: Access) -> int:
-        """Our own port, as whom the seed expects there."""
         from p2ptrain.cli.joining import usual_host
         from wire.handshake import serve
 
@@ -262,7 +260,6 @@ class Visit:
         return self._server.address[1]
 
     async def _reach(self, role: str) -> Access:
-        """The way to the seed in a role; found once."""
         from p2ptrain.cli.access import Caller, reach
 
         if role not in self._access:
@@ -279,8 +276,6 @@ class Visit:
 
 
 class _Call(asyncio.BufferedProtocol):
-    """A connection that is only there to see whether there can be one."""
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
 
@@ -292,7 +287,6 @@ class _Call(asyncio.BufferedProtocol):
 
 
 async def _welcome(clock: Clock, peer_id: str, hello: Hello, connection: Connection) -> Welcome | Refuse:
-    """Our answer to the seed's dial-back; any other caller has no business here."""
     from wire.handshake import RefusalCode, local_welcome
     from wire.messages import Refuse
 
@@ -302,7 +296,6 @@ async def _welcome(clock: Clock, peer_id: str, hello: Hello, connection: Connect
 
 
 async def _hold_until_closed(connection: Connection, hello: Hello) -> None:
-    """The caller hangs up when it has seen enough."""
     try:
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
             await connection.closed.wait()

@@ -83,8 +83,6 @@ _RUN, _WATCH, _USE = "Run a cluster", "Watch and control it", "Use it"
 
 
 class Commands(LazyGroup):
-    """Everything that the executable can do."""
-
     entries: ClassVar[tuple[Entry, ...]] = (
         Entry("up", "p2ptrain.cli.up:up", "Start a whole cluster on this machine and train.", _RUN),
         Entry("seed", "p2ptrain.cli.seed:seed", "Start a seed: the place where workers meet.", _RUN),

@@ -96,8 +96,7 @@ def generate(
     # A whole model takes one text after the other. What is compared runs alone, for two would share the verifier.
     usual = 1 if compare or not (options.by_verifier or options.split is not None) else 4
     at_once = 1 if compare else min(sessions or usual, len(asked))
-    order = Order(asked, bool(prompt), max_new_tokens, at_once, compare, options)
-    run(_generate(order, local_directory(options)))
+    run(_generate(Order(asked, bool(prompt), max_new_tokens, at_once, compare, options), local_directory(options)))
 
 
 @dataclass(frozen=True, slots=True)

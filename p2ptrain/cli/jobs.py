@@ -232,7 +232,6 @@ def show(
 
 
 def _newest(checkpoints: list[CheckpointInfo]) -> str:
-    """The newest that has the whole model."""
     newest = max((item for item in checkpoints if item.stage is None), key=lambda item: item.step, default=None)
     if newest is not None:
         return f"step {newest.step:,} on {newest.peer_name}: {newest.path}"
@@ -240,7 +239,6 @@ def _newest(checkpoints: list[CheckpointInfo]) -> str:
 
 
 def _ring(job: JobInfo) -> str:
-    """How gradients travel in the present ring, and where they travel slowest."""
     if not job.streams:
         return "none"
     text, slowest = f"{job.streams} stream{'s' if job.streams > 1 else ''}, {job.codec}", job.slowest_edge()
@@ -253,7 +251,6 @@ def _ring(job: JobInfo) -> str:
 
 
 def _stages(job: JobInfo) -> str:
-    """How the model is cut."""
     if not job.cuts:
         return f"{job.stages}, cut by weights"
     return f"{job.stages}, beginning with layers {', '.join(map(str, [0, *job.cuts]))}"
@@ -294,8 +291,6 @@ def _parts(job: JobInfo) -> list[str]:
 
 
 def _add_verb(verb: str, done: str, explained: str, question: str = "") -> None:
-    """Add ``p2ptrain jobs VERB JOB``, which tells the seed so. ``question``: asked before, of what cannot be undone."""
-
     def tell(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
         answer = ask(seed, lambda client: client.tell_job(job, verb))
         print_json({"job": answer}) if as_json else typer.echo(f"job {printable(answer)} {done}")

@@ -247,7 +247,6 @@ def _checked(wish: ServeWish, model: str) -> ServeWish:
 
 
 def _check_split(wish: ServeWish) -> None:
-    """Refuse what would be said to a process that computes nothing."""
     from p2ptrain.core.errors import UserError
 
     given = {"--device": bool(wish.device), "--memory": bool(wish.memory_bytes), "--threads": bool(wish.threads)}
@@ -260,7 +259,6 @@ def _check_split(wish: ServeWish) -> None:
 
 
 def _check_device(kind: str) -> None:
-    """Refuse what is no device anywhere; whether this machine has it is known when the model is built."""
     import re
 
     from configs.schema import DEVICE_KIND

@@ -90,8 +90,6 @@ class ServeWish:
 
 
 class Running(Protocol):
-    """A worker, or a member of another role."""
-
     async def run(self, stop: asyncio.Event) -> None: ...
 
 
@@ -144,8 +142,7 @@ async def stay(joining: Joining, make: Make) -> None:
     here = Here(identity, console, stop)
     places = [target if isinstance(target, tuple) else (target.host, target.port) for target in targets]
     console.event("info", f"{role} {identity.name} ({identity.peer_id}) joins {', '.join(map(shown_address, targets))}")
-    store = identity.directory / "credentials"
-    caller = Caller(role, store, [joining.root, default_state_dir()], identity.peer_id)
+    caller = Caller(role, identity.directory / "credentials", [joining.root, default_state_dir()], identity.peer_id)
     listen_host, afresh = joining.host, False
     try:
         while True:

@@ -236,8 +236,6 @@ class LocalCluster:
         return there
 
     async def _told(self, take: Callable[[Record], None], missing: Callable[[], list[str]], what: str) -> None:
-        """Have ``take`` look at all that the seed tells, until nobody is missing, while all processes live."""
-
         async def work() -> None:
             client = await self.connect()
             try:
@@ -362,7 +360,6 @@ class JobObserver:
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Ids of a running view, in rank order; empty while there is none."""
         return tuple(self.job.members) if self.job and self.job.state == "running" else ()
 
     @property
@@ -373,7 +370,6 @@ class JobObserver:
         return next((peer for peer, known in self.names.items() if known == name), "")
 
     def holders(self, step: int) -> set[str]:
-        """Names of the peers that hold a checkpoint of this step."""
         return {info.peer_name for info in self.saved.values() if info.step == step}
 
     async def until(self, test: Callable[[], bool], timeout_s: float) -> bool:
@@ -398,7 +394,6 @@ class JobObserver:
         return await self._client.request(method, params)
 
     async def run(self, job: str) -> None:
-        """Follow ``job`` until cancelled."""
         while True:
             try:
                 client = await self._connect()
@@ -418,7 +413,6 @@ class JobObserver:
                 await client.close()
 
     def take(self, job: str, item: Record, now: float) -> None:
-        """Keep what was told of ``job``."""
         match item:
             case JobInfo() if item.id == job:
                 self.job = item
@@ -456,7 +450,6 @@ def free_port() -> int:
 
 
 def is_free(port: int) -> bool:
-    """Whether a server can listen on this port of the loopback."""
     with socket.socket() as probe:
         if sys.platform != "win32":
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

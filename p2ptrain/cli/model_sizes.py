@@ -67,8 +67,7 @@ def anatomy(config: str, tensors: Mapping[str, TensorRecord], dtype: str = "") -
     table = config_untrusted(config)
     said = str(table.get("dtype") or table.get("torch_dtype") or "").removeprefix("torch.")
     computed = dtype or _IN_CONFIG.get(said, "fp32")
-    weights = weights_in(computed, tensors)
-    sizes = _by_names(table, weights, ELEMENT_BYTES[computed]) or _by_building(config, computed)
+    sizes = _by_names(table, weights_in(computed, tensors), ELEMENT_BYTES[computed]) or _by_building(config, computed)
     width = _number(table, "hidden_size", "n_embd")
     if width is None:
         raise ConfigError("the model's configuration does not say how wide it is", remedy="add hidden_size to it")
@@ -128,8 +127,7 @@ def _by_building(config: str, dtype: str) -> ModelSizes:
 
 
 def _number(table: Mapping[str, Any], *keys: str) -> int | None:
-    found = (table.get(key) for key in keys)
-    return next((value for value in found if isinstance(value, int) and value > 0), None)
+    return next((value for value in (table.get(key) for key in keys) if isinstance(value, int) and value > 0), None)
 
 
 # -------------------------------------------------------------------------------------------------------- to be trained

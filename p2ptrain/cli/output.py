@@ -114,7 +114,6 @@ def human_time(wall: float) -> str:
 
 
 def number(value: float | None, form: str = ".4f") -> str:
-    """A number, or a dash where it is not known."""
     return "-" if value is None else format(value, form)
 
 
@@ -167,13 +166,11 @@ class Console:
             self.finish()
 
     def finish(self) -> None:
-        """End the drawn line, so that what follows begins on a line of its own."""
         if self._drawn:
             self._draw("\n")
             self._drawn = 0
 
     def clear(self) -> None:
-        """Take the drawn line away: it is of no use once it is over."""
         if self._drawn:
             self._draw("\r" + " " * self._drawn + "\r")
             self._drawn = 0

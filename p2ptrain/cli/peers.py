@@ -105,7 +105,6 @@ def _list(seed: str, as_json: bool) -> None:
 
 
 def _served(peer: PeerInfo, serving: ServingInfo | None) -> tuple[str, str, str]:
-    """Its model, its sessions, and which share of first drafts was right."""
     alpha = serving.stats.get("alpha") if serving is not None else None
     return peer.model or "-", str(peer.sessions) if peer.model else "-", "-" if alpha is None else f"{alpha:.0%}"
 
@@ -141,8 +140,7 @@ def parts(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
     if as_json:
         print_json({"parts": [part.to_map() for part in found], "total": total})
         return
-    rows = [row for chain in chains_of(found) for row in _rows(chain)]
-    print_table(COLUMNS, rows, right=_FIGURES)
+    print_table(COLUMNS, [row for chain in chains_of(found) for row in _rows(chain)], right=_FIGURES)
     if total > len(found):
         typer.echo(f"{total - len(found)} more parts are held: an answer has room for these.", err=True)
     if not found:

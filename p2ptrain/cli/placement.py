@@ -97,7 +97,6 @@ def _finite(value: float) -> float | None:
 
 
 def to_json(info: TrainingPlanInfo, stages: list[StagePlanInfo]) -> dict[str, Any]:
-    """The plan for programs."""
     return {"plan": info.to_map(), "stages": [stage.to_map() for stage in stages]}
 
 

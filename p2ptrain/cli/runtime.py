@@ -137,8 +137,7 @@ def places_of(seed: str | tuple[str, int]) -> list[tuple[str, int]]:
 
     if not isinstance(seed, str):
         return [seed]
-    targets = read_targets(seed)
-    return [target if isinstance(target, tuple) else (target.host, target.port) for target in targets]
+    return [target if isinstance(target, tuple) else (target.host, target.port) for target in read_targets(seed)]
 
 
 @asynccontextmanager

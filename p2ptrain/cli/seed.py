@@ -208,7 +208,6 @@ def _spec(profile: str, sets: list[str]) -> str:
 
 
 async def _first_job(host: str, port: int, root: Path, profile: str, spec: str, console: Console) -> None:
-    """Create the job to begin with, unless this seed already has jobs."""
     dial_host = "127.0.0.1" if host in EVERYWHERE else host
     async with operator((dial_host, port), state=root) as client:
         jobs = await client.jobs()

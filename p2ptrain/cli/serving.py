@@ -143,7 +143,6 @@ def _prepared(directory: Path, threads: int, *, whole: bool) -> tuple[ChatFormat
 
 
 def _prepare_torch(threads: int) -> None:
-    """On the compute thread: what loading would otherwise be held up by, and how many threads kernels take."""
     import p2ptrain.compute.served_part  # noqa: F401 - for its cost
     from p2ptrain.compute.device import pick_device
 
@@ -227,8 +226,7 @@ async def split_target(
     if wish.split > found.sizes.layers:
         said = f"a chain of {wish.split} stages was asked for, and the model has {found.sizes.layers} layers"
         raise UserError(said, remedy=f"give --split {found.sizes.layers} at most, or no number to have the best one")
-    positions = sessions * conversation_positions(text)
-    chain = await _awaited_chain(member, around, wish, console, model, found, positions)
+    chain = await _awaited_chain(member, around, wish, console, model, found, sessions * conversation_positions(text))
     recruiting = Background()
     try:
         target = ChainTarget(chain, label=wish.model.name, context=text.context)
@@ -326,7 +324,6 @@ async def _loaded_by(
 
 
 async def _http(stack: AsyncExitStack, member: ServingMember, wish: ServeWish, service: VerifierService) -> str:
-    """The endpoint's address as others use it, where there is one."""
     if wish.http is None:
         return ""
     from p2ptrain.cli.access import shown_host

@@ -65,7 +65,6 @@ class Planned:
 
     @property
     def encoding(self) -> str:
-        """Of what travels for one token."""
         return self.options.encodings[0] or self.anatomy.dtype
 
 
@@ -137,12 +136,10 @@ async def planned(
 
 
 def conversation_positions(text: ModelText) -> int:
-    """What a conversation may grow to."""
     return min(text.context or TYPICAL_POSITIONS, TYPICAL_POSITIONS)
 
 
 async def within(seconds: float, farewell: Any) -> None:
-    """Give a goodbye its time, and no more."""
     try:
         async with asyncio.timeout(seconds):
             await farewell

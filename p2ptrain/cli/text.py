@@ -198,7 +198,6 @@ async def _model_source(
     positions: int,
     facts: Callable[[], dict[str, Any]] = dict,
 ) -> AsyncIterator[Source]:
-    """A service over a target, which it closes in the end."""
     from p2ptrain.compute.text import ChatFormat
     from roles.verifier.service import ServiceOptions, VerifierService
 
@@ -216,7 +215,6 @@ async def _model_source(
 
 
 def say_unused(text: ModelText) -> None:
-    """Tell of what the checkpoint's own settings ask for that is not done."""
     if unused := text.unused_settings():
         said = ", ".join(f"{key} = {value}" for key, value in unused.items())
         typer.echo(f"({text.directory.name}/generation_config.json also says {said}: not applied)", err=True)
@@ -267,7 +265,6 @@ class LastingVerifier:
         raise AssertionError("the last attempt returns or raises")
 
     async def _there(self, began: float) -> VerifierClient:
-        """The verifier, as soon as it is there; it is waited for since ``began``."""
         at = self.client.verifier
         try:
             while self.client.lost:
@@ -332,13 +329,11 @@ async def dialled(
 
 
 async def _loading(client: SeedClient) -> str:
-    """Verifiers that have joined and serve nothing yet, by name; empty where there are none."""
     peers = await client.peers()
     return ", ".join(sorted(peer.name for peer in peers if VERIFIER in peer.roles and peer.state not in _GONE))
 
 
 def _writes(verifier: ServingInfo) -> tuple[str, str]:
-    """Two verifiers where this is equal write the same text."""
     return verifier.model, verifier.weights
 
 

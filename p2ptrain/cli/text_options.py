@@ -131,7 +131,6 @@ class TextOptions:
 
     @property
     def by_verifier(self) -> bool:
-        """Whether a verifier of the cluster writes: no model is named."""
         return self.checkpoint is None and not self.job and self.split is None
 
     @property

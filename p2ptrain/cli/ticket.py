@@ -129,7 +129,6 @@ def rotate(seed: SeedOption = DEFAULT_SEED, yes: YesOption = False, as_json: Jso
 
 
 def _show(ticket: TicketInfo, text: str, as_json: bool) -> None:
-    """The ticket alone on standard output, so that it can be stored; what it is for beside it."""
     if as_json:
         print_json({"ticket": ticket.to_map(), "text": text})
         return

@@ -237,7 +237,6 @@ def _plan_here(profile: Profile, workers: int, link: str, *, dry_run: bool, as_j
 
 
 def _print_pair(outcome: dict[str, Any]) -> None:
-    """What came of a pair that is not served."""
     from p2ptrain.cli.output import print_pairs
     from p2ptrain.cli.up_cluster import DRAFTER, VERIFIER
 

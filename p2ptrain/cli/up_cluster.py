@@ -97,12 +97,10 @@ class Plan:
         return {DRAFTER: (f"{name}-drafter", self.profile.of_drafter()), VERIFIER: (name, self.profile.alone())}
 
     def threads(self, processes: int) -> str:
-        """Of each of so many processes that compute at the same time."""
         return str(self.profile.device.threads or threads_each(processes))
 
 
 def threads_each(processes: int) -> int:
-    """CPU threads of each of so many processes."""
     return max(1, (os.cpu_count() or 1) // processes)
 
 
@@ -115,7 +113,6 @@ def part_bytes(device: str) -> int:
 
 
 def workers_start(count: int, cluster: LocalCluster) -> str:
-    """What is said when they do."""
     return f"{count} worker{'s start' if count > 1 else ' starts'}; logs are in {cluster.logs}"
 
 
@@ -228,7 +225,6 @@ class Run:
         self._say("info", workers_start(plan.workers, self.cluster))
 
     async def _job_for(self, name: str, profile: Profile, begun: Mapping[str, str]) -> str:
-        """The unfinished job of these settings, else a new one; its id. People are told which."""
         from p2ptrain.cli.model_sizes import shape_param
 
         profile_name, spec = self._plan.profile_name, profile.to_spec()
@@ -295,7 +291,6 @@ class Run:
     # ------------------------------------------------------------------------------------------------------- training
 
     async def _follow(self) -> None:
-        """Say how far the jobs are, until all are done or one was not."""
         for job in self._jobs.values():  # steps of an earlier start are not said again
             self._last[job], _ = await self.client.job(job)
             self._told[job] = self._last[job].step
@@ -326,7 +321,6 @@ class Run:
         self._console.progress(line, last="val_loss" in known)
 
     async def _summaries(self, *, interrupted: bool) -> dict[str, Summary]:
-        """What came of each job that was trained here, for people and programs."""
         found = {}
         for role, job in self._jobs.items():
             shown, newest = self._last.get(job), None
@@ -369,7 +363,6 @@ class Run:
         await cluster.while_alive(forever(), needed=[cluster.seed, verifier], others=[drafter], on_end=alone)
 
     def _tell_serving(self) -> None:
-        """What is there now, and how to use it."""
         if self._as_json:
             seconds = round(time.monotonic() - self._began, 1)
             where = {"state": "serving", "seed": self.cluster.address, "directory": str(self._plan.root)}
@@ -387,7 +380,6 @@ class Run:
         typer.echo("\nCtrl+C stops everything; the same command serves them again at once.")
 
     def _ways(self) -> list[str]:
-        """Commands that ask them."""
         options = f" --seed {self.cluster.address}" * (self._plan.port != DEFAULT_PORT)
         ways = [f'p2ptrain generate "def " --stats{options}', f"p2ptrain chat{options}"]
         if self._plan.http is not None and self._http_at:
@@ -465,7 +457,6 @@ async def newest_saved(client: SeedClient, job: str) -> CheckpointInfo | None:
 
 
 def summed_up(job: str, shown: JobInfo | None, newest: CheckpointInfo | None, seconds: float) -> Summary:
-    """What came of a job: of its record, and of its newest checkpoint."""
     return {
         "job": job,
         "state": shown.state if shown else None,
@@ -555,7 +546,6 @@ async def hold(plan: SplitPlan, *, as_json: bool) -> None:
 
 
 def _tell_held(loaded: Planned, chain: Chain, plan: SplitPlan, *, as_json: bool) -> None:
-    """What is there now, and how to use it."""
     from p2ptrain.cli.placement import placement_map, print_prediction
     from p2ptrain.cli.split import print_split_facts, split_facts
     from roles.verifier.targets import PassTimes
@@ -598,7 +588,6 @@ class View:
             work.remove_done_callback(self._over)
 
     def say(self, level: str, text: str) -> None:
-        """A line of the terminal below, if it is one of trouble: it stays until it is clicked away."""
         if level != "info":
             self.app.tell(level, "Trouble", text)
 

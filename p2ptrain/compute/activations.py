@@ -55,8 +55,7 @@ def decode_untrusted(
     if encoding in DTYPES:
         return _tensor_of(data, DTYPES[encoding], (rows, width)).to(dtype)
     scales = _tensor_of(data[: 4 * rows], torch.float32, (rows, 1))
-    values = _tensor_of(data[4 * rows :], torch.int8, (rows, width))
-    return (values.to(torch.float32) * scales).to(dtype)
+    return (_tensor_of(data[4 * rows :], torch.int8, (rows, width)).to(torch.float32) * scales).to(dtype)
 
 
 def ids_untrusted(payload: memoryview | bytes, rows: int, vocab_size: int) -> Tensor:

@@ -123,8 +123,7 @@ def split_windows(spec: DataSpec, token_count: int) -> tuple[Indices, Indices]:
             remedy=f"give at least {2 * spec.sequence_tokens + 1} tokens of text, or a smaller data.sequence_tokens",
         )
     chosen = np.arange(max(1, min(blocks - 1, round(blocks * spec.validation_fraction))))
-    held_blocks = np.sort(permuted(chosen, blocks, key=0))
-    held = (held_blocks[:, None] * block + np.arange(block)).astype(np.int64)
+    held = (np.sort(permuted(chosen, blocks, key=0))[:, None] * block + np.arange(block)).astype(np.int64)
     is_training = np.ones(windows, dtype=np.bool_)
     is_training[held] = False
     return np.flatnonzero(is_training).astype(np.int64), held.T.reshape(-1)

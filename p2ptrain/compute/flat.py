@@ -60,7 +60,7 @@ class FlatModel:
         named = dict(model.named_parameters())
         shapes = {name: tuple(parameter.shape) for name, parameter in reversed(named.items())}
         self.segments, self.decayed_numel, self.numel = _placed(shapes)
-        self.layout = _layout(self.segments)
+        self.layout = hashlib.sha256(repr([(s.name, s.offset, s.shape) for s in self.segments]).encode()).hexdigest()
         self.parameters = torch.zeros(self.numel, device=device)
         self.gradients = torch.zeros(self.numel + 1, device=device)
         for segment in self.segments:
@@ -74,12 +74,10 @@ class FlatModel:
 
     @property
     def stops(self) -> list[int]:
-        """Where each segment ends, its padding included."""
         return [segment.offset for segment in self.segments[1:]] + [self.numel]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of each parameter, by name."""
         return {segment.name: segment.shape for segment in self.segments}
 
     @property
@@ -110,10 +108,6 @@ def _placed(shapes: dict[str, tuple[int, ...]]) -> tuple[list[Segment], int, int
                 numel += -(-segments[-1].numel // _ALIGN_NUMEL) * _ALIGN_NUMEL
         ends.append(numel)
     return segments, ends[0], ends[1]
-
-
-def _layout(segments: list[Segment]) -> str:
-    return hashlib.sha256(repr([(s.name, s.offset, s.shape) for s in segments]).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

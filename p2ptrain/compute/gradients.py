@@ -67,11 +67,9 @@ class Landing(Protocol):
 
     def query(self) -> bool:
         """Whether it has landed."""
-        ...
 
     def synchronize(self) -> None:
         """Block until it has."""
-        ...
 
 
 class Ferry:
@@ -107,8 +105,7 @@ class Ferry:
 
     def finish(self, on_final: OnFinal) -> None:
         """All is final on the device: copy what is left, and tell ``on_final`` of each piece as it lands."""
-        landed = self.final(self._stops[-1])
-        on_final(landed)
+        on_final(self.final(self._stops[-1]))
         while self._under_way:
             stop, landing = self._under_way.popleft()
             landing.synchronize()

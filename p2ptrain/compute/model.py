@@ -213,8 +213,7 @@ def load_model(
 def _directory_config(directory: Path, vocab_size: int) -> PretrainedConfig:
     path = directory / "config.json"
     try:
-        model_type = json.loads(path.read_bytes()).get("model_type", "")
-        check_architecture(model_type)
+        check_architecture(json.loads(path.read_bytes()).get("model_type", ""))
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except ConfigError:
         raise
@@ -249,9 +248,12 @@ def _check_sizes(spec: ModelSpec) -> None:
 def check_architecture(name: str) -> None:
     """Raises ``ConfigError`` where transformers has no causal language model of that ``model_type``."""
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        close = difflib.get_close_matches(name, list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), n=3)
         raise ConfigError(
             f"model.architecture = {name!r} is not a causal language model of transformers",
-            remedy=_closest(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+            remedy=f"did you mean {' or '.join(close)}?"
+            if close
+            else "see the transformers documentation for the names",
         )
 
 
@@ -261,11 +263,6 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
         if isinstance(value, float) and ("dropout" in key or "pdrop" in key):
             setattr(config, key, 0.0)
     return config
-
-
-def _closest(name: str, known: object) -> str:
-    matches = difflib.get_close_matches(name, list(known), n=3)  # type: ignore[call-overload]
-    return f"did you mean {' or '.join(matches)}?" if matches else "see the transformers documentation for the names"
 
 
 def first_line(error: BaseException) -> str:

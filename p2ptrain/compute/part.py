@@ -56,12 +56,10 @@ class Part:
 
     @property
     def first(self) -> bool:
-        """Whether token ids go in."""
         return self.start == 0
 
     @property
     def last(self) -> bool:
-        """Whether logits come out."""
         return self.stop == self.layers
 
     def __len__(self) -> int:
@@ -69,7 +67,6 @@ class Part:
 
 
 def refused(config: PretrainedConfig, why: str) -> ConfigError:
-    """The error that a model of this architecture cannot be split."""
     return ConfigError(
         f"a {config.model_type!r} model cannot be split: {why}",
         remedy="run it whole (p2ptrain generate), or use a model of the llama, qwen2, qwen3, mistral or gpt2 family",
@@ -489,8 +486,6 @@ class _Room:
 
 
 class _FullLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """All positions are seen."""
-
     def __init__(self, room: _Room) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_initialized = True
@@ -556,7 +551,6 @@ class PartCache(DynamicCache):
 
     @property
     def length(self) -> int:
-        """Positions that it holds now."""
         return self._own[0].get_seq_length()
 
     @property
@@ -579,5 +573,4 @@ class PartCache(DynamicCache):
 def kv_shape(config: PretrainedConfig, positions: int) -> tuple[int, int, int]:
     """Heads, positions, and width of a head, of the keys of one layer. Of the values, too, in what splits."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return heads, positions, width
+    return heads, positions, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

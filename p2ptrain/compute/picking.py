@@ -79,7 +79,8 @@ class Picker:
             scores = self._scores(logits)
             if not self._sampled:
                 return tuple(scores.argmax(-1).tolist())
-            return self._drawn(self._warped(scores).softmax(-1), draw)
+            warped = self._warp(_NO_IDS, scores)
+            return self._drawn((_nucleus(warped, self._sampling.top_p) if self._few else warped).softmax(-1), draw)
 
     def _scores(self, logits: Tensor) -> Tensor:
         """(rows, entries that may be picked), float32, on the CPU: warpers may write into them."""
@@ -97,10 +98,6 @@ class Picker:
         noise = torch.stack([self._noise_of(draw + row, vocab_size) for row in range(len(probabilities))])
         return tuple((probabilities / noise[:, : probabilities.shape[1]]).argmax(-1).tolist())
 
-    def _warped(self, scores: Tensor) -> Tensor:
-        warped = self._warp(_NO_IDS, scores)
-        return _nucleus(warped, self._sampling.top_p) if self._few else warped
-
     def _noise_of(self, draw: int, entries: int) -> Tensor:
         """(entries,). The generator is asked where it is not kept."""
         known = self._noise.get(draw)
@@ -114,7 +111,6 @@ class Picker:
         return noise
 
     def _at(self, draw: int, entries: int) -> torch.Generator:
-        """The generator, about to make ``draw``; afterwards it counts as made."""
         if self._generator is None:
             self._generator = torch.Generator("cpu").manual_seed(self._sampling.seed)
         if draw != self._next:
@@ -193,7 +189,6 @@ def _sorted_nucleus(scores: Tensor, top_p: float) -> Tensor:
 
 
 def _warpers(sampling: Sampling, *, top_p: bool = True) -> LogitsProcessorList:
-    """Those that ``generate`` would use, in its order."""
     warpers = LogitsProcessorList()
     if sampling.temperature > COLDEST:
         if sampling.temperature != 1.0:

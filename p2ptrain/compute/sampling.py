@@ -34,8 +34,7 @@ def _feistel(words: _Words, half_bits: np.uint64, key: int) -> _Words:
     mask = (np.uint64(1) << half_bits) - np.uint64(1)
     left, right = words >> half_bits, words & mask
     for number in range(_ROUNDS):
-        round_key = np.uint64(_mixed_key(key, number))
-        left, right = right, left ^ (_splitmix(right ^ round_key) & mask)
+        left, right = right, left ^ (_splitmix(right ^ np.uint64(_mixed_key(key, number))) & mask)
     return (left << half_bits) | right
 
 
@@ -47,7 +46,6 @@ def _splitmix(words: _Words) -> _Words:
 
 
 def _mixed_key(*parts: int) -> int:
-    """64 bits that stand for ``parts``."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 

@@ -248,7 +248,6 @@ class ServedPart:
             raise
 
     def close(self, session: str) -> None:
-        """Forget a session, its cache included; none of that name is fine."""
         self._sessions.pop(session, None)
 
     def _checked(self, session: str, work: Pass) -> _Session:

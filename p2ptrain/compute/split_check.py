@@ -111,7 +111,6 @@ def _same_cached(whole: Any, parts: Sequence[Any], ids: Tensor) -> bool:
 
 
 def _tiny(config: PretrainedConfig) -> PretrainedConfig:
-    """``config`` with few and small layers, at least one of each kind it has, and heads of the size they have."""
     tiny = copy.deepcopy(config)
     lists = per_layer_lists(config)
     chosen = _chosen_layers([repr(kind) for kind in zip(*lists.values(), strict=True)] or [""])

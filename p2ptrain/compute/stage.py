@@ -57,7 +57,6 @@ class StageSpec:
 
     @property
     def parts(self) -> list[Part]:
-        """Of all stages."""
         return [Part(start, stop, self.bounds[-1]) for start, stop in pairwise(self.bounds)]
 
     @property

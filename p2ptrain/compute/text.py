@@ -78,7 +78,9 @@ class ModelText:
         own = directory / "generation_config.json"
         self._generation = _json_map(own) if own.is_file() else None
         self.context = self._context()
-        self.end_tokens = self._end_tokens()
+        said = self._said.get("eos_token_id")  # of generation_config.json where there is one, as transformers
+        ids = said if isinstance(said, list) else [said]
+        self.end_tokens = frozenset(item for item in ids if isinstance(item, int))
 
     def prompt_ids(self, text: str) -> list[int]:
         """The ids of a prompt, with the special tokens that the model's tokenizer puts around a text."""
@@ -87,7 +89,6 @@ class ModelText:
         return list(self.tokenizer.backend.encode(text, add_special_tokens=True).ids)
 
     def plain_ids(self, text: str) -> list[int]:
-        """The ids of a text that brings its special tokens itself."""
         return [int(token) for token in self.tokenizer.encode([text])]
 
     def checked(self, ids: list[int], max_new_tokens: int) -> list[int]:
@@ -105,8 +106,7 @@ class ModelText:
 
     def until_end(self, tokens: Sequence[int]) -> list[int]:
         """``tokens`` up to the first that ends a text, itself included."""
-        end = next((at for at, token in enumerate(tokens, 1) if token in self.end_tokens), len(tokens))
-        return list(tokens[:end])
+        return list(tokens[: next((at for at, token in enumerate(tokens, 1) if token in self.end_tokens), len(tokens))])
 
     def writer(
         self, prompt: Sequence[int] = (), *, stop: Iterable[str] = (), end_tokens: frozenset[int] | None = None
@@ -135,11 +135,6 @@ class ModelText:
                 if isinstance(value := table.get(key), int) and value > 0:
                     return value
         return None
-
-    def _end_tokens(self) -> frozenset[int]:
-        """As transformers: those of ``generation_config.json`` where there is one, else of ``config.json``."""
-        said = self._said.get("eos_token_id")
-        return frozenset(item for item in (said if isinstance(said, list) else [said]) if isinstance(item, int))
 
 
 class TextWriter:
@@ -324,7 +319,7 @@ class Conversation:
         Raises:
             UserError: the last question alone is too long; or as ``ChatFormat.ids``.
         """
-        system = self.turns[: self._first_spoken]
+        system = self.turns[: 1 if self._system else 0]
 
         def ids_from(first: int) -> list[int]:
             return form.ids([*system, *self.turns[first:]])
@@ -348,10 +343,6 @@ class Conversation:
                 )
             dropped, self._first = first - self._first, first
         return ids, min(answer_tokens, context - len(ids)), dropped
-
-    @property
-    def _first_spoken(self) -> int:
-        return 1 if self._system else 0
 
 
 def _templated(directory: Path) -> Any:

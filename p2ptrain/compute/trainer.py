@@ -29,7 +29,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,8 +73,6 @@ Payload = npt.NDArray[np.uint8]
 
 @dataclass(slots=True)
 class _Flight:
-    """A micro-batch between its forward and its backward pass."""
-
     step: int
     index: int
     inputs: Payload | None  # to run it again: as they came; none on the first stage, and none where that is not wanted
@@ -203,7 +201,6 @@ class Trainer:
         self.layers = (self._part.start, self._part.stop, self._part.layers)
 
     def share_cores(self, workers: int) -> None:
-        """Take a part of the cores: so many members compute on this machine."""
         share_cores(self._chosen, workers)
 
     # ---------------------------------------------------------------------------------------------------------- a step
@@ -319,7 +316,7 @@ class Trainer:
         NaN where one of them is not finite. Where the loss slot is among them, also where the loss is not, or, in exact
         mode, where something that this member has added in this step did not fit.
         """
-        if stop > self._flat.numel and not self._is_sound():
+        if stop > self._flat.numel and not (self._fixed.fits if self._fixed else math.isfinite(float(self._host[-1]))):
             return math.nan
         return square_sum(self.reduce_buffer[start : min(stop, self._flat.numel)]) * self._unit**2
 
@@ -350,15 +347,13 @@ class Trainer:
         lr = self._spec.optimizer.lr_at(step, self._spec.steps)
         if self._host is not self._flat.gradients:
             self._flat.gradients.copy_(self._host)
-        gradients = self._flat.gradients[: self._flat.numel]
-        self._optimizer.apply(gradients, step=step, lr=lr, scale=scale * self._unit)
+        self._optimizer.apply(self._flat.gradients[: self._flat.numel], step=step, lr=lr, scale=scale * self._unit)
         self._moved_to()
         return Applied(step + 1, loss, lr, norm)
 
     # ------------------------------------------------------------------------------------------------------- validation
 
     def validation_batches(self) -> int:
-        """Number of validation micro-batches, the same on every member."""
         return self._validation_batches
 
     def validate(self, first: int, count: int) -> tuple[float, int]:
@@ -389,7 +384,6 @@ class Trainer:
         return [_blob(name, host) for name, (_, host) in zip(arrays, self._mirrors, strict=True)]
 
     def load_initial(self) -> None:
-        """The state of step 0."""
         if not self._is_initial:
             with self._arithmetic():
                 self._flat.copy_tensors(dict(self._build().named_parameters()))
@@ -404,14 +398,12 @@ class Trainer:
         self._moved_to()
 
     def initial_digest(self) -> bytes:
-        """See ``roles.engine``: of the whole model, of which this is a part."""
         return initial_digest(self._config, self._spec.model.path, self._spec.seed, self._stage.bounds)
 
     def checkpoint_files(self, step: int) -> list[FilePlan]:
         """A Hugging Face model directory, or this stage's files of it, and the optimizer beside it, made of ranges of
         ``state()``'s blobs. Raises ``StorageError``: there is no room for temporary files."""
-        moments = [name for name in self._state_arrays() if name != PARAMETERS]
-        return self._files.of_step(step, moments)
+        return self._files.of_step(step, [name for name in self._state_arrays() if name != PARAMETERS])
 
     def load(self, directory: Path) -> None:
         """Restore a checkpoint: this stage's own files, whatever else is in ``directory``.
@@ -459,17 +451,7 @@ class Trainer:
         with flushed_denormals(), constant_arithmetic(self._threads) if self.exact else nullcontext():
             yield
 
-    def _is_sound(self) -> bool:
-        """Whether the loss is finite and, in exact mode, all that was added here did fit."""
-        return self._fixed.fits if self._fixed is not None else math.isfinite(float(self._host[-1]))
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        if self._autocast_dtype is None:
-            return nullcontext()
-        return torch.autocast(self._device.type, dtype=self._autocast_dtype)
-
     def _moved_to(self) -> None:
-        """The state is another one now; host copies of an earlier one are worth nothing any more."""
         self._is_initial, self._mirrors = False, []
 
     def _state_arrays(self) -> dict[str, Tensor]:
@@ -496,7 +478,8 @@ class Trainer:
 
     def _through(self, x: Tensor, tokens: Tensor, reduction: str) -> Tensor:
         """Hidden states (B, T, width); on the last stage the loss in nats over the targets: their mean or their sum."""
-        with self._autocast():
+        kind = self._autocast_dtype
+        with nullcontext() if kind is None else torch.autocast(self._device.type, dtype=kind):
             if self._model_part is not None:
                 outputs = self._model_part.forward(x, self._positions)
             else:

@@ -34,7 +34,6 @@ def activation_bytes(encoding: str, rows: int, width: int) -> int:
 
 
 def encode_ids(ids: Sequence[int]) -> bytes:
-    """Token ids as they travel."""
     return struct.pack(f"<{len(ids)}i", *ids)
 
 

@@ -129,7 +129,12 @@ class CheckpointStore:
             ResourceError: less is free than ``need_bytes``.
             StorageError: nothing can be written.
         """
-        self._check_room(need_bytes)
+        free = self._disk.free_bytes(self._root)
+        if free < need_bytes:
+            raise ResourceError(
+                f"a checkpoint needs {need_bytes / 1e6:.1f} MB and {self._root} has {free / 1e6:.1f} MB free",
+                remedy="free some space, keep fewer checkpoints, or choose another place with --state",
+            )
         return Draft(self._disk, self._root / f"{_NEW}{step:08d}-{secrets.token_hex(4)}", step)
 
     def publish(self, draft: Draft, meta: Meta) -> CheckpointEntry:
@@ -140,7 +145,9 @@ class CheckpointStore:
         self._publish(draft.path, target)
         with suppress(StorageError):  # it is there; what is one too many goes with the next one
             self._disk.remove_tree(self._aside(target))
-            self._prune(step)
+            for old, path in self._directories()[self._keep :]:  # the new one stays: a restored run writes older steps
+                if old not in self.spared | {step}:
+                    self._remove(path)
         return _entry(target, step, encoded, meta, draft.sums)
 
     def entries(self) -> list[CheckpointEntry]:
@@ -208,14 +215,6 @@ class CheckpointStore:
         matches = ((_STEP_DIR.fullmatch(name), name) for name in self._disk.list_dir(self._root))
         return sorted(((int(match[1]), self._root / name) for match, name in matches if match), reverse=True)
 
-    def _check_room(self, need_bytes: int) -> None:
-        free = self._disk.free_bytes(self._root)
-        if free < need_bytes:
-            raise ResourceError(
-                f"a checkpoint needs {need_bytes / 1e6:.1f} MB and {self._root} has {free / 1e6:.1f} MB free",
-                remedy="free some space, keep fewer checkpoints, or choose another place with --state",
-            )
-
     def _write_manifest(self, directory: Path, step: int, meta: Meta, sums: Mapping[str, tuple[int, str]]) -> bytes:
         encoded = manifest_of(step, meta, sums)
         self._disk.write_file(directory / MANIFEST, encoded)
@@ -231,12 +230,6 @@ class CheckpointStore:
 
     def _aside(self, target: Path) -> Path:
         return self._root / f"{_OLD}{target.name}"
-
-    def _prune(self, written: int) -> None:
-        """Keep the newest ``keep`` and, whatever its step, the one just written (a restored run writes older steps)."""
-        for step, path in self._directories()[self._keep :]:
-            if step not in self.spared | {written}:
-                self._remove(path)
 
     def _remove(self, path: Path) -> None:
         dead = self._root / f"{_DEAD}{path.name}-{secrets.token_hex(4)}"

@@ -46,8 +46,6 @@ class Disk(Protocol):
 
 
 class Lock(Protocol):
-    """What keeps others out until it is closed, or its process ends."""
-
     def close(self) -> None: ...
 
 
@@ -90,7 +88,6 @@ class RealDisk:
             raise _translated("write", path, error) from error
 
     def append_file(self, path: Path, data: bytes | memoryview) -> None:
-        """Write ``data`` behind what the file holds; make it where it is not there."""
         try:
             with path.open("ab", buffering=0) as file:
                 left = memoryview(data)
@@ -154,7 +151,6 @@ class RealDisk:
             raise _translated("rename", source, error) from error
 
     def list_dir(self, path: Path) -> list[str]:
-        """Names in ``path``, sorted; empty where the directory does not exist."""
         try:
             return sorted(os.listdir(path))
         except FileNotFoundError:

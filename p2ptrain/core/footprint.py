@@ -60,8 +60,7 @@ def in_flight_that_fit(memory_bytes: int, kept_bytes: int, inputs_bytes: int, *,
     """Micro-batches that fit into the memory that the weights leave: 1 at least, ``most`` at most. Arguments as of
     ``part_training_bytes``."""
     each = inputs_bytes if recompute else kept_bytes
-    left = memory_bytes - (kept_bytes if recompute else 0)
-    return max(1, min(most, left // each)) if each else most
+    return max(1, min(most, (memory_bytes - (kept_bytes if recompute else 0)) // each)) if each else most
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ TEXT_CHARS = 1000
 
 
 def shortened(text: str, most_chars: int = TEXT_CHARS) -> str:
-    """``text``, or its beginning where it is longer; an ellipsis says so."""
     return text if len(text) <= most_chars else text[: most_chars - 1] + "…"
 
 

@@ -32,24 +32,17 @@ class Thread(Protocol):
         A cancelled future is no longer waited for; a call that has not begun is then skipped, one that has runs to its
         end.
         """
-        ...
 
     def close(self) -> None:
         """Let the thread end after what is queued."""
-        ...
 
 
 class Threads(Protocol):
-    """What starts threads."""
-
     def start(self, name: str) -> Thread:
         """A thread of that name, which people see in debuggers and profilers."""
-        ...
 
 
 class RealThreads:
-    """Daemon threads of this process."""
-
     def start(self, name: str) -> Thread:
         return _DaemonThread(name)
 

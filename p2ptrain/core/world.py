@@ -29,11 +29,9 @@ class Clock(Protocol):
 
     def now(self) -> float:
         """Monotonic seconds: the running event loop's, so that timeouts and ``now`` agree (and both can be virtual)."""
-        ...
 
     def wall(self) -> float:
         """Unix seconds. For people and logs; never compared between machines."""
-        ...
 
 
 class Listener(Protocol):
@@ -42,11 +40,9 @@ class Listener(Protocol):
     @property
     def address(self) -> tuple[str, int]:
         """Host and port that were really bound (port 0 is replaced by the one given)."""
-        ...
 
     async def close(self) -> None:
         """Stop listening. Established connections live on."""
-        ...
 
 
 class Network(Protocol):
@@ -57,7 +53,6 @@ class Network(Protocol):
 
     async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
         """Dial ``host:port``; on success the factory's protocol has been given its transport."""
-        ...
 
     async def listen(
         self, host: str, port: int, factory: ProtocolFactory, on_problem: OnProblem | None = None
@@ -67,7 +62,6 @@ class Network(Protocol):
         Args:
             on_problem: told of callers that never became a connection, on networks where that can be.
         """
-        ...
 
 
 class LoopClock:

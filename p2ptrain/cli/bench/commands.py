@@ -319,7 +319,6 @@ def _measure(
     json_to: str,
     csv_to: str,
 ) -> None:
-    """Do the work and publish what it found; leave as one that was interrupted, where it was."""
     from p2ptrain.cli.bench.report import check_targets
     from p2ptrain.cli.bench.runner import conduct
 

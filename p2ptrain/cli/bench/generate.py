@@ -119,7 +119,6 @@ class Text:
         return (self.came_s[-1] - self.asked_s) / max(1, self.tokens)
 
     def pause_s(self, since_s: float) -> float:
-        """The longest time without a piece, from then on."""
         return max((later - before for before, later in pairwise(self.came_s) if later > since_s), default=0.0)
 
 
@@ -200,8 +199,7 @@ async def started(bench: Bench, plan: GeneratePlan, models: dict[str, Path], rou
             await cluster.joined(list(cluster.peers))
         options = ("--role", "verifier", "--model", str(models["verifier"]), "--http", f"{LOOPBACK}:{port}", *link)
         await cluster.start_peer("verifier", 1, *options, *(["--split", str(plan.stages)] if plan.stages else threads))
-        serving = await cluster.serving({"verifier", *models.keys() & {"drafter"}})
-        peers.model = serving["verifier"].model
+        peers.model = (await cluster.serving({"verifier", *models.keys() & {"drafter"}}))["verifier"].model
         for number in range(2):  # both are awake then, as where a verifier has written before
             await peers.write(number, "auto", min(64, plan.tokens))
         yield peers
@@ -242,7 +240,10 @@ async def measure_generate(bench: Bench, plan: GeneratePlan, report: Report) -> 
             if plan.together:
                 case.facts["together_per_s"] = await peers.together(plan.together)
             if plan.kill:
-                case.facts["kills"] = [await _kill(bench, peers, case, victim) for victim in _victims(peers)]
+                case.facts["kills"] = [
+                    await _kill(bench, peers, case, victim)
+                    for victim in [f"worker-{number}" for number in range(1, peers.plan.stages + 1)] or ["drafter"]
+                ]
                 report.notes += [_told(kill, case.label) for kill in case.facts["kills"]]
 
 
@@ -307,12 +308,7 @@ def _conclude(plan: GeneratePlan, report: Report, case: Case) -> None:
         )
 
 
-def _victims(peers: Peers) -> list[str]:
-    return [f"worker-{number}" for number in range(1, peers.plan.stages + 1)] or ["drafter"]
-
-
 async def _kill(bench: Bench, peers: Peers, case: Case, victim: str) -> Answer:
-    """Kill a peer in the midst of a text: whether the text is the same, and how long it stopped."""
     bench.progress(f"{case.label}: {victim} is killed")
     plan, child, killed_s = peers.plan, peers.cluster.peers[victim], 0.0
     undisturbed = await peers.write(0, "auto")
@@ -358,7 +354,6 @@ class Side:
         return {}
 
     async def transformers(self, verifier: str, drafter: str, texts: int, tokens: int, threads: int) -> Answer:
-        """The same texts by transformers in this process, the prompt's pass included: by itself, and assisted."""
         return await asyncio.to_thread(_by_transformers, Path(verifier), drafter, texts, tokens, threads)
 
 

@@ -58,8 +58,7 @@ async def connect_sockets(bench: Bench, members: Members, name: str, *, tls: boo
 
 def _credentials(bench: Bench, members: Members, tls: bool) -> list[dict[str, str]]:
     peers = [peer_id(rank) for rank in range(len(members))]
-    paths = make_credentials(bench.root, peers) if tls else [""] * len(peers)
-    return [{"credentials": path} for path in paths]
+    return [{"credentials": path} for path in (make_credentials(bench.root, peers) if tls else [""] * len(peers))]
 
 
 async def open_gloo(members: Members, timeout_s: float) -> tuple[str, str]:

@@ -49,7 +49,6 @@ class PipelinePlan:
 
     @property
     def busy_s(self) -> float:
-        """What a stage computes in a step."""
         return self.micro_batches * (self.forward_s + self.backward_s)
 
     def schedules(self, round_trips_s: list[float]) -> dict[str, Schedule]:
@@ -107,8 +106,7 @@ async def _at(bench: Bench, members: Members, plan: PipelinePlan, report: Report
             "micro_batches": schedule.micro_batches,
             "warm_ups": list(schedule.warm_ups),
         }
-        answers = await members.all("stage", part="run", seconds=ideal_s[name], **order)
-        return float(answers[0]["seconds"])
+        return float((await members.all("stage", part="run", seconds=ideal_s[name], **order))[0]["seconds"])
 
     case = Case(f"{round_trip_ms:g} ms", plan.busy_s, {name: Contender(title) for name, title in TITLES.items()})
     case.facts = {
@@ -169,8 +167,7 @@ class StageMember:
         """One step: its seconds, and those that this stage computed."""
         assert self._runner is not None, "no chain was formed"
         self._step += 1
-        schedule = Schedule(name, micro_batches, tuple(warm_ups))
-        spent = await self._runner.run(self._step, schedule, patience_s=120.0)
+        spent = await self._runner.run(self._step, Schedule(name, micro_batches, tuple(warm_ups)), patience_s=120.0)
         return {"seconds": spent.step_s, "computed_s": spent.forward_s + spent.backward_s}
 
     async def leave(self) -> Answer:

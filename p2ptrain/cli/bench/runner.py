@@ -146,7 +146,6 @@ class Members:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """What the libraries of a member read: equal for all contenders, and nobody burns a core while it waits."""
     names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
     loopback = next((name for name in names if name.startswith("lo")), "")
     chosen = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}

@@ -41,11 +41,9 @@ class Traffic:
     piece_bytes: int
 
     def next_out(self, sent: int) -> memoryview:
-        """What to send after ``sent`` bytes."""
         return _piece(self.outgoing, sent, min(self.piece_bytes, self.send_bytes - sent))
 
     def next_in(self, received: int) -> memoryview:
-        """Where the bytes after ``received`` go."""
         return _piece(self.incoming, received, min(self.piece_bytes, self.receive_bytes - received))
 
 
@@ -116,8 +114,6 @@ class SocketRing:
 
 
 class _Plain:
-    """One end of a TCP connection, that never blocks."""
-
     def __init__(self, plain: socket.socket) -> None:
         self.plain = plain
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -125,18 +121,15 @@ class _Plain:
         plain.setblocking(False)
 
     def flush(self) -> bool:
-        """Send what was taken; whether all of it has gone to the kernel."""
         return True
 
     def send(self, piece: memoryview) -> int:
-        """Bytes that were taken; 0 where the kernel has no room."""
         try:
             return self.plain.send(piece)
         except BlockingIOError:
             return 0
 
     def receive(self, into: memoryview) -> int:
-        """Bytes that were here; 0 where none are."""
         try:
             count = self.plain.recv_into(into)
         except BlockingIOError:
@@ -158,7 +151,6 @@ class _Secure(_Plain):
         self._unsent = memoryview(b"")
 
     def handshake(self) -> bool:
-        """As far as it goes with what is here; whether it has ended."""
         while True:
             try:
                 self._tls.do_handshake()
@@ -208,7 +200,6 @@ def _shake_hands(ends: Sequence[_Secure]) -> None:
 
 
 def _exchange(right: _Plain, left: _Plain, traffic: Traffic) -> None:
-    """One thread: send what the kernel takes, take what it has, and sleep when it has nothing to do."""
     sent = received = 0
     while not right.flush() or sent < traffic.send_bytes or received < traffic.receive_bytes:
         moved = 0
@@ -236,7 +227,6 @@ def _translated(error: OSError) -> P2PTrainError:
 
 
 def peer_id(rank: int) -> str:
-    """What the member of this rank is called, in the ring and in its certificate."""
     return f"member-{rank}"
 
 

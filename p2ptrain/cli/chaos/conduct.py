@@ -173,7 +173,6 @@ class Cluster:
         self._watch(place.child)
 
     def _target(self, place: Place) -> str:
-        """What this worker joins: its own way to the seed; on an encrypted cluster in a ticket."""
         if not self.local.tls:
             return f"{LOOPBACK}:{place.control.address[1]}"
         from wire.address import Ticket, local_ticket_path
@@ -300,7 +299,6 @@ class Faults:
         await self.observer.until(lambda: self._over, max(seconds, 0.0))
 
     async def _taken(self, action: Action) -> Place | None:
-        """The worker to be hit, reserved: the next in turn that is whole, while somebody else is. None: the seed."""
         if action.kind == "seed":
             return None
         if not await self.observer.until(lambda: self._over or self._fits(action), PATIENCE_S):
@@ -326,17 +324,13 @@ class Faults:
         members = next((view.members for view in reversed(views) if view.generation == newest), ())
         return bool({self.observer.id_of(place.name) for place in self._whole(action)[1:]} & set(members))
 
-    def _ends_of(self, place: Place) -> frozenset[str]:
-        """The worker and its neighbours in the ring: a broken link is no more the fault of the one end."""
-        members, peer = self.observer.members, self.observer.id_of(place.name)
-        rank = members.index(peer)
-        return frozenset({peer, members[rank - 1], members[(rank + 1) % len(members)]})
-
     async def _injure(self, action: Action, place: Place | None) -> None:
         observer, kind = self.observer, action.kind
         excused: frozenset[str] = frozenset()
         if place is not None and kind in ("cut", "corrupt"):
-            excused = self._ends_of(place)
+            members, peer = observer.members, observer.id_of(place.name)
+            rank = members.index(peer)  # a broken link is no more the fault of the one end
+            excused = frozenset({peer, members[rank - 1], members[(rank + 1) % len(members)]})
         elif place is not None and kind in ("kill", "freeze"):
             excused = frozenset({observer.id_of(place.name)})
         name = place.name if place is not None else "seed"
@@ -412,7 +406,6 @@ class Faults:
         place.mend()
 
     async def _save(self) -> None:
-        """Ask for a checkpoint, so that something is written in time; where there is none, the next boundary's is."""
         with suppress(P2PTrainError):
             await self.observer.ask("jobs.save", job=self.observer.job.id if self.observer.job else "")
 
@@ -610,7 +603,6 @@ class Run:
         self._console.event("info", f"undisturbed: {rate:.2f} steps/s; now the faults")
 
     async def _common_checkpoint(self, cluster: Cluster, observer: JobObserver, faults: Faults) -> int:
-        """The step of a checkpoint that all workers wrote after the last fault; 0 where it did not come to that."""
         self._console.event("info", "no more faults; waiting for all, and for a checkpoint that all of them write")
         if not await observer.until(
             lambda: self._stop.is_set() or observer.finished or _whole(cluster, observer), PATIENCE_S

@@ -198,7 +198,6 @@ def evictions(views: Sequence[Seen], injuries: Sequence[Injury], names: Mapping[
 
 
 def excuse(peer: str, at_s: float, injuries: Iterable[Injury], grace_s: float) -> bool:
-    """Whether something was done to the peer that explains its loss at this time."""
     return any(
         peer in injury.excused and injury.at_s <= at_s <= max(injury.until_s + grace_s, injury.whole_s)
         for injury in injuries
@@ -226,7 +225,6 @@ def same(name: str, hashes: Mapping[str, str]) -> Verdict:
 
 
 def none_of(name: str, found: Sequence[str]) -> Verdict:
-    """Nothing of this was seen."""
     return Verdict(name, not found, _some(found))
 
 
@@ -276,7 +274,6 @@ class Report:
 
     @property
     def goodput(self) -> float | None:
-        """Share of the undisturbed steps per second that were left."""
         return self.steps_per_s / self.baseline_steps_per_s if self.baseline_steps_per_s else None
 
     def recoveries(self) -> dict[str, dict[str, float]]:

@@ -59,7 +59,6 @@ class Proxy:
             await self._server.wait_closed()
 
     def cut(self, *, silent: bool) -> None:
-        """No byte passes from now on, and where it is not ``silent`` both ends learn so at once."""
         if silent:
             self._speaks.clear()
         else:
