@@ -126,8 +126,8 @@ class Batch(Table):
 
 
 class Pipeline(Table):
-    """A model in parts, for what no worker can hold alone. So many workers, one for each part, make a crew; crews share
-    the micro-batches."""
+    """A model in parts, for what no worker can hold alone. One worker for each part makes a replica of the model, and
+    replicas share the micro-batches."""
 
     stages: int = Field(
         default=0, ge=0, le=256, description="Parts of the model: each worker holds one of them. 0: not split."

@@ -10,7 +10,7 @@ from enum import Enum, StrEnum
 from itertools import accumulate
 from typing import Any, TypeAlias
 
-from ring.order import Links, Wishes
+from ring.order import Links, RingOptions
 from ring.token import balanced
 from ring.view import REDUCED_TO_STATE, View, shares
 from wire.frame import CONTROL_FRAME_BYTES
@@ -64,7 +64,7 @@ class Peer:
 
     Attributes:
         follows: it can fetch the state beside a running ring (``CatchUp``).
-        workers: a crew stands for so many (``ring.crews``).
+        workers: a replica stands for so many (``ring.replicas``).
         memory_bytes: that it gives to parts of models; 0 where it does not say.
         flops: how fast it computes, as it has measured; 0 where that is not known, None where it is going to tell.
         on_host: it computes on a CPU.
@@ -82,7 +82,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class JobOptions:
     """What the job asks for, and how patient to be.
 
     Attributes:
@@ -106,7 +106,7 @@ class Terms:
     grace_s: float = 30.0
     build_s: float = 600.0
     cooldown_s: float = 30.0
-    wishes: Wishes = field(default_factory=Wishes)
+    wishes: RingOptions = field(default_factory=RingOptions)
     minted_below: int = 0
 
     @property
@@ -115,7 +115,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class StoredJob:
     """What a restarted seed read from its store.
 
     Attributes:
@@ -144,7 +144,7 @@ class Past:
 @dataclass(frozen=True, slots=True)
 class PeerOffered:
     """A free worker, given to this job. ``own``: whether what is on its disk is of this run, where that is known better
-    than here (``Past.branch``)."""
+    than here (``StoredJob.branch``)."""
 
     peer: Peer
     own: bool | None = None
@@ -198,7 +198,7 @@ class PeerTold:
 @dataclass(frozen=True, slots=True)
 class Saved:
     """``newest``: peer id → step of the newest checkpoint that it is known to hold, of all that hold one; ``steps``: of
-    all that it holds, where that matters (``ring.crews``); ``wholes``: of those that have all parts of a model."""
+    all that it holds, where that matters (``ring.replicas``); ``wholes``: of those that have all parts of a model."""
 
     newest: Mapping[str, int] = field(repr=False)
     steps: Mapping[str, frozenset[int]] = field(default_factory=dict, repr=False)
@@ -243,8 +243,8 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class SendAssign:
-    """``stage``, ``stages``: the part of the model that it is to hold, of how many (``ring.crews``); ``holders``: who
-    else has the files of all parts of ``restore_step``."""
+    """``stage``, ``stages``: the part of the model that it is to hold, of how many (``ring.replicas``); ``holders``:
+    who else has the files of all parts of ``restore_step``."""
 
     peer_id: str
     corpus: str
@@ -278,11 +278,11 @@ class SendHold:
 
 @dataclass(frozen=True, slots=True)
 class SendCatchUp:
-    """The peer stands ready beside a running ring and is to fetch the state from ``donors``, members of that view."""
+    """The peer stands ready beside a running ring and is to fetch the state from ``sources``, members of that view."""
 
     peer_id: str
     generation: int
-    donors: tuple[MemberRecord, ...]
+    sources: tuple[MemberRecord, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +343,7 @@ Instruction: TypeAlias = (
 
 
 @dataclass(slots=True)
-class Known:
+class KnownPeer:
     """One peer of the job.
 
     Attributes:
@@ -367,7 +367,7 @@ class Roster:
         healing: members that fetch the state.
     """
 
-    peers: dict[str, Known] = field(default_factory=dict)
+    peers: dict[str, KnownPeer] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)
     unheard: set[str] = field(default_factory=set)
     away: set[str] = field(default_factory=set)
@@ -412,12 +412,12 @@ class Roster:
     def building(self) -> bool:
         return any(known.standing is None for known in self.peers.values())
 
-    def validate(self, view: View | None, story: str) -> None:
+    def validate(self, view: View | None, history: str) -> None:
         members = {member.peer_id for member in view.members} if view else set()
-        assert self.running <= members, story
-        assert self.unheard <= self.running, story
-        assert self.running <= set(self.peers) | self.unheard, story
-        assert not self.running & (set(self.standing()) | self.away), story
+        assert self.running <= members, history
+        assert self.unheard <= self.running, history
+        assert self.running <= set(self.peers) | self.unheard, history
+        assert not self.running & (set(self.standing()) | self.away), history
 
 
 class Deadlines:
@@ -464,7 +464,7 @@ class Deadlines:
 
 
 @dataclass(slots=True)
-class _Chase:
+class _CatchUpState:
     """A newcomer that catches up. ``due``: when it comes in anyway. ``following``: it comes in now. ``overdue``: it has
     had its time, or was let in. ``anew``: it has lost what it had and must be asked again."""
 
@@ -483,7 +483,7 @@ class CatchUps:
     """
 
     def __init__(self) -> None:
-        self._chases: dict[str, _Chase] = {}
+        self._chases: dict[str, _CatchUpState] = {}
 
     @property
     def moving(self) -> frozenset[str]:
@@ -510,10 +510,10 @@ class CatchUps:
         """It was asked to catch up with a state of that size. Its time runs from the first time on."""
         # A transfer of less than a megabyte a second is not waited for; members that heal in a ring have as long.
         due = now + grace_s + REDUCED_TO_STATE * reduce_bytes / 1e6
-        self._chases.setdefault(peer_id, _Chase(due)).anew = False
+        self._chases.setdefault(peer_id, _CatchUpState(due)).anew = False
 
     def let_in(self, peer_id: str, *, anew: bool) -> None:
-        self._chases.setdefault(peer_id, _Chase(0.0, following=True, overdue=True, anew=anew))
+        self._chases.setdefault(peer_id, _CatchUpState(0.0, following=True, overdue=True, anew=anew))
 
     def said(self, peer_id: str, status: str) -> None:
         if chase := self._chases.get(peer_id):

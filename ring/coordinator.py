@@ -66,7 +66,7 @@ from ring.coordination import (
     CatchUps,
     Deadlines,
     InvalidTransition,
-    Known,
+    KnownPeer,
     Phase,
     RecoveryPolicy,
     Reports,
@@ -92,8 +92,8 @@ DONORS = 3
 class Coordinator:
     """One job's core; see the head of this file. ``handle`` is the only method that changes anything."""
 
-    def __init__(self, job: str, terms: co.Terms, *, past: co.Past | None = None, now: float = 0.0) -> None:
-        told, past = ((past.state, past.reason) if past is not None else None), past or co.Past()
+    def __init__(self, job: str, terms: co.JobOptions, *, past: co.StoredJob | None = None, now: float = 0.0) -> None:
+        told, past = ((past.state, past.reason) if past is not None else None), past or co.StoredJob()
         self.job, self.terms, self.view, self.corpus = job, terms, past.view, past.corpus
         self.paused = past.paused  # what a person wants; the phase follows
         self.restore: co.Restore | None = None
@@ -175,19 +175,19 @@ class Coordinator:
         return self._out
 
     def validate(self) -> None:
-        story, who, phase = self.story, self._who, self.phase
-        who.validate(self.view, story)
-        assert not self._banned & set(who.peers), story
-        assert self._catch_ups.moving <= set(who.peers), story
-        assert not self._catch_ups.moving & who.running, story
-        assert phase is not Phase.RUNNING or who.running | who.away, story
-        assert phase is not Phase.RUNNING or not who.unheard | who.away or "absence" in self._deadlines, story
-        assert phase is not Phase.STOPPING or who.running or "leave" in self._deadlines, story
-        assert (phase is Phase.STOPPING) == ("stop" in self._deadlines), story
-        assert phase is not Phase.WAITING or not who.running, story
-        assert phase is not Phase.PAUSED or self.paused, story
-        assert phase not in ENDED or not who.peers, story
-        assert phase not in ENDED or self.next_deadline() is None, story
+        history, who, phase = self.history, self._who, self.phase
+        who.validate(self.view, history)
+        assert not self._banned & set(who.peers), history
+        assert self._catch_ups.moving <= set(who.peers), history
+        assert not self._catch_ups.moving & who.running, history
+        assert phase is not Phase.RUNNING or who.running | who.away, history
+        assert phase is not Phase.RUNNING or not who.unheard | who.away or "absence" in self._deadlines, history
+        assert phase is not Phase.STOPPING or who.running or "leave" in self._deadlines, history
+        assert (phase is Phase.STOPPING) == ("stop" in self._deadlines), history
+        assert phase is not Phase.WAITING or not who.running, history
+        assert phase is not Phase.PAUSED or self.paused, history
+        assert phase not in ENDED or not who.peers, history
+        assert phase not in ENDED or self.next_deadline() is None, history
 
     # ----------------------------------------------------------------------------------------------------------- events
 
@@ -196,7 +196,7 @@ class Coordinator:
         if not self.wants(peer_id):
             self._out.append(co.SendRelease(peer_id, f"the job is {self.state} and takes no worker now"))
             return
-        self._who.peers[peer_id] = Known(event.peer)
+        self._who.peers[peer_id] = KnownPeer(event.peer)
         if event.own is not None:
             self._recovery.owns(peer_id, event.own)
         self._assign(peer_id)
@@ -207,7 +207,7 @@ class Coordinator:
         if self.phase in ENDED:
             self._out.append(co.SendRelease(peer_id, f"the job is {self.state}"))
             return
-        self._who.peers[peer_id] = Known(event.peer, returned=True)
+        self._who.peers[peer_id] = KnownPeer(event.peer, returned=True)
         if self.phase is Phase.WAITING and self.restore:
             self._assign(peer_id)
         elif self._is_current(peer_id, event.generation):
@@ -258,7 +258,7 @@ class Coordinator:
         self._forget(peer_id)
         self._out.append(co.SendRelease(peer_id, "the ring went on without it"))
 
-    def _of_the_view(self, known: Known, report: Report, now: float) -> None:
+    def _of_the_view(self, known: KnownPeer, report: Report, now: float) -> None:
         peer_id = known.peer.peer_id
         self._who.unheard.discard(peer_id)
         self._recovery.known_step = max(self.known_step, report.applied)
@@ -276,7 +276,7 @@ class Coordinator:
                 self._forget(report.suspect)
                 self._quarantine.fallen.add(report.suspect)
 
-    def _trains(self, known: Known, now: float) -> None:
+    def _trains(self, known: KnownPeer, now: float) -> None:
         known.standing = None
         self._catch_ups.forget(known.peer.peer_id)  # it followed, until it heard of the view that it is in
         self._who.away.discard(known.peer.peer_id)
@@ -291,7 +291,7 @@ class Coordinator:
             self._deadlines.drop("absence")
             self.reason = ""
 
-    def _beside(self, known: Known, report: Report, now: float) -> None:
+    def _beside(self, known: KnownPeer, report: Report, now: float) -> None:
         peer_id = known.peer.peer_id
         if report.status == "following" and peer_id not in self._catch_ups.moving:
             if not known.returned or peer_id in self._who.running - self._who.unheard:
@@ -309,7 +309,7 @@ class Coordinator:
             self._ban(known, f"its data differs from the job's (SHA-256 {mine}, not {ours}); {remedy}", "corpus")
         self._no_longer_trains(peer_id, now)
 
-    def _failed(self, known: Known, report: Report, now: float) -> None:
+    def _failed(self, known: KnownPeer, report: Report, now: float) -> None:
         peer_id = known.peer.peer_id
         reason = report.reason or "it did not say why"
         if self._is_current(peer_id, report.generation):
@@ -419,7 +419,7 @@ class Coordinator:
             self._begin_restore(now)
 
     @property
-    def story(self) -> str:
+    def history(self) -> str:
         return "; ".join(f"{now:.3f} {phase} {event}"[:300] for now, phase, event in self._history)
 
     # ----------------------------------------------------------------------------------------------------------- phases
@@ -601,7 +601,7 @@ class Coordinator:
         after = [peer_id for peer_id in standing if self._catches_up(peer_id, standing[peer_id], view)]
         for peer_id in catch_ups.to_ask(after, view.size, room):
             catch_ups.asked(peer_id, now, standing[peer_id].reduce_bytes, self.terms.grace_s)
-            self._out.append(co.SendCatchUp(peer_id, view.generation, self._donors(peer_id, view)))
+            self._out.append(co.SendCatchUp(peer_id, view.generation, self._sources(peer_id, view)))
         at_hand = standing.keys() - set(after)
         for peer_id in at_hand:
             catch_ups.let_in(peer_id, anew=True)
@@ -615,7 +615,7 @@ class Coordinator:
     def _comes_after(self, peer_id: str) -> bool:
         return self._who.peers[peer_id].peer.follows and not self._catch_ups.through(peer_id)
 
-    def _donors(self, peer_id: str, view: View) -> tuple[MemberRecord, ...]:
+    def _sources(self, peer_id: str, view: View) -> tuple[MemberRecord, ...]:
         """Members that give the newcomer the state: those with the fastest way to it, then the last in rank order, for
         the first ones have checkpoints to write."""
 
@@ -635,7 +635,7 @@ class Coordinator:
 
     def _go(self, phase: Phase, reason: str, *, keep: str = "") -> None:
         if phase not in TRANSITIONS[self.phase]:
-            raise InvalidTransition(f"{self.phase} → {phase}: {self.story}")
+            raise InvalidTransition(f"{self.phase} → {phase}: {self.history}")
         self.phase, self.reason = phase, reason
         self._deadlines.clear(keep=keep)  # each belongs to a phase
         if phase is not Phase.RUNNING:
@@ -673,7 +673,7 @@ class Coordinator:
             known.standing = None
             self._assign(peer_id)
 
-    def _ban(self, known: Known, text: str, kind: str) -> None:
+    def _ban(self, known: KnownPeer, text: str, kind: str) -> None:
         peer_id = known.peer.peer_id
         del self._who.peers[peer_id]
         self._banned.add(peer_id)
@@ -689,7 +689,7 @@ class Coordinator:
             self._quarantine.fallen.add(peer_id)
             if known and loading:
                 self._quarantine.excused.add(peer_id)
-                self._who.peers[peer_id] = Known(known.peer)
+                self._who.peers[peer_id] = KnownPeer(known.peer)
                 continue
             if known:
                 self._out.append(co.SendRelease(peer_id, f"out of the ring: {why}"))

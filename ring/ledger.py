@@ -192,12 +192,12 @@ class Audit:
         base_step, base_lineage: where the rows begin.
         micro_batches: of a global batch.
         views: all that are known. The oldest may be forgotten: steps before the first one's are not compared with it.
-        stages: of a split model, whose crews' shares stand at their first stages.
+        stages: of a split model, whose replicas' shares stand at their first stages.
 
     Attributes:
         step, lineage: how far it has got.
-        computed: peer id → micro-batches that it computed, as far as views name the members; in a crew each worker
-            computed its stage of all that the crew did.
+        computed: peer id → micro-batches that it computed, as far as views name the members; in a replica each worker
+            computed its stage of all that the replica did.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ def known_link(links: Links, one: str, other: str) -> LinkQuality | None:
     return LinkQuality(there.latency_s, back.bandwidth_bps)
 
 
-class Ways:
+class LinkCosts:
     """What bytes take between any two of ``ids``. ``known``: whether any link between them was measured."""
 
     def __init__(self, links: Links, ids: Iterable[str]) -> None:
@@ -122,7 +122,7 @@ class Costs:
         total_bytes: of the array that is reduced.
     """
 
-    def __init__(self, members: Sequence[str], ways: Ways, *, total_bytes: int) -> None:
+    def __init__(self, members: Sequence[str], ways: LinkCosts, *, total_bytes: int) -> None:
         size = len(members)
         each, chunk_bytes = 2 * (size - 1) / size, total_bytes / size
         piece_bytes = min(chunk_bytes, max(chunk_bytes / 4, 64 << 10))  # as a session cuts what a member owns
@@ -152,7 +152,7 @@ def best_order(
     It begins with ``members[0]``. The order given is kept where the other is not faster by more than ``MARGIN``. None
     where nothing is known of any link.
     """
-    ways = Ways(links, members)
+    ways = LinkCosts(links, members)
     if len(members) < 2 or not ways.known:
         return None
     costs = Costs(members, ways, total_bytes=total_bytes)
@@ -172,7 +172,7 @@ def best_order(
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class RingOptions:
     """The ``[ring]`` table of a profile, as far as it concerns the plan (``configs.schema.Ring``)."""
 
     order: str = "auto"
@@ -203,7 +203,7 @@ class RingPlan:
 def plan_ring(
     joined: Sequence[str],
     links: Links,
-    wishes: Wishes,
+    wishes: RingOptions,
     total_bytes: int = 0,
     compute_s: float = 0.0,
     *,
@@ -249,7 +249,7 @@ def described(link: LinkQuality) -> str:
     return f"{link.bandwidth_bps / 1e3:.3g} kbit/s, {latency}"
 
 
-def _order(joined: Sequence[str], links: Links, wishes: Wishes, total_bytes: int) -> tuple[Sequence[str], str]:
+def _order(joined: Sequence[str], links: Links, wishes: RingOptions, total_bytes: int) -> tuple[Sequence[str], str]:
     if wishes.order == "joined":
         return joined, "order as they joined, as the profile says"
     if len(joined) < 3:
@@ -266,7 +266,7 @@ def _order(joined: Sequence[str], links: Links, wishes: Wishes, total_bytes: int
     return order, f"order from measured links, {joined_s / seconds:.2g} times as fast as the order of joining"
 
 
-def _streams(link: LinkQuality | None, wishes: Wishes) -> tuple[int, str]:
+def _streams(link: LinkQuality | None, wishes: RingOptions) -> tuple[int, str]:
     if wishes.streams:
         return wishes.streams, f"{_counted(wishes.streams)}, as the profile says"
     if link is None:
@@ -285,7 +285,7 @@ def _counted(streams: int) -> str:
 
 
 def _codec(
-    slowest: LinkQuality | None, wishes: Wishes, total_bytes: int, compute_s: float, size: int
+    slowest: LinkQuality | None, wishes: RingOptions, total_bytes: int, compute_s: float, size: int
 ) -> tuple[str, str]:
     if wishes.codec != "auto":
         return wishes.codec, f"codec {wishes.codec}, as the profile says"

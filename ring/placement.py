@@ -40,7 +40,7 @@ import numpy.typing as npt
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.texts import human_bytes
-from ring.order import APART_S, Links, Ways, nearest_first, steps, turned_around
+from ring.order import APART_S, LinkCosts, Links, nearest_first, steps, turned_around
 
 MOST_CUTS = 256
 """More layers are taken in groups of equal number, so that this many places to cut are left (no model has as many)."""
@@ -54,7 +54,7 @@ Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Board:
+class CostTable:
     """What everything costs, in seconds; infinite what cannot be.
 
     Attributes:
@@ -71,7 +71,7 @@ class Board:
         return self.levels[min(behind, len(self.levels) - 1)][peer]
 
 
-def best_chain(board: Board, counts: Iterable[int]) -> list[tuple[int, int, int]]:
+def best_chain(board: CostTable, counts: Iterable[int]) -> list[tuple[int, int, int]]:
     """(peer, start, stop) of the stages, by index of peer and of cut, for the order of the module's first step; empty
     where nothing fits. ``counts``: of stages that are allowed."""
     size = len(board.levels[0]) if board.levels else 0
@@ -84,7 +84,7 @@ def best_chain(board: Board, counts: Iterable[int]) -> list[tuple[int, int, int]
 
 
 def best_cuts(
-    board: Board, order: Sequence[int], counts: Sequence[int]
+    board: CostTable, order: Sequence[int], counts: Sequence[int]
 ) -> tuple[tuple[float, float, int], list[tuple[int, int, int]]]:
     """The best cuts for peers in that order, each of which may take no layer: (bottleneck, time, stages), and the
     chain as in ``best_chain``; empty where nothing fits.
@@ -116,7 +116,7 @@ def _within(part_s: Array, most_s: float) -> Array:
 
 
 def _rows(
-    board: Board, hop_s: Array, order: Sequence[int], counts: Sequence[int], *, within_s: float = np.inf
+    board: CostTable, hop_s: Array, order: Sequence[int], counts: Sequence[int], *, within_s: float = np.inf
 ) -> list[Array]:
     """By stages behind: (peers, cuts), the best chain that begins with the peer at that place of ``order``, at a cut.
     With ``within_s`` of sums, else of bottlenecks."""
@@ -137,7 +137,7 @@ def _rows(
 
 
 def _first(
-    board: Board, hop_s: Array, rows: Sequence[Array], order: Sequence[int], counts: Sequence[int], join: Any = max
+    board: CostTable, hop_s: Array, rows: Sequence[Array], order: Sequence[int], counts: Sequence[int], join: Any = max
 ) -> tuple[float, int, int]:
     """The least cost of a whole chain, its number of stages, and the place in ``order`` of its first peer."""
     whole = [
@@ -373,7 +373,7 @@ def _why_not(wanted: Wanted, chain: Sequence[Part], index: int, dead: Collection
 class _Hops:
     def __init__(self, wanted: Wanted, peers: Sequence[Peer]) -> None:
         self._wanted = wanted
-        self._ways = Ways(wanted.links, sorted({*(peer.id for peer in peers), wanted.client}))
+        self._ways = LinkCosts(wanted.links, sorted({*(peer.id for peer in peers), wanted.client}))
 
     def between(self, one: str, other: str) -> tuple[float, float]:
         if one == other:
@@ -395,7 +395,7 @@ def _placement(wanted: Wanted, hops: _Hops, chain: Sequence[Part]) -> Placement:
     return Placement(tuple(stages), *hops.between(wanted.client, chain[0][0].id))
 
 
-def _board(wanted: Wanted, peers: Sequence[Peer], hops: _Hops, cuts: Sequence[int]) -> Board:
+def _board(wanted: Wanted, peers: Sequence[Peer], hops: _Hops, cuts: Sequence[int]) -> CostTable:
     sizes = wanted.sizes
     streamed_bytes = spans(sizes.layers_bytes, cuts)
     need_bytes = streamed_bytes + wanted.positions * spans(sizes.cache_bytes, cuts)
@@ -412,7 +412,7 @@ def _board(wanted: Wanted, peers: Sequence[Peer], hops: _Hops, cuts: Sequence[in
         for there, other in enumerate(ids):
             if here != there and (wanted.client in (one, other) or (one, other) not in wanted.apart):
                 hop_s[here, there], occupied_s[here, there] = hops.between(one, other)
-    return Board([parts_s], hop_s, occupied_s)
+    return CostTable([parts_s], hop_s, occupied_s)
 
 
 def _checked(wanted: Wanted, peers: Iterable[Peer]) -> list[Peer]:

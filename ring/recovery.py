@@ -37,7 +37,7 @@ class _Open:
     healed_at: float | None = None
     attempts: int = 0
     fetched_bytes: int = 0
-    donors: int = 0
+    sources: int = 0
     waiting: set[str] = field(default_factory=set)
 
 
@@ -80,7 +80,7 @@ class Recorder:
             self._open.waiting.discard(peer_id)
             self._open.healed_at = now
             self._open.fetched_bytes += report.fetched_bytes
-            self._open.donors = max(self._open.donors, report.donors)
+            self._open.sources = max(self._open.sources, report.sources)
 
     def held(self, reason: str, now: float, wall: float) -> None:
         if self._view is not None and self._open is None:
@@ -147,5 +147,5 @@ class Recorder:
             commit_s=now - ready_at,
             total_s=now - began_at,
             fetched_bytes=trouble.fetched_bytes,
-            donors=trouble.donors,
+            sources=trouble.sources,
         )

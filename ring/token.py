@@ -39,7 +39,7 @@ class Flag(IntFlag):
     HOLD = 1
     SAVE = 2
     LEAVE = 4
-    SNAPSHOT = 8  # donors were asked for a copy of the state after this step
+    SNAPSHOT = 8  # sources were asked for a copy of the state after this step
     REJECT = 16  # this member refuses the step: nobody applies it
 
 

@@ -84,7 +84,7 @@ def _number(source: dict[str, Any], name: str, least: int, most: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Trainee:
+class CandidateWorker:
     """A worker that may train a stage.
 
     Attributes:
@@ -105,16 +105,16 @@ class Training:
     """What is to be trained, and how.
 
     Attributes:
-        stages, crews: p parts, r replicas.
+        stages, replicas: p parts, r replicas.
         tokens, sequence_tokens: of a micro-batch, and of one sequence of it.
-        micro_batches: of a step, of all crews.
+        micro_batches: of a step, of all replicas.
         schedule, activations, recompute, max_in_flight: see ``[pipeline]`` of a profile.
         cuts: where they are chosen already; else empty.
     """
 
     shape: ModelShape
     stages: int
-    crews: int
+    replicas: int
     tokens: int
     sequence_tokens: int
     micro_batches: int
@@ -130,7 +130,7 @@ class Training:
 
     @property
     def workers(self) -> int:
-        return self.stages * self.crews
+        return self.stages * self.replicas
 
     @cached_property
     def activation_bytes(self) -> int:
@@ -164,12 +164,12 @@ class Training:
             on_host=on_host,
         )
 
-    def fits(self, trainee: Trainee, stage: int, bounds: Sequence[int]) -> bool:
+    def fits(self, trainee: CandidateWorker, stage: int, bounds: Sequence[int]) -> bool:
         """Whether a worker has the memory for a stage with layers [bounds[stage], bounds[stage + 1])."""
         need_bytes = self.need_bytes(stage, bounds[stage], bounds[stage + 1], on_host=trainee.on_host)
         return not trainee.memory_bytes or need_bytes <= trainee.memory_bytes
 
-    def most_in_flight(self, stage: int, start: int, stop: int, trainee: Trainee) -> int:
+    def most_in_flight(self, stage: int, start: int, stop: int, trainee: CandidateWorker) -> int:
         most = min(self.max_in_flight, self.micro_batches) or self.micro_batches
         if not trainee.memory_bytes:
             return most

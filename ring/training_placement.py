@@ -18,10 +18,10 @@ As in ``ring.placement``: one order of the workers by their links, tried both wa
 over the cuts. No stage over its memory; then the slowest stage or hop as fast as can be, for that is the pace; then the
 least time of one micro-batch through all stages and back, for that is what a step's begin and end cost.
 
-With several crews all have the same cuts, and a step waits for the slowest. So workers are put into *groups* of one for
-each crew, once of those alike in speed and once of those alike in memory: a group is as fast as its slowest member, as
-large as its smallest, as near to another as the farthest two that would be in one crew. The groups are placed as
-workers would be, and the better one of both is taken.
+With several replicas all have the same cuts, and a step waits for the slowest. So workers are put into *groups* of one
+for each replica, once of those alike in speed and once of those alike in memory: a group is as fast as its slowest
+member, as large as its smallest, as near to another as the farthest two that would be in one replica. The groups are
+placed as workers would be, and the better one of both is taken.
 
 A memory of 0 holds anything, a speed of 0 is the median of the known ones. Links are as in ``ring.order``.
 """
@@ -38,10 +38,10 @@ import numpy as np
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.footprint import DEVICE_COPIES, GPIPE, HOST_COPIES
 from p2ptrain.core.texts import human_bytes
-from ring.order import Links, Ways
-from ring.placement import MOST_PEERS, Array, Board, best_chain, cut_places, spans
+from ring.order import LinkCosts, Links
+from ring.placement import MOST_PEERS, Array, CostTable, best_chain, cut_places, spans
 from ring.schedule import Costs, Schedule, extended, simulate
-from ring.training_costs import ACHIEVED, Trainee, Training
+from ring.training_costs import ACHIEVED, CandidateWorker, Training
 
 # ---------------------------------------------------------------------------------------------------------- the result
 
@@ -51,14 +51,14 @@ class StagePlan:
     """One stage of a plan.
 
     Attributes:
-        trainees: one for each crew.
+        trainees: one for each replica.
         weights_bytes: of its layers, in fp32; need_bytes: training memory, at the first of those that need most.
         in_flight: micro-batches, predicted.
         compute_s: of one micro-batch, both ways, at the slowest; 0 where no speed is known.
         hop_s, occupied_s: to the next stage and back; 0 behind the last one.
     """
 
-    trainees: tuple[Trainee, ...]
+    trainees: tuple[CandidateWorker, ...]
     start: int
     stop: int
     weights_bytes: int
@@ -79,7 +79,7 @@ class TrainingPlan:
         reduce_s: of that, summing gradients round the rings of the stages, and of what the ends share.
         bubble: part of the stages' time, without ``reduce_s``, in which they wait. efficiency: of the busiest one's in
             which it computes.
-        tokens_per_s: of all crews; None where no speed is known.
+        tokens_per_s: of all replicas; None where no speed is known.
     """
 
     stages: tuple[StagePlan, ...]
@@ -95,7 +95,7 @@ class TrainingPlan:
         return tuple(stage.start for stage in self.stages[1:])
 
 
-def plan(training: Training, trainees: Iterable[Trainee], links: Links | None = None) -> TrainingPlan:
+def plan(training: Training, trainees: Iterable[CandidateWorker], links: Links | None = None) -> TrainingPlan:
     """The best plan by the objective above.
 
     Raises:
@@ -108,8 +108,8 @@ def plan(training: Training, trainees: Iterable[Trainee], links: Links | None = 
         raise UserError(text, remedy=f"set pipeline.stages to {training.layers} at most")
     if len(there) < training.workers:
         raise UserError(
-            f"{training.stages} stages of {training.crews} crew{'s' * (training.crews != 1)} want {training.workers} "
-            f"workers, and {len(there)} {'is' if len(there) == 1 else 'are'} here",
+            f"{training.stages} stages of {training.replicas} replica{'s' * (training.replicas != 1)} want "
+            f"{training.workers} workers, and {len(there)} {'is' if len(there) == 1 else 'are'} here",
             remedy="start more: p2ptrain join",
         )
     if training.cuts and (len(training.cuts) != training.stages - 1 or training.cuts[-1] >= training.layers):
@@ -125,13 +125,13 @@ def plan(training: Training, trainees: Iterable[Trainee], links: Links | None = 
 # --------------------------------------------------------------------------------------------------------------- costs
 
 
-Group = tuple[Trainee, ...]
-"""The workers of one stage, one for each crew, in the order of ids, as crews are made."""
+Group = tuple[CandidateWorker, ...]
+"""The workers of one stage, one for each replica, in the order of ids, as replicas are made."""
 
 
 class _Hops:
-    def __init__(self, training: Training, links: Links, there: Iterable[Trainee]) -> None:
-        self._ways = Ways(links, [trainee.id for trainee in there])
+    def __init__(self, training: Training, links: Links, there: Iterable[CandidateWorker]) -> None:
+        self._ways = LinkCosts(links, [trainee.id for trainee in there])
         self._training = training
 
     def there(self, ones: Group, others: Group) -> tuple[float, float]:
@@ -159,33 +159,33 @@ class _Hops:
         return max(bytes_s for _, bytes_s in ways) + 2 * (count - 1) * max(latency_s for latency_s, _ in ways)
 
 
-def _with_speeds(there: Sequence[Trainee]) -> list[Trainee]:
+def _with_speeds(there: Sequence[CandidateWorker]) -> list[CandidateWorker]:
     typical = statistics.median([trainee.flops for trainee in there if trainee.flops] or [1.0])
     return [replace(trainee, flops=trainee.flops or typical) for trainee in there]
 
 
-def _groups(training: Training, there: Sequence[Trainee]) -> Iterator[list[Group]]:
-    """The workers in groups of one for each crew: alike in speed, then alike in memory, the best first. Those that are
-    left over are the least."""
+def _groups(training: Training, there: Sequence[CandidateWorker]) -> Iterator[list[Group]]:
+    """The workers in groups of one for each replica: alike in speed, then alike in memory, the best first. Those that
+    are left over are the least."""
 
-    def speed(trainee: Trainee) -> tuple[float, float, str]:
+    def speed(trainee: CandidateWorker) -> tuple[float, float, str]:
         return -trainee.flops, -_room(trainee), trainee.id
 
-    def room(trainee: Trainee) -> tuple[float, float, str]:
+    def room(trainee: CandidateWorker) -> tuple[float, float, str]:
         return -_room(trainee), -trainee.flops, trainee.id
 
-    for key in (speed, room)[: 2 if training.crews > 1 else 1]:
+    for key in (speed, room)[: 2 if training.replicas > 1 else 1]:
         ordered = sorted(there, key=key)
-        count = training.crews
+        count = training.replicas
         groups = [tuple(ordered[at : at + count]) for at in range(0, len(ordered) - count + 1, count)]
         yield [tuple(sorted(group, key=lambda trainee: trainee.id)) for group in groups]
 
 
-def _room(trainee: Trainee) -> float:
+def _room(trainee: CandidateWorker) -> float:
     return trainee.memory_bytes or float("inf")
 
 
-def _best(training: Training, there: Sequence[Trainee], hops: _Hops, *, known: bool) -> TrainingPlan | None:
+def _best(training: Training, there: Sequence[CandidateWorker], hops: _Hops, *, known: bool) -> TrainingPlan | None:
     found = []
     for number, groups in enumerate(_groups(training, there)):
         # Of groups that are equally near the smallest comes first, as in ``ring.placement``.
@@ -201,7 +201,7 @@ def _best(training: Training, there: Sequence[Trainee], hops: _Hops, *, known: b
     return _predicted(training, parts, hops, known=known)
 
 
-def _board(training: Training, groups: Sequence[Group], hops: _Hops, cuts: Sequence[int]) -> Board:
+def _board(training: Training, groups: Sequence[Group], hops: _Hops, cuts: Sequence[int]) -> CostTable:
     sizes = training.shape.sizes
     upper = np.triu(np.ones((len(cuts), len(cuts)), bool), 1)
     weights = spans(sizes.layers_bytes, cuts)
@@ -230,7 +230,7 @@ def _board(training: Training, groups: Sequence[Group], hops: _Hops, cuts: Seque
         for there, others in enumerate(groups):
             if here != there:
                 hop_s[here, there], occupied_s[here, there] = hops.both(ones, others)
-    return Board(levels, hop_s, occupied_s)
+    return CostTable(levels, hop_s, occupied_s)
 
 
 def _kind(group: Group) -> tuple[float, frozenset[tuple[int, bool]]]:
@@ -273,7 +273,7 @@ def _predicted(
     there_s, back_s = [[sum(way(*pair)) for pair in pairwise(groups)] for way in (hops.there, hops.back)]
     occupied_s = [hops.both(*pair)[1] for pair in pairwise(groups)]
     pace_s = max([*computes_s, *occupied_s])
-    share = -(-training.micro_batches // training.crews)
+    share = -(-training.micro_batches // training.replicas)
     bounds = [
         min(training.most_in_flight(stage, start, stop, trainee) for trainee in group)
         for stage, (group, start, stop) in enumerate(parts)
@@ -339,7 +339,7 @@ def _schedule(
 # ------------------------------------------------------------------------------------------------------------- refusal
 
 
-def _refusal(training: Training, there: Sequence[Trainee]) -> ResourceError:
+def _refusal(training: Training, there: Sequence[CandidateWorker]) -> ResourceError:
     layers, stages = training.layers, training.stages
     bounds = (0, *training.cuts, layers) if training.cuts else [stage * layers // stages for stage in range(stages + 1)]
     needs = [(training.need_bytes(stage, *span), stage, *span) for stage, span in enumerate(pairwise(bounds))]
@@ -348,9 +348,10 @@ def _refusal(training: Training, there: Sequence[Trainee]) -> ResourceError:
     offers += [f"{len(there) - most} more"] if len(there) > most else []
     told = (
         f"the model ({human_bytes(training.shape.sizes.weights_bytes(0, layers))} of weights) cannot train as {stages} "
-        f"stages by {training.crews} crew{'s' * (training.crews != 1)}: {'' if training.cuts else 'of equal stages '}"
-        f"{_told(training, min(needs), 'the smallest')}, {_told(training, max(needs), 'the largest')}, all of a crew "
-        f"together {human_bytes(sum(need[0] for need in needs))}, and there are {', '.join(offers)}"
+        f"stages by {training.replicas} replica{'s' * (training.replicas != 1)}: "
+        f"{'' if training.cuts else 'of equal stages '}"
+        f"{_told(training, min(needs), 'the smallest')}, {_told(training, max(needs), 'the largest')}, all of a "
+        f"replica together {human_bytes(sum(need[0] for need in needs))}, and there are {', '.join(offers)}"
     )
     do = ["start workers with more memory"]
     if not training.recompute:
@@ -361,8 +362,8 @@ def _refusal(training: Training, there: Sequence[Trainee]) -> ResourceError:
         do.append("leave pipeline.cuts out")
     if training.tokens >= 2 * training.sequence_tokens:
         do.append("set batch.micro_batch_sequences lower")
-    if training.crews > 1:
-        do.append(f"set job.workers={stages} for one crew")
+    if training.replicas > 1:
+        do.append(f"set job.workers={stages} for one replica")
     elif stages < layers:
         do.append("set pipeline.stages higher, with as many workers")
     return ResourceError(told, remedy=", or ".join(do))

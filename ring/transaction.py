@@ -174,7 +174,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class FlagRequested:
     """Ask the ring for something at the next step boundary. ``generation`` 0 means: whichever view runs."""
 
     flag: Flag
@@ -182,7 +182,8 @@ class Wish:
 
 
 Event: TypeAlias = (
-    "Loaded | Unloaded | Torn | Followed | ViewArrived | Finished | Reduced | Gathered | Broken | Failed | Wish"
+    "Loaded | Unloaded | Torn | Followed | ViewArrived | Finished | Reduced | Gathered | Broken | Failed"
+    " | FlagRequested"
 )
 
 
@@ -190,14 +191,14 @@ Event: TypeAlias = (
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class FormRing:
     ticket: int
     view: View
 
 
 @dataclass(frozen=True, slots=True)
 class Heal:
-    """Fetch the state of ``view.step`` from ``view.donors()``. ``torn``: nothing in memory can be built on."""
+    """Fetch the state of ``view.step`` from ``view.sources()``. ``torn``: nothing in memory can be built on."""
 
     ticket: int
     view: View
@@ -207,7 +208,7 @@ class Heal:
 @dataclass(frozen=True, slots=True)
 class Compute:
     """Gradients of micro-batches ``range(first, first + count)`` of step ``step`` (steps applied so far): this member's
-    share, or that of its crew, of whose model it holds a part."""
+    share, or that of its replica, of whose model it holds a part."""
 
     ticket: int
     step: int
@@ -251,7 +252,7 @@ class Boundary:
 
     Attributes:
         save: a checkpoint is due, and the step is confirmed.
-        snapshot: donors were asked for a copy of the state.
+        snapshot: sources were asked for a copy of the state.
         last: the job is complete.
     """
 
@@ -263,7 +264,7 @@ class Boundary:
 
 
 @dataclass(frozen=True, slots=True)
-class Disband:
+class CloseRing:
     """Close the session of the current view, and abandon its activity."""
 
     reason: str
@@ -275,7 +276,7 @@ class Reload:
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class SendReport:
     report: Report
 
 
@@ -287,7 +288,9 @@ class Record:
     lineage: str
 
 
-Instruction = Form | Heal | Compute | Reduce | Vote | Apply | Confirm | Boundary | Disband | Reload | Say | Record
+Instruction = (
+    FormRing | Heal | Compute | Reduce | Vote | Apply | Confirm | Boundary | CloseRing | Reload | SendReport | Record
+)
 """What the shell is to do. Activities carry a ticket that their closing event repeats."""
 
 
@@ -352,7 +355,7 @@ class Transaction:
                 return self._confirmed(parts) if self.phase is Phase.CONFIRMING else self._voted(parts)
             case Failed(reason):
                 return self._failed(reason)
-            case Wish():
+            case FlagRequested():
                 return self._wish(event)
             case Finished(ticket) if ticket == self._ticket:
                 return self._finished()
@@ -416,7 +419,7 @@ class Transaction:
         self.square_sum, self.prepared_lineage, self._pending_break = event.square_sum, "", None
         self._guard.forget()
         self.phase = Phase.IDLE  # from everywhere
-        return [*instructions, Say(self.report("ready")), *(self._enter(view) if view else [])]
+        return [*instructions, SendReport(self.report("ready")), *(self._enter(view) if view else [])]
 
     def _moved_beside(self, event: Torn | Followed) -> list[Instruction]:
         """It was not a step of this member's ring: nobody may redo it from here, and norms of before say nothing."""
@@ -432,7 +435,7 @@ class Transaction:
         self._pending_view = self._pending_break = None
         self.prepared_lineage, self.torn = "", True
         self.phase = Phase.EMPTY  # from everywhere
-        return [Disband(reason), Reload()]
+        return [CloseRing(reason), Reload()]
 
     def _view_arrived(self, view: View) -> list[Instruction]:
         newest = self._pending_view or self.view
@@ -452,7 +455,7 @@ class Transaction:
             return [Reload()] if self.torn else []
         self.view, self._rank, self.anew = view, rank, False
         self.shares = Shares(member.count for member in view.members)
-        old = [Disband("a new view was announced")] if self.phase in (Phase.HELD, Phase.DONE) else []
+        old = [CloseRing("a new view was announced")] if self.phase in (Phase.HELD, Phase.DONE) else []
         committed = self.applied + 1 == view.step and self.prepared_lineage == view.lineage
         redo = bool(self.prepared_lineage) and committed and view.square_sum > 0  # without the norm: other bits
         if redo:
@@ -460,7 +463,7 @@ class Transaction:
             return [*old, Apply(self._next_ticket(), self.applied, view.square_sum, redo=True)]
         self.prepared_lineage = ""
         self._go(Phase.FORMING)
-        return [*old, Form(self._next_ticket(), view)]
+        return [*old, FormRing(self._next_ticket(), view)]
 
     def _broken(self, event: Broken) -> list[Instruction]:
         if self.view is None or event.generation != self.view.generation:
@@ -484,17 +487,17 @@ class Transaction:
         report = self.report(
             "broken", suspect=event.suspect, reason=event.reason, cause=event.cause, beside=event.beside
         )
-        return [*instructions, Say(report)]
+        return [*instructions, SendReport(report)]
 
     def _failed(self, reason: str) -> list[Instruction]:
-        instructions: list[Instruction] = [Disband(reason)] if self.running else []
+        instructions: list[Instruction] = [CloseRing(reason)] if self.running else []
         report = self.report("failed", reason=reason)
         self._pending_break = self._pending_view = None
         self._ticket += 1
         self.phase = Phase.FAILED  # from everywhere
-        return [*instructions, Say(report)]
+        return [*instructions, SendReport(report)]
 
-    def _wish(self, event: Wish) -> list[Instruction]:
+    def _wish(self, event: FlagRequested) -> list[Instruction]:
         generation = self.view.generation if self.view else 0
         if event.generation not in (0, generation):
             return []
@@ -506,9 +509,9 @@ class Transaction:
         if event.flag is Flag.HOLD:
             match self.phase:
                 case Phase.HELD:
-                    return [Say(self.report("held"))]
+                    return [SendReport(self.report("held"))]
                 case Phase.DONE:
-                    return [Say(self.report("done"))]
+                    return [SendReport(self.report("done"))]
         return []
 
     def _stop_forming(self) -> list[Instruction]:
@@ -516,7 +519,7 @@ class Transaction:
         if self.torn:
             self._go(Phase.EMPTY)
             return [*instructions, Reload()]
-        return [*instructions, Say(self.report("held"))]
+        return [*instructions, SendReport(self.report("held"))]
 
     # -------------------------------------------------------------------------------------------- ends of activities
 
@@ -547,13 +550,13 @@ class Transaction:
         view = self._current_view()
         self.applied, self.lineage, self.square_sum = view.step, view.lineage, view.square_sum
         self.torn = False
-        return [Say(self.report("healed")), *self._start_step()]
+        return [SendReport(self.report("healed")), *self._start_step()]
 
     def _start_step(self) -> list[Instruction]:
         view = self._current_view()
         if self.applied >= self.steps_total:
             return self._confirm()
-        first, count = self.shares.of(self._rank - view.stage_of(self._rank))  # the crew's is that of its stage 0
+        first, count = self.shares.of(self._rank - view.stage_of(self._rank))  # the replica's is that of its stage 0
         self._go(Phase.COMPUTING)
         return [Compute(self._next_ticket(), self.applied, first, count)]
 
@@ -591,7 +594,7 @@ class Transaction:
         self._wishes &= ~self._asked  # a wish that came after the token waits for the next one
         # The same numbers summed in the same order on every member: clipping is bit-equal.
         self.square_sum = sum((token.part for token in tokens), start=0.0)
-        # Of a split model the crews' shares stay: what moves them is the slowest stage, and that is not in a token.
+        # Of a split model the replicas' shares stay: what moves them is the slowest stage, and that is not in a token.
         self._next_shares = self.shares if view.stages > 1 else self.shares.after([token.unit_us for token in tokens])
         self._go(Phase.APPLYING)
         return [Apply(self._next_ticket(), self.applied, self.square_sum, redo=False)]
@@ -632,7 +635,7 @@ class Transaction:
             return self._break_off(broken)
         if redone:
             self._go(Phase.FORMING)
-            return [Form(self._next_ticket(), self._current_view())]
+            return [FormRing(self._next_ticket(), self._current_view())]
         self.shares = self._next_shares
         if not self._checkpoint_due():
             return self._to_boundary(confirmed=False)
@@ -693,7 +696,7 @@ class Transaction:
         )  # one that came too late for the last token is granted after the next step
         self._granted = Flag(0)
         self._ticket += 1
-        return [Say(self.report(status))]
+        return [SendReport(self.report(status))]
 
     def _leave_view(self, reason: str) -> list[Instruction]:
         if self.phase in (Phase.APPLYING, Phase.CONFIRMING):  # the boundary that would have granted it does not come
@@ -704,7 +707,7 @@ class Transaction:
         self._granted = Flag(0)
         self._ticket += 1
         self._go(Phase.IDLE)
-        return [Disband(reason)]
+        return [CloseRing(reason)]
 
     def _next_ticket(self) -> int:
         self._ticket += 1

@@ -43,7 +43,7 @@ class View:
         lenient: an outlier is applied if it is finite: two members brought the same.
         ledger_step: the seed knows who computed each step up to this one.
         stages: the model is split into so many parts, and rank r holds part r mod ``stages``; 1: each holds all of it.
-            The members of one replica, its *crew*, stand beside each other; its share is that of its stage 0.
+            The members of one replica, its *replica*, stand beside each other; its share is that of its stage 0.
         reduce_bytes: of the largest array that a step reduces at any of its stages; 0: not known.
     """
 
@@ -86,7 +86,7 @@ class View:
     def replica_of(self, rank: int) -> int:
         return rank // self.stages
 
-    def crew(self, rank: int) -> tuple[MemberRecord, ...]:
+    def replica(self, rank: int) -> tuple[MemberRecord, ...]:
         first = rank - rank % self.stages
         return self.members[first : first + self.stages]
 
@@ -95,7 +95,7 @@ class View:
 
     def stage_ring(self, rank: int) -> View:
         """The ring of the members that hold the same part: a view of its own, whose label no job has. Their shares are
-        those of their crews."""
+        those of their replicas."""
         heads = self.members[:: self.stages]
         members = (
             replace(member, first=head.first, count=head.count)
@@ -116,7 +116,7 @@ class View:
     def left_of(self, rank: int) -> MemberRecord:
         return self.members[(rank - 1) % self.size]
 
-    def donors(self) -> tuple[MemberRecord, ...]:
+    def sources(self) -> tuple[MemberRecord, ...]:
         return tuple(member for member in self.members if member.healthy)
 
     def to_message(self) -> ViewAnnounced:
@@ -165,7 +165,7 @@ def _check_stages_untrusted(members: tuple[MemberRecord, ...], stages: int) -> N
     if not 1 <= stages <= MAX_STAGES or len(members) % stages:
         raise ProtocolError(f"a view of {len(members)} members in {stages} stages")
     if any(member.count and rank % stages for rank, member in enumerate(members)):
-        raise ProtocolError("a view that gives a share to a member beyond its crew's first stage")
+        raise ProtocolError("a view that gives a share to a member beyond its replica's first stage")
 
 
 def shares(micro_batches: int, members: int) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError
 from wire.connection import Connection, Received
 from wire.handshake import Dialler, dial
-from wire.messages import Hello, Message, StillHere, Welcome
+from wire.messages import Hello, KeepAlive, Message, Welcome
 
 BEATS = 4
 """In a silence: so often each side says something."""
@@ -104,7 +104,7 @@ class Line:
                     raise
                 since = self._judged(since, due)
                 continue
-            if not isinstance(received.message, StillHere):
+            if not isinstance(received.message, KeepAlive):
                 return received
             self._count_beat()
 
@@ -189,7 +189,7 @@ class Line:
             await asyncio.sleep(min(self.silence_s / BEATS, self._beat_s))
             if self.connection.bytes_out == said and not self.connection.unsent_bytes:
                 try:
-                    self.connection.send(StillHere())
+                    self.connection.send(KeepAlive())
                 except ConnectionLost:
                     return
 

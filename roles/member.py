@@ -27,13 +27,13 @@ from p2ptrain.core.texts import printable
 from p2ptrain.core.world import World
 from roles.gauges import Gauges
 from roles.identity import Identity
-from roles.seed_link import Membership, Notify, Pulse
+from roles.seed_link import HeartbeatStats, Membership, Notify
 from wire.address import is_loopback, told_of
 from wire.connection import Connection
 from wire.enrol import Member
 from wire.handshake import RefusalCode, local_hello, local_welcome, serve
 from wire.messages import EventNotice, Hello, Message, Refuse, Request, Response, Scalar, Welcome
-from wire.text_messages import MAX_DRAFTERS, DrafterAt, DraftersHere, Serving
+from wire.text_messages import MAX_DRAFTERS, DrafterAt, DrafterList, Serving
 
 PURPOSES = {"verifier": ("generate",), "drafter": ("draft",)}
 """Role → what its members are dialled for."""
@@ -240,7 +240,7 @@ class ServingMember:
             port=self._options.advertise[1] or self._port,
         )
 
-    def _pulse(self) -> Pulse:
+    def _pulse(self) -> HeartbeatStats:
         stats = self._gauges.machine()
         if self._link.rtt_ms is not None:
             stats["rtt_ms"] = self._link.rtt_ms
@@ -249,7 +249,7 @@ class ServingMember:
             said = self._serving()
             state = "serving" if said.sessions else "idle"
             stats["tokens_per_s"] = said.stats.get("tokens_per_s", 0.0)
-        return Pulse(0, 0, "leaving" if self._leaving else state, stats)
+        return HeartbeatStats(0, 0, "leaving" if self._leaving else state, stats)
 
     async def _tell(self) -> None:
         while True:
@@ -269,7 +269,7 @@ class ServingMember:
 
     def _message(self, message: Message) -> None:
         match message:
-            case DraftersHere() if self.role == "verifier":
+            case DrafterList() if self.role == "verifier":
                 self.drafters = drafters_untrusted(message, self.seed_host)
                 self._on_drafters(self.drafters)
             case EventNotice(text=text) if self.role == "drafter":
@@ -309,7 +309,7 @@ class ServingMember:
         self._notify_person("warning", "stranger", told_of(address, problem.message))
 
 
-def drafters_untrusted(message: DraftersHere, seed_host: str) -> tuple[DrafterAt, ...]:
+def drafters_untrusted(message: DrafterList, seed_host: str) -> tuple[DrafterAt, ...]:
     """The drafters that a seed tells of, each with a host to dial: an empty one means the seed's machine.
 
     Raises:

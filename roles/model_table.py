@@ -1,7 +1,7 @@
 """What a model directory holds, as one peer tells another: records of its tensors and small files, and the model's id.
 
 The id is a hash over all that decides what the model computes, so a table is believed when it leads to the id that was
-asked for: a giver can lie about nothing but the small files.
+asked for: a sender can lie about nothing but the small files.
 
 Givers may be hostile, and parts are shared by whoever asks for a model of the same id, so both hashes are BLAKE2b: a
 fast checksum such as xxh3 is forged in no time. Tensors have 256 bits, ids 224 (the longest hex text that ``is_id``
@@ -79,7 +79,7 @@ def page_of(records: Sequence[TensorRecord], first: int) -> TensorsPage:
     return TensorsPage(len(records), page)
 
 
-class TableTaker:
+class TableReceiver:
     """Puts a table together, page after page.
 
     Attributes:

@@ -24,7 +24,7 @@ from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.threads import Thread
 from p2ptrain.core.world import World
-from wire.client import Calls
+from wire.client import PendingCalls
 from wire.connection import Connection
 from wire.enrol import LOOK_S, Member
 from wire.handshake import RefusalCode, dial
@@ -44,7 +44,7 @@ _FINAL = frozenset({RefusalCode.VERSION, RefusalCode.TICKET_REVOKED, "evicted"})
 
 
 @dataclass(frozen=True, slots=True)
-class Pulse:
+class HeartbeatStats:
     """What a beat says of this worker."""
 
     progress: int
@@ -73,7 +73,7 @@ class SeedLink:
         seeds: Sequence[Address],
         terms: dict[str, int],
         hello: Callable[[], Hello],
-        pulse: Callable[[], Pulse],
+        pulse: Callable[[], HeartbeatStats],
         on_message: Callable[[Message], None],
         on_up: Callable[[Welcome], None],
         on_down: Callable[[P2PTrainError], None],
@@ -93,7 +93,7 @@ class SeedLink:
         self.rtt_ms: float | None = None
         self._leaving = False
         self._beat_at = (0, 0.0)  # number of the newest beat, and when it was sent
-        self._calls = Calls()
+        self._calls = PendingCalls()
 
     @property
     def host(self) -> str:
@@ -290,7 +290,7 @@ class Membership:
         tasks: asyncio.TaskGroup,
         thread: Thread,
         hello: Callable[[], Hello],
-        pulse: Callable[[], Pulse],
+        pulse: Callable[[], HeartbeatStats],
         on_message: Callable[[Message], None],
         going_on: Callable[[], str],
         notify: Notify,

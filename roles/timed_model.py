@@ -99,7 +99,7 @@ class TimedModel:
         for token in np.frombuffer(work.payload, "<i4").tolist():
             states.append(_after(states[-1], token))
         picked = []
-        for position in range(len(states) - work.picks, len(states)):
+        for position in range(len(states) - work.samples, len(states)):
             wrong = not self._is_right[position % PERIOD]
             picked.append(_right(states[position]) ^ wrong)
         # A sleep alone ends late, by up to a millisecond, and no model that computes has that.

@@ -23,7 +23,7 @@ from tui.format import GONE, SLOWEST, SPENT_LOOKS, Span
 from tui.model import Link, Phase
 from tui.panels import EventsPanel, Frame, HeaderBar, RecoveriesPanel, RingPanel, TrainingPanel
 from tui.serving import ServingPanel
-from tui.source import SeedSource, Source, Way
+from tui.source import SeedAccess, SeedSource, Source
 from tui.tables import CheckpointsPanel, JobsPanel, LiveTable, PeersPanel
 from tui.theme import DARK, THEMES, Palette
 from wire.records import JobInfo
@@ -320,7 +320,7 @@ class P2PTrainApp(App[bool]):
         else:
             self.screen.focus_previous()
 
-    def on_live_table_moved(self, event: LiveTable.Moved) -> None:
+    def on_live_table_moved(self, event: LiveTable.CursorMoved) -> None:
         """The cursor in Jobs chooses the job in view; in every table it moves the details along."""
         if event.table.id == "jobs-table":
             self.chosen_job = event.key
@@ -400,5 +400,5 @@ _DONE = {
 }
 
 
-def run_tui(way: Way, address: str) -> None:
+def run_tui(way: SeedAccess, address: str) -> None:
     P2PTrainApp(SeedSource(way, address)).run()

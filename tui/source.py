@@ -42,7 +42,7 @@ class Source(Protocol):
         """The history of this job is wanted."""
 
 
-class Way(Protocol):
+class SeedAccess(Protocol):
     """How the seed is reached, and how to stay somebody who may."""
 
     async def connect(self) -> SeedClient:
@@ -52,7 +52,7 @@ class Way(Protocol):
         """Renew over this connection what the next one needs, until cancelled. Raises ``P2PTrainError``."""
 
 
-class PlainWay:
+class PlainAccess:
     """Without encryption, on a network where nobody need show who they are."""
 
     def __init__(self, network: Network, host: str, port: int) -> None:
@@ -76,7 +76,7 @@ class SeedSource:
         address: of the seed, as people are shown it.
     """
 
-    def __init__(self, way: Way, address: str, *, clock: Clock | None = None) -> None:
+    def __init__(self, way: SeedAccess, address: str, *, clock: Clock | None = None) -> None:
         self.store = Store()
         self.address = address
         self._way = way

@@ -83,7 +83,7 @@ class LiveTable(ScrollView, can_focus=True):
         Binding("end", "move(1000000)", show=False),
     ]
 
-    class Moved(Message):
+    class CursorMoved(Message):
         """A person moved the cursor to the row of ``key``."""
 
         def __init__(self, table: LiveTable, key: str) -> None:
@@ -200,7 +200,7 @@ class LiveTable(ScrollView, can_focus=True):
         place = min(max(place, 0), len(self._keys) - 1)
         if place >= 0 and place != self._cursor:
             self._set_cursor(place)
-            self.post_message(self.Moved(self, self._keys[place]))
+            self.post_message(self.CursorMoved(self, self._keys[place]))
 
     def _set_cursor(self, place: int) -> None:
         for changed in (self._cursor, place):

@@ -7,7 +7,7 @@
     client  → first stage, stage → next stage (purpose ``stage``)   Work, then one bulk frame
     stage at which a Work ends → client     Picked
     stage   → client                        ChainBroken: the next stage is lost
-    receiver → giver   (purposes ``model``: the receiver dials; ``give``: the giver dials)
+    receiver → sender   (purposes ``model``: the receiver dials; ``give``: the sender dials)
                        TensorsRequest → TensorsPage; RangeRequest → bulk frame | RangeGone
     both ways on every idle one             StillHere, so that silence means death
 """
@@ -22,22 +22,22 @@ from wire.messages import Message
 from wire.schema import Amount, Bound, Count, IdOrNone, Token
 
 CHAIN_STREAM = 1
-"""Stream of the bulk frame behind each ``Work``; frames keep their order, so one is enough."""
+"""Stream of the bulk frame behind each ``ForwardRequest``; frames keep their order, so one is enough."""
 
 
 @dataclass(frozen=True, slots=True)
-class Work(Message):
+class ForwardRequest(Message):
     """Take so many more positions of a session; the bulk frame behind it has them.
 
     Attributes:
-        attempt: grows when a chain is mended; what is of an older one is dropped.
-        number: of the session's works, for the client.
+        epoch: grows when a chain is mended; what is of an older one is dropped.
+        number: of the session's requests, for the client.
         keep: history is cut to its first ``keep`` positions before.
         count: positions in the payload.
         encoding: of the payload (``p2ptrain.core.activations``); ``ids`` (int32, little-endian) to the first stage.
         last: index of the stage at which it ends.
-        picks: for so many of the last positions a token is picked; 0 where the work ends before the last stage.
-        draw: number of the first pick's draw.
+        samples: for so many of the last positions a token is picked; 0 where the work ends before the last stage.
+        sample_index: number of the first pick's draw.
         spent_us: microseconds that each stage so far computed, in order.
         prefill: it is of a prompt, whose hidden states travel in the session's ``prefill_encoding``. Only the client
             knows: a draft that is to be verified has several positions, too, and travels as what is decoded does.
@@ -45,25 +45,26 @@ class Work(Message):
 
     KIND: ClassVar[int] = 38
     session: str
-    attempt: int
+    epoch: int
     number: int
     keep: int
     count: int
     encoding: str
     last: int
-    picks: int
-    draw: int
+    samples: int
+    sample_index: int
     spent_us: list[int] = field(default_factory=list)
     prefill: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Picked(Message):
-    """Stage to client: a ``Work`` ended here. ``tokens``: int32, little-endian; none where nothing was to be picked."""
+class Sampled(Message):
+    """Stage to client: a ``ForwardRequest`` ended here. ``tokens``: int32, little-endian; none where nothing was to be
+    picked."""
 
     KIND: ClassVar[int] = 39
     session: str
-    attempt: int
+    epoch: int
     number: int
     tokens: bytes
     spent_us: list[int]
@@ -80,7 +81,7 @@ class ChainBroken(Message):
 
     KIND: ClassVar[int] = 41
     session: str
-    attempt: int
+    epoch: int
     lost: int
     code: str
     reason: str
@@ -170,7 +171,7 @@ class HeldPart:
 
 @dataclass(frozen=True, slots=True)
 class PartsHeld(Message):
-    """Worker to seed: all that it holds, when that changes, and once a second while it works."""
+    """Worker to seed: all that it holds, when that changes, and once a second while it requests."""
 
     KIND: ClassVar[int] = 47
     parts: Annotated[list[HeldPart], Bound(0, 16)]

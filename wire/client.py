@@ -34,7 +34,7 @@ from wire.records import (
 from wire.schema import Record
 
 
-class Calls:
+class PendingCalls:
     """The requests of one side that wait for their answers. ``last_id``: of the newest one."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class SeedClient:
         self.connection = connection
         self.welcome = welcome
         self._silence_s = silence_s
-        self._calls = Calls()
+        self._calls = PendingCalls()
         self._updates: deque[Update] = deque()
         self._news = asyncio.Event()
         self._lost: ConnectionLost | None = None

@@ -69,7 +69,7 @@ class Report(Message):
             ``contribution`` (that of ``suspect`` is not finite, or absurdly large), ``hop`` (what ``suspect`` sent is
             not what ``beside`` received).
         beside: the other end of the hop; where a neighbour was lost, the neighbour that saw it.
-        fetched_bytes, donors: of ``healed`` and ``following``: what was fetched, and from how many; 0 for unknown.
+        fetched_bytes, sources: of ``healed`` and ``following``: what was fetched, and from how many; 0 for unknown.
     """
 
     KIND: ClassVar[int] = 19
@@ -90,7 +90,7 @@ class Report(Message):
     cause: str = ""
     beside: str = ""
     fetched_bytes: int = 0
-    donors: int = 0
+    sources: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ class LedgerRows(Message):
 
 @dataclass(frozen=True, slots=True)
 class CatchUp(Message):
-    """Seed to a worker that stands ready beside a running ring: fetch the state from ``donors`` in the background.
+    """Seed to a worker that stands ready beside a running ring: fetch the state from ``sources`` in the background.
 
     It answers with ``Report(status="following")`` when it is at most a step behind, or when that cannot be.
     """
@@ -241,7 +241,7 @@ class CatchUp(Message):
     KIND: ClassVar[int] = 29
     job: str
     generation: int
-    donors: list[MemberRecord]
+    sources: list[MemberRecord]
 
 
 # ------------------------------------------------------------------------------------------------------ between workers
@@ -271,7 +271,7 @@ class HealRequest(Message):
     """Bring me to ``job``'s state of ``step`` and ``lineage``; ``step`` -1: as far as the ring is, and on from there.
 
     Attributes:
-        have_step, have_lineage: what the caller holds, -1 and empty where that is nothing: where the donor has kept
+        have_step, have_lineage: what the caller holds, -1 and empty where that is nothing: where the source has kept
             the steps since, it offers those and no state.
         silence_s: after which each side gives the other up; each says something four times as often.
         stage: of a split model: the part that the caller holds, which is the only one it can take.
@@ -297,12 +297,12 @@ class BlobRecord:
 
 @dataclass(frozen=True, slots=True)
 class HealOffer(Message):
-    """The donor's answer: what there is to fetch. It stays unchanged until the connection ends.
+    """The source's answer: what there is to fetch. It stays unchanged until the connection ends.
 
     Attributes:
         step, lineage, square_sum: of the state that is given; without ``blobs``, those that the caller holds.
         blobs: parts of the state; none where the caller needs only the steps after ``step`` (``StepLogged``).
-        root: xxh3-128 of the table, which has the xxh3-128 of every chunk; equal for donors that hold the same bits.
+        root: xxh3-128 of the table, which has the xxh3-128 of every chunk; equal for sources that hold the same bits.
     """
 
     KIND: ClassVar[int] = 49
@@ -316,7 +316,7 @@ class HealOffer(Message):
 
 @dataclass(frozen=True, slots=True)
 class StepLogged(Message):
-    """The donor keeps the reduced bytes of a step that its ring committed.
+    """The source keeps the reduced bytes of a step that its ring committed.
 
     Attributes:
         step: steps applied with this one included.

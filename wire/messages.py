@@ -23,7 +23,7 @@ from typing import Annotated, Any, ClassVar
 
 from wire.schema import Bound
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_TERM = 1 << 13
 """Terms of leading seeds are less: a generation of term t is above t << 40, and every number here below 2**53."""
 
@@ -52,7 +52,7 @@ class Hello(Message):
 
     Attributes:
         purpose: ``peer`` (a worker, verifier or drafter to its seed), ``operator`` (a command line or TUI), ``ring`` (a
-            member to its right neighbour), ``heal`` (to a donor), ``files`` (to a worker that has a stage's
+            member to its right neighbour), ``heal`` (to a source), ``files`` (to a worker that has a stage's
             checkpoint), ``probe`` (only to see whether somebody answers), ``enrol`` (a newcomer to a seed, for a
             certificate); of split models ``chain`` (a client to a
             worker), ``stage`` (a stage to the next one), ``model`` and ``give`` (to take and to give tensors; see
@@ -209,7 +209,7 @@ class Update(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class StillHere(Message):
+class KeepAlive(Message):
     """Nothing to send: a step is long, or the pace slow. Both ends say it, so that silence means death."""
 
     KIND: ClassVar[int] = 55

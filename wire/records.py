@@ -248,7 +248,7 @@ class StagePlanInfo(Record):
     """One stage of a plan for the training of a split model (``ring.training_placement``).
 
     Attributes:
-        peers, names: the workers that hold it, one for each crew.
+        peers, names: the workers that hold it, one for each replica.
         start, stop: layers [start, stop).
         weights_bytes, need_bytes: of its weights, and of all that training takes.
         limit_bytes: the least that one of its workers gives; 0: unknown.
@@ -278,16 +278,16 @@ class TrainingPlanInfo(Record):
     """A plan for the training of a split model.
 
     Attributes:
-        stages, crews, micro_batches: of a step, of all crews.
+        stages, replicas, micro_batches: of a step, of all replicas.
         schedule: its name.
         bubble, efficiency: 0 to 1, of a step without what follows. None, as all that follows, where no speed is known.
         step_s, reduce_s: of a step; and, of that, what summing gradients takes.
-        tokens_per_s: of all crews.
+        tokens_per_s: of all replicas.
         spares: names of the workers that have no place in it.
     """
 
     stages: Count
-    crews: Count
+    replicas: Count
     micro_batches: Count
     schedule: str
     bubble: Amount | None = None
@@ -315,7 +315,7 @@ class RecoveryInfo(Record):
         attempts: views that it took.
         detect_s ... commit_s: how long each phase took; None for what is not known, or did not happen (transfer).
         total_s: all of it.
-        fetched_bytes, donors: what members fetched in it, and the most that one fetched from; 0 where it is not known.
+        fetched_bytes, sources: what members fetched in it, and the most that one fetched from; 0 where it is not known.
     """
 
     job: str
@@ -335,7 +335,7 @@ class RecoveryInfo(Record):
     commit_s: float | None
     total_s: float
     fetched_bytes: int = 0
-    donors: int = 0
+    sources: int = 0
 
     def phases(self) -> list[tuple[str, float]]:
         """Name and seconds of each phase that is known, in order; none is negative."""

@@ -75,7 +75,7 @@ class Ask(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked(Message):
+class QuestionAccepted(Message):
     """It will be written. ``prompt_tokens``: of the prompt; ``left_out``: turns that did not fit."""
 
     KIND: ClassVar[int] = 70
@@ -188,7 +188,7 @@ class DrafterAt(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class DraftersHere(Message):
+class DrafterList(Message):
     """Seed to verifier: all drafters that are there now."""
 
     KIND: ClassVar[int] = 67

@@ -30,7 +30,7 @@ class Verdict:
     Attributes:
         steps: the newest step on record. first: the first one that still has a row of its own.
         epochs, samples: complete ones, and all; 0 where the number of windows is not known.
-        computed: peer id → micro-batches; of a split model, those of its crew, each of which it computed a stage of.
+        computed: peer id → micro-batches; of a split model, those of its replica, each of which it computed a stage of.
         stages: of the model.
         fault: the first one; None where all is well.
     """

@@ -117,7 +117,7 @@ def chat(
 def _converse(
     thread: ServiceThread[Source | None], source: Source, options: TextOptions, system: str, max_new_tokens: int
 ) -> None:
-    talk = Talk(thread, source, options, system=system, max_new_tokens=max_new_tokens)
+    talk = ChatSession(thread, source, options, system=system, max_new_tokens=max_new_tokens)
     if sys.stdin.isatty() and not options.as_json:
         typer.secho(f"({source.label}: {source.about}. /help lists commands)", dim=True, err=True)
     try:
@@ -209,7 +209,7 @@ async def _stats(writing: Writing) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------- the conversation
 
 
-class Talk:
+class ChatSession:
     """One conversation with one model."""
 
     def __init__(

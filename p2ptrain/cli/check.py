@@ -44,7 +44,7 @@ PINGS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ProbeResult:
     """The outcome of one probe. ``ok`` is None where it was skipped."""
 
     name: str
@@ -82,15 +82,15 @@ def check(
     from wire.transport import TcpNetwork
 
     target = read_target(address)
-    lines: list[Line] = []
+    lines: list[ProbeResult] = []
 
-    def report(line: Line) -> None:
+    def report(line: ProbeResult) -> None:
         lines.append(line)
         if not as_json:
             _print(line)
 
     async def probe_all() -> P2PTrainError | None:
-        visit = Visit(TcpNetwork(), LoopClock(), target, port)
+        visit = ProbeContext(TcpNetwork(), LoopClock(), target, port)
         try:
             return await run_probes(visit.probes(join=once), report)
         finally:
@@ -105,7 +105,7 @@ def check(
         raise typer.Exit(failure.exit_code)
 
 
-def _print(line: Line) -> None:
+def _print(line: ProbeResult) -> None:
     mark, colour = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "bright_black")}[line.ok]
     typer.secho(mark, fg=colour, nl=False)
     typer.echo(f" {line.name:<10}  {printable(line.detail)}")
@@ -113,23 +113,23 @@ def _print(line: Line) -> None:
         typer.echo(f"  → {printable(line.remedy)}")
 
 
-async def run_probes(probes: list[Probe], report: Callable[[Line], None]) -> P2PTrainError | None:
+async def run_probes(probes: list[Probe], report: Callable[[ProbeResult], None]) -> P2PTrainError | None:
     """Run the probes in order, a line for each. Returns the first failure."""
     failure: P2PTrainError | None = None
     blocked = False
     for name, essential, work in probes:
         if blocked:
-            report(Line(name, None, "skipped"))
+            report(ProbeResult(name, None, "skipped"))
             continue
         try:
-            report(Line(name, True, await work()))
+            report(ProbeResult(name, True, await work()))
         except P2PTrainError as error:
-            report(Line(name, False, error.message, error.remedy))
+            report(ProbeResult(name, False, error.message, error.remedy))
             failure, blocked = failure or error, essential
     return failure
 
 
-class Visit:
+class ProbeContext:
     """What one run of the probes holds open: a connection to the seed, and a port to be dialled back on."""
 
     def __init__(self, network: Network, clock: Clock, target: Ticket | tuple[str, int], dialback_port: int) -> None:

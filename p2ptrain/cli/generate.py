@@ -96,11 +96,15 @@ def generate(
     # A whole model takes one text after the other. What is compared runs alone, for two would share the verifier.
     usual = 1 if compare or not (options.by_verifier or options.split is not None) else 4
     at_once = 1 if compare else min(sessions or usual, len(asked))
-    run(_generate(Order(asked, bool(prompt), max_new_tokens, at_once, compare, options), local_directory(options)))
+    run(
+        _generate(
+            GenerateRequest(asked, bool(prompt), max_new_tokens, at_once, compare, options), local_directory(options)
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class GenerateRequest:
     """What is to be written. ``is_one``: a prompt was given as such, not as a list of one."""
 
     prompts: list[str]
@@ -137,7 +141,7 @@ class Written:
         return asdict(self.answer) | {"stats": self.stats} | alone
 
 
-async def _generate(order: Order, directory: Path | None) -> None:
+async def _generate(order: GenerateRequest, directory: Path | None) -> None:
     """Raises ``P2PTrainError``, and ``KeyboardInterrupt`` for Ctrl+C."""
     from p2ptrain.cli.output import Console
     from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
@@ -165,7 +169,7 @@ class Texts:
         whole: what was written, by the prompt's index. broken: what had come of others when one failed.
     """
 
-    def __init__(self, source: Source, order: Order, shown: Shown) -> None:
+    def __init__(self, source: Source, order: GenerateRequest, shown: Shown) -> None:
         self.whole: dict[int, Written] = {}
         self.broken: dict[int, Written] = {}
         self._source, self._order, self._shown = source, order, shown

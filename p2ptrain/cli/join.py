@@ -24,7 +24,7 @@ from p2ptrain.cli.runtime import (
 from p2ptrain.cli.text_options import WithBareSplit, check_dtype
 
 if TYPE_CHECKING:
-    from p2ptrain.cli.joining import Found, Here, Joining, ServeWish
+    from p2ptrain.cli.joining import Found, Joining, ProcessContext, ServeOptions
     from roles.worker.worker import Worker
 
 ROLES = ("worker", "verifier", "drafter")
@@ -169,7 +169,7 @@ def join(
       p2ptrain join 192.168.1.20 --role drafter --model models/small --threads 2
     """
     from p2ptrain.cli.access import read_targets
-    from p2ptrain.cli.joining import Joining, ServeWish, served
+    from p2ptrain.cli.joining import Joining, ServeOptions, served
     from p2ptrain.core.errors import UserError
     from p2ptrain.core.texts import size_of
 
@@ -198,7 +198,7 @@ def join(
         link=link,
         with_parent=with_parent,
     )
-    wish = ServeWish(
+    wish = ServeOptions(
         role=role,
         model=None,
         device=device,
@@ -214,7 +214,7 @@ def join(
     run(_work(joining) if role == "worker" else served(joining, wish))
 
 
-def _checked(wish: ServeWish, model: str) -> ServeWish:
+def _checked(wish: ServeOptions, model: str) -> ServeOptions:
     """The wish with the model that is meant. Raises ``UserError`` where it cannot be."""
     from dataclasses import replace
 
@@ -246,7 +246,7 @@ def _checked(wish: ServeWish, model: str) -> ServeWish:
     return replace(wish, model=newest_in(Path(model)))
 
 
-def _check_split(wish: ServeWish) -> None:
+def _check_split(wish: ServeOptions) -> None:
     from p2ptrain.core.errors import UserError
 
     given = {"--device": bool(wish.device), "--memory": bool(wish.memory_bytes), "--threads": bool(wish.threads)}
@@ -296,7 +296,7 @@ async def _work(joining: Joining) -> None:
     device, threads, memory_bytes = joining.device, joining.threads, joining.memory_bytes
     parts = holding(device=device, threads=threads, memory_bytes=memory_bytes)
 
-    def worker(here: Here, found: Found) -> Worker:
+    def worker(here: ProcessContext, found: Found) -> Worker:
         return Worker(
             real_world(found.access.network),
             here.identity,

@@ -62,7 +62,7 @@ class Joining:
 
 
 @dataclass(frozen=True, slots=True)
-class ServeWish:
+class ServeOptions:
     """What a verifier or a drafter is to serve, and with what.
 
     Attributes:
@@ -107,7 +107,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class ProcessContext:
     """This process: who it is, and how it talks to people."""
 
     identity: Identity
@@ -118,7 +118,7 @@ class Here:
         self.console.event(level, text)
 
 
-Make: TypeAlias = "Callable[[Here, Found], Running]"
+Make: TypeAlias = "Callable[[ProcessContext, Found], Running]"
 
 
 async def stay(joining: Joining, make: Make) -> None:
@@ -139,7 +139,7 @@ async def stay(joining: Joining, make: Make) -> None:
     console, stop = stoppable(with_parent=joining.with_parent)
     base, role, targets = _network(joining.link), joining.role, joining.targets
     identity = claim(RealDisk(), joining.root, role=role, name=joining.name, slot=joining.slot)
-    here = Here(identity, console, stop)
+    here = ProcessContext(identity, console, stop)
     places = [target if isinstance(target, tuple) else (target.host, target.port) for target in targets]
     console.event("info", f"{role} {identity.name} ({identity.peer_id}) joins {', '.join(map(shown_address, targets))}")
     caller = Caller(role, identity.directory / "credentials", [joining.root, default_state_dir()], identity.peer_id)
@@ -169,7 +169,7 @@ async def stay(joining: Joining, make: Make) -> None:
     console.event("info", "left")
 
 
-async def served(joining: Joining, wish: ServeWish) -> None:
+async def served(joining: Joining, wish: ServeOptions) -> None:
     """Be a verifier or a drafter until Ctrl+C. Raises ``P2PTrainError``; where HTTP cannot be answered as ``wish`` has
     it, or its model has no room, before it joins."""
     from p2ptrain.cli.serving import check, serve
@@ -182,7 +182,7 @@ async def served(joining: Joining, wish: ServeWish) -> None:
 
     said: dict[str, Scalar] = capabilities(joining.device)
 
-    def member(here: Here, found: Found) -> ServingMember:
+    def member(here: ProcessContext, found: Found) -> ServingMember:
         async def program(member: ServingMember) -> None:
             await serve(member, wish, here.console)
 

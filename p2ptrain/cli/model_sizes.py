@@ -39,7 +39,7 @@ _COMPUTED = re.compile(r"(?:^|\.)(?:rotary_emb\.inv_freq|attn\.bias|attn\.masked
 
 
 @dataclass(frozen=True, slots=True)
-class Anatomy:
+class ModelLayout:
     """What placement needs to know of a model.
 
     Attributes:
@@ -52,7 +52,7 @@ class Anatomy:
     width: int
 
 
-def anatomy(config: str, tensors: Mapping[str, TensorRecord], dtype: str = "") -> Anatomy:
+def anatomy(config: str, tensors: Mapping[str, TensorRecord], dtype: str = "") -> ModelLayout:
     """Measure a model.
 
     Args:
@@ -71,7 +71,7 @@ def anatomy(config: str, tensors: Mapping[str, TensorRecord], dtype: str = "") -
     width = _number(table, "hidden_size", "n_embd")
     if width is None:
         raise ConfigError("the model's configuration does not say how wide it is", remedy="add hidden_size to it")
-    return Anatomy(sizes, computed, width)
+    return ModelLayout(sizes, computed, width)
 
 
 def weights_in(dtype: str, tensors: Mapping[str, TensorRecord] | Mapping[str, TensorEntry]) -> dict[str, int]:

@@ -123,18 +123,18 @@ def print_plan(info: TrainingPlanInfo, stages: list[StagePlanInfo]) -> None:
 
 def prediction(info: TrainingPlanInfo) -> list[str]:
     """What the whole is predicted to do."""
-    crews = f"{info.crews} crew{'s' * (info.crews != 1)} of {info.stages} stages, {info.schedule}"
+    replicas = f"{info.replicas} replica{'s' * (info.replicas != 1)} of {info.stages} stages, {info.schedule}"
     if info.step_s is None or info.bubble is None:
-        told = [f"{crews}: no worker has told how fast it is, so nothing is predicted"]
+        told = [f"{replicas}: no worker has told how fast it is, so nothing is predicted"]
     else:
         told = [
-            f"{crews}, {info.micro_batches} micro-batches a step, predicted: {number(info.step_s, '.3g')} s a step, "
+            f"{replicas}, {info.micro_batches} micro-batches a step, predicted: {number(info.step_s, '.3g')} s a step, "
             f"{number(info.tokens_per_s, ',.0f')} tokens/s, bubble {100 * info.bubble:.0f} %, the busiest stage works "
             f"{100 * (info.efficiency or 0):.0f} % of the time"
             + (f", {number(info.reduce_s, '.3g')} s of it to sum gradients" if info.reduce_s else "")
         ]
     if info.spares:
-        told.append(f"more crews of the job, or spares: {', '.join(map(printable, info.spares))}")
+        told.append(f"more replicas of the job, or spares: {', '.join(map(printable, info.spares))}")
     return told
 
 
@@ -159,7 +159,7 @@ def local_plan(
     """
     from p2ptrain.cli.model_sizes import shape_of
     from ring.order import LinkQuality
-    from ring.training_costs import Trainee
+    from ring.training_costs import CandidateWorker
     from ring.training_placement import plan
     from roles.seed.jobs import training_of
     from roles.seed.operator_api import plan_maps
@@ -169,10 +169,13 @@ def local_plan(
     training = training_of(profile, shape.to_map()) if shape is not None else None
     if training is None:
         return None
-    crews = min(workers // training.stages, training.micro_batches)  # of equals all come into crews that can be made
-    training = replace(training, crews=max(crews, training.crews))
+    replicas = min(
+        workers // training.stages, training.micro_batches
+    )  # of equals all come into replicas that can be made
+    training = replace(training, replicas=max(replicas, training.replicas))
     there = [
-        Trainee(f"worker-{number:02}", f"worker-{number}", memory_bytes, flops) for number in range(1, workers + 1)
+        CandidateWorker(f"worker-{number:02}", f"worker-{number}", memory_bytes, flops)
+        for number in range(1, workers + 1)
     ]
     preset = preset_named(link) if link else None
     way = LinkQuality(preset.delay_ms / 1e3, preset.rate_bps or None) if preset else None

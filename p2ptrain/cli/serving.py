@@ -18,8 +18,8 @@ from p2ptrain.core.errors import NetworkError, ResourceError, UserError
 from p2ptrain.core.texts import human_bytes
 
 if TYPE_CHECKING:
-    from p2ptrain.cli.joining import ServeWish
-    from p2ptrain.cli.model_sizes import Anatomy
+    from p2ptrain.cli.joining import ServeOptions
+    from p2ptrain.cli.model_sizes import ModelLayout
     from p2ptrain.cli.output import Console
     from p2ptrain.compute.text import ChatFormat, ModelText
     from roles.chain.client import Chain
@@ -41,7 +41,7 @@ AGAIN_LOOKS = 15
 """The same workers are asked again after so many: they may have memory now, or be reached."""
 
 
-async def check(wish: ServeWish) -> None:
+async def check(wish: ServeOptions) -> None:
     """Refuse before joining: HTTP that cannot be answered, a model without room. Raises ``UserError``,
     ``ResourceError``."""
     if wish.http is not None:
@@ -52,7 +52,7 @@ async def check(wish: ServeWish) -> None:
         cache_bytes(wish.memory_bytes, wish.model, wish.dtype)
 
 
-async def serve(member: ServingMember, wish: ServeWish, console: Console) -> None:
+async def serve(member: ServingMember, wish: ServeOptions, console: Console) -> None:
     """Serve until cancelled. Raises ``P2PTrainError``."""
     await (_verify if wish.role == "verifier" else _draft)(member, wish, console)
 
@@ -68,7 +68,7 @@ def model_name(directory: Path) -> str:
 # ---------------------------------------------------------------------------------------------------------- verifier
 
 
-async def _verify(member: ServingMember, wish: ServeWish, console: Console) -> None:
+async def _verify(member: ServingMember, wish: ServeOptions, console: Console) -> None:
     from roles.compute_thread import ComputeThread
 
     directory, sessions = wish.model, wish.sessions or USUAL_SESSIONS
@@ -151,7 +151,7 @@ def _prepare_torch(threads: int) -> None:
 
 @asynccontextmanager
 async def _whole_target(
-    member: ServingMember, wish: ServeWish, directory: Path, compute: ComputeThread, sessions: int, console: Console
+    member: ServingMember, wish: ServeOptions, directory: Path, compute: ComputeThread, sessions: int, console: Console
 ) -> AsyncIterator[Target]:
     """The model in this process. Raises as ``load_whole_engine``."""
     from p2ptrain.cli.split import within
@@ -202,7 +202,7 @@ def cache_bytes(memory_bytes: int, directory: Path, dtype: str = "") -> int:
 
 @asynccontextmanager
 async def split_target(
-    member: ServingMember, around: Context, wish: ServeWish, text: ModelText, sessions: int, console: Console
+    member: ServingMember, around: Context, wish: ServeOptions, text: ModelText, sessions: int, console: Console
 ) -> AsyncIterator[Target]:
     """The model on workers of the cluster, as soon as there are enough of them.
 
@@ -213,7 +213,7 @@ async def split_target(
     from p2ptrain.cli.model_sizes import anatomy
     from p2ptrain.cli.split import conversation_positions, within
     from roles.background import Background
-    from roles.chain.client import Recruiting
+    from roles.chain.client import PoolUpdater
     from roles.chain.plan import local_model, tensor_table
     from roles.verifier.targets import ChainTarget
 
@@ -230,7 +230,7 @@ async def split_target(
     recruiting = Background()
     try:
         target = ChainTarget(chain, label=wish.model.name, context=text.context)
-        recruiting.start(Recruiting(chain, member.ask).run(), "recruiting")
+        recruiting.start(PoolUpdater(chain, member.ask).run(), "recruiting")
         try:
             yield target
         finally:
@@ -243,10 +243,10 @@ async def split_target(
 async def _awaited_chain(
     member: ServingMember,
     around: Context,
-    wish: ServeWish,
+    wish: ServeOptions,
     console: Console,
     model: Model,
-    found: Anatomy,
+    found: ModelLayout,
     positions: int,
 ) -> Chain:
     """A chain that is loaded; its pool is the caller's to close. A verifier may be started before its workers: where
@@ -293,7 +293,7 @@ async def _awaited_chain(
 
 
 async def _loaded_by(
-    pool: object, wish: ServeWish, console: Console, model: Model, found: Anatomy, positions: int
+    pool: object, wish: ServeOptions, console: Console, model: Model, found: ModelLayout, positions: int
 ) -> Chain:
     """Raises as ``WorkerPool.plan`` and ``Chain.load``; ``UserError`` where too few of the workers can be used."""
     from p2ptrain.cli.split import LoadingLine
@@ -323,7 +323,7 @@ async def _loaded_by(
         console.clear()
 
 
-async def _http(stack: AsyncExitStack, member: ServingMember, wish: ServeWish, service: VerifierService) -> str:
+async def _http(stack: AsyncExitStack, member: ServingMember, wish: ServeOptions, service: VerifierService) -> str:
     if wish.http is None:
         return ""
     from p2ptrain.cli.access import shown_host
@@ -366,7 +366,7 @@ async def _end(service: VerifierService) -> None:
 # ----------------------------------------------------------------------------------------------------------- drafter
 
 
-async def _draft(member: ServingMember, wish: ServeWish, console: Console) -> None:
+async def _draft(member: ServingMember, wish: ServeOptions, console: Console) -> None:
     from roles.compute_thread import ComputeThread
     from roles.drafter.drafter import MAX_SESSIONS, Drafter
 
@@ -392,7 +392,7 @@ async def _draft(member: ServingMember, wish: ServeWish, console: Console) -> No
         compute.close()
 
 
-async def _small_model(directory: Path, wish: ServeWish, compute: ComputeThread, console: Console) -> Serves:
+async def _small_model(directory: Path, wish: ServeOptions, compute: ComputeThread, console: Console) -> Serves:
     """Raises as ``load_whole_engine``, ``ConfigError`` where there is no tokenizer."""
     from p2ptrain.compute.tokenizer import Tokenizer
     from roles.drafter.drafter import Serves

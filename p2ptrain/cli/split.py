@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from p2ptrain.cli.model_sizes import Anatomy, anatomy
+from p2ptrain.cli.model_sizes import ModelLayout, anatomy
 from p2ptrain.cli.output import Console, print_json, print_table
 from p2ptrain.cli.placement import placement_map, print_placement
 from p2ptrain.cli.runtime import default_state_dir, open_operator, operator_name
@@ -48,7 +48,7 @@ class Planned:
     label: str
     text: ModelText
     model: Model
-    anatomy: Anatomy
+    anatomy: ModelLayout
     plan: Plan
     options: SplitOptions
     pool: WorkerPool

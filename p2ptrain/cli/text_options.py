@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, ask
 from p2ptrain.core.errors import StorageError, UserError
-from p2ptrain.core.serving import SamplingWish
+from p2ptrain.core.serving import SamplingOptions
 
 DTYPES = ("fp32", "bf16", "fp16")
 WIRES = (*DTYPES, "int8")
@@ -134,9 +134,9 @@ class TextOptions:
         return self.checkpoint is None and not self.job and self.split is None
 
     @property
-    def sampling(self) -> SamplingWish:
+    def sampling(self) -> SamplingOptions:
         """Raises ``UserError``."""
-        return SamplingWish(self.temperature, self.top_k, self.top_p, self.random_seed)
+        return SamplingOptions(self.temperature, self.top_k, self.top_p, self.random_seed)
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -32,10 +32,10 @@ def tui(
     from p2ptrain.cli.access import read_target, shown_address
     from tui.app import run_tui
 
-    run_tui(OperatorWay(address), shown_address(read_target(address)))
+    run_tui(OperatorAccess(address), shown_address(read_target(address)))
 
 
-class OperatorWay:
+class OperatorAccess:
     """The way of ``tui.source`` for whatever a person gave: an address, a ticket, a file."""
 
     def __init__(self, seed: str) -> None:

@@ -37,7 +37,7 @@ Summary = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class HttpWish:
+class HttpOptions:
     """Where the verifier shall answer programs. ``key_file``: absolute; None: without a key."""
 
     host: str
@@ -56,7 +56,7 @@ class HttpWish:
         return f'curl {address}/models -H "Authorization: Bearer $(cat {quote(str(self.key_file))})"'
 
 
-def http_wish(http: str, key_file: Path | None, profile: Profile) -> HttpWish | None:
+def http_wish(http: str, key_file: Path | None, profile: Profile) -> HttpOptions | None:
     """What ``up --http`` asks for. Raises ``UserError`` where nobody would answer, or it names no place."""
     from p2ptrain.cli.join import host_and_port
 
@@ -69,7 +69,7 @@ def http_wish(http: str, key_file: Path | None, profile: Profile) -> HttpWish | 
         raise UserError("--http is answered by a verifier, and this profile trains none", remedy=remedy)
     place = host_and_port("--http", http, "such as 127.0.0.1:8000, where programs shall reach it")
     assert place is not None
-    return HttpWish(*place, None if key_file is None else key_file.absolute())
+    return HttpOptions(*place, None if key_file is None else key_file.absolute())
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Plan:
     port: int
     new: bool
     link: str
-    http: HttpWish | None = None
+    http: HttpOptions | None = None
 
     @property
     def is_pair(self) -> bool:
@@ -574,10 +574,10 @@ class View:
 
     def __init__(self, port: int) -> None:
         from tui.app import P2PTrainApp
-        from tui.source import PlainWay, SeedSource
+        from tui.source import PlainAccess, SeedSource
         from wire.transport import TcpNetwork
 
-        self.app = P2PTrainApp(SeedSource(PlainWay(TcpNetwork(), LOOPBACK, port), f"{LOOPBACK}:{port}"))
+        self.app = P2PTrainApp(SeedSource(PlainAccess(TcpNetwork(), LOOPBACK, port), f"{LOOPBACK}:{port}"))
 
     async def show(self, work: asyncio.Task[Any]) -> bool:
         """Until the person leaves it; whether with Ctrl+C. That ``work`` has ended, and why, is said within it."""

@@ -4,13 +4,13 @@ Buckets
 -------
 The flat gradients are laid out in the order in which a backward pass makes them (``compute.flat``): the last layer's
 first. So what is *final* at any moment of the last micro-batch's backward pass is a front part of the array, but for
-the few parameters that come out of turn. A ``Watch`` follows how far it reaches. The array is cut into *buckets*, and
-a bucket is handed to the ring when the front has passed its end. The cuts follow from sizes alone and buckets go out
-in their order, so all members hand over the same operations in the same order, whatever each one's backward pass did
-first and whatever its share of the work is.
+the few parameters that come out of turn. A ``BackwardProgress`` follows how far it reaches. The array is cut into
+*buckets*, and a bucket is handed to the ring when the front has passed its end. The cuts follow from sizes alone and
+buckets go out in their order, so all members hand over the same operations in the same order, whatever each one's
+backward pass did first and whatever its share of the work is.
 
-On a GPU the gradients must come to the host before the ring can have them: a ``Ferry`` starts a copy of each piece as
-soon as the front has passed it, and tells which pieces have landed. It never blocks the thread that runs backward.
+On a GPU the gradients must come to the host before the ring can have them: a ``HostCopier`` starts a copy of each piece
+as soon as the front has passed it, and tells which pieces have landed. It never blocks the thread that runs backward.
 
 Fixed point
 -----------
@@ -62,7 +62,7 @@ def bucket_bounds(numel: int, itemsize: int, bucket_bytes: int = 0) -> list[tupl
     return [(start, stop) for start, stop in pairwise(cuts) if start < stop]
 
 
-class Landing(Protocol):
+class PendingCopy(Protocol):
     """A copy that was started, as ``torch.cuda.Event``."""
 
     def query(self) -> bool:
@@ -72,7 +72,7 @@ class Landing(Protocol):
         """Block until it has."""
 
 
-class Ferry:
+class HostCopier:
     """Copies pieces of a device's array to the host, in order, each as soon as it is final.
 
     Args:
@@ -81,7 +81,7 @@ class Ferry:
         stops: where the pieces end, ascending.
     """
 
-    def __init__(self, copy: Callable[[int, int], Landing], stops: Sequence[int]) -> None:
+    def __init__(self, copy: Callable[[int, int], PendingCopy], stops: Sequence[int]) -> None:
         self._copy = copy
         self._stops = tuple(stops)
         self.begin()
@@ -89,7 +89,7 @@ class Ferry:
     def begin(self) -> None:
         """Nothing was copied. What is still under way is of a step that was given up; later copies overwrite it."""
         self._next = 0
-        self._under_way: deque[tuple[int, Landing]] = deque()
+        self._under_way: deque[tuple[int, PendingCopy]] = deque()
         self._landed = 0
 
     def final(self, numel: int) -> int:
@@ -113,7 +113,7 @@ class Ferry:
             on_final(stop)
 
 
-class Watch:
+class BackwardProgress:
     """Follows one step's backward passes, and tells of the last one how far the reduce buffer is final.
 
     It is what the hooks on the parameters hold: it must not hold the parameters, or a job's memory would wait for the
@@ -125,7 +125,7 @@ class Watch:
         convert: where it holds the gradients in another form: told how much of the front to bring into it.
     """
 
-    def __init__(self, stops: Sequence[int], ferry: Ferry | None, convert: OnFinal | None = None) -> None:
+    def __init__(self, stops: Sequence[int], ferry: HostCopier | None, convert: OnFinal | None = None) -> None:
         self._stops = tuple(stops)
         self._ferry = ferry
         self._convert = convert

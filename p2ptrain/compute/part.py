@@ -1,7 +1,7 @@
 """A run of consecutive layers of a causal language model, computed as the whole model computes them, to the last bit.
 
-``Anatomy`` builds the whole model with transformers' own classes on the meta device, where nothing is allocated, and
-takes all but the part out. Some things must be set right then, for the result is silently wrong otherwise:
+``ModelLayout`` builds the whole model with transformers' own classes on the meta device, where nothing is allocated,
+and takes all but the part out. Some things must be set right then, for the result is silently wrong otherwise:
 
 - ``layer_idx`` of every submodule counts from 0 in the part: the cache is indexed with it. Whatever a layer took from
   its index when it was made (its kind of attention, a scale) it keeps, which is why the whole model is built first.
@@ -92,7 +92,7 @@ def per_layer_lists(config: PretrainedConfig) -> dict[str, list[Any]]:
     }
 
 
-class Anatomy:
+class ModelLayout:
     """A whole model on the meta device, and which of its modules is what.
 
     Attributes:
@@ -181,7 +181,7 @@ class _NoPositions(nn.Module):
 
 def layer_sizes(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> ModelSizes:
     """What placement needs to know; nothing is allocated. Raises ``ConfigError``: the architecture does not split."""
-    whole = Anatomy(config, dtype)
+    whole = ModelLayout(config, dtype)
     per_layer = tuple(_bytes(layer) for layer in whole.layers)
     embedding = _bytes(whole.embedding) + (_bytes(whole.positions) if whole.positions is not None else 0)
     tied = _bytes(whole.embedding) if whole.tied else 0
@@ -227,7 +227,7 @@ class PartAssembly:
         """
         self._config, self._part = config, part
         self._dtype, self._device = dtype, torch.device(device)
-        whole = Anatomy(config, dtype)
+        whole = ModelLayout(config, dtype)
         self._names = whole.cut(part)
         self._model = whole.model
         self._base_prefix, self._tied = whole.base_prefix, whole.tied

@@ -65,11 +65,11 @@ class Picker:
         self._states: OrderedDict[int, Tensor] = OrderedDict()  # draw to the state before it
         self._noise: OrderedDict[int, Tensor] = OrderedDict()  # draw to its noise
 
-    def pick(self, logits: Tensor, draw: int) -> tuple[int, ...]:
+    def pick(self, logits: Tensor, sample_index: int) -> tuple[int, ...]:
         """A token for each row.
 
         Args:
-            logits: (rows, entries), of any device and dtype; row i is of draw ``draw + i``.
+            logits: (rows, entries), of any device and dtype; row i is of draw ``sample_index + i``.
 
         Raises:
             JobFailed: there are logits that are not numbers.
@@ -80,7 +80,9 @@ class Picker:
             if not self._sampled:
                 return tuple(scores.argmax(-1).tolist())
             warped = self._warp(_NO_IDS, scores)
-            return self._drawn((_nucleus(warped, self._sampling.top_p) if self._few else warped).softmax(-1), draw)
+            return self._drawn(
+                (_nucleus(warped, self._sampling.top_p) if self._few else warped).softmax(-1), sample_index
+            )
 
     def _scores(self, logits: Tensor) -> Tensor:
         """(rows, entries that may be picked), float32, on the CPU: warpers may write into them."""
@@ -93,42 +95,42 @@ class Picker:
             )
         return scores
 
-    def _drawn(self, probabilities: Tensor, draw: int) -> tuple[int, ...]:
+    def _drawn(self, probabilities: Tensor, sample_index: int) -> tuple[int, ...]:
         vocab_size = self._sampling.vocab_size or probabilities.shape[1]
-        noise = torch.stack([self._noise_of(draw + row, vocab_size) for row in range(len(probabilities))])
+        noise = torch.stack([self._noise_of(sample_index + row, vocab_size) for row in range(len(probabilities))])
         return tuple((probabilities / noise[:, : probabilities.shape[1]]).argmax(-1).tolist())
 
-    def _noise_of(self, draw: int, entries: int) -> Tensor:
+    def _noise_of(self, sample_index: int, entries: int) -> Tensor:
         """(entries,). The generator is asked where it is not kept."""
-        known = self._noise.get(draw)
+        known = self._noise.get(sample_index)
         if known is not None and len(known) == entries:
-            self._noise.move_to_end(draw)
+            self._noise.move_to_end(sample_index)
             return known
-        noise = _exponential(entries, self._at(draw, entries))
-        self._noise[draw] = noise
+        noise = _exponential(entries, self._at(sample_index, entries))
+        self._noise[sample_index] = noise
         while len(self._noise) > 1 and len(self._noise) * noise.nbytes > self._noise_bytes:
             self._noise.popitem(last=False)
         return noise
 
-    def _at(self, draw: int, entries: int) -> torch.Generator:
+    def _at(self, sample_index: int, entries: int) -> torch.Generator:
         if self._generator is None:
             self._generator = torch.Generator("cpu").manual_seed(self._sampling.seed)
-        if draw != self._next:
-            self._go_to(draw, self._generator, entries)
-        self._states[draw] = self._generator.get_state()
-        self._states.move_to_end(draw)
+        if sample_index != self._next:
+            self._go_to(sample_index, self._generator, entries)
+        self._states[sample_index] = self._generator.get_state()
+        self._states.move_to_end(sample_index)
         while len(self._states) > self._remembered:
             self._states.popitem(last=False)
-        self._next = draw + 1
+        self._next = sample_index + 1
         return self._generator
 
-    def _go_to(self, draw: int, generator: torch.Generator, entries: int) -> None:
-        known = max((number for number in self._states if number <= draw), default=None)
+    def _go_to(self, sample_index: int, generator: torch.Generator, entries: int) -> None:
+        known = max((number for number in self._states if number <= sample_index), default=None)
         if known is not None:
             generator.set_state(self._states[known])
         else:
             generator.manual_seed(self._sampling.seed)
-        for _ in range(known or 0, draw):
+        for _ in range(known or 0, sample_index):
             _exponential(entries, generator)
 
 

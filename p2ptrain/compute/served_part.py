@@ -229,7 +229,7 @@ class ServedPart:
         activation_bytes(work.out_encoding, 0, self.width)
         with self._forward(state, work) as out:
             if state.picker is not None:  # (a head's work is wasted where nothing is picked, but 0 would be all)
-                return Ran(memoryview(b""), state.picker.pick(out, work.draw) if work.picks else ())
+                return Ran(memoryview(b""), state.picker.pick(out, work.sample_index) if work.samples else ())
             return Ran(encode(out, work.out_encoding), ())
 
     @contextmanager
@@ -242,7 +242,7 @@ class ServedPart:
             with torch.inference_mode(), _told_of_memory("the next positions of a session", self._place):
                 x = x.to(self._place.torch_device)
                 positions = torch.arange(keep, keep + work.count, device=self._place.torch_device)
-                yield self._model.forward(x[None], positions, state.cache, logits=max(1, work.picks))[0]
+                yield self._model.forward(x[None], positions, state.cache, logits=max(1, work.samples))[0]
         except BaseException:
             state.cache.cut_to_at_most(keep)  # some layers may have taken the positions, and others not
             raise
@@ -251,7 +251,7 @@ class ServedPart:
         self._sessions.pop(session, None)
 
     def _checked(self, session: str, work: Pass) -> _Session:
-        keep, count, picks, draw = work.keep, work.count, work.picks, work.draw
+        keep, count, samples, sample_index = work.keep, work.count, work.samples, work.sample_index
         state = self._sessions.get(session)
         if state is None:
             raise ProtocolError(f"there is no session {session[:64]!r} on this part")
@@ -260,12 +260,12 @@ class ServedPart:
             raise ProtocolError(f"{keep} positions are to be kept of the {length} that the session has")
         if count < 1 or keep + count > most:
             raise ProtocolError(f"{count} positions after {keep}, in a session that was opened for {most}")
-        if picks and state.picker is None:
+        if samples and state.picker is None:
             raise ProtocolError("tokens are picked on the last stage only")
-        if not 0 <= picks <= count:
-            raise ProtocolError(f"{picks} tokens to be picked for {count} positions")
-        if not 0 <= draw <= most:  # a draw is for a position; and to skip to it takes time
-            raise ProtocolError(f"draw {draw} in a session of {most} positions")
+        if not 0 <= samples <= count:
+            raise ProtocolError(f"{samples} tokens to be picked for {count} positions")
+        if not 0 <= sample_index <= most:  # a draw is for a position; and to skip to it takes time
+            raise ProtocolError(f"draw {sample_index} in a session of {most} positions")
         return state
 
     def _input(self, work: Pass) -> Tensor:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Pretrai
 
 from p2ptrain.compute.device import one_thread
 from p2ptrain.compute.model import ATTENTION, first_line
-from p2ptrain.compute.part import Anatomy, Part, build_part, per_layer_lists, refused
+from p2ptrain.compute.part import ModelLayout, Part, build_part, per_layer_lists, refused
 from p2ptrain.core.errors import ConfigError
 
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
@@ -55,7 +55,7 @@ def _checked(model_type: str, text: str) -> None:
     config = AutoConfig.for_model(**json.loads(text) | {"model_type": model_type})
     try:
         tiny = _tiny(config)
-        if sum(weight.numel() for weight in Anatomy(tiny, torch.float32).model.parameters()) > 1 << 26:
+        if sum(weight.numel() for weight in ModelLayout(tiny, torch.float32).model.parameters()) > 1 << 26:
             raise refused(config, "with so wide heads or so long a table of positions it cannot be tried first")
         with one_thread():  # more gain nothing from tensors as small, and wait for each other on a busy machine
             same = _same(tiny)

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from p2ptrain.compute.device import HOST, Device, available_bytes, check_memory
 from p2ptrain.compute.model import initialize, parameter_count
-from p2ptrain.compute.part import Anatomy, Part, PartAssembly, PartModel, load_part, part_bytes, refused
+from p2ptrain.compute.part import ModelLayout, Part, PartAssembly, PartModel, load_part, part_bytes, refused
 from p2ptrain.core.activations import ENCODINGS, activation_bytes
 from p2ptrain.core.errors import ConfigError, ResourceError
 from p2ptrain.core.footprint import (
@@ -98,7 +98,7 @@ def build_training_part(config: PretrainedConfig, part: Part, directory: Path | 
     if directory is not None:
         built = load_part(config, part, TensorTable(directory))
     else:
-        whole = Anatomy(config, torch.float32)
+        whole = ModelLayout(config, torch.float32)
         names = [f"{name}.{leaf}" for name, unit in whole.units.items() for leaf in unit.state_dict()]
         assembly = PartAssembly(config, part, names)
         for name, tensor in initial_tensors(whole, seed, set(assembly.wanted)):
@@ -111,7 +111,7 @@ def build_training_part(config: PretrainedConfig, part: Part, directory: Path | 
     return built
 
 
-def initial_tensors(whole: Anatomy, seed: int, wanted: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+def initial_tensors(whole: ModelLayout, seed: int, wanted: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """First weights as ``build_model`` draws them from ``seed``, by name, one unit of the model in memory at a time.
 
     Args:
@@ -153,7 +153,7 @@ def initial_digest(config: PretrainedConfig, directory: Path | None, seed: int, 
         total.update(hashlib.blake2b(data, digest_size=16).digest())
 
     if directory is None:
-        for name, tensor in initial_tensors(Anatomy(config, torch.float32), seed):
+        for name, tensor in initial_tensors(ModelLayout(config, torch.float32), seed):
             add(name, tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     else:
         table = TensorTable(directory)

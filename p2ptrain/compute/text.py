@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from p2ptrain.compute.tokenizer import TOKENIZER_FILES, Tokenizer
 from p2ptrain.core.errors import ConfigError, TooLong, UserError
-from p2ptrain.core.serving import Sampling, SamplingWish
+from p2ptrain.core.serving import Sampling, SamplingOptions
 from p2ptrain.core.stop_strings import StopStrings
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class ModelText:
         ends = self.end_tokens if end_tokens is None else end_tokens
         return TextWriter(self.tokenizer.backend, prompt, stop=stop, end_tokens=ends)
 
-    def sampling(self, wish: SamplingWish) -> Sampling:
+    def sampling(self, wish: SamplingOptions) -> Sampling:
         """How the next token is picked where a person wants that much. Raises ``ConfigError``."""
         return wish.of(self._said)
 

@@ -49,7 +49,7 @@ from p2ptrain.compute.data import Corpus, DataSpec, load_corpus
 from p2ptrain.compute.device import Device, flushed_denormals, share_cores
 from p2ptrain.compute.exact import FixedSum, constant_arithmetic, prepare_device
 from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec, Segment, square_sum
-from p2ptrain.compute.gradients import UNIT, Ferry, OnFinal, Watch, bucket_bounds
+from p2ptrain.compute.gradients import UNIT, BackwardProgress, HostCopier, OnFinal, bucket_bounds
 from p2ptrain.compute.model import ModelSpec, build_model, model_config
 from p2ptrain.compute.part import PartModel
 from p2ptrain.compute.sampling import Indices, WindowSampler
@@ -179,7 +179,7 @@ class Trainer:
         on_host = self._fixed.on_host if self._fixed else self._is_host
         self._host = self._summed if on_host else _host_buffer(self._summed)
         self._ferry = _ferry(self._summed, self._host, device.kind)
-        self._watch = Watch(self._flat.stops, self._ferry, self._fixed.add if self._fixed else None)
+        self._watch = BackwardProgress(self._flat.stops, self._ferry, self._fixed.add if self._fixed else None)
         for index, segment in enumerate(self._flat.segments):
             hook = partial(self._watch.gradient_final, index)
             self._model.get_parameter(segment.name).register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -548,7 +548,7 @@ def _host_buffer(like: Tensor) -> Tensor:
     return torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
 
 
-def _ferry(gradients: Tensor, host: Tensor, kind: str) -> Ferry | None:
+def _ferry(gradients: Tensor, host: Tensor, kind: str) -> HostCopier | None:
     """Copies gradients to pinned memory on a stream of its own while backward runs, where there is CUDA."""
     if kind != "cuda":
         return None
@@ -563,4 +563,4 @@ def _ferry(gradients: Tensor, host: Tensor, kind: str) -> Ferry | None:
             landing.record(stream)
         return landing
 
-    return Ferry(copy, [stop for _, stop in bucket_bounds(len(gradients), gradients.element_size())])
+    return HostCopier(copy, [stop for _, stop in bucket_bounds(len(gradients), gradients.element_size())])

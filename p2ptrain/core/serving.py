@@ -58,7 +58,7 @@ USUAL = Sampling(temperature=1.0, top_k=50, top_p=1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingWish:
+class SamplingOptions:
     """What a person asks for, as of ``Sampling``; None: what the model says. Raises ``UserError``: it cannot be."""
 
     temperature: float | None = None
@@ -126,8 +126,8 @@ class Pass:
 
     Attributes:
         payload: on the first stage ``count`` token ids, int32 little-endian; else hidden states in ``encoding``.
-        picks: for so many of the last positions a token is picked; only on the last stage.
-        draw: number of the first pick's draw: 0 for the first new token of the session.
+        samples: for so many of the last positions a token is picked; only on the last stage.
+        sample_index: number of the first pick's draw: 0 for the first new token of the session.
     """
 
     keep: int
@@ -135,8 +135,8 @@ class Pass:
     count: int
     encoding: str
     out_encoding: str
-    picks: int = 0
-    draw: int = 0
+    samples: int = 0
+    sample_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Ran:
 
     Attributes:
         payload: hidden states of the new positions in ``out_encoding``; empty on the last stage. It stays unchanged.
-        tokens: picked for the last ``picks`` positions, in order; empty but on the last stage.
+        tokens: picked for the last ``samples`` positions, in order; empty but on the last stage.
     """
 
     payload: memoryview

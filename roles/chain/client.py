@@ -40,7 +40,7 @@ OnProgress = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class StageAssignment:
     """Who holds a stage now. ``number`` grows with each who does."""
 
     number: int
@@ -61,7 +61,7 @@ class Chain:
         self.pool, self.model, self.plan = pool, model, plan
         self.context = pool.context
         self._on_progress = on_progress
-        self.seats: list[Seat | None] = [None] * len(plan.stages)
+        self.seats: list[StageAssignment | None] = [None] * len(plan.stages)
         self._numbers = [0] * len(plan.stages)
         self._sessions: set[GenerationSession] = set()
         self.lacking: set[int] = set()
@@ -216,7 +216,7 @@ class Chain:
         if seat is not None and seat.number == number:
             self._vacate(index, reason)
         elif seat is not None:
-            session.event(ev.Seated(index, seat.number))
+            session.event(ev.StageAssigned(index, seat.number))
         else:
             self._fill_later(index)
 
@@ -232,7 +232,7 @@ class Chain:
         assert self._about is not None, "load makes sure that every stage is held, once"
         return self._about
 
-    def seated(self, index: int) -> Seat:
+    def seated(self, index: int) -> StageAssignment:
         seat = self.seats[index]
         if seat is None:
             raise ConnectionLost(f"stage {index} of the chain is lost", remedy="it may be replaced in a moment")
@@ -289,7 +289,7 @@ class Chain:
                 self.lacking.add(index)
                 self.context.notify("warning", "stage-lacking", f"{problem.message}: {problem.remedy}")
             for session in list(self._sessions):
-                session.event(ev.NoSeat(index, problem))
+                session.event(ev.StageUnassigned(index, problem))
             return
         finally:
             del self._filling[index]
@@ -300,7 +300,7 @@ class Chain:
         text = f"{seat.peer.name} holds {self._named(index)} now, after {took_s:.1f} s"
         self.context.notify("info", "stage-replaced", text)
         for session in list(self._sessions):
-            session.event(ev.Seated(index, seat.number))
+            session.event(ev.StageAssigned(index, seat.number))
 
     async def _fill(self, index: int) -> None:
         """Have somebody load the part of a stage: whom the plan names, else whoever is the best of those left.
@@ -323,7 +323,7 @@ class Chain:
             if peer.lost:
                 continue
             self._numbers[index] += 1
-            self.seats[index] = Seat(self._numbers[index], peer, loaded)
+            self.seats[index] = StageAssignment(self._numbers[index], peer, loaded)
             self._about = loaded
             self.lacking.discard(index)
             return
@@ -387,7 +387,7 @@ LOOK_S = 1.0
 """Between two looks at who is there."""
 
 
-class Recruiting:
+class PoolUpdater:
     """Keeps the worker pool of a chain up to date that is used for long: workers that come later become spares, and a
     chain that lacks a stage goes on when somebody can hold it.
 

@@ -26,7 +26,7 @@ from p2ptrain.core.texts import shortened
 from roles.background import Background
 from roles.chain import session as ev
 from roles.chain.session import CHUNK, Session
-from wire.chain_messages import ChainBroken, Picked, Work
+from wire.chain_messages import ChainBroken, ForwardRequest, Sampled
 
 if TYPE_CHECKING:
     from roles.chain.client import Chain
@@ -150,9 +150,9 @@ class GenerationSession:
             self._handling = False
         self._set_timer()
 
-    def heard(self, peer: Peer, message: Picked | ChainBroken) -> None:
+    def heard(self, peer: Peer, message: Sampled | ChainBroken) -> None:
         """A stage of the session at ``peer`` said this. Raises ``ProtocolError`` where no correct stage does."""
-        if message.attempt != self._core.epoch:
+        if message.epoch != self._core.epoch:
             return  # of an older one: who says it may hold another stage by now, or none
         if isinstance(message, ChainBroken):
             sender = self._sender_untrusted(peer, message)
@@ -160,7 +160,7 @@ class GenerationSession:
                 return
             reason = f"{peer.name}: {shortened(message.reason)}"
             said = (message.code[:64], reason, shortened(message.remedy))
-            self.event(ev.Broken(sender, message.attempt, message.lost, *said))
+            self.event(ev.Broken(sender, message.epoch, message.lost, *said))
         else:
             arrived = arrived_untrusted(message, self._chain.vocab_size)
             last = len(arrived.spent_us) - 1
@@ -198,7 +198,7 @@ class GenerationSession:
                 case ev.Done(index):
                     if (answered := self._waiting.pop(index, None)) is not None and not answered.done():
                         answered.set_result(instruction)
-                case ev.Mended(lost, took_s):
+                case ev.SessionReady(lost, took_s):
                     self._opened = True
                     if lost:
                         what = "; ".join(f"stage {stage}: {reason}" for stage, reason in lost)
@@ -212,7 +212,9 @@ class GenerationSession:
         peer = self._chain.peer_in(0, send.seat)
         if peer is not None:  # else its loss is about to be told
             count, what = len(send.ids), (send.last, send.samples, send.sample_index)
-            work = Work(self.id, send.epoch, send.number, send.keep, count, "ids", *what, prefill=send.prefill)
+            work = ForwardRequest(
+                self.id, send.epoch, send.number, send.keep, count, "ids", *what, prefill=send.prefill
+            )
             peer.give(work, send.ids)
 
     async def _ask(self, asked: ev.Ask) -> None:
@@ -237,10 +239,10 @@ class GenerationSession:
             code = problem.code if isinstance(problem, Refused) else "failed"
             self.event(ev.Declined(asked.stage, asked.ask, code, problem.message, problem.remedy))
         else:
-            self.event(ev.Agreed(asked.stage, asked.ask, position))
+            self.event(ev.Answered(asked.stage, asked.ask, position))
 
     def _request(self, asked: ev.Ask, peer: Peer) -> tuple[str, dict[str, Any]]:
-        params: dict[str, Any] = {"session": self.id, "index": asked.stage, "attempt": asked.epoch}
+        params: dict[str, Any] = {"session": self.id, "index": asked.stage, "epoch": asked.epoch}
         if asked.kind == "replay":
             return "session.replay", params | {"number": asked.number, "stop": asked.keep, "last": asked.last}
         params["next"] = self._chain.place_after(asked.stage, peer, asked.next_seat)
@@ -272,17 +274,17 @@ class GenerationSession:
         return failure
 
 
-def arrived_untrusted(message: Picked, vocab_size: int) -> ev.Arrived:
-    """What a stage says of a work that ended there. Raises ``ProtocolError``."""
+def arrived_untrusted(message: Sampled, vocab_size: int) -> ev.Arrived:
+    """What a stage says of a request that ended there. Raises ``ProtocolError``."""
     spent_us = tuple(message.spent_us)
     if len(spent_us) > MAX_STAGES or not all(0 <= each < 1 << 53 for each in spent_us):
-        raise ProtocolError("a work of which stages took an impossible time")
+        raise ProtocolError("a request of which stages took an impossible time")
     if len(message.tokens) % 4 or len(message.tokens) > 4 * CHUNK:
         raise ProtocolError(f"{len(message.tokens)} bytes are no token ids")
     tokens = decode_ids(message.tokens)
     if not all(0 <= token < vocab_size for token in tokens):
         raise ProtocolError(f"a token that is none of the {vocab_size} that there are")
-    return ev.Arrived(message.attempt, message.number, tokens, spent_us)
+    return ev.Arrived(message.epoch, message.number, tokens, spent_us)
 
 
 def _position_untrusted(answer: dict[str, Any]) -> int:

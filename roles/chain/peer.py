@@ -19,8 +19,8 @@ from p2ptrain.core.world import World
 from roles.background import Background
 from roles.line import QUIET_S, Line
 from wire.address import is_loopback
-from wire.chain_messages import CHAIN_STREAM, ChainBroken, PartLoading, Picked, Work
-from wire.client import Calls
+from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, PartLoading, Sampled
+from wire.client import PendingCalls
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Message, Refuse, Response
@@ -92,12 +92,12 @@ class Peer:
         self.latency_s = 0.0
         self.problem: P2PTrainError | None = None
         self.on_lost: list[Callable[[Peer, P2PTrainError], None]] = []
-        self.listeners: dict[str, Callable[[Peer, Picked | ChainBroken], None]] = {}
+        self.listeners: dict[str, Callable[[Peer, Sampled | ChainBroken], None]] = {}
         self._around = context
         self._now = context.world.clock.now
         self._connection = connection
         self._line = Line(connection, QUIET_S, beat_s=context.silence_s / 4)
-        self._calls = Calls()
+        self._calls = PendingCalls()
         # A worker refuses more requests at a time, and when a stage is lost all sessions want something.
         self._asking = asyncio.Semaphore(16)
         self._on_bytes: Callable[[int, int], None] | None = None  # of the part that is being loaded there
@@ -177,7 +177,7 @@ class Peer:
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
 
-    def give(self, work: Work, ids: Sequence[int]) -> None:
+    def give(self, work: ForwardRequest, ids: Sequence[int]) -> None:
         with suppress(ConnectionLost):
             data = memoryview(encode_ids(ids))
             self._connection.send_with_bulk(work, data, generation=0, stream=CHAIN_STREAM)
@@ -230,7 +230,7 @@ class Peer:
         match message:
             case Response():
                 self._calls.answered(message)
-            case Picked() | ChainBroken():
+            case Sampled() | ChainBroken():
                 listener = self.listeners.get(message.session)
                 if listener is not None:  # else its session was closed a moment ago
                     listener(self, message)

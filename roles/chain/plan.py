@@ -50,8 +50,8 @@ class Model:
         id: hex of blake2b over its config and the name, dtype, shape and digest of each tensor.
         name: for people.
         config: its ``config.json``.
-        source: of this machine, from which this client gives; None where ``giver`` does.
-        giver: the worker that gives, for as long as this client is connected to it.
+        source: of this machine, from which this client gives; None where ``sender`` does.
+        sender: the worker that gives, for as long as this client is connected to it.
         path: where workers may have it themselves, which saves the wire; empty where nobody says so.
     """
 
@@ -59,16 +59,16 @@ class Model:
     name: str
     config: str
     source: ModelDirectory | None = None
-    giver: WorkerAt | None = None
+    sender: WorkerAt | None = None
     path: str = ""
 
     def load_params(self, worker: WorkerAt) -> dict[str, Any]:
         """Of ``part.load``: what the model is, and who gives it to ``worker``."""
         about = {"model": self.id, "name": self.name, "config": self.config, "path": self.path}
-        if self.giver is None:
-            return about | {"giver": "caller", "giver_peer": "", "giver_host": "", "giver_port": 0}
-        place = {"giver_peer": self.giver.peer_id, "giver_host": self.giver.seen_from(worker)}
-        return about | {"giver": "peer", **place, "giver_port": self.giver.port}
+        if self.sender is None:
+            return about | {"sender": "caller", "sender_peer": "", "sender_host": "", "sender_port": 0}
+        place = {"sender_peer": self.sender.peer_id, "sender_host": self.sender.seen_from(worker)}
+        return about | {"sender": "peer", **place, "sender_port": self.sender.port}
 
 
 async def local_model(context: Context, directory: Path) -> Model:
@@ -111,12 +111,12 @@ async def tensor_table(context: Context, model: Model) -> Mapping[str, TensorRec
 
 @asynccontextmanager
 async def _receiving(context: Context, model: Model) -> AsyncIterator[ModelReceiver]:
-    if model.giver is None:
+    if model.sender is None:
         raise UserError(f"nobody gives {model.name}", remedy="name its directory")
-    connection = await _dialled(context, model.giver, "model", model.id)
+    connection = await _dialled(context, model.sender, "model", model.id)
     async with _disk(context) as disk:
         receiver = ModelReceiver(context.world.clock.now, model.id, disk)
-        async with receiver.taking(connection, model.giver.name):
+        async with receiver.taking(connection, model.sender.name):
             yield receiver
 
 
@@ -348,7 +348,7 @@ class WorkerPool:
                 problems.append(problem.message)
                 continue
             name = path.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1] or path
-            return Model(model_id, name, config, giver=peer.worker, path=path)
+            return Model(model_id, name, config, sender=peer.worker, path=path)
         text = f"no worker has a model at {path}: {'; '.join(problems)}"
         raise Refused("no-model", text, remedy="name a directory with config.json and *.safetensors on one of them")
 

@@ -62,13 +62,13 @@ MOST_STALLS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Seated:
+class StageAssigned:
     stage: int
     seat: int
 
 
 @dataclass(frozen=True, slots=True)
-class NoSeat:
+class StageUnassigned:
     stage: int
     error: P2PTrainError
 
@@ -83,7 +83,7 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class Answered:
     """An ``Ask`` was answered. ``position``: of a resume, what the stage holds now."""
 
     stage: int
@@ -104,7 +104,7 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """``Picked`` from the stage at which a request ended."""
+    """``Sampled`` from the stage at which a request ended."""
 
     epoch: int
     number: int
@@ -148,7 +148,7 @@ class Tick:
     end: bool = False
 
 
-Event = Seated | NoSeat | Lost | Agreed | Declined | Arrived | Broken | Submit | Tick
+Event = StageAssigned | StageUnassigned | Lost | Answered | Declined | Arrived | Broken | Submit | Tick
 
 
 # -------------------------------------------------------------------------------------------------------- instructions
@@ -156,7 +156,7 @@ Event = Seated | NoSeat | Lost | Agreed | Declined | Arrived | Broken | Submit |
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A forward request for the first stage; fields as of ``wire.chain_messages.Work``."""
+    """A forward request for the first stage; fields as of ``wire.chain_messages.ForwardRequest``."""
 
     seat: int
     epoch: int
@@ -227,7 +227,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Mended:
+class SessionReady:
     """The session runs; the first time because it was opened, and then nothing was lost.
 
     Attributes:
@@ -244,7 +244,7 @@ class Failed:
     error: P2PTrainError
 
 
-Instruction = Send | Ask | Close | Replace | Done | Mended | Failed
+Instruction = Send | Ask | Close | Replace | Done | SessionReady | Failed
 
 
 # ------------------------------------------------------------------------------------------------------------ the core
@@ -378,7 +378,7 @@ class Session:
                 self._submit(event)
             case Arrived():
                 self._arrived(event, now, out)
-            case Seated(index, seat):
+            case StageAssigned(index, seat):
                 if self._stages[index].seat < seat:
                     if self._stages[index].seat >= 0:  # its loss was not told
                         self._vacate(index, "another peer has its place", now)
@@ -386,10 +386,10 @@ class Session:
             case Lost(index, seat, reason):
                 if self._stages[index].seat == seat:
                     self._vacate(index, reason, now)
-            case NoSeat(index, error):
+            case StageUnassigned(index, error):
                 if self._stages[index].seat < 0:
                     self._fail(error, out)
-            case Agreed():
+            case Answered():
                 self._agreed(event)
             case Declined():
                 self._declined(event, now, out)
@@ -456,7 +456,7 @@ class Session:
             took_s = now - request.sent_at
             out.append(Done(request.index, event.tokens, event.spent_us, took_s, request.mended))
 
-    def _agreed(self, event: Agreed) -> None:
+    def _agreed(self, event: Answered) -> None:
         stage = self._stages[event.stage]
         if stage.replay is not None and event.ask == stage.replay.ask:
             for filled in self._stages[event.stage + 1 : stage.replay.last + 1]:
@@ -659,7 +659,7 @@ class Session:
         for request in self.flight:
             request.due, request.number = 0.0, self._number()
         assert self._mending_since is not None
-        out.append(Mended(tuple(self._lost.items()), now - self._mending_since))
+        out.append(SessionReady(tuple(self._lost.items()), now - self._mending_since))
         self.phase, self._feed, self._mending_since = Phase.RUNNING, None, None
         self._lost = {}
 

@@ -35,7 +35,7 @@ from roles.gauges import Rate
 from roles.line import QUIET_S, Line
 from roles.speculation.cost_model import Average
 from roles.speculation.drafting import Drafting
-from roles.speculation.events import Began, Run, RunDone, Send, Told
+from roles.speculation.events import Began, Run, RunDone, Send, VerdictReceived
 from roles.speculation.received import (
     ENGINE,
     FULL,
@@ -314,7 +314,7 @@ class Drafter:
 
     # -------------------------------------------------------------------------------------------------------- the core
 
-    def _told_untrusted(self, session: _Session, told: Told) -> None:
+    def _told_untrusted(self, session: _Session, told: VerdictReceived) -> None:
         """Raises ``ProtocolError``: a verdict that no correct verifier says."""
         epoch, right = session.core.epoch, told.start - session.core.known
         self._feed(session, told)
@@ -322,7 +322,7 @@ class Drafter:
         self.gauge.right += right
         self.gauge.wrong += session.core.epoch != epoch
 
-    def _feed(self, session: _Session, event: Began | Told | RunDone) -> None:
+    def _feed(self, session: _Session, event: Began | VerdictReceived | RunDone) -> None:
         """Raises ``ProtocolError`` as the core."""
         instructions = session.core.handle(event, self._now())
         if session.core.ready and not session.ready:
@@ -364,7 +364,7 @@ class Drafter:
         left = len(run.ids) - session.taken
         piece = left if len(self._sessions) == 1 else min(left, SHARED_PIECE)
         try:
-            picks = await self._compute_piece(session, run, piece, last=piece == left)
+            samples = await self._compute_piece(session, run, piece, last=piece == left)
         except P2PTrainError as problem:
             if not session.closed:
                 self._refuse(session.caller, session.stream, problem)
@@ -377,7 +377,7 @@ class Drafter:
             self._turns.add(session)
             return
         session.wanted = None
-        self._feed(session, RunDone(tuple(token for token in picks if token < session.opening.vocab_size)))
+        self._feed(session, RunDone(tuple(token for token in samples if token < session.opening.vocab_size)))
 
     async def _compute_piece(self, session: _Session, run: Run, piece: int, *, last: bool) -> tuple[int, ...]:
         """The pick of a piece of a run, behind the last one.
@@ -399,7 +399,7 @@ class Drafter:
         ran = await self._compute.run(
             self._engine.run,
             session.name,
-            Pass(keep, memoryview(encode_ids(ids)), piece, IDS, IDS, run.picks if last else 0, run.draw),
+            Pass(keep, memoryview(encode_ids(ids)), piece, IDS, IDS, run.samples if last else 0, run.sample_index),
         )
         now = self._now()
         if piece == 1:

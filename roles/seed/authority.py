@@ -3,7 +3,7 @@
 It lives in one directory of the seed's state, readable by its owner only::
 
     ca.key, ca.pem              the run CA; without them every member needs a new ticket
-    tickets.json                ``Book``
+    tickets.json                ``AuthorityState``
     self/                       the seed's own credentials
     local-worker.ticket, ...    one of each role, for programs of the same user on this machine
 
@@ -131,7 +131,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Book:
+class AuthorityState:
     """All of it, immutable: a change is a new book, which is on the disk before anybody is told of it."""
 
     tickets: Mapping[str, TicketRecord] = field(default_factory=dict)
@@ -209,7 +209,7 @@ class Book:
 
     # ---------------------------------------------------------------------------------------------------------- changes
 
-    def with_ticket(self, ticket: TicketRecord, now: float) -> Book:
+    def with_ticket(self, ticket: TicketRecord, now: float) -> AuthorityState:
         """Add one. Raises ``Refused`` where there are too many."""
         kept = self.pruned(now)
         if len(kept.tickets) >= MAX_TICKETS:
@@ -219,7 +219,7 @@ class Book:
             raise Refused("full", f"{len(kept.tickets)} tickets are kept", remedy=remedy)
         return replace(kept, tickets={**kept.tickets, ticket.id: ticket})
 
-    def with_member(self, ticket_id: str, peer_id: str, key: str, not_after: float, now: float) -> Book:
+    def with_member(self, ticket_id: str, peer_id: str, key: str, not_after: float, now: float) -> AuthorityState:
         old, kept = self._member(peer_id, now), self.pruned(now)
         ticket = self.ticket(ticket_id)
         new = old is None or old.ticket != ticket_id
@@ -228,26 +228,26 @@ class Book:
         member = Member(ticket_id, key, not_after)
         return replace(kept, tickets={**kept.tickets, ticket_id: ticket}, members={**kept.members, peer_id: member})
 
-    def without_ticket(self, ticket_id: str, now: float) -> Book:
+    def without_ticket(self, ticket_id: str, now: float) -> AuthorityState:
         """Revoke it: nobody enrols with it, and what came from it is refused."""
         ticket = replace(self.ticket(ticket_id), closed_at=now, revoked=True)
         return replace(self, tickets={**self.tickets, ticket_id: ticket})
 
-    def rotated(self, now: float) -> Book:
+    def rotated(self, now: float) -> AuthorityState:
         closed = {
             key: replace(item, closed_at=now) if item.state(now) == "open" else item
             for key, item in self.tickets.items()
         }
         return replace(self, tickets=closed)
 
-    def with_evicted(self, peer_id: str, name: str) -> Book:
+    def with_evicted(self, peer_id: str, name: str) -> AuthorityState:
         """Raises ``Refused`` where too many are evicted to be remembered."""
         if peer_id not in self.evicted and len(self.evicted) >= MAX_EVICTED:
             text = f"{MAX_EVICTED} peers are evicted already"
             raise Refused("full", text, remedy="revoke the tickets that they come with")
         return replace(self, evicted={**self.evicted, peer_id: name})
 
-    def pruned(self, now: float, *, told_s: float = TOLD_S) -> Book:
+    def pruned(self, now: float, *, told_s: float = TOLD_S) -> AuthorityState:
         """Without what decides nothing any more: lapsed certificates, and tickets that are over and have none.
 
         Args:
@@ -265,7 +265,7 @@ class Book:
         return json.dumps(document, indent=1).encode()
 
     @classmethod
-    def from_json(cls, data: bytes) -> Book:
+    def from_json(cls, data: bytes) -> AuthorityState:
         """Raises ``StorageError`` where it is no book, or one of another release."""
         try:
             document = json.loads(data)
@@ -310,7 +310,7 @@ class Authority:
         book: what is decided by; replaced as a whole.
     """
 
-    def __init__(self, disk: Disk, directory: Path, key_pem: bytes, ca_pem: bytes, book: Book) -> None:
+    def __init__(self, disk: Disk, directory: Path, key_pem: bytes, ca_pem: bytes, book: AuthorityState) -> None:
         self.book = book
         self.ca_der = der_of(ca_pem)
         self.pin = hashlib.sha256(self.ca_der).digest()
@@ -334,10 +334,10 @@ class Authority:
             write_atomic(disk, directory / "ca.pem", ca_pem)  # last: where it is, the key is
         key_pem = disk.read(directory / "ca.key", max_bytes=_MAX_PEM_BYTES)
         ca_pem = disk.read(directory / "ca.pem", max_bytes=_MAX_PEM_BYTES)
-        book, path = Book(), directory / "tickets.json"
+        book, path = AuthorityState(), directory / "tickets.json"
         if path.name in disk.list_dir(directory):
             try:
-                book = Book.from_json(disk.read(path, max_bytes=_MAX_BOOK_BYTES))
+                book = AuthorityState.from_json(disk.read(path, max_bytes=_MAX_BOOK_BYTES))
             except StorageError as error:
                 remedy = "restore it from a backup, or move it away: then every member needs a new ticket"
                 raise StorageError(f"cannot use {path}: {error.message}", remedy=error.remedy or remedy) from error
@@ -379,7 +379,7 @@ class Authority:
         key, digest = _requested(csr_der, peer_id)
         role = self.book.judge_enrolment(ticket_id, peer_id, digest, now).role
 
-        def member(book: Book) -> Book:
+        def member(book: AuthorityState) -> AuthorityState:
             book.judge_enrolment(ticket_id, peer_id, digest, now)  # another may have used it up meanwhile
             return book.with_member(ticket_id, peer_id, digest, now + CERTIFICATE_LIFETIME_S, now)
 
@@ -391,7 +391,7 @@ class Authority:
         ticket_id, peer_id = ticket_of(identity), identity.peer_id
         key, digest = _requested(csr_der, peer_id)
 
-        def member(book: Book) -> Book:
+        def member(book: AuthorityState) -> AuthorityState:
             book.judge_certificate(ticket_id, peer_id)
             return book.with_member(ticket_id, peer_id, digest, now + CERTIFICATE_LIFETIME_S, now)
 
@@ -462,11 +462,11 @@ class Authority:
         """Raises ``Refused``, ``StorageError``."""
         await self._change(lambda book: book.with_evicted(peer_id, name))
 
-    async def _change(self, change: Callable[[Book], Book]) -> None:
+    async def _change(self, change: Callable[[AuthorityState], AuthorityState]) -> None:
         task = asyncio.get_running_loop().create_task(self._changed(change), name="tickets")
         await asyncio.shield(task)  # a caller that goes away must not leave the disk and the memory apart
 
-    async def _changed(self, change: Callable[[Book], Book]) -> None:
+    async def _changed(self, change: Callable[[AuthorityState], AuthorityState]) -> None:
         async with self._changing:
             book = change(self.book)
             path = self._directory / "tickets.json"

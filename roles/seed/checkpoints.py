@@ -12,7 +12,7 @@ from p2ptrain.core.world import Clock
 from ring.token import is_lineage
 from ring.view import View
 from roles.background import started_in
-from roles.seed.events import Board
+from roles.seed.events import Subscriptions
 from roles.seed.jobs import JobController, newest_of_all_stages, saved_of
 from roles.seed.peers import Link, checkpoint_of, clipped, did_you_mean
 from roles.seed.store import Records, Store
@@ -35,7 +35,7 @@ class Catalogue:
         self,
         clock: Clock,
         store: Store,
-        board: Board,
+        board: Subscriptions,
         desks: Mapping[str, JobController],
         links: Mapping[str, Link],
     ) -> None:

@@ -36,7 +36,7 @@ SHORTEST_TICKET_S = 1.0
 _EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
 
 
-class Gate:
+class EnrolmentPolicy:
     """What a seed decides about strangers and their certificates.
 
     Args:

@@ -39,7 +39,7 @@ Render = Callable[[str, str], Map | None]
 """(topic, id) → the record as a map, None where it is gone."""
 
 
-class Feed:
+class Subscription:
     def __init__(self, render: Render) -> None:
         self._render = render
         self._dirty: dict[str, dict[str, None]] = {topic: {} for topic in STATE_TOPICS}
@@ -87,10 +87,10 @@ class Feed:
             yield from _updates(topic, rows)
 
 
-class Board:
+class Subscriptions:
     def __init__(self, render: Render) -> None:
         self._render = render
-        self._feeds: set[Feed] = set()
+        self._feeds: set[Subscription] = set()
 
     @property
     def watched(self) -> bool:
@@ -105,16 +105,16 @@ class Board:
             feed.add((row,))
 
     @contextmanager
-    def open(self) -> Iterator[Feed]:
+    def open(self) -> Iterator[Subscription]:
         """A feed that learns of every change from now on, until it is left."""
-        feed = Feed(self._render)
+        feed = Subscription(self._render)
         self._feeds.add(feed)
         try:
             yield feed
         finally:
             self._feeds.discard(feed)
 
-    async def serve(self, feed: Feed, connection: Connection) -> None:
+    async def serve(self, feed: Subscription, connection: Connection) -> None:
         """Run the feed; a reader that is too slow loses its connection. Returns when the connection is gone."""
         try:
             await feed.run(connection)
@@ -164,7 +164,7 @@ class EventLog:
         recent: the newest events, for who begins to watch.
     """
 
-    def __init__(self, clock: Clock, store: Store, board: Board) -> None:
+    def __init__(self, clock: Clock, store: Store, board: Subscriptions) -> None:
         self.recent: deque[EventInfo] = deque(maxlen=RECENT_EVENTS)
         self._clock, self._store, self._board = clock, store, board
         self._last_id = 0

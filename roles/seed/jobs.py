@@ -19,10 +19,10 @@ from p2ptrain.core.errors import ProtocolError
 from ring import coordination as co
 from ring.coordination import ENDED, Peer, Phase
 from ring.coordinator import Coordinator
-from ring.crewing import newest_kept, told_stage
-from ring.crews import Crews
-from ring.order import LinkQuality, Wishes, known_link
+from ring.order import LinkQuality, RingOptions, known_link
 from ring.recovery import Recorder
+from ring.replica_assembly import newest_kept, told_stage
+from ring.replicas import ReplicaCoordinator
 from ring.training_costs import Training, shape_untrusted
 from ring.view import View
 from roles.seed.ledger import Ledger
@@ -67,7 +67,7 @@ def training_of(profile: Profile | None, shape: object, cuts: Sequence[int] = ()
     return Training(
         known,
         stages=profile.stages,
-        crews=profile.job.workers // profile.stages,
+        replicas=profile.job.workers // profile.stages,
         tokens=batch.micro_batch_sequences * data.sequence_tokens,
         sequence_tokens=data.sequence_tokens,
         micro_batches=batch.micro_batches,
@@ -86,9 +86,11 @@ def cut_spec(spec: str, cuts: Sequence[int]) -> str:
     return profile.model_copy(update={"pipeline": profile.pipeline.model_copy(update={"cuts": list(cuts)})}).to_spec()
 
 
-def _wishes_of(profile: Profile) -> Wishes:
+def _wishes_of(profile: Profile) -> RingOptions:
     ring, exact = profile.ring, profile.job.exact
-    return Wishes(ring.order, ring.streams, ring.sub_chunk_bytes, "fp32" if exact else ring.codec, ring.error_budget)
+    return RingOptions(
+        ring.order, ring.streams, ring.sub_chunk_bytes, "fp32" if exact else ring.codec, ring.error_budget
+    )
 
 
 _STANDING = frozenset({str(phase) for phase in (*ENDED, Phase.PAUSED)})
@@ -146,7 +148,7 @@ class JobController:
     def _begin(self, history: History) -> None:
         record, view = self.record, history.view
         self._row, self._val_loss = history.row, history.val_loss
-        past = co.Past(
+        past = co.StoredJob(
             state=record.state,
             reason=record.reason,
             paused=record.paused,
@@ -158,18 +160,18 @@ class JobController:
             step_s=_step_s(history.row) if history.row else 0.0,
             reread=history.reread,
         )
-        terms = co.Terms(
+        terms = co.JobOptions(
             workers=record.workers // self.stages,
             micro_batches=record.micro_batches,
-            wishes=_wishes_of(self._profile) if self._profile else Wishes(),
+            wishes=_wishes_of(self._profile) if self._profile else RingOptions(),
             minted_below=self._seed.minted_below,
         )
         self._links_seen = 0
         self.ledger = Ledger(record.id, history.head, history.begins)
         self._recoveries = Recorder(record.id, number=history.recoveries, view=view)
         now = self._seed.world.clock.now()
-        self.core: Coordinator | Crews = (
-            Crews(
+        self.core: Coordinator | ReplicaCoordinator = (
+            ReplicaCoordinator(
                 record.id,
                 terms,
                 self.stages,
@@ -199,7 +201,7 @@ class JobController:
         return seen_for(self._profile.device.kind if self._profile else "", link.peer)
 
     def stage_of(self, peer_id: str) -> int | None:
-        return self.core.stage_of(peer_id) if isinstance(self.core, Crews) else None
+        return self.core.stage_of(peer_id) if isinstance(self.core, ReplicaCoordinator) else None
 
     def whole(self, peer_ids: Iterable[str]) -> bool:
         """Whether these workers together hold a model, be it one of them, or one for each stage."""
@@ -344,9 +346,9 @@ class JobController:
                 for peer_id in peer_ids:
                     self._say(peer_id, Hold(self.id, generation, reason))
                 self._recoveries.held(reason, self._seed.world.clock.now(), self._seed.world.clock.wall())
-            case co.SendCatchUp(peer_id, generation, donors):
+            case co.SendCatchUp(peer_id, generation, sources):
                 if (link := self._seed.links.get(peer_id)) is not None:
-                    self._say(peer_id, CatchUp(self.id, generation, seen_from(link.host, donors)))
+                    self._say(peer_id, CatchUp(self.id, generation, seen_from(link.host, sources)))
             case co.SendSave(peer_ids):
                 for peer_id in peer_ids:
                     self._say(peer_id, SaveNow(self.id))
@@ -511,7 +513,9 @@ class JobController:
             edge_ms=[edge.latency_s * 1e3 if edge else None for edge in edges] if known else [],
             edge_bps=[edge.bandwidth_bps if edge else None for edge in edges] if known else [],
             stages=self.stages,
-            cuts=list(self.core.training.cuts) if isinstance(self.core, Crews) and self.core.training else [],
+            cuts=list(self.core.training.cuts)
+            if isinstance(self.core, ReplicaCoordinator) and self.core.training
+            else [],
             streams=view.streams if view else 0,
             codec=view.codec if view else "",
             started_at=record.started_at,

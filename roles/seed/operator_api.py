@@ -22,7 +22,7 @@ from p2ptrain.core.ids import new_id
 from ring import coordination as co
 from ring.coordination import ENDED, Phase
 from ring.ledger import counts_of_untrusted
-from ring.training_costs import ModelShape, Trainee, Training, shape_untrusted
+from ring.training_costs import CandidateWorker, ModelShape, Training, shape_untrusted
 from roles.seed.events import first_that_fit, newest_that_fit
 from roles.seed.jobs import SETTLE_S, seen_for, training_of
 from roles.seed.links import Survey
@@ -123,7 +123,9 @@ async def planned(profile: Profile, shape: ModelShape, links: Mapping[str, Link]
             await asyncio.gather(*(link.told.wait() for link in free if link.flops is None))
     await survey.measure_among([link.id for link in free], lambda: None)
     peers = [seen_for(device, link.peer) for link in free if links.get(link.id) is link]
-    there = [Trainee(peer.peer_id, peer.name, peer.memory_bytes, peer.flops or 0.0, peer.on_host) for peer in peers]
+    there = [
+        CandidateWorker(peer.peer_id, peer.name, peer.memory_bytes, peer.flops or 0.0, peer.on_host) for peer in peers
+    ]
     try:
         found = plan(training, there, survey.table.known)
     except (ResourceError, UserError) as problem:
@@ -131,13 +133,13 @@ async def planned(profile: Profile, shape: ModelShape, links: Mapping[str, Link]
     return plan_maps(training, found, there)
 
 
-def plan_maps(training: Training, found: TrainingPlan, there: Collection[Trainee]) -> dict[str, Any]:
+def plan_maps(training: Training, found: TrainingPlan, there: Collection[CandidateWorker]) -> dict[str, Any]:
     """A plan as ``{"plan": ..., "stages": [...]}`` of ``wire.records``."""
     known, used = found.tokens_per_s is not None, {trainee.id for stage in found.stages for trainee in stage.trainees}
     spares = [trainee.name for trainee in there if trainee.id not in used]
     info = TrainingPlanInfo(
         stages=training.stages,
-        crews=training.crews,
+        replicas=training.replicas,
         micro_batches=training.micro_batches,
         schedule=found.schedule,
         bubble=found.bubble if known else None,

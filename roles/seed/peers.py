@@ -21,7 +21,7 @@ from ring.order import LinkQuality
 from ring.token import is_lineage
 from ring.view import View
 from wire.address import format_address, is_loopback
-from wire.client import Calls
+from wire.client import PendingCalls
 from wire.connection import Connection, Received, last_word
 from wire.handshake import RefusalCode
 from wire.job_messages import CheckpointSaved, MemberRecord, Report, StepMetrics, ViewAnnounced
@@ -85,7 +85,7 @@ class Link:
     lost_at: float | None = None
     beat: Heartbeat | None = None
     fetched: Report | None = None
-    calls: Calls = field(default_factory=Calls)
+    calls: PendingCalls = field(default_factory=PendingCalls)
     told: asyncio.Event = field(default_factory=asyncio.Event)
     serving: ServingInfo | None = None
     early: deque[Message] = field(default_factory=deque)
@@ -197,7 +197,8 @@ class Link:
     ) -> PeerInfo:
         """What people see. ``view``: the running view of its job, None where it is in none; ``edge``: what is known of
         the way to its right neighbour; ``shares``: of the members in the newest step, in rank order; ``stage``: the
-        part of a split model that it holds, of ``stages``, which computes what its crew's first one has for a share."""
+        part of a split model that it holds, of ``stages``, which computes what its replica's first one has for a
+        share."""
         beat, gone = self.beat, self.lost_at is not None
         stats = {name: value for name, value in beat.stats.items() if math.isfinite(value)} if beat and not gone else {}
         rank = view.rank_of(self.id) if view else None

@@ -21,8 +21,8 @@ from ring.view import TERM_BITS, View
 from roles.background import started_in
 from roles.seed.authority import Authority
 from roles.seed.checkpoints import Catalogue
-from roles.seed.enrolment import Gate
-from roles.seed.events import Board, EventLog, Map
+from roles.seed.enrolment import EnrolmentPolicy
+from roles.seed.events import EventLog, Map, Subscriptions
 from roles.seed.jobs import History, JobController, history, profile_of
 from roles.seed.links import Survey
 from roles.seed.operator_api import OperatorApi
@@ -191,7 +191,7 @@ class Seed:
     ) -> None:
         self.world = world
         self.store = store
-        self.board = Board(self.render)
+        self.board = Subscriptions(self.render)
         self.links: dict[str, Link] = {}
         self.desks: dict[str, JobController] = {}  # oldest first
         self.checkpoints = Catalogue(world.clock, store, self.board, self.desks, self.links)
@@ -202,7 +202,7 @@ class Seed:
         self._address = ""
         self._lost: dict[str, Link] = {}
         self._tasks: asyncio.TaskGroup | None = None
-        self.gate = Gate(authority, world.clock, ticket_host, self.note)
+        self.gate = EnrolmentPolicy(authority, world.clock, ticket_host, self.note)
         self.door = Acceptor(self, beats)
         self._clerk = OperatorApi(self)
         self.parts = Holdings(partial(self.board.touch, "parts"))

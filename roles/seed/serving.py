@@ -14,7 +14,7 @@ from wire.chain_messages import HeldPart, PartsHeld
 from wire.handshake import PERMITTED
 from wire.messages import EventNotice, Hello
 from wire.records import PartInfo, ServingInfo
-from wire.text_messages import MAX_DRAFTERS, DrafterAt, DraftersHere, Serving
+from wire.text_messages import MAX_DRAFTERS, DrafterAt, DrafterList, Serving
 
 
 class Holdings:
@@ -150,7 +150,7 @@ class Services:
             (each for each in self._links.values() if each.role == "drafter"), key=lambda each: each.joined_at
         )
         here = [each.serving for each in links if each.serving is not None]
-        link.say(DraftersHere([_seen_from(link.host, info) for info in here[:MAX_DRAFTERS]]))
+        link.say(DrafterList([_seen_from(link.host, info) for info in here[:MAX_DRAFTERS]]))
 
 
 def _seen_from(host: str, info: ServingInfo) -> DrafterAt:

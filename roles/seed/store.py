@@ -104,7 +104,7 @@ class JobRecord:
     restoring: list[Any] | None = None
     """Step, peer and lineage of a checkpoint that a person wants to go back to, until a view starts from it."""
     held: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Of a split model: worker → the stage that it holds, or held last (``ring.crews``)."""
+    """Of a split model: worker → the stage that it holds, or held last (``ring.replicas``)."""
     shape: dict[str, Any] | None = None
     """Of a split model: its sizes (``ring.training_costs.ModelShape``), where whoever made the job knew them."""
     cuts: list[int] = dataclasses.field(default_factory=list)

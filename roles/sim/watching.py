@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.core.checkpoints import MANIFEST, CheckpointStore, manifest_untrusted
-from ring import crews, transaction
+from ring import replicas, transaction
 from ring.coordinator import Coordinator
 from ring.links import Inbound
 from ring.transaction import Followed, Phase, Transaction
@@ -261,12 +261,12 @@ STAGED: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
     ),
     # Where a part of the newest state is gone, the run begins anew.
     "back": (
-        [(crews, "newest_kept", lambda original: lambda by_stage, wholes=(): 0)],
+        [(replicas, "newest_kept", lambda original: lambda by_stage, wholes=(): 0)],
         ("lose-disk", "save", "join"),
     ),
     # Nobody is told who has the whole model's checkpoint that the run goes back to.
     "files": (
-        [(crews.Crews, "_holders", lambda original: lambda self, worker, step: ())],
+        [(replicas.ReplicaCoordinator, "_holders", lambda original: lambda self, worker, step: ())],
         ("lose-disk", "save", "join"),
     ),
     # The lineage is made of the first stage's sums alone.

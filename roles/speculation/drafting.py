@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from p2ptrain.core.errors import ProtocolError
-from roles.speculation.events import Began, Run, RunDone, Send, Told
+from roles.speculation.events import Began, Run, RunDone, Send, VerdictReceived
 
 CHUNK = 2048
 """Positions in one run, at most."""
@@ -60,7 +60,7 @@ class Drafting:
     def verified(self) -> tuple[int, ...]:
         return tuple(self._ids[: self._verified])
 
-    def handle(self, event: Began | Told | RunDone, now: float) -> list[Run | Send]:
+    def handle(self, event: Began | VerdictReceived | RunDone, now: float) -> list[Run | Send]:
         """Take an event; what is to be done.
 
         Raises:
@@ -69,16 +69,16 @@ class Drafting:
         match event:
             case Began():
                 pass
-            case Told():
+            case VerdictReceived():
                 self._told(event)
-            case RunDone(picks):
-                self._done(picks)
+            case RunDone(samples):
+                self._done(samples)
         sends = self._sends()
         return [*sends, *self._runs()]
 
     # ------------------------------------------------------------------------------------------------------ verdicts
 
-    def _told(self, verdict: Told) -> None:
+    def _told(self, verdict: VerdictReceived) -> None:
         start, end = verdict.start, verdict.start + len(verdict.tokens)
         if verdict.number != self.number + 1:
             raise ProtocolError(f"verdict {verdict.number} after verdict {self.number}")
@@ -117,21 +117,21 @@ class Drafting:
             if self._held >= size:
                 return []
         stop = min(self._held + CHUNK, size)
-        picks = int(stop == size)
+        samples = int(stop == size)
         self._running = True
         self._reach = stop
         ids = tuple(self._ids[self._held : stop])
-        draw = size - self._prompt if picks else 0
-        return [Run(self._held, ids, picks, draw, prefill=not self.ready)]
+        sample_index = size - self._prompt if samples else 0
+        return [Run(self._held, ids, samples, sample_index, prefill=not self.ready)]
 
-    def _done(self, picks: Sequence[int]) -> None:
+    def _done(self, samples: Sequence[int]) -> None:
         if not self._running:
             return
         self._running = False
         self._held = self._reach  # less than was asked for, if tokens that the run saw were cut off meanwhile
         self.ready = self.ready or self._held >= self._opened
         if self._held == len(self._ids) < self._positions:
-            self._ids += picks
+            self._ids += samples
 
     @property
     def _limit(self) -> int:

@@ -71,7 +71,7 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class VerdictReceived:
     """A verdict; as of ``wire.text_messages.Verdict``, with its number."""
 
     number: int
@@ -84,7 +84,7 @@ class Told:
 class RunDone:
     """The pick of the ``Run`` that was asked for; none if none was asked for, or it is no token of the verifier."""
 
-    picks: tuple[int, ...]
+    samples: tuple[int, ...]
 
 
 # ------------------------------------------------------------------------------------------------------- out of either
@@ -92,20 +92,20 @@ class RunDone:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Cut the model's history to ``keep`` positions, take ``ids`` more, and pick for the last ``picks`` of them.
+    """Cut the model's history to ``keep`` positions, take ``ids`` more, and pick for the last ``samples`` of them.
 
-    One at a time: the next one is asked for when this one is done. ``draw``: sample index of the first pick.
+    One at a time: the next one is asked for when this one is done. ``sample_index``: sample index of the first pick.
     """
 
     keep: int
     ids: tuple[int, ...]
-    picks: int
-    draw: int
+    samples: int
+    sample_index: int
     prefill: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class SendVerdict:
     """Verifying: a verdict to a drafter. ``right``: drafts that it finds right: from what was told up to ``start``."""
 
     drafter: int
@@ -149,4 +149,4 @@ class Send:
 
 DrafterState: TypeAlias = "DrafterReady | Drafted | DrafterLost"
 VerifierEvent: TypeAlias = "Began | PassDone | DrafterState | Cancel | Tick"
-VerifierInstruction: TypeAlias = "Run | Tell | Drop | Give | Finished"
+VerifierInstruction: TypeAlias = "Run | SendVerdict | Drop | Give | Finished"

@@ -13,7 +13,7 @@ from p2ptrain.core.errors import ProtocolError, Refused, UserError
 from p2ptrain.core.serving import Sampling, check_sampling
 from p2ptrain.core.texts import printable
 from roles.line import LONGEST_SILENCE_S, SHORTEST_SILENCE_S
-from roles.speculation.events import Told
+from roles.speculation.events import VerdictReceived
 from roles.worker.stage_requests import MAX_POSITIONS
 from wire.text_messages import DraftOpen, DraftReady, Drafts, StreamRefused, Verdict
 
@@ -79,7 +79,7 @@ def tokens_untrusted(data: bytes, *, vocab_size: int) -> tuple[int, ...]:
     return tokens
 
 
-def told_untrusted(message: Verdict, number: int, *, verified: int, vocab_size: int) -> Told:
+def told_untrusted(message: Verdict, number: int, *, verified: int, vocab_size: int) -> VerdictReceived:
     """Raises ``ProtocolError``: no correct verifier says this.
 
     Args:
@@ -89,7 +89,7 @@ def told_untrusted(message: Verdict, number: int, *, verified: int, vocab_size: 
         raise ProtocolError(f"verdict {number}, by which {message.right} drafts are right")
     _check_depth_untrusted(message.depth)
     start = verified + message.right
-    return Told(number, start, tokens_untrusted(message.tokens, vocab_size=vocab_size), message.depth)
+    return VerdictReceived(number, start, tokens_untrusted(message.tokens, vocab_size=vocab_size), message.depth)
 
 
 def drafts_untrusted(message: Drafts, epoch: int, *, vocab_size: int) -> tuple[int, ...]:

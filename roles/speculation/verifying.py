@@ -28,7 +28,7 @@ from roles.speculation.events import (
     Give,
     PassDone,
     Run,
-    Tell,
+    SendVerdict,
     Tick,
     VerifierEvent,
     VerifierInstruction,
@@ -234,11 +234,11 @@ class Verifying:
                 out.append(self._tell(drafter, line, now))
         return out
 
-    def _tell(self, drafter: int, line: Line, now: float) -> Tell:
+    def _tell(self, drafter: int, line: Line, now: float) -> SendVerdict:
         self._works(line, now)
         depth = line.model.depth if drafter == self._drafts and not self._model.resting else 0
         number, start, right = line.verdict(len(self._text), depth, now)
-        return Tell(drafter, number, start, tuple(self._text[start:]), depth, right)
+        return SendVerdict(drafter, number, start, tuple(self._text[start:]), depth, right)
 
     def _works(self, line: Line, now: float) -> None:
         """A drafter that drafts works until it hears that it is to rest, and has done what it is at."""
@@ -262,8 +262,8 @@ class Verifying:
         drafts = () if self._guide is None else tuple(islice(self._lines[self._guide].ahead, count))
         self._waited_s = now - self._idle_since
         self.stats.wait_s += self._waited_s
-        draw = len(self._text) - self._prompt
-        self._pass = Run(len(self._text) - 1, (self._text[-1], *drafts), len(drafts) + 1, draw)
+        sample_index = len(self._text) - self._prompt
+        self._pass = Run(len(self._text) - 1, (self._text[-1], *drafts), len(drafts) + 1, sample_index)
         return [self._pass]
 
     def _choose(self, now: float) -> tuple[int, float, int | None]:
@@ -293,12 +293,12 @@ class Verifying:
 
     def _passed(self, event: PassDone, now: float) -> list[VerifierInstruction]:
         run, self._pass = self._pass, None
-        if run is None or len(event.tokens) != run.picks:
+        if run is None or len(event.tokens) != run.samples:
             raise ValueError(f"a pass with {len(event.tokens)} picks, which was not asked for")
         accepted = 0
         if run.prefill:
             self._held = run.keep + len(run.ids)
-            if not run.picks:
+            if not run.samples:
                 return []
             fresh = self._grow(event.tokens)
         else:
@@ -332,9 +332,9 @@ class Verifying:
         if self._lines:
             model.passed(drafts, tokens, between_s + self._waited_s + took_s, began_at=now - took_s)
 
-    def _grow(self, picks: Sequence[int]) -> tuple[int, ...]:
+    def _grow(self, samples: Sequence[int]) -> tuple[int, ...]:
         size = len(self._text)
-        for token in picks:
+        for token in samples:
             self._text.append(token)
             if token in self._stop_ids:
                 self.ended = "stop"

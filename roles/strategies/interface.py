@@ -64,7 +64,7 @@ class Strategy(Protocol):
     exposed_s: float
     communicating_s: float
 
-    async def begin(self, session: RingSession, meet: Meet) -> None:
+    async def begin(self, session: RingSession, meet: ConnectPeers) -> None:
         """A view begins, whose ring is ``session``. Whatever other connections between its members this needs is made
         now; what ``meet`` makes ends with the session, and break it when they break.
 
@@ -90,13 +90,13 @@ class Strategy(Protocol):
 
     async def validate(self, first: int, count: int) -> tuple[float, int]:
         """Sum of the losses (nats) and number of targets over validation micro-batches [first, first + count): those of
-        this member's replica. Of a split model one of the crew has them, and the others have 0."""
+        this member's replica. Of a split model one of the replica has them, and the others have 0."""
 
     def stage_load(self) -> StageLoad | None:
         """None where there is no pipeline, or it has not taken a step in this view."""
 
 
-class Meet(Protocol):
+class ConnectPeers(Protocol):
     """Forms what some of a view's members need beside its ring, with what the view says of beats and carriage. Raises
     as ``RingSession.form`` and ``Chain.form``."""
 

@@ -1,10 +1,11 @@
-"""A model in stages: activations and their gradients go through the crew's chain, gradients are summed by stage.
+"""A model in stages: activations and their gradients go through the replica's chain, gradients are summed by stage.
 
-Per view, beside the ring of all and the ring of this stage (``staged``): the crew's *chain*, and, where the first and
-the last stage both have the embedding's matrix, the *pair*: the ring of these two, round which their gradients of it
-are summed, after the stage's ring has summed those of the replicas. Two numbers are summed, so both get the same bits.
+Per view, beside the ring of all and the ring of this stage (``staged``): the replica's *chain*, and, where the first
+and the last stage both have the embedding's matrix, the *pair*: the ring of these two, round which their gradients of
+it are summed, after the stage's ring has summed those of the replicas. Two numbers are summed, so both get the same
+bits.
 
-Schedule. Each step has its own, the same on all stages of a crew, because all derive it from the same figures: the
+Schedule. Each step has its own, the same on all stages of a replica, because all derive it from the same figures: the
 chain's round trips, how many micro-batches each stage has memory for, and how long a micro-batch takes the slowest
 stage, which is told with the digests. Whatever the schedule, backwards run in the order of the micro-batches, so it
 changes no bit of a step's result.
@@ -32,7 +33,7 @@ from ring.session import PATIENCE_S, RingSession
 from ring.token import joined_digest
 from roles.compute_thread import ComputeThread
 from roles.engine import Applied, Engine, PartEngine, Payload, PipelineEngine
-from roles.strategies.interface import Contribution, Factory, Meet, StageLoad
+from roles.strategies.interface import ConnectPeers, Contribution, Factory, StageLoad
 from roles.strategies.sync import SyncStrategy
 
 T = TypeVar("T")
@@ -236,7 +237,7 @@ class StagedStrategy(SyncStrategy):
     _loss = math.nan
     _unit_s = 0.0  # that a micro-batch of the step took this member; 0 where that is not known
 
-    async def begin(self, session: RingSession, meet: Meet) -> None:
+    async def begin(self, session: RingSession, meet: ConnectPeers) -> None:
         self._ring = None
         self._ring = await meet.ring(session.view.stage_ring(session.rank))
 
@@ -250,15 +251,15 @@ class StagedStrategy(SyncStrategy):
         members = [_TOLD.unpack(item) for item in await session.all_gather(told, patience_s=self._patience_s)]
         view = session.view
         first = view.replica_of(session.rank) * view.stages
-        crew = members[first : first + view.stages]
-        # By stage, so that all crews come to the same sum.
-        self._loss = sum(loss for _, loss, _ in crew) / sum(member.count for member in view.members)
-        digests = b"".join(digest for digest, _, _ in crew)
-        self._heard([unit_s for _, _, unit_s in crew])
+        replica = members[first : first + view.stages]
+        # By stage, so that all replicas come to the same sum.
+        self._loss = sum(loss for _, loss, _ in replica) / sum(member.count for member in view.members)
+        digests = b"".join(digest for digest, _, _ in replica)
+        self._heard([unit_s for _, _, unit_s in replica])
         return Contribution(joined_digest(digests), alike.part, alike.own, digests)
 
     def _heard(self, units_s: list[float]) -> None:
-        """What a micro-batch took each stage of this crew, as they say."""
+        """What a micro-batch took each stage of this replica, as they say."""
 
     async def commit(self, step: int, square_sum: float) -> Applied:
         return replace(await super().commit(step, square_sum), loss=self._loss)
@@ -274,7 +275,7 @@ GPIPE = "gpipe"
 
 
 class _Share:
-    """A crew's micro-batches of one step, counted from 0 as a ``StageRunner`` does."""
+    """A replica's micro-batches of one step, counted from 0 as a ``StageRunner`` does."""
 
     def __init__(self, engine: PipelineEngine, first: int, count: int, front_final: OnFinal) -> None:
         self.activation_bytes, self.gradient_bytes = engine.activation_bytes, engine.gradient_bytes
@@ -337,19 +338,19 @@ class PipelineStrategy(StagedStrategy):
         self._next = ""  # peer id of the next stage
         self._load: StageLoad | None = None
 
-    async def begin(self, session: RingSession, meet: Meet) -> None:
+    async def begin(self, session: RingSession, meet: ConnectPeers) -> None:
         self._chain = self._pair = None
         self._period_s, self._load = math.inf, None
         await super().begin(session, meet)
         view = session.view
-        crew, stage = view.crew(session.rank), view.stage_of(session.rank)
-        self._next = crew[stage + 1].peer_id if stage + 1 < len(crew) else ""
+        replica, stage = view.replica(session.rank), view.stage_of(session.rank)
+        self._next = replica[stage + 1].peer_id if stage + 1 < len(replica) else ""
         if self._part.tied_gradient() is not None:
-            ends = replace(crew[0], first=0, count=0), replace(crew[-1], first=0, count=0)
+            ends = replace(replica[0], first=0, count=0), replace(replica[-1], first=0, count=0)
             self._pair = await meet.ring(replace(view, members=ends, stages=1), Topology.PAIR)
         self._chain = await meet.chain(
             view,
-            [member.peer_id for member in crew],
+            [member.peer_id for member in replica],
             activation_bytes=self._part.activation_bytes,
             gradient_bytes=self._part.gradient_bytes,
             in_flight=self._part.in_flight,
@@ -392,17 +393,17 @@ class PipelineStrategy(StagedStrategy):
         for start in range(first, first + count, self._ahead):
             held_out = _HeldOut(self._part, start)
             number = min(self._ahead, first + count - start)
-            schedule = forwards(self._crew_chain.stages, number)
+            schedule = forwards(self._replica_chain.stages, number)
             await self._runner(held_out).run(-1, schedule, patience_s=self._patience_s)
             total += held_out.total
-        is_last = self._crew_chain.stage == self._crew_chain.stages - 1
+        is_last = self._replica_chain.stage == self._replica_chain.stages - 1
         return total, count * self._engine.tokens_per_micro_batch if is_last else 0
 
     def _runner(self, engine: _Share | _HeldOut) -> StageRunner:
-        return StageRunner(engine, self._crew_chain, self._compute, on_work=self._progress)
+        return StageRunner(engine, self._replica_chain, self._compute, on_work=self._progress)
 
     def _schedule(self, count: int) -> Schedule:
-        chain, most = self._crew_chain, self._max_in_flight
+        chain, most = self._replica_chain, self._max_in_flight
         if self._wanted == GPIPE:
             return Schedule(GPIPE, count, (min(count, most or count) - 1,) * chain.stages)
         bounds = [min(most or count, room or count) for room in chain.in_flight]
@@ -411,7 +412,7 @@ class PipelineStrategy(StagedStrategy):
         return extended(count, chain.round_trips_s, self._period_s, max_in_flight=bounds)
 
     @property
-    def _crew_chain(self) -> Chain:
+    def _replica_chain(self) -> Chain:
         if self._chain is None:
             raise RuntimeError("no view has begun")
         return self._chain

@@ -33,7 +33,7 @@ from ring.collectives import owned_range
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import Applied, Engine
-from roles.strategies.interface import Contribution, Meet, StageLoad
+from roles.strategies.interface import ConnectPeers, Contribution, StageLoad
 
 PLAIN = "fp32"
 """The codec that changes nothing: gradients travel as they lie in memory."""
@@ -186,7 +186,7 @@ class SyncStrategy:
         self._now = LoopClock().now
         self.exposed_s = self.communicating_s = 0.0
 
-    async def begin(self, session: RingSession, meet: Meet) -> None:
+    async def begin(self, session: RingSession, meet: ConnectPeers) -> None:
         """One ring is all it needs."""
 
     async def compute(self, step: int, first: int, count: int, session: RingSession, *, patience_s: float) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from p2ptrain.compute.text import Turn
 from p2ptrain.core.errors import JobFailed
-from p2ptrain.core.serving import SamplingWish
+from p2ptrain.core.serving import SamplingOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class TextRequest:
     prompt: str = ""
     turns: tuple[Turn, ...] = ()
     max_new_tokens: int | None = None
-    sampling: SamplingWish = field(default_factory=SamplingWish)
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
     stop: tuple[str, ...] = ()
     speculate: bool = True
 

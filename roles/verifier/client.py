@@ -168,7 +168,7 @@ class VerifierClient:
                 text.fail(self._lost(text))
 
     def _take_untrusted(self, message: Message, stream: int) -> None:
-        if not isinstance(message, wire.Asked | wire.Piece | wire.Written | wire.StreamRefused):
+        if not isinstance(message, wire.QuestionAccepted | wire.Piece | wire.Written | wire.StreamRefused):
             raise ProtocolError(f"a verifier does not say {type(message).__name__} to a client")
         if not 0 < stream < self._next:
             raise ProtocolError(f"an answer to question {stream}, which was not asked")
@@ -226,12 +226,12 @@ class Text:
         self._error = error
         self._news.set()
 
-    def take_untrusted(self, message: wire.Asked | wire.Piece | wire.Written | wire.StreamRefused) -> None:
+    def take_untrusted(self, message: wire.QuestionAccepted | wire.Piece | wire.Written | wire.StreamRefused) -> None:
         """Raises ``ProtocolError`` where no correct verifier says this."""
         if self.ended or self._error is not None:
             raise ProtocolError(f"{type(message).__name__} after the end of a text")
         match message:
-            case wire.Asked(prompt_tokens, left_out):
+            case wire.QuestionAccepted(prompt_tokens, left_out):
                 if self._began or prompt_tokens < 1 or left_out < 0:
                     raise ProtocolError("a text that begins twice, or after no prompt")
                 self._began, self.prompt_tokens, self.left_out = True, prompt_tokens, left_out

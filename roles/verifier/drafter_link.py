@@ -26,11 +26,11 @@ from p2ptrain.core.serving import Sampling
 from roles.chain.peer import Context
 from roles.line import DIAL_S, QUIET_S, Line
 from roles.speculation.cost_model import Average, DrafterModel
-from roles.speculation.events import Drafted, DrafterLost, DrafterReady, DrafterState, Tell
+from roles.speculation.events import Drafted, DrafterLost, DrafterReady, DrafterState, SendVerdict
 from roles.speculation.received import TOO_LONG, drafts_untrusted, packed, refused_untrusted, step_untrusted
 from roles.worker.stage_requests import printable
 from wire.address import is_loopback
-from wire.client import Calls
+from wire.client import PendingCalls
 from wire.connection import Received
 from wire.handshake import dial, local_hello
 from wire.messages import Message, Refuse, Response
@@ -120,7 +120,7 @@ class DraftSession:
         at, latency_ms = self.link.at, 1e3 * self.link.model.latency_s
         return DrafterFacts(self.drafter, at.peer_id, at.name, at.model, latency_ms, self.bytes_in, self.bytes_out)
 
-    def tell(self, tell: Tell) -> None:
+    def tell(self, tell: SendVerdict) -> None:
         """Give it a verdict. Never raises."""
         try:
             tokens = packed(tell.tokens, self.link.tokens.vocab_size)
@@ -162,7 +162,7 @@ class DrafterLink:
         self.not_before = 0.0
         self._around, self._on_change = around, on_change
         self._now = around.world.clock.now
-        self._calls = Calls()
+        self._calls = PendingCalls()
         self._sessions: dict[int, DraftSession] = {}  # by stream
         self._last_stream = 0
         self._refused_until = 0.0  # it refused a session: it is asked for no other one until then

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from p2ptrain.core.errors import ProtocolError
 from roles.background import Background
 from roles.chain.peer import Context
-from roles.speculation.events import DrafterLost, DrafterReady, DrafterState, Tell
+from roles.speculation.events import DrafterLost, DrafterReady, DrafterState, SendVerdict
 from roles.verifier.drafter_link import Connected, DrafterFacts, DrafterLink, DraftSession, Opening, Tokens
 from wire.text_messages import MAX_DRAFTERS, DrafterAt
 
@@ -143,7 +143,7 @@ class SessionDrafters:
                 asyncio.get_running_loop().call_soon(self.fill)
         self._on_event(event)
 
-    def tell(self, tell: Tell) -> None:
+    def tell(self, tell: SendVerdict) -> None:
         if (session := self._open.get(tell.drafter)) is not None:
             session.tell(tell)
 

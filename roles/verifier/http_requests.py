@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from p2ptrain.compute.text import Turn
 from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, Refused, ResourceError, TooLong, UserError
-from p2ptrain.core.serving import MOST_TOP_K, SamplingWish
+from p2ptrain.core.serving import MOST_TOP_K, SamplingOptions
 from roles.verifier.asking import TextRequest
 
 _SHOWN_CHARS = 64
@@ -261,7 +261,7 @@ def _request(given: _Body, asked: tuple[dict[str, Any], ...], draw_seed: Callabl
         raise _wrong("max_tokens", "max_completion_tokens is its new name, and says something else")
     if given.stream_options is not None and not given.stream:
         raise _wrong("stream_options", "only of use where stream is true")
-    sampling = SamplingWish(
+    sampling = SamplingOptions(
         temperature=given.temperature,
         top_k=given.top_k,
         top_p=given.top_p,

@@ -16,7 +16,7 @@ from p2ptrain.core.errors import (
     StorageError,
     UserError,
 )
-from p2ptrain.core.serving import SamplingWish
+from p2ptrain.core.serving import SamplingOptions
 from p2ptrain.core.texts import printable, shortened
 from roles.verifier.asking import TextRequest
 from wire import text_messages as wire
@@ -79,7 +79,7 @@ def request_untrusted(ask: wire.Ask, data: bytes | bytearray) -> TextRequest:
     if not 0 <= ask.max_new_tokens < 1 << 31:
         raise ProtocolError(f"{ask.max_new_tokens} new tokens")
     try:
-        sampling = SamplingWish(ask.temperature, ask.top_k, ask.top_p, ask.seed)
+        sampling = SamplingOptions(ask.temperature, ask.top_k, ask.top_p, ask.seed)
         texts = list(_cut(data, ask.sizes))
     except (UserError, UnicodeDecodeError) as error:
         raise ProtocolError(f"a question that cannot be: {shortened(str(error), 200)}") from error

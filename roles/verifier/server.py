@@ -114,7 +114,7 @@ class _Caller:
                 await writing.close()
 
     async def _send_all(self, stream: int, writing: Writing) -> None:
-        self._say(wire.Asked(writing.prompt_tokens, writing.left_out), stream)
+        self._say(wire.QuestionAccepted(writing.prompt_tokens, writing.left_out), stream)
         async for piece in writing:
             for part in _frames(piece):
                 self._say(part, stream)

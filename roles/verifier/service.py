@@ -151,10 +151,12 @@ class VerifierService:
             return
         session = await self._target.open(positions=prompt + steps, sampling=Sampling(temperature=0.0))
         try:
-            passed = await session.run(keep=0, ids=(0,) * prompt, picks=1, draw=0, prefill=True)
+            passed = await session.run(keep=0, ids=(0,) * prompt, samples=1, sample_index=0, prefill=True)
             took_s = list[float]()
             for step in range(steps):
-                passed = await session.run(keep=prompt + step, ids=passed.tokens, picks=1, draw=step + 1, prefill=False)
+                passed = await session.run(
+                    keep=prompt + step, ids=passed.tokens, samples=1, sample_index=step + 1, prefill=False
+                )
                 took_s.append(passed.took_s)
         finally:
             await session.close()

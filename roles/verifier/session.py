@@ -155,7 +155,7 @@ class TextSession:
                 self._stats.asked(self._now())
                 self._run = instruction
                 self._asked.set()
-            case ev.Tell() if self._drafting is not None:
+            case ev.SendVerdict() if self._drafting is not None:
                 self._drafting.tell(instruction)
             case ev.Drop(drafter, reason) if self._drafting is not None:
                 self._drafting.drop(drafter, reason)
@@ -208,7 +208,7 @@ class TextSession:
             while (run := await self._next_run()) is not None:
                 self._under_way = True
                 passed = await self._target.run(
-                    keep=run.keep, ids=run.ids, picks=run.picks, draw=run.draw, prefill=run.prefill
+                    keep=run.keep, ids=run.ids, samples=run.samples, sample_index=run.sample_index, prefill=run.prefill
                 )
                 self._under_way = False
                 self._stats.passed(self._now(), passed.took_s, prefill=run.prefill)

@@ -46,8 +46,9 @@ class TargetSession(Protocol):
     def lost(self) -> bool:
         """It failed, whether it was used or not, and is only to be closed."""
 
-    async def run(self, *, keep: int, ids: Sequence[int], picks: int, draw: int, prefill: bool) -> Passed:
-        """Cut the history to ``keep`` positions, take ``ids`` more (2048 at most), pick for the last ``picks`` of them.
+    async def run(self, *, keep: int, ids: Sequence[int], samples: int, sample_index: int, prefill: bool) -> Passed:
+        """Cut the history to ``keep`` positions, take ``ids`` more (2048 at most), pick for the last ``samples`` of
+        them.
 
         One at a time. Cancelling it leaves the session unusable but for ``close``.
 
@@ -219,7 +220,7 @@ class WholeSession:
         self._target, self._name = target, name
         self._running = self._closed = False
 
-    async def run(self, *, keep: int, ids: Sequence[int], picks: int, draw: int, prefill: bool) -> Passed:
+    async def run(self, *, keep: int, ids: Sequence[int], samples: int, sample_index: int, prefill: bool) -> Passed:
         """See ``TargetSession``; ``prefill`` makes no difference here."""
         if self._running or self._closed:
             raise RuntimeError("a session that is closed, or runs already, was given a pass")
@@ -227,7 +228,7 @@ class WholeSession:
         if not 0 < len(ids) <= CHUNK:
             raise ValueError(f"a pass has 1 to {CHUNK} positions, not {len(ids)}")
         engine = self._target.engine
-        wanted = Pass(keep, memoryview(encode_ids(ids)), len(ids), IDS, engine.encoding, picks, draw)
+        wanted = Pass(keep, memoryview(encode_ids(ids)), len(ids), IDS, engine.encoding, samples, sample_index)
         ran, took_s = await self._target.in_turn(partial(engine.run, self._name, wanted))
         self._running = False  # not where it failed or was cancelled: then it is only to be closed
         return Passed(ran.tokens, took_s)
@@ -312,7 +313,7 @@ class ChainTarget:
     under way, and its picks are the same; the pass takes as long as that takes.
 
     Args:
-        chain: loaded; it is closed with this target, its crew is not.
+        chain: loaded; it is closed with this target, its replica is not.
         context: positions that the model knows; None: nobody says.
         max_sessions: at a time.
         encoding, prefill_encoding: of hidden states, as of ``Chain.open``. Smaller ones than the chain's own change
@@ -383,13 +384,13 @@ class ChainSession:
     def lost(self) -> bool:
         return self._session.failed
 
-    async def run(self, *, keep: int, ids: Sequence[int], picks: int, draw: int, prefill: bool) -> Passed:
+    async def run(self, *, keep: int, ids: Sequence[int], samples: int, sample_index: int, prefill: bool) -> Passed:
         """See ``TargetSession``. It took from when it was sent until its answer was there: the way counts, and so do
         other sessions' works at a stage."""
         if self._over:
             raise RuntimeError("a session that failed was given a pass")
         try:
-            done = await self._session.run(Submit(tuple(ids), keep, picks, draw, prefill))
+            done = await self._session.run(Submit(tuple(ids), keep, samples, sample_index, prefill))
         except BaseException:
             self._over = True  # cancelled, too: then it is only to be closed
             raise

@@ -40,7 +40,7 @@ from roles.engine import WHOLE, Stage
 from roles.line import Line, dial_worker
 from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing, announce
 from roles.worker.context import Context
-from roles.worker.transfer import Everything, Piece, Receiver, Source, send_range
+from roles.worker.transfer import AllPieces, Piece, Receiver, Source, send_range
 from wire.connection import Connection
 from wire.handshake import RefusalCode, local_hello
 from wire.job_messages import FilesOffer, FilesRequest, MemberRecord, RangeRequest
@@ -57,7 +57,7 @@ class _Wanted:
 
     step: int
     lineage: str
-    crew: tuple[MemberRecord, ...]
+    replica: tuple[MemberRecord, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class CheckpointAssembler:
 
     def want(self, view: View, rank: int, step: int, lineage: str, start: Callable[..., asyncio.Task[None]]) -> None:
         """Put that state together when its parts are durable; older ones that wait are left out."""
-        self._next = _Wanted(step, lineage, view.crew(rank))
+        self._next = _Wanted(step, lineage, view.replica(rank))
         if self._task is None or self._task.done():
             self._task = start(self._work(), name="whole checkpoint")
 
@@ -139,7 +139,7 @@ class CheckpointAssembler:
     async def _assembled(self, wanted: _Wanted) -> CheckpointEntry:
         async with AsyncExitStack() as stack:
             parts: list[_Part] = []
-            for index, member in enumerate(wanted.crew):
+            for index, member in enumerate(wanted.replica):
                 if index == self._stage.index:
                     parts.append(await self._own_part(wanted))
                 else:
@@ -189,7 +189,7 @@ class CheckpointAssembler:
                 stop = min(start + PIECE_BYTES, size_bytes)
                 data = bytearray(stop - start)
                 receiver.want((name, start), Piece(name, start, stop, memoryview(data)))
-                receiver.offers(source, Everything())
+                receiver.offers(source, AllPieces())
                 await receiver.until(lambda start=start: receiver.has((name, start)))  # type: ignore[misc]
                 receiver.forget((name, start))
                 yield data

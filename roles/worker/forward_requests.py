@@ -1,13 +1,13 @@
-"""Forward requests (``Work``) of split models: what a session on a stage takes, keeps and replays.
+"""Forward requests (``ForwardRequest``) of split models: what a session on a stage takes, keeps and replays.
 
-``StageSession`` decides without computing. A ``Work`` is *checked* before a byte of its payload is allocated,
-*admitted* when the payload is there, and *done* when it was computed. A session has an attempt; what is of an older one
-is read off the wire and forgotten. Where the chain broke nothing more is admitted until the client raises the attempt.
-What a stage gave on is kept as it was sent, so that a replay is the same bytes in fewer, longer works.
+``StageSession`` decides without computing. A ``ForwardRequest`` is *checked* before a byte of its payload is allocated,
+*admitted* when the payload is there, and *done* when it was computed. A session has an epoch; what is of an older one
+is read off the wire and forgotten. Where the chain broke nothing more is admitted until the client raises the epoch.
+What a stage gave on is kept as it was sent, so that a replay is the same bytes in fewer, longer requests.
 
-``StageWorks`` is the shell. An admitted work waits in its session's queue, the session has its turn, the engine runs on
-the compute thread, and what comes of it goes to the next stage, or the tokens to the client. A session whose next stage
-takes nothing has no turns; a stage before it is held back by not being read.
+``ForwardRequests`` is the shell. An admitted work waits in its session's queue, the session has its turn, the engine
+runs on the compute thread, and what comes of it goes to the next stage, or the tokens to the client. A session whose
+next stage takes nothing has no turns; a stage before it is held back by not being read.
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ from roles.background import Background
 from roles.compute_thread import ComputeThread, Turns
 from roles.line import Line, dial_worker
 from roles.worker.part_cache import MAX_SESSIONS, Part, PartCache
-from roles.worker.stage_requests import CloseRequest, OpenRequest, Place, ReplayRequest, ResumeRequest
-from wire.chain_messages import CHAIN_STREAM, ChainBroken, Picked, Work
+from roles.worker.stage_requests import CloseRequest, OpenRequest, PeerAddress, ReplayRequest, ResumeRequest
+from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, Sampled
 from wire.connection import GARBLED, Connection
 from wire.handshake import local_hello
 from wire.messages import Hello, Message
 
 WORK_POSITIONS = 2048
-"""In one ``Work`` at most: longer prompts come in several, which flow through the chain one behind the other."""
+"""In one ``ForwardRequest`` at most: longer prompts come in several, which flow through the chain one behind the
+other."""
 MOST_QUEUED = 256
-"""Works of a session that wait on its first stage: ids are small, and a client's requests must not wait behind them."""
+"""Requests of a session that wait on its first stage: ids are small, and a client's requests must not wait behind
+them."""
 QUEUED_FROM_STAGE, QUEUED_BYTES = 4, 32 << 20
-"""Works, and bytes, of a session that a stage before may have sent ahead of their turn; more stay with the sender."""
-STALE = "stale-attempt"
+"""Requests, and bytes, of a session that a stage before may have sent ahead of their turn; more stay with the
+sender."""
+STALE = "stale-epoch"
 LINK_UNSENT_BYTES = 4 << 20
 """Bytes to the next stage that may wait unsent; beyond, the session that they are of computes no further."""
 REPLAY_S = 600.0
@@ -132,20 +135,20 @@ class StageSession:
     """One session on one stage: what it was opened for, what it took, and what it holds on to.
 
     Attributes:
-        attempt: of the client; what is of an older one is forgotten.
+        epoch: of the client; what is of an older one is forgotten.
         position: how much history the next work may keep.
-        broken: nothing more is admitted until the client raises the attempt.
-        queue: admitted works and their payloads, in order.
+        broken: nothing more is admitted until the client raises the epoch.
+        queue: admitted requests and their payloads, in order.
     """
 
     asked: OpenRequest
     part: Part
     caller: Caller
-    attempt: int = field(init=False)
+    epoch: int = field(init=False)
     position: int = 0
     broken: bool = False
     closed: bool = False
-    queue: deque[tuple[Work, bytearray]] = field(default_factory=deque)
+    queue: deque[tuple[ForwardRequest, bytearray]] = field(default_factory=deque)
     history: History = field(default_factory=History)
     link: NextStage | None = None
     incoming: Connection | None = None
@@ -153,7 +156,7 @@ class StageSession:
     linking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
-        self.attempt = self.asked.attempt
+        self.epoch = self.asked.epoch
 
     @property
     def id(self) -> str:
@@ -177,23 +180,27 @@ class StageSession:
         given_on = {self.asked.encoding, self.asked.prefill_encoding}
         return 0 if self.last else max(activation_bytes(each, 1, self.part.engine.width) for each in given_on)
 
-    def payload_bytes_untrusted(self, work: Work) -> int:
+    def payload_bytes_untrusted(self, work: ForwardRequest) -> int:
         """Bytes of the payload that comes behind ``work``.
 
         Raises:
-            ProtocolError: no correct client or stage sends such a work to this stage. Nothing was allocated for it.
+            ProtocolError: no correct client or stage sends such a request to this stage. Nothing was allocated for it.
         """
         if not 0 < work.count <= WORK_POSITIONS:
-            raise ProtocolError(f"a work of {work.count} positions; 1 to {WORK_POSITIONS} are allowed")
+            raise ProtocolError(f"a request of {work.count} positions; 1 to {WORK_POSITIONS} are allowed")
         if not 0 <= work.keep <= self.asked.positions - work.count:
-            text = f"a work of {work.count} positions after {work.keep}, and the session is for {self.asked.positions}"
+            text = (
+                f"a request of {work.count} positions after {work.keep}, and the session is for {self.asked.positions}"
+            )
             raise ProtocolError(text)
         if not self.index <= work.last < self.asked.stages:
-            raise ProtocolError(f"stage {self.index} of {self.asked.stages} is given a work that ends at {work.last}")
-        if not 0 <= work.picks <= (work.count if work.last == self.asked.stages - 1 else 0):
-            raise ProtocolError(f"{work.picks} tokens to pick of a work of {work.count} that ends at {work.last}")
-        if not (0 <= work.draw < 1 << 31 and 0 <= work.number < 1 << 53):
-            raise ProtocolError("a work or a draw with an impossible number")
+            raise ProtocolError(
+                f"stage {self.index} of {self.asked.stages} is given a request that ends at {work.last}"
+            )
+        if not 0 <= work.samples <= (work.count if work.last == self.asked.stages - 1 else 0):
+            raise ProtocolError(f"{work.samples} tokens to pick of a request of {work.count} that ends at {work.last}")
+        if not (0 <= work.sample_index < 1 << 31 and 0 <= work.number < 1 << 53):
+            raise ProtocolError("a request or a draw with an impossible number")
         if len(work.spent_us) != self.index or any(not 0 <= each < 1 << 53 for each in work.spent_us):
             raise ProtocolError(f"stage {self.index} is told what {len(work.spent_us)} stages before it took")
         if self.first and work.encoding != IDS:
@@ -202,7 +209,7 @@ class StageSession:
             raise ProtocolError(f"hidden states in {work.encoding[:40]!r}, and the session has others")
         return activation_bytes(work.encoding, work.count, self.part.engine.width)
 
-    def out_encoding(self, work: Work) -> str:
+    def out_encoding(self, work: ForwardRequest) -> str:
         return self.asked.prefill_encoding if work.prefill else self.asked.encoding
 
     @property
@@ -210,29 +217,29 @@ class StageSession:
         queued_bytes = sum(len(payload) for _, payload in self.queue)
         return len(self.queue) >= QUEUED_FROM_STAGE or queued_bytes >= QUEUED_BYTES
 
-    def admit(self, work: Work, payload: bytearray) -> bool:
+    def admit(self, work: ForwardRequest, payload: bytearray) -> bool:
         """Take a checked work in; False where it is forgotten.
 
         Raises:
-            ProtocolError: it is of an attempt that the client has not told of, or more than may wait.
+            ProtocolError: it is of an epoch that the client has not told of, or more than may wait.
         """
-        if work.attempt > self.attempt:
-            raise ProtocolError(f"a work of attempt {work.attempt}, and the client told of {self.attempt}")
-        if work.attempt < self.attempt or self.broken or self.closed:
+        if work.epoch > self.epoch:
+            raise ProtocolError(f"a request of epoch {work.epoch}, and the client told of {self.epoch}")
+        if work.epoch < self.epoch or self.broken or self.closed:
             return False
         if len(self.queue) >= MOST_QUEUED:
-            raise ProtocolError(f"more than {MOST_QUEUED} works wait: the client sends more than it may")
+            raise ProtocolError(f"more than {MOST_QUEUED} requests wait: the client sends more than it may")
         self.queue.append((work, payload))
         return True
 
-    def current(self, work: Work) -> bool:
-        return work.attempt == self.attempt and not self.broken and not self.closed
+    def current(self, work: ForwardRequest) -> bool:
+        return work.epoch == self.epoch and not self.broken and not self.closed
 
-    def begin(self, work: Work) -> None:
+    def begin(self, work: ForwardRequest) -> None:
         if work.keep > self.position:
             raise ProtocolError(f"{work.keep} positions are to be kept, and there are {self.position}")
 
-    def done(self, work: Work, payload: memoryview) -> None:
+    def done(self, work: ForwardRequest, payload: memoryview) -> None:
         self.history.cut(work.keep)
         self.position = work.keep + work.count
         if not self.last:
@@ -246,10 +253,10 @@ class StageSession:
         self.closed = True
         self.queue.clear()
 
-    def raise_attempt(self, attempt: int) -> None:
-        if attempt <= self.attempt:
-            raise Refused(STALE, f"attempt {attempt} is not newer than attempt {self.attempt}")
-        self.attempt, self.broken = attempt, False
+    def raise_epoch(self, epoch: int) -> None:
+        if epoch <= self.epoch:
+            raise Refused(STALE, f"epoch {epoch} is not newer than epoch {self.epoch}")
+        self.epoch, self.broken = epoch, False
         self.queue.clear()
 
     def cut(self, keep: int) -> int:
@@ -257,8 +264,8 @@ class StageSession:
         self.history.cut(self.position)
         return self.position
 
-    def replay(self, *, number: int, stop: int, last: int) -> Iterator[tuple[Work, memoryview]]:
-        """The works that bring the next stage to position ``stop``, from the first one on, ending at stage ``last``.
+    def replay(self, *, number: int, stop: int, last: int) -> Iterator[tuple[ForwardRequest, memoryview]]:
+        """The requests that bring the next stage to position ``stop``, from the first one on, ending at stage ``last``.
 
         Raises:
             Refused: this stage does not have them.
@@ -268,16 +275,16 @@ class StageSession:
             raise Refused("no-history", f"stage {self.index} has {have} positions to replay, not {stop} to {last}")
         spent = [0] * (self.index + 1)
         for run in self.history.runs(stop):
-            work = Work(
+            work = ForwardRequest(
                 self.id,
-                self.attempt,
+                self.epoch,
                 number,
                 run.start,
                 run.count,
                 run.encoding,
                 last,
-                picks=0,
-                draw=0,
+                samples=0,
+                sample_index=0,
                 spent_us=spent,
                 prefill=run.encoding != self.asked.encoding,
             )
@@ -294,7 +301,7 @@ class NextStage:
 
     def __init__(
         self,
-        place: Place,
+        place: PeerAddress,
         line: Line,
         *,
         on_lost: Callable[[NextStage, P2PTrainError], None],
@@ -311,7 +318,7 @@ class NextStage:
     def crowded(self) -> bool:
         return self._line.connection.unsent_bytes > LINK_UNSENT_BYTES
 
-    def give(self, work: Work, payload: memoryview) -> None:
+    def give(self, work: ForwardRequest, payload: memoryview) -> None:
         """Hand over what the next stage takes; ``payload`` stays unchanged. Raises ``ConnectionLost``."""
         self._line.connection.send_with_bulk(work, payload, generation=0, stream=CHAIN_STREAM)
 
@@ -347,7 +354,7 @@ def of_session(hello: Hello) -> tuple[str, int]:
     return hello.job, hello.generation
 
 
-class StageWorks:
+class ForwardRequests:
     """The sessions of a worker's stages, computed in turn, one work at a time.
 
     Args:
@@ -411,18 +418,18 @@ class StageWorks:
         self._on_change()
 
     async def resume(self, caller: Caller, request: ResumeRequest) -> int:
-        """Begin another attempt: how much history is here.
+        """Begin another epoch: how much history is here.
 
         Raises:
-            Refused: there is no such session, the attempt is not newer, or the next stage was not reached.
+            Refused: there is no such session, the epoch is not newer, or the next stage was not reached.
         """
         session = self._find(caller, request)
         if (request.next is None) != session.last:
             raise ProtocolError("the last stage has no next one, and every other has")
-        session.raise_attempt(request.attempt)
+        session.raise_epoch(request.epoch)
         self._turns.drop(session)
         session.changed.set()
-        position = session.cut(request.keep)  # what is being computed now is dropped: it is of an older attempt
+        position = session.cut(request.keep)  # what is being computed now is dropped: it is of an older epoch
         await self._link(session, request.next)
         session.part.next = request.next.peer if request.next else ""
         return position
@@ -437,8 +444,8 @@ class StageWorks:
         session = self._find(caller, request)
         try:
             for work, payload in session.replay(number=request.number, stop=request.stop, last=request.last):
-                if session.attempt != request.attempt:
-                    raise Refused(STALE, f"attempt {request.attempt} is not attempt {session.attempt}")
+                if session.epoch != request.epoch:
+                    raise Refused(STALE, f"epoch {request.epoch} is not epoch {session.epoch}")
                 if session.link is None or session.link.closed:
                     raise Refused(NEXT_STAGE, "the next stage is lost")
                 session.link.give(work, payload)
@@ -488,7 +495,7 @@ class StageWorks:
     def count(self, part: Part) -> int:
         return len(self._of(part))
 
-    async def _link(self, session: StageSession, place: Place | None) -> None:
+    async def _link(self, session: StageSession, place: PeerAddress | None) -> None:
         """See to it that the session's link leads to ``place``. Raises ``Refused``."""
         async with session.linking:
             link = session.link
@@ -525,21 +532,21 @@ class StageWorks:
             session.link = None
             self._broken(session, session.index + 1, NEXT_STAGE, problem)
 
-    # ---------------------------------------------------------------------------------------------------------- works
+    # ------------------------------------------------------------------------------------------------------- requests
 
-    async def take(self, line: Line, work: Work, session: StageSession | None) -> None:
-        """Take a work in, and its payload behind it.
+    async def take(self, line: Line, work: ForwardRequest, session: StageSession | None) -> None:
+        """Take a request in, and its payload behind it.
 
         Args:
             session: that it is of; None where that was closed a moment ago, on its first stage.
 
         Raises:
-            ProtocolError: no correct peer sends such a work.
+            ProtocolError: no correct peer sends such a request.
             NetworkError: the payload did not come.
         """
         if session is None:
             if work.encoding != IDS or not 0 < work.count <= WORK_POSITIONS:
-                raise ProtocolError(f"a work of session {work.session[:64]!r}, which is not open here")
+                raise ProtocolError(f"a request of session {work.session[:64]!r}, which is not open here")
             await line.bulk(ID_BYTES * work.count, stream=CHAIN_STREAM)
             return
         size_bytes = session.payload_bytes_untrusted(work)
@@ -549,15 +556,15 @@ class StageWorks:
             self._wake.set()
 
     async def serve_stage(self, connection: Connection, session: StageSession) -> None:
-        """Take the works of the stage before, as fast as they are computed. Raises as ``take``."""
+        """Take the requests of the stage before, as fast as they are computed. Raises as ``take``."""
         if session.incoming is not None:
             session.incoming.abort()  # the stage before was replaced
         session.incoming = connection
         line = Line(connection, session.asked.silence_s)
         async with line.alive():
             async for message in line.messages():
-                if not isinstance(message, Work) or message.session != session.id:
-                    raise ProtocolError(f"a stage sent {type(message).__name__}, or a work of another session")
+                if not isinstance(message, ForwardRequest) or message.session != session.id:
+                    raise ProtocolError(f"a stage sent {type(message).__name__}, or a request of another session")
                 while session.crowded and session.incoming is connection:
                     await self._changed(session)
                 if session.closed:
@@ -578,13 +585,15 @@ class StageWorks:
             await self._compute_one(session, work, payload)
             self._on_change()
 
-    async def _compute_one(self, session: StageSession, work: Work, payload: bytearray) -> None:
+    async def _compute_one(self, session: StageSession, work: ForwardRequest, payload: bytearray) -> None:
         now = self._world.clock.now
         began = now()
         try:
             session.begin(work)
-            picks, encoding = work.picks if session.last else 0, session.out_encoding(work)
-            asked = Pass(work.keep, memoryview(payload), work.count, work.encoding, encoding, picks, work.draw)
+            samples, encoding = work.samples if session.last else 0, session.out_encoding(work)
+            asked = Pass(
+                work.keep, memoryview(payload), work.count, work.encoding, encoding, samples, work.sample_index
+            )
             ran: Ran = await self._compute.run(session.part.engine.run, session.id, asked)
         except P2PTrainError as problem:
             if session.current(work):
@@ -597,8 +606,8 @@ class StageWorks:
         session.done(work, ran.payload)
         spent_us = [*work.spent_us, round(1e6 * took_s)]
         if work.last == session.index:
-            tokens = encode_ids(ran.tokens) if work.picks else b""
-            session.caller.say(Picked(work.session, work.attempt, work.number, tokens, spent_us))
+            tokens = encode_ids(ran.tokens) if work.samples else b""
+            session.caller.say(Sampled(work.session, work.epoch, work.number, tokens, spent_us))
         elif session.link is not None:
             session.part.out_position_bytes = ran.payload.nbytes / work.count
             onward = replace(work, encoding=encoding, spent_us=spent_us)
@@ -612,7 +621,7 @@ class StageWorks:
         session.caller.say(
             ChainBroken(
                 session.id,
-                session.attempt,
+                session.epoch,
                 lost,
                 code,
                 shortened(problem.message),

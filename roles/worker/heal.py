@@ -51,7 +51,7 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class Self:
+class ReceiverIdentity:
     """Who fetches, and what its own model is like: offers that differ are refused. ``stage``: the part of it that it
     holds, and takes."""
 
@@ -63,7 +63,7 @@ class Self:
     stage: Stage = WHOLE
 
 
-def base_untrusted(offer: HealOffer, request: HealRequest, me: Self) -> Base:
+def base_untrusted(offer: HealOffer, request: HealRequest, me: ReceiverIdentity) -> Base:
     """The state that a source offers to ``me``, who asked for it with ``request``.
 
     Raises:
@@ -87,7 +87,7 @@ def base_untrusted(offer: HealOffer, request: HealRequest, me: Self) -> Base:
     return Base(offer.step, offer.lineage, offer.square_sum, offer.root)
 
 
-def news_untrusted(news: StepLogged, me: Self) -> News:
+def news_untrusted(news: StepLogged, me: ReceiverIdentity) -> News:
     """What a source says of a step that its ring committed.
 
     Raises:
@@ -112,11 +112,11 @@ class Step:
     data: memoryview
 
 
-class Behind(NetworkError):
+class StepsGone(NetworkError):
     """The steps that lead on from what this member holds are kept by nobody any more."""
 
 
-class Giver(Source):
+class Sender(Source):
     """A member that gives a state, steps, or both.
 
     Attributes:
@@ -151,7 +151,7 @@ class Fetch:
     def __init__(
         self,
         world: World,
-        me: Self,
+        me: ReceiverIdentity,
         *,
         request: HealRequest,
         generation: int,
@@ -166,7 +166,7 @@ class Fetch:
         self.total_bytes = sum(blob.view.nbytes for blob in me.state)
         self._log_steps = log_limit_bytes(self.total_bytes, me.reduce_bytes) // max(me.reduce_bytes, 1)
         self.receiver = Receiver(world.clock.now, _digest, on_landed=self._landed, on_gone=self._gone)
-        self.givers: dict[str, Giver] = {}
+        self.senders: dict[str, Sender] = {}
         self._lanes = self._unanswered = 0
         self._root, self._table = b"", bytearray()  # of the state that is fetched: its digest, and the digests
         self._base: Base | None = None
@@ -185,7 +185,7 @@ class Fetch:
 
     @property
     def newest(self) -> int:
-        return max((giver.last for giver in self.givers.values()), default=-1)
+        return max((sender.last for sender in self.senders.values()), default=-1)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Fetch]:
@@ -195,8 +195,8 @@ class Fetch:
         try:
             yield self
         finally:
-            for giver in self.givers.values():
-                giver.line.connection.abort()  # first: nothing may be written into the state from now on
+            for sender in self.senders.values():
+                sender.line.connection.abort()  # first: nothing may be written into the state from now on
             for lane in lanes:
                 lane.cancel()
             await asyncio.gather(*lanes, return_exceptions=True)
@@ -206,7 +206,7 @@ class Fetch:
 
         Raises:
             NetworkError: nobody could give it; the message names what each one said.
-            Behind: sources went on so far meanwhile that the steps since are not to be had.
+            StepsGone: sources went on so far meanwhile that the steps since are not to be had.
         """
         await self._until(self._has_state)
         assert self._base is not None
@@ -218,7 +218,7 @@ class Fetch:
         """Wait for the next step, verified by its digest, which makes the lineage. ``used`` follows.
 
         Raises:
-            Behind: no source has it any more.
+            StepsGone: no source has it any more.
             NetworkError: no source is left.
         """
         await self._until(lambda: self.receiver.has(self._next))
@@ -245,8 +245,8 @@ class Fetch:
                 await self._converse(member)
             except P2PTrainError as problem:
                 self.problems[member.name] = problem.message
-            giver = self.givers.pop(member.peer_id, None)
-            waited_for = giver is None or giver.offer is None
+            sender = self.senders.pop(member.peer_id, None)
+            waited_for = sender is None or sender.offer is None
             self._decide()
         self._lanes -= 1
         self._unanswered -= waited_for
@@ -259,19 +259,19 @@ class Fetch:
         )
         host, network = member.host or me.seed_host, self._world.network
         connection, _ = await dial(network, host, member.port, hello, timeout_s=ANSWER_S, expect_peer=member.peer_id)
-        giver = Giver(member.peer_id, member.name, Line(connection, self._request.silence_s))
-        self.givers[member.peer_id] = giver
+        sender = Sender(member.peer_id, member.name, Line(connection, self._request.silence_s))
+        self.senders[member.peer_id] = sender
         connection.send(self._request)
-        await self.receiver.serve(giver, lambda message: self.heard_untrusted(giver, message))
+        await self.receiver.serve(sender, lambda message: self.heard_untrusted(sender, message))
 
-    def heard_untrusted(self, giver: Giver, message: Message) -> None:
+    def heard_untrusted(self, sender: Sender, message: Message) -> None:
         match message:
-            case HealOffer() if giver.offer is None:
-                giver.offer = base_untrusted(message, self._request, self._me)
+            case HealOffer() if sender.offer is None:
+                sender.offer = base_untrusted(message, self._request, self._me)
                 self._unanswered -= 1
                 self._decide()
             case StepLogged():
-                self._logged_untrusted(giver, message)
+                self._logged_untrusted(sender, message)
             case _:
                 raise ProtocolError(f"{type(message).__name__} from one who gives a state")
 
@@ -282,7 +282,7 @@ class Fetch:
         if self._next >= 0:
             self._want_steps()
             return
-        offers = [giver.offer for giver in self.givers.values() if giver.offer is not None]
+        offers = [sender.offer for sender in self.senders.values() if sender.offer is not None]
         if self._base is None and not self._may_begin(offers):
             return
         held = Base(self._request.have_step, self._request.have_lineage)
@@ -295,10 +295,10 @@ class Fetch:
         if not self._torn:
             self._torn = True
             self._on_torn()
-        for giver in list(self.givers.values()):
-            its = giver.offer
+        for sender in list(self.senders.values()):
+            its = sender.offer
             if its is not None and its != base and (its.step, its.lineage) == (base.step, base.lineage):
-                giver.end("its state of the same step differs from that of most who give it")
+                sender.end("its state of the same step differs from that of most who give it")
         if base.root != self._root:
             self.receiver.forget(self._root)
             self._root, self._table = base.root, bytearray(DIGEST_BYTES * len(self._chunks))
@@ -309,8 +309,8 @@ class Fetch:
             for index, chunk in enumerate(self._chunks):
                 digest = bytes(self._table[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)])
                 self.receiver.want(("chunk", index), replace(chunk, digest=digest))
-        for giver in list(self.givers.values()):
-            self.receiver.offers(giver, keys if giver.offer == base else ())
+        for sender in list(self.senders.values()):
+            self.receiver.offers(sender, keys if sender.offer == base else ())
 
     def _may_begin(self, offers: Sequence[Base]) -> bool:
         """Whether what is still unanswered cannot change what is fetched: one who is frozen is not waited for."""
@@ -327,7 +327,7 @@ class Fetch:
         if base is None or not base.root:
             return base is not None
         if self.newest - base.step > self._log_steps:
-            raise Behind(
+            raise StepsGone(
                 f"{self.newest - base.step} steps were made since the one being fetched: it is too slow for that"
             )
         return self.receiver.has(base.root) and self.receiver.complete
@@ -344,44 +344,44 @@ class Fetch:
 
     # ----------------------------------------------------------------------------------------------------------- steps
 
-    def _logged_untrusted(self, giver: Giver, news: StepLogged) -> None:
-        if giver.offer is None or (giver.last >= 0 and news.step != giver.last + 1) or news.step < 1:
+    def _logged_untrusted(self, sender: Sender, news: StepLogged) -> None:
+        if sender.offer is None or (sender.last >= 0 and news.step != sender.last + 1) or news.step < 1:
             raise ProtocolError(f"it tells of step {news.step} out of turn")
         value = news_untrusted(news, self._me)
-        giver.first = giver.first if giver.last >= 0 else news.step
-        giver.last = news.step
+        sender.first = sender.first if sender.last >= 0 else news.step
+        sender.last = news.step
         if self._done.get(news.step, value) != value:
             raise ProtocolError(f"its step {news.step} is not the one that others gave: it is on another course")
         most = 2 * self._log_steps + STEPS_AHEAD
         if news.step >= self._next and (self._next < 0 or news.step < self._next + most):  # else next is kept by nobody
-            giver.said[news.step] = value
-            if self._next < 0 and len(giver.said) > most:
-                del giver.said[min(giver.said)]  # older than any state that can still be used
+            sender.said[news.step] = value
+            if self._next < 0 and len(sender.said) > most:
+                del sender.said[min(sender.said)]  # older than any state that can still be used
         self._want_steps()
 
     def _gone(self, source: Source, key: Hashable) -> None:
-        giver = self.givers.get(source.id)
-        if giver is None or not isinstance(key, int):
+        sender = self.senders.get(source.id)
+        if sender is None or not isinstance(key, int):
             source.end("it has no more of what it offered")
             return
-        giver.first = max(giver.first, key + 1)
+        sender.first = max(sender.first, key + 1)
         self._want_steps()
 
     def _want_steps(self) -> None:
         self.receiver.changed.set()
         if self._next < 0:
             return
-        givers, ahead = list(self.givers.values()), range(self._next, self._next + STEPS_AHEAD)
+        senders, ahead = list(self.senders.values()), range(self._next, self._next + STEPS_AHEAD)
         for step in ahead:
-            news = most_said(giver.said[step] for giver in givers if step in giver.said)
+            news = most_said(sender.said[step] for sender in senders if step in sender.said)
             if news is not None:
                 self._agreed[step] = news
                 self.receiver.want(step, Piece(f"{STEP}{step}", 0, self._me.reduce_bytes, self._buffer(step), news[0]))
-        for giver in givers:
-            for old in [step for step in giver.said if step < self._next]:
-                del giver.said[old]
-            right = (step for step in ahead if step in giver.said and giver.said[step] == self._agreed.get(step))
-            self.receiver.offers(giver, {step for step in right if step >= giver.first})
+        for sender in senders:
+            for old in [step for step in sender.said if step < self._next]:
+                del sender.said[old]
+            right = (step for step in ahead if step in sender.said and sender.said[step] == self._agreed.get(step))
+            self.receiver.offers(sender, {step for step in right if step >= sender.first})
 
     def _buffer(self, step: int) -> memoryview:
         return self._buffers[step % STEPS_AHEAD]
@@ -390,19 +390,19 @@ class Fetch:
         def reached() -> bool:
             found = satisfied()
             if not found and self._next >= 0 and self._nobody_has_next():
-                raise Behind(f"step {self._next} is kept by nobody any more: this member is too slow to follow")
+                raise StepsGone(f"step {self._next} is kept by nobody any more: this member is too slow to follow")
             return found
 
         try:
             await self.receiver.until(reached, waits=lambda: self._lanes > 0)
-        except Behind:
+        except StepsGone:
             raise
         except NetworkError as problem:
             raise NetworkError(f"no member could give the state: {problem.message}") from None
 
     def _nobody_has_next(self) -> bool:
-        known = [giver for giver in self.givers.values() if giver.offer is not None]
-        return bool(known) and not self._unanswered and all(giver.first > self._next for giver in known)
+        known = [sender for sender in self.senders.values() if sender.offer is not None]
+        return bool(known) and not self._unanswered and all(sender.first > self._next for sender in known)
 
 
 # --------------------------------------------------------------------------------------------------- within and beside
@@ -426,16 +426,16 @@ class Fetched:
         return self.given.total()
 
     def __str__(self) -> str:
-        donors = ", ".join(
+        sources = ", ".join(
             f"{name} ({100 * part / max(self.size_bytes, 1):.0f} %)" for name, part in self.given.most_common()
         )
         rate_bps = 8 * self.size_bytes / self.seconds if self.seconds > 0 else 0.0
-        text = f"{self.size_bytes / 1e6:.1f} MB in {self.seconds:.1f} s ({rate_bps / 1e6:.0f} Mbit/s) from {donors}"
+        text = f"{self.size_bytes / 1e6:.1f} MB in {self.seconds:.1f} s ({rate_bps / 1e6:.0f} Mbit/s) from {sources}"
         problems = "; ".join(f"{name}: {problem}" for name, problem in self.left_out.items())
         return f"{text}; without {problems}" if problems else text
 
     def told_in(self, report: Report) -> Report:
-        return replace(report, fetched_bytes=self.size_bytes, donors=len(self.given))
+        return replace(report, fetched_bytes=self.size_bytes, sources=len(self.given))
 
 
 class Healer:
@@ -507,7 +507,9 @@ class Healer:
         state = await around.compute.run(engine.state)
         return Fetch(
             around.world,
-            Self(around.peer_id, around.name, around.seed_host, state, engine.reduce_buffer.nbytes, self.stage),
+            ReceiverIdentity(
+                around.peer_id, around.name, around.seed_host, state, engine.reduce_buffer.nbytes, self.stage
+            ),
             request=request,
             generation=generation,
             members=sources,
@@ -551,7 +553,7 @@ class Follower:
         return self.active and self._said
 
     def begin(self, message: CatchUp, engine: Engine) -> None:
-        """Fetch from ``message.donors``, then follow their ring. One that follows already says so again."""
+        """Fetch from ``message.sources``, then follow their ring. One that follows already says so again."""
         self._said = False
         if self._task is None:
             self._task = self._tasks.create_task(self._guarded(message, engine), name="follow")
@@ -596,10 +598,10 @@ class Follower:
             nonlocal began
             began = around.world.clock.now()  # until now it waited for a copy to be made
             self._handle(Torn())
-            names = ", ".join(member.name for member in message.donors)
+            names = ", ".join(member.name for member in message.sources)
             around.notify("info", "fetching", f"fetches {fetch.total_bytes / 1e6:.1f} MB of state from {names}")
 
-        fetch = await self._healer.fetch(request, message.generation, message.donors, engine, on_torn=on_torn)
+        fetch = await self._healer.fetch(request, message.generation, message.sources, engine, on_torn=on_torn)
         async with fetch.running():
             base = await fetch.state()
             self._fetched = fetched(fetch, 0, around.world.clock.now() - began)  # what comes from now on are steps

@@ -76,7 +76,7 @@ def chunks_of(blobs: Sequence[Blob]) -> list[Piece]:
 
 
 @dataclass(slots=True)
-class Given:
+class SourceState:
     """A state that can be given: it does not change while this is used.
 
     Attributes:
@@ -167,7 +167,7 @@ class StepLog:
 
 
 @dataclass(slots=True, eq=False)
-class Taker:
+class Recipient:
     """One who is being given to.
 
     Attributes:
@@ -179,7 +179,7 @@ class Taker:
     line: Line
     name: str
     inside: bool
-    given: Given | None = None
+    given: SourceState | None = None
     waits: bool = False
     told: int = -1
     given_bytes: int = 0
@@ -215,9 +215,9 @@ class HealSource:
     ) -> None:
         self._around, self._core, self._want_snapshot, self._stage = around, core, want_snapshot, stage
         self.state_bytes = 0
-        self._takers: set[Taker] = set()
-        self._live: Given | None = None
-        self._copy: Given | None = None
+        self._takers: set[Recipient] = set()
+        self._live: SourceState | None = None
+        self._copy: SourceState | None = None
         self._log = StepLog()
         self._logging = False
         self._kept: memoryview | None = None
@@ -299,7 +299,7 @@ class HealSource:
             copy = await snapshots.take(engine, step=core.applied, lineage=core.lineage, square_sum=core.square_sum)
         except ResourceError:
             return  # the other copies are being written to disk: after a later step, then
-        self._copy = Given(copy.step, copy.lineage, copy.square_sum, copy.blobs, copy)
+        self._copy = SourceState(copy.step, copy.lineage, copy.square_sum, copy.blobs, copy)
         waiting = [taker for taker in waiting if taker in self._takers]
         for taker in waiting:
             self._use(taker, self._copy)
@@ -321,7 +321,7 @@ class HealSource:
         if not self._has_part(request):
             raise PeerError(f"{name} asks for stage {request.stage}, this member holds {self._stage}")
         line = Line(connection, request.silence_s)
-        taker = Taker(line, hello.name, request.step >= 0)
+        taker = Recipient(line, hello.name, request.step >= 0)
         view = self._core.view
         its_view = view is not None and view.generation == hello.generation and view.rank_of(hello.peer_id) is not None
         if taker.inside and not its_view:
@@ -351,7 +351,7 @@ class HealSource:
     def _has_part(self, request: HealRequest) -> bool:  # a method of its own, which a mutation takes away
         return request.stage == self._stage.index  # sizes and names of two parts may be alike
 
-    async def _serve(self, taker: Taker, request: HealRequest, engine: Engine) -> None:
+    async def _serve(self, taker: Recipient, request: HealRequest, engine: Engine) -> None:
         try:
             if taker.inside:
                 await self._offer_inside(taker, request, engine)
@@ -366,7 +366,7 @@ class HealSource:
                 raise ProtocolError(f"{taker.name} sent {type(message).__name__} to one who gives it a state")
             await self._give_range(taker, message)
 
-    async def _give_range(self, taker: Taker, asked: RangeRequest) -> None:
+    async def _give_range(self, taker: Recipient, asked: RangeRequest) -> None:
         entry: Entry | None = None
         if asked.name.startswith(STEP):
             if not taker.inside:
@@ -385,7 +385,7 @@ class HealSource:
 
         taker.given_bytes += await send_range(taker.line, asked, read, most_bytes=most_bytes)
 
-    async def _turn_of(self, taker: Taker) -> None:
+    async def _turn_of(self, taker: Recipient) -> None:
         waiting = [asyncio.ensure_future(self._turn.wait()), asyncio.ensure_future(taker.line.connection.closed.wait())]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -395,7 +395,7 @@ class HealSource:
         if taker.line.connection.closed.is_set():
             raise ConnectionLost("it has gone")
 
-    async def _offer_inside(self, taker: Taker, request: HealRequest, engine: Engine) -> None:
+    async def _offer_inside(self, taker: Recipient, request: HealRequest, engine: Engine) -> None:
         core, view = self._core, self._core.view
         if view is None or not core.may_give or (request.step, request.lineage) != (view.step, view.lineage):
             raise Refused(_NOT_HERE, f"this member stands at step {core.applied}, not at {request.step} as asked for")
@@ -409,7 +409,7 @@ class HealSource:
         taker.given.users += 1
         await self._offer_state(taker, self._live)
 
-    async def _offer_beside(self, taker: Taker, request: HealRequest, engine: Engine) -> None:
+    async def _offer_beside(self, taker: Recipient, request: HealRequest, engine: Engine) -> None:
         while self._applying:
             await self._turn_of(taker)  # where the log begins must be known
         if not self._logging:
@@ -430,11 +430,11 @@ class HealSource:
         taker.told = taker.given.step
         taker.tell(self._log.all())
 
-    async def _stands_still(self, engine: Engine, view: View) -> Given:
+    async def _stands_still(self, engine: Engine, view: View) -> SourceState:
         blobs = await self._around.compute.run(engine.state)
         if self._core.view is not view or not self._core.may_give:
             raise Refused(_NOT_HERE, "the view ended before the state was at hand")
-        return Given(view.step, view.lineage, view.square_sum, blobs)
+        return SourceState(view.step, view.lineage, view.square_sum, blobs)
 
     def _begin_log(self, engine: Engine) -> None:
         if self._core.torn or not self._core.lineage:
@@ -443,21 +443,21 @@ class HealSource:
         self._log.limit_bytes = log_limit_bytes(self.state_bytes, engine.reduce_buffer.nbytes)
         self._log.begin(self._core.applied, self._core.lineage)
 
-    def _offer_steps(self, taker: Taker, request: HealRequest, entries: list[Entry]) -> None:
+    def _offer_steps(self, taker: Recipient, request: HealRequest, entries: list[Entry]) -> None:
         taker.say(HealOffer(request.have_step, request.have_lineage, [], CHUNK_BYTES))
         taker.told = request.have_step
         taker.tell(entries)
 
-    async def _offer_state(self, taker: Taker, given: Given) -> None:
+    async def _offer_state(self, taker: Recipient, given: SourceState) -> None:
         root = await given.root()
         records = [BlobRecord(blob.name, blob.view.nbytes) for blob in given.blobs]
         taker.say(HealOffer(given.step, given.lineage, records, CHUNK_BYTES, root, given.square_sum))
 
-    def _use(self, taker: Taker, copy: Given) -> None:
+    def _use(self, taker: Recipient, copy: SourceState) -> None:
         taker.waits, taker.given = False, copy
         copy.users += 1
 
-    def _let_go(self, taker: Taker) -> None:
+    def _let_go(self, taker: Recipient) -> None:
         given, taker.given, taker.waits = taker.given, None, False
         if given is None:
             return
@@ -475,7 +475,7 @@ class HealSource:
         self._turn = asyncio.Event()
 
 
-def piece_untrusted(given: Given | None, entry: Entry | None, asked: RangeRequest) -> memoryview:
+def piece_untrusted(given: SourceState | None, entry: Entry | None, asked: RangeRequest) -> memoryview:
     """What is asked for of the state that was offered, or of a step.
 
     Raises:

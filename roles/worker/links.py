@@ -1,8 +1,8 @@
 """How far and how wide the way to another worker is: measured by the one, with a helping hand from the other.
 
-The one that measures dials the other's port with purpose ``probe``. The answering side (``Sink``) tells the time when
-asked (``probe.clock``), which is a round trip, and takes bulk frames when it is the caller's turn (``probe.turn``, then
-``probe.sink`` with each), each answered when it is there.
+The one that measures dials the other's port with purpose ``probe``. The answering side (``ProbeResponder``) tells the
+time when asked (``probe.clock``), which is a round trip, and takes bulk frames when it is the caller's turn
+(``probe.turn``, then ``probe.sink`` with each), each answered when it is there.
 
 Latency is half the shortest of a few round trips on an open connection. Bandwidth is how fast answers come back to
 pieces that were sent all at once: delays on the way, which are in every answer, cancel.
@@ -22,7 +22,7 @@ from typing import Any
 from p2ptrain.core.errors import DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import World
 from ring.order import NEAR_RTT_S, LinkQuality
-from roles.worker.stage_requests import Place
+from roles.worker.stage_requests import PeerAddress
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Hello, Request, Response
@@ -44,7 +44,7 @@ QUIET_S = 5.0
 # --------------------------------------------------------------------------------------------------------- being asked
 
 
-class Sink:
+class ProbeResponder:
     """A worker's answering side. One for all of its callers."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Sink:
 # -------------------------------------------------------------------------------------------------------------- asking
 
 
-def targets_untrusted(params: dict[str, Any]) -> tuple[list[Place], float]:
+def targets_untrusted(params: dict[str, Any]) -> tuple[list[PeerAddress], float]:
     """The parameters of ``links.measure``: whom to measure, and within how many seconds. Raises ``ProtocolError``."""
     peers, deadline_s = params.get("peers"), params.get("deadline_s")
     if not isinstance(peers, list) or not 0 < len(peers) <= MAX_ASKED:
@@ -117,7 +117,7 @@ def targets_untrusted(params: dict[str, Any]) -> tuple[list[Place], float]:
     if not isinstance(deadline_s, int | float) or not 0 < deadline_s <= MAX_DEADLINE_S:
         raise ProtocolError(f"links.measure needs deadline_s, {MAX_DEADLINE_S:g} at most")
     named = [{**item, "peer": item.get("id")} if isinstance(item, dict) else item for item in peers]
-    return [instance_untrusted(Place, item, lenient=True) for item in named], float(deadline_s)
+    return [instance_untrusted(PeerAddress, item, lenient=True) for item in named], float(deadline_s)
 
 
 class Prober:
@@ -133,7 +133,7 @@ class Prober:
         self._hello = local_hello(peer_id=peer_id, name=name, roles=["worker"], purpose="probe")
         self._push = asyncio.Lock()  # to one other at a time
 
-    async def measure(self, targets: Sequence[Place], *, deadline_s: float) -> dict[str, LinkQuality]:
+    async def measure(self, targets: Sequence[PeerAddress], *, deadline_s: float) -> dict[str, LinkQuality]:
         """Peer id → what was measured within ``deadline_s``; who was not reached is not in it.
 
         The latencies of all are measured side by side, bandwidths one after the other, so what time does not allow is
@@ -152,7 +152,7 @@ class Prober:
                 raise result
         return found
 
-    async def _measure(self, target: Place, found: dict[str, LinkQuality]) -> None:
+    async def _measure(self, target: PeerAddress, found: dict[str, LinkQuality]) -> None:
         connection = await self._dial(target)
         try:
             latency_s = await self._latency_s(connection)
@@ -162,7 +162,7 @@ class Prober:
         finally:
             connection.abort()
 
-    async def _dial(self, target: Place) -> Connection:
+    async def _dial(self, target: PeerAddress) -> Connection:
         host = target.host or self.seed_host
         connection, welcome = await dial(
             self._world.network, host, target.port, self._hello, timeout_s=MAX_DEADLINE_S, expect_peer=target.peer

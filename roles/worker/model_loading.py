@@ -34,10 +34,10 @@ from roles.compute_thread import ComputeThread
 from roles.engine import BuildPart, PartBuilder
 from roles.line import QUIET_S, Line
 from roles.model_directory import ModelDirectory, table_of
-from roles.model_table import DIGEST_BYTES, FILE, TableTaker, digest_of, model_id, page_of
+from roles.model_table import DIGEST_BYTES, FILE, TableReceiver, digest_of, model_id, page_of
 from roles.worker.part_cache import Part, PartCache, PartKey, part_key
 from roles.worker.stage_requests import LoadRequest
-from roles.worker.transfer import Everything, Piece, Receiver, Source, send_range
+from roles.worker.transfer import AllPieces, Piece, Receiver, Source, send_range
 from wire.chain_messages import TensorRecord, TensorsPage, TensorsRequest
 from wire.connection import Connection
 from wire.handshake import RefusalCode
@@ -50,7 +50,7 @@ BEHIND_S = QUIET_S + RANGE_BYTES / SLOWEST_BYTES_S
 """So long a range may take, and a model's table."""
 MAX_LOADS = 4
 """Parts on their way at a time: each has, beside what it reserves, the tensors in memory that are being received."""
-GIVER = "giver"
+SENDER = "sender"
 """Code of the refusal that says that whoever gives the tensors is at fault."""
 GIVEN_NO_MORE = "the model is not given here any more: whoever had it given is gone"
 
@@ -126,22 +126,22 @@ class ModelReceiver:
     def sources(self) -> int:
         return len(self._receiver.sources)
 
-    async def serve(self, connection: Connection, giver: str) -> None:
-        await self._receiver.serve(*self._source(connection, giver))
+    async def serve(self, connection: Connection, sender: str) -> None:
+        await self._receiver.serve(*self._source(connection, sender))
 
     @asynccontextmanager
-    async def taking(self, connection: Connection, giver: str) -> AsyncIterator[ModelReceiver]:
-        async with self._receiver.attached(*self._source(connection, giver)):
+    async def taking(self, connection: Connection, sender: str) -> AsyncIterator[ModelReceiver]:
+        async with self._receiver.attached(*self._source(connection, sender)):
             yield self
 
-    def _source(self, connection: Connection, giver: str) -> tuple[Source, Callable[[Message], None]]:
+    def _source(self, connection: Connection, sender: str) -> tuple[Source, Callable[[Message], None]]:
         self._loads += 1
-        source = Source(f"{giver} {self._loads}", giver, Line(connection, QUIET_S))
+        source = Source(f"{sender} {self._loads}", sender, Line(connection, QUIET_S))
 
         def heard(message: Message) -> None:
             page = self._pages.get(source.id)
             if not isinstance(message, TensorsPage) or page is None or page.done():
-                raise ProtocolError(f"a giver of tensors sent {type(message).__name__}")
+                raise ProtocolError(f"a sender of tensors sent {type(message).__name__}")
             page.set_result(message)
 
         return source, heard
@@ -169,7 +169,7 @@ class ModelReceiver:
         raise self._refusal()
 
     async def _table_of(self, source: Source, config: str) -> dict[str, TensorRecord]:
-        taker = TableTaker()
+        taker = TableReceiver()
         while not taker.complete:
             waiting = self._pages[source.id] = source.line.pending()
             source.line.connection.send(TensorsRequest(self._model, len(taker.records)))
@@ -201,7 +201,7 @@ class ModelReceiver:
                     ahead.append((record, *self._wanted(load, record)))
                     ahead_bytes += record.size_bytes
                 for source in list(receiver.sources.values()):
-                    receiver.offers(source, Everything())
+                    receiver.offers(source, AllPieces())
                 record, data, keys = ahead[0]
                 try:
                     await receiver.until(lambda keys=keys: all(map(receiver.has, keys)))  # type: ignore[misc]
@@ -235,7 +235,7 @@ class ModelReceiver:
 
     def _refusal(self) -> Refused:
         said = "; ".join(f"{name}, who gives the model: {why}" for name, why in self._receiver.problems.items())
-        return Refused(GIVER, said or "nobody gives the model", remedy="load it from another copy")
+        return Refused(SENDER, said or "nobody gives the model", remedy="load it from another copy")
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
@@ -254,8 +254,8 @@ class _UnderWay:
 
 
 class Loader:
-    """Makes parts. Loads of different parts do not wait for one another, for how long one takes its giver decides; who
-    wants a part that is on its way waits for it, as long as its giver is fast enough.
+    """Makes parts. Loads of different parts do not wait for one another, for how long one takes its sender decides; who
+    wants a part that is on its way waits for it, as long as its sender is fast enough.
 
     Args:
         disk: the thread that reads and hashes.
@@ -311,7 +311,7 @@ class Loader:
         The caller holds the part at once, before it awaits anything: an idle one may go again.
 
         Raises:
-            Refused: no room; the giver lies or is gone; the model is another one than the config says.
+            Refused: no room; the sender lies or is gone; the model is another one than the config says.
             ConfigError, ResourceError: as ``roles.engine.BuildPart``.
         """
         spec = request.spec(self._device)
@@ -354,17 +354,17 @@ class Loader:
     ) -> tuple[int, int]:
         total_bytes = sum(record.size_bytes for record in wanted)
         done_bytes = read_bytes = 0
-        from_giver: list[TensorRecord] = []
+        from_sender: list[TensorRecord] = []
         for record in wanted:
             data = await self._read(own, record) if own is not None else None
             if data is None:
-                from_giver.append(record)
+                from_sender.append(record)
                 continue
             await self._compute.run(builder.place, record.name, record.dtype, memoryview(data))
             read_bytes += record.size_bytes
             done_bytes += record.size_bytes
             on_bytes(done_bytes, total_bytes)
-        async for record, data in receiver.tensors(from_giver):
+        async for record, data in receiver.tensors(from_sender):
             await self._compute.run(builder.place, record.name, record.dtype, memoryview(data))
             done_bytes += record.size_bytes
             on_bytes(done_bytes, total_bytes)

@@ -153,7 +153,7 @@ KEPT = 256
 """Newest rows that a member remembers for the one that should tell of them."""
 
 
-class StepTeller:
+class StepReporter:
     """Remembers the steps applied last: whoever should have told of them may have died before it did, or before the
     seed was back.
 
@@ -230,9 +230,9 @@ class Reports:
         self._around, self._core = around, core
         self._job, self._stage, self._profile = job, stage, profile
         self.ledger = Ledger(job, around.say)
-        self.steps = StepTeller(job=job, steps_total=profile.job.steps, say=around.say, on_step=around.on_step)
+        self.steps = StepReporter(job=job, steps_total=profile.job.steps, say=around.say, on_step=around.on_step)
         self._timing: dict[str, float] = {}
-        self._tokens_per_s = 0.0  # of this member's crew, in the newest step
+        self._tokens_per_s = 0.0  # of this member's replica, in the newest step
         self._fetched: Fetched | None = None  # by the last heal
         self._done_told = False
         self._trouble: Report | None = None  # the last report, for a seed that was away when it was made
@@ -364,7 +364,7 @@ class Reports:
         if timing.get("step_ms"):
             micro_batches = self._profile.batch.micro_batches
             values["tokens_per_s"] = micro_batches * self.engine.tokens_per_micro_batch / timing["step_ms"] * 1e3
-            share = session.view.crew(session.rank)[0].count / micro_batches
+            share = session.view.replica(session.rank)[0].count / micro_batches
             self._tokens_per_s = share * values["tokens_per_s"]
         if val_loss is not None:
             values["val_loss"] = val_loss

@@ -17,14 +17,15 @@ from ring.transaction import (
     Apply,
     Boundary,
     Broken,
+    CloseRing,
     Compute,
     Confirm,
-    Disband,
     Event,
     Failed,
     Finished,
+    FlagRequested,
     Followed,
-    Form,
+    FormRing,
     Gathered,
     Heal,
     Instruction,
@@ -34,12 +35,11 @@ from ring.transaction import (
     Reduce,
     Reduced,
     Reload,
-    Say,
+    SendReport,
     Transaction,
     Unloaded,
     ViewArrived,
     Vote,
-    Wish,
 )
 from ring.view import View
 from roles.background import started_in
@@ -163,7 +163,7 @@ class JobRunner:
             self.follower.begin(message, self._engine)
 
     def wish(self, flag: Flag, generation: int = 0) -> None:
-        self._handle(Wish(flag, generation))
+        self._handle(FlagRequested(flag, generation))
 
     def restore(self, step: int, holders: Sequence[MemberRecord] = ()) -> None:
         """Go back to the checkpoint of ``step``; where this member has none, and none of ``holders`` gives it, to an
@@ -234,13 +234,13 @@ class JobRunner:
 
     def _carry_out(self, instruction: Instruction) -> None:
         match instruction:
-            case Say(report):
+            case SendReport(report):
                 self.reports.say(report)
-            case Disband(reason):
+            case CloseRing(reason):
                 self._disband(reason)
             case Reload():
                 self._start(self._load)
-            case Form():
+            case FormRing():
                 self._start(self._form, instruction)
             case Heal():
                 self._start(self._heal, instruction)
@@ -336,7 +336,7 @@ class JobRunner:
         await self._saving.resumed(entry)
         self._handle(Loaded(applied, lineage, square_sum))
 
-    async def _form(self, form: Form) -> None:
+    async def _form(self, form: FormRing) -> None:
         around = self._around
         form_began = around.world.clock.now()
         self._session = session = await self._meet(form.view, Topology.RING)

@@ -20,14 +20,14 @@ MAX_POSITIONS = 1 << 20
 MAX_LAYERS = 4096
 Path = Annotated[str, Bound(0, 4096)]
 Positions = Annotated[int, Bound(0, MAX_POSITIONS)]
-Attempt = Annotated[int, Bound(0, 1 << 31)]
+Epoch = Annotated[int, Bound(0, 1 << 31)]
 Index = Annotated[int, Bound(0, MAX_STAGES - 1)]
 Layer = Annotated[int, Bound(0, MAX_LAYERS)]
 Encoding = Annotated[str, Bound(one_of=tuple(ENCODINGS))]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PeerAddress:
     """Where a peer is dialled. An empty ``host`` is the seed's."""
 
     peer: Id
@@ -43,7 +43,7 @@ class LoadRequest:
         positions: that there must be memory for besides the weights, of all sessions together.
         activation_bytes: of one position, as it will travel to the next stage.
         path: of this worker's own copy; empty where it has none.
-        giver: ``caller``, or ``peer``: the worker at ``giver_host`` and ``giver_port``.
+        sender: ``caller``, or ``peer``: the worker at ``sender_host`` and ``sender_port``.
     """
 
     model: Id
@@ -56,16 +56,16 @@ class LoadRequest:
     positions: Positions
     activation_bytes: Annotated[int, Bound(0, 1 << 26)]
     path: Path
-    giver: Annotated[str, Bound(one_of=("caller", "peer"))]
-    giver_peer: Annotated[str, Bound(0, 64)] = ""
-    giver_host: Host = ""
-    giver_port: Annotated[int, Bound(0, 65535)] = 0
+    sender: Annotated[str, Bound(one_of=("caller", "peer"))]
+    sender_peer: Annotated[str, Bound(0, 64)] = ""
+    sender_host: Host = ""
+    sender_port: Annotated[int, Bound(0, 65535)] = 0
 
     def check(self) -> None:
         if not self.start < self.stop <= self.layers:
             raise ProtocolError(f"layers [{self.start}, {self.stop}) of {self.layers} are none")
-        if self.giver == "peer" and not (is_id(self.giver_peer) and self.giver_port):
-            raise ProtocolError("a giver to dial has an id and a port")
+        if self.sender == "peer" and not (is_id(self.sender_peer) and self.sender_port):
+            raise ProtocolError("a sender to dial has an id and a port")
         config_untrusted(self.config)
         if self.path:
             _check_path(self.path)
@@ -75,8 +75,8 @@ class LoadRequest:
         return printable(self.name)
 
     @property
-    def place(self) -> Place | None:
-        return Place(self.giver_peer, self.giver_host, self.giver_port) if self.giver == "peer" else None
+    def place(self) -> PeerAddress | None:
+        return PeerAddress(self.sender_peer, self.sender_host, self.sender_port) if self.sender == "peer" else None
 
     def spec(self, device: str) -> PartSpec:
         return PartSpec(self.config, self.start, self.stop, self.layers, self.dtype, device)
@@ -119,8 +119,8 @@ class OpenRequest:
     index: Index
     stages: Annotated[int, Bound(1, MAX_STAGES)]
     positions: Annotated[int, Bound(1, MAX_POSITIONS)]
-    attempt: Attempt
-    next: Place | None
+    epoch: Epoch
+    next: PeerAddress | None
     encoding: Encoding
     prefill_encoding: Encoding
     temperature: Annotated[float, Bound(0, 1e6)]
@@ -148,9 +148,9 @@ class ResumeRequest:
 
     session: Id
     index: Index
-    attempt: Attempt
+    epoch: Epoch
     keep: Positions
-    next: Place | None
+    next: PeerAddress | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class ReplayRequest:
 
     session: Id
     index: Index
-    attempt: Attempt
+    epoch: Epoch
     number: Count
     stop: Positions
     last: Index

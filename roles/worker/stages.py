@@ -34,9 +34,9 @@ from roles.compute_thread import ComputeThread
 from roles.engine import BuildPart
 from roles.line import QUIET_S, Line, dial_worker
 from roles.model_directory import CACHE_FILE, DigestCache, ModelDirectory, open_model
-from roles.worker.forward_requests import UNKNOWN_SESSION, Caller, StageWorks, of_session
+from roles.worker.forward_requests import UNKNOWN_SESSION, Caller, ForwardRequests, of_session
 from roles.worker.links import Prober, targets_untrusted, to_result
-from roles.worker.model_loading import GIVER, Loader, ModelReceiver, OnBytes, give
+from roles.worker.model_loading import SENDER, Loader, ModelReceiver, OnBytes, give
 from roles.worker.part_cache import IDLE_S, MAX_PARTS, Part, PartCache
 from roles.worker.stage_requests import (
     CloseRequest,
@@ -49,7 +49,7 @@ from roles.worker.stage_requests import (
     printable,
     request_untrusted,
 )
-from wire.chain_messages import HeldPart, PartLoading, PartsHeld, Work
+from wire.chain_messages import ForwardRequest, HeldPart, PartLoading, PartsHeld
 from wire.connection import Connection
 from wire.handshake import RefusalCode, local_hello
 from wire.messages import Hello, Message, Refuse, Request, Response
@@ -125,7 +125,7 @@ class Stages:
         self._around, self._holding = around, holding
         self._world, self._now = around.world, around.world.clock.now
         self.cache = PartCache(holding.limit_bytes)
-        self.works = StageWorks(
+        self.works = ForwardRequests(
             around.world,
             self.cache,
             around.compute,
@@ -142,8 +142,8 @@ class Stages:
         self._digests = DigestCache(around.world.disk, around.directory / CACHE_FILE)
         self._hashing = asyncio.Lock()
         self._clients: set[_Client] = set()
-        self._givers: dict[tuple[str, str], ModelReceiver] = {}  # by the client's id and the model's
-        self._giver_came = asyncio.Condition()
+        self._senders: dict[tuple[str, str], ModelReceiver] = {}  # by the client's id and the model's
+        self._sender_came = asyncio.Condition()
         self._takers = 0
         self._stream_bps = 0.0
         self._news = asyncio.Event()
@@ -186,7 +186,7 @@ class Stages:
                 return Refuse(RefusalCode.NOT_A_MEMBER, "who gives a model must be a client of this worker")
             case "give" if not is_id(hello.job):
                 return Refuse(RefusalCode.PROTOCOL, "a model whose id is none")
-            case "give" if sum(each.sources for each in self._givers.values()) >= MAX_CALLERS:
+            case "give" if sum(each.sources for each in self._senders.values()) >= MAX_CALLERS:
                 return Refuse(RefusalCode.BUSY, f"{MAX_CALLERS} connections give models to this worker", "close some")
         return None
 
@@ -202,7 +202,7 @@ class Stages:
             case "model" if (model := self._given(hello.job)) is not None:
                 await self._give(connection, model)
             case "give":
-                await self._take_giver(connection, hello)
+                await self._take_sender(connection, hello)
 
     # --------------------------------------------------------------------------------------------------------- clients
 
@@ -227,7 +227,7 @@ class Stages:
 
     async def _heard(self, client: _Client, message: Message) -> None:
         match message:
-            case Work():
+            case ForwardRequest():
                 session = self.works.sessions.get((message.session, 0))
                 if session is not None and session.caller is not client:
                     raise ProtocolError("a work of a session of another client")
@@ -365,7 +365,7 @@ class Stages:
             connection, welcome = await dial_worker(self._world.network, host, place.port, place.peer, hello)
         except P2PTrainError as problem:
             text = f"who gives the model was not reached: {problem.message}"
-            raise Refused(GIVER, text, remedy=problem.remedy or "load it from another copy") from problem
+            raise Refused(SENDER, text, remedy=problem.remedy or "load it from another copy") from problem
         receiver = ModelReceiver(self._now, model, self._disk)
         async with receiver.taking(connection, printable(welcome.name)):
             yield receiver
@@ -376,26 +376,26 @@ class Stages:
         A client may be several programs of one person, which go by one id: where one stops giving, the others do.
         """
         try:
-            async with asyncio.timeout(GIVE_WAIT_S), self._giver_came:
-                await self._giver_came.wait_for(lambda: (client.peer_id, model) in self._givers)
+            async with asyncio.timeout(GIVE_WAIT_S), self._sender_came:
+                await self._sender_came.wait_for(lambda: (client.peer_id, model) in self._senders)
         except TimeoutError:
             text = f"the client did not come to give model {model} within {GIVE_WAIT_S:g} s"
-            raise Refused(GIVER, text, remedy="dial with purpose give, and the model as job") from None
-        return self._givers[client.peer_id, model]
+            raise Refused(SENDER, text, remedy="dial with purpose give, and the model as job") from None
+        return self._senders[client.peer_id, model]
 
-    async def _take_giver(self, connection: Connection, hello: Hello) -> None:
+    async def _take_sender(self, connection: Connection, hello: Hello) -> None:
         connection.tune_for_bulk()
         key = hello.peer_id, hello.job
-        receiver = self._givers.setdefault(key, ModelReceiver(self._now, hello.job, self._disk))
+        receiver = self._senders.setdefault(key, ModelReceiver(self._now, hello.job, self._disk))
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(receiver.serve(connection, printable(hello.name)))
                 await asyncio.sleep(0)  # it is a source from now on
-                async with self._giver_came:
-                    self._giver_came.notify_all()
+                async with self._sender_came:
+                    self._sender_came.notify_all()
         finally:
-            if not receiver.sources and self._givers.get(key) is receiver:
-                del self._givers[key]
+            if not receiver.sources and self._senders.get(key) is receiver:
+                del self._senders[key]
 
     # ---------------------------------------------------------------------------------------------------------- giving
 

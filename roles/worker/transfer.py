@@ -196,7 +196,7 @@ class Piece:
     digest: bytes = b""
 
 
-class Everything:
+class AllPieces:
     """What a source has that has all of an object."""
 
     def __contains__(self, key: object) -> bool:

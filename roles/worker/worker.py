@@ -20,13 +20,13 @@ from roles.engine import WHOLE, Engine, Stage
 from roles.gauges import Gauges
 from roles.identity import Identity
 from roles.member import MemberOptions
-from roles.seed_link import Membership, Pulse
+from roles.seed_link import HeartbeatStats, Membership
 from roles.strategies.interface import Factory
 from roles.strategies.pipeline import strategy_of
 from roles.worker.checkpoint_assembler import FileSender, checkpoints_dir
 from roles.worker.checkpoint_store import CheckpointFiles, lineage_of
 from roles.worker.context import Context, Notify
-from roles.worker.links import Prober, Sink, targets_untrusted, to_result
+from roles.worker.links import Prober, ProbeResponder, targets_untrusted, to_result
 from roles.worker.runner import JobRunner
 from roles.worker.stages import PURPOSES, Holding, StageContext, Stages
 from wire.address import told_of
@@ -98,7 +98,7 @@ class Worker:
         self._on_step = on_step
         self._inbound = Inbound()
         self._prober = Prober(world, peer_id=identity.peer_id, name=identity.name, seed_host=options.seed[0])
-        self._sink = Sink()
+        self._sink = ProbeResponder()
         self._compute = ComputeThread(world.threads)
         self._disk = world.threads.start("disk")
         self._files = FileSender(world.disk, self._disk, identity.directory / JOBS, self._saving)
@@ -220,7 +220,7 @@ class Worker:
             port=self._options.advertise[1] or self._port,
         )
 
-    def _pulse(self) -> Pulse:
+    def _pulse(self) -> HeartbeatStats:
         runner, stats = self._runner, self._gauges.machine()
         bytes_in, bytes_out = runner.totals() if runner else (0, 0)
         if self._flops is not None:
@@ -230,11 +230,11 @@ class Worker:
         if self._link.rtt_ms is not None:
             stats["rtt_ms"] = self._link.rtt_ms
         if runner is None:
-            return Pulse(0, 0, "idle", stats)
+            return HeartbeatStats(0, 0, "idle", stats)
         stats["tokens_per_s"] = self._gauges.rate("tokens", runner.tokens)
         stats.update(runner.clock.last_ms)
         state = "following" if runner.follower.active else _SHOWN.get(runner.core.phase, "training")
-        return Pulse(runner.progress, runner.core.applied, "leaving" if self._leaving else state, stats)
+        return HeartbeatStats(runner.progress, runner.core.applied, "leaving" if self._leaving else state, stats)
 
     def _seed_up(self, welcome: Welcome) -> None:
         self._beats = (welcome.heartbeat_s, welcome.death_s)

@@ -50,7 +50,9 @@ def test_a_sound_ledger_for_people(command: Command, answers: dict[str, Any]) ->
     assert outcome.out.splitlines()[-1].split() == ["verdict", "ok"]
 
 
-def test_of_a_split_model_each_worker_is_shown_the_share_of_its_crew(command: Command, answers: dict[str, Any]) -> None:
+def test_of_a_split_model_each_worker_is_shown_the_share_of_its_replica(
+    command: Command, answers: dict[str, Any]
+) -> None:
     profile = load("tiny", {}, ["job.strategy=pipeline", "pipeline.stages=2", "job.workers=4"]).profile
     answers["jobs.show"]["spec"] = profile.to_spec()
     answers["jobs.ledger"]["runs"][0]["counts"] = [5, 0, 3, 0]

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.cli.chaos.conduct import Cluster, Place
+from p2ptrain.cli.chaos.conduct import Cluster, WorkerSlot
 from p2ptrain.cli.chaos.judge import (
     CUTS,
     KINDS,
     LASTS_S,
-    Injury,
+    InjectedFault,
     Report,
     Verdict,
     every_step_once,
@@ -93,8 +93,8 @@ def test_kinds_that_nobody_names() -> None:
 # ---------------------------------------------------------------------------------------------------------- verdicts
 
 
-def injury(**changes: Any) -> Injury:
-    return dataclasses.replace(Injury(1, "kill", at_s=10.0, generation=3, step=50), **changes)
+def injury(**changes: Any) -> InjectedFault:
+    return dataclasses.replace(InjectedFault(1, "kill", at_s=10.0, generation=3, step=50), **changes)
 
 
 def test_a_step_of_the_old_view_is_no_recovery_from_a_death() -> None:
@@ -205,7 +205,7 @@ async def test_whoever_is_frozen_goes_on_when_a_run_is_left(tmp_path: Path) -> N
         cluster = Cluster(LocalCluster(tmp_path, 1), 1, 1, lambda: None)
         child = Child("worker-1", process, tmp_path / "log", 0)
         proxies = Proxy(("127.0.0.1", 1)), Proxy(("127.0.0.1", 1))
-        cluster.places[1] = Place(1, *proxies, child, frozen=True)
+        cluster.places[1] = WorkerSlot(1, *proxies, child, frozen=True)
         process.send_signal(signal.SIGSTOP)
         process.stdin.write(b"hello\n")
         with pytest.raises(TimeoutError):

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from p2ptrain.cli import join as command_of
 from p2ptrain.cli import joining
-from p2ptrain.cli.joining import Joining, ServeWish
+from p2ptrain.cli.joining import Joining, ServeOptions
 from p2ptrain.core.errors import ResourceError, UserError
 
 Command = Callable[..., Any]
@@ -28,11 +28,11 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Joining, ServeWish | None]]:
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Joining, ServeOptions | None]]:
     """What a command would have begun."""
-    found: list[tuple[Joining, ServeWish | None]] = []
+    found: list[tuple[Joining, ServeOptions | None]] = []
 
-    async def served(of: Joining, wish: ServeWish) -> None:
+    async def served(of: Joining, wish: ServeOptions) -> None:
         found.append((of, wish))
 
     async def work(of: Joining) -> None:
@@ -43,14 +43,14 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Joining, ServeWish | No
     return found
 
 
-def test_a_worker_is_what_nobody_names(command: Command, begun: list[tuple[Joining, ServeWish | None]]) -> None:
+def test_a_worker_is_what_nobody_names(command: Command, begun: list[tuple[Joining, ServeOptions | None]]) -> None:
     assert command("join").code == 0
     ((of, wish),) = begun
     assert (of.role, of.targets, of.advertise, wish) == ("worker", [("127.0.0.1", 7337)], ("", 0), None)
 
 
 def test_a_verifier_and_its_options(
-    command: Command, begun: list[tuple[Joining, ServeWish | None]], model: Path, tmp_path: Path
+    command: Command, begun: list[tuple[Joining, ServeOptions | None]], model: Path, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys"
     keys.write_text("a secret of 16".replace(" ", "-") + "--\n")
@@ -62,7 +62,7 @@ def test_a_verifier_and_its_options(
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
     ((of, wish),) = begun
-    assert wish == ServeWish("verifier", model, "cpu", 2, 1 << 30, 3, None, ("127.0.0.1", 8000), keys, "fp32")
+    assert wish == ServeOptions("verifier", model, "cpu", 2, 1 << 30, 3, None, ("127.0.0.1", 8000), keys, "fp32")
     assert (of.targets, of.name, of.advertise, of.link, of.slot) == (
         [("10.0.0.7", 7337)],
         "big",
@@ -71,17 +71,19 @@ def test_a_verifier_and_its_options(
         4,
     )
     command("join", "--role", "verifier", "--model", model, "--split", "2", "--http", "[::1]:8000")
-    assert begun[-1][1] == ServeWish("verifier", model, split=2, http=("::1", 8000))
+    assert begun[-1][1] == ServeOptions("verifier", model, split=2, http=("::1", 8000))
     command("join", "--role", "verifier", "--model", model, "--split", "--dtype", "bf16")
-    assert begun[-1][1] == ServeWish("verifier", model, split=0, dtype="bf16")
+    assert begun[-1][1] == ServeOptions("verifier", model, split=0, dtype="bf16")
 
 
-def test_a_drafter_and_its_model(command: Command, begun: list[tuple[Joining, ServeWish | None]], model: Path) -> None:
+def test_a_drafter_and_its_model(
+    command: Command, begun: list[tuple[Joining, ServeOptions | None]], model: Path
+) -> None:
     command("join", "--role", "drafter", "--model", model.parent / "model")
     command("join", "--role", "drafter", "--model", model, "--dtype", "fp16")
     assert [wish for _, wish in begun] == [
-        ServeWish("drafter", model),
-        ServeWish("drafter", model, dtype="fp16"),
+        ServeOptions("drafter", model),
+        ServeOptions("drafter", model, dtype="fp16"),
     ]
 
 
@@ -128,13 +130,13 @@ async def test_what_http_cannot_be_is_refused_before_anything_is_dialled(model: 
     root = tmp_path / "state"
     of = Joining("verifier", [("127.0.0.1", 1)], "", root, None, "", 0, ("", 0), "", 0, 0, "", False)
     with pytest.raises(UserError, match="needs a key"):
-        await joining.served(of, ServeWish("verifier", model, http=("0.0.0.0", 0)))
+        await joining.served(of, ServeOptions("verifier", model, http=("0.0.0.0", 0)))
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="is in use"):
-        await joining.served(of, ServeWish("verifier", model, http=taken.getsockname()[:2]))
+        await joining.served(of, ServeOptions("verifier", model, http=taken.getsockname()[:2]))
     save_file({"weight": np.zeros(1250, np.float32)}, model / "model.safetensors")
     with pytest.raises(ResourceError, match="--memory says"):
-        await joining.served(of, ServeWish("verifier", model, memory_bytes=4000))
+        await joining.served(of, ServeOptions("verifier", model, memory_bytes=4000))
     save_file({"weight": np.zeros(1250, np.float16)}, model / "model.safetensors")
     with pytest.raises(ResourceError, match="in fp32, and --memory says"):
-        await joining.served(of, ServeWish("verifier", model, memory_bytes=4000, dtype="fp32"))
+        await joining.served(of, ServeOptions("verifier", model, memory_bytes=4000, dtype="fp32"))
     assert not root.exists()

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from p2ptrain.cli import serving
-from p2ptrain.cli.joining import ServeWish
+from p2ptrain.cli.joining import ServeOptions
 from p2ptrain.cli.output import Console
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConfigError, ResourceError
@@ -44,7 +44,7 @@ class Member:
         self.ready.set()
 
 
-async def served(wish: ServeWish) -> Member:
+async def served(wish: ServeOptions) -> Member:
     """A member whose program ran until it was ready, and then was cancelled."""
     member = Member()
     program = asyncio.create_task(serving.serve(cast(ServingMember, member), wish, Console(quiet=True)))
@@ -79,7 +79,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_model_is_told_of_with_what_verifiers_must_know(model: Path) -> None:
     async def main() -> None:
-        member = await served(ServeWish("drafter", model))
+        member = await served(ServeOptions("drafter", model))
         assert member.serving is not None
         said = member.serving()
         assert (said.model, said.vocab_size, said.context) == ("small", 97, 512)
@@ -90,13 +90,13 @@ def test_a_model_is_told_of_with_what_verifiers_must_know(model: Path) -> None:
 
 
 def test_a_model_drafts_in_the_type_that_is_asked_for(model: Path) -> None:
-    member = run_virtual(served(ServeWish("drafter", model, dtype="bf16")))
+    member = run_virtual(served(ServeOptions("drafter", model, dtype="bf16")))
     assert member.told == ["small drafts on stand-in in bf16, 512 tokens of context"]
 
 
 def test_a_model_beyond_its_memory_or_without_a_tokenizer_is_refused(model: Path) -> None:
     with pytest.raises(ResourceError, match="--memory says 1 B"):
-        run_virtual(served(ServeWish("drafter", model, memory_bytes=1)))
+        run_virtual(served(ServeOptions("drafter", model, memory_bytes=1)))
     (model / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="tokenizer"):
-        run_virtual(served(ServeWish("drafter", model)))
+        run_virtual(served(ServeOptions("drafter", model)))

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from p2ptrain.cli import serving as serving_module
-from p2ptrain.cli.joining import ServeWish
+from p2ptrain.cli.joining import ServeOptions
 from p2ptrain.cli.output import Console
 from p2ptrain.compute.model import build_model, load_model
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import NetworkError, P2PTrainError, UserError
-from p2ptrain.core.serving import SamplingWish
+from p2ptrain.core.serving import SamplingOptions
 from p2ptrain.core.world import Network, World
 from roles.member import ServingMember
 from roles.verifier.asking import TextRequest
@@ -36,7 +36,7 @@ PATIENCE_S = 600.0
 """Virtual, as all times here."""
 COMPUTE_S = 0.005
 PROMPT = "0, 1, 1, 2, 3, 5, 8"
-GREEDY, SAMPLED = SamplingWish(temperature=0.0), SamplingWish(temperature=0.9, top_k=40, top_p=0.95, seed=7)
+GREEDY, SAMPLED = SamplingOptions(temperature=0.0), SamplingOptions(temperature=0.9, top_k=40, top_p=0.95, seed=7)
 ONE_PART_BYTES = 700 << 10
 """Of a worker: it holds one part with its sessions' caches, and has no room for two."""
 HALF_BYTES = 600 << 10
@@ -44,7 +44,7 @@ HALF_BYTES = 600 << 10
 
 
 def reference(
-    checkpoint: Path, tokens: int, sampling: SamplingWish, dtype: torch.dtype = torch.float32
+    checkpoint: Path, tokens: int, sampling: SamplingOptions, dtype: torch.dtype = torch.float32
 ) -> tuple[int, ...]:
     """What ``transformers.generate`` writes with the whole model."""
     model: Any = load_model(checkpoint, dtype).eval()
@@ -74,19 +74,19 @@ class Served:
     def __init__(self, cluster: Cluster, model: Path, split: int | None = 2, dtype: str = "") -> None:
         self.cluster, self._model = cluster, model
         self.workers: dict[str, Peer] = {}
-        wish = ServeWish("verifier", model, split=split, dtype=dtype)
+        wish = ServeOptions("verifier", model, split=split, dtype=dtype)
         self.verifier = self._serve("verifier", serving_module.serve, wish)
         self.drafter: Peer | None = None
         self.client: VerifierClient
 
-    def _serve(self, role: str, serve: Any, wish: ServeWish) -> Peer:
+    def _serve(self, role: str, serve: Any, wish: ServeOptions) -> Peer:
         async def program(member: ServingMember) -> None:
             await serve(member, wish, Console(quiet=True))
 
         return self.cluster.serve(role, program)
 
     def draft(self) -> None:
-        wish = ServeWish("drafter", self._model, device="cpu", threads=1)
+        wish = ServeOptions("drafter", self._model, device="cpu", threads=1)
         self.drafter = self._serve("drafter", serving_module.serve, wish)
 
     def told(self, kind: str) -> int:
@@ -104,7 +104,7 @@ class Served:
                 return
             await asyncio.sleep(0.05)  # virtual
 
-    async def ask(self, tokens: int, sampling: SamplingWish, at: dict[int, Callable[[], Any]] | None = None) -> Any:
+    async def ask(self, tokens: int, sampling: SamplingOptions, at: dict[int, Callable[[], Any]] | None = None) -> Any:
         """A text's tokens and figures; ``at``: what happens once so many are there."""
         text = await self.client.write(TextRequest(prompt=PROMPT, max_new_tokens=tokens, sampling=sampling))
         made: list[int] = []

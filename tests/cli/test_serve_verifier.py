@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from p2ptrain.cli.joining import ServeWish
+from p2ptrain.cli.joining import ServeOptions
 from p2ptrain.cli.serving import cache_bytes, check, model_name
 from p2ptrain.core.errors import ResourceError, UserError
 
@@ -28,7 +28,7 @@ def test_how_a_model_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_place_that_cannot_be_is_told_before_a_model_is_looked_at(tmp_path: Path) -> None:
-    wish = ServeWish("verifier", tmp_path / "no model", http=("127.0.0.1", 0), api_keys=tmp_path / "key")
+    wish = ServeOptions("verifier", tmp_path / "no model", http=("127.0.0.1", 0), api_keys=tmp_path / "key")
     with pytest.raises(UserError, match="cannot read the API key"):
         await check(wish)
     (tmp_path / "key").write_text("k" * 32)

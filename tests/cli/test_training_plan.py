@@ -36,9 +36,9 @@ def test_a_dry_run_shows_who_trains_what_and_makes_nothing(command: Command, fak
     assert first.split()[:3] == ["0", "worker-1", "0–1"]
     assert "64.0 MiB" in first
     assert last.split()[:3] == ["1", "worker-2", "2–3"]
-    assert told[0].startswith("1 crew of 2 stages, 1f1b, 8 micro-batches a step, predicted: ")
+    assert told[0].startswith("1 replica of 2 stages, 1f1b, 8 micro-batches a step, predicted: ")
     assert "bubble" in told[0]
-    assert told[1] == "more crews of the job, or spares: worker-3"
+    assert told[1] == "more replicas of the job, or spares: worker-3"
     ((method, params),) = fake_seed.asked
     assert method == "jobs.plan"
     assert shape_untrusted(params["shape"]).sizes.layers == 4
@@ -109,6 +109,6 @@ def test_without_speeds_nothing_is_predicted() -> None:
     made = local_plan(PROFILE, workers=2, memory_bytes=0)
     assert made is not None
     assert prediction(made[0]) == [
-        "1 crew of 2 stages, 1f1b: no worker has told how fast it is, so nothing is predicted"
+        "1 replica of 2 stages, 1f1b: no worker has told how fast it is, so nothing is predicted"
     ]
     assert short(*made) == "plan: layers 0–1 worker-1, layers 2–3 worker-2"

@@ -18,7 +18,7 @@ from configs.schema import Optimizer, Profile
 from p2ptrain.cli import up_cluster
 from p2ptrain.cli.local_cluster import Child, LocalCluster
 from p2ptrain.cli.output import Console
-from p2ptrain.cli.up_cluster import HttpWish, Plan
+from p2ptrain.cli.up_cluster import HttpOptions, Plan
 from p2ptrain.core.errors import JobFailed, UserError
 from roles.engine import Engine
 from roles.stand_in import StandInEngine
@@ -105,7 +105,7 @@ class Machine:
         return Child(name, process, self.root / f"{name}.log", 0)
 
     async def up(
-        self, port: int, *, new: bool = False, http: HttpWish | None = None, profile: Profile = PROFILE
+        self, port: int, *, new: bool = False, http: HttpOptions | None = None, profile: Profile = PROFILE
     ) -> Any:
         """One ``p2ptrain up``, to its end."""
         self.stop, self.serving, self.servers, self.started = asyncio.Event(), asyncio.Event(), {}, 0
@@ -162,7 +162,7 @@ async def served(machine: Machine, port: int, **options: Any) -> dict[str, Any]:
 async def test_both_are_trained_then_served_and_the_next_start_serves_at_once(machine: Machine, free_port: int) -> None:
     key = machine.root / "api key"
     key.write_text("k" * 32)
-    first = await served(machine, free_port, http=HttpWish("127.0.0.1", 0, key))
+    first = await served(machine, free_port, http=HttpOptions("127.0.0.1", 0, key))
     assert machine.started == 1
     assert first["http"] == "http://somewhere/v1"
     assert (first["state"], first["drafter"]["step"], first["verifier"]["step"]) == ("serving", DRAFTER_STEPS, STEPS)
@@ -264,10 +264,10 @@ async def test_where_http_cannot_be_nothing_is_trained(machine: Machine, free_po
     damaged.write_text("short")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for http, problem in (
-            (HttpWish("127.0.0.1", taken.getsockname()[1], None), "is in use"),
-            (HttpWish("0.0.0.0", 0, None), "needs a key"),
-            (HttpWish("127.0.0.1", 0, damaged), "holds no API key"),
-            (HttpWish("127.0.0.1", 0, machine.root / "none"), "cannot read the API key"),
+            (HttpOptions("127.0.0.1", taken.getsockname()[1], None), "is in use"),
+            (HttpOptions("0.0.0.0", 0, None), "needs a key"),
+            (HttpOptions("127.0.0.1", 0, damaged), "holds no API key"),
+            (HttpOptions("127.0.0.1", 0, machine.root / "none"), "cannot read the API key"),
         ):
             with pytest.raises(UserError, match=problem):
                 await machine.up(free_port, http=http)

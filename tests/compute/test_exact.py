@@ -21,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 from p2ptrain.compute.data import DataSpec, load_corpus
 from p2ptrain.compute.device import Device, flushed_denormals, pick_device
 from p2ptrain.compute.exact import constant_arithmetic
-from p2ptrain.compute.gradients import FRACTION_BITS, UNIT, Ferry, bucket_bounds
+from p2ptrain.compute.gradients import FRACTION_BITS, UNIT, HostCopier, bucket_bounds
 from p2ptrain.compute.model import ModelSpec, build_model
 from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.tokenizer import Tokenizer
@@ -260,9 +260,9 @@ def test_a_device_with_memory_of_its_own_computes_the_same(
     near, apart = make_trainer(exact=True), make_trainer(exact=True, device=APART)
     streams = []
 
-    def ferry(gradients: torch.Tensor, host: torch.Tensor, kind: str) -> Ferry:
+    def ferry(gradients: torch.Tensor, host: torch.Tensor, kind: str) -> HostCopier:
         streams.append(SideStream(gradients, host))
-        return Ferry(streams[-1].copy, [stop for _, stop in bucket_bounds(len(gradients), 8, 4096)])
+        return HostCopier(streams[-1].copy, [stop for _, stop in bucket_bounds(len(gradients), 8, 4096)])
 
     monkeypatch.setattr("p2ptrain.compute.trainer._ferry", ferry)
     far = make_trainer(exact=True, device=FAR)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from p2ptrain.compute.exact import FixedSum
 from p2ptrain.compute.gradients import (
     FRACTION_BITS,
-    Ferry,
-    Watch,
+    BackwardProgress,
+    HostCopier,
     bucket_bounds,
     largest,
     to_fixed,
@@ -50,7 +50,7 @@ def test_buckets_that_choose_their_size() -> None:
 @given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=12), seed=st.integers(0, 2**32))
 def test_the_front_is_where_the_first_part_is_missing(sizes: list[int], seed: int) -> None:
     stops = [sum(sizes[: number + 1]) for number in range(len(sizes))]
-    watch, told = Watch(stops, None), list[int]()
+    watch, told = BackwardProgress(stops, None), list[int]()
     for _ in range(2):
         watch.begin()
         marked: set[int] = set()
@@ -70,13 +70,13 @@ class Stream:
         self.landed = 0
         self.started = 0
 
-    def copy(self, start: int, stop: int) -> Landing:
+    def copy(self, start: int, stop: int) -> PendingCopy:
         self.story.append(f"copy {start}-{stop}")
         self.started += 1
-        return Landing(self, self.started)
+        return PendingCopy(self, self.started)
 
 
-class Landing:
+class PendingCopy:
     def __init__(self, stream: Stream, number: int) -> None:
         self._stream, self._number = stream, number
 
@@ -90,7 +90,7 @@ class Landing:
 
 def test_a_ferry_copies_what_is_final_and_tells_what_has_landed() -> None:
     stream = Stream()
-    ferry = Ferry(stream.copy, [10, 20, 30, 41])
+    ferry = HostCopier(stream.copy, [10, 20, 30, 41])
     assert ferry.final(9) == 0
     assert stream.story == []
     assert ferry.final(25) == 0
@@ -105,7 +105,7 @@ def test_a_ferry_copies_what_is_final_and_tells_what_has_landed() -> None:
 
 
 def test_a_watch_tells_of_the_last_pass_only() -> None:
-    watch = Watch([5, 9], None)
+    watch = BackwardProgress([5, 9], None)
     told: list[int] = []
     for _ in range(2):
         watch.begin()

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaPreTrainedModel
 
 from p2ptrain.compute.model import build_model, model_config
-from p2ptrain.compute.part import Anatomy, Part
+from p2ptrain.compute.part import ModelLayout, Part
 from p2ptrain.compute.stage import build_training_part, initial_digest, initial_tensors
 from p2ptrain.core.errors import ConfigError, ResourceError
 from tests.compute.tiny_trainer import tiny
@@ -67,14 +67,14 @@ def test_weights_follow_the_distribution_of_their_own_modules() -> None:
 def test_one_unit_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
-    for _, tensor in initial_tensors(Anatomy(CONFIG, torch.float32), 7):
+    for _, tensor in initial_tensors(ModelLayout(CONFIG, torch.float32), 7):
         alive.append(weakref.ref(tensor))
         most = max(most, sum(ref() is not None for ref in alive))
     assert len(alive) > 20
     assert most <= 10, "a layer of llama has nine"
     monkeypatch.setattr("p2ptrain.compute.device._host_available", lambda: 1000)
     with pytest.raises(ResourceError, match="drawing"):
-        next(initial_tensors(Anatomy(CONFIG, torch.float32), 7))
+        next(initial_tensors(ModelLayout(CONFIG, torch.float32), 7))
 
 
 def test_what_is_not_drawn_by_its_own_module_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

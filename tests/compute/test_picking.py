@@ -50,15 +50,15 @@ def test_going_back_in_draws_is_exact(sampling: Sampling, remembered: int, noise
     wanted = one_by_one(logits, sampling)
     rng = random.Random(remembered)
     picker = Picker(sampling, remembered=remembered, noise_bytes=noise_bytes)
-    draw = 0
-    while draw < len(wanted):
-        rows = logits[draw : draw + rng.choice([1, 5, 17])]
-        assert list(picker.pick(rows, draw)) == wanted[draw : draw + len(rows)]
-        draw += rng.randrange(1, len(rows) + 1)
+    sample_index = 0
+    while sample_index < len(wanted):
+        rows = logits[sample_index : sample_index + rng.choice([1, 5, 17])]
+        assert list(picker.pick(rows, sample_index)) == wanted[sample_index : sample_index + len(rows)]
+        sample_index += rng.randrange(1, len(rows) + 1)
         assert len(picker._states) <= remembered
         assert sum(each.nbytes for each in picker._noise.values()) <= max(noise_bytes, 4 * 211)
-    for draw in [149, 86, 0, 64, 1]:
-        assert picker.pick(logits[draw : draw + 1], draw) == (wanted[draw],)
+    for sample_index in [149, 86, 0, 64, 1]:
+        assert picker.pick(logits[sample_index : sample_index + 1], sample_index) == (wanted[sample_index],)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

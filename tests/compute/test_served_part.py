@@ -60,23 +60,25 @@ class Client:
         self.length = 0
 
     def run(
-        self, ids: list[int], *, picks: int = 1, draw: int = 0, keep: int | None = None, encoding: str = ""
+        self, ids: list[int], *, samples: int = 1, sample_index: int = 0, keep: int | None = None, encoding: str = ""
     ) -> tuple[int, ...]:
         keep = self.length if keep is None else keep
         payload, coming = memoryview(encode_ids(ids)), "ids"
         for part in self.parts:
             last = part is self.parts[-1]
             going = encoding or part.encoding
-            ran = part.run(self.name, Pass(keep, payload, len(ids), coming, going, picks if last else 0, draw))
+            ran = part.run(
+                self.name, Pass(keep, payload, len(ids), coming, going, samples if last else 0, sample_index)
+            )
             assert ran.payload.nbytes == (0 if last else activation_bytes(going, len(ids), part.width))
             payload, coming = ran.payload, going
         self.length = keep + len(ids)
         return ran.tokens
 
     def say(self, prompt: list[int], count: int, first_draw: int = 0) -> list[int]:
-        said = [*self.run(prompt, draw=first_draw)]
+        said = [*self.run(prompt, sample_index=first_draw)]
         while len(said) < count:
-            said += self.run(said[-1:], draw=first_draw + len(said))
+            said += self.run(said[-1:], sample_index=first_draw + len(said))
         return said
 
 
@@ -158,8 +160,8 @@ def test_several_tokens_are_picked_at_once(loaded: Callable[[str], Loaded]) -> N
     client = Client(parts, "several", GREEDY)
     with torch.inference_mode():
         expected = whole(input_ids=torch.tensor([ids])).logits.argmax(-1)[0].tolist()
-    assert list(client.run(ids, picks=4)) == expected[-4:]
-    assert client.run([3, 4], picks=0) == ()
+    assert list(client.run(ids, samples=4)) == expected[-4:]
+    assert client.run([3, 4], samples=0) == ()
     for part in parts:
         part.close("several")
 
@@ -169,9 +171,11 @@ def test_interleaved_sessions_do_not_disturb_each_other(loaded: Callable[[str], 
     sampled = Sampling(temperature=0.9, seed=21)
     clients = [Client(parts, f"i{number}", sampled) for number in range(4)]
     said = [list(client.run(prompt(number + 3))) for number, client in enumerate(clients)]
-    for draw in range(1, 9):
-        for client, tokens in zip(clients[:: 1 if draw % 2 else -1], said[:: 1 if draw % 2 else -1], strict=True):
-            tokens += client.run(tokens[-1:], draw=draw)
+    for sample_index in range(1, 9):
+        for client, tokens in zip(
+            clients[:: 1 if sample_index % 2 else -1], said[:: 1 if sample_index % 2 else -1], strict=True
+        ):
+            tokens += client.run(tokens[-1:], sample_index=sample_index)
     for number, tokens in enumerate(said):
         assert tokens == generated(whole, prompt(number + 3), 9, sampled)
     for part in parts:
@@ -222,14 +226,14 @@ def test_bf16_parts_say_what_a_bf16_whole_says(tmp_path: Path) -> None:
         ({"keep": -1}, "to be kept"),
         ({"count": 0}, "0 positions after"),
         ({"count": 7}, "7 positions after 4, in a session that was opened for 10"),
-        ({"picks": 1}, "last stage only"),
+        ({"samples": 1}, "last stage only"),
         ({"encoding": "fp32"}, "the first stage takes token ids"),
         ({"out_encoding": "fp64"}, "no hidden states travel as"),
         ({"payload": memoryview(encode_ids([1]))}, "2 positions as ids are 8 bytes, not 4"),
         ({"payload": memoryview(encode_ids([1, VOCAB]))}, "of a vocabulary"),
         ({"session": "other"}, "no session 'other'"),
-        ({"draw": 11}, "draw 11"),
-        ({"draw": -1}, "draw -1"),
+        ({"sample_index": 11}, "draw 11"),
+        ({"sample_index": -1}, "draw -1"),
     ],
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(
@@ -242,8 +246,8 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
         "count": 2,
         "encoding": "ids",
         "out_encoding": "fp32",
-        "picks": 0,
-        "draw": 0,
+        "samples": 0,
+        "sample_index": 0,
     }
     part.open("s", positions=10, sampling=GREEDY)
     part.run("s", Pass(**good | {"keep": 0, "payload": memoryview(encode_ids([5, 6, 7, 8])), "count": 4}))
@@ -259,15 +263,15 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
 def test_picks_of_the_last_stage(loaded: Callable[[str], Loaded]) -> None:
     part = loaded("llama-tied")[2][-1]
     part.open("s", positions=10, sampling=GREEDY)
-    arguments: dict[str, Any] = {"keep": 0, "encoding": "fp32", "out_encoding": "fp32", "draw": 0}
+    arguments: dict[str, Any] = {"keep": 0, "encoding": "fp32", "out_encoding": "fp32", "sample_index": 0}
     payload = memoryview(bytes(activation_bytes("fp32", 2, 64)))
     with pytest.raises(ProtocolError, match="3 tokens to be picked for 2"):
-        part.run("s", Pass(payload=payload, count=2, picks=3, **arguments))
+        part.run("s", Pass(payload=payload, count=2, samples=3, **arguments))
     nan = memoryview(torch.full((2, 64), torch.nan).numpy().tobytes())
     with pytest.raises(JobFailed):
-        part.run("s", Pass(payload=nan, count=2, picks=1, **arguments))
+        part.run("s", Pass(payload=nan, count=2, samples=1, **arguments))
     with pytest.raises(ProtocolError, match="1 positions are to be kept of the 0"):
-        part.run("s", Pass(payload=payload, count=2, picks=1, **arguments | {"keep": 1}))
+        part.run("s", Pass(payload=payload, count=2, samples=1, **arguments | {"keep": 1}))
     part.close("s")
 
 
@@ -276,7 +280,7 @@ def test_a_run_that_fails_in_the_middle_leaves_what_was_kept(
 ) -> None:
     part = loaded("mistral-window")[2][1]
     part.open("s", positions=30, sampling=GREEDY)
-    arguments: dict[str, Any] = {"encoding": "fp32", "out_encoding": "fp32", "draw": 0, "picks": 0}
+    arguments: dict[str, Any] = {"encoding": "fp32", "out_encoding": "fp32", "sample_index": 0, "samples": 0}
     payload = memoryview(torch.randn(12, 64, generator=torch.Generator().manual_seed(1)).numpy().tobytes())
     more = payload[: 2 * 64 * 4]
     part.run("s", Pass(0, payload, 12, **arguments))
@@ -398,9 +402,9 @@ def test_where_frequencies_change_with_the_length_a_session_stays_within_it(tmp_
         part.open("s", positions=33, sampling=GREEDY)
     ids = [(7 * index * index) % VOCAB for index in range(32)]
     whole, chunked = Client([part], "whole", GREEDY, 32), Client([part], "chunked", GREEDY, 32)
-    picks = whole.run(ids, picks=32)
-    chunked.run(ids[:20], picks=1)
-    assert chunked.run(ids[20:], picks=12) == picks[20:]
+    samples = whole.run(ids, samples=32)
+    chunked.run(ids[:20], samples=1)
+    assert chunked.run(ids[20:], samples=12) == samples[20:]
 
 
 # --------------------------------------------------------------------------------------- a whole directory as one part

@@ -9,7 +9,7 @@ import pytest
 from transformers import GenerationConfig
 
 from p2ptrain.core.errors import ConfigError, UserError
-from p2ptrain.core.serving import Sampling, SamplingWish
+from p2ptrain.core.serving import Sampling, SamplingOptions
 
 MODELS: list[dict[str, Any]] = [
     {},
@@ -27,7 +27,7 @@ def test_as_transformers(said: dict[str, Any], asked: dict[str, Any]) -> None:
     joined = GenerationConfig(**asked, **({"do_sample": True} if asked else {}))
     joined.update(**GenerationConfig(**said).to_dict(), defaults_only=True)
     joined.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)
-    found = SamplingWish(**asked, seed=5).of(said)
+    found = SamplingOptions(**asked, seed=5).of(said)
     if joined.do_sample:
         assert found == Sampling(joined.temperature, joined.top_k, joined.top_p, 5)
     else:
@@ -35,28 +35,28 @@ def test_as_transformers(said: dict[str, Any], asked: dict[str, Any]) -> None:
 
 
 def test_zero_is_the_likeliest_whatever_else_is_said() -> None:
-    assert SamplingWish(temperature=0, top_k=5).of({"do_sample": True}) == Sampling(0.0)
+    assert SamplingOptions(temperature=0, top_k=5).of({"do_sample": True}) == Sampling(0.0)
 
 
 @pytest.mark.parametrize("said", [{"temperature": "hot"}, {"top_p": 0}, {"top_k": -1}, {"top_k": True}])
 def test_what_cannot_be_names_who_said_it(said: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"generation_config\.json says what cannot be") as caught:
-        SamplingWish().of({"do_sample": True, **said})
+        SamplingOptions().of({"do_sample": True, **said})
     assert "--" in caught.value.remedy
     name, value = next(iter(said.items()))
     if not isinstance(value, str | bool):
         with pytest.raises(UserError, match=name):
-            SamplingWish(**said)
+            SamplingOptions(**said)
 
 
 @pytest.mark.parametrize("said", ['{"top_k": 1e999}', '{"top_k": 2.5}', '{"temperature": 1%s}', '{"top_k": 1%s}'])
 def test_numbers_of_a_file_that_no_machine_has_are_refused(said: str) -> None:
     numbers = json.loads(said.replace("%s", 400 * "0"))
     with pytest.raises(ConfigError, match=r"generation_config\.json says what cannot be"):
-        SamplingWish().of({"do_sample": True, **numbers})
+        SamplingOptions().of({"do_sample": True, **numbers})
 
 
 def test_more_tokens_than_a_message_can_tell_of_are_refused_at_once() -> None:
-    assert SamplingWish(top_k=2**31).of({}).top_k == 2**31
+    assert SamplingOptions(top_k=2**31).of({}).top_k == 2**31
     with pytest.raises(UserError, match="top_k is more than"):
-        SamplingWish(top_k=10**23)
+        SamplingOptions(top_k=10**23)

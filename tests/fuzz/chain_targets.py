@@ -26,9 +26,9 @@ from roles.chain.session import CHUNK
 from tests.roles.chain.decoding import generate
 from tests.roles.stage_doubles import PORT, Stage
 from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, write_model
-from wire.chain_messages import ChainBroken, PartLoading, Picked
+from wire.chain_messages import ChainBroken, PartLoading, Sampled
 from wire.memory import MemoryNetwork, run_virtual
-from wire.messages import Message, Request, Response, StillHere
+from wire.messages import KeepAlive, Message, Request, Response
 
 from .engine import Target
 from .strategies import FREE, TEXT, WHOLE, made
@@ -59,11 +59,11 @@ _SPENT = st.lists(st.integers(0, 1000), max_size=4) | st.lists(WHOLE, max_size=3
 _SMALL = st.integers(-1, 6)
 _ATTEMPT = st.sampled_from([1, 1, 1, 2, 2, 0, -1, 3])  # what is not of the one that counts is not looked at
 _ENDED = st.builds(
-    Picked, st.just("s"), _ATTEMPT, _SMALL, _TOKENS | st.binary(max_size=9) | st.just(bytes(4 * CHUNK + 4)), _SPENT
+    Sampled, st.just("s"), _ATTEMPT, _SMALL, _TOKENS | st.binary(max_size=9) | st.just(bytes(4 * CHUNK + 4)), _SPENT
 )
 
 
-def _check_ended(message: Picked) -> None:
+def _check_ended(message: Sampled) -> None:
     try:
         found = arrived_untrusted(message, VOCAB)
     except ProtocolError:
@@ -83,7 +83,7 @@ _LOADING = st.builds(PartLoading, _SMALL, _SMALL) | made(PartLoading)
 _SAID = st.lists(
     st.tuples(
         st.integers(0, 1),
-        _ENDED | _BROKEN | _LOADING | made(Response) | made(Request) | made(Picked) | st.just(StillHere()),
+        _ENDED | _BROKEN | _LOADING | made(Response) | made(Request) | made(Sampled) | st.just(KeepAlive()),
     ),
     max_size=8,
 )
@@ -106,23 +106,23 @@ async def _talked(said: list[tuple[int, Message]]) -> None:
         await stage.start()
     world = World(LoopClock(), network.at("client"), RealDisk(), random.Random(1), LoopThreads())
     around = Context(world, "client", "client", "seed")
-    crew = await WorkerPool.connect(around, [WorkerAt(stage.name, stage.name, stage.name, PORT) for stage in stages])
+    replica = await WorkerPool.connect(around, [WorkerAt(stage.name, stage.name, stage.name, PORT) for stage in stages])
     try:
         async with asyncio.timeout(900):
-            await _generated(crew, await local_model(around, directory), stages, said)
+            await _generated(replica, await local_model(around, directory), stages, said)
     finally:
-        await crew.close()
+        await replica.close()
         for stage in stages:
             await stage.stop()
     assert not wrong, wrong
 
 
-async def _generated(crew: WorkerPool, model: Model, stages: list[Stage], said: list[tuple[int, Message]]) -> None:
+async def _generated(replica: WorkerPool, model: Model, stages: list[Stage], said: list[tuple[int, Message]]) -> None:
     sizes = ModelSizes((32,) * 3, (4 * WIDTH,) * 3, 4 * WIDTH * VOCAB, 4 * WIDTH * (VOCAB + 1))
-    plan = await crew.plan(
+    plan = await replica.plan(
         model, sizes, positions=64, activation_bytes=4 * WIDTH, dtype="fp32", stages=2, measure_s=0.0
     )
-    chain = await Chain.load(crew, model, plan)
+    chain = await Chain.load(replica, model, plan)
     try:
         session = await generate(chain, [1, 2, 3], max_new_tokens=6, sampling=Sampling(temperature=0))
         left = list(said)
@@ -140,10 +140,10 @@ async def _generated(crew: WorkerPool, model: Model, stages: list[Stage], said: 
 
 def _say(stage: Stage, session: str, message: Message) -> None:
     """To each client of a worker, of its session where it is of one."""
-    if isinstance(message, Picked):
-        message = Picked(session, message.attempt, message.number, message.tokens, message.spent_us)
+    if isinstance(message, Sampled):
+        message = Sampled(session, message.epoch, message.number, message.tokens, message.spent_us)
     elif isinstance(message, ChainBroken):
-        message = ChainBroken(session, message.attempt, message.lost, message.code, message.reason, message.remedy)
+        message = ChainBroken(session, message.epoch, message.lost, message.code, message.reason, message.remedy)
     for client in stage.stages._clients:
         try:
             client.line.connection.send(message)

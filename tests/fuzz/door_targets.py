@@ -25,8 +25,8 @@ from ring.view import View
 from roles.line import Line
 from roles.seed.operator_api import OperatorApi
 from roles.stand_in import StandInEngine
-from roles.worker.heal import Fetch, Giver, Self
-from roles.worker.heal_source import CHUNK_BYTES, Given, HealSource, piece_untrusted
+from roles.worker.heal import Fetch, ReceiverIdentity, Sender
+from roles.worker.heal_source import CHUNK_BYTES, HealSource, SourceState, piece_untrusted
 from tests.roles.in_process import HOST, Cluster
 from tests.wire.doubles import credentials
 from wire.codec import MESSAGE_TYPES, encode
@@ -85,7 +85,7 @@ def _frame_if_small(message: Message) -> bytes:
 
 
 @dataclass(frozen=True)
-class Visit:
+class ProbeContext:
     """What a stranger does at the door.
 
     Attributes:
@@ -105,7 +105,7 @@ class Visit:
 class _Stranger(asyncio.BufferedProtocol):
     """Says its words, a chunk at a time, through TLS where it speaks that."""
 
-    def __init__(self, visit: Visit) -> None:
+    def __init__(self, visit: ProbeContext) -> None:
         self.gone = asyncio.Event()
         self._flips = dict(visit.flips)
         self._sent = 0
@@ -161,7 +161,7 @@ def _seed_credentials() -> Any:
     return credentials("seed", "seed")
 
 
-async def _visited(visit: Visit) -> None:
+async def _visited(visit: ProbeContext) -> None:
     wrong: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: wrong.append(context))
     problems: list[P2PTrainError] = []
@@ -206,7 +206,7 @@ async def _visited(visit: Visit) -> None:
 DOORWAY = Target(
     "doorway",
     st.builds(
-        Visit,
+        ProbeContext,
         st.booleans(),
         st.booleans(),
         chunked(mutated(_FIRST, most=2)),
@@ -317,10 +317,10 @@ _STATE = [Blob(name, memoryview(bytearray(size))) for name, size in _SIZES.items
 
 @dataclass(frozen=True)
 class Healing:
-    """What a healing member says to its donor, what a donor says to one, and whether what it asks for arrives."""
+    """What a healing member says to its source, what a source says to one, and whether what it asks for arrives."""
 
-    to_donor: list[Message]
-    from_donor: list[Message]
+    to_source: list[Message]
+    from_source: list[Message]
     lands: bool
 
 
@@ -335,8 +335,8 @@ class _Inline:
 
 
 async def _healed(case: Healing) -> None:
-    given = Given(7, _LINEAGE, 1.0, _STATE)
-    for message in case.to_donor:
+    given = SourceState(7, _LINEAGE, 1.0, _STATE)
+    for message in case.to_source:
         if isinstance(message, RangeRequest):
             with suppress(ProtocolError, StorageError):
                 assert piece_untrusted(given, None, message).nbytes == message.stop - message.start
@@ -344,28 +344,28 @@ async def _healed(case: Healing) -> None:
     core = SimpleNamespace(view=_VIEW, may_give=True, torn=False, applied=7, lineage=_LINEAGE, square_sum=1.0)
     source = HealSource(around, core, want_snapshot=lambda: None)  # type: ignore[arg-type]
     hello = local_hello(peer_id="healer", name="healer", roles=["worker"], purpose="heal", job="job", generation=3)
-    heard = _Heard(case.to_donor)
+    heard = _Heard(case.to_source)
     asyncio.get_running_loop().call_later(60, heard.closed.set)  # it goes, though nobody reads on
     with suppress(P2PTrainError):
         await source.give(heard, hello, StandInEngine(Profile()))  # type: ignore[arg-type]
     assert not source.followers
     fetch = Fetch(
         around.world,
-        Self("healer", "healer", "seed", _STATE, 4120),
-        request=next((one for one in case.to_donor if isinstance(one, HealRequest)), _HEAL),
+        ReceiverIdentity("healer", "healer", "seed", _STATE, 4120),
+        request=next((one for one in case.to_source if isinstance(one, HealRequest)), _HEAL),
         generation=3,
         members=[_HEALER],
         on_torn=lambda: None,
         on_progress=lambda *progress: None,
     )
-    giver = fetch.givers["d"] = Giver("d", "d", Line(_Heard([], lands=case.lands)))  # type: ignore[arg-type]
-    fetch.receiver.sources["d"] = giver
-    for message in case.from_donor:
+    sender = fetch.senders["d"] = Sender("d", "d", Line(_Heard([], lands=case.lands)))  # type: ignore[arg-type]
+    fetch.receiver.sources["d"] = sender
+    for message in case.from_source:
         with suppress(ProtocolError):
             if isinstance(message, RangeGone):
-                fetch.receiver.gone_untrusted(giver, message)
+                fetch.receiver.gone_untrusted(sender, message)
             else:
-                fetch.heard_untrusted(giver, message)
+                fetch.heard_untrusted(sender, message)
 
 
 HEALING = Target(

@@ -15,7 +15,7 @@ from roles.member import drafters_untrusted
 from roles.seed.ledger import Ledger
 from wire.address import is_loopback
 from wire.job_messages import LedgerRow, LedgerRows, MemberRecord
-from wire.text_messages import MAX_DRAFTERS, DrafterAt, DraftersHere
+from wire.text_messages import MAX_DRAFTERS, DrafterAt, DrafterList
 
 from .engine import Target
 from .strategies import FREE, TEXT, made, mostly
@@ -55,7 +55,7 @@ _DRAFTERS = made(
 def _check_drafters(case: tuple[list[DrafterAt], str]) -> None:
     drafters, seed_host = case
     try:
-        found = drafters_untrusted(DraftersHere(drafters), seed_host)
+        found = drafters_untrusted(DrafterList(drafters), seed_host)
     except ProtocolError:
         return
     assert len({item.peer_id for item in found}) == len(drafters) <= MAX_DRAFTERS

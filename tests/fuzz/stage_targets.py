@@ -1,4 +1,4 @@
-"""Split models: what clients, stages and givers of tensors say to a worker, and the files that it keeps of them."""
+"""Split models: what clients, stages and senders of tensors say to a worker, and the files that it keeps of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from p2ptrain.core.activations import ENCODINGS, activation_bytes
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.serving import PartSpec
 from roles.model_directory import cached_untrusted
-from roles.model_table import FILE, TableTaker, check_record_untrusted, is_file_name
+from roles.model_table import FILE, TableReceiver, check_record_untrusted, is_file_name
 from roles.worker import stage_requests
 from roles.worker.forward_requests import WORK_POSITIONS
 from roles.worker.model_loading import _owned_untrusted
@@ -29,7 +29,7 @@ from tests.roles.stage_stand_in import (
     stand_in_config,
     stand_in_part,
 )
-from wire.chain_messages import TensorRecord, TensorsPage, Work
+from wire.chain_messages import ForwardRequest, TensorRecord, TensorsPage
 
 from .engine import Target
 from .strategies import FREE, REAL, TEXT, WHOLE, made, mutated
@@ -51,14 +51,14 @@ _VALID: dict[str, dict[str, Any]] = {
         "positions": 64,
         "activation_bytes": 32,
         "path": "",
-        "giver": "peer",
-        "giver_peer": "w1",
-        "giver_host": "w1",
-        "giver_port": PORT,
+        "sender": "peer",
+        "sender_peer": "w1",
+        "sender_host": "w1",
+        "sender_port": PORT,
     },
     "session.open": open_params("s1", "p1", 0, 2, "w1"),
-    "session.resume": {"session": "s1", "index": 0, "attempt": 1, "keep": 0, "next": _PLACE},
-    "session.replay": {"session": "s1", "index": 0, "attempt": 1, "number": 0, "stop": 1, "last": 1},
+    "session.resume": {"session": "s1", "index": 0, "epoch": 1, "keep": 0, "next": _PLACE},
+    "session.replay": {"session": "s1", "index": 0, "epoch": 1, "number": 0, "stop": 1, "last": 1},
     "session.close": {"session": "s1", "index": 0},
     "part.free": {"part": "p1"},
     "model.open": {"path": "/nowhere"},
@@ -118,22 +118,22 @@ REQUESTS = Target(
 
 _WORK_VALUES: dict[str, st.SearchStrategy[Any]] = {
     "session": st.just("s1"),
-    "attempt": st.integers(0, 1),
+    "epoch": st.integers(0, 1),
     "number": st.integers(0, 3),
     "keep": st.integers(0, 3),
     "count": st.integers(1, 5),
     "encoding": st.sampled_from(["ids", "fp32", "int8"]),
     "last": st.integers(0, 1),
-    "picks": st.integers(0, 1),
-    "draw": st.integers(0, 3),
+    "samples": st.integers(0, 1),
+    "sample_index": st.integers(0, 3),
     "spent_us": st.sampled_from([[], [1], [1, 2]]),
     "prefill": st.booleans(),
 }
-_WORKS = made(Work, **_WORK_VALUES)
+_WORKS = made(ForwardRequest, **_WORK_VALUES)
 _ENGINE = stand_in_part(CONFIG, 0, 3)
 
 
-def _check_work(case: tuple[Work, int, bytes]) -> None:
+def _check_work(case: tuple[ForwardRequest, int, bytes]) -> None:
     work, index, payload = case
     session = session_of("s1", index)
     with suppress(ProtocolError):
@@ -178,7 +178,7 @@ _PAGES = made(TensorsPage, total=st.integers(1, 6), tensors=st.lists(_RECORDS, m
 
 
 def _check_pages(pages: list[TensorsPage]) -> None:
-    taker = TableTaker()
+    taker = TableReceiver()
     try:
         for page in pages:
             taker.take_untrusted(page)

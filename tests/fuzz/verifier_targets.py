@@ -21,7 +21,7 @@ from wire import text_messages as wire
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
 from wire.memory import MemoryNetwork, run_virtual
-from wire.messages import Hello, Message, StillHere, Welcome
+from wire.messages import Hello, KeepAlive, Message, Welcome
 from wire.records import ServingInfo
 
 from .engine import Target
@@ -75,16 +75,16 @@ _AT = ServingInfo(id="v1", name="big one", role="verifier", host="there", port=P
 
 _STREAM = mostly(st.just(1), st.sampled_from([2, 0, 7]))
 _PIECE = made(wire.Piece, tokens=mostly(st.just(bytes(4)), st.binary(max_size=9)))
-_BEGUN = mostly(st.just([(wire.Asked(3, 0), 1)]), st.just([]))
+_BEGUN = mostly(st.just([(wire.QuestionAccepted(3, 0), 1)]), st.just([]))
 _ANSWERS = st.lists(
     st.tuples(
-        made(wire.Asked, prompt_tokens=st.just(3), left_out=st.just(0))
+        made(wire.QuestionAccepted, prompt_tokens=st.just(3), left_out=st.just(0))
         | _PIECE
         | _PIECE
         | made(wire.Written, ended=mostly(st.sampled_from(["stop", "end", "length", "cancelled"]), TEXT))
         | made(wire.StreamRefused, code=mostly(st.sampled_from(["busy", "wrong-wish", "protocol-error"]), TEXT))
         | made(wire.Ask)
-        | st.just(StillHere()),
+        | st.just(KeepAlive()),
         _STREAM,
     ),
     max_size=6,

@@ -258,7 +258,7 @@ class History(RuleBasedStateMachine):
             member.say("following")
 
     @rule(peer_id=st.sampled_from(PEERS))
-    def lose_the_donors(self, peer_id: str) -> None:
+    def lose_the_sources(self, peer_id: str) -> None:
         """What it fetched is worth nothing: it loads its own checkpoint and begins anew."""
         member = self.members[peer_id]
         if member.chases:
@@ -443,7 +443,7 @@ class History(RuleBasedStateMachine):
             self.step(0, True)
             self.wait(30.0)
         stuck = "\n".join(str(member) for member in self.members.values())
-        pytest.fail(f"{self.core.state}: {self.core.reason}\n{stuck}\n" + self.core.story.replace("; ", "\n"))
+        pytest.fail(f"{self.core.state}: {self.core.reason}\n{stuck}\n" + self.core.history.replace("; ", "\n"))
 
 
 def check(cluster: type[RuleBasedStateMachine], examples: int) -> None:

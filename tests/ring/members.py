@@ -9,9 +9,9 @@ from ring.token import first_lineage, next_lineage
 from ring.transaction import (
     Apply,
     Boundary,
+    CloseRing,
     Compute,
     Confirm,
-    Disband,
     Event,
     Finished,
     Gathered,
@@ -20,7 +20,7 @@ from ring.transaction import (
     Loaded,
     Record,
     Reload,
-    Say,
+    SendReport,
     Transaction,
 )
 from ring.view import View, shares
@@ -68,9 +68,9 @@ class Member:
     def handle(self, event: Event) -> None:
         for instruction in self.core.handle(event):
             match instruction:
-                case Say(report):
+                case SendReport(report):
                     self.said.append(report)
-                case Disband():
+                case CloseRing():
                     self.activity = None
                 case Heal():
                     self.state = None
@@ -102,7 +102,7 @@ class Member:
             members = self.core.view.size if self.core.view else 0
             self.handle(Gathered(activity.ticket, (self.digest(),) * members))
             return
-        assert not isinstance(activity, Disband | Say | Record)
+        assert not isinstance(activity, CloseRing | SendReport | Record)
         self.handle(Finished(activity.ticket))
 
     def digest(self) -> bytes:

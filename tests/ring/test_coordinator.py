@@ -11,17 +11,19 @@ import pytest
 from ring import coordination as co
 from ring.coordination import LEAVE_S
 from ring.coordinator import Coordinator
-from ring.order import LinkQuality, Wishes
+from ring.order import LinkQuality, RingOptions
 from ring.view import View
 from wire.job_messages import Report
 
-TERMS = co.Terms(workers=2, micro_batches=8)
+TERMS = co.JobOptions(workers=2, micro_batches=8)
 
 
 class Desk:
     """A coordinator, and what it said: the tests' shell."""
 
-    def __init__(self, terms: co.Terms = TERMS, past: co.Past | None = None, *, follows: bool = False) -> None:
+    def __init__(
+        self, terms: co.JobOptions = TERMS, past: co.StoredJob | None = None, *, follows: bool = False
+    ) -> None:
         self.now = 0.0
         self.follows = follows
         self.core = Coordinator("job", terms, past=past, now=0.0)
@@ -133,7 +135,7 @@ def test_resume_starts_from_the_newest_checkpoint_and_the_others_heal() -> None:
     ids=["the one most hold", "the lesser of equals"],
 )
 def test_of_two_lineages_at_the_same_step_one_wins(lineages: dict[str, str], winner: str) -> None:
-    desk = Desk(co.Terms(workers=3, micro_batches=8))
+    desk = Desk(co.JobOptions(workers=3, micro_batches=8))
     desk.offer(*lineages)
     for peer_id, lineage in lineages.items():
         desk.report(peer_id, "ready", 7, lineage)
@@ -179,7 +181,7 @@ def test_newcomers_hold_the_ring_once_and_come_in_together() -> None:
 
 
 def test_after_a_death_whoever_holds_the_redo_buffer_is_healthy() -> None:
-    desk = Desk(co.Terms(workers=4, micro_batches=8))
+    desk = Desk(co.JobOptions(workers=4, micro_batches=8))
     desk.run("a", "b", "c", "d")
     desk.tell(co.PeerLost("d", "closed"))
     assert desk.said == []  # the ring will tell
@@ -192,7 +194,7 @@ def test_after_a_death_whoever_holds_the_redo_buffer_is_healthy() -> None:
 
 
 def test_a_silent_survivor_is_struck_off_and_may_come_back() -> None:
-    desk = Desk(co.Terms(workers=3, micro_batches=8))
+    desk = Desk(co.JobOptions(workers=3, micro_batches=8))
     desk.start("a", "b", "c")
     desk.report("a", "broken", 5, suspect="c")
     desk.tell(co.PeerLost("c", "closed"))
@@ -234,7 +236,7 @@ def test_a_lost_link_to_the_seed_does_not_disturb_a_ring_that_runs() -> None:
 
 def test_a_restarted_seed_takes_a_running_ring_back_as_it_is() -> None:
     view = Desk().start("a", "b")
-    desk = Desk(past=co.Past(state="running", view=view, corpus="C", known_step=30))
+    desk = Desk(past=co.StoredJob(state="running", view=view, corpus="C", known_step=30))
     assert desk.core.state == "forming"
     for peer_id in ("a", "b"):
         desk.tell(co.PeerReturned(peer(peer_id), 1))
@@ -344,7 +346,7 @@ def test_a_failed_member_leaves_the_view_and_the_others_go_on() -> None:
 
 @pytest.mark.parametrize("spares", [(), ("s",)])
 def test_when_all_members_fail_the_job_has_failed_with_their_reason(spares: Iterable[str]) -> None:
-    desk = Desk(co.Terms(workers=2, micro_batches=2))
+    desk = Desk(co.JobOptions(workers=2, micro_batches=2))
     desk.start("a", "b")
     desk.offer(*spares)
     desk.ready(*spares)
@@ -394,7 +396,7 @@ def test_a_view_that_its_members_never_heard_of_costs_no_step(status: str) -> No
     if status == "held":
         desk.after(LEAVE_S)
     view = desk.minted()  # durable, and then the seed dies
-    past = co.Past(state="running", view=view, corpus="C", known_step=500, saved={"a": 400, "b": 400}, reread=True)
+    past = co.StoredJob(state="running", view=view, corpus="C", known_step=500, saved={"a": 400, "b": 400}, reread=True)
     desk = Desk(past=past)
     for peer_id in ("a", "b"):
         desk.tell(co.PeerReturned(peer(peer_id), old.generation))
@@ -416,7 +418,7 @@ def slow_between(*slow: str) -> dict[tuple[str, str], LinkQuality]:
 
 
 def planned(links: dict[tuple[str, str], LinkQuality], compute_s: float = 0.0, **wishes: Any) -> Desk:
-    desk = Desk(co.Terms(workers=4, micro_batches=8, wishes=Wishes(**wishes)))
+    desk = Desk(co.JobOptions(workers=4, micro_batches=8, wishes=RingOptions(**wishes)))
     desk.tell(co.Measured(links, compute_s))
     desk.offer(*"abcd")
     for name in "abcd":

@@ -13,7 +13,7 @@ from ring.view import View
 from tests.ring import history
 from tests.ring.history import PEERS, History
 
-TERMS = co.Terms(workers=2, micro_batches=3)
+TERMS = co.JobOptions(workers=2, micro_batches=3)
 FOLLOW = {"a", "c", "e"}
 """Those that can catch up beside a ring."""
 
@@ -64,7 +64,7 @@ class Cluster(History):
                     member.say("ready")
         elif isinstance(item, co.SendCatchUp):
             assert self.core.view is not None
-            assert {donor.peer_id for donor in item.donors} <= {one.peer_id for one in self.core.view.members}
+            assert {source.peer_id for source in item.sources} <= {one.peer_id for one in self.core.view.members}
             member = self.members[item.peer_id]
             if member.reached and not member.trains and not member.building:
                 member.chases, member.prepared_lineage = True, ""
@@ -85,7 +85,7 @@ class Cluster(History):
         assert self.linked >= {record.peer_id for record in view.members}, "a lost peer in a view"
         assert sum(record.count for record in view.members) == TERMS.micro_batches
         assert len(view.members) <= TERMS.micro_batches
-        assert view.donors()
+        assert view.sources()
         for record in before.members if before else ():
             member = self.members[record.peer_id]
             report = self.heard.get(record.peer_id)
@@ -151,7 +151,7 @@ class Cluster(History):
     def restart_the_seed(self) -> None:
         core = self.core
         ended = core.state in ("done", "cancelled", "failed")
-        past = co.Past(
+        past = co.StoredJob(
             state=core.state if ended else "waiting", reason=core.reason, paused=core.paused, view=core.view,
             corpus=core.corpus, known_step=core.known_step, saved=self.newest_saved(), branch=self.branch,
         )  # fmt: skip

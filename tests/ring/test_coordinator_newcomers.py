@@ -23,7 +23,7 @@ def held(desk: Desk) -> bool:
 
 def beside(*peer_ids: str, members: tuple[str, ...] = ("a", "b")) -> Desk:
     """A running view, and newcomers that stand ready beside it."""
-    desk = Desk(co.Terms(workers=len(members), micro_batches=8), follows=True)
+    desk = Desk(co.JobOptions(workers=len(members), micro_batches=8), follows=True)
     desk.run(*members)
     desk.offer(*peer_ids)
     desk.ready(*peer_ids)
@@ -34,8 +34,8 @@ def test_a_newcomer_catches_up_first_and_the_ring_is_held_when_it_follows() -> N
     desk = beside("c")
     (ask,) = desk.of(co.SendCatchUp)
     assert isinstance(ask, co.SendCatchUp)
-    assert (ask.peer_id, ask.generation, [donor.peer_id for donor in ask.donors]) == ("c", 1, ["b", "a"])
-    assert isinstance(ask.donors[0], MemberRecord)
+    assert (ask.peer_id, ask.generation, [source.peer_id for source in ask.sources]) == ("c", 1, ["b", "a"])
+    assert isinstance(ask.sources[0], MemberRecord)
     desk.tell(co.Progress(2))
     assert desk.core.phase is Phase.RUNNING
     desk.report("c", "following", 2)
@@ -66,7 +66,7 @@ def test_a_view_after_a_death_is_made_without_those_that_catch_up() -> None:
     desk.tell(co.PeerLost("c", "closed"))
     desk.stand("broken", 5, "a", "b")
     assert ids(desk.minted()) == ["a", "b"]
-    desk.report("d", "ready", 0)  # its donor is gone: it has begun anew
+    desk.report("d", "ready", 0)  # its source is gone: it has begun anew
     assert asked(desk) == ["d"]
     desk.report("d", "following", 9)
     desk.report("e", "following", 9)
@@ -86,7 +86,7 @@ def test_where_the_ring_is_gone_the_follower_is_asked_what_it_has() -> None:
 
 def test_no_more_are_fed_at_a_time_than_the_members_can_feed_and_have_room_for() -> None:
     many = [f"n{number}" for number in range(9)]
-    desk = Desk(co.Terms(workers=1, micro_batches=6), follows=True)
+    desk = Desk(co.JobOptions(workers=1, micro_batches=6), follows=True)
     desk.run("a")
     desk.offer(*many)
     for peer_id in many:
@@ -101,8 +101,8 @@ def test_no_more_are_fed_at_a_time_than_the_members_can_feed_and_have_room_for()
     assert asked(desk) == ["n3", "n4"], "there is room for three"
 
 
-def test_donors_are_those_with_the_fastest_way_to_the_newcomer() -> None:
-    desk = Desk(co.Terms(workers=4, micro_batches=8), follows=True)
+def test_sources_are_those_with_the_fastest_way_to_the_newcomer() -> None:
+    desk = Desk(co.JobOptions(workers=4, micro_batches=8), follows=True)
     desk.run("a", "b", "c", "d")
     fast, slow = LinkQuality(1e-3, 1e9), LinkQuality(1e-3, 1e6)
     desk.tell(co.Measured({("a", "e"): fast, ("d", "e"): slow}))
@@ -110,7 +110,7 @@ def test_donors_are_those_with_the_fastest_way_to_the_newcomer() -> None:
     desk.ready("e")
     (ask,) = desk.of(co.SendCatchUp)
     assert isinstance(ask, co.SendCatchUp)
-    assert [donor.peer_id for donor in ask.donors] == ["a", "d", "c"]
+    assert [source.peer_id for source in ask.sources] == ["a", "d", "c"]
 
 
 # ----------------------------------------------------------------------------------------------------------- flapping
@@ -138,13 +138,13 @@ def die_and_return(desk: Desk, peer_id: str = "c") -> float:
 
 
 def test_a_member_that_dies_again_and_again_is_kept_out_for_ever_longer() -> None:
-    desk = Desk(co.Terms(workers=3, micro_batches=8))
+    desk = Desk(co.JobOptions(workers=3, micro_batches=8))
     desk.run("a", "b", "c")
     assert [die_and_return(desk) for _ in range(8)] == [0, 1, 2, 4, 8, 16, 30, 30]
 
 
 def test_it_is_forgiven_after_a_quiet_while() -> None:
-    desk = Desk(co.Terms(workers=3, micro_batches=8))
+    desk = Desk(co.JobOptions(workers=3, micro_batches=8))
     desk.run("a", "b", "c")
     assert [die_and_return(desk) for _ in range(3)] == [0, 1, 2]
     desk.after(QUIET * 2.0)
@@ -155,7 +155,7 @@ def test_it_is_forgiven_after_a_quiet_while() -> None:
 
 
 def test_shares_follow_the_members_speed() -> None:
-    desk = Desk(co.Terms(workers=2, micro_batches=10))
+    desk = Desk(co.JobOptions(workers=2, micro_batches=10))
     desk.offer("a", "b")
     desk.report("a", "ready", unit_us=1000)
     desk.report("b", "ready", unit_us=4000)
@@ -208,7 +208,7 @@ def test_the_side_that_was_cut_off_is_given_up_when_a_newer_view_was_minted() ->
 
 
 def test_a_view_names_no_more_members_than_fit_a_frame() -> None:
-    core = Coordinator("j" * 12, co.Terms(workers=900, micro_batches=900))
+    core = Coordinator("j" * 12, co.JobOptions(workers=900, micro_batches=900))
     for number in range(900):
         peer_id = f"{number:032d}"
         core.handle(co.PeerOffered(co.Peer(peer_id, "é" * 64, "192.168.100.100", 60000)), 0.0)

@@ -162,8 +162,8 @@ def test_a_sound_ledger_passes_and_says_who_computed_how_much():
     assert audit.computed == {"a": 8 + 5 + 4, "b": 8 + 5 + 4, "c": 6}
 
 
-def test_each_worker_of_a_crew_is_due_all_that_its_crew_computed():
-    """Two crews of two stages, whose shares stand at their first stages; then one crew of other workers."""
+def test_each_worker_of_a_replica_is_due_all_that_its_replica_computed():
+    """Two replicas of two stages, whose shares stand at their first stages; then one replica of other workers."""
     rows = [row(1, 1, (5, 0, 3, 0)), row(2, 1, (2, 0, 6, 0)), row(3, 2, (8, 0))]
     views = [ViewBegan(1, 0, START, ("a", "b", "c", "d")), ViewBegan(2, 2, chained(rows[:2]), ("c", "b"))]
     audit = Audit(base_step=0, base_lineage=START, micro_batches=M, views=views, stages=2)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from ring.order import (
     Costs,
+    LinkCosts,
     LinkQuality,
-    Ways,
-    Wishes,
+    RingOptions,
     best_order,
     known_link,
     plan_ring,
@@ -52,7 +52,7 @@ def rings(draw: st.DrawFn, least: int = 2, most: int = 7) -> tuple[list[str], di
 
 
 def costs_of(members: list[str], links: dict[tuple[str, str], LinkQuality], total_bytes: int) -> Costs:
-    return Costs(members, Ways(links, members), total_bytes=total_bytes)
+    return Costs(members, LinkCosts(links, members), total_bytes=total_bytes)
 
 
 @given(rings(), st.sampled_from([1, 1 << 16, 1 << 22, 1 << 28]))
@@ -129,7 +129,7 @@ def test_an_order_that_is_hardly_better_is_not_taken():
 
 NEAR = LinkQuality(1e-4, 1e9)
 FAR = LinkQuality(0.05, 50e6)
-AUTO = Wishes(codec="auto")
+AUTO = RingOptions(codec="auto")
 
 
 def mesh(members: str, link: LinkQuality) -> dict[tuple[str, str], LinkQuality]:
@@ -137,7 +137,7 @@ def mesh(members: str, link: LinkQuality) -> dict[tuple[str, str], LinkQuality]:
 
 
 def test_without_measurements_all_is_as_it_was():
-    plan = plan_ring("abc", {}, Wishes())
+    plan = plan_ring("abc", {}, RingOptions())
     assert (plan.order, plan.streams, plan.sub_chunk_bytes, plan.codec) == (("a", "b", "c"), 1, 0, "fp32")
     assert not plan.measured
     assert plan.reason == "order as they joined: no link between them is measured"
@@ -147,7 +147,7 @@ def test_without_measurements_all_is_as_it_was():
 
 def test_what_the_profile_says_is_taken():
     links = mesh("abcd", NEAR) | {("a", "b"): FAR, ("b", "a"): FAR}
-    wishes = Wishes("joined", 3, 8192, "int8")
+    wishes = RingOptions("joined", 3, 8192, "int8")
     plan = plan_ring("abcd", links, wishes, 1 << 22)
     assert (plan.order, plan.streams, plan.sub_chunk_bytes, plan.codec) == (tuple("abcd"), 3, 8192, "int8")
     assert plan.reason == "order as they joined, as the profile says; slowest edge a → b: 50 Mbit/s, 50 ms"
@@ -162,7 +162,7 @@ def test_what_the_profile_says_is_taken():
     ],
 )
 def test_streams_are_as_many_as_the_slowest_edge_has_use_for(link, streams, why):
-    plan = plan_ring("ab", {("a", "b"): link}, Wishes())
+    plan = plan_ring("ab", {("a", "b"): link}, RingOptions())
     assert plan.streams == streams
     assert plan.carriage_reason.startswith(why)
 
@@ -173,7 +173,7 @@ def test_the_codec_follows_from_the_edge_the_load_and_the_budget():
     plan = plan_ring("ab", mesh("ab", FAR), AUTO, *load)
     assert plan.codec == "int8"
     assert plan.carriage_reason.startswith("4 streams: the members are far from each other; codec int8: int8 takes ")
-    assert plan_ring("ab", mesh("ab", FAR), Wishes(codec="auto", error_budget=0.0), *load).codec == "fp32"
+    assert plan_ring("ab", mesh("ab", FAR), RingOptions(codec="auto", error_budget=0.0), *load).codec == "fp32"
     unknown = plan_ring("ab", mesh("ab", FAR), AUTO)
     assert unknown.codec == "fp32"
     assert unknown.carriage_reason.endswith("codec fp32: nothing is known of the links, or of what a step sends")

@@ -35,12 +35,12 @@ def test_a_death_from_the_last_commit_to_the_next():
     recorder.lost("b", "reset", 10.5, 1000.0, left=False)
     recorder.reported("a", report("broken", suspect="b", reason="lost b"), 10.6, 1000.1)
     recorder.minted(view(2, 5, "acd", healthy="ac"), 11.0)
-    recorder.reported("d", report("healed", 2, fetched_bytes=100, donors=2), 12.5, 1002.0)
+    recorder.reported("d", report("healed", 2, fetched_bytes=100, sources=2), 12.5, 1002.0)
     found = recorder.committed(2, 6, 13.0, form_s=0.25)
     assert found == RecoveryInfo(
         job="j", number=8, wall=1000.0, kind="lost", text="reset", peer_id="b", generation=2, step=5, members=3,
         attempts=1, detect_s=0.5, agree_s=0.5, form_s=0.25, transfer_s=1.25, commit_s=0.5, total_s=3.0,
-        fetched_bytes=100, donors=2,
+        fetched_bytes=100, sources=2,
     )  # fmt: skip
     assert sum(seconds for _, seconds in found.phases()) == found.total_s
     assert recorder.committed(2, 7, 14.0) is None

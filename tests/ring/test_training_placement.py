@@ -15,20 +15,22 @@ from p2ptrain.core.footprint import ModelSizes
 from ring import training_placement
 from ring.order import LinkQuality
 from ring.placement import best_cuts
-from ring.training_costs import ModelShape, Trainee, Training, shape_untrusted
+from ring.training_costs import CandidateWorker, ModelShape, Training, shape_untrusted
 from ring.training_placement import plan
 
 INSTANCES = 400
-Part = tuple[Trainee, int, int]
+Part = tuple[CandidateWorker, int, int]
 
 
 # ------------------------------------------------------------------------------------------------------- the reference
 
 
 class Reference:
-    """What chains of one crew cost, from the text of the objective alone: no table, no shortcut."""
+    """What chains of one replica cost, from the text of the objective alone: no table, no shortcut."""
 
-    def __init__(self, training: Training, trainees: list[Trainee], links: dict[tuple[str, str], LinkQuality]) -> None:
+    def __init__(
+        self, training: Training, trainees: list[CandidateWorker], links: dict[tuple[str, str], LinkQuality]
+    ) -> None:
         self.training, self.trainees, self.links = training, trainees, links
         known = sorted(trainee.flops for trainee in trainees if trainee.flops)
         middle = (known[(len(known) - 1) // 2] + known[len(known) // 2]) / 2 if known else 1.0
@@ -70,7 +72,7 @@ class Reference:
         hops = [self.hop(one[0].id, other[0].id) for one, other in itertools.pairwise(chain)]
         return max([*computes, *(busy for _, busy in hops)]), sum(computes) + sum(time for time, _ in hops)
 
-    def best(self, order: list[Trainee]) -> tuple[float, float] | None:
+    def best(self, order: list[CandidateWorker]) -> tuple[float, float] | None:
         """The least (pace, time through) of all cuts for workers in that order, of whom any may take no layer."""
         layers, stages = self.training.layers, self.training.stages
         costs = []
@@ -90,7 +92,7 @@ class Reference:
         return least, min(through for pace, through in costs if pace <= least * (1 + 1e-12))
 
 
-def problem(rng: random.Random) -> tuple[Training, list[Trainee], dict[tuple[str, str], LinkQuality]]:
+def problem(rng: random.Random) -> tuple[Training, list[CandidateWorker], dict[tuple[str, str], LinkQuality]]:
     """2 to 5 workers of different memory and speed, 4 to 8 layers, every schedule."""
     size, layers = rng.randint(2, 5), rng.randint(4, 8)
     end_bytes = rng.choice([0, 4096, 65536])
@@ -106,7 +108,7 @@ def problem(rng: random.Random) -> tuple[Training, list[Trainee], dict[tuple[str
     training = Training(
         shape,
         stages=stages,
-        crews=1,
+        replicas=1,
         tokens=rng.choice([8, 64]),
         sequence_tokens=8,
         micro_batches=rng.choice([1, 2, 8]),
@@ -118,7 +120,7 @@ def problem(rng: random.Random) -> tuple[Training, list[Trainee], dict[tuple[str
     whole = training.need_bytes(0, 0, layers)
     plenty = rng.choice([0.4, 0.8, 1.2, 2])
     trainees = [
-        Trainee(
+        CandidateWorker(
             f"w{index}",
             f"worker {index}",
             rng.choice([0, 1, 1, 1, 1]) * int(whole * plenty / size * rng.choice([0.5, 1, 2])),
@@ -173,11 +175,11 @@ def test_the_best_cuts_for_an_order_are_found(batch):
 
 MIB = 1 << 20
 MODEL = ModelShape(ModelSizes((64 * MIB,) * 12, (0,) * 12, 32 * MIB, 32 * MIB + 4096, 32 * MIB), 1024, 2816, 8192)
-TRAINING = Training(MODEL, stages=2, crews=1, tokens=512, sequence_tokens=512, micro_batches=8)
+TRAINING = Training(MODEL, stages=2, replicas=1, tokens=512, sequence_tokens=512, micro_batches=8)
 
 
-def workers(*told: tuple[int, float]) -> list[Trainee]:
-    return [Trainee(f"w{at}", f"w{at}", memory * MIB, flops) for at, (memory, flops) in enumerate(told)]
+def workers(*told: tuple[int, float]) -> list[CandidateWorker]:
+    return [CandidateWorker(f"w{at}", f"w{at}", memory * MIB, flops) for at, (memory, flops) in enumerate(told)]
 
 
 def test_the_faster_worker_gets_the_more_layers_as_far_as_its_memory_goes():
@@ -190,9 +192,9 @@ def test_the_faster_worker_gets_the_more_layers_as_far_as_its_memory_goes():
     assert tight.step_s > free.step_s
 
 
-def test_crews_share_the_cuts_and_each_stage_is_held_by_workers_alike():
+def test_replicas_share_the_cuts_and_each_stage_is_held_by_workers_alike():
     told = [(0, 1e10), (0, 4e10), (0, 1.1e10), (0, 4.4e10), (0, 1e9)]
-    found = plan(replace(TRAINING, crews=2), workers(*told))
+    found = plan(replace(TRAINING, replicas=2), workers(*told))
     held = sorted(tuple(sorted(trainee.id for trainee in stage.trainees)) for stage in found.stages)
     assert held == [("w0", "w2"), ("w1", "w3")]  # the slowest stays out
     slowest = {stage.trainees[0].id: stage.compute_s for stage in found.stages}
@@ -247,7 +249,7 @@ def test_a_shape_goes_through_a_message_and_back():
 def test_sixty_workers_are_placed_in_little_time():
     rng = random.Random(1)
     model = replace(MODEL, sizes=ModelSizes((64 * MIB,) * 64, (0,) * 64, MIB, MIB, 0))
-    training = replace(TRAINING, shape=model, stages=12, crews=4)
+    training = replace(TRAINING, shape=model, stages=12, replicas=4)
     told = workers(*((rng.choice([2000, 4000, 6000]), rng.choice([1e10, 2e10, 4e10])) for _ in range(60)))
     began = time.process_time()
     found = plan(training, told)

@@ -18,7 +18,8 @@ from ring.transaction import (
     Broken,
     Compute,
     Confirm,
-    Form,
+    FlagRequested,
+    FormRing,
     Gathered,
     Heal,
     Loaded,
@@ -29,7 +30,6 @@ from ring.transaction import (
     Unloaded,
     ViewArrived,
     Vote,
-    Wish,
 )
 from tests.ring.members import ORIGIN, Member, digest_of, view
 
@@ -65,7 +65,7 @@ def test_a_hold_stops_at_the_boundary_and_the_session_stays() -> None:
     member = alone()
     member.handle(ViewArrived(view(1, ["a"])))
     member.finish()
-    member.handle(Wish(Flag.HOLD, 1))
+    member.handle(FlagRequested(Flag.HOLD, 1))
     run_step(member, 1)
     member.finish()
     assert member.core.phase is Phase.HELD
@@ -86,7 +86,7 @@ def test_a_state_that_is_given_up_is_not_trained_on_nor_given_until_another_is_l
     assert not member.core.may_give
     member.finish()
     assert member.said[-1].status == "ready"
-    assert isinstance(member.activity, Form)
+    assert isinstance(member.activity, FormRing)
 
 
 def test_a_break_while_applying_waits_for_the_optimizer() -> None:
@@ -121,7 +121,7 @@ def test_only_the_very_step_that_was_committed_is_redone(same: bool) -> None:
         assert isinstance(member.activity, Apply)
         assert (member.activity.redo, member.activity.square_sum) == (True, 4.0)
         member.finish()
-    assert isinstance(member.activity, Form)
+    assert isinstance(member.activity, FormRing)
     member.finish()
     assert isinstance(member.activity, Compute if same else Heal)
 
@@ -148,7 +148,7 @@ def voted(wish: Flag, *, peers: Sequence[str] = ("a", "b"), steps_total: int = 3
     member = alone(steps_total)
     member.handle(ViewArrived(view(1, peers)))
     member.finish()
-    member.handle(Wish(wish))
+    member.handle(FlagRequested(wish))
     member.finish()
     reduce_(member, 1)
     vote = member.activity
@@ -274,7 +274,7 @@ def test_a_step_whose_norm_nobody_knows_is_not_redone() -> None:
     committed = next_lineage(ORIGIN, digest_of(1, 0))
     unknown = replace(view(2, ["a", "c"], step=1, lineage=committed, healthy={"c"}), square_sum=0.0)
     member.handle(ViewArrived(unknown))
-    assert isinstance(member.activity, Form)
+    assert isinstance(member.activity, FormRing)
     member.finish()
     assert isinstance(member.activity, Heal)
 
@@ -286,14 +286,14 @@ def test_a_torn_state_is_loaded_anew_and_never_reported() -> None:
     member.finish()
     assert isinstance(member.activity, Heal)
     said = len(member.said)
-    member.handle(Broken(2, "b", "the donor died"))
+    member.handle(Broken(2, "b", "the source died"))
     assert isinstance(member.activity, Reload)
     assert len(member.said) == said
     member.handle(ViewArrived(view(3, ["a"])))
     assert isinstance(member.activity, Reload)
     member.finish()
     assert member.said[-1].status == "ready"
-    assert isinstance(member.activity, Form)
+    assert isinstance(member.activity, FormRing)
 
 
 @pytest.mark.parametrize("data", [b"", b"\0" * (TOKEN_BYTES - 1), b"\0" * (TOKEN_BYTES + 1), b"\xff" * TOKEN_BYTES])

@@ -26,7 +26,8 @@ from ring.transaction import (
     Broken,
     Compute,
     Confirm,
-    Form,
+    FlagRequested,
+    FormRing,
     Gathered,
     Heal,
     Loaded,
@@ -36,7 +37,6 @@ from ring.transaction import (
     Reload,
     ViewArrived,
     Vote,
-    Wish,
 )
 from ring.view import View
 from tests.ring.members import MICRO_BATCHES, ORIGIN, Member, digest_of, view
@@ -98,7 +98,7 @@ class Cluster:
         everybody = {item.peer_id for item in current.members}
         key = (current.generation, member.core.applied)
         match activity:
-            case Form():
+            case FormRing():
                 self.formed.setdefault(current.generation, set()).add(peer)
                 return self.formed[current.generation] >= everybody
             case Reduce():
@@ -111,10 +111,10 @@ class Cluster:
                 self.digests.setdefault(key, {})[peer] = member.digest()
                 return self.digests[key].keys() >= everybody
             case Heal():
-                return any(self.is_donor(item.peer_id, current) for item in current.members)
+                return any(self.is_source(item.peer_id, current) for item in current.members)
         return False
 
-    def is_donor(self, peer: str, current: View) -> bool:
+    def is_source(self, peer: str, current: View) -> bool:
         member = self.members[peer]
         core = member.core
         return (
@@ -146,8 +146,8 @@ class Cluster:
                 member.handle(Gathered(ticket, tuple(digests[item.peer_id] for item in current.members)))
             case Heal():
                 assert current is not None
-                donors = [item.peer_id for item in current.members if self.is_donor(item.peer_id, current)]
-                member.state = list(self.members[self.rng.choice(donors)].state or [])
+                sources = [item.peer_id for item in current.members if self.is_source(item.peer_id, current)]
+                member.state = list(self.members[self.rng.choice(sources)].state or [])
                 member.finish()
             case Apply(redo=redo):
                 self.redone += redo
@@ -328,11 +328,11 @@ class Cluster:
                     newcomers -= 1
                     self.add(f"n{newcomers}")
                     for member in self.live().values():
-                        member.handle(Wish(Flag.HOLD))
+                        member.handle(FlagRequested(Flag.HOLD))
                 case "wish":
                     wishes -= 1
                     flag = self.rng.choice([Flag.HOLD, Flag.SAVE, Flag.SNAPSHOT, Flag.LEAVE])
-                    self.members[peer].handle(Wish(flag))
+                    self.members[peer].handle(FlagRequested(flag))
                 case "kill":
                     faults -= 1
                     self.kill(peer)

@@ -27,7 +27,7 @@ def test_ranks_and_neighbours_go_round():
     assert [view.rank_of(name) for name in ("a", "b", "c", "x")] == [0, 1, 2, None]
     assert view.right_of(2).peer_id == "a"
     assert view.left_of(0).peer_id == "c"
-    assert [member.peer_id for member in view.donors()] == ["b", "c"]
+    assert [member.peer_id for member in view.sources()] == ["b", "c"]
 
 
 def test_a_view_survives_its_message():
@@ -76,11 +76,11 @@ def test_shares_cover_the_micro_batches_as_equally_as_can_be(micro_batches, memb
     assert counts[0] - counts[-1] <= 1
 
 
-def test_members_of_a_split_model_stand_by_crews_and_by_stages() -> None:
+def test_members_of_a_split_model_stand_by_replicas_and_by_stages() -> None:
     view = View.from_message_untrusted(split_view(2, 3))
     assert [view.stage_of(rank) for rank in range(6)] == [0, 1, 2, 0, 1, 2]
     assert [view.replica_of(rank) for rank in range(6)] == [0, 0, 0, 1, 1, 1]
-    assert [member.peer_id for member in view.crew(4)] == ["p3", "p4", "p5"]
+    assert [member.peer_id for member in view.replica(4)] == ["p3", "p4", "p5"]
     assert [member.peer_id for member in view.same_stage(4)] == ["p1", "p4"]
     ring = view.stage_ring(4)
     assert (ring.job, ring.size, ring.stages, ring.generation) == ("job/1", 2, 1, view.generation)
@@ -94,8 +94,8 @@ def test_a_view_whose_stages_do_not_fit_is_refused(stages: int, said: str) -> No
         View.from_message_untrusted(dataclasses.replace(split_view(2, 3), stages=stages))
 
 
-def test_shares_stand_at_the_first_stage_of_a_crew() -> None:
-    with pytest.raises(ProtocolError, match="beyond its crew's first stage"):
+def test_shares_stand_at_the_first_stage_of_a_replica() -> None:
+    with pytest.raises(ProtocolError, match="beyond its replica's first stage"):
         View.from_message_untrusted(dataclasses.replace(split_view(2, 3), stages=2))
 
 

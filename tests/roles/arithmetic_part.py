@@ -24,8 +24,8 @@ class ArithmeticPart:
     """
 
     def __init__(self, start: int, stop: int, layers: int, *, width: int = 8, seed: int = 0) -> None:
-        draw = np.random.default_rng(seed)
-        parameters = draw.standard_normal((layers, 2, width))
+        sample_index = np.random.default_rng(seed)
+        parameters = sample_index.standard_normal((layers, 2, width))
         self.activation_bytes = self.gradient_bytes = width * 8
         self.gradients = np.zeros((stop - start, 2, width))
         self.losses: dict[int, float] = {}

@@ -22,7 +22,18 @@ from roles.drafter.drafter import Drafter, Serves
 from roles.engine import StageEngine
 from roles.line import Line
 from roles.speculation.cost_model import CostModel
-from roles.speculation.events import Began, Drop, Finished, Give, PassDone, Run, Tell, Tick, Told, VerifierEvent
+from roles.speculation.events import (
+    Began,
+    Drop,
+    Finished,
+    Give,
+    PassDone,
+    Run,
+    SendVerdict,
+    Tick,
+    VerdictReceived,
+    VerifierEvent,
+)
 from roles.speculation.received import told_untrusted
 from roles.speculation.verifying import Stats, Verifying
 from roles.verifier.drafter_link import DrafterFacts, Opening
@@ -147,7 +158,7 @@ class Liar:
 
     name: str
     network: Network
-    says: Callable[[int, Told | None, int, Connection], None]
+    says: Callable[[int, VerdictReceived | None, int, Connection], None]
     verdicts: int = 0
     openings: int = 0
     closed: list[int] = field(default_factory=list)
@@ -271,7 +282,7 @@ async def write(
 
     def passed(run: Run, took_s: float) -> None:
         payload = memoryview(encode_ids(run.ids))
-        ran = target.run("s", Pass(run.keep, payload, len(run.ids), IDS, IDS, run.picks, run.draw))
+        ran = target.run("s", Pass(run.keep, payload, len(run.ids), IDS, IDS, run.samples, run.sample_index))
         events.put_nowait(PassDone(ran.tokens, took_s))
 
     events.put_nowait(Began())
@@ -287,7 +298,7 @@ async def write(
                 case Run():
                     took_s = pass_s + row_s * (len(item.ids) - 1)
                     loop.call_later(took_s, passed, item, took_s)
-                case Tell() if drafting is not None:
+                case SendVerdict() if drafting is not None:
                     drafting.tell(item)
                 case Drop(drafter, reason) if drafting is not None:
                     drafting.drop(drafter, reason)

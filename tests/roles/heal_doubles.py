@@ -1,4 +1,5 @@
-"""Members of a ring as healing sees them, for tests: real donors and engines, whose steps are committed as one says."""
+"""Members of a ring as healing sees them, for tests: real sources and engines, whose steps are committed as one
+says."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def engine_of(numel: int, like: StandInEngine | None = None) -> StandInEngine:
 
 @dataclass
 class Member:
-    """One donor."""
+    """One source."""
 
     name: str
     engine: StandInEngine
@@ -156,10 +157,10 @@ async def ring_of(
     servers = []
 
     async def decide(hello: Hello, connection: Connection) -> Welcome:
-        return local_welcome(peer_id="donor", name="donor", wall=0.0)
+        return local_welcome(peer_id="source", name="source", wall=0.0)
 
     for number in range(count):
-        name = f"donor-{number}"
+        name = f"source-{number}"
         core = SimpleNamespace(
             job=JOB, applied=0, lineage=FIRST, square_sum=1.0, torn=False, may_give=True, view=None, phase=None
         )
@@ -200,7 +201,7 @@ def set_view(ring: Ring, generation: int) -> None:
         member.core.view = view
 
 
-# ------------------------------------------------------------------------------------------- donors that do not do well
+# ---------------------------------------------------------------------------------------- sources that do not do well
 
 
 def dies_after(pieces: int) -> Serve:
@@ -227,7 +228,7 @@ def dies_after(pieces: int) -> Serve:
 
 
 def gives_once_all_have_offered(count: int) -> Serve:
-    """Whoever heals has heard each of ``count`` donors before it has everything: it begins when most have offered."""
+    """Whoever heals has heard each of ``count`` sources before it has everything: it begins when most have offered."""
     offers, held = 0, list[Callable[[], None]]()
 
     async def serve(member: Member, connection: Connection, hello: Hello) -> None:

@@ -22,13 +22,13 @@ from roles.compute_thread import ComputeThread
 from roles.line import Line
 from roles.model_directory import DigestCache, ModelDirectory, open_model
 from roles.worker.forward_requests import Caller, StageSession
-from roles.worker.links import Prober, Sink
+from roles.worker.links import Prober, ProbeResponder
 from roles.worker.model_loading import give
 from roles.worker.stage_requests import OpenRequest
 from roles.worker.stages import StageContext, Stages
 from tests.roles.stage_stand_in import WIDTH, StandIns
-from wire.chain_messages import CHAIN_STREAM, ChainBroken, PartLoading, PartsHeld, Picked, Work
-from wire.client import Calls
+from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, PartLoading, PartsHeld, Sampled
+from wire.client import PendingCalls
 from wire.connection import Connection
 from wire.handshake import Server, dial, local_hello, local_welcome, serve
 from wire.memory import MemoryNetwork
@@ -53,7 +53,7 @@ class Stage:
     threads: Any = field(default_factory=LoopThreads)
     told: list[PartsHeld] = field(default_factory=list)
     problems: list[P2PTrainError] = field(default_factory=list)
-    sink: Sink = field(default_factory=Sink)
+    sink: ProbeResponder = field(default_factory=ProbeResponder)
     host: str = "0.0.0.0"
     port: int | None = None
 
@@ -108,7 +108,7 @@ class TestClient:
     """A client's connection to one worker. Answers to works are kept in the order in which they came.
 
     Attributes:
-        heard: ``Picked`` and ``ChainBroken``.
+        heard: ``Sampled`` and ``ChainBroken``.
         progress: ``PartLoading``.
     """
 
@@ -119,14 +119,14 @@ class TestClient:
         self.heard: asyncio.Queue[Message] = asyncio.Queue()
         self.progress: list[PartLoading] = []
         self.given_bytes = 0
-        self._calls = Calls()
+        self._calls = PendingCalls()
 
     async def ask(
         self, method: str, params: dict[str, Any] | None = None, *, timeout_s: float = 60.0
     ) -> dict[str, Any]:
         return await self._calls.ask(self.connection.send, method, params or {}, whom="it", timeout_s=timeout_s)
 
-    def give(self, work: Work, payload: bytes) -> None:
+    def give(self, work: ForwardRequest, payload: bytes) -> None:
         self.connection.send(work)
         self.connection.send_bulk(memoryview(payload), generation=0, stream=CHAIN_STREAM)
 
@@ -142,7 +142,7 @@ class TestClient:
                 elif isinstance(message, PartLoading):
                     self.progress.append(message)
                 else:
-                    assert isinstance(message, Picked | ChainBroken), message
+                    assert isinstance(message, Sampled | ChainBroken), message
                     self.heard.put_nowait(message)
         self._calls.lost("it")
 
@@ -204,10 +204,10 @@ def load_params(model: ModelDirectory, start: int, stop: int, layers: int, **cha
         "positions": 64,
         "activation_bytes": 4 * WIDTH,
         "path": "",
-        "giver": "caller",
-        "giver_peer": "",
-        "giver_host": "",
-        "giver_port": 0,
+        "sender": "caller",
+        "sender_peer": "",
+        "sender_host": "",
+        "sender_port": 0,
     } | changes
 
 
@@ -222,7 +222,7 @@ def open_params(
         "index": index,
         "stages": stages,
         "positions": 64,
-        "attempt": 0,
+        "epoch": 0,
         "next": following,
         "encoding": "fp32",
         "prefill_encoding": "int8",
@@ -250,11 +250,11 @@ def sampling_params(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def ids_work(session: str, ids: Sequence[int], *, keep: int, last: int, **changes: Any) -> tuple[Work, bytes]:
+def ids_work(session: str, ids: Sequence[int], *, keep: int, last: int, **changes: Any) -> tuple[ForwardRequest, bytes]:
     """A work for the first stage, whose last position's token is picked, and its payload. Several are a prompt's."""
-    values: dict[str, Any] = {"attempt": 0, "number": 0, "encoding": "ids", "picks": 1, "draw": 0} | changes
+    values: dict[str, Any] = {"epoch": 0, "number": 0, "encoding": "ids", "samples": 1, "sample_index": 0} | changes
     values = {"prefill": len(ids) > 1} | values
-    work = Work(session=session, keep=keep, count=len(ids), last=last, **values)
+    work = ForwardRequest(session=session, keep=keep, count=len(ids), last=last, **values)
     return work, np.array(ids, "<i4").tobytes()
 
 
@@ -266,18 +266,24 @@ class Generation:
     ids: list[int]
     last: int
     keep: int = 0
-    attempt: int = 0
+    epoch: int = 0
     made: list[int] = field(default_factory=list)
 
-    def work(self) -> tuple[Work, bytes]:
-        draw = len(self.made)
+    def work(self) -> tuple[ForwardRequest, bytes]:
+        sample_index = len(self.made)
         return ids_work(
-            self.session, self.ids, keep=self.keep, last=self.last, number=draw, draw=draw, attempt=self.attempt
+            self.session,
+            self.ids,
+            keep=self.keep,
+            last=self.last,
+            number=sample_index,
+            sample_index=sample_index,
+            epoch=self.epoch,
         )
 
     def take(self, picked: Message) -> None:
-        assert isinstance(picked, Picked), picked
-        assert (picked.session, picked.number, picked.attempt) == (self.session, len(self.made), self.attempt)
+        assert isinstance(picked, Sampled), picked
+        assert (picked.session, picked.number, picked.epoch) == (self.session, len(self.made), self.epoch)
         assert len(picked.spent_us) == self.last + 1
         self.keep += len(self.ids)
         self.ids = np.frombuffer(picked.tokens, "<i4").tolist()

@@ -187,12 +187,12 @@ class StandInStage:
 
     def run(self, session: str, work: Pass) -> Ran:
         state, keep, count = self.sessions[session], work.keep, work.count
-        picks, draw = work.picks, work.draw
+        samples, sample_index = work.samples, work.sample_index
         self._on_run(session, keep, count)
         if self._work_s:
             self._sleep(self._work_s)
-        if not 0 <= picks <= (count if self.spec.stop == self.spec.layers else 0):
-            raise ProtocolError(f"{picks} tokens are to be picked; tokens are picked on the last stage only")
+        if not 0 <= samples <= (count if self.spec.stop == self.spec.layers else 0):
+            raise ProtocolError(f"{samples} tokens are to be picked; tokens are picked on the last stage only")
         if keep > len(state.history):
             raise ProtocolError(f"{keep} positions are to be kept, and there are {len(state.history)}")
         if keep + count > state.positions:
@@ -203,10 +203,11 @@ class StandInStage:
             hidden[row] = self._through_the_layers(state, hidden[row])
         if self.spec.stop < self.spec.layers:
             return Ran(memoryview(encode(hidden, work.out_encoding)), ())
-        normed = (hidden[count - picks :] + self._tensors["norm.weight"]) % MODULUS
+        normed = (hidden[count - samples :] + self._tensors["norm.weight"]) % MODULUS
         logits = normed @ self._tensors["head.weight"].T % 1009  # else the largest row of the head always wins
         return Ran(
-            memoryview(b""), tuple(picked(row, state.sampling, draw + index) for index, row in enumerate(logits))
+            memoryview(b""),
+            tuple(picked(row, state.sampling, sample_index + index) for index, row in enumerate(logits)),
         )
 
     def close(self, session: str) -> None:
@@ -241,8 +242,9 @@ def _marked(hidden: Values) -> Values:
     return hidden
 
 
-def picked(logits: Values, sampling: Sampling, draw: int) -> int:
-    """The token of draw number ``draw``: the likeliest at temperature 0, else one drawn with the logits as chances."""
+def picked(logits: Values, sampling: Sampling, sample_index: int) -> int:
+    """The token of draw number ``sample_index``: the likeliest at temperature 0, else one drawn with the logits as
+    chances."""
     if sampling.temperature == 0:
         return int(np.argmax(logits))
     order = np.argsort(-logits, kind="stable")
@@ -252,7 +254,7 @@ def picked(logits: Values, sampling: Sampling, draw: int) -> int:
     if sampling.top_k:
         chances[sampling.top_k :] = 0
     chances[1:][np.cumsum(chances)[:-1] >= sampling.top_p] = 0
-    random = np.random.default_rng([sampling.seed % (1 << 64), draw])
+    random = np.random.default_rng([sampling.seed % (1 << 64), sample_index])
     return int(order[random.choice(len(chances), p=chances / chances.sum())])
 
 
@@ -320,12 +322,12 @@ def tokens_of(config: str, prompt: list[int], tokens: int, sampling: Sampling, *
     whole.open("reference", positions=len(prompt) + tokens, sampling=sampling)
     made: list[int] = []
     ids = prompt
-    for draw in range(tokens):
+    for sample_index in range(tokens):
         payload = memoryview(np.array(ids, "<i4").tobytes())
         keep = len(whole.sessions["reference"].history)
         ran = whole.run(
             "reference",
-            Pass(keep, payload, len(ids), "ids", "fp32", 1, draw),
+            Pass(keep, payload, len(ids), "ids", "fp32", 1, sample_index),
         )
         made += ran.tokens
         ids = [ran.tokens[0]]

@@ -25,7 +25,7 @@ from wire.memory import MemoryNetwork
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Who is away does not come back, and is not waited for long."""
-    monkeypatch.setattr(co, "Terms", partial(co.Terms, grace_s=0.5))
+    monkeypatch.setattr(co, "Terms", partial(co.JobOptions, grace_s=0.5))
     return
 
 
@@ -102,7 +102,7 @@ async def ended_undisturbed(cluster: Cluster, job: str, profile: Profile) -> Non
     assert b"".join(by_stage[stage] for stage in sorted(by_stage)) == undisturbed(profile)
 
 
-class Gate:
+class EnrolmentPolicy:
     """Workers compute up to a step, and no further until they are let on; then up to the next one."""
 
     def __init__(self, *steps: int) -> None:
@@ -126,15 +126,15 @@ class Gate:
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
+def gate() -> Iterator[EnrolmentPolicy]:
     """At step 25: the checkpoints are those of 10 and 20. While one is being saved all go without the next: where the
     disk is slower than 10 of these steps, there would be none of 20, but for the stop before it."""
-    made = Gate(15, 25)
+    made = EnrolmentPolicy(15, 25)
     yield made
     made.away()
 
 
-async def running(cluster: Cluster, profile: Profile, gate: Gate, slots: int) -> tuple[str, list[Peer]]:
+async def running(cluster: Cluster, profile: Profile, gate: EnrolmentPolicy, slots: int) -> tuple[str, list[Peer]]:
     """A job of which every keeper has the whole of step 20: its id, and the members in order of their stages."""
     job = await cluster.create(profile)
     for slot in range(1, slots + 1):
@@ -159,7 +159,7 @@ async def lose(peer: Peer) -> None:
 
 @pytest.mark.parametrize("encrypted", [False, True])
 async def test_a_spare_takes_over_a_stage_that_died_with_its_disk(
-    tmp_path: Path, impatient: None, gate: Gate, encrypted: bool
+    tmp_path: Path, impatient: None, gate: EnrolmentPolicy, encrypted: bool
 ) -> None:
     cluster = Cluster(tmp_path / "cluster", MemoryNetwork(), encrypted=encrypted)
     await cluster.start_seed()
@@ -176,7 +176,7 @@ async def test_a_spare_takes_over_a_stage_that_died_with_its_disk(
         await cluster.close()
 
 
-async def test_files_that_were_changed_are_not_taken(cluster: Cluster, impatient: None, gate: Gate) -> None:
+async def test_files_that_were_changed_are_not_taken(cluster: Cluster, impatient: None, gate: EnrolmentPolicy) -> None:
     """The run goes back further, to a whole that is what it was."""
     profile = profile_of(checkpoint={"copies": 1})
     job, members = await running(cluster, profile, gate, 3)
@@ -194,7 +194,7 @@ async def test_files_that_were_changed_are_not_taken(cluster: Cluster, impatient
 
 
 async def test_workers_that_come_back_to_other_stages_need_no_network(
-    cluster: Cluster, impatient: None, gate: Gate
+    cluster: Cluster, impatient: None, gate: EnrolmentPolicy
 ) -> None:
     """Both have the whole: each takes the part that it is given now out of its own."""
     profile = profile_of()
@@ -226,7 +226,7 @@ async def test_no_room_for_the_whole_is_told_and_ends_nothing(
         assert "step 30 is not put together here: a checkpoint needs" in said(peer, "not-gathered")[-1]
 
 
-async def test_a_person_may_go_back_to_a_whole_and_delete_one(cluster: Cluster, gate: Gate) -> None:
+async def test_a_person_may_go_back_to_a_whole_and_delete_one(cluster: Cluster, gate: EnrolmentPolicy) -> None:
     profile = profile_of(300, checkpoint={"copies": 1})
     job, members = await running(cluster, profile, gate, 2)
     found = {item["step"]: item for item in await wholes_of(cluster, job)}
@@ -240,7 +240,7 @@ async def test_a_person_may_go_back_to_a_whole_and_delete_one(cluster: Cluster, 
     assert "step-00000300" not in kept
 
 
-async def test_a_giver_that_lies_is_named_and_nothing_is_left(
+async def test_a_sender_that_lies_is_named_and_nothing_is_left(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = RealDisk.read_range
@@ -257,7 +257,7 @@ async def test_a_giver_that_lies_is_named_and_nothing_is_left(
         cluster.join()
     await ended_undisturbed(cluster, job, profile)
     (keeper,) = [peer for peer in cluster.peers if said(peer, "not-gathered")]
-    (giver,) = [peer for peer in cluster.peers if peer is not keeper]
-    expected = f"state-00002-of-00002.bin of {giver.identity.name} is not what its manifest says"
+    (sender,) = [peer for peer in cluster.peers if peer is not keeper]
+    expected = f"state-00002-of-00002.bin of {sender.identity.name} is not what its manifest says"
     assert expected in said(keeper, "not-gathered")[-1]
     assert not list(whole_of(keeper, job).iterdir())

@@ -16,7 +16,7 @@ from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ResourceError
 from p2ptrain.core.serving import Pass, Ran, Sampling
 from roles.drafter.drafter import MAX_CALLERS
 from roles.line import Line
-from roles.speculation.events import Told
+from roles.speculation.events import VerdictReceived
 from roles.speculation.received import packed
 from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
@@ -44,14 +44,14 @@ from wire.text_messages import DraftOpen, DraftReady, Drafts, StreamRefused, Ver
 PROMPT = [5, 80, 11, 11, 3]
 GREEDY = Sampling(temperature=0)
 EXPECTED = tokens_of(CONFIG, PROMPT, 120, GREEDY)
-Says = Callable[[int, Told | None, int, Connection], None]
+Says = Callable[[int, VerdictReceived | None, int, Connection], None]
 
 
 def drafts(connection: Connection, stream: int, epoch: int, position: int, tokens: list[int]) -> None:
     connection.send(Drafts(position, packed(tokens, VOCAB)), generation=epoch, stream=stream)
 
 
-def behind(verdict: Told | None) -> int:
+def behind(verdict: VerdictReceived | None) -> int:
     return len(PROMPT) if verdict is None else verdict.start + len(verdict.tokens)
 
 
@@ -59,13 +59,13 @@ def says_by_chance(seed: int) -> Says:
     """Drafts in order, as the rules want them, of tokens by chance."""
     dice = random.Random(seed)
 
-    def says(stream: int, verdict: Told | None, number: int, connection: Connection) -> None:
+    def says(stream: int, verdict: VerdictReceived | None, number: int, connection: Connection) -> None:
         drafts(connection, stream, number, behind(verdict), [dice.randrange(VOCAB) for _ in range(4)])
 
     return says
 
 
-def says_what_is_wrong(stream: int, verdict: Told | None, number: int, connection: Connection) -> None:
+def says_what_is_wrong(stream: int, verdict: VerdictReceived | None, number: int, connection: Connection) -> None:
     """It knows the text, and says another one: right, then wrong."""
     at = behind(verdict) - len(PROMPT)
     right = EXPECTED[at : at + 1]
@@ -102,11 +102,11 @@ def test_a_drafter_that_drafts_badly_loses_its_place_to_another(says: Says) -> N
     run_virtual(main())
 
 
-def says_what_cannot_be(stream: int, verdict: Told | None, number: int, connection: Connection) -> None:
+def says_what_cannot_be(stream: int, verdict: VerdictReceived | None, number: int, connection: Connection) -> None:
     drafts(connection, stream, 0, len(PROMPT) + 90, [1])
 
 
-def says_nothing_right(stream: int, verdict: Told | None, number: int, connection: Connection) -> None:
+def says_nothing_right(stream: int, verdict: VerdictReceived | None, number: int, connection: Connection) -> None:
     right = EXPECTED[behind(verdict) - len(PROMPT)]
     drafts(connection, stream, number, behind(verdict), [(right + 1) % VOCAB])
 
@@ -134,14 +134,14 @@ def test_many_bad_ones_do_not_keep_a_good_one_out(says: Says) -> None:
 def garbage(message: Message, *, generation: int = 0, offset: int = 0) -> Says:
     """Says this message once the session runs; its stream is ``offset`` beside the session's."""
 
-    def says(stream: int, verdict: Told | None, number: int, connection: Connection) -> None:
+    def says(stream: int, verdict: VerdictReceived | None, number: int, connection: Connection) -> None:
         if verdict is None:
             connection.send(message, generation=generation, stream=stream + offset)
 
     return says
 
 
-def late_garbage(stream: int, verdict: Told | None, number: int, connection: Connection) -> None:
+def late_garbage(stream: int, verdict: VerdictReceived | None, number: int, connection: Connection) -> None:
     if verdict is not None:
         drafts(connection, stream, number, behind(verdict) + 2, [1])  # a hole
 

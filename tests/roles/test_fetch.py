@@ -10,18 +10,18 @@ from typing import Any
 import xxhash
 
 from p2ptrain.core.world import LoopClock
-from roles.worker.heal import Base, Fetch, Giver, Self
+from roles.worker.heal import Base, Fetch, ReceiverIdentity, Sender
 from tests.roles.heal_doubles import FIRST, JOB, engine_of
 from wire.job_messages import HealRequest, StepLogged
 
 
-def fetch_of(post: Callable[..., None]) -> tuple[Fetch, Giver]:
+def fetch_of(post: Callable[..., None]) -> tuple[Fetch, Sender]:
     """One that holds what step 1 leads on from, and its only source."""
     engine = engine_of(1000)
     world: Any = SimpleNamespace(clock=LoopClock())
     fetch = Fetch(
         world,
-        Self("me", "me", "", engine.state(), engine.reduce_buffer.nbytes),
+        ReceiverIdentity("me", "me", "", engine.state(), engine.reduce_buffer.nbytes),
         request=HealRequest(JOB, -1, "", 1.0, 0, FIRST),
         generation=1,
         members=[],
@@ -29,11 +29,11 @@ def fetch_of(post: Callable[..., None]) -> tuple[Fetch, Giver]:
         on_progress=lambda: None,
     )
     connection = SimpleNamespace(post=post, send=lambda *_, **__: None)
-    giver = fetch.givers["d"] = Giver("d", "d", SimpleNamespace(connection=connection))  # type: ignore[arg-type]
-    fetch.receiver.sources["d"] = giver
-    giver.offer = Base(0, FIRST)
+    sender = fetch.senders["d"] = Sender("d", "d", SimpleNamespace(connection=connection))  # type: ignore[arg-type]
+    fetch.receiver.sources["d"] = sender
+    sender.offer = Base(0, FIRST)
     fetch._next, fetch._lineage = 1, FIRST
-    return fetch, giver
+    return fetch, sender
 
 
 async def test_a_step_that_came_whole_is_applied_though_whoever_gave_it_is_gone() -> None:
@@ -42,23 +42,23 @@ async def test_a_step_that_came_whole_is_applied_though_whoever_gave_it_is_gone(
     def post(buffer: memoryview, *, done: Callable[[], None], **_: Any) -> None:
         asked.append((buffer, done))
 
-    fetch, giver = fetch_of(post)
+    fetch, sender = fetch_of(post)
     size_bytes = fetch._me.reduce_bytes
     data = bytes(range(256)) * (size_bytes // 256 + 1)
     digest = xxhash.xxh3_128_digest(data[:size_bytes])
-    fetch.heard_untrusted(giver, StepLogged(1, digest, 2.0, size_bytes))
+    fetch.heard_untrusted(sender, StepLogged(1, digest, 2.0, size_bytes))
     ((buffer, done),) = asked
     buffer[:] = data[:size_bytes]
     done()
     await asyncio.sleep(0.01)  # it is judged
-    del fetch.givers["d"], fetch.receiver.sources["d"]
+    del fetch.senders["d"], fetch.receiver.sources["d"]
     step = await fetch.step()
     assert (step.step, step.square_sum, bytes(step.data)) == (1, 2.0, data[:size_bytes])
     fetch.used(step)
 
 
 async def test_of_a_source_that_tells_of_steps_without_end_little_is_remembered() -> None:
-    fetch, giver = fetch_of(lambda *_, **__: None)
+    fetch, sender = fetch_of(lambda *_, **__: None)
     for step in range(1, 50_000):
-        fetch.heard_untrusted(giver, StepLogged(step, bytes(16), 1.0, fetch._me.reduce_bytes))
-    assert fetch._log_steps < len(giver.said) < 3 * fetch._log_steps
+        fetch.heard_untrusted(sender, StepLogged(step, bytes(16), 1.0, fetch._me.reduce_bytes))
+    assert fetch._log_steps < len(sender.said) < 3 * fetch._log_steps

@@ -1,4 +1,5 @@
-"""A worker beside the ring: it fetches a snapshot, replays the log, follows; and whatever happens to ring or donors."""
+"""A worker beside the ring: it fetches a snapshot, replays the log, follows; and whatever happens to ring or
+sources."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 from ring.transaction import Event, Heal, Loaded, Phase, Transaction, Unloaded, ViewArrived
 from roles.stand_in import StandInEngine
 from roles.worker.heal import Fetched, Follower, Healer
-from roles.worker.heal_source import MAX_FOLLOWERS, Taker, log_limit_bytes
+from roles.worker.heal_source import MAX_FOLLOWERS, Recipient, log_limit_bytes
 from tests.roles.heal_doubles import (
     JOB,
     Ring,
@@ -103,7 +104,7 @@ def test_a_newcomer_follows_the_ring_and_holds_its_bits_at_every_step() -> None:
             report, core = newcomer.said[0], ring.members[0].core
             assert core.applied - report.applied <= 1
             assert report.generation == 0
-            assert report.donors > 1
+            assert report.sources > 1
             for _ in range(5):
                 await ring.step()
                 await quiet_until(lambda: newcomer.core.applied == core.applied)
@@ -117,7 +118,7 @@ def test_a_newcomer_follows_the_ring_and_holds_its_bits_at_every_step() -> None:
     run_virtual(play())
 
 
-def test_donors_are_killed_one_after_the_other_while_it_follows() -> None:
+def test_sources_are_killed_one_after_the_other_while_it_follows() -> None:
     async def play() -> None:
         async with ring_of(MemoryNetwork(), 3, numel=NUMEL) as ring, newcomer_to(ring) as newcomer:
             begin(newcomer, ring)
@@ -206,7 +207,7 @@ def test_a_member_that_lacks_a_step_or_two_is_given_those_alone() -> None:
 
 def _nobody() -> Any:
     connection = SimpleNamespace(send=lambda *args, **more: None, abort=lambda *args: None)
-    return Taker(SimpleNamespace(connection=connection), "nobody", inside=False)  # type: ignore[arg-type]
+    return Recipient(SimpleNamespace(connection=connection), "nobody", inside=False)  # type: ignore[arg-type]
 
 
 def test_who_is_too_slow_is_told_so_and_the_log_stays_bounded() -> None:
@@ -238,7 +239,7 @@ def test_who_is_too_slow_is_told_so_and_the_log_stays_bounded() -> None:
     run_virtual(play())
 
 
-def test_a_donor_serves_only_so_many_and_gives_back_what_it_copied() -> None:
+def test_a_source_serves_only_so_many_and_gives_back_what_it_copied() -> None:
     async def play() -> None:
         async with ring_of(MemoryNetwork(), 1, numel=NUMEL) as ring:
             member = ring.members[0]

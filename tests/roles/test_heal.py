@@ -1,4 +1,4 @@
-"""Healing within a view: several donors at once, whatever they do; and what a donor refuses."""
+"""Healing within a view: several sources at once, whatever they do; and what a source refuses."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def networks() -> dict[str, Callable[[], Network]]:
 
 
 @pytest.mark.parametrize("network", networks())
-async def test_the_state_arrives_bit_by_bit_from_all_donors(network: str) -> None:
+async def test_the_state_arrives_bit_by_bit_from_all_sources(network: str) -> None:
     behaviour = dict.fromkeys(range(3), gives_once_all_have_offered(3))
     async with ring_of(networks()[network](), 3, numel=5_000_001, behaviour=behaviour, host="127.0.0.1") as ring:
         target = blank(5_000_001)
@@ -94,43 +94,43 @@ async def test_the_state_arrives_bit_by_bit_from_all_donors(network: str) -> Non
         stands_elsewhere,
     ],
 )
-def test_a_donor_that_fails_is_done_without(bad: Serve) -> None:
+def test_a_source_that_fails_is_done_without(bad: Serve) -> None:
     async def play() -> None:
         async with ring_of(MemoryNetwork(), 3, behaviour={1: bad}) as ring:
             target = blank()
             done = await heal(ring, target)
             assert target.digest() == ring.members[0].engine.digest() == ring.members[2].engine.digest()
-            assert ("donor-1" in done.left_out) == (bad is not is_silent)  # which is not even waited for
+            assert ("source-1" in done.left_out) == (bad is not is_silent)  # which is not even waited for
 
     run_virtual(play())
 
 
-def test_a_donor_whose_chunks_are_wrong_is_named_and_its_chunks_come_from_others() -> None:
+def test_a_source_whose_chunks_are_wrong_is_named_and_its_chunks_come_from_others() -> None:
     async def play() -> None:
         async with ring_of(MemoryNetwork(), 2, behaviour={0: spoils(flipped)}) as ring:
             target = blank()
             done = await heal(ring, target)
             assert target.digest() == ring.members[1].engine.digest()
-            assert "something else" in done.left_out["donor-0"] or "table" in done.left_out["donor-0"]
-            assert "donor-0" in str(done)
+            assert "something else" in done.left_out["source-0"] or "table" in done.left_out["source-0"]
+            assert "source-0" in str(done)
 
     run_virtual(play())
 
 
-def test_most_donors_are_believed_where_their_tables_differ() -> None:
+def test_most_sources_are_believed_where_their_tables_differ() -> None:
     async def play(odd: int) -> None:
         async with ring_of(MemoryNetwork(), 3, behaviour={odd: another_state}) as ring:
             target = blank()
             done = await heal(ring, target)
             assert target.digest() == ring.members[(odd + 1) % 3].engine.digest()
-            assert "differs" in done.left_out[f"donor-{odd}"]
+            assert "differs" in done.left_out[f"source-{odd}"]
 
     for odd in range(3):
         run_virtual(play(odd))
 
 
 @pytest.mark.parametrize("run", range(16))
-def test_a_donor_is_killed_at_any_byte_and_at_most_a_chunk_comes_twice(run: int) -> None:
+def test_a_source_is_killed_at_any_byte_and_at_most_a_chunk_comes_twice(run: int) -> None:
     chance = random.Random(run)
 
     async def play() -> None:
@@ -155,10 +155,10 @@ def test_a_donor_is_killed_at_any_byte_and_at_most_a_chunk_comes_twice(run: int)
     asyncio.run(play())
 
 
-def test_without_a_donor_the_error_names_what_each_one_said() -> None:
+def test_without_a_source_the_error_names_what_each_one_said() -> None:
     async def play() -> None:
         async with ring_of(MemoryNetwork(), 2, behaviour={0: has_another_model, 1: speaks_nonsense}) as ring:
-            with pytest.raises(NetworkError, match=r"donor-0: .*donor-1: |donor-1: .*donor-0: "):
+            with pytest.raises(NetworkError, match=r"source-0: .*source-1: |source-1: .*source-0: "):
                 await heal(ring, blank())
 
     run_virtual(play())

@@ -18,7 +18,7 @@ from wire.connection import Connection
 from wire.handshake import RefusalCode, dial, local_hello
 from wire.messages import Hello, Response
 from wire.records import PeerInfo, ServingInfo
-from wire.text_messages import MAX_DRAFTERS, DrafterAt, DraftersHere, Serving
+from wire.text_messages import MAX_DRAFTERS, DrafterAt, DrafterList, Serving
 from wire.transport import TcpNetwork
 
 SERVED = Serving("big", 50257, 1024, "ab12", "", 0)
@@ -263,7 +263,7 @@ async def test_a_verifier_may_ask_who_is_there_and_nothing_more(cluster: Cluster
 )
 def test_drafters_that_cannot_be(drafters: list[DrafterAt]) -> None:
     with pytest.raises(ProtocolError):
-        drafters_untrusted(DraftersHere(drafters), "h")
+        drafters_untrusted(DrafterList(drafters), "h")
 
 
 # -------------------------------------------------------------------------------------------------------- encrypted

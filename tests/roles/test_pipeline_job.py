@@ -143,8 +143,9 @@ async def ended_as_one_process(cluster: Cluster, job: str, profile: Profile) -> 
     assert [row["loss"] for row in await rows_of(cluster, job)] == pytest.approx(losses, abs=1e-5)
 
 
-async def test_without_a_spare_the_whole_crew_goes_on(cluster: Cluster, text: Path) -> None:
-    """The other member of the crew that lost one waits; when somebody joins, it takes the place and heals by stage."""
+async def test_without_a_spare_the_whole_replica_goes_on(cluster: Cluster, text: Path) -> None:
+    """The other member of the replica that lost one waits; when somebody joins, it takes the place and heals by
+    stage."""
     steps = 90
     profile = profile_of(text, 2, 2, job={"steps": steps})
     job = await cluster.create(profile)
@@ -154,8 +155,8 @@ async def test_without_a_spare_the_whole_crew_goes_on(cluster: Cluster, text: Pa
     members = await members_of(cluster, job, item)
     await members[3].die()
     item = await cluster.job_until(job, lambda item: len(item["members"]) == 2 and item["step"] >= 20)
-    crew = members[:2]
-    assert await members_of(cluster, job, item) == crew
+    replica = members[:2]
+    assert await members_of(cluster, job, item) == replica
     spare = join(cluster)
     item = await cluster.job_until(job, lambda item: len(item["members"]) == 4)
     assert spare in await members_of(cluster, job, item)
@@ -181,7 +182,7 @@ async def test_a_spare_takes_a_lost_stage_out_of_the_whole_checkpoint_of_another
     cluster: Cluster, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk of the lost one is gone with it."""
-    monkeypatch.setattr(jobs.co, "Terms", partial(co.Terms, grace_s=1.0))  # nobody comes back
+    monkeypatch.setattr(jobs.co, "Terms", partial(co.JobOptions, grace_s=1.0))  # nobody comes back
     profile = profile_of(text, 2, 1, job={"steps": 60})
     job = await cluster.create(profile)
     for _ in range(3):

@@ -32,7 +32,7 @@ PROFILE = Profile.model_validate(
 )
 
 
-class Crew:
+class Replica:
     """Workers of a cluster that give so much memory and are so fast, and the cuts that they were told."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -55,8 +55,8 @@ def done(item: dict[str, Any]) -> bool:
 
 
 async def test_the_seed_cuts_by_speed_keeps_the_cuts_and_tells_who_stays_a_spare(cluster: Cluster) -> None:
-    crew = Crew(cluster)
-    slow, fast, small = [await crew.join(*told) for told in ((900, 1e9), (900, 3e9), (20, 1e9))]
+    replica = Replica(cluster)
+    slow, fast, small = [await replica.join(*told) for told in ((900, 1e9), (900, 3e9), (20, 1e9))]
     plan = await cluster.ask("jobs.plan", spec=PROFILE.to_spec(), shape=SHAPE.to_map())
     layers = {stage["peers"][0]: stage["stop"] - stage["start"] for stage in plan["stages"]}
     assert layers == {slow.identity.peer_id: 3, fast.identity.peer_id: 9}
@@ -73,25 +73,25 @@ async def test_the_seed_cuts_by_speed_keeps_the_cuts_and_tells_who_stays_a_spare
     await cluster.restart_seed()
     info = await cluster.job_until(job, done)
     assert info["cuts"] == [cut]
-    assert crew.cuts == [[cut], [cut]]
+    assert replica.cuts == [[cut], [cut]]
 
 
 async def test_what_does_not_fit_is_refused_with_the_numbers_and_waits_for_who_fits(cluster: Cluster) -> None:
-    crew = Crew(cluster)
+    replica = Replica(cluster)
     with pytest.raises(Refused, match="begins with 2 workers, and 0 of them are free"):
         await cluster.ask("jobs.plan", spec=PROFILE.to_spec(), shape=SHAPE.to_map())
-    await crew.join(300, 1e9)
-    await crew.join(100, 1e9)
+    await replica.join(300, 1e9)
+    await replica.join(100, 1e9)
     with pytest.raises(Refused, match="the smallest needs") as caught:
         await cluster.ask("jobs.plan", spec=PROFILE.to_spec(), shape=SHAPE.to_map())
     assert caught.value.code == "does-not-fit"
     assert all(given in caught.value.message for given in ("300.0 MiB", "100.0 MiB"))
     job = await cluster.create(PROFILE, shape=SHAPE.to_map())
     await cluster.job_until(job, lambda item: "the smallest needs" in item["reason"])
-    assert not crew.cuts
-    await crew.join(900, 1e9)
+    assert not replica.cuts
+    await replica.join(900, 1e9)
     await cluster.job_until(job, done)
-    assert len(crew.cuts) == 2
+    assert len(replica.cuts) == 2
 
 
 async def test_sizes_that_cannot_be_are_refused(cluster: Cluster) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from p2ptrain.core.training import Applied
 from ring.view import View
-from roles.worker.reports import KEPT, StepTeller
+from roles.worker.reports import KEPT, StepReporter
 from tests.ring.test_recovery import view
 from wire.job_messages import StepMetrics
 from wire.messages import Message
@@ -13,7 +13,7 @@ from wire.messages import Message
 class Member:
     def __init__(self) -> None:
         self.told: list[tuple[int, int]] = []
-        self.teller = StepTeller(job="job", steps_total=1000, say=self._say, on_step=lambda *_: None)
+        self.teller = StepReporter(job="job", steps_total=1000, say=self._say, on_step=lambda *_: None)
 
     def _say(self, message: Message) -> None:
         assert isinstance(message, StepMetrics)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from configs.schema import Profile
-from ring.transaction import Broken, Finished, Form, Loaded, Transaction, ViewArrived
+from ring.transaction import Broken, Finished, FormRing, Loaded, Transaction, ViewArrived
 from roles.engine import WHOLE
 from roles.worker.reports import Reports
 from roles.worker.runner import FORM_TIMEOUT_S, JobRunner
@@ -32,7 +32,7 @@ def formed() -> Transaction:
     core = Transaction(job="job", peer_id="a", steps_total=1000)
     core.handle(Loaded(0, ORIGIN))
     form = core.handle(ViewArrived(view(7, ["a", "b"])))[-1]
-    assert isinstance(form, Form)
+    assert isinstance(form, FormRing)
     core.handle(Finished(form.ticket))
     return core
 

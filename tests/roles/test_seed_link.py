@@ -14,7 +14,7 @@ import pytest
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, Refused, Unreachable
 from p2ptrain.core.world import LoopClock, World
-from roles.seed_link import Pulse, SeedLink
+from roles.seed_link import HeartbeatStats, SeedLink
 from wire.connection import Connection
 from wire.handshake import RefusalCode, Server, local_hello, local_welcome, serve
 from wire.job_messages import SaveNow, StepMetrics
@@ -109,7 +109,7 @@ async def linked(seed: FakeSeed) -> AsyncIterator[Linked]:
         seeds=[("seed", 1)],
         terms={},
         hello=lambda: local_hello(peer_id="w", name="w", roles=["worker"], purpose="peer", port=5),
-        pulse=lambda: Pulse(1, 2, "training", {}),
+        pulse=lambda: HeartbeatStats(1, 2, "training", {}),
         on_message=messages.put,
         on_up=lambda welcome: None,
         on_down=downs.put,

@@ -23,7 +23,7 @@ from wire.job_messages import CheckpointSaved, LedgerRows, Report, StepMetrics
 from wire.messages import Heartbeat, HeartbeatAck, Hello, Leave, Message, Welcome
 from wire.records import PartInfo
 from wire.schema import instance_untrusted
-from wire.text_messages import MAX_DRAFTERS, DraftersHere, Serving
+from wire.text_messages import MAX_DRAFTERS, DrafterList, Serving
 
 DEADLINE_S = 10.0
 SERVING = Serving("small", 100, 0, "ab", "", 0)
@@ -40,8 +40,8 @@ class Sent:
 
     @property
     def told(self) -> list[list[tuple[str, str]]]:
-        """Of each ``DraftersHere``, ids and hosts."""
-        here = [message for message in self.messages if isinstance(message, DraftersHere)]
+        """Of each ``DrafterList``, ids and hosts."""
+        here = [message for message in self.messages if isinstance(message, DrafterList)]
         return [[(item.peer_id, item.host) for item in message.drafters] for message in here]
 
 
@@ -138,7 +138,7 @@ async def test_a_peer_is_one_of_three(cluster: Cluster, roles: tuple[str, ...]) 
         ("drafter", StepMetrics("j", 0, 1, {})),
         ("drafter", CheckpointSaved("j", 1, "/x", "d", 1)),
         ("verifier", LedgerRows("j", "", [])),
-        ("verifier", DraftersHere([])),
+        ("verifier", DrafterList([])),
     ],
 )
 async def test_nobody_says_what_is_for_others_to_say(cluster: Cluster, role: str, message: Message) -> None:

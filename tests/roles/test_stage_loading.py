@@ -107,24 +107,24 @@ def test_a_client_gives_what_the_part_owns_and_no_more(tmp_path: Path, model: Mo
 
 
 @asynccontextmanager
-async def donor(
+async def source(
     network: MemoryNetwork, directory: Path, path: Path
 ) -> AsyncIterator[tuple[Stage, TestClient, dict[str, Any]]]:
     """Another worker, which was told to give the model at ``path``."""
-    stage = Stage("donor", network.at("donor"), directory / "donor")
+    stage = Stage("source", network.at("source"), directory / "source")
     await stage.start()
-    async with client_of(network.at("client"), "donor") as client:
+    async with client_of(network.at("client"), "source") as client:
         opened = await client.ask("model.open", {"path": str(path)})
         yield stage, client, opened
     await stage.stop()
 
 
-FROM_DONOR = {"giver": "peer", "giver_peer": "donor", "giver_host": "donor", "giver_port": PORT}
+FROM_DONOR = {"sender": "peer", "sender_peer": "source", "sender_host": "source", "sender_port": PORT}
 
 
 def test_another_worker_gives_while_its_operator_is_there(tmp_path: Path, model: ModelDirectory) -> None:
     async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
-        async with donor(network, tmp_path, tmp_path / "model") as (_, operator, opened):
+        async with source(network, tmp_path, tmp_path / "model") as (_, operator, opened):
             assert (opened["model"], opened["config"]) == (model.model, CONFIG)
             assert opened["total"] == len(model.records)
             loaded = await client.ask("part.load", load_params(model, 0, 4, 4, **FROM_DONOR))
@@ -138,7 +138,7 @@ def test_another_worker_gives_while_its_operator_is_there(tmp_path: Path, model:
     with_stage(tmp_path, test)
 
 
-def test_an_own_copy_is_read_and_only_what_differs_comes_from_the_giver(tmp_path: Path, model: ModelDirectory) -> None:
+def test_an_own_copy_is_read_and_only_what_differs_comes_from_the_sender(tmp_path: Path, model: ModelDirectory) -> None:
     async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
         other = write_model(tmp_path / "copy", CONFIG)
         raw = bytearray((other / "model.safetensors").read_bytes())
@@ -197,7 +197,7 @@ def test_large_tensors_come_by_ranges_and_little_is_under_way(tmp_path: Path) ->
 # ------------------------------------------------------------------------------------------------------ who fails
 
 
-Say = Callable[[Connection, ModelDirectory, Any], None]
+SendReport = Callable[[Connection, ModelDirectory, Any], None]
 
 
 def honest(connection: Connection, model: ModelDirectory, asked: Any) -> None:
@@ -209,7 +209,7 @@ def honest(connection: Connection, model: ModelDirectory, asked: Any) -> None:
 
 
 @asynccontextmanager
-async def giver_that(network: MemoryNetwork, model: ModelDirectory, says: Say) -> AsyncIterator[Connection]:
+async def sender_that(network: MemoryNetwork, model: ModelDirectory, says: SendReport) -> AsyncIterator[Connection]:
     hello = local_hello(peer_id="client", name="Mallory", roles=[], purpose="give", job=model.model)
     connection, _ = await dial(network.at("client"), "w0", PORT, hello, timeout_s=5)
 
@@ -233,7 +233,7 @@ def table_with(model: ModelDirectory, **changes: Any) -> TensorsPage:
     return TensorsPage(len(model.records), [first, *model.records[1:]])
 
 
-def on_table(page: Callable[[ModelDirectory], TensorsPage]) -> Say:
+def on_table(page: Callable[[ModelDirectory], TensorsPage]) -> SendReport:
     def says(connection: Connection, model: ModelDirectory, asked: Any) -> None:
         if isinstance(asked, TensorsRequest):
             connection.send(page(model))
@@ -243,7 +243,7 @@ def on_table(page: Callable[[ModelDirectory], TensorsPage]) -> Say:
     return says
 
 
-def on_bytes(what: Callable[[Connection, bytearray, int], None]) -> Say:
+def on_bytes(what: Callable[[Connection, bytearray, int], None]) -> SendReport:
     def says(connection: Connection, model: ModelDirectory, asked: Any) -> None:
         if isinstance(asked, TensorsRequest) or asked.name != "layers.1.weight":
             honest(connection, model, asked)
@@ -262,7 +262,7 @@ def shorter(connection: Connection, data: bytearray, stream: int) -> None:
     connection.send_bulk(memoryview(data)[:-1], generation=0, stream=stream)
 
 
-LIARS: dict[str, tuple[Say, str]] = {
+LIARS: dict[str, tuple[SendReport, str]] = {
     "digest": (on_table(lambda model: table_with(model, digest=bytes(32))), "is that of model"),
     "dtype": (on_table(lambda model: table_with(model, dtype="F16")), "another number of bytes"),
     "huge": (on_table(lambda model: table_with(model, shape=[1 << 40], size_bytes=4 << 40)), "proper name or digest"),
@@ -281,15 +281,17 @@ LIARS: dict[str, tuple[Say, str]] = {
 
 
 @pytest.mark.parametrize("kind", LIARS)
-def test_a_giver_that_lies_or_dies_is_named_and_costs_nothing(tmp_path: Path, model: ModelDirectory, kind: str) -> None:
+def test_a_sender_that_lies_or_dies_is_named_and_costs_nothing(
+    tmp_path: Path, model: ModelDirectory, kind: str
+) -> None:
     says, reason = LIARS[kind]
 
     async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
         free_bytes = stage.stages.cache.free_bytes
-        async with giver_that(network, model, says):
+        async with sender_that(network, model, says):
             with pytest.raises(Refused, match=reason) as refused:
                 await client.ask("part.load", load_params(model, 0, 4, 4))
-        assert refused.value.code == "giver"
+        assert refused.value.code == "sender"
         assert "Mallory" in refused.value.message
         assert refused.value.remedy
         assert stage.stages.cache.free_bytes == free_bytes
@@ -303,9 +305,9 @@ def test_a_giver_that_lies_or_dies_is_named_and_costs_nothing(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("kind", ["flipped", "dies"])
-def test_a_giver_beside_another_costs_only_what_it_owed(tmp_path: Path, model: ModelDirectory, kind: str) -> None:
+def test_a_sender_beside_another_costs_only_what_it_owed(tmp_path: Path, model: ModelDirectory, kind: str) -> None:
     async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
-        async with giver_that(network, model, LIARS[kind][0]), giving(network.at("client"), "w0", model):
+        async with sender_that(network, model, LIARS[kind][0]), giving(network.at("client"), "w0", model):
             loaded = await client.ask("part.load", load_params(model, 0, 4, 4), timeout_s=100)
             assert loaded["received_bytes"] == bytes_of(model, "")
             await answers(client, loaded["part"])
@@ -314,7 +316,7 @@ def test_a_giver_beside_another_costs_only_what_it_owed(tmp_path: Path, model: M
 
 
 @asynccontextmanager
-async def slow_giver(
+async def slow_sender(
     network: MemoryNetwork, model: ModelDirectory, peer_id: str, tensor_s: float
 ) -> AsyncIterator[None]:
     """Says that it lives, and takes its time over each tensor."""
@@ -339,13 +341,13 @@ async def slow_giver(
         await connection.close()
 
 
-def test_a_slow_giver_keeps_nobody_else_waiting_for_long(tmp_path: Path, model: ModelDirectory) -> None:
+def test_a_slow_sender_keeps_nobody_else_waiting_for_long(tmp_path: Path, model: ModelDirectory) -> None:
     async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
         now = asyncio.get_running_loop().time
         part = load_params(model, 0, 4, 4)
         async with (
             client_of(network.at("slow"), "w0", peer_id="slow") as slow,
-            slow_giver(network, model, "slow", 4.0),
+            slow_sender(network, model, "slow", 4.0),
             client_of(network.at("third"), "w0", peer_id="third") as third,
             giving(network.at("third"), "w0", model, peer_id="third"),
         ):
@@ -355,10 +357,10 @@ def test_a_slow_giver_keeps_nobody_else_waiting_for_long(tmp_path: Path, model: 
             async with giving(network.at("client"), "w0", model):
                 same = asyncio.create_task(client.ask("part.load", part, timeout_s=1000))
                 await third.ask("part.load", load_params(model, 0, 2, 4))
-                assert now() - began < 1, "another part waits for one whose giver is slow"
+                assert now() - began < 1, "another part waits for one whose sender is slow"
                 with pytest.raises(Refused, match="gives less than 64 KiB a second") as refused:
                     await hanging
-                assert refused.value.code == "giver"
+                assert refused.value.code == "sender"
                 assert now() - began == pytest.approx(QUIET_S + 4, abs=1)
                 assert client.progress[0].done_bytes > 0, "who waits hears how far it is"
                 loaded = await same
@@ -387,7 +389,7 @@ def test_a_model_whose_tensors_are_not_those_of_its_config_is_refused(tmp_path: 
 def test_a_client_that_goes_while_its_part_is_loaded_leaves_nothing(tmp_path: Path, model: ModelDirectory) -> None:
     async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
         free_bytes = stage.stages.cache.free_bytes
-        async with giver_that(network, model, LIARS["silent"][0]):
+        async with sender_that(network, model, LIARS["silent"][0]):
             loading = asyncio.create_task(client.ask("part.load", load_params(model, 0, 4, 4)))
             await asyncio.sleep(1)
             assert stage.stages.cache.free_bytes < free_bytes

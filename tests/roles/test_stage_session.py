@@ -17,7 +17,7 @@ from roles.worker.forward_requests import QUEUED_BYTES, QUEUED_FROM_STAGE, Histo
 from roles.worker.part_cache import IDLE_S, Part, PartCache
 from tests.roles.stage_doubles import session_of
 from tests.roles.stage_stand_in import WIDTH, decode_hidden, encode, stand_in_config, stand_in_part
-from wire.chain_messages import Work
+from wire.chain_messages import ForwardRequest
 
 ENCODINGS = ("fp32", "bf16", "fp16", "int8")
 
@@ -65,31 +65,33 @@ def session_at(index: int = 1, **changes: Any) -> StageSession:
     return session_of("s", index, **changes)
 
 
-def work_of(**changes: Any) -> Work:
-    values: dict[str, Any] = {"session": "s", "attempt": 0, "number": 0, "keep": 0, "count": 4, "encoding": "int8"}
-    return Work(**{**values, "last": 2, "picks": 0, "draw": 0, "spent_us": [1], "prefill": True, **changes})
+def work_of(**changes: Any) -> ForwardRequest:
+    values: dict[str, Any] = {"session": "s", "epoch": 0, "number": 0, "keep": 0, "count": 4, "encoding": "int8"}
+    return ForwardRequest(
+        **{**values, "last": 2, "samples": 0, "sample_index": 0, "spent_us": [1], "prefill": True, **changes}
+    )
 
 
 def test_attempts_fence_what_is_older() -> None:
-    session = session_at(attempt=2)
-    assert session.admit(work_of(attempt=2), bytearray())
-    assert not session.admit(work_of(attempt=1), bytearray())
+    session = session_at(epoch=2)
+    assert session.admit(work_of(epoch=2), bytearray())
+    assert not session.admit(work_of(epoch=1), bytearray())
     with pytest.raises(ProtocolError, match="attempt 3"):
-        session.admit(work_of(attempt=3), bytearray())
+        session.admit(work_of(epoch=3), bytearray())
     with pytest.raises(Refused, match="not newer"):
-        session.raise_attempt(2)
-    session.raise_attempt(7)
+        session.raise_epoch(2)
+    session.raise_epoch(7)
     assert not session.queue
-    assert not session.current(work_of(attempt=2))
-    assert session.admit(work_of(attempt=7), bytearray())
+    assert not session.current(work_of(epoch=2))
+    assert session.admit(work_of(epoch=7), bytearray())
     session.fail()
     assert not session.queue
-    assert not session.admit(work_of(attempt=7), bytearray())
-    assert not session.current(work_of(attempt=7))
-    session.raise_attempt(8)
-    assert session.admit(work_of(attempt=8), bytearray())
+    assert not session.admit(work_of(epoch=7), bytearray())
+    assert not session.current(work_of(epoch=7))
+    session.raise_epoch(8)
+    assert session.admit(work_of(epoch=8), bytearray())
     session.close()
-    assert not session.admit(work_of(attempt=8), bytearray())
+    assert not session.admit(work_of(epoch=8), bytearray())
     assert not session.queue
 
 
@@ -115,7 +117,14 @@ def test_history_is_what_was_computed_and_no_more() -> None:
     assert session.cut(40) == 10
     assert session.cut(7) == 7
     [(work, payload)] = session.replay(number=5, stop=6, last=2)
-    assert (work.keep, work.count, work.encoding, work.last, work.picks, len(work.spent_us)) == (0, 6, "int8", 2, 0, 2)
+    assert (work.keep, work.count, work.encoding, work.last, work.samples, len(work.spent_us)) == (
+        0,
+        6,
+        "int8",
+        2,
+        0,
+        2,
+    )
     assert (decode_hidden(payload, "int8", 6) == states(0, 6)).all()
     for stop, last in ((8, 2), (6, 1), (6, 3)):
         with pytest.raises(Refused, match="positions to replay"):

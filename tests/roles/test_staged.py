@@ -17,7 +17,7 @@ from p2ptrain.core.errors import ProtocolError, Refused
 from ring.token import first_lineage, joined_digest, next_lineage
 from roles.engine import Stage
 from roles.stand_in import StandInEngine
-from roles.worker.heal import Fetch, Giver, Self
+from roles.worker.heal import Fetch, ReceiverIdentity, Sender
 from tests.roles.heal_doubles import world_of
 from tests.roles.in_process import Cluster, Peer
 from wire.job_messages import HealOffer, HealRequest, StepLogged
@@ -99,8 +99,8 @@ async def test_a_split_run_is_bit_for_bit_the_unsplit_one(cluster: Cluster, stag
     held = [[peer for peer in peers if part_of(peer)._part.start == start] for start in starts]
     assert [len(stage) for stage in held] == [replicas] * stages
     expected, losses = unsplit_run(profile, replicas)
-    for crew in zip(*held, strict=True):
-        assert whole_of(list(crew)) == expected
+    for replica in zip(*held, strict=True):
+        assert whole_of(list(replica)) == expected
     rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=100))["rows"]
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert [row["loss"] for row in rows] == pytest.approx(losses, rel=1e-6)
@@ -183,45 +183,45 @@ async def test_going_back_to_a_step_needs_a_checkpoint_of_every_stage(cluster: C
 # ------------------------------------------------------------------------------------------------ what followers verify
 
 
-def follower(stage: Stage) -> tuple[Fetch, Giver, StandInEngine]:
+def follower(stage: Stage) -> tuple[Fetch, Sender, StandInEngine]:
     engine = StandInEngine(split_profile(stage.count, 1), stage=stage)
     first = first_lineage("spec")
     fetch = Fetch(
         world_of(MemoryNetwork()),
-        Self("me", "me", "", engine.state(), engine.reduce_buffer.nbytes, stage),
+        ReceiverIdentity("me", "me", "", engine.state(), engine.reduce_buffer.nbytes, stage),
         request=HealRequest("job", -1, "", 1.0, 0, first, stage.index),
         generation=1,
         members=[],
         on_torn=lambda: None,
         on_progress=lambda: None,
     )
-    donor = Giver("d", "d", None)  # type: ignore[arg-type]
-    return fetch, donor, engine
+    source = Sender("d", "d", None)  # type: ignore[arg-type]
+    return fetch, source, engine
 
 
 def test_a_step_is_told_with_the_digests_of_all_stages() -> None:
-    fetch, donor, engine = follower(Stage(1, 2))
-    donor.offer = object()  # type: ignore[assignment]
+    fetch, source, engine = follower(Stage(1, 2))
+    source.offer = object()  # type: ignore[assignment]
     size = engine.reduce_buffer.nbytes
     mine, others = bytes(range(16)), bytes(16)
-    fetch._logged_untrusted(donor, StepLogged(1, mine, 1.0, size, others + mine))
+    fetch._logged_untrusted(source, StepLogged(1, mine, 1.0, size, others + mine))
     for digests in (b"", mine, mine + others, others + mine + mine):
         with pytest.raises(ProtocolError):
-            fetch._logged_untrusted(donor, StepLogged(2, mine, 1.0, size, digests))
+            fetch._logged_untrusted(source, StepLogged(2, mine, 1.0, size, digests))
 
 
 async def test_the_lineage_of_a_step_is_made_of_all_stages_digests() -> None:
-    fetch, donor, engine = follower(Stage(1, 2))
+    fetch, source, engine = follower(Stage(1, 2))
     connection = SimpleNamespace(post=lambda *_, **__: None, send=lambda *_, **__: None)
-    donor.line = SimpleNamespace(connection=connection)  # type: ignore[assignment]
-    fetch.givers["d"] = fetch.receiver.sources["d"] = donor
-    fetch.heard_untrusted(donor, HealOffer(0, fetch._request.have_lineage, [], 1 << 20))
+    source.line = SimpleNamespace(connection=connection)  # type: ignore[assignment]
+    fetch.senders["d"] = fetch.receiver.sources["d"] = source
+    fetch.heard_untrusted(source, HealOffer(0, fetch._request.have_lineage, [], 1 << 20))
     fetch._next, fetch._lineage = 1, fetch._request.have_lineage
     data = np.arange(engine.reduce_buffer.size, dtype=np.float32)
     mine, other = xxhash.xxh3_128_digest(data.tobytes()), bytes(16)
-    fetch.heard_untrusted(donor, StepLogged(1, mine, 2.0, data.nbytes, other + mine))
+    fetch.heard_untrusted(source, StepLogged(1, mine, 2.0, data.nbytes, other + mine))
     fetch._buffer(1)[:] = data.tobytes()
-    fetch.receiver._landed(donor, 1)
+    fetch.receiver._landed(source, 1)
     async with asyncio.timeout(5):
         step = await fetch.step()
     assert step.lineage == next_lineage(first_lineage("spec"), joined_digest(other + mine))

@@ -30,7 +30,7 @@ from tests.roles.stage_doubles import (
     sampling_params,
 )
 from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, tokens_of, write_model
-from wire.chain_messages import CHAIN_STREAM, ChainBroken, Picked, Work
+from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, Sampled
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork, run_virtual
 
@@ -101,8 +101,8 @@ def test_a_lost_stage_is_replaced_and_the_same_tokens_come(
         while len(generation.made) < 5:
             chain.clients[0].give(*generation.work())
             generation.take(await chain.answer())
-            chain.clients[0].give(*ids_work("s1", [9, 9], keep=generation.keep, last=2, picks=0))  # taken back later
-            assert isinstance(await chain.answer(), Picked)
+            chain.clients[0].give(*ids_work("s1", [9, 9], keep=generation.keep, last=2, samples=0))  # taken back later
+            assert isinstance(await chain.answer(), Sampled)
         spare = Stage("spare", network.at("spare"), tmp_path / "spare")
         await spare.start()
         async with client_of(network.at("client"), "spare") as successor:
@@ -119,23 +119,23 @@ def test_a_lost_stage_is_replaced_and_the_same_tokens_come(
             chain.clients[0].give(*generation.work())
             broken = await chain.clients[0].next()
             assert isinstance(broken, ChainBroken)
-            assert (broken.session, broken.attempt, broken.lost) == ("s1", 0, 1)
+            assert (broken.session, broken.epoch, broken.lost) == ("s1", 0, 1)
             assert now() - lost_at <= (2.0 if frozen else 0.0)
 
-            generation.attempt = 1
-            resume = {"session": "s1", "index": 2, "attempt": 1, "keep": generation.keep, "next": None}
+            generation.epoch = 1
+            resume = {"session": "s1", "index": 2, "epoch": 1, "keep": generation.keep, "next": None}
             assert await chain.clients[2].ask("session.resume", resume) == {"position": generation.keep}
-            params = open_params("s1", part, 1, 3, "w2", attempt=1, prefill_encoding=prefill_encoding)
+            params = open_params("s1", part, 1, 3, "w2", epoch=1, prefill_encoding=prefill_encoding)
             await successor.ask("session.open", params)
             resume |= {"index": 0, "next": place(spare)}
             assert await chain.clients[0].ask("session.resume", resume) == {"position": generation.keep}
-            replay = {"session": "s1", "index": 0, "attempt": 1, "number": 77, "stop": generation.keep, "last": 1}
+            replay = {"session": "s1", "index": 0, "epoch": 1, "number": 77, "stop": generation.keep, "last": 1}
             await chain.clients[0].ask("session.replay", replay)
             took = await successor.next()
-            assert isinstance(took, Picked)
-            assert (took.number, took.attempt, len(took.spent_us)) == (77, 1, 2)
+            assert isinstance(took, Sampled)
+            assert (took.number, took.epoch, len(took.spent_us)) == (77, 1, 2)
             if prefill_encoding == "int8":  # the prompt travelled so, and what followed did not: two works
-                assert isinstance(await successor.next(), Picked)
+                assert isinstance(await successor.next(), Sampled)
             while len(generation.made) < 12:
                 chain.clients[0].give(*generation.work())
                 generation.take(await chain.clients[2].next())
@@ -153,12 +153,12 @@ def test_a_result_that_comes_after_its_attempt_is_dropped(tmp_path: Path, model:
         generation = Generation("s1", PROMPT, 1)
         chain.clients[0].give(*generation.work())
         await asyncio.sleep(1.5)  # virtual: the second stage computes
-        resume = {"session": "s1", "attempt": 1, "keep": 0}
+        resume = {"session": "s1", "epoch": 1, "keep": 0}
         assert await chain.clients[1].ask("session.resume", {**resume, "index": 1, "next": None}) == {"position": 0}
         await chain.clients[0].ask("session.resume", {**resume, "index": 0, "next": place(chain.stages[1])})
         assert chain.stages[1].stand_ins.engines[0].length("s1") == len(PROMPT), "it was not computing"
         assert chain.clients[1].heard.empty()
-        generation.attempt = 1
+        generation.epoch = 1
         while len(generation.made) < 4:
             chain.clients[0].give(*generation.work())
             generation.take(await chain.answer())
@@ -199,12 +199,12 @@ HOSTILE: list[tuple[str, dict[str, Any], int]] = [
     ("session is for 64", {"keep": -1}, 20),
     ("token ids", {"encoding": "fp32"}, 160),
     ("ends at", {"last": 2}, 20),
-    ("tokens to pick", {"picks": 6}, 20),
-    ("tokens to pick", {"picks": 1, "last": 0}, 20),
-    ("impossible", {"draw": -1}, 20),
+    ("tokens to pick", {"samples": 6}, 20),
+    ("tokens to pick", {"samples": 1, "last": 0}, 20),
+    ("impossible", {"sample_index": -1}, 20),
     ("impossible", {"number": -1}, 20),
     ("stages before", {"spent_us": [1]}, 20),
-    ("attempt", {"attempt": 1}, 20),
+    ("epoch", {"epoch": 1}, 20),
     ("not open here", {"session": "nobody", "count": 1 << 40}, 20),
     ("bulk", {}, 19),
 ]
@@ -219,8 +219,8 @@ def test_a_client_that_lies_loses_its_connection_and_nothing_else_happens(
         async with client_of(network.at("liar"), "w0", peer_id="liar") as liar:
             await chain.clients[1].ask("session.open", open_params("s2", chain.parts[1], 1, 2))
             await liar.ask("session.open", open_params("s2", chain.parts[0], 0, 2, "w1"))
-            values = {"session": "s2", "attempt": 0, "number": 0, "keep": 0, "count": 5, "encoding": "ids", "last": 1}
-            work = Work(**{**values, "picks": 0, "draw": 0, "spent_us": [], **changes})
+            values = {"session": "s2", "epoch": 0, "number": 0, "keep": 0, "count": 5, "encoding": "ids", "last": 1}
+            work = ForwardRequest(**{**values, "samples": 0, "sample_index": 0, "spent_us": [], **changes})
             liar.connection.send(work)
             if payload_bytes:
                 liar.connection.send_bulk(memoryview(bytes(payload_bytes)), generation=0, stream=CHAIN_STREAM)
@@ -240,7 +240,7 @@ FROM_STAGE: list[tuple[str, dict[str, Any], int]] = [
     ("session has others", {"encoding": "ids"}, 20),
     ("stages before", {"spent_us": [-1]}, 160),
     ("ends at", {"last": 0}, 160),
-    ("attempt", {"attempt": 9}, 160),
+    ("epoch", {"epoch": 9}, 160),
     ("bulk", {}, 161),
     ("bulk", {"encoding": "int8", "prefill": True}, 160),
 ]
@@ -255,8 +255,8 @@ def test_a_stage_that_lies_loses_its_connection_and_nothing_else_happens(
         params = open_params("s3", chain.parts[1], 1, 2)
         await chain.clients[1].ask("session.open", params)
         connection = await as_stage(network, "s3", 1)
-        values = {"session": "s3", "attempt": 0, "number": 0, "keep": 0, "count": 5, "encoding": "fp32", "last": 1}
-        connection.send(Work(**{**values, "picks": 1, "draw": 0, "spent_us": [3], **changes}))
+        values = {"session": "s3", "epoch": 0, "number": 0, "keep": 0, "count": 5, "encoding": "fp32", "last": 1}
+        connection.send(ForwardRequest(**{**values, "samples": 1, "sample_index": 0, "spent_us": [3], **changes}))
         if payload_bytes:
             connection.send_bulk(memoryview(bytes(payload_bytes)), generation=0, stream=CHAIN_STREAM)
         async with asyncio.timeout(30):
@@ -296,8 +296,8 @@ def test_a_client_has_no_say_in_anothers_session(tmp_path: Path, model: ModelDir
         async with client_of(network.at("other"), "w0", peer_id="other") as other:
             await other.ask("session.close", {"session": "s1", "index": 0})
             for method, params in (
-                ("session.resume", {"index": 0, "attempt": 5, "keep": 0, "next": place(chain.stages[1])}),
-                ("session.replay", {"index": 0, "attempt": 0, "number": 0, "stop": 0, "last": 1}),
+                ("session.resume", {"index": 0, "epoch": 5, "keep": 0, "next": place(chain.stages[1])}),
+                ("session.replay", {"index": 0, "epoch": 0, "number": 0, "stop": 0, "last": 1}),
             ):
                 with pytest.raises(Refused, match="not open here"):
                     await other.ask(method, {"session": "s1", **params})
@@ -319,7 +319,7 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], str]] = [
     ("session.open", {"part": "none"}, "not loaded here"),
     ("session.open", {"temperature": float("nan")}, "temperature"),
     ("session.open", {"next": {"peer": "w1", "host": "w1", "port": 0}}, "port is 0"),
-    ("session.resume", {"index": 0, "attempt": 1, "keep": 0, "next": None}, "not open here"),
+    ("session.resume", {"index": 0, "epoch": 1, "keep": 0, "next": None}, "not open here"),
     ("part.load", {}, "lacks"),
     ("part.free", {"part": 7}, "type int"),
     ("model.open", {"path": "/" + "x" * 300}, "cannot read"),
@@ -367,7 +367,7 @@ def test_a_client_may_not_flood_a_stage(tmp_path: Path, model: ModelDirectory) -
         await chain.open("s1", positions=4000)
         chain.stages[0].threads.call_s["compute"] = 1.0
         for number in range(MOST_QUEUED + 5):
-            chain.clients[0].give(*ids_work("s1", [1], keep=number, last=0, number=number, picks=0))
+            chain.clients[0].give(*ids_work("s1", [1], keep=number, last=0, number=number, samples=0))
         await lost(chain.clients[0])
         assert f"more than {MOST_QUEUED} works" in chain.stages[0].problems[0].message
 

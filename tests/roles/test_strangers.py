@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from unittest.mock import MagicMock
 
-from roles.seed.events import MAX_KEPT, TOLD_EVERY_S, Board, EventLog
+from roles.seed.events import MAX_KEPT, TOLD_EVERY_S, EventLog, Subscriptions
 
 
 def log() -> EventLog:
-    return EventLog(MagicMock(), MagicMock(), Board(MagicMock()))
+    return EventLog(MagicMock(), MagicMock(), Subscriptions(MagicMock()))
 
 
 def test_a_crowd_is_told_once_a_second_and_counted():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import Refused, StorageError
-from roles.seed.authority import MAX_EVICTED, MAX_MEMBERS, MAX_TICKETS, Book, Member, TicketRecord
+from roles.seed.authority import MAX_EVICTED, MAX_MEMBERS, MAX_TICKETS, AuthorityState, Member, TicketRecord
 
 NOW, DAY = 1_800_000_000.0, 86_400.0
 T1, T2 = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
@@ -22,19 +22,21 @@ def record(ticket_id: str = T1, **changes: object) -> TicketRecord:
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def book(*tickets: TicketRecord) -> Book:
-    made = Book()
+def book(*tickets: TicketRecord) -> AuthorityState:
+    made = AuthorityState()
     for ticket in tickets or (record(),):
         made = made.with_ticket(ticket, NOW)
     return made
 
 
-def enrolled(made: Book, peer_id: str, ticket_id: str = T1, key: str = "k", now: float = NOW) -> Book:
+def enrolled(
+    made: AuthorityState, peer_id: str, ticket_id: str = T1, key: str = "k", now: float = NOW
+) -> AuthorityState:
     made.judge_enrolment(ticket_id, peer_id, key, now)
     return made.with_member(ticket_id, peer_id, key, now + DAY, now)
 
 
-def refusal(made: Book, peer_id: str = "p1", ticket_id: str = T1, key: str = "k", now: float = NOW) -> str:
+def refusal(made: AuthorityState, peer_id: str = "p1", ticket_id: str = T1, key: str = "k", now: float = NOW) -> str:
     with pytest.raises(Refused) as caught:
         made.judge_enrolment(ticket_id, peer_id, key, now)
     assert caught.value.message
@@ -43,7 +45,7 @@ def refusal(made: Book, peer_id: str = "p1", ticket_id: str = T1, key: str = "k"
 
 
 def test_every_reason_to_let_nobody_in():
-    assert refusal(Book()) == "ticket-unknown"
+    assert refusal(AuthorityState()) == "ticket-unknown"
     assert refusal(book(), now=NOW + 7 * DAY) == "ticket-expired"
     assert refusal(book().rotated(NOW)) == "ticket-revoked"
     assert refusal(book().without_ticket(T1, NOW)) == "ticket-revoked"
@@ -69,14 +71,14 @@ def test_members_stay_when_their_ticket_is_over_and_go_when_it_is_revoked():
 
 
 def test_everything_is_bounded():
-    many = Book({f"{n:012x}": record(f"{n:012x}") for n in range(MAX_TICKETS)})
+    many = AuthorityState({f"{n:012x}": record(f"{n:012x}") for n in range(MAX_TICKETS)})
     with pytest.raises(Refused, match="tickets are kept"):
         many.with_ticket(record(), NOW)
     full = replace(book(), members={f"p{n}": Member(T1, "k", NOW + DAY) for n in range(MAX_MEMBERS)})
     assert refusal(full, "new") == "full"
     full.judge_enrolment(T1, "p7", "k", NOW)
     with pytest.raises(Refused, match="evicted already"):
-        Book(evicted={f"p{n}": "" for n in range(MAX_EVICTED)}).with_evicted("one-more", "")
+        AuthorityState(evicted={f"p{n}": "" for n in range(MAX_EVICTED)}).with_evicted("one-more", "")
 
 
 def test_nothing_that_is_shown_has_the_secret():
@@ -102,8 +104,8 @@ def test_nothing_that_is_shown_has_the_secret():
     st.dictionaries(st.from_regex(r"[0-9a-z][0-9a-z-]{0,9}", fullmatch=True), st.text(max_size=9), max_size=3),
 )
 def test_the_book_survives_the_disk(tickets, evicted):
-    made = Book({ticket.id: ticket for ticket in tickets}, {"p1": Member(T1, "k", NOW)}, evicted)
-    assert Book.from_json(made.to_json()) == made
+    made = AuthorityState({ticket.id: ticket for ticket in tickets}, {"p1": Member(T1, "k", NOW)}, evicted)
+    assert AuthorityState.from_json(made.to_json()) == made
 
 
 @pytest.mark.parametrize(
@@ -122,4 +124,4 @@ def test_the_book_survives_the_disk(tickets, evicted):
 )
 def test_a_damaged_book_is_no_book(data):
     with pytest.raises(StorageError, match=r"damaged|another release"):
-        Book.from_json(data)
+        AuthorityState.from_json(data)

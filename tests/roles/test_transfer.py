@@ -17,19 +17,19 @@ def right(key: int) -> bytes:
 
 
 class Play:
-    """Donors that a number decides, and what they sent."""
+    """Sources that a number decides, and what they sent."""
 
-    def __init__(self, pieces: int, donors: dict[str, float], seed: int) -> None:
+    def __init__(self, pieces: int, sources: dict[str, float], seed: int) -> None:
         self.core, self.random, self.now = Transfer(), random.Random(seed), 0.0
-        self.speed = donors
+        self.speed = sources
         self.under_way: dict[str, list[int]] = {}
-        self.sent: dict[str, int] = dict.fromkeys(donors, 0)
+        self.sent: dict[str, int] = dict.fromkeys(sources, 0)
         self.given_up: list[str] = []
         self.doubles = 0
         self.asked: set[int] = set()
         for key in range(pieces):
             self.core.want(key, right(key))
-        for name in donors:
+        for name in sources:
             self.under_way[name] = []
             self.take(self.core.offers(name, range(pieces), self.now))
 
@@ -68,7 +68,7 @@ class Play:
     pieces=st.integers(0, 40),
     deeds=st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["give", "give", "lie", "die"])), max_size=120),
 )
-def test_whatever_donors_do_all_pieces_arrive_while_one_is_left(pieces: int, deeds: list[tuple[str, str]]) -> None:
+def test_whatever_sources_do_all_pieces_arrive_while_one_is_left(pieces: int, deeds: list[tuple[str, str]]) -> None:
     play = Play(pieces, dict.fromkeys("abcd", 1.0), 1)
     lost = lies = 0
     for name, deed in deeds:

@@ -19,10 +19,10 @@ from roles.worker.links import (
     PUSH_BYTES,
     QUIET_S,
     Prober,
-    Sink,
+    ProbeResponder,
     targets_untrusted,
 )
-from roles.worker.stage_requests import Place
+from roles.worker.stage_requests import PeerAddress
 from wire.connection import Connection
 from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.handshake import Server, dial, local_hello, local_welcome, serve
@@ -36,7 +36,7 @@ class Side:
 
     peer_id: str
     network: Network
-    sink: Sink = field(default_factory=Sink)
+    sink: ProbeResponder = field(default_factory=ProbeResponder)
     problems: list[P2PTrainError] = field(default_factory=list)
     server: Server | None = None
 
@@ -48,7 +48,7 @@ class Side:
     def prober(self) -> Prober:
         return Prober(self.world, peer_id=self.peer_id, name=self.peer_id, seed_host="127.0.0.1")
 
-    async def listen(self) -> Place:
+    async def listen(self) -> PeerAddress:
         async def decide(hello: Hello, connection: Connection) -> Welcome:
             return local_welcome(peer_id=self.peer_id, name=self.peer_id, wall=0.0)
 
@@ -61,7 +61,7 @@ class Side:
             on_problem=lambda problem, address: self.problems.append(problem),
         )
         host = self.peer_id if isinstance(self.network, EmulatedNetwork | MemoryNetwork) else ""
-        return Place(self.peer_id, host, self.server.address[1])
+        return PeerAddress(self.peer_id, host, self.server.address[1])
 
     async def stop(self) -> None:
         if self.server is not None:
@@ -84,7 +84,9 @@ def test_who_is_not_there_does_not_hold_up_the_others() -> None:
         hub = one.network._inner  # type: ignore[attr-defined]
         hub.silence("aa", "gone")
         began = asyncio.get_running_loop().time()
-        found = await one.prober.measure([Place("cc", "gone", 1), Place("dd", "bb", target.port), target], deadline_s=3)
+        found = await one.prober.measure(
+            [PeerAddress("cc", "gone", 1), PeerAddress("dd", "bb", target.port), target], deadline_s=3
+        )
         assert set(found) == {"bb"}  # the second answers under another name
         assert found["bb"].bandwidth_bps == pytest.approx(1e8, rel=0.05)
         assert asyncio.get_running_loop().time() - began == pytest.approx(3)
@@ -93,7 +95,7 @@ def test_who_is_not_there_does_not_hold_up_the_others() -> None:
     run_virtual(main())
 
 
-async def called(side: Side, target: Place, name: str = "ee") -> Connection:
+async def called(side: Side, target: PeerAddress, name: str = "ee") -> Connection:
     hello = local_hello(peer_id=name, name=name, roles=["worker"], purpose="probe")
     connection, _ = await dial(side.network, target.host, target.port, hello, timeout_s=5)
     return connection

@@ -13,7 +13,7 @@ from roles.sim.watching import STAGED
 RUNS = int(os.environ.get("P2PTRAIN_SIM_RUNS", "6")) // 3
 
 
-@pytest.mark.parametrize(("stages", "peers"), [(2, 2), (2, 4), (3, 5)])  # a crew, two crews, a crew and spares
+@pytest.mark.parametrize(("stages", "peers"), [(2, 2), (2, 4), (3, 5)])  # a replica, two replicas, a replica and spares
 def test_a_batch_violates_nothing(first: int, stages: int, peers: int) -> None:
     summary = run_batch(range(first, first + RUNS), peers=peers, stages=stages)
     told = [f"{v.text}\n  → {replay(v, peers=peers, stages=stages)}" for v in summary.violations]

@@ -12,7 +12,7 @@ import pytest
 
 from p2ptrain.core.errors import P2PTrainError
 from tests.tui.demo import DemoCluster
-from tui.source import PlainWay, SeedSource
+from tui.source import PlainAccess, SeedSource
 from wire.connection import Connection
 from wire.handshake import Server, local_welcome, serve
 from wire.memory import MemoryNetwork, VirtualClockLoop
@@ -129,7 +129,7 @@ def watch() -> Callable[[Play], None]:
         network = MemoryNetwork()
         seed = FakeSeed(network, DemoCluster(6))
         await seed.start()
-        source = SeedSource(PlainWay(network, "seed", 7337), "seed:7337")
+        source = SeedSource(PlainAccess(network, "seed", 7337), "seed:7337")
         running = asyncio.get_running_loop().create_task(source.run())
         try:
             async with asyncio.timeout(600):

@@ -359,13 +359,13 @@ class Side:
 
 def _by_transformers(verifier: Path, drafter: str, texts: int, tokens: int, threads: int) -> Answer:
     from p2ptrain.compute.rivals import TORCH_VERSION, AssistedPair
-    from p2ptrain.core.serving import SamplingWish
+    from p2ptrain.core.serving import SamplingOptions
 
     pair = AssistedPair(verifier, Path(drafter) if drafter else None, threads=threads)
     names = ["transformers", *["assisted"] * pair.can_assist]
     rival: dict[str, list[Answer]] = {name: [] for name in names}
     for number in range(-1, texts):  # the first passes load kernels
-        sampling = pair.text.sampling(SamplingWish(temperature=0.8 if number % 2 else 0.0, seed=abs(number)))
+        sampling = pair.text.sampling(SamplingOptions(temperature=0.8 if number % 2 else 0.0, seed=abs(number)))
         ids = pair.text.prompt_ids(PROMPTS[number % len(PROMPTS)])
         for name, found in rival.items():
             made, seconds = pair.write(ids, tokens, sampling, assisted=name == "assisted")

@@ -130,7 +130,7 @@ def conclude(report: Report, case: Case) -> None:
 
 
 @dataclass(slots=True)
-class Ours:
+class RingTrainer:
     """This project's trainer, in one mode."""
 
     engine: Engine
@@ -149,7 +149,7 @@ class Training:
         self,
         session: RingSession,
         compute: ComputeThread,
-        ours: dict[str, Ours],
+        ours: dict[str, RingTrainer],
         rival: DdpTrainer | None,
         micro_batches: int,
     ) -> None:
@@ -175,7 +175,7 @@ class Training:
         for name, mode in modes.items():
             engine = await compute.run(engine_builder(device="cpu", threads=threads), mode)
             strategy = factory(engine, compute, lambda: None, profile.ring.bucket_bytes)
-            ours[name] = Ours(engine, strategy, first_lineage("bench"))
+            ours[name] = RingTrainer(engine, strategy, first_lineage("bench"))
         rival: DdpTrainer | None = None
         if gloo is not None:
             from p2ptrain.compute.rivals import DdpTrainer
@@ -203,7 +203,7 @@ class Training:
             seconds.append(time.perf_counter() - began)
         return {"seconds": seconds, "losses": await self._compute.run(self._rival.losses)}
 
-    async def _step(self, ours: Ours, step: int, answer: Answer) -> float:
+    async def _step(self, ours: RingTrainer, step: int, answer: Answer) -> float:
         session, strategy = self._session, ours.strategy
         await strategy.compute(step, self._first, self._count, session, patience_s=PATIENCE_S)
         contribution = await strategy.reduce(session)

@@ -23,7 +23,7 @@ import psutil
 
 from configs.schema import Profile
 from p2ptrain.cli.chaos import judge
-from p2ptrain.cli.chaos.judge import Action, Injury, Report, Verdict
+from p2ptrain.cli.chaos.judge import Action, InjectedFault, Report, Verdict
 from p2ptrain.cli.chaos.proxy import Proxy
 from p2ptrain.cli.local_cluster import LOOPBACK, Child, JobObserver, LocalCluster, Row, free_port
 from p2ptrain.cli.output import Console
@@ -79,7 +79,7 @@ def kinds_here() -> tuple[str, ...]:
 
 
 @dataclass(slots=True)
-class Place:
+class WorkerSlot:
     """Where a worker runs, again and again.
 
     Attributes:
@@ -145,7 +145,7 @@ class Cluster:
     workers: int
     threads: int
     on_change: Callable[[], None]
-    places: dict[int, Place] = field(default_factory=dict)
+    places: dict[int, WorkerSlot] = field(default_factory=dict)
     exits: list[str] = field(default_factory=list)
     closing: bool = False
     _expected: set[int] = field(default_factory=set)  # processes whose end is no surprise
@@ -159,7 +159,7 @@ class Cluster:
     async def start_worker(self, number: int) -> None:
         """It joins in its own time. Raises ``StorageError``, ``UserError``."""
         if number not in self.places:
-            self.places[number] = Place(number, Proxy((LOOPBACK, 0)), Proxy((LOOPBACK, self.local.port)))
+            self.places[number] = WorkerSlot(number, Proxy((LOOPBACK, 0)), Proxy((LOOPBACK, self.local.port)))
             await self.places[number].data.start()
             await self.places[number].control.start()
         place = self.places[number]
@@ -172,7 +172,7 @@ class Cluster:
             place.child.ask_to_leave()
         self._watch(place.child)
 
-    def _target(self, place: Place) -> str:
+    def _target(self, place: WorkerSlot) -> str:
         if not self.local.tls:
             return f"{LOOPBACK}:{place.control.address[1]}"
         from wire.address import Ticket, local_ticket_path
@@ -252,7 +252,7 @@ class Faults:
     observer: JobObserver
     console: Console
     stop: asyncio.Event
-    done: list[Injury] = field(default_factory=list)
+    done: list[InjectedFault] = field(default_factory=list)
     stuck: list[str] = field(default_factory=list)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -298,7 +298,7 @@ class Faults:
     async def _pause(self, seconds: float) -> None:
         await self.observer.until(lambda: self._over, max(seconds, 0.0))
 
-    async def _taken(self, action: Action) -> Place | None:
+    async def _taken(self, action: Action) -> WorkerSlot | None:
         if action.kind == "seed":
             return None
         if not await self.observer.until(lambda: self._over or self._fits(action), PATIENCE_S):
@@ -309,7 +309,7 @@ class Faults:
         place.busy = True
         return place
 
-    def _whole(self, action: Action) -> list[Place]:
+    def _whole(self, action: Action) -> list[WorkerSlot]:
         places = (self.cluster.places[number] for number in action.order)
         alive = (place for place in places if not place.busy and place.child is not None and place.child.alive)
         return [place for place in alive if self.observer.id_of(place.name) in self.observer.members]
@@ -324,7 +324,7 @@ class Faults:
         members = next((view.members for view in reversed(views) if view.generation == newest), ())
         return bool({self.observer.id_of(place.name) for place in self._whole(action)[1:]} & set(members))
 
-    async def _injure(self, action: Action, place: Place | None) -> None:
+    async def _injure(self, action: Action, place: WorkerSlot | None) -> None:
         observer, kind = self.observer, action.kind
         excused: frozenset[str] = frozenset()
         if place is not None and kind in ("cut", "corrupt"):
@@ -334,7 +334,7 @@ class Faults:
         elif place is not None and kind in ("kill", "freeze"):
             excused = frozenset({observer.id_of(place.name)})
         name = place.name if place is not None else "seed"
-        injury = Injury(action.number, kind, now(), observer.generation, observer.step, (name,), excused)
+        injury = InjectedFault(action.number, kind, now(), observer.generation, observer.step, (name,), excused)
         self.done.append(injury)
         first_row = len(observer.rows)
         try:
@@ -352,11 +352,11 @@ class Faults:
                 place.busy = False
             observer.wake()
 
-    def _tell(self, injury: Injury) -> None:
+    def _tell(self, injury: InjectedFault) -> None:
         parts = (injury.kind, *injury.peers, injury.detail)
         self.console.event("info", f"fault {injury.number}: {' '.join(filter(None, parts))}")
 
-    async def _hurt_seed(self, action: Action, injury: Injury) -> None:
+    async def _hurt_seed(self, action: Action, injury: InjectedFault) -> None:
         cluster, observer, before = self.cluster, self.observer, self.observer.step
         await cluster.kill(cluster.local.seed)
         self._tell(injury)
@@ -365,7 +365,7 @@ class Faults:
             await cluster.start_seed()
             await observer.until(lambda: self._over or (bool(observer.members) and observer.step > before), PATIENCE_S)
 
-    async def _hurt(self, action: Action, place: Place, injury: Injury) -> None:
+    async def _hurt(self, action: Action, place: WorkerSlot, injury: InjectedFault) -> None:
         assert place.child is not None
         damaged, lasts = place.data.damaged, f"for {action.lasts_s:.1f} s"
         match action.kind:
@@ -409,7 +409,7 @@ class Faults:
         with suppress(P2PTrainError):
             await self.observer.ask("jobs.save", job=self.observer.job.id if self.observer.job else "")
 
-    async def _recovery(self, injury: Injury, first_row: int) -> None:
+    async def _recovery(self, injury: InjectedFault, first_row: int) -> None:
         rows = self.observer.rows
 
         def back() -> Row | None:

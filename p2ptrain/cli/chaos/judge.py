@@ -135,7 +135,7 @@ def kinds_of(text: str, *, tls: bool, here: Sequence[str]) -> tuple[str, ...]:
 
 
 @dataclass(slots=True)
-class Injury:
+class InjectedFault:
     """A fault that was done.
 
     Attributes:
@@ -169,7 +169,7 @@ class Verdict:
     text: str = ""
 
 
-def recovered(injury: Injury, rows: Iterable[Row], interval_s: float) -> Row | None:
+def recovered(injury: InjectedFault, rows: Iterable[Row], interval_s: float) -> Row | None:
     """The first row by which the injury is over.
 
     Args:
@@ -183,7 +183,9 @@ def recovered(injury: Injury, rows: Iterable[Row], interval_s: float) -> Row | N
     return None
 
 
-def evictions(views: Sequence[Seen], injuries: Sequence[Injury], names: Mapping[str, str], grace_s: float) -> list[str]:
+def evictions(
+    views: Sequence[Seen], injuries: Sequence[InjectedFault], names: Mapping[str, str], grace_s: float
+) -> list[str]:
     """Who lost its place in a view though nothing was done to it; one line each.
 
     Args:
@@ -197,7 +199,7 @@ def evictions(views: Sequence[Seen], injuries: Sequence[Injury], names: Mapping[
     ]
 
 
-def excuse(peer: str, at_s: float, injuries: Iterable[Injury], grace_s: float) -> bool:
+def excuse(peer: str, at_s: float, injuries: Iterable[InjectedFault], grace_s: float) -> bool:
     return any(
         peer in injury.excused and injury.at_s <= at_s <= max(injury.until_s + grace_s, injury.whole_s)
         for injury in injuries
@@ -263,7 +265,7 @@ class Report:
     steps: int = 0
     baseline_steps_per_s: float = 0.0
     steps_per_s: float = 0.0
-    injuries: list[Injury] = field(default_factory=list)
+    injuries: list[InjectedFault] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     complete: bool = False

@@ -1,7 +1,7 @@
 """A chain of stages without asyncio, on which everything is late in an order that a random number decides.
 
 What each stage does is written down here once more, from the design and not from the worker's code: a session with an
-attempt, a history, what it gave on. Whatever travels waits in a queue of its link and is delivered when it is drawn.
+epoch, a history, what it gave on. Whatever travels waits in a queue of its link and is delivered when it is drawn.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def mixed(stage: int, position: int, before: int, value: int) -> int:
     return (31 * before + 7 * value + 13 * position + 101 * stage + 1) % PRIME
 
 
-def picked(state: int, draw: int) -> int:
-    return (state * 17 + draw * 7919) % VOCAB
+def picked(state: int, sample_index: int) -> int:
+    return (state * 17 + sample_index * 7919) % VOCAB
 
 
 def reference(stages: int, ids: Sequence[int]) -> list[int]:
@@ -41,25 +41,25 @@ def reference(stages: int, ids: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Work:
-    attempt: int
+class ForwardRequest:
+    epoch: int
     number: int
     keep: int
     values: tuple[int, ...]
     last: int
-    picks: int
-    draw: int
+    samples: int
+    sample_index: int
     spent: tuple[int, ...] = ()
 
 
 @dataclass
 class Stage:
-    """A peer that holds a part. Its session: ``attempt`` is -1 where there is none."""
+    """A peer that holds a part. Its session: ``epoch`` is -1 where there is none."""
 
     index: int
     seat: int
     alive: bool = True
-    attempt: int = -1
+    epoch: int = -1
     states: list[int] = field(default_factory=list)
     next: Link | None = None
     closed: bool = False
@@ -71,7 +71,7 @@ class Link:
 
     source: Stage
     target: Stage
-    queue: deque[Work] = field(default_factory=deque)
+    queue: deque[ForwardRequest] = field(default_factory=deque)
     whole: bool = True
 
 
@@ -92,7 +92,7 @@ class Chain:
         self.seeking: set[int] = set()
         self.sent_after_close: list[object] = []
         self.done: list[ev.Done] = []
-        self.mended: list[ev.Mended] = []
+        self.mended: list[ev.SessionReady] = []
         self.failed: ev.Failed | None = None
         self.replaced: list[ev.Replace] = []
         self.on_done: Callable[[ev.Done], None] = lambda done: None
@@ -113,7 +113,7 @@ class Chain:
             case ev.Done():
                 self.done.append(instruction)
                 self.on_done(instruction)
-            case ev.Mended():
+            case ev.SessionReady():
                 self.mended.append(instruction)
             case ev.Failed():
                 self.failed = instruction
@@ -126,9 +126,9 @@ class Chain:
                 self.seeking.add(stage)
                 if self.spares:
                     self.spares -= 1
-                    self.notices.append(ev.Seated(stage, self.stages[stage].seat + 1))
+                    self.notices.append(ev.StageAssigned(stage, self.stages[stage].seat + 1))
                 else:
-                    self.notices.append(ev.NoSeat(stage, ResourceError(f"nobody can take stage {stage}")))
+                    self.notices.append(ev.StageUnassigned(stage, ResourceError(f"nobody can take stage {stage}")))
             case ev.Send(seat) | ev.Ask(_, _, seat) | ev.Close(_, seat):
                 index = 0 if isinstance(instruction, ev.Send) else instruction.stage
                 stage = self.stages[index]
@@ -167,22 +167,22 @@ class Chain:
     def spoil(self, index: int) -> None:
         """The stage's next work would fail: it says so, and drops the session's history."""
         stage = self.stages[index]
-        if stage.alive and stage.attempt >= 0:
+        if stage.alive and stage.epoch >= 0:
             self._tell_broken(stage, index, "failed")
             self.forget(index)
 
     def forget(self, index: int) -> None:
         """The stage drops the session without a word, but that its end of the link from the stage before is closed."""
         stage = self.stages[index]
-        stage.attempt, stage.states = -1, []
+        stage.epoch, stage.states = -1, []
         for link in self.links:
             if link.target is stage and link.whole:
                 link.whole = False
                 self._tell_broken(link.source, index, ev.NEXT_LOST)
 
     def _tell_broken(self, stage: Stage, lost: int, code: str) -> None:
-        if stage.attempt >= 0:
-            self.to_client[stage.index].append(ev.Broken(stage.index, stage.attempt, lost, code, "it broke"))
+        if stage.epoch >= 0:
+            self.to_client[stage.index].append(ev.Broken(stage.index, stage.epoch, lost, code, "it broke"))
 
     def step(self) -> bool:
         """Deliver one thing, drawn at random; False where nothing is on its way."""
@@ -196,7 +196,7 @@ class Chain:
         match kind:
             case "notice":
                 event = self.notices.pop(which)
-                if isinstance(event, ev.Seated) and event.seat > 1:
+                if isinstance(event, ev.StageAssigned) and event.seat > 1:
                     self.seeking.discard(event.stage)
                     self.stages[event.stage] = Stage(event.stage, event.seat)
                 self.hand(event)
@@ -225,23 +225,23 @@ class Chain:
             case ev.Send():
                 assert asked.last < len(self.stages)
                 wanted = (asked.keep, asked.ids, asked.last, asked.samples, asked.sample_index)
-                self._work(stage, Work(asked.epoch, asked.number, *wanted))
+                self._work(stage, ForwardRequest(asked.epoch, asked.number, *wanted))
             case ev.Ask("open"):
-                assert stage.attempt < 0, "a session is opened once"
-                stage.attempt, stage.states, stage.next = asked.epoch, [], None
+                assert stage.epoch < 0, "a session is opened once"
+                stage.epoch, stage.states, stage.next = asked.epoch, [], None
                 if self._dialled(stage, asked.ask, asked.next_seat):
-                    self._say(stage, ev.Agreed(stage.index, asked.ask))
+                    self._say(stage, ev.Answered(stage.index, asked.ask))
                 else:
-                    stage.attempt = -1
+                    stage.epoch = -1
             case ev.Ask("resume"):
-                if stage.attempt < 0:
+                if stage.epoch < 0:
                     self._say(stage, ev.Declined(stage.index, asked.ask, ev.UNKNOWN_SESSION, "no such session"))
                     return
-                assert asked.epoch > stage.attempt
-                stage.attempt = asked.epoch
+                assert asked.epoch > stage.epoch
+                stage.epoch = asked.epoch
                 del stage.states[asked.keep :]
                 if self._dialled(stage, asked.ask, asked.next_seat):
-                    self._say(stage, ev.Agreed(stage.index, asked.ask, len(stage.states)))
+                    self._say(stage, ev.Answered(stage.index, asked.ask, len(stage.states)))
             case ev.Ask("replay"):
                 self._replay(stage, asked)
             case ev.Close():
@@ -256,11 +256,11 @@ class Chain:
             return True
         target = self.stages[stage.index + 1]
         link = stage.next
-        if link is not None and link.whole and link.target is target and target.alive and target.attempt >= 0:
+        if link is not None and link.whole and link.target is target and target.alive and target.epoch >= 0:
             return True
         if link is not None:
             link.whole = False
-        if not target.alive or target.seat != next_seat or target.attempt < 0:
+        if not target.alive or target.seat != next_seat or target.epoch < 0:
             self._say(stage, ev.Declined(stage.index, ask, ev.NEXT_LOST, "the next stage does not answer"))
             stage.next = None
             return False
@@ -269,37 +269,39 @@ class Chain:
         return True
 
     def _replay(self, stage: Stage, asked: ev.Ask) -> None:
-        if stage.attempt != asked.epoch or len(stage.states) < asked.keep or stage.next is None:
+        if stage.epoch != asked.epoch or len(stage.states) < asked.keep or stage.next is None:
             self._say(stage, ev.Declined(stage.index, asked.ask, "failed", "it cannot replay that"))
             return
         for first in range(0, asked.keep, self.chunk):
             values = tuple(stage.states[first : min(first + self.chunk, asked.keep)])
             spent = (0,) * (stage.index + 1)
-            stage.next.queue.append(Work(asked.epoch, asked.number, first, values, asked.last, 0, 0, spent))
-        self._say(stage, ev.Agreed(stage.index, asked.ask))
+            stage.next.queue.append(ForwardRequest(asked.epoch, asked.number, first, values, asked.last, 0, 0, spent))
+        self._say(stage, ev.Answered(stage.index, asked.ask))
 
-    def _work(self, stage: Stage, work: Work) -> None:
-        if work.attempt < stage.attempt:
-            return  # of an older attempt
-        if stage.attempt < 0:  # it was forgotten, or spoilt
-            self._say(stage, ev.Broken(stage.index, work.attempt, stage.index, "failed", "there is no such session"))
+    def _work(self, stage: Stage, work: ForwardRequest) -> None:
+        if work.epoch < stage.epoch:
+            return  # of an older epoch
+        if stage.epoch < 0:  # it was forgotten, or spoilt
+            self._say(stage, ev.Broken(stage.index, work.epoch, stage.index, "failed", "there is no such session"))
             return
-        assert work.attempt == stage.attempt, "no work comes before its attempt was made known"
-        assert work.keep <= len(stage.states), "no work of this attempt finds less history than it keeps"
+        assert work.epoch == stage.epoch, "no work comes before its epoch was made known"
+        assert work.keep <= len(stage.states), "no work of this epoch finds less history than it keeps"
         del stage.states[work.keep :]
         for value in work.values:
             before = stage.states[-1] if stage.states else 0
             stage.states.append(mixed(stage.index, len(stage.states), before, value))
         spent = (*work.spent, 10 + stage.index)
         if stage.index == work.last:
-            first = len(stage.states) - work.picks
-            tokens = tuple(picked(state, work.draw + i) for i, state in enumerate(stage.states[first:]))
-            self._say(stage, ev.Arrived(work.attempt, work.number, tokens, spent))
+            first = len(stage.states) - work.samples
+            tokens = tuple(picked(state, work.sample_index + i) for i, state in enumerate(stage.states[first:]))
+            self._say(stage, ev.Arrived(work.epoch, work.number, tokens, spent))
             return
         if stage.next is not None and stage.next.whole:
             out = tuple(stage.states[len(stage.states) - len(work.values) :])
             stage.next.queue.append(
-                Work(work.attempt, work.number, work.keep, out, work.last, work.picks, work.draw, spent)
+                ForwardRequest(
+                    work.epoch, work.number, work.keep, out, work.last, work.samples, work.sample_index, spent
+                )
             )
 
     @property

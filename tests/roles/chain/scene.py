@@ -61,7 +61,7 @@ class Scene:
     def at(self) -> list[WorkerAt]:
         return [WorkerAt(name, name, name, PORT) for name in self.workers]
 
-    async def crew(self, without: str = "") -> WorkerPool:
+    async def replica(self, without: str = "") -> WorkerPool:
         return await WorkerPool.connect(self.around, [worker for worker in self.at() if worker.name != without])
 
     async def model(self, config: str = CONFIG) -> Model:
@@ -69,24 +69,24 @@ class Scene:
         model = await local_model(self.around, write_model(self.directory / "model", config))
         return replace(model, path="")
 
-    async def plan(self, crew: WorkerPool, model: Model, **options: Any) -> Plan:
+    async def plan(self, replica: WorkerPool, model: Model, **options: Any) -> Plan:
         options = {"positions": 400, "activation_bytes": 4 * WIDTH, "dtype": "fp32", "stages": 3} | options
-        return await crew.plan(model, sizes_of(model.config), **options)
+        return await replica.plan(model, sizes_of(model.config), **options)
 
     @asynccontextmanager
     async def chain(self, *, without: str = "", **options: Any) -> AsyncIterator[Chain]:
         """A chain of three stages (workers ``w0`` to ``w2`` where all are alike), loaded."""
-        crew = await self.crew(without)
+        replica = await self.replica(without)
         try:
             model = await self.model()
-            plan = await self.plan(crew, model, **options)
-            chain = await Chain.load(crew, model, plan, on_progress=self.progress.append)
+            plan = await self.plan(replica, model, **options)
+            chain = await Chain.load(replica, model, plan, on_progress=self.progress.append)
             try:
                 yield chain
             finally:
                 await chain.close()
         finally:
-            await crew.close()
+            await replica.close()
 
     def kill(self, name: str) -> None:
         """What a kernel does for a process that is killed."""

@@ -361,11 +361,11 @@ def test_a_session_that_does_not_fit_is_refused_and_costs_nobody_its_place(tmp_p
 
 def test_who_cannot_load_is_replaced(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
-        crew = await scene.crew()
+        replica = await scene.replica()
         model = await scene.model()
-        plan = await scene.plan(crew, model)
+        plan = await scene.plan(replica, model)
         scene.workers["w1"].stages.cache.limit_bytes = 100  # since it made its offer
-        chain = await Chain.load(crew, model, plan)
+        chain = await Chain.load(replica, model, plan)
         assert [stage.peer.name for stage in chain.plan.stages] == ["w0", "w3", "w2"]
         session = await generate(chain, PROMPT, max_new_tokens=5, sampling=SEEDED)
         assert await collected(session) == tokens_of(CONFIG, PROMPT, 5, SEEDED)
@@ -373,12 +373,12 @@ def test_who_cannot_load_is_replaced(tmp_path: Path) -> None:
         for worker in scene.workers.values():
             worker.stages.cache.limit_bytes = 100
         with pytest.raises(ResourceError) as caught:
-            await Chain.load(crew, model, await scene.plan(crew, model, stages=4))
+            await Chain.load(replica, model, await scene.plan(replica, model, stages=4))
         assert "w" in caught.value.message
         assert caught.value.remedy
         for worker in scene.workers.values():
             worker.stages.cache.limit_bytes = 1 << 20
-        await crew.close()
+        await replica.close()
 
     play(tmp_path, test)
 
@@ -398,43 +398,43 @@ def test_the_next_client_finds_the_parts_loaded(tmp_path: Path) -> None:
 def test_a_model_that_lies_on_a_worker(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
         local = await scene.model()
-        crew = await scene.crew()
-        model = await crew.model_at(str(tmp_path / "model"), worker="w3")
+        replica = await scene.replica()
+        model = await replica.model_at(str(tmp_path / "model"), worker="w3")
         assert model.id == local.id
-        assert model.giver is not None
-        files = await crew.files(model, ["tokenizer.json", "config.json", "none.json"])
+        assert model.sender is not None
+        files = await replica.files(model, ["tokenizer.json", "config.json", "none.json"])
         assert files["config.json"].decode() == CONFIG
         assert set(files) == {"tokenizer.json", "config.json"}
-        assert await crew.files(local, ["config.json"]) == {"config.json": CONFIG.encode()}
-        plan = await scene.plan(crew, model)
-        chain = await Chain.load(crew, model, plan)
+        assert await replica.files(local, ["config.json"]) == {"config.json": CONFIG.encode()}
+        plan = await scene.plan(replica, model)
+        chain = await Chain.load(replica, model, plan)
         assert all(each.read_bytes > 0 for each in chain.loaded)  # they have that directory, too: one machine
         session = await generate(chain, PROMPT, max_new_tokens=5, sampling=SEEDED)
         assert await collected(session) == tokens_of(CONFIG, PROMPT, 5, SEEDED)
         await chain.close()
         with pytest.raises(Refused, match="no worker has a model"):
-            await crew.model_at(str(tmp_path / "nothing"))
+            await replica.model_at(str(tmp_path / "nothing"))
         with pytest.raises(UserError, match="no worker 'w9'"):
-            await crew.model_at("x", worker="w9")
-        await crew.close()
+            await replica.model_at("x", worker="w9")
+        await replica.close()
 
     play(tmp_path, test)
 
 
-def test_who_does_not_answer_is_not_of_the_crew(tmp_path: Path) -> None:
+def test_who_does_not_answer_is_not_of_the_replica(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
         scene.kill("w1")
         scene.network.silence("w2", "client")
         began = asyncio.get_running_loop().time()
-        crew = await scene.crew()
+        replica = await scene.replica()
         assert asyncio.get_running_loop().time() - began < 6
-        assert sorted(crew.peers) == ["w0", "w3"]
-        assert set(crew.refused) == {"w1", "w2"}
-        await crew.close()
+        assert sorted(replica.peers) == ["w0", "w3"]
+        assert set(replica.refused) == {"w1", "w2"}
+        await replica.close()
         scene.kill("w0")
         scene.kill("w3")
         with pytest.raises(NetworkError, match="w0: "):
-            await scene.crew()
+            await scene.replica()
         with pytest.raises(UserError, match="no worker"):
             await WorkerPool.connect(scene.around, [])
         scene.network.mend("w2", "client")

@@ -56,13 +56,15 @@ async def loaded(cluster: Cluster, tmp_path: Path) -> AsyncIterator[Chain]:
     me = await around(cluster)
     async with cluster.operator() as seed:
         workers = await workers_of(seed.request)
-    crew = await WorkerPool.connect(me, workers)
+    replica = await WorkerPool.connect(me, workers)
     model = await local_model(me, write_model(tmp_path / "model", CONFIG))
-    plan = await crew.plan(model, sizes_of(CONFIG), positions=200, activation_bytes=4 * WIDTH, dtype="fp32", stages=3)
-    chain = await Chain.load(crew, model, plan)
+    plan = await replica.plan(
+        model, sizes_of(CONFIG), positions=200, activation_bytes=4 * WIDTH, dtype="fp32", stages=3
+    )
+    chain = await Chain.load(replica, model, plan)
     yield chain
     await chain.close()
-    await crew.close()
+    await replica.close()
 
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])

@@ -13,7 +13,7 @@ import pytest
 
 from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError
 from p2ptrain.core.serving import Sampling
-from roles.chain.client import Chain, Recruiting
+from roles.chain.client import Chain, PoolUpdater
 from roles.verifier.targets import ChainTarget
 from tests.roles.chain.decoding import generate
 from tests.roles.stage_doubles import PORT, Stage
@@ -52,7 +52,7 @@ def _record(name: str, port: int) -> PeerInfo:
 @asynccontextmanager
 async def recruited(scene: Scene, seed: Seed) -> AsyncIterator[Chain]:
     async with scene.chain() as chain:
-        task = asyncio.create_task(Recruiting(chain, seed.ask).run())
+        task = asyncio.create_task(PoolUpdater(chain, seed.ask).run())
         try:
             yield chain
         finally:

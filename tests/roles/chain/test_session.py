@@ -21,8 +21,8 @@ PATIENCE_S = ev.ANSWER_S + ev.POSITION_S * ev.CHUNK
 def undisturbed(stages: int, prompt: list[int], tokens: int) -> list[int]:
     """What a chain generates of which nothing is ever lost, computed in one go."""
     ids, made = list(prompt), list[int]()
-    for draw in range(tokens):
-        made.append(picked(reference(stages, ids)[-1], draw))
+    for sample_index in range(tokens):
+        made.append(picked(reference(stages, ids)[-1], sample_index))
         ids.append(made[-1])
     return made
 
@@ -109,11 +109,11 @@ def test_works_of_several_picks_with_rollbacks(seed: int, monkeypatch: pytest.Mo
         while chain.core.room and rng.random() < 0.7:
             keep = max(0, len(ids) - rng.randrange(12)) if rng.random() < 0.5 else len(ids)
             new = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 6)))
-            picks, draw = rng.randrange(len(new) + 1), rng.randrange(100)
-            chain.hand(ev.Submit(new, keep, picks, draw))
+            samples, sample_index = rng.randrange(len(new) + 1), rng.randrange(100)
+            chain.hand(ev.Submit(new, keep, samples, sample_index))
             ids = [*ids[:keep], *new]
-            states = reference(stages, ids)[len(ids) - picks :]
-            expected.append(tuple(picked(state, draw + place) for place, state in enumerate(states)))
+            states = reference(stages, ids)[len(ids) - samples :]
+            expected.append(tuple(picked(state, sample_index + place) for place, state in enumerate(states)))
         for _ in range(rng.randrange(30)):
             disturb(chain)
             chain.step()
@@ -175,8 +175,8 @@ def test_what_was_answered_for_an_older_attempt_does_not_count() -> None:
     core = Session([1, 1], 0.0)
     out = core.handle(ev.Tick(), 0.0)
     assert out == [ev.Ask("open", 1, 1, 1, 1, PATIENCE_S)]  # from the last one: it is dialled by the one before
-    assert core.handle(ev.Agreed(1, 1), 0.0) == [ev.Ask("open", 0, 1, 2, 1, PATIENCE_S, 1)]
-    assert core.handle(ev.Agreed(0, 2), 0.0) == [ev.Mended((), 0.0)]
+    assert core.handle(ev.Answered(1, 1), 0.0) == [ev.Ask("open", 0, 1, 2, 1, PATIENCE_S, 1)]
+    assert core.handle(ev.Answered(0, 2), 0.0) == [ev.SessionReady((), 0.0)]
     (send,) = core.handle(ev.Submit((5,), 0, 1, 0), 0.0)
     assert isinstance(send, ev.Send)
     core.handle(ev.Broken(0, 1, 1, ev.NEXT_LOST, "cut"), 1.0)
@@ -188,8 +188,8 @@ def test_what_was_answered_for_an_older_attempt_does_not_count() -> None:
 def test_a_prompt_flows_through_the_chain_as_a_pipeline() -> None:
     core = Session([1, 1], 0.0)
     core.handle(ev.Tick(), 0.0)
-    core.handle(ev.Agreed(1, 1), 0.0)
-    core.handle(ev.Agreed(0, 2), 0.0)
+    core.handle(ev.Answered(1, 1), 0.0)
+    core.handle(ev.Answered(0, 2), 0.0)
     decoding = Decoding([], list(range(50_000)), max_new_tokens=2)
     works = decoding.wants(core.room, 0)
     assert len(works) == WINDOW  # no queue grows without bound
@@ -200,11 +200,11 @@ def test_a_prompt_flows_through_the_chain_as_a_pipeline() -> None:
 
 
 def test_an_answer_that_does_not_come() -> None:
-    """All live, nothing is answered: the attempt is raised, which costs a hung stage its place; then it is over."""
+    """All live, nothing is answered: the epoch is raised, which costs a hung stage its place; then it is over."""
     core = Session([1, 1], 0.0)
     core.handle(ev.Tick(), 0.0)
-    core.handle(ev.Agreed(1, 1), 0.0)
-    core.handle(ev.Agreed(0, 2), 0.0)
+    core.handle(ev.Answered(1, 1), 0.0)
+    core.handle(ev.Answered(0, 2), 0.0)
     assert core.next_deadline() is None
     core.handle(ev.Submit((5,), 0, 1, 0), 0.0)
     due = core.next_deadline()
@@ -215,8 +215,8 @@ def test_an_answer_that_does_not_come() -> None:
         began = due
         asks = asks_of(core.handle(ev.Tick(), began))
         assert [item.stage for item in asks] == [1, 0]
-        core.handle(ev.Agreed(1, asks[0].ask), began)
-        out = core.handle(ev.Agreed(0, asks[1].ask), began)
+        core.handle(ev.Answered(1, asks[0].ask), began)
+        out = core.handle(ev.Answered(0, asks[1].ask), began)
         assert any(isinstance(item, ev.Send) for item in out)
         due = core.next_deadline() or 0.0
         assert due - began > 100
@@ -228,15 +228,15 @@ def test_an_answer_that_does_not_come() -> None:
 def test_a_stage_whose_work_failed_is_opened_again_and_the_second_time_replaced() -> None:
     core = Session([1, 1], 0.0)
     core.handle(ev.Tick(), 0.0)
-    core.handle(ev.Agreed(1, 1), 0.0)
-    core.handle(ev.Agreed(0, 2), 0.0)
+    core.handle(ev.Answered(1, 1), 0.0)
+    core.handle(ev.Answered(0, 2), 0.0)
     core.handle(ev.Submit((5,), 0, 1, 0), 0.0)
     out = core.handle(ev.Broken(1, 1, 1, "failed", "out of memory"), 1.0)
     # The stage before dials it when it is open again: its session is another one now.
     assert [type(item) for item in out] == [ev.Close, ev.Ask]
-    (resume,) = core.handle(ev.Agreed(1, 3), 1.0)
+    (resume,) = core.handle(ev.Answered(1, 3), 1.0)
     assert isinstance(resume, ev.Ask)
-    assert any(isinstance(item, ev.Send) for item in core.handle(ev.Agreed(0, resume.ask), 1.0))
+    assert any(isinstance(item, ev.Send) for item in core.handle(ev.Answered(0, resume.ask), 1.0))
     out = core.handle(ev.Broken(1, 2, 1, "failed", "out of memory"), 2.0)
     assert ev.Replace(1, 1, "out of memory") in out
 
@@ -252,22 +252,22 @@ def test_what_is_replayed_is_waited_for() -> None:
     """A new stage computes the whole history before the work that was under way."""
     core = Session([1, 1], 0.0)
     core.handle(ev.Tick(), 0.0)
-    core.handle(ev.Agreed(1, 1), 0.0)
-    core.handle(ev.Agreed(0, 2), 0.0)
+    core.handle(ev.Answered(1, 1), 0.0)
+    core.handle(ev.Answered(0, 2), 0.0)
     core.handle(ev.Submit(tuple(range(1000)), 0, 1, 0), 0.0)
     core.handle(ev.Arrived(1, core.last_number, (1,), (1, 1)), 10.0)
     core.handle(ev.Submit((5,), 1000, 1, 0), 10.0)
     core.handle(ev.Lost(1, 1, "killed"), 11.0)
-    asks = asks_of(core.handle(ev.Seated(1, 2), 11.0))
+    asks = asks_of(core.handle(ev.StageAssigned(1, 2), 11.0))
     asks = [
         item
-        for item in core.handle(ev.Agreed(1, asks[0].ask), 11.0)
+        for item in core.handle(ev.Answered(1, asks[0].ask), 11.0)
         if isinstance(item, ev.Ask) and item.kind == "resume"
     ]
-    (replay,) = core.handle(ev.Agreed(0, asks[0].ask, 1000), 11.0)
+    (replay,) = core.handle(ev.Answered(0, asks[0].ask, 1000), 11.0)
     assert isinstance(replay, ev.Ask)
     assert replay.kind == "replay"
-    out = core.handle(ev.Agreed(0, replay.ask), 11.0)
+    out = core.handle(ev.Answered(0, replay.ask), 11.0)
     assert any(isinstance(item, ev.Send) for item in out)
     due = core.next_deadline()
     assert due is not None
@@ -277,7 +277,7 @@ def test_what_is_replayed_is_waited_for() -> None:
 def test_positions_are_computed_again_as_they_were() -> None:
     core = Session([1], 0.0)
     core.handle(ev.Tick(), 0.0)
-    core.handle(ev.Agreed(0, 1), 0.0)
+    core.handle(ev.Answered(0, 1), 0.0)
     # A prompt in two requests, a token, a draft of two that is verified, another prompt of one token.
     for keep, count, prefill in ((0, 4, True), (4, 2, True), (6, 1, False), (7, 2, False), (9, 1, True)):
         (send,) = core.handle(ev.Submit(tuple(range(count)), keep, 0, 0, prefill), 0.0)
@@ -285,9 +285,9 @@ def test_positions_are_computed_again_as_they_were() -> None:
         assert send.prefill == prefill
         core.handle(ev.Arrived(1, send.number, (), (1,)), 0.0)
     core.handle(ev.Lost(0, 1, "killed"), 1.0)
-    (asked,) = core.handle(ev.Seated(0, 2), 1.0)
+    (asked,) = core.handle(ev.StageAssigned(0, 2), 1.0)
     assert isinstance(asked, ev.Ask)
-    sends = core.handle(ev.Agreed(0, asked.ask), 1.0)
+    sends = core.handle(ev.Answered(0, asked.ask), 1.0)
     again = [(len(send.ids), send.prefill) for send in sends if isinstance(send, ev.Send)]
     assert again == [(6, True), (3, False), (1, True)]
 
@@ -295,8 +295,8 @@ def test_positions_are_computed_again_as_they_were() -> None:
 def test_a_peer_that_answers_nonsense_loses_its_place() -> None:
     core = Session([1, 1], 0.0)
     core.handle(ev.Tick(), 0.0)
-    core.handle(ev.Agreed(1, 1), 0.0)
-    core.handle(ev.Agreed(0, 2), 0.0)
+    core.handle(ev.Answered(1, 1), 0.0)
+    core.handle(ev.Answered(0, 2), 0.0)
     (send,) = core.handle(ev.Submit((5, 6), 0, 1, 0), 0.0)
     assert isinstance(send, ev.Send)
     out = core.handle(ev.Arrived(1, send.number, (7, 8), (1, 1)), 0.0)  # two tokens, one was wanted

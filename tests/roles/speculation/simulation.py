@@ -29,9 +29,9 @@ from roles.speculation.events import (
     Run,
     RunDone,
     Send,
-    Tell,
+    SendVerdict,
     Tick,
-    Told,
+    VerdictReceived,
 )
 from roles.speculation.received import packed
 from roles.speculation.verifying import Stats, Verifying
@@ -155,9 +155,9 @@ class _Drafter:
 
         self._send(True, begin)
 
-    def tell(self, tell: Tell) -> None:
+    def tell(self, tell: SendVerdict) -> None:
         self._run.payload_bytes += len(encode(Verdict(tell.right, tell.depth, packed(tell.tokens, VOCAB))))
-        self._send(True, lambda: self._handle(Told(tell.number, tell.start, tell.tokens, tell.depth)))
+        self._send(True, lambda: self._handle(VerdictReceived(tell.number, tell.start, tell.tokens, tell.depth)))
 
     def _send(self, there: bool, act: Callable[[], None]) -> None:
         delay = self.setting.round_trip_s / 2 + self._dice.random() * self.setting.jitter_s
@@ -194,7 +194,7 @@ class _Drafter:
         while right < end and run.keep <= right and run.ids[right - run.keep] == truth[right]:
             right += 1
         self._right = right
-        self._handle(RunDone((self._pick(end),) if run.picks and end < len(truth) else ()))
+        self._handle(RunDone((self._pick(end),) if run.samples and end < len(truth) else ()))
 
     def _pick(self, end: int) -> int:
         truth = self._run.truth
@@ -253,7 +253,7 @@ class Simulation:
                     busy = any(drafter.busy for drafter in self._drafters)
                     seconds = self.setting.pass_s(drafts) * (1 + self.setting.shared * busy) * self._factor()
                     self.after(seconds, partial(self._ran, item, seconds))
-                case Tell(drafter):
+                case SendVerdict(drafter):
                     self._drafters[drafter - 1].tell(item)
                 case Drop() | Finished():
                     assert isinstance(item, Finished), item
@@ -267,13 +267,13 @@ class Simulation:
         truth = self.truth
         right = next((at for at, token in enumerate(self._history) if token != truth[at]), end)
         # Behind what is wrong the model picks other tokens.
-        picks = tuple(
-            truth[at] if at < len(truth) and at <= right else VOCAB - 1 for at in range(end - run.picks + 1, end + 1)
+        samples = tuple(
+            truth[at] if at < len(truth) and at <= right else VOCAB - 1 for at in range(end - run.samples + 1, end + 1)
         )
         before = len(self.core.tokens)
-        self.handle(PassDone(picks, seconds))
+        self.handle(PassDone(samples, seconds))
         if not run.prefill:
-            self._passes.append((self.now - seconds, run.picks - 1, len(self.core.tokens) - before - 1))
+            self._passes.append((self.now - seconds, run.samples - 1, len(self.core.tokens) - before - 1))
 
     def _lose(self, drafter: _Drafter) -> None:
         drafter.lost = True

@@ -26,9 +26,9 @@ from roles.speculation.events import (
     Run,
     RunDone,
     Send,
-    Tell,
+    SendVerdict,
     Tick,
-    Told,
+    VerdictReceived,
 )
 from roles.speculation.verifying import Verifying
 
@@ -67,7 +67,7 @@ class Model:
         del self.history[run.keep :]
         self.history += run.ids
         stop = len(self.history)
-        return [tuple(self.history[:end]) for end in range(stop - run.picks + 1, stop + 1)]
+        return [tuple(self.history[:end]) for end in range(stop - run.samples + 1, stop + 1)]
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Drafter:
     gaps: bool
     model: Model = field(default_factory=Model)
     running: Run | None = None
-    inbox: deque[Told] = field(default_factory=deque)
+    inbox: deque[VerdictReceived] = field(default_factory=deque)
     outbox: deque[Drafted | DrafterReady] = field(default_factory=deque)
     opened: bool = False
     known: int = 0
@@ -128,11 +128,11 @@ class Speculation(RuleBasedStateMachine):
                     assert not self.running
                     assert not self.ended
                     self.running.append(item)
-                case Tell(drafter, number, start, tokens, depth, right):
+                case SendVerdict(drafter, number, start, tokens, depth, right):
                     assert 0 <= right <= start
                     assert number == self.numbers.get(drafter, 0) + 1
                     self.numbers[drafter] = number
-                    self.drafters[drafter].inbox.append(Told(number, start, tokens, depth))
+                    self.drafters[drafter].inbox.append(VerdictReceived(number, start, tokens, depth))
                 case Drop(drafter):
                     assert self.drafters[drafter].core is None, item
                     del self.drafters[drafter]
@@ -152,11 +152,11 @@ class Speculation(RuleBasedStateMachine):
                 if drafter.core is not None:
                     self.hurries(number, drafter)
         run = self.running.popleft()
-        picks = tuple(target(prefix) for prefix in self.model.run(run))
+        samples = tuple(target(prefix) for prefix in self.model.run(run))
         text = [*self.prompt, *self.given]
         assert self.model.history[: run.keep] == text[: run.keep]
-        assert run.draw == len(self.given) or self.ended
-        self.take(PassDone(picks, 0.05))
+        assert run.sample_index == len(self.given) or self.ended
+        self.take(PassDone(samples, 0.05))
 
     @rule(seed=st.integers(0, 3), passes=st.integers(1, 20))
     def is_drafted_for_promptly(self, seed: int, passes: int) -> None:
@@ -204,7 +204,7 @@ class Speculation(RuleBasedStateMachine):
 
     def some(self, data: Any) -> tuple[int, Drafter] | None:
         real = [(number, drafter) for number, drafter in self.drafters.items() if drafter.core is not None]
-        return data.draw(st.sampled_from(real)) if real else None
+        return data.sample_index(st.sampled_from(real)) if real else None
 
     @rule(data=st.data())
     def drafter_computes(self, data: Any) -> None:
@@ -214,9 +214,9 @@ class Speculation(RuleBasedStateMachine):
     def computes_draft(self, number: int, drafter: Drafter) -> None:
         run, drafter.running = drafter.running, None
         assert run is not None
-        picks = tuple(guess(prefix, drafter.alpha, drafter.seed) for prefix in drafter.model.run(run))
+        samples = tuple(guess(prefix, drafter.alpha, drafter.seed) for prefix in drafter.model.run(run))
         unknown = drafter.gaps and crc32(bytes(drafter.model.history)) % 3 == 0  # no token of the verifier's
-        self.drafts(number, drafter, RunDone(() if unknown else picks))
+        self.drafts(number, drafter, RunDone(() if unknown else samples))
 
     def hurries(self, number: int, drafter: Drafter) -> None:
         """All that a drafter has to hear, to compute and to say is done now."""
@@ -241,7 +241,7 @@ class Speculation(RuleBasedStateMachine):
     @rule(data=st.data())
     def drafter_dies(self, data: Any) -> None:
         if self.drafters:
-            number = data.draw(st.sampled_from(sorted(self.drafters)))
+            number = data.sample_index(st.sampled_from(sorted(self.drafters)))
             del self.drafters[number]
             self.take(DrafterLost(number))
 
@@ -254,7 +254,7 @@ class Speculation(RuleBasedStateMachine):
     def nonsense(self, data: Any, epoch: int, offset: int, tokens: list[int]) -> None:
         if fools := [number for number, drafter in self.drafters.items() if drafter.core is None]:
             position = len(self.core.history) + offset
-            self.take(Drafted(data.draw(st.sampled_from(fools)), epoch, position, tuple(tokens)))
+            self.take(Drafted(data.sample_index(st.sampled_from(fools)), epoch, position, tuple(tokens)))
 
     @rule(resting=st.sampled_from([False, False, False, True]))
     def another_text_finds_what_drafters_are_worth(self, resting: bool) -> None:

@@ -17,7 +17,7 @@ from roles.speculation.events import (
     Run,
     RunDone,
     Send,
-    Told,
+    VerdictReceived,
 )
 from roles.speculation.verifying import Verifying
 
@@ -76,21 +76,21 @@ def drafter() -> Drafting:
 @pytest.mark.parametrize(
     "told",
     [
-        Told(2, 3, (4,), 4),
-        Told(1, 2, (3,), 4),
-        Told(1, 3, (4,) * 18, 4),
+        VerdictReceived(2, 3, (4,), 4),
+        VerdictReceived(1, 2, (3,), 4),
+        VerdictReceived(1, 3, (4,) * 18, 4),
     ],
 )
-def test_a_verdict_that_no_verifier_says(told: Told) -> None:
+def test_a_verdict_that_no_verifier_says(told: VerdictReceived) -> None:
     with pytest.raises(ProtocolError):
         drafter().handle(told, 0.0)
 
 
 def test_a_verdict_that_agrees_leaves_the_line_and_one_that_does_not_cuts_it() -> None:
     core = drafter()
-    assert core.handle(Told(1, 5, (6,), 4), 0.0) == [Run(6, (7,), 1, 4)]
+    assert core.handle(VerdictReceived(1, 5, (6,), 4), 0.0) == [Run(6, (7,), 1, 4)]
     assert (core.epoch, core.verified) == (0, (1, 2, 3, 4, 5, 6))
-    assert core.handle(Told(2, 6, (9,), 4), 0.0) == []
+    assert core.handle(VerdictReceived(2, 6, (9,), 4), 0.0) == []
     assert (core.epoch, core.verified) == (2, (1, 2, 3, 4, 5, 6, 9))
     (run,) = core.handle(RunDone((8,)), 0.0)  # its pick stood on what was cut: it is dropped
     assert run == Run(6, (9,), 1, 4)

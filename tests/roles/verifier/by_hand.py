@@ -10,7 +10,7 @@ from roles.verifier.targets import TargetSession
 
 
 @dataclass
-class Told:
+class VerdictReceived:
     """What came of it.
 
     Attributes:
@@ -33,7 +33,7 @@ async def decoded(
     vocab_size: int = 97,
     chunk: int = 2048,
     kept: int = 0,
-) -> Told:
+) -> VerdictReceived:
     """As many tokens as ``wanted`` has.
 
     Args:
@@ -42,11 +42,11 @@ async def decoded(
         chunk: positions of the prompt in a pass. kept: of the prompt, which the session has.
     """
     rng = random.Random(seed)
-    told, picked = Told([]), tuple[int, ...]()
+    told, picked = VerdictReceived([]), tuple[int, ...]()
     for start in range(kept, len(prompt), chunk):
         ids = prompt[start : start + chunk]
         last = start + chunk >= len(prompt)
-        picked = (await session.run(keep=start, ids=ids, picks=int(last), draw=0, prefill=True)).tokens
+        picked = (await session.run(keep=start, ids=ids, samples=int(last), sample_index=0, prefill=True)).tokens
         assert len(picked) == int(last)
     told.tokens += picked
     while len(told.tokens) < len(wanted):
@@ -56,7 +56,7 @@ async def decoded(
         ahead = [token if rng.random() < right else rng.randrange(vocab_size) for token in ahead]
         keep = len(prompt) + made - 1
         passed = await session.run(
-            keep=keep, ids=[told.tokens[-1], *ahead], picks=len(ahead) + 1, draw=made, prefill=False
+            keep=keep, ids=[told.tokens[-1], *ahead], samples=len(ahead) + 1, sample_index=made, prefill=False
         )
         assert len(passed.tokens) == len(ahead) + 1
         assert passed.took_s >= 0

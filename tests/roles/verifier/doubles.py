@@ -57,7 +57,7 @@ def world(network: Network | None = None) -> World:
 
 def _ran(stage: StandInStage, name: str, run: ev.Run) -> tuple[int, ...]:
     ids = memoryview(np.array(run.ids, "<i4").tobytes())
-    return stage.run(name, Pass(run.keep, ids, len(run.ids), "ids", "fp32", run.picks, run.draw)).tokens
+    return stage.run(name, Pass(run.keep, ids, len(run.ids), "ids", "fp32", run.samples, run.sample_index)).tokens
 
 
 @dataclass
@@ -105,14 +105,14 @@ class _TargetSession:
     def lost(self) -> bool:
         return self._name in self._target.lost
 
-    async def run(self, *, keep: int, ids: Sequence[int], picks: int, draw: int, prefill: bool) -> Passed:
+    async def run(self, *, keep: int, ids: Sequence[int], samples: int, sample_index: int, prefill: bool) -> Passed:
         target = self._target
         held = target.before(len(target.runs))
-        target.runs.append((keep, tuple(ids), picks))
+        target.runs.append((keep, tuple(ids), samples))
         if held is not None:
             await held
         await asyncio.sleep(target.pass_s)
-        return Passed(_ran(target.stage, self._name, ev.Run(keep, tuple(ids), picks, draw)), target.pass_s)
+        return Passed(_ran(target.stage, self._name, ev.Run(keep, tuple(ids), samples, sample_index)), target.pass_s)
 
     async def close(self) -> None:
         await asyncio.sleep(0)
@@ -133,7 +133,7 @@ class ScriptedDrafters:
     step_s: float = 0.005
     wrong_every: int = 0
     lost_after: int = 0
-    told: list[ev.Tell] = field(default_factory=list)
+    told: list[ev.SendVerdict] = field(default_factory=list)
     dropped: list[tuple[int, str]] = field(default_factory=list)
     opened: int = 0
     closed: int = 0
@@ -156,16 +156,16 @@ class _Drafting:
     ) -> None:
         self._source, self._on_event = source, on_event
         self._tasks, self._closed = Background(), False
-        self._inbox: dict[int, asyncio.Queue[ev.Told]] = {}
+        self._inbox: dict[int, asyncio.Queue[ev.VerdictReceived]] = {}
         for number in range(1, source.count + 1):
             self._inbox[number] = asyncio.Queue(1000)
             core = DraftingCore(opening.ids, prompt=opening.prompt, positions=opening.positions, depth=opening.depth)
             self._tasks.start(self._draft(number, core, opening), "drafter")
 
-    def tell(self, tell: ev.Tell) -> None:
+    def tell(self, tell: ev.SendVerdict) -> None:
         assert not self._closed
         self._source.told.append(tell)
-        told = ev.Told(tell.number, tell.start, tell.tokens, tell.depth)
+        told = ev.VerdictReceived(tell.number, tell.start, tell.tokens, tell.depth)
         queue = self._inbox[tell.drafter]
         asyncio.get_running_loop().call_later(self._source.latency_s, queue.put_nowait, told)
 
@@ -209,14 +209,14 @@ class _Drafting:
                 out = core.handle(await self._inbox[number].get(), 0.0)
                 continue
             await asyncio.sleep(source.step_s)
-            picks = _ran(stage, "draft", run)
-            made += len(picks)
+            samples = _ran(stage, "draft", run)
+            made += len(samples)
             if source.lost_after and made > source.lost_after:
                 self._say(ev.DrafterLost(number))
                 return
-            if source.wrong_every and picks and made % source.wrong_every == 0:
-                picks = ((picks[0] + 1) % 256, *picks[1:])
-            out = core.handle(ev.RunDone(picks), 0.0)
+            if source.wrong_every and samples and made % source.wrong_every == 0:
+                samples = ((samples[0] + 1) % 256, *samples[1:])
+            out = core.handle(ev.RunDone(samples), 0.0)
             while not self._inbox[number].empty():
                 out = [*out, *core.handle(self._inbox[number].get_nowait(), 0.0)]
 

@@ -43,9 +43,11 @@ class Disturbed:
         self._passes = 0
         self.lost = False
 
-    async def run(self, *, keep: int, ids: Sequence[int], picks: int, draw: int, prefill: bool) -> Passed:
+    async def run(self, *, keep: int, ids: Sequence[int], samples: int, sample_index: int, prefill: bool) -> Passed:
         number, self._passes = self._passes, self._passes + 1
-        running = asyncio.create_task(self._session.run(keep=keep, ids=ids, picks=picks, draw=draw, prefill=prefill))
+        running = asyncio.create_task(
+            self._session.run(keep=keep, ids=ids, samples=samples, sample_index=sample_index, prefill=prefill)
+        )
         if number in self._happens:
             after_s, victim = self._happens[number]
             await asyncio.sleep(after_s)
@@ -138,17 +140,17 @@ def test_what_cannot_be(tmp_path: Path) -> None:
                 await target.open(positions=10, sampling=GREEDY)
             await session.close()
             for arguments, kind in (
-                ({"keep": 0, "ids": [97], "picks": 1}, UserError),
-                ({"keep": 0, "ids": [], "picks": 0}, UserError),
-                ({"keep": 8, "ids": [1, 2, 3], "picks": 1}, UserError),
-                ({"keep": 1, "ids": [1], "picks": 1}, ValueError),
-                ({"keep": 0, "ids": [1], "picks": 2}, ValueError),
+                ({"keep": 0, "ids": [97], "samples": 1}, UserError),
+                ({"keep": 0, "ids": [], "samples": 0}, UserError),
+                ({"keep": 8, "ids": [1, 2, 3], "samples": 1}, UserError),
+                ({"keep": 1, "ids": [1], "samples": 1}, ValueError),
+                ({"keep": 0, "ids": [1], "samples": 2}, ValueError),
             ):
                 session = await target.open(positions=10, sampling=GREEDY)
                 with pytest.raises(kind):
-                    await session.run(**arguments, draw=0, prefill=False)  # type: ignore[arg-type]
+                    await session.run(**arguments, sample_index=0, prefill=False)  # type: ignore[arg-type]
                 with pytest.raises(RuntimeError):
-                    await session.run(keep=0, ids=[1], picks=1, draw=0, prefill=False)
+                    await session.run(keep=0, ids=[1], samples=1, sample_index=0, prefill=False)
                 await session.close()
             await target.close()
             with pytest.raises(UserError, match="closed"):
@@ -163,15 +165,15 @@ def test_a_session_that_is_closed_within_a_pass(tmp_path: Path) -> None:
         async with scene.chain() as chain:
             target = target_of(chain)
             session = await target.open(positions=10, sampling=GREEDY)
-            running = asyncio.create_task(session.run(keep=0, ids=[1, 2], picks=2, draw=0, prefill=False))
+            running = asyncio.create_task(session.run(keep=0, ids=[1, 2], samples=2, sample_index=0, prefill=False))
             await asyncio.sleep(COMPUTE_S)
             await session.close()
             with pytest.raises(P2PTrainError, match="closed"):
                 await running
             with pytest.raises(RuntimeError):
-                await session.run(keep=0, ids=[1], picks=1, draw=0, prefill=False)
+                await session.run(keep=0, ids=[1], samples=1, sample_index=0, prefill=False)
             other = await target.open(positions=10, sampling=GREEDY)
-            cancelled = asyncio.create_task(other.run(keep=0, ids=[1, 2], picks=2, draw=0, prefill=False))
+            cancelled = asyncio.create_task(other.run(keep=0, ids=[1, 2], samples=2, sample_index=0, prefill=False))
             await asyncio.sleep(COMPUTE_S)
             cancelled.cancel()
             with pytest.raises(asyncio.CancelledError):

@@ -22,11 +22,11 @@ from .conftest import PATIENCE_S
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-Asked = tuple[openai.AsyncOpenAI, VerifierService, ScriptedTarget]
+QuestionAccepted = tuple[openai.AsyncOpenAI, VerifierService, ScriptedTarget]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def asked(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asked]:
+async def asked(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[QuestionAccepted]:
     target = ScriptedTarget(pass_s=0.0)
     directory: Path = tmp_path_factory.mktemp("model")
     serving = service(directory, target)
@@ -40,7 +40,7 @@ async def asked(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asked
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-async def test_it_is_the_models_own_text(asked: Asked, stream: bool, temperature: float) -> None:
+async def test_it_is_the_models_own_text(asked: QuestionAccepted, stream: bool, temperature: float) -> None:
     client, serving, _ = asked
     made: Any = await client.completions.create(
         model=serving.model, prompt="def f(x):", max_tokens=40, temperature=temperature, seed=11, stream=stream
@@ -53,7 +53,7 @@ async def test_it_is_the_models_own_text(asked: Asked, stream: bool, temperature
         assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (9, 40)
 
 
-async def test_a_conversation_is_answered(asked: Asked) -> None:
+async def test_a_conversation_is_answered(asked: QuestionAccepted) -> None:
     client, serving, _ = asked
     messages: list[Any] = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}]
     made = await client.chat.completions.create(model=serving.model, messages=messages, max_tokens=8)
@@ -63,7 +63,7 @@ async def test_a_conversation_is_answered(asked: Asked) -> None:
 
 
 @pytest.mark.parametrize("asks", [{"prompt": "x" * 5000}, {"prompt": "x", "max_tokens": 5000}])
-async def test_what_is_too_long(asked: Asked, asks: dict[str, Any]) -> None:
+async def test_what_is_too_long(asked: QuestionAccepted, asks: dict[str, Any]) -> None:
     client, serving, _ = asked
     with pytest.raises(openai.BadRequestError) as caught:
         await client.completions.create(model=serving.model, **asks)
@@ -71,7 +71,9 @@ async def test_what_is_too_long(asked: Asked, asks: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_who_leaves_lets_the_model_go(asked: Asked, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+async def test_who_leaves_lets_the_model_go(
+    asked: QuestionAccepted, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
     client, serving, target = asked
     monkeypatch.setattr(session, "PATIENCE_S", 0.0)  # the pass under way, which never ends here, is not waited for
     ended = asyncio.Event()

@@ -22,7 +22,7 @@ from p2ptrain.core.errors import (
     ResourceError,
     UserError,
 )
-from p2ptrain.core.serving import Sampling, SamplingWish
+from p2ptrain.core.serving import Sampling, SamplingOptions
 from roles.line import Line
 from roles.verifier import server as server_module
 from roles.verifier.asking import TextRequest
@@ -116,7 +116,7 @@ def test_a_text_and_how_it_came_about(tmp_path: Path) -> None:
     async def scene() -> None:
         async with verifier(tmp_path, drafters=ScriptedDrafters()) as there:
             client = await there.client()
-            text = await client.write(wish(sampling=SamplingWish(temperature=0.8, seed=3)))
+            text = await client.write(wish(sampling=SamplingOptions(temperature=0.8, seed=3)))
             assert text.prompt_tokens == len(PROMPT)
             said, tokens = await read(text)
             assert tokens == reference(PROMPT, 40, Sampling(0.8, 50, 1.0, 3))

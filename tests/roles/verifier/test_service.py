@@ -11,7 +11,7 @@ import pytest
 
 from p2ptrain.compute.text import Turn
 from p2ptrain.core.errors import DeadlineExceeded, Refused, UserError
-from p2ptrain.core.serving import Sampling, SamplingWish
+from p2ptrain.core.serving import Sampling, SamplingOptions
 from roles.verifier.asking import TextRequest
 from roles.verifier.service import VerifierService
 from roles.verifier.session import READER_S, TextSession
@@ -51,7 +51,7 @@ async def settled(serving: VerifierService, target: ScriptedTarget) -> None:
     assert serving.cost_model.sessions == 0
 
 
-@pytest.mark.parametrize("sampling", [SamplingWish(), SamplingWish(temperature=0.9, seed=11)])
+@pytest.mark.parametrize("sampling", [SamplingOptions(), SamplingOptions(temperature=0.9, seed=11)])
 @pytest.mark.parametrize(
     "drafters",
     [
@@ -62,7 +62,9 @@ async def settled(serving: VerifierService, target: ScriptedTarget) -> None:
         ScriptedDrafters(nonsense=(256,)),
     ],
 )
-def test_the_text_is_the_models_own(tmp_path: Path, sampling: SamplingWish, drafters: ScriptedDrafters | None) -> None:
+def test_the_text_is_the_models_own(
+    tmp_path: Path, sampling: SamplingOptions, drafters: ScriptedDrafters | None
+) -> None:
     async def scene() -> None:
         target = ScriptedTarget()
         serving = service(tmp_path, target, drafters)
@@ -187,7 +189,9 @@ def test_a_conversation_goes_on_from_what_is_computed(tmp_path: Path) -> None:
         assert keep + len(ids) == len(whole.encode())
         assert second.stats()["cached_tokens"] == keep
         # Another way of drawing has nothing in common with it.
-        other = await serving.write(TextRequest(turns=turns, max_new_tokens=5, sampling=SamplingWish(temperature=1.0)))
+        other = await serving.write(
+            TextRequest(turns=turns, max_new_tokens=5, sampling=SamplingOptions(temperature=1.0))
+        )
         await read(other)
         assert other.stats()["cached_tokens"] == 0
         await settled(serving, target)

@@ -70,7 +70,8 @@ def test_sessions_take_turns_in_order_and_only_their_own_time_counts() -> None:
 
             async def three_passes(session: TargetSession) -> list[float]:
                 passed = [
-                    await session.run(keep=each, ids=[each], picks=1, draw=each, prefill=False) for each in range(3)
+                    await session.run(keep=each, ids=[each], samples=1, sample_index=each, prefill=False)
+                    for each in range(3)
                 ]
                 return [each.took_s for each in passed]
 
@@ -87,13 +88,13 @@ def test_closed_while_a_pass_is_under_way() -> None:
         engine = engine_of()
         async with target_of(engine) as target:
             session = await target.open(positions=60, sampling=GREEDY)
-            running = asyncio.create_task(session.run(keep=0, ids=[1], picks=1, draw=0, prefill=False))
+            running = asyncio.create_task(session.run(keep=0, ids=[1], samples=1, sample_index=0, prefill=False))
             await asyncio.sleep(PASS_S / 5)
             await asyncio.gather(session.close(), session.close())
             assert running.done(), "the cache is let go behind it"
             assert not engine.sessions
             with pytest.raises(RuntimeError):
-                await session.run(keep=1, ids=[1], picks=1, draw=1, prefill=False)
+                await session.run(keep=1, ids=[1], samples=1, sample_index=1, prefill=False)
 
     run_virtual(main())
 
@@ -107,12 +108,12 @@ def test_a_pass_that_fails_ends_its_session_and_no_other() -> None:
         async with target_of(engine_of(on_run=on_run)) as target:
             one, other = [await target.open(positions=60, sampling=GREEDY) for _ in range(2)]
             with pytest.raises(P2PTrainError, match="no room"):
-                await one.run(keep=0, ids=[1, 2, 3], picks=1, draw=0, prefill=False)
+                await one.run(keep=0, ids=[1, 2, 3], samples=1, sample_index=0, prefill=False)
             with pytest.raises(ProtocolError, match="are to be kept"):
-                await other.run(keep=7, ids=[1], picks=1, draw=0, prefill=False)
+                await other.run(keep=7, ids=[1], samples=1, sample_index=0, prefill=False)
             await one.close()
             third = await target.open(positions=60, sampling=GREEDY)
-            assert (await third.run(keep=0, ids=[1], picks=1, draw=0, prefill=False)).tokens
+            assert (await third.run(keep=0, ids=[1], samples=1, sample_index=0, prefill=False)).tokens
 
     run_virtual(main())
 

@@ -1,4 +1,4 @@
-"""What is known of the workers of a split model, how crews are made of them, and which stage suits whom. Pure.
+"""What is known of the workers of a split model, how replicas are made of them, and which stage suits whom. Pure.
 
 A *state* is (step, lineage) of the whole model; each worker holds its stage's part of one. A group of workers, one for
 each stage, *shares* a state where each of them has applied up to it, or can redo the one step that it lacks.
@@ -14,7 +14,7 @@ from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.texts import human_bytes
 from ring.coordination import STANDSTILL, Emit, Instruction, Peer, Planned, SendSurvey, holds
 from ring.order import LinkQuality, Links, known_link
-from ring.training_costs import Trainee, Training
+from ring.training_costs import CandidateWorker, Training
 from ring.view import View
 from wire.job_messages import MemberRecord, Report
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 State = tuple[int, str]
 NOTHING: State = (0, "0" * 32)
-"""What a crew is said to hold whose workers share no state: nobody's state has that lineage."""
+"""What a replica is said to hold whose workers share no state: nobody's state has that lineage."""
 
 
 def told_stage(held: Mapping[str, int], peer_id: str, stage: int, here: Collection[str]) -> dict[str, int]:
@@ -46,7 +46,7 @@ class Worker:
         trains: it is a member of the present view, and is not known to stand still.
         moving: it was asked to catch up with a ring, so what it holds changes.
         healing: it fetches the state within the view.
-        crew: the id of the crew that it is in, as the coordinator knows it; empty: in none.
+        replica: the id of the replica that it is in, as the coordinator knows it; empty: in none.
         restored: the step that it was told to go back to, until it is in a view.
         asked: it was told to build, or to say what it has, and did not answer yet.
         fresh: it was told to build anew, so it stands in no ring: what it says of one was said before.
@@ -59,7 +59,7 @@ class Worker:
     trains: bool = False
     moving: bool = False
     healing: bool = False
-    crew: str = ""
+    replica: str = ""
     restored: int = -1
     asked: bool = False
     fresh: bool = False
@@ -75,7 +75,7 @@ class Worker:
 
 
 @dataclass(slots=True)
-class Crew:
+class Replica:
     """One worker for each stage, as one peer of the coordinator's.
 
     Attributes:
@@ -86,7 +86,7 @@ class Crew:
         due: what it holds is to be said again.
     """
 
-    crew_id: str
+    replica_id: str
     members: tuple[str, ...]
     in_view: bool = False
     known: bool = False
@@ -133,18 +133,18 @@ def dealt(
     most: int,
     fits: Callable[[str, int], bool],
 ) -> dict[str, int]:
-    """Worker → stage, so that there are as many crews as can be, and no worker is given away for nothing.
+    """Worker → stage, so that there are as many replicas as can be, and no worker is given away for nothing.
 
     Args:
         counts: workers of each stage, without ``pool``.
         pool: who may be given one, the first to be taken first. homes: of those that have one, which they keep where
             it is needed.
-        most: crews that are wanted.
+        most: replicas that are wanted.
         fits: whether a worker has the memory for a stage.
     """
     given: dict[str, int] = {}
-    for crews in range(min(counts) + 1, most + 1):
-        wanted = [stage for stage, count in enumerate(counts) for _ in range(max(crews - count, 0))]
+    for replicas in range(min(counts) + 1, most + 1):
+        wanted = [stage for stage, count in enumerate(counts) for _ in range(max(replicas - count, 0))]
         taken: dict[str, int] = {}
         for stage in wanted:
 
@@ -173,7 +173,7 @@ def _matched(stage: int, able: Mapping[int, Sequence[str]], taken: dict[str, int
 
 
 class StagePlanner:
-    """How the model of a job is cut, and which stage its workers suit: rules 7 and 8 of ``ring.crews``.
+    """How the model of a job is cut, and which stage its workers suit: rules 7 and 8 of ``ring.replicas``.
 
     Args:
         training: None where the model's sizes are not known: then any worker fits anywhere.
@@ -192,7 +192,7 @@ class StagePlanner:
         self._tell_due: float | None = None
         self._survey_due: float | None = None
         self._surveyed: frozenset[str] = frozenset()  # between whom the ways were measured, or asked for
-        self._asked_for: frozenset[Trainee] = frozenset()  # for whom there is no plan
+        self._asked_for: frozenset[CandidateWorker] = frozenset()  # for whom there is no plan
 
     def next_deadline(self, now: float) -> float | None:
         return self._due if self._due is not None and self._due > now else None
@@ -257,7 +257,7 @@ class StagePlanner:
 
         Args:
             counts: workers of each stage, without those of ``homes``, which have one that they may leave.
-            most: crews that are wanted.
+            most: replicas that are wanted.
         """
         given = dealt(counts, [*spares, *homes], homes, most, lambda key, stage: self._fits(peers[key], stage))
         left = {key: peers[key] for key in spares if key not in given}
@@ -293,8 +293,8 @@ class StagePlanner:
         return said
 
 
-def _trainee(peer: Peer) -> Trainee:
-    return Trainee(peer.peer_id, peer.name, peer.memory_bytes, peer.flops or 0.0, peer.on_host)
+def _trainee(peer: Peer) -> CandidateWorker:
+    return CandidateWorker(peer.peer_id, peer.name, peer.memory_bytes, peer.flops or 0.0, peer.on_host)
 
 
 def _summary(found: TrainingPlan) -> str:
@@ -309,13 +309,13 @@ def report_of(
     state: State | None,
     status: str,
     generation: int,
-    crew_of: Callable[[str], str],
+    replica_of: Callable[[str], str],
 ) -> Report:
-    """What workers of one crew say, as one report of the crew.
+    """What workers of one replica say, as one report of the replica.
 
     Args:
         state: that they share; None: none.
-        crew_of: the crew that a suspect is in.
+        replica_of: the replica that a suspect is in.
     """
     step, lineage = state or NOTHING
     cause = _cause(reports)
@@ -329,13 +329,13 @@ def report_of(
         lineage=lineage,
         square_sum=max((report.square_sum for report in applied), default=0.0),
         corpus=next((report.corpus for report in reports if report.corpus), ""),
-        suspect=crew_of(cause.suspect) if cause and cause.suspect else "",
+        suspect=replica_of(cause.suspect) if cause and cause.suspect else "",
         reason=cause.reason if cause else "",
         reduce_bytes=max((report.reduce_bytes for report in reports), default=0),
         unit_us=max((report.unit_us for report in reports), default=0),  # a chain is as fast as its slowest stage
         windows=max((report.windows for report in reports), default=0),
         cause=cause.cause if cause else "",
-        beside=crew_of(cause.beside) if cause and cause.beside else "",
+        beside=replica_of(cause.beside) if cause and cause.beside else "",
     )
 
 
@@ -349,26 +349,26 @@ def standing_status(reports: Iterable[Report]) -> str:
     return next(iter(statuses)) if len(statuses) == 1 and statuses <= STANDSTILL else "broken"
 
 
-def as_peer(crew_id: str, workers: Sequence[Worker]) -> Peer:
+def as_peer(replica_id: str, workers: Sequence[Worker]) -> Peer:
     peers = [worker.peer for worker in workers]
     name, host = "+".join(peer.name for peer in peers), " ".join(f"{peer.peer_id} {peer.host}" for peer in peers)
-    return Peer(crew_id, name, host, peers[0].port, all(peer.follows for peer in peers), len(peers))
+    return Peer(replica_id, name, host, peers[0].port, all(peer.follows for peer in peers), len(peers))
 
 
-def contracted(view: View, crew_ids: Sequence[str]) -> View:
+def contracted(view: View, replica_ids: Sequence[str]) -> View:
     members = tuple(
-        MemberRecord(crew_id, crew_id, "", head.port, head.first, head.count, head.healthy)
-        for crew_id, head in zip(crew_ids, view.members[:: view.stages], strict=True)
+        MemberRecord(replica_id, replica_id, "", head.port, head.first, head.count, head.healthy)
+        for replica_id, head in zip(replica_ids, view.members[:: view.stages], strict=True)
     )
     return View(view.job, view.generation, view.step, view.lineage, members, view.square_sum)
 
 
-def between_crews(links: Links, crews: Mapping[str, tuple[str, ...]]) -> Links:
-    """(crew, crew) → the slowest of the ways from the one to its right neighbour: of each stage's ring, and from the
-    last stage to the first; only where all are known."""
+def between_replicas(links: Links, replicas: Mapping[str, tuple[str, ...]]) -> Links:
+    """(replica, replica) → the slowest of the ways from the one to its right neighbour: of each stage's ring, and from
+    the last stage to the first; only where all are known."""
     found: dict[tuple[str, str], LinkQuality] = {}
-    for here, mine in crews.items():
-        for there, its in crews.items() if mine else ():
+    for here, mine in replicas.items():
+        for there, its in replicas.items() if mine else ():
             if here == there or not its:
                 continue
             ways = [known_link(links, *pair) for pair in (*zip(mine, its, strict=True), (mine[-1], its[0]))]

@@ -1,4 +1,4 @@
-"""Crews: which workers of a split model train together, and from which step. Told by hand, one case at a time."""
+"""Replicas: which workers of a split model train together, and from which step. Told by hand, one case at a time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from p2ptrain.core.footprint import ModelSizes
 from ring import coordination as co
-from ring.crewing import dealt, newest_kept, shared_states, told_stage
-from ring.crews import Crews
+from ring.replica_assembly import dealt, newest_kept, shared_states, told_stage
+from ring.replicas import ReplicaCoordinator
 from ring.training_costs import ModelShape, Training
 from ring.view import View
 from wire.job_messages import Report
@@ -36,9 +36,9 @@ def report(status: str, applied: int, *, generation: int = 0, prepared: bool = F
 class Play:
     """A job of two stages, and what was done about what was told."""
 
-    def __init__(self, crews: int = 1, **more: Any) -> None:
+    def __init__(self, replicas: int = 1, **more: Any) -> None:
         self.now = 0.0
-        self.core = Crews("job", co.Terms(workers=crews, micro_batches=4), 2, **more)
+        self.core = ReplicaCoordinator("job", co.JobOptions(workers=replicas, micro_batches=4), 2, **more)
         self.out: list[co.Instruction] = []
 
     def tell(self, event: co.Event, after_s: float = 0.0) -> list[co.Instruction]:
@@ -86,8 +86,8 @@ class Play:
             self.tell(co.PeerLost(peer_id, "closed"))
 
 
-def test_a_view_waits_for_whole_crews_and_leaves_spares_out() -> None:
-    play = Play(crews=2)
+def test_a_view_waits_for_whole_replicas_and_leaves_spares_out() -> None:
+    play = Play(replicas=2)
     play.comes("a", "b", "c", "d", "e")
     assert [play.core.stage_of(key) for key in "abcde"] == [0, 1, 0, 1, None]
     play.ready("a", "b", "c")
@@ -99,7 +99,7 @@ def test_a_view_waits_for_whole_crews_and_leaves_spares_out() -> None:
 
 def test_a_view_says_how_large_its_largest_stage_is() -> None:
     """So the others know how long it may take that one to heal."""
-    play = Play(crews=2)
+    play = Play(replicas=2)
     play.comes("a", "b", "c", "d")
     for key, reduce_bytes in zip("abcd", (10, 4000, 10, 4000), strict=True):
         play.says(key, "ready", reduce_bytes=reduce_bytes)
@@ -107,8 +107,8 @@ def test_a_view_says_how_large_its_largest_stage_is() -> None:
     assert {play.view.reduce_bytes, play.view.stage_ring(0).reduce_bytes} == {4000}
 
 
-def test_what_is_left_of_two_crews_carries_the_state_on_together() -> None:
-    play = Play(crews=2)
+def test_what_is_left_of_two_replicas_carries_the_state_on_together() -> None:
+    play = Play(replicas=2)
     view = play.begun("a", "b", "c", "d")
     play.lost("b", "c")
     assert not play.minted, "its ring may well be running"
@@ -121,7 +121,7 @@ def test_what_is_left_of_two_crews_carries_the_state_on_together() -> None:
 
 
 def test_a_worker_that_is_silent_while_the_others_stand_is_struck_off() -> None:
-    play = Play(crews=2)
+    play = Play(replicas=2)
     view = play.begun("a", "b", "c", "d")
     for key in "abc":
         play.says(key, "broken", 3, generation=view.generation, suspect="d")
@@ -133,12 +133,12 @@ def test_a_worker_that_is_silent_while_the_others_stand_is_struck_off() -> None:
     assert [item.peer_id for item in play.of(co.SendRelease)] == ["d"]
 
 
-def test_a_newcomer_crew_is_healed_stage_by_stage() -> None:
+def test_a_newcomer_replica_is_healed_stage_by_stage() -> None:
     play = Play()
     play.begun("a", "b")
     play.comes("c", "d")
     play.ready("c", "d")
-    asked = {item.peer_id: [donor.peer_id for donor in item.donors] for item in play.of(co.SendCatchUp)}
+    asked = {item.peer_id: [source.peer_id for source in item.sources] for item in play.of(co.SendCatchUp)}
     assert asked == {"c": ["a"], "d": ["b"]}
     play.says("c", "following", 6)
     assert not play.of(co.SendHold), "half of it follows"
@@ -164,7 +164,7 @@ def test_where_a_part_is_gone_it_goes_back_to_the_newest_step_of_which_all_parts
 def test_the_stage_of_a_worker_outlives_its_process_and_the_seed() -> None:
     play = Play()
     view = play.begun("a", "b")
-    past = co.Past(view=view, corpus="C", known_step=9)
+    past = co.StoredJob(view=view, corpus="C", known_step=9)
     again = Play(past=past, held=play.core.held)
     again.comes("b", "a")
     assert (again.core.stage_of("a"), again.core.stage_of("b")) == (0, 1)
@@ -219,8 +219,8 @@ MIB = 1 << 20
 SHAPE = ModelShape(ModelSizes((8 * MIB,) * 12, (0,) * 12, 4 * MIB, 4 * MIB, 0), 64, 128, 256)
 
 
-def training(crews: int = 1, **more: Any) -> Training:
-    return Training(SHAPE, 2, crews, tokens=64, sequence_tokens=64, micro_batches=4, **more)
+def training(replicas: int = 1, **more: Any) -> Training:
+    return Training(SHAPE, 2, replicas, tokens=64, sequence_tokens=64, micro_batches=4, **more)
 
 
 def seen(peer_id: str, memory_mib: int = 0, flops: float | None = 0.0) -> co.Peer:
@@ -230,8 +230,8 @@ def seen(peer_id: str, memory_mib: int = 0, flops: float | None = 0.0) -> co.Pee
 class Planned(Play):
     """A job whose model's sizes are known."""
 
-    def __init__(self, crews: int = 1, **more: Any) -> None:
-        super().__init__(crews, training=training(crews, **more))
+    def __init__(self, replicas: int = 1, **more: Any) -> None:
+        super().__init__(replicas, training=training(replicas, **more))
 
     def come(self, *peers: co.Peer) -> None:
         for peer in peers:
@@ -301,8 +301,8 @@ def test_a_spare_takes_the_stage_that_it_has_the_memory_for_and_is_told_why_not(
 def test_of_too_many_at_a_stage_the_one_goes_that_fits_where_somebody_lacks() -> None:
     play = Planned()
     held = {"a": 0, "b": 1, "c": 0, "z": 0}
-    terms = co.Terms(workers=2, micro_batches=4)
-    play.core = Crews("job", terms, 2, training=training(2, cuts=(3,)), held=held)
+    terms = co.JobOptions(workers=2, micro_batches=4)
+    play.core = ReplicaCoordinator("job", terms, 2, training=training(2, cuts=(3,)), held=held)
     play.come(seen("a", 160), seen("b", 500), seen("c", 170), seen("z", 500))
     play.ready("a", "b", "c", "z")
     assert [play.core.stage_of(key) for key in "abcz"] == [0, 1, 0, 1]
@@ -310,15 +310,17 @@ def test_of_too_many_at_a_stage_the_one_goes_that_fits_where_somebody_lacks() ->
 
 def test_after_a_restart_the_cuts_are_those_that_were_planned() -> None:
     play = Planned(cuts=(4,))
-    core = Crews("job", co.Terms(workers=1, micro_batches=4), 2, training=play.core.training, held={"a": 0})
+    core = ReplicaCoordinator(
+        "job", co.JobOptions(workers=1, micro_batches=4), 2, training=play.core.training, held={"a": 0}
+    )
     play.core = core
     play.come(seen("a", 900), seen("b", 900))
     assert not play.of(co.Planned)
     assert (play.core.stage_of("a"), play.core.stage_of("b")) == (0, 1)
 
 
-def brute_force_crews(counts: list[int], able: list[set[int]], most: int) -> int:
-    """As many crews as any way of giving stages to the pool makes."""
+def brute_force_replicas(counts: list[int], able: list[set[int]], most: int) -> int:
+    """As many replicas as any way of giving stages to the pool makes."""
     best = 0
     for given in itertools.product(*[[None, *stages] for stages in able]):
         total = [count + given.count(stage) for stage, count in enumerate(counts)]
@@ -326,7 +328,7 @@ def brute_force_crews(counts: list[int], able: list[set[int]], most: int) -> int
     return min(best, max(most, min(counts)))
 
 
-def test_as_many_crews_as_can_be_are_dealt() -> None:
+def test_as_many_replicas_as_can_be_are_dealt() -> None:
     for number in range(300):
         rng = random.Random(number)
         stages, size = rng.randint(2, 3), rng.randint(0, 5)
@@ -340,7 +342,7 @@ def test_as_many_crews_as_can_be_are_dealt() -> None:
         given = dealt(counts, pool, homes, most, lambda key, stage, of=stages_of: stage in of[key])
         assert all(stage in able[pool.index(key)] for key, stage in given.items())
         total = [count + list(given.values()).count(stage) for stage, count in enumerate(counts)]
-        assert min(min(total), max(most, min(counts))) == brute_force_crews(counts, able, most), number
+        assert min(min(total), max(most, min(counts))) == brute_force_replicas(counts, able, most), number
         if given:
             assert all(total[stage] == min(total) for stage in given.values()), "given away for nothing"
 

@@ -11,13 +11,13 @@ from hypothesis.stateful import initialize, rule
 
 from p2ptrain.core.footprint import ModelSizes
 from ring import coordination as co
-from ring.crews import Crews
+from ring.replicas import ReplicaCoordinator
 from ring.training_costs import ModelShape, Training
 from ring.view import View
 from tests.ring import history
 from tests.ring.history import PEERS, History
 
-TERMS = co.Terms(workers=1, micro_batches=2)
+TERMS = co.JobOptions(workers=1, micro_batches=2)
 
 
 def peer_of(peer_id: str) -> co.Peer:
@@ -81,7 +81,7 @@ class Cluster(History):
 
     @initialize(running=st.sampled_from([0, 2, 3, 4, 4, 5]))
     def begin(self, running: int) -> None:
-        self.core = Crews("job", TERMS, self.stages, training=self.training)
+        self.core = ReplicaCoordinator("job", TERMS, self.stages, training=self.training)
         self.cuts: tuple[int, ...] = ()  # as they are kept
         self.disks = {peer_id: Disk() for peer_id in PEERS}
         self.surveys = 0
@@ -167,11 +167,11 @@ class Cluster(History):
     def catches_up(self, item: co.SendCatchUp) -> None:
         view, member = self.core.view, self.members[item.peer_id]
         assert view is not None
-        assert item.donors, "nobody to catch up with"
-        for donor in item.donors:
-            rank = view.rank_of(donor.peer_id)
+        assert item.sources, "nobody to catch up with"
+        for source in item.sources:
+            rank = view.rank_of(source.peer_id)
             assert rank is not None
-            assert view.stage_of(rank) == self.core.stage_of(item.peer_id), "a donor of another stage"
+            assert view.stage_of(rank) == self.core.stage_of(item.peer_id), "a source of another stage"
         if member.reached and not member.trains and not member.building:
             member.chases, member.prepared_lineage = True, ""
 
@@ -180,7 +180,7 @@ class Cluster(History):
         assert before is None or view.generation > before.generation
         assert self.linked >= {record.peer_id for record in view.members}, "a lost worker in a view"
         assert view.stages == self.stages
-        assert view.size % self.stages == 0, "half a crew"
+        assert view.size % self.stages == 0, "half a replica"
         assert View.from_message_untrusted(replace_lineage(view)).size == view.size
         for stage in range(self.stages):
             assert any(record.healthy for record in view.same_stage(stage)), f"nobody holds stage {stage}"
@@ -339,7 +339,7 @@ class Cluster(History):
     def restart_the_seed(self) -> None:
         core = self.core
         ended = core.state in ("done", "cancelled", "failed")
-        past = co.Past(
+        past = co.StoredJob(
             state=core.state if ended else "waiting", reason=core.reason, paused=core.paused, view=core.view,
             corpus="C", known_step=core.known_step, branch=self.branch,
         )  # fmt: skip
@@ -350,7 +350,9 @@ class Cluster(History):
         self.offered.clear()
         training = replace(self.training, cuts=self.cuts) if self.training is not None else None
         self.surveys = 0
-        self.core = Crews("job", TERMS, self.stages, past=past, held=core.held, training=training, now=self.now)
+        self.core = ReplicaCoordinator(
+            "job", TERMS, self.stages, past=past, held=core.held, training=training, now=self.now
+        )
         self.tell_saved()
 
     def teardown(self) -> None:

@@ -1,23 +1,24 @@
-"""Crews: the workers of a job whose model is split, p for each replica of it, as peers of the job's coordinator.
+"""Replicas: the workers of a job whose model is split, p for each replica of it, as peers of the job's coordinator.
 
-The coordinator (``ring.coordinator``) decides who trains together, from which step; its peers are crews. This core
+The coordinator (``ring.coordinator``) decides who trains together, from which step; its peers are replicas. This core
 stands between it and the workers' links: it is told what workers do and say, and says what workers are to be told.
 
 Rules
-    1. A worker keeps its stage while it holds that part of the state. Spares have none until a crew can be made whole
-       with them; then they build. The stage outlives the worker's process, as its checkpoints do (``held``).
-    2. The *places* of a view are its crews' ids. While its ring may run, whatever happens to links, the coordinator
+    1. A worker keeps its stage while it holds that part of the state. Spares have none until a replica can be made
+       whole with them; then they build. The stage outlives the worker's process, as its checkpoints do (``held``).
+    2. The *places* of a view are its replicas' ids. While its ring may run, whatever happens to links, the coordinator
        sees all places training. It hears of an end when every worker of the view that is linked stands still, or was
        struck off: never before, so no view is minted while one of an older view trains.
-    3. *Regroup.* Then the places are filled from those that stand: with whole crews that share the newest state which
-       somebody applied and every stage holds (applied, or prepared). Who was with whom before does not matter: the rest
-       of one crew and the rest of another carry the run's state on together. Places that nobody fills are lost.
-    4. Everybody else comes in as a newcomer, in a whole crew of a new id. Where its workers share a state it says so;
-       where they do not, it is said to hold nothing, and heals stage by stage. Such a crew is only told of while there
-       is somebody to heal it, and withdrawn before that one is: no view begins from nothing.
-    5. Where no place is filled, crews are made of workers that share what they loaded. Where none can be, the run goes
-       back to the newest step of which every stage has a checkpoint at somebody who is here: at once where nobody who
-       is away could bring more, else after patience, for it sets newer checkpoints aside. A checkpoint of the whole
+    3. *Regroup.* Then the places are filled from those that stand: with whole replicas that share the newest state
+       which somebody applied and every stage holds (applied, or prepared). Who was with whom before does not matter:
+       the rest of one replica and the rest of another carry the run's state on together. Places that nobody fills are
+       lost.
+    4. Everybody else comes in as a newcomer, in a whole replica of a new id. Where its workers share a state it says
+       so; where they do not, it is said to hold nothing, and heals stage by stage. Such a replica is only told of while
+       there is somebody to heal it, and withdrawn before that one is: no view begins from nothing.
+    5. Where no place is filled, replicas are made of workers that share what they loaded. Where none can be, the run
+       goes back to the newest step of which every stage has a checkpoint at somebody who is here: at once where nobody
+       who is away could bring more, else after patience, for it sets newer checkpoints aside. A checkpoint of the whole
        model counts for every stage, whoever has it: workers that are told to go back are told who they are.
     6. What concerns one worker is settled here: its corpus, its failure, its silence while others stand, its deaths
        again and again.
@@ -37,14 +38,15 @@ from dataclasses import replace
 from ring import coordination as co
 from ring.coordination import BESIDE, ENDED, RETURN_S, STANDSTILL, TORN_S, Phase, holds
 from ring.coordinator import Coordinator
-from ring.crewing import (
+from ring.quarantine import Quarantine
+from ring.replica_assembly import (
     NOTHING,
-    Crew,
+    Replica,
     StagePlanner,
     State,
     Worker,
     as_peer,
-    between_crews,
+    between_replicas,
     contracted,
     holding,
     in_groups,
@@ -54,18 +56,17 @@ from ring.crewing import (
     standing_status,
     told_stage,
 )
-from ring.quarantine import Quarantine
 from ring.training_costs import Training
 from ring.view import View
 from wire.job_messages import MemberRecord, Report
 
 
-class Crews:
+class ReplicaCoordinator:
     """One job's core, for a split model: the same interface as ``Coordinator``, whose events and instructions are about
     workers here.
 
     Args:
-        terms: of crews: ``workers`` counts crews.
+        terms: of replicas: ``workers`` counts replicas.
         stages: parts of the model, two or more.
         past: as for a coordinator; its view, branch and saved are of workers.
         held: worker → the stage that it held last. saved: the checkpoints that workers are known to have.
@@ -73,27 +74,27 @@ class Crews:
 
     Attributes:
         held: the same, as it is now; what changes it must be durable before it is told to anybody.
-        view: of workers, each crew's in a row; None before the first.
+        view: of workers, each replica's in a row; None before the first.
     """
 
     def __init__(
         self,
         job: str,
-        terms: co.Terms,
+        terms: co.JobOptions,
         stages: int,
         *,
-        past: co.Past | None = None,
+        past: co.StoredJob | None = None,
         held: Mapping[str, int] | None = None,
         saved: co.Saved | None = None,
         training: Training | None = None,
         now: float = 0.0,
     ) -> None:
-        past = past or co.Past()
+        past = past or co.StoredJob()
         self.job, self.terms, self.stages, self.held = job, terms, stages, dict(held or {})
         self.view = replace(past.view, stages=stages) if past.view is not None else None
         self._planner = StagePlanner(training, planned=past.view is not None or bool(held))
         self._workers: dict[str, Worker] = {}
-        self._crews: dict[str, Crew] = {}
+        self._replicas: dict[str, Replica] = {}
         self._made = 0
         self._branch = None if past.branch is None else set(past.branch)
         self._steps = dict(saved.steps) if saved is not None else {}
@@ -119,18 +120,18 @@ class Crews:
         places = self._places_of(self.view) if self.view is not None else []
         branch = past.branch
         if branch is not None:
-            branch = frozenset(crew.crew_id for crew in places if set(crew.members) <= branch)
-        seen = contracted(self.view, [crew.crew_id for crew in places]) if self.view is not None else None
+            branch = frozenset(replica.replica_id for replica in places if set(replica.members) <= branch)
+        seen = contracted(self.view, [replica.replica_id for replica in places]) if self.view is not None else None
         self.core = Coordinator(job, terms, past=replace(past, view=seen, saved={}, branch=branch), now=now)
         if self.view is not None:
             self.held = {member.peer_id: rank % stages for rank, member in enumerate(self.view.members)} | self.held
         if self.view is not None and self.core.phase not in ENDED:
-            self._crews = {crew.crew_id: crew for crew in places}
+            self._replicas = {replica.replica_id: replica for replica in places}
             self._unheard = {member.peer_id for member in self.view.members}
             self._regrouped, self._due["absence"] = False, now + terms.grace_s
 
     @property
-    def story(self) -> str:
+    def history(self) -> str:
         return "; ".join(self._history)
 
     # ---------------------------------------------------------------------------------------------------- the interface
@@ -181,7 +182,7 @@ class Crews:
     def paused_survivors(self) -> dict[str, Report] | None:
         if self.core.paused_survivors() is None:
             return None
-        return {key: worker.report for key, worker in self._workers.items() if worker.crew and worker.report}
+        return {key: worker.report for key, worker in self._workers.items() if worker.replica and worker.report}
 
     def stage_of(self, peer_id: str) -> int | None:
         worker = self._workers.get(peer_id)
@@ -197,7 +198,7 @@ class Crews:
         self._out, self._now = [], now
         self._history.append(f"{now:.3f} {self.core.phase} {event}"[:300])
         if self._due.get("back", math.inf) <= now:
-            self._settle()  # first: the coordinator is about to begin from the little that a crew has at hand
+            self._settle()  # first: the coordinator is about to begin from the little that a replica has at hand
         match event:
             case co.PeerOffered(peer):
                 self._offered(peer)
@@ -233,28 +234,30 @@ class Crews:
 
     def validate(self) -> None:
         self.core.validate()
-        story = self.story
-        taken = [member for crew in self._crews.values() for member in crew.members]
+        history = self.history
+        taken = [member for replica in self._replicas.values() for member in replica.members]
         running = self.view is not None and not self._regrouped
-        assert running or len(set(taken)) == len(taken), f"a worker in two crews: {story}"
-        for crew in self._crews.values():
-            assert crew.in_view or len(crew.members) == self.stages, story
-            for stage, member in enumerate(crew.members):
+        assert running or len(set(taken)) == len(taken), f"a worker in two replicas: {history}"
+        for replica in self._replicas.values():
+            assert replica.in_view or len(replica.members) == self.stages, history
+            for stage, member in enumerate(replica.members):
                 worker = self._workers.get(member)
-                if crew.in_view and not self._regrouped:
+                if replica.in_view and not self._regrouped:
                     continue  # its ring may well run
-                assert worker is not None, f"{member} of {crew.crew_id} is not here: {story}"
-                assert worker.stage == stage, f"{member} is not at its stage: {story}"
-                assert worker.crew == crew.crew_id, story
+                assert worker is not None, f"{member} of {replica.replica_id} is not here: {history}"
+                assert worker.stage == stage, f"{member} is not at its stage: {history}"
+                assert worker.replica == replica.replica_id, history
         for worker in self._workers.values():
-            assert worker.stage is None or self.held.get(worker.peer_id) == worker.stage, story
-            assert not worker.trains or not self._regrouped, f"{worker.peer_id} trains after the regroup: {story}"
-            assert not worker.crew or worker.crew in self._crews, story
-        assert not self._banned & set(self._workers), story
-        empty = [crew for crew in self._crews.values() if crew.known and crew.said is None and not crew.due]
-        assert all(crew.in_view or self._is_moving(crew) for crew in empty), story
-        void = [crew for crew in self._crews.values() if crew.known and crew.said == NOTHING]
-        assert not void or self._anchored(), f"told of a crew that nobody can heal: {story}"
+            assert worker.stage is None or self.held.get(worker.peer_id) == worker.stage, history
+            assert not worker.trains or not self._regrouped, f"{worker.peer_id} trains after the regroup: {history}"
+            assert not worker.replica or worker.replica in self._replicas, history
+        assert not self._banned & set(self._workers), history
+        empty = [
+            replica for replica in self._replicas.values() if replica.known and replica.said is None and not replica.due
+        ]
+        assert all(replica.in_view or self._is_moving(replica) for replica in empty), history
+        void = [replica for replica in self._replicas.values() if replica.known and replica.said == NOTHING]
+        assert not void or self._anchored(), f"told of a replica that nobody can heal: {history}"
 
     # ---------------------------------------------------------------------------------------------- workers come and go
 
@@ -293,7 +296,7 @@ class Crews:
             self._quarantine.excused.add(peer_id) if left else self._quarantine.fallen.add(peer_id)
             if not self._regrouped:
                 self._member_lost(worker, left)
-        self._leave_crew(worker)
+        self._leave_replica(worker)
 
     def _member_lost(self, worker: Worker, left: bool) -> None:
         if left or not self._committed:
@@ -350,23 +353,23 @@ class Crews:
             return
         if self._held and self.view:
             self._out.append(co.SendHold((worker.peer_id,), self.view.generation, self._held))
-        for crew in self._places():
-            if not crew.known or self.core.phase is Phase.WAITING:
-                self._introduce(crew)
-                self._report(crew, [report], (report.applied, report.lineage), "training", report.generation)
+        for replica in self._places():
+            if not replica.known or self.core.phase is Phase.WAITING:
+                self._introduce(replica)
+                self._report(replica, [report], (report.applied, report.lineage), "training", report.generation)
 
     def _healed(self, worker: Worker, report: Report) -> None:
         worker.healing = False
-        crew = self._crews.get(worker.crew)
-        if crew and not self._regrouped and not any(self._workers[key].healing for key in self._here(crew)):
-            self._report(crew, [report], (report.applied, report.lineage), "healed", report.generation)
+        replica = self._replicas.get(worker.replica)
+        if replica and not self._regrouped and not any(self._workers[key].healing for key in self._here(replica)):
+            self._report(replica, [report], (report.applied, report.lineage), "healed", report.generation)
 
     def _stands(self, worker: Worker, report: Report) -> None:
         first = worker.trains
         worker.trains, worker.report, worker.healing = False, report, False
         self._unheard.discard(worker.peer_id)
         if self._regrouped:
-            if not first and worker.crew:
+            if not first and worker.replica:
                 return  # said again
             self._regroup()
             return
@@ -376,7 +379,7 @@ class Crews:
         self._hurry()
 
     def _beside(self, worker: Worker, report: Report) -> None:
-        crew = self._crews.get(worker.crew)
+        replica = self._replicas.get(worker.replica)
         if report.status == "following" and not worker.moving:
             if worker.returned:
                 self._assign(worker)  # it followed before its link was lost: what has it got?
@@ -395,15 +398,15 @@ class Crews:
         self._unheard.discard(worker.peer_id)
         if was_member and not self._regrouped:
             self._ring_is_over(f"{worker.peer.name} has lost its state")
-        if crew is None or (crew.in_view and not self._restoring):
+        if replica is None or (replica.in_view and not self._restoring):
             return
         if worker.moving:
-            if all(self._workers[key].moving and self._workers[key].report for key in crew.members):
-                self._tell_crew(crew, "following")
+            if all(self._workers[key].moving and self._workers[key].report for key in replica.members):
+                self._tell_replica(replica, "following")
         elif moved and self._anchored():
-            self._tell_crew(crew, "ready", nothing=True)  # it had to begin anew, so they all are asked again
+            self._tell_replica(replica, "ready", nothing=True)  # it had to begin anew, so they all are asked again
         else:
-            crew.due = True
+            replica.due = True
 
     def _failed(self, worker: Worker, report: Report) -> None:
         reason = report.reason or "it did not say why"
@@ -424,10 +427,10 @@ class Crews:
     def _all_linked(self) -> bool:
         return self.view is not None and all(member.peer_id in self._workers for member in self.view.members)
 
-    def _places(self) -> list[Crew]:
-        return [crew for crew in self._crews.values() if crew.in_view]
+    def _places(self) -> list[Replica]:
+        return [replica for replica in self._replicas.values() if replica.in_view]
 
-    def _crew_of(self, peer_id: str) -> str:
+    def _replica_of(self, peer_id: str) -> str:
         rank = self.view.rank_of(peer_id) if self.view is not None else None
         if rank is None or self.core.view is None or self.view is None:
             return ""
@@ -502,104 +505,114 @@ class Crews:
         state = states[0] if states else None
         places = self._places()
         for worker in self._workers.values():
-            if worker.crew in self._crews and self._crews[worker.crew].in_view:
-                worker.crew = ""
+            if worker.replica in self._replicas and self._replicas[worker.replica].in_view:
+                worker.replica = ""
         holders = holding(reports, state) if state else set()
         stages = {key: self._workers[key].stage for key in holders}
-        kept = [crew for crew in places if crew.members and [*map(stages.get, crew.members)] == [*range(self.stages)]]
-        taken = {member for crew in kept for member in crew.members}
-        empty = [crew for crew in places if crew not in kept]
+        kept = [
+            replica
+            for replica in places
+            if replica.members and [*map(stages.get, replica.members)] == [*range(self.stages)]
+        ]
+        taken = {member for replica in kept for member in replica.members}
+        empty = [replica for replica in places if replica not in kept]
         groups = in_groups([(holders & stage.keys()) - taken for stage in by_stage])
-        for crew, group in zip(list(empty), groups, strict=False):
-            crew.members = group
-            kept.append(crew)
-            empty.remove(crew)
-        for crew in empty:
-            crew.members, crew.due = (), False
+        for replica, group in zip(list(empty), groups, strict=False):
+            replica.members = group
+            kept.append(replica)
+            empty.remove(replica)
+        for replica in empty:
+            replica.members, replica.due = (), False
         with self._together():
             survivors = reports.keys()
-            for crew in [crew for crew in self._crews.values() if not crew.in_view and survivors & set(crew.members)]:
-                self._dissolve(crew, "its workers carry the run's state on")
-            for crew in kept:
-                for member in crew.members:
-                    self._workers[member].crew = crew.crew_id
+            for replica in [
+                replica
+                for replica in self._replicas.values()
+                if not replica.in_view and survivors & set(replica.members)
+            ]:
+                self._dissolve(replica, "its workers carry the run's state on")
+            for replica in kept:
+                for member in replica.members:
+                    self._workers[member].replica = replica.replica_id
             if not kept:
-                for crew in [crew for crew in self._crews.values() if crew.known and not crew.in_view]:
-                    if crew.said is None or crew.said == NOTHING or self._is_moving(crew):
-                        self._dissolve(crew, "there is nobody left to follow")
-            for crew in kept:
-                self._place_stands(crew, state)
-            for crew in empty:
-                self._place_lost(crew)
+                for replica in [
+                    replica for replica in self._replicas.values() if replica.known and not replica.in_view
+                ]:
+                    if replica.said is None or replica.said == NOTHING or self._is_moving(replica):
+                        self._dissolve(replica, "there is nobody left to follow")
+            for replica in kept:
+                self._place_stands(replica, state)
+            for replica in empty:
+                self._place_lost(replica)
 
     def _stands_in(self, view: View, peer_id: str, report: Report) -> bool:
         if report.status not in STANDSTILL or view.rank_of(peer_id) is None or self._workers[peer_id].moving:
             return False
         return report.generation == view.generation or holds(report, view.step, view.lineage)
 
-    def _place_stands(self, crew: Crew, state: State | None) -> None:
-        if crew.known and crew.said == state:
+    def _place_stands(self, replica: Replica, state: State | None) -> None:
+        if replica.known and replica.said == state:
             return
-        if not crew.known:
-            self._introduce(crew)
+        if not replica.known:
+            self._introduce(replica)
         assert self.view is not None
-        crew.said, crew.due = state, False
-        reports = self._reports_of(crew)
-        self._report(crew, reports, state, standing_status(reports), self.view.generation)
+        replica.said, replica.due = state, False
+        reports = self._reports_of(replica)
+        self._report(replica, reports, state, standing_status(reports), self.view.generation)
 
-    def _place_lost(self, crew: Crew) -> None:
-        crew.known, crew.said = False, None
+    def _place_lost(self, replica: Replica) -> None:
+        replica.known, replica.said = False, None
         if self.view is not None and all(member.peer_id in self._failures for member in self.view.members):
             reason = next(iter(self._failures.values()))
             report = Report(self.job, self.view.generation, "failed", 0, 0, "", reason=reason)
-            self._tell(co.PeerReported(crew.crew_id, report))
+            self._tell(co.PeerReported(replica.replica_id, report))
         else:
-            self._tell(co.PeerLost(crew.crew_id, "its workers are gone", left=True))
+            self._tell(co.PeerLost(replica.replica_id, "its workers are gone", left=True))
 
-    def _introduce(self, crew: Crew) -> None:
+    def _introduce(self, replica: Replica) -> None:
         assert self.view is not None
-        crew.known = True
-        self._tell(co.PeerReturned(self._peer_of(crew), self.view.generation))
+        replica.known = True
+        self._tell(co.PeerReturned(self._peer_of(replica), self.view.generation))
 
-    def _is_moving(self, crew: Crew) -> bool:
-        return any(self._workers[key].moving for key in self._here(crew))
+    def _is_moving(self, replica: Replica) -> bool:
+        return any(self._workers[key].moving for key in self._here(replica))
 
-    def _dissolve(self, crew: Crew, why: str) -> None:
-        del self._crews[crew.crew_id]
-        for member in self._here(crew):
+    def _dissolve(self, replica: Replica, why: str) -> None:
+        del self._replicas[replica.replica_id]
+        for member in self._here(replica):
             worker = self._workers[member]
-            worker.crew = ""
+            worker.replica = ""
             if worker.moving:
                 self._assign(worker)  # what it has got is of interest again
-        if crew.known:
-            self._tell(co.PeerLost(crew.crew_id, why))
+        if replica.known:
+            self._tell(co.PeerLost(replica.replica_id, why))
 
-    def _leave_crew(self, worker: Worker) -> None:
-        crew = self._crews.get(worker.crew)
-        if crew is None:
+    def _leave_replica(self, worker: Worker) -> None:
+        replica = self._replicas.get(worker.replica)
+        if replica is None:
             return
-        if not crew.in_view:
-            self._dissolve(crew, f"{worker.peer.name} is gone")
+        if not replica.in_view:
+            self._dissolve(replica, f"{worker.peer.name} is gone")
         elif self._regrouped:
             self._regroup()
 
     def _release(self, worker: Worker, reason: str) -> None:
         self._workers.pop(worker.peer_id, None)
         self._out.append(co.SendRelease(worker.peer_id, reason))
-        self._leave_crew(worker)
+        self._leave_replica(worker)
 
-    def _crew_released(self, crew_id: str, reason: str) -> None:
+    def _replica_released(self, replica_id: str, reason: str) -> None:
         """All of it where the job is over or its ring went on without it; of one that was struck off, the silent."""
-        crew = self._crews.pop(crew_id, None)
-        for member in self._here(crew) if crew is not None else ():
+        replica = self._replicas.pop(replica_id, None)
+        for member in self._here(replica) if replica is not None else ():
             worker = self._workers[member]
-            worker.crew = ""
+            worker.replica = ""
             view, report = self.view, worker.report
             stands = view and report and not worker.trains and self._stands_in(view, member, report)
             if self.core.phase in ENDED or not stands:
                 self._release(worker, reason)
 
-    # --------------------------------------------------------------------------------------------------- crews are made
+    # ------------------------------------------------------------------------------------------------ replicas are made
 
     def _settle(self) -> None:
         for _ in range(1000):  # more rounds after one event are a defect
@@ -609,10 +622,14 @@ class Crews:
             if self._is_over():
                 self._regroup()
             elif not (
-                self._withdraw_one() or self._tell_one() or self._give_stages() or self._make_crew() or self._go_back()
+                self._withdraw_one()
+                or self._tell_one()
+                or self._give_stages()
+                or self._make_replica()
+                or self._go_back()
             ):
                 return
-        raise AssertionError(f"it does not come to rest: {self.story}")
+        raise AssertionError(f"it does not come to rest: {self.history}")
 
     def _end(self) -> None:
         for worker in list(self._workers.values()):
@@ -620,7 +637,7 @@ class Crews:
             if not (self.core.phase is Phase.DONE and done):
                 self._out.append(co.SendRelease(worker.peer_id, self.core.reason))
         self._workers.clear()
-        self._crews.clear()
+        self._replicas.clear()
         self._failures.clear()
         self._banned.clear()
         self._unheard.clear()
@@ -633,7 +650,11 @@ class Crews:
     def _anchored(self) -> bool:
         if self.view is not None and not self._regrouped:
             return True
-        said = [crew.said for crew in self._crews.values() if crew.known and crew.said is not None and crew.members]
+        said = [
+            replica.said
+            for replica in self._replicas.values()
+            if replica.known and replica.said is not None and replica.members
+        ]
         if self._restoring and self.core.restore is not None:
             return (self.core.restore.step, self.core.restore.lineage) in said
         return any(step > 0 for step, _ in said)  # of step 0 the coordinator could not tell one from the other
@@ -644,76 +665,81 @@ class Crews:
             return True
         if self._anchored():
             return False
-        void = next((crew for crew in self._crews.values() if crew.known and crew.said == NOTHING), None)
+        void = next((replica for replica in self._replicas.values() if replica.known and replica.said == NOTHING), None)
         if void is not None:
             self._withdraw(void)
         return void is not None
 
-    def _outdone(self) -> Crew | None:
-        """A crew of a state that is older than what all stages here have saved, where nobody carries on the run's."""
+    def _outdone(self) -> Replica | None:
+        """A replica of a state that is older than what all stages here have saved, where nobody carries on the
+        run's."""
         least = self._least()
-        return next((crew for crew in self._loaded() if crew.said and crew.said[0] < least), None)
+        return next((replica for replica in self._loaded() if replica.said and replica.said[0] < least), None)
 
     def _least(self) -> int:
         """The step below which nobody need begin, for every stage has a checkpoint of it at somebody who is settled.
-        0: there is none, or the run's state is carried on, or a crew has loaded that one or a later one."""
+        0: there is none, or the run's state is carried on, or a replica has loaded that one or a later one."""
         waiting = self.core.phase is Phase.WAITING and self.core.restore is None and self._regrouped
-        if not waiting or self.view is None or any(crew.members for crew in self._places()):
+        if not waiting or self.view is None or any(replica.members for replica in self._places()):
             return 0
         settled = {key: stage for key, stage in self._settled_stages().items() if self._is_own((key,))}
         kept = self._newest_kept(settled, settled)
-        if any(self._is_own(crew.members) and crew.said and crew.said[0] >= kept for crew in self._loaded()):
+        if any(
+            self._is_own(replica.members) and replica.said and replica.said[0] >= kept for replica in self._loaded()
+        ):
             return 0
         return kept if kept <= self.core.known_step else 0  # what is later is of a course that was given up
 
-    def _loaded(self) -> list[Crew]:
-        crews = [crew for crew in self._crews.values() if crew.known and not crew.in_view]
-        return [crew for crew in crews if crew.said not in (None, NOTHING)]
+    def _loaded(self) -> list[Replica]:
+        replicas = [replica for replica in self._replicas.values() if replica.known and not replica.in_view]
+        return [replica for replica in replicas if replica.said not in (None, NOTHING)]
 
     def _is_own(self, members: Iterable[str]) -> bool:
         return self._branch is None or self._branch.issuperset(members)
 
-    def _withdraw(self, crew: Crew) -> None:
-        if crew.in_view:
-            for member in self._here(crew):
-                if self._workers[member].crew == crew.crew_id:
-                    self._workers[member].crew = ""
-            crew.members, crew.due = (), False
-            self._place_lost(crew)
+    def _withdraw(self, replica: Replica) -> None:
+        if replica.in_view:
+            for member in self._here(replica):
+                if self._workers[member].replica == replica.replica_id:
+                    self._workers[member].replica = ""
+            replica.members, replica.due = (), False
+            self._place_lost(replica)
         else:
-            self._dissolve(crew, "its workers share no state")
+            self._dissolve(replica, "its workers share no state")
 
     def _tell_one(self) -> bool:
         due = [
-            crew
-            for crew in self._crews.values()
-            if crew.due
-            and crew.members
-            and all(member in self._workers and self._workers[member].settled for member in crew.members)
+            replica
+            for replica in self._replicas.values()
+            if replica.due
+            and replica.members
+            and all(member in self._workers and self._workers[member].settled for member in replica.members)
         ]
         if not due:
             return False
-        crew = min(due, key=lambda crew: (self._state_of(crew.members) is None, crew.crew_id))
-        if self._state_of(crew.members) is None and not self._anchored():
-            self._withdraw(crew)
+        replica = min(due, key=lambda replica: (self._state_of(replica.members) is None, replica.replica_id))
+        if self._state_of(replica.members) is None and not self._anchored():
+            self._withdraw(replica)
         else:
-            self._tell_crew(crew, "ready")
-            if crew.said is not None and crew.said[0] == self._back and self.core.restore is None:
+            self._tell_replica(replica, "ready")
+            if replica.said is not None and replica.said[0] == self._back and self.core.restore is None:
                 self._back = None
-                self._tell(co.Restore(crew.said[0], crew.crew_id, crew.said[1]))
+                self._tell(co.Restore(replica.said[0], replica.replica_id, replica.said[1]))
         return True
 
-    def _tell_crew(self, crew: Crew, status: str, *, nothing: bool = False) -> None:
-        state = None if nothing else self._state_of(crew.members)
-        crew.said, crew.due = state or NOTHING, False
-        self._report(crew, self._reports_of(crew), state, status)
+    def _tell_replica(self, replica: Replica, status: str, *, nothing: bool = False) -> None:
+        state = None if nothing else self._state_of(replica.members)
+        replica.said, replica.due = state or NOTHING, False
+        self._report(replica, self._reports_of(replica), state, status)
 
-    def _reports_of(self, crew: Crew) -> list[Report]:
-        return [report for key in crew.members if (report := self._workers[key].report) is not None]
+    def _reports_of(self, replica: Replica) -> list[Report]:
+        return [report for key in replica.members if (report := self._workers[key].report) is not None]
 
-    def _report(self, crew: Crew, reports: list[Report], state: State | None, status: str, generation: int = 0) -> None:
-        told = report_of(self.job, reports, state, status, generation, self._crew_of)
-        self._tell(co.PeerReported(crew.crew_id, told))
+    def _report(
+        self, replica: Replica, reports: list[Report], state: State | None, status: str, generation: int = 0
+    ) -> None:
+        told = report_of(self.job, reports, state, status, generation, self._replica_of)
+        self._tell(co.PeerReported(replica.replica_id, told))
 
     def _state_of(self, members: Iterable[str]) -> State | None:
         reports = [self._workers[key].report for key in members]
@@ -721,7 +747,7 @@ class Crews:
         return states[0] if states else None
 
     def _give_stages(self) -> bool:
-        if not self._takes_crews():
+        if not self._takes_replicas():
             return False
         peers = {key: worker.peer for key, worker in self._workers.items()}
         if not self._planner.planned:
@@ -743,7 +769,7 @@ class Crews:
         over = [count - min(counts) for count in counts]
         found = []
         for key, worker in sorted(self._workers.items()):
-            if worker.stage is None or worker.crew or worker.trains or worker.moving or over[worker.stage] <= 0:
+            if worker.stage is None or worker.replica or worker.trains or worker.moving or over[worker.stage] <= 0:
                 continue
             if self._is_member(key) and not (self._regrouped and self._anchored()):
                 continue
@@ -753,24 +779,24 @@ class Crews:
                 found.append(key)
         return found
 
-    def _takes_crews(self) -> bool:
+    def _takes_replicas(self) -> bool:
         core = self.core
         if core.phase in {*ENDED, Phase.PAUSED} or core.paused:
             return False
         return len(core.peer_ids) < core.terms.most
 
-    def _make_crew(self) -> bool:
-        if not self._takes_crews():
+    def _make_replica(self) -> bool:
+        if not self._takes_replicas():
             return False
         anchored = self._anchored()
         runs = self.view is not None and not self._regrouped
         if not anchored and self._awaits_builders():
             return False
         out = self._quarantine.out if anchored else set()
-        free = {key for key, worker in self._workers.items() if worker.settled and not worker.crew} - out
+        free = {key for key, worker in self._workers.items() if worker.settled and not worker.replica} - out
         if runs:
             free = {key for key in free if not self._is_member(key) or self._said_ready(key)}
-        loose = set() if runs else {member for crew in self._void() for member in crew.members}
+        loose = set() if runs else {member for replica in self._void() for member in replica.members}
         reports = {key: report for key in free | loose if (report := self._workers[key].report) is not None}
         by_stage = self._by_stage(reports)
         least = self._least()
@@ -780,8 +806,8 @@ class Crews:
             holders = holding(reports, state)
             group = next(in_groups([holders & stage.keys() for stage in by_stage]), None)
             if group is not None:
-                for crew in [crew for crew in self._void() if set(crew.members) & set(group)]:
-                    self._dissolve(crew, "its workers can do better")
+                for replica in [replica for replica in self._void() if set(replica.members) & set(group)]:
+                    self._dissolve(replica, "its workers can do better")
                 self._offer(group)
                 return True
         rest = next(in_groups([free & stage.keys() for stage in by_stage]), None)
@@ -794,23 +820,23 @@ class Crews:
         report = self._workers[peer_id].report
         return report is not None and report.status in BESIDE
 
-    def _void(self) -> list[Crew]:
+    def _void(self) -> list[Replica]:
         return [
-            crew
-            for crew in self._crews.values()
-            if crew.known and not crew.in_view and crew.said == NOTHING and not self._is_moving(crew)
+            replica
+            for replica in self._replicas.values()
+            if replica.known and not replica.in_view and replica.said == NOTHING and not self._is_moving(replica)
         ]
 
     def _offer(self, group: tuple[str, ...]) -> None:
         void = self._state_of(group) is None
         members = all(self._is_member(key) for key in group) and self._regrouped and not void
-        place = next((crew for crew in self._places() if not crew.members), None) if members else None
-        crew = place or Crew(self._new_id(), ())
-        crew.members, crew.known, crew.due = group, True, True
-        self._crews[crew.crew_id] = crew
+        place = next((replica for replica in self._places() if not replica.members), None) if members else None
+        replica = place or Replica(self._new_id(), ())
+        replica.members, replica.known, replica.due = group, True, True
+        self._replicas[replica.replica_id] = replica
         for member in group:
-            self._workers[member].crew = crew.crew_id
-        self._tell(co.PeerOffered(self._peer_of(crew), own=not void and self._is_own(group)))
+            self._workers[member].replica = replica.replica_id
+        self._tell(co.PeerOffered(self._peer_of(replica), own=not void and self._is_own(group)))
         self._tell_measured()
 
     def _awaits_builders(self) -> bool:
@@ -839,7 +865,11 @@ class Crews:
                 return self._stays()
             self._back = None  # not every stage has found that step
         step = self._newest_kept(settled, self._workers)
-        at_hand = [crew.said[0] for crew in self._crews.values() if crew.known and crew.said not in (None, NOTHING)]
+        at_hand = [
+            replica.said[0]
+            for replica in self._replicas.values()
+            if replica.known and replica.said not in (None, NOTHING)
+        ]
         if at_hand and step <= max(at_hand):
             return self._stays()
         if self._could_be_more(step):
@@ -850,8 +880,8 @@ class Crews:
         self._say("warning", "steps-lost", f"goes back to step {step}: no part of a later state has all the others")
         self._tried = self._back = step
         self._stays()
-        for crew in [crew for crew in self._crews.values() if not crew.in_view]:
-            self._dissolve(crew, "the run goes back")
+        for replica in [replica for replica in self._replicas.values() if not replica.in_view]:
+            self._dissolve(replica, "the run goes back")
         for worker in self._workers.values():
             if worker.stage is not None:
                 self._go_to(worker, step)
@@ -910,16 +940,16 @@ class Crews:
 
     def _translate(self, instruction: co.Instruction) -> None:
         match instruction:
-            case co.SendAssign(crew_id, _, restore_step):
-                self._asked(crew_id, restore_step)
+            case co.SendAssign(replica_id, _, restore_step):
+                self._asked(replica_id, restore_step)
             case co.SendHold(_, _, reason):
                 self._hold(reason)
-            case co.SendCatchUp(crew_id, generation, donors):
-                self._catch_up(crew_id, generation, [donor.peer_id for donor in donors])
+            case co.SendCatchUp(replica_id, generation, sources):
+                self._catch_up(replica_id, generation, [source.peer_id for source in sources])
             case co.SendSave():
                 self._out.append(co.SendSave(tuple(sorted(worker.peer_id for worker in self._training()))))
-            case co.SendRelease(crew_id, reason):
-                self._crew_released(crew_id, reason)
+            case co.SendRelease(replica_id, reason):
+                self._replica_released(replica_id, reason)
             case co.Mint():
                 self._minted(instruction)
             case co.Emit(level, kind, text, _):
@@ -927,11 +957,11 @@ class Crews:
             case _:
                 self._out.append(instruction)
 
-    def _asked(self, crew_id: str, restore_step: int) -> None:
-        crew = self._crews.get(crew_id)
-        if crew is not None:
-            crew.due, crew.said = True, None
-            for member in self._here(crew):
+    def _asked(self, replica_id: str, restore_step: int) -> None:
+        replica = self._replicas.get(replica_id)
+        if replica is not None:
+            replica.due, replica.said = True, None
+            for member in self._here(replica):
                 if self._workers[member].moving:
                     self._assign(self._workers[member])  # called back: there is no ring left to follow
         if restore_step >= 0:
@@ -963,14 +993,14 @@ class Crews:
         turn = (worker.stage or 0) % len(found) if found else 0
         return tuple(self._workers[key].peer for key in [*found[turn:], *found[:turn]][:8])  # who are told of, at most
 
-    def _catch_up(self, crew_id: str, generation: int, donors: list[str]) -> None:
-        crew, view = self._crews.get(crew_id), self.view
-        if crew is None or view is None:
+    def _catch_up(self, replica_id: str, generation: int, sources: list[str]) -> None:
+        replica, view = self._replicas.get(replica_id), self.view
+        if replica is None or view is None:
             return
         ranks = [replica for replica, place in enumerate(self.core.view.members if self.core.view else ())
-                 if place.peer_id in donors]  # fmt: skip
-        crew.said, crew.due = None, False
-        for stage, member in enumerate(crew.members):
+                 if place.peer_id in sources]  # fmt: skip
+        replica.said, replica.due = None, False
+        for stage, member in enumerate(replica.members):
             worker = self._workers[member]
             worker.moving, worker.report = True, None
             alike = view.same_stage(stage)
@@ -983,7 +1013,7 @@ class Crews:
         members: list[MemberRecord] = []
         for place in small.members:
             first, count = place.first, place.count
-            for member in self._crews[place.peer_id].members:
+            for member in self._replicas[place.peer_id].members:
                 peer, report = self._workers[member].peer, self._workers[member].report
                 moving = self._workers[member].moving
                 healthy = report is not None and not moving and holds(report, small.step, small.lineage)
@@ -992,12 +1022,12 @@ class Crews:
         self.view = replace(small, members=tuple(members), stages=self.stages)
         if before is not None:
             self._cool_down(before)
-        for crew in list(self._crews.values()):
-            crew.in_view = small.rank_of(crew.crew_id) is not None
-            if not crew.in_view and not crew.known:
-                del self._crews[crew.crew_id]
-            elif crew.in_view:
-                crew.known, crew.said, crew.due = True, None, False
+        for replica in list(self._replicas.values()):
+            replica.in_view = small.rank_of(replica.replica_id) is not None
+            if not replica.in_view and not replica.known:
+                del self._replicas[replica.replica_id]
+            elif replica.in_view:
+                replica.known, replica.said, replica.due = True, None, False
         for record in members:
             worker = self._workers[record.peer_id]
             worker.trains, worker.report, worker.moving, worker.returned = True, None, False, False
@@ -1011,8 +1041,8 @@ class Crews:
         self._quarantine.view_began()
         if mint.branch is not None:
             kept = set() if mint.restored or self._branch is None else self._branch
-            names = {crew.crew_id: crew.members for crew in self._crews.values()}
-            self._branch = kept | {member for crew_id in mint.branch for member in names.get(crew_id, ())}
+            names = {replica.replica_id: replica.members for replica in self._replicas.values()}
+            self._branch = kept | {member for replica_id in mint.branch for member in names.get(replica_id, ())}
         branch = None if self._branch is None else frozenset(self._branch)
         self._out.append(co.Mint(self.view, mint.restored, branch))
 
@@ -1037,9 +1067,9 @@ class Crews:
         self._tell(co.Saved({"": newest} if newest else {}))
 
     def _tell_measured(self) -> None:
-        crews = {crew.crew_id: crew.members for crew in self._crews.values() if crew.known}
+        replicas = {replica.replica_id: replica.members for replica in self._replicas.values() if replica.known}
         if self._measured.links:
-            links = between_crews(self._measured.links, crews)
+            links = between_replicas(self._measured.links, replicas)
             self._tell(co.Measured(links, self._measured.compute_s))
 
     # ---------------------------------------------------------------------------------------------------- small helpers
@@ -1051,8 +1081,8 @@ class Crews:
     def _is_member(self, peer_id: str) -> bool:
         return self.view is not None and self.view.rank_of(peer_id) is not None
 
-    def _here(self, crew: Crew) -> list[str]:
-        return [member for member in crew.members if member in self._workers]
+    def _here(self, replica: Replica) -> list[str]:
+        return [member for member in replica.members if member in self._workers]
 
     def _training(self) -> list[Worker]:
         return [worker for worker in self._workers.values() if worker.trains]
@@ -1065,21 +1095,23 @@ class Crews:
                 found[stage][key] = report
         return found
 
-    def _peer_of(self, crew: Crew) -> co.Peer:
-        here = [self._workers[member] for member in self._here(crew)]
+    def _peer_of(self, replica: Replica) -> co.Peer:
+        here = [self._workers[member] for member in self._here(replica)]
         if not here:
-            return co.Peer(crew.crew_id, crew.crew_id, "", 1)
-        return as_peer(crew.crew_id, here)
+            return co.Peer(replica.replica_id, replica.replica_id, "", 1)
+        return as_peer(replica.replica_id, here)
 
-    def _places_of(self, view: View) -> list[Crew]:
+    def _places_of(self, view: View) -> list[Replica]:
         return [
-            Crew(f"{view.generation}-{rank // self.stages}", tuple(m.peer_id for m in view.crew(rank)), in_view=True)
+            Replica(
+                f"{view.generation}-{rank // self.stages}", tuple(m.peer_id for m in view.replica(rank)), in_view=True
+            )
             for rank in range(0, view.size, self.stages)
         ]
 
     def _new_id(self) -> str:
         self._made += 1
-        return f"crew-{self._made}"
+        return f"replica-{self._made}"
 
     def _say(self, level: str, kind: str, text: str, peer_id: str = "") -> None:
         self._out.append(co.Emit(level, kind, text, peer_id))
