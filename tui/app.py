@@ -320,7 +320,7 @@ class P2PTrainApp(App[bool]):
         else:
             self.screen.focus_previous()
 
-    def on_live_table_moved(self, event: LiveTable.CursorMoved) -> None:
+    def on_live_table_cursor_moved(self, event: LiveTable.CursorMoved) -> None:
         """The cursor in Jobs chooses the job in view; in every table it moves the details along."""
         if event.table.id == "jobs-table":
             self.chosen_job = event.key

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.serving import Sampling
-from roles.speculation.events import Told
+from roles.speculation.events import VerdictReceived
 from roles.speculation.received import (
     MAX_DEPTH,
     check_opening_untrusted,
@@ -191,7 +191,7 @@ async def _drafted(said: list[list[tuple[Message, int, int]]]) -> None:
     network = MemoryNetwork()
     words = iter(said)
 
-    def says(stream: int, verdict: Told | None, number: int, connection: Connection) -> None:
+    def says(stream: int, verdict: VerdictReceived | None, number: int, connection: Connection) -> None:
         at = len(PROMPT) if verdict is None else verdict.start + len(verdict.tokens)
         for message, epoch, offset in next(words, []):
             if isinstance(message, Drafts):  # where drafts are due, give or take a few

@@ -25,7 +25,7 @@ from wire.memory import MemoryNetwork
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Who is away does not come back, and is not waited for long."""
-    monkeypatch.setattr(co, "Terms", partial(co.JobOptions, grace_s=0.5))
+    monkeypatch.setattr(co, "JobOptions", partial(co.JobOptions, grace_s=0.5))
     return
 
 

@@ -182,7 +182,7 @@ async def test_a_spare_takes_a_lost_stage_out_of_the_whole_checkpoint_of_another
     cluster: Cluster, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk of the lost one is gone with it."""
-    monkeypatch.setattr(jobs.co, "Terms", partial(co.JobOptions, grace_s=1.0))  # nobody comes back
+    monkeypatch.setattr(jobs.co, "JobOptions", partial(co.JobOptions, grace_s=1.0))  # nobody comes back
     profile = profile_of(text, 2, 1, job={"steps": 60})
     job = await cluster.create(profile)
     for _ in range(3):

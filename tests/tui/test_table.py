@@ -23,7 +23,7 @@ class TableApp(App[None]):
     def compose(self) -> ComposeResult:
         yield LiveTable(COLUMNS, id="t")
 
-    def on_live_table_moved(self, event: LiveTable.CursorMoved) -> None:
+    def on_live_table_cursor_moved(self, event: LiveTable.CursorMoved) -> None:
         self.moved.append(event.key)
 
 

@@ -204,7 +204,7 @@ class Speculation(RuleBasedStateMachine):
 
     def some(self, data: Any) -> tuple[int, Drafter] | None:
         real = [(number, drafter) for number, drafter in self.drafters.items() if drafter.core is not None]
-        return data.sample_index(st.sampled_from(real)) if real else None
+        return data.draw(st.sampled_from(real)) if real else None
 
     @rule(data=st.data())
     def drafter_computes(self, data: Any) -> None:
@@ -241,7 +241,7 @@ class Speculation(RuleBasedStateMachine):
     @rule(data=st.data())
     def drafter_dies(self, data: Any) -> None:
         if self.drafters:
-            number = data.sample_index(st.sampled_from(sorted(self.drafters)))
+            number = data.draw(st.sampled_from(sorted(self.drafters)))
             del self.drafters[number]
             self.take(DrafterLost(number))
 
@@ -254,7 +254,7 @@ class Speculation(RuleBasedStateMachine):
     def nonsense(self, data: Any, epoch: int, offset: int, tokens: list[int]) -> None:
         if fools := [number for number, drafter in self.drafters.items() if drafter.core is None]:
             position = len(self.core.history) + offset
-            self.take(Drafted(data.sample_index(st.sampled_from(fools)), epoch, position, tuple(tokens)))
+            self.take(Drafted(data.draw(st.sampled_from(fools)), epoch, position, tuple(tokens)))
 
     @rule(resting=st.sampled_from([False, False, False, True]))
     def another_text_finds_what_drafters_are_worth(self, resting: bool) -> None:
