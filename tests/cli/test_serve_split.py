@@ -205,13 +205,13 @@ def test_a_split_verifiers_text_is_transformers_own_whoever_dies(tmp_path: Path)
 
 def test_a_model_of_bf16_writes_in_fp32_where_that_is_asked_for(tmp_path: Path) -> None:
     model = made(tmp_path, torch.bfloat16)
-    expected = reference(model, 60, SAMPLED)
-    assert expected != reference(model, 60, SAMPLED, torch.bfloat16), "the two types can be told apart"
+    expected = reference(model, 200, SAMPLED)
+    assert expected != reference(model, 200, SAMPLED, torch.bfloat16), "a text this long shows the type"
 
     async def scene() -> None:
         async with serving(tmp_path, model, None, "fp32") as served:
             assert served.said("serving") == ["model writes text in fp32, 256 tokens of context"]
-            tokens, _ = await served.ask(60, SAMPLED)
+            tokens, _ = await served.ask(200, SAMPLED)
             assert tokens == expected
 
     run_virtual(scene())

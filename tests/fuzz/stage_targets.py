@@ -201,7 +201,7 @@ TABLES = Target(
     st.lists(_PAGES, min_size=1, max_size=4),
     _check_pages,
     (
-        "roles.model_table.TableTaker.take_untrusted",
+        "roles.model_table.TableReceiver.take_untrusted",
         "roles.model_table.check_record_untrusted",
         "roles.worker.model_loading._owned_untrusted",
     ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -72,6 +73,27 @@ class Peer:
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
         self.identity.release()
+
+
+class Gate:
+    """Stops the workers' computing at each of ``steps`` in turn, until the test lets them on."""
+
+    def __init__(self, *steps: int) -> None:
+        self._stops = [(step, threading.Event()) for step in steps]
+
+    def on(self) -> None:
+        """Let them on, past the first step at which they are still stopped."""
+        next(opened for _, opened in self._stops if not opened.is_set()).set()
+
+    def away(self) -> None:
+        for _, opened in self._stops:
+            opened.set()
+
+    def wait(self, step: int, _index: int) -> None:
+        """Called by the engine, on its thread, before it computes a micro-batch."""
+        for stop, opened in self._stops:
+            if step >= stop:
+                assert opened.wait(60), "the test never let them on"
 
 
 def _of_stand_ins(profile: Profile) -> Factory:

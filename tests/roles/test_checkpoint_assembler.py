@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from p2ptrain.core.disk import RealDisk
 from ring import coordination as co
 from roles.engine import Stage
 from roles.stand_in import StandInEngine
-from tests.roles.in_process import Cluster, Peer
+from tests.roles.in_process import Cluster, Gate, Peer
 from wire.memory import MemoryNetwork
 
 
@@ -102,43 +101,24 @@ async def ended_undisturbed(cluster: Cluster, job: str, profile: Profile) -> Non
     assert b"".join(by_stage[stage] for stage in sorted(by_stage)) == undisturbed(profile)
 
 
-class EnrolmentPolicy:
-    """Workers compute up to a step, and no further until they are let on; then up to the next one."""
-
-    def __init__(self, *steps: int) -> None:
-        self._stops = [(step, threading.Event()) for step in steps]
-
-    def on(self) -> None:
-        """Past the first step at which they are still stopped."""
-        next(opened for _, opened in self._stops if not opened.is_set()).set()
-
-    def away(self) -> None:
-        for _, opened in self._stops:
-            opened.set()
-
-    def part(self, profile: Profile, stage: Stage) -> StandInEngine:
-        return StandInEngine(profile, stage=stage, on_micro_batch=self._pass)
-
-    def _pass(self, step: int, index: int) -> None:
-        for stop, opened in self._stops:
-            if step >= stop:
-                assert opened.wait(30), "the test never let them on"
-
-
 @pytest.fixture
-def gate() -> Iterator[EnrolmentPolicy]:
+def gate() -> Iterator[Gate]:
     """At step 25: the checkpoints are those of 10 and 20. While one is being saved all go without the next: where the
     disk is slower than 10 of these steps, there would be none of 20, but for the stop before it."""
-    made = EnrolmentPolicy(15, 25)
+    made = Gate(15, 25)
     yield made
     made.away()
 
 
-async def running(cluster: Cluster, profile: Profile, gate: EnrolmentPolicy, slots: int) -> tuple[str, list[Peer]]:
+async def running(cluster: Cluster, profile: Profile, gate: Gate, slots: int) -> tuple[str, list[Peer]]:
     """A job of which every keeper has the whole of step 20: its id, and the members in order of their stages."""
     job = await cluster.create(profile)
+
+    def part(profile: Profile, stage: Stage) -> StandInEngine:
+        return StandInEngine(profile, stage=stage, on_micro_batch=gate.wait)
+
     for slot in range(1, slots + 1):
-        cluster.join(slot=slot, build_part=gate.part)
+        cluster.join(slot=slot, build_part=part)
     await cluster.whole(job, 10, profile.checkpoint.copies)
     gate.on()
     await cluster.whole(job, 20, profile.checkpoint.copies)
@@ -159,7 +139,7 @@ async def lose(peer: Peer) -> None:
 
 @pytest.mark.parametrize("encrypted", [False, True])
 async def test_a_spare_takes_over_a_stage_that_died_with_its_disk(
-    tmp_path: Path, impatient: None, gate: EnrolmentPolicy, encrypted: bool
+    tmp_path: Path, impatient: None, gate: Gate, encrypted: bool
 ) -> None:
     cluster = Cluster(tmp_path / "cluster", MemoryNetwork(), encrypted=encrypted)
     await cluster.start_seed()
@@ -176,7 +156,7 @@ async def test_a_spare_takes_over_a_stage_that_died_with_its_disk(
         await cluster.close()
 
 
-async def test_files_that_were_changed_are_not_taken(cluster: Cluster, impatient: None, gate: EnrolmentPolicy) -> None:
+async def test_files_that_were_changed_are_not_taken(cluster: Cluster, impatient: None, gate: Gate) -> None:
     """The run goes back further, to a whole that is what it was."""
     profile = profile_of(checkpoint={"copies": 1})
     job, members = await running(cluster, profile, gate, 3)
@@ -194,7 +174,7 @@ async def test_files_that_were_changed_are_not_taken(cluster: Cluster, impatient
 
 
 async def test_workers_that_come_back_to_other_stages_need_no_network(
-    cluster: Cluster, impatient: None, gate: EnrolmentPolicy
+    cluster: Cluster, impatient: None, gate: Gate
 ) -> None:
     """Both have the whole: each takes the part that it is given now out of its own."""
     profile = profile_of()
@@ -226,7 +206,7 @@ async def test_no_room_for_the_whole_is_told_and_ends_nothing(
         assert "step 30 is not put together here: a checkpoint needs" in said(peer, "not-gathered")[-1]
 
 
-async def test_a_person_may_go_back_to_a_whole_and_delete_one(cluster: Cluster, gate: EnrolmentPolicy) -> None:
+async def test_a_person_may_go_back_to_a_whole_and_delete_one(cluster: Cluster, gate: Gate) -> None:
     profile = profile_of(300, checkpoint={"copies": 1})
     job, members = await running(cluster, profile, gate, 2)
     found = {item["step"]: item for item in await wholes_of(cluster, job)}

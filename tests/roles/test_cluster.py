@@ -95,7 +95,7 @@ async def test_a_run_ends_with_the_same_bits_everywhere_and_the_losses_of_one_pr
     assert {item["step"] for item in saved} >= {8, 12}
 
 
-class EnrolmentPolicy(StandInEngine):
+class Gate(StandInEngine):
     """Stops before one step until it is let go, so that a test can act in the middle of a run."""
 
     def __init__(self, profile: Profile, step: int, reached: threading.Event, go: threading.Event) -> None:
@@ -115,8 +115,8 @@ class Gates:
         self.step = step
         self.reached, self.go = threading.Event(), threading.Event()
 
-    def build(self, profile: Profile) -> EnrolmentPolicy:
-        return EnrolmentPolicy(profile, self.step, self.reached, self.go)
+    def build(self, profile: Profile) -> Gate:
+        return Gate(profile, self.step, self.reached, self.go)
 
     async def wait(self) -> None:
         assert await asyncio.to_thread(self.reached.wait, 20), "the step never came"

@@ -19,7 +19,7 @@ from ring import coordination as co
 from roles.seed import jobs
 from roles.strategies.pipeline import strategy_of
 from roles.worker.build import engine_builder, stage_builder
-from tests.roles.in_process import Cluster, Peer
+from tests.roles.in_process import Cluster, Gate, Peer
 from wire.memory import MemoryNetwork
 
 STEPS = 50
@@ -71,6 +71,23 @@ def one_process(profile: Profile) -> tuple[list[float], dict[int, float], dict[s
 
 def join(cluster: Cluster, slot: int | None = None, **options: Any) -> Peer:
     return cluster.join(build_part=stage_builder(threads=1), strategies=strategy_of, slot=slot, **options)
+
+
+def gated(gate: Gate) -> Any:
+    """Builds stages that wait at the gate before a forward pass."""
+
+    def build(profile: Profile, stage: Any) -> Any:
+        engine: Any = stage_builder(threads=1)(profile, stage)
+        forward = engine.forward
+
+        def held(step: int, index: int, inputs: Any) -> Any:
+            gate.wait(step, index)
+            return forward(step, index, inputs)
+
+        engine.forward = held
+        return engine
+
+    return build
 
 
 def done(item: dict[str, Any]) -> bool:
@@ -166,10 +183,11 @@ async def test_without_a_spare_the_whole_replica_goes_on(cluster: Cluster, text:
 
 
 async def test_a_restart_of_everything_goes_on_from_the_parts_checkpoints(cluster: Cluster, text: Path) -> None:
-    profile = profile_of(text, 2, 1, job={"steps": 60})
+    profile, gate = profile_of(text, 2, 1, job={"steps": 60}), Gate(35)
     job = await cluster.create(profile)
-    peers = [join(cluster, slot=number) for number in (1, 2)]
+    peers = [cluster.join(build_part=gated(gate), strategies=strategy_of, slot=number) for number in (1, 2)]
     await cluster.saved(job, 20, 2)
+    gate.away()
     for peer in peers:
         await peer.die()
     await cluster.restart_seed()
@@ -183,13 +201,14 @@ async def test_a_spare_takes_a_lost_stage_out_of_the_whole_checkpoint_of_another
 ) -> None:
     """The disk of the lost one is gone with it."""
     monkeypatch.setattr(jobs.co, "JobOptions", partial(co.JobOptions, grace_s=1.0))  # nobody comes back
-    profile = profile_of(text, 2, 1, job={"steps": 60})
+    profile, gate = profile_of(text, 2, 1, job={"steps": 60}), Gate(35)
     job = await cluster.create(profile)
     for _ in range(3):
-        join(cluster)
+        cluster.join(build_part=gated(gate), strategies=strategy_of)
     await cluster.whole(job, 20)
     item = await cluster.job_until(job, at(30))
     members = await members_of(cluster, job, item)
+    gate.away()
     await members[1].die()
     shutil.rmtree(members[1].identity.directory)
     await ended_as_one_process(cluster, job, profile)

@@ -76,7 +76,7 @@ def test_attempts_fence_what_is_older() -> None:
     session = session_at(epoch=2)
     assert session.admit(work_of(epoch=2), bytearray())
     assert not session.admit(work_of(epoch=1), bytearray())
-    with pytest.raises(ProtocolError, match="attempt 3"):
+    with pytest.raises(ProtocolError, match="epoch 3"):
         session.admit(work_of(epoch=3), bytearray())
     with pytest.raises(Refused, match="not newer"):
         session.raise_epoch(2)

@@ -369,7 +369,7 @@ def test_a_client_may_not_flood_a_stage(tmp_path: Path, model: ModelDirectory) -
         for number in range(MOST_QUEUED + 5):
             chain.clients[0].give(*ids_work("s1", [1], keep=number, last=0, number=number, samples=0))
         await lost(chain.clients[0])
-        assert f"more than {MOST_QUEUED} works" in chain.stages[0].problems[0].message
+        assert f"more than {MOST_QUEUED} requests" in chain.stages[0].problems[0].message
 
     with_chain(tmp_path, model, (0, 3, 6), test, faults=True)
 

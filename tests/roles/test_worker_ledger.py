@@ -11,7 +11,7 @@ from wire.job_messages import LedgerRow, LedgerRows
 ORIGIN = first_lineage("spec")
 
 
-class VerdictReceived:
+class Told:
     """A ledger, and what it said."""
 
     def __init__(self, steps: int = 0, members: int = 2) -> None:
@@ -35,7 +35,7 @@ class VerdictReceived:
 
 
 def test_rows_are_told_from_where_the_seed_has_none() -> None:
-    told = VerdictReceived(5)
+    told = Told(5)
     assert told.beyond(0) == [1, 2, 3, 4, 5]
     assert told.beyond(3) == [4, 5]
     assert told.beyond(5) == told.beyond(9) == []
@@ -45,7 +45,7 @@ def test_rows_are_told_from_where_the_seed_has_none() -> None:
 
 
 def test_messages_and_memory_are_bounded() -> None:
-    told = VerdictReceived(ROWS + 10, members=100)
+    told = Told(ROWS + 10, members=100)
     assert told.beyond(0) == list(range(11, ROWS + 11))
     sizes = [len(encode(message)) for message in told.said]
     assert max(sizes) < CONTROL_FRAME_BYTES
@@ -53,7 +53,7 @@ def test_messages_and_memory_are_bounded() -> None:
 
 
 def test_rows_of_a_past_that_was_given_up_are_dropped() -> None:
-    told = VerdictReceived(5)
+    told = Told(5)
     told.ledger.stands_at(3, told.lineages[3])
     assert told.beyond(0) == [1, 2, 3]
     told.lineages = told.lineages[:4]
@@ -65,7 +65,7 @@ def test_rows_of_a_past_that_was_given_up_are_dropped() -> None:
 
 
 def test_a_state_from_elsewhere_begins_anew() -> None:
-    told = VerdictReceived(3)
+    told = Told(3)
     told.lineages = ["cd" * 16] * 8
     told.ledger.add(LedgerRow(8, 2, b"x" * 16, bytes(8)), "cd" * 16)
     assert told.beyond(0) == [8]

@@ -10,7 +10,7 @@ from roles.verifier.targets import TargetSession
 
 
 @dataclass
-class VerdictReceived:
+class Told:
     """What came of it.
 
     Attributes:
@@ -33,7 +33,7 @@ async def decoded(
     vocab_size: int = 97,
     chunk: int = 2048,
     kept: int = 0,
-) -> VerdictReceived:
+) -> Told:
     """As many tokens as ``wanted`` has.
 
     Args:
@@ -42,7 +42,7 @@ async def decoded(
         chunk: positions of the prompt in a pass. kept: of the prompt, which the session has.
     """
     rng = random.Random(seed)
-    told, picked = VerdictReceived([]), tuple[int, ...]()
+    told, picked = Told([]), tuple[int, ...]()
     for start in range(kept, len(prompt), chunk):
         ids = prompt[start : start + chunk]
         last = start + chunk >= len(prompt)
