@@ -1,50 +1,50 @@
-"""The coordinator: who trains together, from which step. One per job, run by the seed, never on the path of a step.
+"""The coordinator: which workers train together, and from which step. The seed runs one per job; no step waits for it.
 
 Rules
-    1. A view is minted only when no member of the view before it may still be training: each one stands still (it said
-       so for that generation), is lost, or was struck off after a deadline.
-    2. The run's state belongs to the *survivors*: members of the last view that stand still in it. A newcomer heals;
-       what it brings from its own disk counts only where no survivor is left.
-    3. A view starts at the highest step that an survivor applied. Who can redo it from its redo buffer is healthy, too.
-    4. A lost link to the seed is not a death, be it that of all: the ring's neighbours see a death at once and report
-       ``broken``. Only for a member that stays away while the ring runs on, the ring is held, and goes on without it.
-       Before the first commit of a view there may be no ring yet that could notice: there it counts as a death. A
-       member that comes as a new worker has no ring any more, and so its whole view has none.
-    5. Where no survivor is left, nothing is given up that may still come: less than the newest known step is started
-       from only when nobody has more, or after patience: as long as it took to compute what would be lost, within
-       ``grace_s`` and ``build_s``. What peers hold of a course given up counts no more (``RecoveryPolicy``).
-    6. What a person asked for (pause, restore) is carried out when all stand still; cancel, at once.
-    7. A newcomer fetches the state beside the running ring, which is held when the newcomer follows, or has had its
-       time (``CatchUps``). A view of survivors is made without those that do not follow yet: nobody waits for them.
-       What such a peer said of its state counts for nothing, for it changes; it is never called healthy.
+    1. A view is minted only when no member of the previous view may still be training. Each of them is stopped (it
+       reported so for that generation), is lost, or was struck off after a deadline.
+    2. The run's state belongs to the *survivors*: the members of the last view that are stopped in it. A newcomer
+       heals. The state on its own disk counts only if there is no survivor.
+    3. A view starts at the highest step that a survivor applied. A member that can redo that step is healthy, too.
+    4. A lost link to the seed is not a death, not even if all links are lost: a neighbour in the ring notices a death
+       at once and reports ``broken``. If a member stays away while the ring runs on, the coordinator holds the ring,
+       and the next view is without that member. Before the first commit of a view there may be no ring that notices,
+       so there a lost link counts as a death. If a member comes back as a new worker, its whole view has no ring.
+    5. Without survivors, the coordinator gives up no state that may still come back. It starts from less than the
+       newest known step only if no peer can have more, or after its patience: the time that the lost steps took to
+       compute, within ``grace_s`` and ``build_s``. The states of an abandoned branch do not count (``RecoveryPolicy``).
+    6. A person's pause or restore happens when all members are stopped. A cancel happens at once.
+    7. A newcomer fetches the state beside the running ring. The ring is held when the newcomer follows it, or when the
+       newcomer's time is over (``CatchUps``). A view of survivors does not wait for newcomers that do not follow yet.
+       Their reported states do not count, because these states change; such a newcomer is never called healthy.
     8. *Two sides.* The newest generation that the seed minted wins, however far another side has come. A side that is
-       cut off from the seed goes on, with unchanged membership only, and re-forms never: when it breaks it stands
-       still. It is taken back as it is as long as no newer generation was minted; after that its members are released
-       and come in as newcomers. While all members of a ring are cut off and fresh workers ask, rule 5 decides: the
-       fresh ones start from less than is known only after patience, and from then on the old side has lost.
-    9. A member that dies again and again, breaks links or spoils steps sits out for a while (``ring.quarantine``).
-       Whoever sits out is in only where there is nobody else.
+       cut off from the seed continues with unchanged members only. It never forms a new ring: when it breaks, it stops.
+       The coordinator takes it back as it is, as long as no newer generation was minted. After that its members are
+       released and come in as newcomers. If all members of a ring are cut off and fresh workers come, rule 5 applies:
+       they start from less than the newest known step only after the patience. Then the old side has lost.
+    9. A member that repeatedly dies, breaks links or spoils steps is excluded for a while (``ring.quarantine``). An
+       excluded member is in a view only if no other member is there, or no other holds the state.
 
-Theory of operation: ``_running`` is the set of members whose standstill is not known. Every event changes what is
-known; then ``_advance`` looks whether the phase may change. Time enters only as ``now``; deadlines are named and armed,
-and expire with whatever event comes after them (``Signal.TICK`` says nothing but the time).
+Theory of operation: ``Roster.running`` has the members that are not known to be stopped. Every event changes what the
+coordinator knows; then ``_advance`` checks whether the phase changes. Time enters only as ``now``. Deadlines have
+names, and expire with the next event after their time (``Signal.TICK`` tells nothing but the time).
 
-    phase     what ends it                                             next        says
-    WAITING   the state is at hand (first view: enough workers)        RUNNING     Mint
+    phase     what ends it                                             next        instruction
+    WAITING   the state is available (first view: enough workers)      RUNNING     Mint
     WAITING   a member is back from a view that may still run          RUNNING
     WAITING   pause                                                    PAUSED
-    RUNNING   a newcomer stands ready (rule 7)                         RUNNING     SendCatchUp
+    RUNNING   a newcomer is ready (rule 7)                             RUNNING     SendCatchUp
     RUNNING   newcomer, pause, restore, leave, a member stays away     STOPPING    SendHold
     RUNNING   a member reports held, broken, done, failed or ready     STOPPING    SendHold
-    RUNNING   nobody is left, or came back in time                     WAITING
-    STOPPING  all stand still                                          WAITING     (then Mint, if the state is at hand)
-    STOPPING  all stand still, a pause was asked for                   PAUSED
-    STOPPING  all stand still, all done / all failed                   DONE, FAILED
-    STOPPING  all stand still, a step that nobody can compute          FAILED
+    RUNNING   no member is left, or none came back in time             WAITING
+    STOPPING  all are stopped                                          WAITING     (then Mint, if the state is there)
+    STOPPING  all are stopped, a pause was requested                   PAUSED
+    STOPPING  all are stopped, all done / all failed                   DONE, FAILED
+    STOPPING  all are stopped, no member can compute the step          FAILED
     PAUSED    resume, restore, or a member that still trains           STOPPING    SendHold
     any live  cancel                                                   CANCELLED   SendRelease
-    WAITING   every worker there is failed, there never was a view,    FAILED
-              and none is on its way back to a seed that was away
+    WAITING   every worker has failed, there never was a view, and     FAILED
+              no worker may return to a seed that was away
     ended     restore                                                  WAITING     SendAssign, as peers are offered
 """
 
@@ -86,34 +86,34 @@ from ring.view import View
 from wire.job_messages import MemberRecord, Report
 
 DONORS = 3
-"""To each newcomer; more would only slow down more members' steps."""
+"""Sources for each newcomer. More sources would slow down more members' steps."""
 
 
 class Coordinator:
-    """One job's core; see the head of this file. ``handle`` is the only method that changes anything."""
+    """The core of one job; see the top of this file. Only ``handle`` changes it."""
 
     def __init__(self, job: str, terms: co.JobOptions, *, past: co.StoredJob | None = None, now: float = 0.0) -> None:
         told, past = ((past.state, past.reason) if past is not None else None), past or co.StoredJob()
         self.job, self.terms, self.view, self.corpus = job, terms, past.view, past.corpus
-        self.paused = past.paused  # what a person wants; the phase follows
+        self.paused = past.paused  # what a person requested; the phase follows
         self.restore: co.Restore | None = None
         self.reason = past.reason
         self.phase = Phase(past.state) if past.state in ENDED else Phase.PAUSED if past.paused else Phase.WAITING
         self._who = Roster()
-        self._banned: set[str] = set()  # failed, or have other data: not taken until they connect anew
-        self._failures: dict[str, str] = {}  # in the last view
-        self._last_failure = ""  # of a worker that nobody took the place of
+        self._banned: set[str] = set()  # failed or have other data: refused until they connect again
+        self._failures: dict[str, str] = {}  # peer id → reason, in the last view
+        self._last_failure = ""  # of a worker that no other worker has replaced
         self._recovery = RecoveryPolicy(past.known_step, past.saved, past.branch, past.step_s)
         self._deadlines = Deadlines()
-        self._committed = True  # a step, in the present view; one from before this seed has had its time
-        self._short_since: float | None = None  # when it began to wait for a state that is not at hand
+        self._committed = True  # the current view has committed a step; assumed for a view that an earlier seed minted
+        self._short_since: float | None = None  # when it began to wait for a state that no peer here holds
         self._quarantine = Quarantine(terms.cooldown_s)
         self._catch_ups = CatchUps()
         self._measured = co.Measured({})
-        self._carriage = ""  # what was last said of streams and codec
+        self._carriage = ""  # the last reported choice of streams and codec
         self._history: deque[tuple[float, Phase, co.Event]] = deque(maxlen=40)
         self._out: list[co.Instruction] = []
-        if self.phase is Phase.WAITING and self.view is not None:  # its ring may well be running: take it back as it is
+        if self.phase is Phase.WAITING and self.view is not None:  # its ring may still run: take it back as it is
             self.phase = Phase.RUNNING
             self._who.running = {member.peer_id for member in self.view.members}
             self._who.unheard = set(self._who.running)
@@ -126,7 +126,7 @@ class Coordinator:
 
     @property
     def state(self) -> str:
-        """``JobInfo.state``: as the phase, but ``forming`` while a view is being made or taken back."""
+        """``JobInfo.state``: the phase, but ``forming`` while a view is being formed or taken back."""
         unheard = bool(self._who.unheard) or not self._who.running
         forming = self.phase is Phase.STOPPING or (self.phase is Phase.RUNNING and unheard)
         return "forming" if forming else self.phase.value
@@ -153,7 +153,7 @@ class Coordinator:
         return self._recovery.patience_s(step, self.terms.grace_s, self.terms.build_s)
 
     def paused_survivors(self) -> Reports | None:
-        """Those that carry a paused job's state in memory; None where it is not paused, or has nobody to let go."""
+        """The reports of members that hold a paused job's state in memory; None if no member can be released."""
         quiet = self.phase is Phase.PAUSED and bool(self._who.peers) and not self._who.running
         return self._who.survivors(self.view) if quiet else None
 
@@ -161,7 +161,7 @@ class Coordinator:
         return min([*self._deadlines.next(), *self._quarantine.next(), *self._catch_ups.next()], default=None)
 
     def handle(self, event: co.Event, now: float) -> list[co.Instruction]:
-        """Take in one event; returns what to do, in order. ``now`` is monotonic seconds and never goes back."""
+        """Take one event and return the instructions, in order. ``now`` is monotonic seconds and never goes back."""
         self._out = []
         self._history.append((now, self.phase, event))
         for part in event.events if isinstance(event, co.Together) else (event,):
@@ -229,24 +229,24 @@ class Coordinator:
         elif report.status == "failed":
             self._failed(known, report, now)
         elif self.restore and self.phase is Phase.WAITING:
-            return  # it was told to load a checkpoint: what it was before that is of no interest
+            return  # it must load a checkpoint; the state before that does not matter
         elif current:
             self._of_the_view(known, report, now)
         elif report.status in STANDSTILL and self._never_heard(event.peer_id, report):
             known.standing = report
             self._no_longer_trains(event.peer_id, now)
         elif event.peer_id in self._who.running:
-            return  # said before the view it is in now was announced
+            return  # sent before its current view was announced
         elif self.phase in (Phase.RUNNING, Phase.STOPPING) and report.status in {*STANDSTILL, "training"}:
             self._give_up(event.peer_id)  # rule 8
         elif report.status in STANDSTILL:
-            known.standing = report  # of a ring that is over, as is the one after it
+            known.standing = report  # its ring is over, and so is the ring after it
         elif report.status == "training":
             self._give_up(event.peer_id)
 
     def _never_heard(self, peer_id: str, report: Report) -> bool:
-        """Whether a member of the view, that says where it stood before, was lost before it was told of it, or the seed
-        was. Then the view has never begun: no step is committed without all of its members."""
+        """Whether a member of the view, which reports an earlier one, did not receive the view because it or the seed
+        was lost. Then the view has never begun: no step is committed without all of its members."""
         view = self.view
         if view is None or view.rank_of(peer_id) is None:
             return False
@@ -278,7 +278,7 @@ class Coordinator:
 
     def _trains(self, known: KnownPeer, now: float) -> None:
         known.standing = None
-        self._catch_ups.forget(known.peer.peer_id)  # it followed, until it heard of the view that it is in
+        self._catch_ups.forget(known.peer.peer_id)  # it followed until it received its view
         self._who.away.discard(known.peer.peer_id)
         self._who.running.add(known.peer.peer_id)
         if self.phase is Phase.WAITING:
@@ -295,7 +295,7 @@ class Coordinator:
         peer_id = known.peer.peer_id
         if report.status == "following" and peer_id not in self._catch_ups.moving:
             if not known.returned or peer_id in self._who.running - self._who.unheard:
-                return  # it was let in, or called back, meanwhile
+                return  # it was let in or called back in the meantime
             self._catch_ups.let_in(peer_id, anew=False)
         if report.corpus and not self.corpus:
             self.corpus = report.corpus
@@ -331,7 +331,7 @@ class Coordinator:
             self._stop(now, "the ring stopped")
             if status == "held":
                 self._deadlines.arm("leave", now + LEAVE_S)
-        if status == "broken":  # so all others report soon; held and done wait for the slowest member's disk
+        if status == "broken":  # then all others report soon; held and done wait for the slowest member's disk
             self._quarantine.broken = True
             self._hurry(now)
 
@@ -356,7 +356,7 @@ class Coordinator:
         if was_running and self.phase is Phase.RUNNING:
             if event.left:
                 self._stop(now, f"{known.peer.name} left")
-            elif not self._committed:  # nothing runs on yet: members that form a ring would dial it in vain
+            elif not self._committed:  # no ring runs yet: members that form it would dial this one in vain
                 self._stop(now, f"{known.peer.name} is lost")
             else:  # rule 4
                 self._who.away.add(peer_id)
@@ -367,7 +367,7 @@ class Coordinator:
 
     def _progress(self, event: co.Progress, now: float) -> None:
         if self.view and event.step <= self.view.step:
-            return  # told again, or late: that says nothing of how fast this ring is
+            return  # repeated or late: tells nothing about the speed of this ring
         self._recovery.progressed(event.step, event.step_s)
         if self.view:
             self._committed = True
@@ -381,7 +381,7 @@ class Coordinator:
         self._recovery.saved = event.newest
 
     def _pause(self, event: Signal, now: float) -> None:
-        """The members save with the step that they stop at, so that they may be let go (``_yield``)."""
+        """Pause the job. The members save the step at which they stop, so that ``_yield`` can release them."""
         if self.phase in ENDED:
             return
         self.paused = True
@@ -436,7 +436,7 @@ class Coordinator:
             self._end(Phase.FAILED, self._last_failure)
         if "stop" in due:
             self._deadlines.arm("stop", now + self.terms.hold_s)  # until the phase ends, which clears it
-            if self._quarantine.broken or not self._who.running & self._who.healing:  # a long transfer is no reason
+            if self._quarantine.broken or not self._who.running & self._who.healing:  # else a slow transfer
                 self._strike_off(set(self._who.running), "it did not stop in time")
 
     def _advance(self, now: float) -> None:
@@ -453,7 +453,7 @@ class Coordinator:
     def _stood_still(self, now: float) -> None:
         survivors = self._who.survivors(self.view)
         if self.restore and self.paused:
-            self._go(Phase.PAUSED, "paused by a person")  # it goes back when it goes on
+            self._go(Phase.PAUSED, "paused by a person")  # the restore happens after the resume
         elif self.restore:
             self._begin_restore(now)
         elif survivors and all(report.status == "done" for report in survivors.values()):
@@ -477,7 +477,7 @@ class Coordinator:
         if self.restore and not self._restored(self.restore, now):
             return
         if self.view is None:
-            self._recall()  # of a ring that this seed never heard of
+            self._recall()  # they follow a ring that this seed does not know
             ready = self._candidates()
             if ready:
                 self.reason = f"{len(ready)} of {self.terms.workers} workers are ready"
@@ -507,8 +507,8 @@ class Coordinator:
         self._deadlines.start("build", now + self.terms.build_s)
 
     def _restored(self, restore: co.Restore, now: float) -> bool:
-        """Mint from the checkpoint that a person chose when all had time to load it; whether to look for another. Who
-        verified it may be on its way back, as others are that are here already."""
+        """Mint a view from the checkpoint that a person chose, once all peers had the time to load it. The peer that
+        verified it may still be on its way back. Returns True if nobody could load it, so another state is needed."""
         overdue, holders = "restore" in self._deadlines.passed, self._holders(restore)
         if not overdue and (self._who.building() or not (holders or restore.peer_id in self._who.peers)):
             return False
@@ -517,7 +517,7 @@ class Coordinator:
             return False
         self._say("error", "restore-failed", f"nobody could load the checkpoint of step {restore.step}")
         self.restore = None
-        self._deadlines.passed |= {"grace", "build"}  # what was newer has been set aside: there is nothing to wait for
+        self._deadlines.passed |= {"grace", "build"}  # newer states were set aside: there is nothing to wait for
         return True
 
     def _mint(self, chosen_from: Reports, now: float) -> None:
@@ -528,7 +528,7 @@ class Coordinator:
         ready, survivors, moving = self._candidates(), self._who.survivors(self.view), self._catch_ups.moving
         holders = {key for key, it in self._who.standing().items() if key not in moving and holds(it, step, lineage)}
         if not holders & ready.keys():
-            ready = self._who.standing()  # they sit out: better a bad link than a lost step
+            ready = self._who.standing()  # all holders are excluded, but a bad link is better than a lost step
         healthy = holders & ready.keys()
         if self.view and carried(survivors, self.view):  # rule 7
             at_once = healthy | survivors.keys()
@@ -592,7 +592,7 @@ class Coordinator:
     # -------------------------------------------------------------------------------------------------------- newcomers
 
     def _let_in(self, now: float) -> list[str]:
-        """Rule 7. Names of those to let in now, into a view that has room; others are asked to catch up."""
+        """Rule 7: names of newcomers to let in now, if the view has room. Asks others to catch up."""
         view, catch_ups = self.view, self._catch_ups
         room = self.terms.micro_batches - view.size if view else 0
         standing = {key: it for key, it in self._who.standing().items() if key not in self._quarantine.out}
@@ -616,8 +616,8 @@ class Coordinator:
         return self._who.peers[peer_id].peer.follows and not self._catch_ups.through(peer_id)
 
     def _sources(self, peer_id: str, view: View) -> tuple[MemberRecord, ...]:
-        """Members that give the newcomer the state: those with the fastest way to it, then the last in rank order, for
-        the first ones have checkpoints to write."""
+        """Choose the members that send the state to the newcomer: fast links first, then high ranks, because low ranks
+        write checkpoints."""
 
         def cost(rank: int) -> tuple[float, int]:
             link = known_link(self._measured.links, view.members[rank].peer_id, peer_id)
@@ -637,15 +637,14 @@ class Coordinator:
         if phase not in TRANSITIONS[self.phase]:
             raise InvalidTransition(f"{self.phase} → {phase}: {self.history}")
         self.phase, self.reason = phase, reason
-        self._deadlines.clear(keep=keep)  # each belongs to a phase
+        self._deadlines.clear(keep=keep)  # each deadline belongs to one phase
         if phase is not Phase.RUNNING:
             self._who.away.clear()
 
     def _stop(self, now: float, reason: str) -> None:
-        # Who is unheard and not back by then is not waited for any longer.
         self._go(Phase.STOPPING, reason, keep="absence" if self._who.unheard else "")
         if "absence" in self._deadlines:
-            self._deadlines.hasten("absence", now + RETURN_S)
+            self._deadlines.hasten("absence", now + RETURN_S)  # then unheard members are no longer waited for
         self._deadlines.arm("stop", now + self.terms.hold_s)
         self._hold(sorted(self._who.running - self._who.unheard), reason)
 

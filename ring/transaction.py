@@ -1,37 +1,34 @@
-"""The step transaction: how the members of a view apply a step all together, exactly once, or not at all.
+"""The step transaction: all members of a view apply a step exactly once, or none of them applies it.
 
 Rules
 -----
-1. A step is applied only after one token from *every* member of the view was seen, all tokens name the same
-   generation, step, lineage and digest of the reduced bytes, and none refuses the step (``ring.token``).
-2. Between the moment a member has sent its token and the moment it knows the outcome, it keeps the reduced bytes (the
-   redo buffer) and neither computes nor forgets.
-3. After a break, the next view's (step, lineage) decides: a member whose prepared step is exactly that one redoes it
-   from its buffer; one that applied it goes on; everyone else fetches the state from a healthy member. Anything that is
-   prepared and not named by the view is discarded.
-4. Ring-wide wishes (hold, save, leave) travel as flags inside the tokens. All members see the same set of tokens, so
+1. A member applies a step only after it has seen one token from *every* member of the view. All tokens must name the
+   same generation, step, lineage and digest of the reduced bytes, and none may refuse the step (``ring.token``).
+2. From the moment a member sends its token until it knows the outcome, it keeps the reduced bytes (the redo buffer)
+   and does not compute.
+3. After a break, the next view's (step, lineage) decides. A member whose prepared step is exactly that one redoes it
+   from its buffer. A member that applied it continues. Every other member fetches the state from a healthy member. A
+   prepared step that the view does not name is discarded.
+4. Requests to the whole ring (hold, save, leave) travel as flags in the tokens. All members see the same tokens, so
    all stop, or save, after the same step.
-5. An optimizer step cannot be interrupted: a break that arrives during it is dealt with after it.
-6. A step is *confirmed* when every member has sent the digest of its state after it: whoever sent that has applied it,
-   and no break can take it back. Only a confirmed step becomes a checkpoint: no digests, no checkpoint.
-7. The shares of a step follow from the tokens of the step before it (``ring.token.Shares``), which all members see;
-   those of a view's first step stand in the view. Every step that is applied is recorded with the view and the shares
-   in which it was computed, be it redone in another.
-8. A state that is being replaced, or that was found to differ from the others', is *torn*. A torn state is never
-   reported, trained on or given to others: it is healed again, or loaded anew from the disk.
+5. An optimizer step cannot be interrupted. A break that arrives during it is handled after it.
+6. A step is *confirmed* when every member has sent the digest of its state after the step. A member that sent this
+   digest has applied the step, and no break can take it back. Only a confirmed step becomes a checkpoint.
+7. The shares of a step follow from the tokens of the step before it (``ring.token.Shares``), which all members see.
+   The shares of a view's first step are in the view. Every applied step is recorded with the view and the shares in
+   which it was computed, even if a later view redoes it.
+8. A state is *torn* while it is being replaced, and when it was found to differ from the other members' states. A
+   torn state is never reported, trained on or given to others. It is healed again, or loaded again from the disk.
 
 Theory of operation
 -------------------
 The core has one *activity* at a time: redo, form the session, heal, compute, reduce, vote, apply, confirm, boundary
-work.
-``handle`` takes one event and returns instructions for the shell. The event that ends an activity carries the ticket
-that was given out with it, so the late result of an abandoned activity changes nothing. Rule 1 gives rule 3 its force:
-if any member applied step s, every member had sent its token for s, hence holds the reduced bytes of s.
+work. ``handle`` takes one event and returns instructions for the shell. The event that ends an activity repeats the
+activity's ticket, so the late result of an abandoned activity changes nothing. Rule 3 relies on rule 1: if any member
+applied step s, every member had sent its token for s, and so every member holds the reduced bytes of s.
 
-The core is strategy-agnostic: what "compute" and "reduce" do is the strategy's affair; it gets back a digest and
-squared norms.
-
-``NEXT`` below is the table of transitions.
+The core does not depend on the strategy. The strategy defines "compute" and "reduce", and returns a digest and squared
+norms. ``NEXT`` below is the table of transitions.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ from ring.view import View
 from wire.job_messages import LedgerRow, Report
 
 REASON_CHARS = 500
-"""Of a report's reason: it may hold what a neighbour said, and must fit a control frame."""
+"""Limit for a report's reason. The text may come from a neighbour, and the report must fit into a control frame."""
 
 
 class Phase(StrEnum):
@@ -69,7 +66,7 @@ class Phase(StrEnum):
     FAILED = "failed"
 
 
-# What may follow what. A break leads to IDLE from every phase of a running view; a failure to FAILED from everywhere.
+# The allowed transitions. Any phase of a running view may break (to IDLE), and any phase at all may fail (to FAILED).
 NEXT: dict[Phase, frozenset[Phase]] = {
     Phase.EMPTY: frozenset({Phase.IDLE}),
     Phase.IDLE: frozenset({Phase.REDOING, Phase.FORMING, Phase.EMPTY}),
@@ -105,19 +102,19 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Unloaded:
-    """The state in memory is given up: a person took the run back to a checkpoint. ``Loaded`` follows."""
+    """The state in memory is discarded, because a person restored a checkpoint. ``Loaded`` follows."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Torn:
-    """Outside a view, the state in memory begins to be replaced by another. ``Followed`` follows, or ``Unloaded``."""
+    """Outside a view, the worker begins to replace its state in memory. ``Followed`` or ``Unloaded`` follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """Outside a view, the state in memory was brought to that of a running ring's step."""
+    """Outside a view, the state in memory became the state of a step of a running ring."""
 
     applied: int
     lineage: str
@@ -136,7 +133,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """The reduce with ``ticket`` ended well. The rest is what this member's token says (``ring.token.Token``)."""
+    """The reduce with ``ticket`` succeeded. The other fields go into this member's token (``ring.token.Token``)."""
 
     ticket: int
     digest: bytes
@@ -149,7 +146,7 @@ class Reduced:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The tokens (of a vote), or the digests of the states (to confirm), of all members, in rank order."""
+    """All members' tokens (of a vote) or state digests (of a confirmation), in rank order."""
 
     ticket: int
     parts: tuple[bytes, ...]
@@ -157,7 +154,7 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The ring of ``generation`` cannot go on: a neighbour is gone, or a collective failed. Words as in ``Report``."""
+    """The ring of ``generation`` lost a neighbour, or a collective failed. The fields are those of ``Report``."""
 
     generation: int
     suspect: str
@@ -168,14 +165,14 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """This member cannot go on at all: out of memory, a loss that is not finite, a disk that is full."""
+    """This member cannot continue: out of memory, a loss that is not finite, a full disk."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class FlagRequested:
-    """Ask the ring for something at the next step boundary. ``generation`` 0 means: whichever view runs."""
+    """Ask the ring for something at the next step boundary. ``generation`` 0: in whichever view runs."""
 
     flag: Flag
     generation: int = 0
@@ -198,7 +195,7 @@ class FormRing:
 
 @dataclass(frozen=True, slots=True)
 class Heal:
-    """Fetch the state of ``view.step`` from ``view.sources()``. ``torn``: nothing in memory can be built on."""
+    """Fetch the state of ``view.step`` from ``view.sources()``. ``torn``: the state in memory cannot be reused."""
 
     ticket: int
     view: View
@@ -207,8 +204,8 @@ class Heal:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Gradients of micro-batches ``range(first, first + count)`` of step ``step`` (steps applied so far): this member's
-    share, or that of its replica, of whose model it holds a part."""
+    """Compute the gradients of micro-batches ``range(first, first + count)`` of step ``step`` (steps applied so far):
+    the share of this member, or of its replica if the model is split."""
 
     ticket: int
     step: int
@@ -230,7 +227,7 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """One optimizer step from the reduced bytes. ``redo``: the commit was another view's."""
+    """Take one optimizer step from the reduced bytes. ``redo``: an earlier view reduced them."""
 
     ticket: int
     step: int
@@ -240,7 +237,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Confirm:
-    """Gather the digests of all members' states after step ``applied``: a checkpoint is due."""
+    """Gather all members' state digests after step ``applied``, because a checkpoint is due."""
 
     ticket: int
     applied: int
@@ -248,11 +245,11 @@ class Confirm:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Between two steps.
+    """Do the work between two steps.
 
     Attributes:
-        save: a checkpoint is due, and the step is confirmed.
-        snapshot: sources were asked for a copy of the state.
+        save: write a checkpoint; the step is confirmed.
+        snapshot: copy the state, because sources were asked for it.
         last: the job is complete.
     """
 
@@ -265,14 +262,14 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class CloseRing:
-    """Close the session of the current view, and abandon its activity."""
+    """Close the session of the current view and abandon its activity."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reload:
-    """The state in memory is torn: load the newest good one from the disk, then say ``Loaded``."""
+    """The state in memory is torn: load the newest good state from the disk. ``Loaded`` follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +279,7 @@ class SendReport:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A step was applied: who computed it, be it redone in a later view. ``lineage``: before the step, hex."""
+    """Record an applied step with the view that computed it. ``lineage``: before the step, hex."""
 
     row: LedgerRow
     lineage: str
@@ -291,7 +288,7 @@ class Record:
 Instruction = (
     FormRing | Heal | Compute | Reduce | Vote | Apply | Confirm | Boundary | CloseRing | Reload | SendReport | Record
 )
-"""What the shell is to do. Activities carry a ticket that their closing event repeats."""
+"""What the shell must do. An activity carries a ticket, which the event at its end repeats."""
 
 
 # --------------------------------------------------------------------------------------------------------- the machine
@@ -301,9 +298,8 @@ class Transaction:
     """One member's side of the step transaction, for one job.
 
     Args:
-        job, peer_id: whose.
-        steps_total: the job is complete when so many steps are applied.
-        checkpoint_every: a checkpoint is due after every so many steps, and after the last; 0: only then.
+        steps_total: number of steps after which the job is complete.
+        checkpoint_every: steps between checkpoints; 0: none. The last step always has one.
         outlier_factor: see ``ring.token.Guard``.
     """
 
@@ -313,15 +309,15 @@ class Transaction:
         self.job = job
         self.peer_id = peer_id
         self.steps_total = steps_total
-        self.shares = Shares(())  # of this step
+        self.shares = Shares(())  # of the current step
         self.phase = Phase.EMPTY
         self.applied = 0
         self.lineage = ""
         self.square_sum = 0.0
         self.prepared_lineage = ""  # non-empty: the redo buffer holds step ``applied + 1``
         self.view: View | None = None
-        self.torn = False  # the state in memory is half replaced
-        self.anew = False  # the state was loaded since the view began: this member carries nothing of it any more
+        self.torn = False  # rule 8
+        self.anew = False  # loaded again since the view began: this member no longer holds the view's state
         self.history: deque[str] = deque(maxlen=40)
         self._checkpoint_every = checkpoint_every
         self._guard = Guard(outlier_factor)
@@ -330,15 +326,15 @@ class Transaction:
         self._prepared: LedgerRow | None = None  # the row of the step in the redo buffer
         self._next_shares = Shares(())
         self._wishes = Flag(0)
-        self._asked = Flag(0)  # the wishes that went out with this member's token
-        self._granted = Flag(0)  # what the tokens of the last committed step asked for
+        self._asked = Flag(0)  # the requests that this member's last token carried
+        self._granted = Flag(0)  # the union of the flags in the last committed step's tokens
         self._pending_break: Broken | None = None
         self._pending_view: View | None = None
 
     # ------------------------------------------------------------------------------------------------ the one mutator
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Take one event, give the instructions that follow. Raises ``ProtocolError`` for tokens that are none."""
+        """Take one event and return the instructions that follow. Raises ``ProtocolError`` for malformed tokens."""
         self.history.append(f"{self.phase} ← {event}"[:200])
         match event:
             case Loaded():
@@ -386,7 +382,7 @@ class Transaction:
 
     @property
     def may_give(self) -> bool:
-        """Whether the state stands still as the view's start: until this view ends or commits its first step."""
+        """Whether others may fetch this state: it is the view's start, until the view ends or commits a step."""
         view = self.view
         if view is None or self.torn or not (self.running or self.phase in (Phase.HELD, Phase.DONE)):
             return False
@@ -418,11 +414,11 @@ class Transaction:
         self.applied, self.lineage, self.torn, self.anew = event.applied, event.lineage, False, True
         self.square_sum, self.prepared_lineage, self._pending_break = event.square_sum, "", None
         self._guard.forget()
-        self.phase = Phase.IDLE  # from everywhere
+        self.phase = Phase.IDLE  # allowed from every phase
         return [*instructions, SendReport(self.report("ready")), *(self._enter(view) if view else [])]
 
     def _moved_beside(self, event: Torn | Followed) -> list[Instruction]:
-        """It was not a step of this member's ring: nobody may redo it from here, and norms of before say nothing."""
+        """Forget the redo buffer and the norms seen so far: the new state is not from a step of this member's ring."""
         self.prepared_lineage, self.torn = "", isinstance(event, Torn)
         if isinstance(event, Followed):
             self.applied, self.lineage, self.square_sum = event.applied, event.lineage, event.square_sum
@@ -434,7 +430,7 @@ class Transaction:
             self._leave_view(reason)
         self._pending_view = self._pending_break = None
         self.prepared_lineage, self.torn = "", True
-        self.phase = Phase.EMPTY  # from everywhere
+        self.phase = Phase.EMPTY  # allowed from every phase
         return [CloseRing(reason), Reload()]
 
     def _view_arrived(self, view: View) -> list[Instruction]:
@@ -457,7 +453,7 @@ class Transaction:
         self.shares = Shares(member.count for member in view.members)
         old = [CloseRing("a new view was announced")] if self.phase in (Phase.HELD, Phase.DONE) else []
         committed = self.applied + 1 == view.step and self.prepared_lineage == view.lineage
-        redo = bool(self.prepared_lineage) and committed and view.square_sum > 0  # without the norm: other bits
+        redo = bool(self.prepared_lineage) and committed and view.square_sum > 0  # clipping needs the norm
         if redo:
             self._go(Phase.REDOING)
             return [*old, Apply(self._next_ticket(), self.applied, view.square_sum, redo=True)]
@@ -476,7 +472,7 @@ class Transaction:
             self._pending_break = self._pending_break or event
             return []
         if not self.running:
-            return []  # held, done or waiting: nothing was under way
+            return []  # held, done or waiting: no activity to break
         return self._break_off(event)
 
     def _break_off(self, event: Broken) -> list[Instruction]:
@@ -494,7 +490,7 @@ class Transaction:
         report = self.report("failed", reason=reason)
         self._pending_break = self._pending_view = None
         self._ticket += 1
-        self.phase = Phase.FAILED  # from everywhere
+        self.phase = Phase.FAILED  # allowed from every phase
         return [*instructions, SendReport(report)]
 
     def _wish(self, event: FlagRequested) -> list[Instruction]:
@@ -556,7 +552,7 @@ class Transaction:
         view = self._current_view()
         if self.applied >= self.steps_total:
             return self._confirm()
-        first, count = self.shares.of(self._rank - view.stage_of(self._rank))  # the replica's is that of its stage 0
+        first, count = self.shares.of(self._rank - view.stage_of(self._rank))  # stage 0 has the replica's share
         self._go(Phase.COMPUTING)
         return [Compute(self._next_ticket(), self.applied, first, count)]
 
@@ -591,10 +587,10 @@ class Transaction:
         self._granted = Flag(0)
         for token in tokens:
             self._granted |= token.flags
-        self._wishes &= ~self._asked  # a wish that came after the token waits for the next one
-        # The same numbers summed in the same order on every member: clipping is bit-equal.
+        self._wishes &= ~self._asked  # a request that came after the token waits for the next token
+        # Every member sums the same numbers in the same order, so clipping is bit-equal.
         self.square_sum = sum((token.part for token in tokens), start=0.0)
-        # Of a split model the replicas' shares stay: what moves them is the slowest stage, and that is not in a token.
+        # A split model keeps its shares: they depend on each replica's slowest stage, which the tokens do not show.
         self._next_shares = self.shares if view.stages > 1 else self.shares.after([token.unit_us for token in tokens])
         self._go(Phase.APPLYING)
         return [Apply(self._next_ticket(), self.applied, self.square_sum, redo=False)]
@@ -650,7 +646,7 @@ class Transaction:
         return [Confirm(self._next_ticket(), self.applied)]
 
     def _confirmed(self, digests: Sequence[bytes]) -> list[Instruction]:
-        """Rule 6; and equal lineages promise equal bits: this checks it."""
+        """Rule 6. This also checks the promise that equal lineages mean equal bits."""
         view = self._current_view()
         if len(digests) != view.size:
             raise self._invalid(f"{len(digests)} digests")
@@ -660,12 +656,11 @@ class Transaction:
         return self._to_boundary(confirmed=True)
 
     def _unconfirmed(self, event: Broken) -> list[Instruction]:
-        """Somebody cannot say any more that it has applied the step. All have voted to stop after it, so they stand
-        still, without a checkpoint; but not where that was to be the run's last.
-        """
+        """Handle a break before the step was confirmed. If all members voted to stop here, this member stops without a
+        checkpoint. But the run's last step needs its checkpoint, so a break there ends the view."""
         if not self.stopping or self.applied >= self.steps_total:
             return self._break_off(event)
-        self._wishes |= self._granted & Flag.SAVE  # not now, but still wanted
+        self._wishes |= self._granted & Flag.SAVE  # still wanted, after a later step
         return self._to_boundary(confirmed=False)
 
     def _to_boundary(self, *, confirmed: bool) -> list[Instruction]:
@@ -675,9 +670,7 @@ class Transaction:
 
     @property
     def stopping(self) -> bool:
-        """Whether the ring stands still after the step that was applied last: all have voted for that, so whoever was
-        faster may be gone.
-        """
+        """Whether the ring stops after the last applied step. All voted for it, so a faster member may be gone."""
         return bool(self._granted & (Flag.HOLD | Flag.LEAVE)) or self.applied >= self.steps_total
 
     def _boundary_done(self) -> list[Instruction]:
@@ -691,19 +684,17 @@ class Transaction:
 
     def _stop(self, phase: Phase, status: str) -> list[Instruction]:
         self._go(phase)
-        self._wishes &= (
-            Flag.SAVE | Flag.SNAPSHOT
-        )  # one that came too late for the last token is granted after the next step
+        # A save or a copy of the state that was requested after the last token is granted after the next step.
+        self._wishes &= Flag.SAVE | Flag.SNAPSHOT
         self._granted = Flag(0)
         self._ticket += 1
         return [SendReport(self.report(status))]
 
     def _leave_view(self, reason: str) -> list[Instruction]:
-        if self.phase in (Phase.APPLYING, Phase.CONFIRMING):  # the boundary that would have granted it does not come
+        if self.phase in (Phase.APPLYING, Phase.CONFIRMING):  # the boundary that would have granted them does not come
             self._wishes |= self._granted
-        self._wishes &= (
-            Flag.SAVE | Flag.SNAPSHOT
-        )  # a hold or a leave has happened with this; a copy of the state is still wanted
+        # Leaving the view fulfils a hold or a leave. A save or a copy of the state is still wanted.
+        self._wishes &= Flag.SAVE | Flag.SNAPSHOT
         self._granted = Flag(0)
         self._ticket += 1
         self._go(Phase.IDLE)
