@@ -1,5 +1,5 @@
-"""The coordinator's vocabulary: what it is told (events), what it says (instructions), the terms of a job; and what it
-knows of peers and of how far the run came, with the pure functions that make up a view of that."""
+"""The coordinator's vocabulary: events, instructions, options of a job. Also what it knows of peers and of the run's
+progress, and the pure functions that make a view from that."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from wire.frame import CONTROL_FRAME_BYTES
 from wire.job_messages import MemberRecord, Report
 
 STANDSTILL = frozenset({"held", "broken", "done"})
-"""Values of ``Report.status`` by which a member says that it trains no more in the view that it names."""
+"""Values of ``Report.status`` of a member that has stopped training in the view that it names."""
 BESIDE = frozenset({"ready", "following"})
-"""Values by which a worker says that it may be put into a view; ``following``: it keeps up with the ring beside it."""
+"""Values of a worker that may be put into a view. ``following``: it keeps up with a ring that it is not in."""
 STATUSES = STANDSTILL | BESIDE | {"training", "healed", "failed"}
 """All values of ``Report.status``."""
 TORN_S = 3.0
-"""A member that was healing may first have to load its state anew: the others wait no longer than this for it."""
+"""How long the others wait for a member that was healing. It may have to load its state again."""
 RETURN_S = 10.0
-"""Longer than the longest pause of a worker that looks for its seed: who is not back by then, beside members that stand
-still and so wait, is no longer waited for."""
+"""How long stopped members wait for an absent one. Longer than a worker pauses between attempts to reach the seed."""
 LEAVE_S = 1.0
-"""A ring that stops unasked has a member that leaves, and says so next: a view with it would break at once."""
+"""If a ring stops unasked, a member is leaving and reports so next. A view with it would break at once."""
 FED = 2
-"""Newcomers that catch up at a time, for each member: each gives to two, so any crowd is in after few rounds."""
+"""Newcomers that catch up at a time, per member. Each member sends to two, so any crowd is in after a few rounds."""
 
 
 class Phase(StrEnum):
@@ -55,18 +54,18 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 
 class InvalidTransition(AssertionError):
-    """A defect of this program: what may not follow did. Its text carries the last events."""
+    """An impossible transition: a defect of this program. The text has the last events."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A worker, as views name it. ``host`` and ``port`` are where its data port is reached.
+    """A worker as views name it. ``host`` and ``port`` are the address of its data port.
 
     Attributes:
         follows: it can fetch the state beside a running ring (``CatchUp``).
-        workers: a replica stands for so many (``ring.replicas``).
-        memory_bytes: that it gives to parts of models; 0 where it does not say.
-        flops: how fast it computes, as it has measured; 0 where that is not known, None where it is going to tell.
+        workers: number of workers that a replica consists of (``ring.replicas``).
+        memory_bytes: memory for parts of models; 0: not reported.
+        flops: measured speed of its computing; 0: not known; None: it will be reported.
         on_host: it computes on a CPU.
     """
 
@@ -83,20 +82,20 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class JobOptions:
-    """What the job asks for, and how patient to be.
+    """A job's requirements and time limits.
 
     Attributes:
-        workers: the first view waits for this many.
-        micro_batches: of a global batch; more members than that stay spare, and of those at most two: they take a
-            place that becomes free.
-        settle_s: after a break, until members that are alive but say nothing are struck off. The dead are not waited
-            for: their connections tell.
-        hold_s: after a hold, the same. Long: a step may be.
+        workers: number of workers that the first view waits for.
+        micro_batches: number in a global batch, and so the most members. At most two more workers stay as spares, and
+            take a place that becomes free.
+        settle_s: after a break, until members that are alive but silent are struck off. A dead member is noticed at
+            once, because its connections close.
+        hold_s: the same after a hold. Long, because a step may be long.
         grace_s: for members that are away while the ring runs, and for the holder of the newest state.
-        build_s: for workers to build what may turn out to be the newest state, or a checkpoint that is to be restored.
-        cooldown_s: first time out for a peer whose link keeps breaking; doubles each time.
-        wishes: what the profile says of the ring.
-        minted_below: generations up to this one may have been minted by a seed that led before this one.
+        build_s: for workers to build a state that may be the newest one, or a checkpoint that is to be restored.
+        cooldown_s: first exclusion of a peer whose link keeps breaking; doubles each time.
+        wishes: the profile's options for the ring.
+        minted_below: an earlier seed may have minted generations up to this one.
     """
 
     workers: int
@@ -119,11 +118,11 @@ class StoredJob:
     """What a restarted seed read from its store.
 
     Attributes:
-        paused: a person asked for it; the state may not have got there.
-        saved: peer id → step of the newest checkpoint that it is known to hold.
-        branch: peers whose newest checkpoint is of this run, if it ever went back; see ``Mint``.
-        step_s: what a step took; 0 where it is not known.
-        reread: a seed that was here before read this: workers of the job may be on their way back.
+        paused: a person asked for a pause; ``state`` may not show it yet.
+        saved: peer id → step of its newest known checkpoint.
+        branch: peers whose newest checkpoint is of this run, if the run ever went back; see ``Mint``.
+        step_s: duration of a step; 0: not known.
+        reread: an earlier seed ran this job, so its workers may be on their way back.
     """
 
     state: str = "waiting"
@@ -143,8 +142,8 @@ class StoredJob:
 
 @dataclass(frozen=True, slots=True)
 class PeerOffered:
-    """A free worker, given to this job. ``own``: whether what is on its disk is of this run, where that is known better
-    than here (``StoredJob.branch``)."""
+    """A free worker is offered to this job. ``own``: whether its disk holds a state of this run; None: see
+    ``StoredJob.branch``."""
 
     peer: Peer
     own: bool | None = None
@@ -152,7 +151,7 @@ class PeerOffered:
 
 @dataclass(frozen=True, slots=True)
 class PeerReturned:
-    """A worker is back that was on this job, in the view ``generation`` (0: in none). Its report follows."""
+    """A worker of this job is back. It was in the view ``generation`` (0: in none). Its report follows."""
 
     peer: Peer
     generation: int
@@ -166,7 +165,7 @@ class PeerReported:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The control link ended, or was silent for too long. ``left``: the peer went on purpose."""
+    """The control link ended or was silent for too long. ``left``: the peer left on purpose."""
 
     peer_id: str
     reason: str
@@ -175,7 +174,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Rank 0 told of a committed step, and how long it took; 0 where it did not say."""
+    """Rank 0 reported a committed step and its duration; 0: not reported."""
 
     step: int
     step_s: float = 0.0
@@ -183,8 +182,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What is known now of the links between peers, and of a step's computing (0: nothing). Counts from the next view
-    on: no ring is ended for the sake of a better order."""
+    """The measured links between peers, and a step's compute time (0: not known). They apply from the next view on: no
+    ring is stopped for a better order."""
 
     links: Links = field(repr=False)
     compute_s: float = 0.0
@@ -197,8 +196,8 @@ class PeerTold:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """``newest``: peer id → step of the newest checkpoint that it is known to hold, of all that hold one; ``steps``: of
-    all that it holds, where that matters (``ring.replicas``); ``wholes``: of those that have all parts of a model."""
+    """``newest``: peer id → step of its newest known checkpoint. ``steps``: all steps that it holds, where that matters
+    (``ring.replicas``). ``wholes``: the steps of which it holds all parts of the model."""
 
     newest: Mapping[str, int] = field(repr=False)
     steps: Mapping[str, frozenset[int]] = field(default_factory=dict, repr=False)
@@ -216,7 +215,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Several things became known at once: nothing is decided before all are taken in."""
+    """Several events that happened at once: the coordinator takes in all of them before it decides."""
 
     events: tuple[Any, ...]
 
@@ -235,7 +234,7 @@ Event: TypeAlias = (
     "PeerOffered | PeerReturned | PeerReported | PeerLost | Progress | Measured | PeerTold | Saved"
     " | Restore | Together | Signal"
 )
-"""What happened. ``handle`` takes nothing else."""
+"""What ``handle`` takes."""
 
 
 # -------------------------------------------------------------------------------------------------------- instructions
@@ -243,8 +242,8 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class SendAssign:
-    """``stage``, ``stages``: the part of the model that it is to hold, of how many (``ring.replicas``); ``holders``:
-    who else has the files of all parts of ``restore_step``."""
+    """``stage``, ``stages``: the part of the model to hold, and the number of parts (``ring.replicas``). ``holders``:
+    peers that have the files of all parts of ``restore_step``."""
 
     peer_id: str
     corpus: str
@@ -256,15 +255,15 @@ class SendAssign:
 
 @dataclass(frozen=True, slots=True)
 class SendSurvey:
-    """Have the ways between these workers measured, where they are not known; then say ``Surveyed``."""
+    """Measure the unknown links between these workers; ``Signal.SURVEYED`` follows."""
 
     peer_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The layers with which the second and each later stage begin, for as long as the job lives: to be made durable
-    before anything that follows is told to anybody."""
+    """The layers with which the second and each later stage begin, for the life of the job. They must be durable before
+    any later instruction is sent."""
 
     cuts: tuple[int, ...]
 
@@ -278,7 +277,7 @@ class SendHold:
 
 @dataclass(frozen=True, slots=True)
 class SendCatchUp:
-    """The peer stands ready beside a running ring and is to fetch the state from ``sources``, members of that view."""
+    """Ask a peer beside a running ring to fetch the state from ``sources``, members of that view."""
 
     peer_id: str
     generation: int
@@ -292,7 +291,7 @@ class SendSave:
 
 @dataclass(frozen=True, slots=True)
 class SendRelease:
-    """The peer is no longer this job's; the shell may offer it again where ``wants`` says so."""
+    """The peer no longer belongs to this job. The shell may offer it again if ``wants`` allows it."""
 
     peer_id: str
     reason: str
@@ -303,9 +302,9 @@ class Mint:
     """Make the view durable, then announce it to all its members.
 
     Attributes:
-        restored: the run went back to ``view.step``, because a person said so or because nothing newer was to be had:
-            what peers hold of later steps is not of this run any more.
-        branch: the peers whose newest checkpoint may be taken for this run's from now on; None: whoever comes.
+        restored: the run went back to ``view.step``, because a person asked, or because no newer state is here. Peers'
+            states of later steps no longer belong to this run.
+        branch: the peers whose newest checkpoint counts as this run's from now on; None: any peer's.
     """
 
     view: View
@@ -336,7 +335,7 @@ Instruction: TypeAlias = (
     "SendAssign | SendSurvey | Planned | SendHold | SendCatchUp | SendSave | SendRelease | Mint"
     " | SetState | SetCorpus | Emit"
 )
-"""What the shell is to do, in order."""
+"""What the shell must do, in order."""
 
 
 # -------------------------------------------------------------------------------------------------------- what is known
@@ -347,8 +346,8 @@ class KnownPeer:
     """One peer of the job.
 
     Attributes:
-        standing: its report, where it stands still and so may be put into a view.
-        returned: it came back with what it had, and may follow a ring that this link never asked it to.
+        standing: its report, if it is stopped and so may be put into a view.
+        returned: it reconnected with its state, and may follow a ring that an earlier connection asked it to follow.
     """
 
     peer: Peer
@@ -358,12 +357,12 @@ class KnownPeer:
 
 @dataclass(slots=True)
 class Roster:
-    """The peers of a job, and where the members of its last view are.
+    """The peers of a job, and the condition of its last view's members.
 
     Attributes:
-        running: members whose standstill is not known.
-        unheard: of those, who has said nothing since the seed, or its link, came back.
-        away: members of a running view whose link to the seed ended; maybe all of them.
+        running: members that are not known to be stopped.
+        unheard: members of ``running`` that have sent no report since the seed or their link came back.
+        away: members of a running view whose link to the seed ended.
         healing: members that fetch the state.
     """
 
@@ -391,8 +390,8 @@ class Roster:
         return {peer_id: known.standing for peer_id, known in self.peers.items() if known.standing}
 
     def survivors(self, view: View | None) -> Reports:
-        """Members that stand still in ``view``, or before it with the state that it was to begin with, as they never
-        heard of it: they carry the run's state in memory."""
+        """Members that hold the run's state in memory. They are stopped in ``view``, or, if they never received it,
+        before it with the state that it begins with."""
         if view is None:
             return {}
         members = {member.peer_id for member in view.members}
@@ -405,7 +404,7 @@ class Roster:
         }
 
     def all_back(self, view: View) -> bool:
-        """Whether every member of ``view`` is here and has loaded its state anew: nobody has it in memory any more."""
+        """Whether every member of ``view`` is here and has loaded a state again, so none has it in memory any more."""
         standing = self.standing()
         return all(member.peer_id in standing and standing[member.peer_id].status == "ready" for member in view.members)
 
@@ -421,11 +420,7 @@ class Roster:
 
 
 class Deadlines:
-    """Of one phase. Pure; ``now`` is passed in.
-
-    Attributes:
-        passed: names of those that did, until the phase ends.
-    """
+    """The deadlines of one phase, by name. ``passed``: those that expired in this phase."""
 
     def __init__(self) -> None:
         self.passed: set[str] = set()
@@ -465,8 +460,8 @@ class Deadlines:
 
 @dataclass(slots=True)
 class _CatchUpState:
-    """A newcomer that catches up. ``due``: when it comes in anyway. ``following``: it comes in now. ``overdue``: it has
-    had its time, or was let in. ``anew``: it has lost what it had and must be asked again."""
+    """A newcomer that catches up. ``due``: when it is let in anyway. ``following``: it may be let in now. ``overdue``:
+    its time is over, or it was let in. ``anew``: it has lost its state and must be asked again."""
 
     due: float
     following: bool = False
@@ -477,9 +472,9 @@ class _CatchUpState:
 class CatchUps:
     """Newcomers that fetch the state beside the running ring, by peer id.
 
-    A newcomer is asked to *catch up*, and says that it *follows* when it is at most a step behind, or that it cannot
-    be. Then it comes in, and the ring stops for no more than a new view. It comes in all the same when its time is
-    over: then it heals within the ring.
+    A newcomer is asked to *catch up*. It reports that it *follows* when it is at most a step behind, or cannot be. Then
+    it is let in, and the ring stops only for a new view. It is also let in when its time is over: then it heals within
+    the ring.
     """
 
     def __init__(self) -> None:
@@ -487,7 +482,7 @@ class CatchUps:
 
     @property
     def moving(self) -> frozenset[str]:
-        """Whose state changes beside the ring, so that nothing it said of it before can be relied on."""
+        """Newcomers whose state changes beside the ring, so that an earlier report of it does not count."""
         return frozenset(peer_id for peer_id, chase in self._chases.items() if not chase.anew)
 
     def next(self) -> list[float]:
@@ -499,7 +494,7 @@ class CatchUps:
                 chase.following = chase.overdue = True
 
     def to_ask(self, beside: Collection[str], members: int, room: int) -> list[str]:
-        """Of those that stand beside a ring of ``members`` with ``room`` for more, whom to ask now."""
+        """Which of the newcomers ``beside`` a ring of ``members`` to ask now, if the view has ``room`` for more."""
         under_way = [chase for peer_id, chase in self._chases.items() if peer_id in beside and not chase.anew]
         chasing = sum(not chase.following for chase in under_way)
         chases = ((peer_id, self._chases.get(peer_id)) for peer_id in sorted(beside))
@@ -507,8 +502,8 @@ class CatchUps:
         return wanted[: max(min(FED * members - chasing, room - len(under_way)), 0)]
 
     def asked(self, peer_id: str, now: float, reduce_bytes: int, grace_s: float) -> None:
-        """It was asked to catch up with a state of that size. Its time runs from the first time on."""
-        # A transfer of less than a megabyte a second is not waited for; members that heal in a ring have as long.
+        """Record that the peer was asked. Its time begins with the first request."""
+        # The time allows for one megabyte per second, as for members that heal within a ring.
         due = now + grace_s + REDUCED_TO_STATE * reduce_bytes / 1e6
         self._chases.setdefault(peer_id, _CatchUpState(due)).anew = False
 
@@ -532,14 +527,14 @@ class CatchUps:
 
 @dataclass(slots=True)
 class RecoveryPolicy:
-    """How far the run is known to have come, whose state it may go on from, and what that gives up.
+    """How far the run is known to have come, which states it may continue from, and what that gives up.
 
     Attributes:
-        known_step: the newest step that somebody is known to have applied.
-        saved: peer id → step of the newest checkpoint that it is known to hold.
-        branch: once the run went back: the peers whose newest checkpoint is of it, and not of a course that it gave up.
-            None: it never did.
-        step_s: what a step takes, averaged; 0 where it is not known.
+        known_step: the newest step that some peer is known to have applied.
+        saved: peer id → step of its newest known checkpoint.
+        branch: once the run went back, the peers whose newest checkpoint belongs to the run, and not to an abandoned
+            branch of it. None: it never went back.
+        step_s: moving average of a step's duration; 0: not known.
     """
 
     known_step: int
@@ -548,14 +543,14 @@ class RecoveryPolicy:
     step_s: float = 0.0
 
     def progressed(self, step: int, step_s: float) -> None:
-        """Somebody tells of a committed step, and what it took: many may be told at once, long after they were made."""
+        """Take in a committed step and its duration. Reports of several steps may come at once, and late."""
         self.known_step = max(self.known_step, step)
         if step_s > 0:
-            self.step_s = self.step_s + 0.2 * (step_s - self.step_s) if self.step_s else step_s  # the last ten count
+            self.step_s = self.step_s + 0.2 * (step_s - self.step_s) if self.step_s else step_s  # about ten steps
 
     def patience_s(self, best: int, least_s: float, most_s: float) -> float:
-        """How long to wait for whoever holds more than step ``best``: as long as it took to compute what would be lost,
-        so that waiting for nothing costs no more than giving up too early would have."""
+        """How long to wait for a peer that holds more than step ``best``: as long as the lost steps took to compute. So
+        waiting in vain costs no more than giving up too early."""
         return max(least_s, min((self.known_step - best) * self.step_s, most_s))
 
     def owns(self, peer_id: str, own: bool) -> None:
@@ -570,13 +565,13 @@ class RecoveryPolicy:
     def sources(
         self, ready: Reports, survivors: Reports, view: View, *, in_memory: bool, patient: bool
     ) -> tuple[Reports, str]:
-        """Whose state the next view may start from now; where nobody's, why.
+        """The states that the next view may start from now; if there is none, the reason.
 
         Args:
-            ready: all that stand still.
-            survivors: those that do so in ``view``, the last one; they carry the run's state.
-            in_memory: a member of that view may still hold what it had there.
-            patient: rather wait than give up a step that somebody may still bring.
+            ready: all peers that are stopped.
+            survivors: those stopped in ``view``, the last one; they carry the run's state.
+            in_memory: a member of that view may still hold its state of that view.
+            patient: wait rather than give up a step that a peer may still bring.
         """
         if in_hand := carried(survivors, view):
             return in_hand, ""
@@ -591,7 +586,7 @@ class RecoveryPolicy:
         return {}, f"waiting for a worker that holds step {wanted} (at hand: {best})"
 
     def given_up(self, step: int, chosen_from: Reports, survivors: Reports, view: View) -> tuple[str, str]:
-        """What is, if the next view starts at ``step`` of these, as an event's kind and text; mostly nothing."""
+        """What is lost if the next view starts at ``step``, as an event's kind and text; usually empty."""
         if carried(survivors, view):
             return "", ""
         if step < self._reached:
@@ -602,8 +597,8 @@ class RecoveryPolicy:
         return "", ""
 
     def begin(self, step: int, members: Reports, *, went_back: bool) -> None:
-        """A view starts. ``members``: the reports with which they come; the disk of one that is ready with a later step
-        holds what is given up, and so its newest checkpoint must not be taken for this run's at the next restart."""
+        """Record the start of a view. ``members``: the members' reports. A member that is ready with a later step has
+        an abandoned state on its disk, so its newest checkpoint must not count as this run's after a restart."""
         self.known_step = step
         if went_back or self.branch is not None:
             kept = frozenset() if went_back or self.branch is None else self.branch
@@ -619,25 +614,25 @@ def carried(survivors: Reports, view: View) -> Reports:
 
 
 Reports = dict[str, Report]
-"""Peer id → the report of a peer that stands still."""
+"""Peer id → the report of a stopped peer."""
 
 
 def newest(sources: Reports) -> tuple[int, str]:
-    """The highest applied step and its lineage; of several lineages there the one that most hold, then the lesser."""
+    """The highest applied step and its lineage. Of several lineages, the most frequent wins, then the lesser one."""
     step = max(report.applied for report in sources.values())
     votes = Counter(report.lineage for report in sources.values() if report.applied == step)
     return step, min(votes, key=lambda lineage: (-votes[lineage], lineage))
 
 
 def holds(report: Report, step: int, lineage: str) -> bool:
-    """Whether the reporter has that state, or can redo the one step that it lacks from its redo buffer."""
+    """Whether the peer has that state, or can redo the one step that it lacks from its redo buffer."""
     if (report.applied, report.lineage) == (step, lineage):
         return True
     return report.status in STANDSTILL and (report.prepared, report.prepared_lineage) == (step, lineage)
 
 
 def square_sum(sources: Reports, step: int, lineage: str) -> float:
-    """The squared gradient norm that ``step`` was committed with, for those that redo it; 0 where nobody knows."""
+    """The squared gradient norm with which ``step`` was committed, for members that redo it; 0: not known."""
     known = (report.square_sum for report in sources.values() if (report.applied, report.lineage) == (step, lineage))
     return max(known, default=0.0)
 
@@ -645,7 +640,7 @@ def square_sum(sources: Reports, step: int, lineage: str) -> float:
 def records(
     members: Sequence[Peer], micro_batches: int, healthy: Collection[str], unit_us: Sequence[int] = ()
 ) -> tuple[MemberRecord, ...]:
-    """The members in rank order. Shares follow what a micro-batch takes at each, in microseconds; 0: not known."""
+    """The members in rank order. Their shares follow the microseconds of a micro-batch at each; 0: not known."""
     equal = [count for _, count in shares(micro_batches, len(members))]
     counts = balanced(micro_batches, unit_us or [0] * len(members), equal)
     return tuple(
@@ -661,11 +656,11 @@ def ordered(
     survivors: Collection[str],
     most: int,
 ) -> list[str]:
-    """Whom to take, in rank order: who holds the state first, then who was in before, at most ``most``, and no more
-    than a view can name in one frame."""
+    """The peers to take, in rank order: holders of the state first, then earlier members. At most ``most``, and no more
+    than fit into one frame."""
     chosen = sorted(ready, key=lambda peer_id: (peer_id not in healthy, peer_id not in survivors, peer_id))[:most]
     sizes_bytes = accumulate(_record_bytes(peers[peer_id]) for peer_id in chosen)
-    most_bytes = CONTROL_FRAME_BYTES - 4096  # with room for what else ``ViewAnnounced`` says
+    most_bytes = CONTROL_FRAME_BYTES - 4096  # leaves room for the other fields of ``ViewAnnounced``
     return [peer_id for peer_id, size_bytes in zip(chosen, sizes_bytes, strict=True) if size_bytes <= most_bytes]
 
 

@@ -1,7 +1,7 @@
-"""What is known of the workers of a split model, how replicas are made of them, and which stage suits whom. Pure.
+"""The workers of a split model, how they form replicas, and which worker suits which stage. Pure.
 
 A *state* is (step, lineage) of the whole model; each worker holds its stage's part of one. A group of workers, one for
-each stage, *shares* a state where each of them has applied up to it, or can redo the one step that it lacks.
+each stage, *shares* a state if each of them has applied it, or can redo the one step that it lacks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 State = tuple[int, str]
 NOTHING: State = (0, "0" * 32)
-"""What a replica is said to hold whose workers share no state: nobody's state has that lineage."""
+"""What a replica reports whose workers share no state. No state has this lineage."""
 
 
 def told_stage(held: Mapping[str, int], peer_id: str, stage: int, here: Collection[str]) -> dict[str, int]:
-    """``held`` (worker → the stage that it holds, or held last), and one that was told of its stage. Of those that are
-    not ``here`` only the ones who were told last are kept: a worker that is forgotten is a spare when it comes back."""
+    """Add a worker that was assigned ``stage`` to ``held`` (worker → the stage that it holds, or held last). Of the
+    workers that are not ``here``, only the newest 1024 are kept; any other comes back as a spare."""
     told = {key: value for key, value in held.items() if key != peer_id} | {peer_id: stage}
     away = [key for key in told if key not in here and key != peer_id]
     for key in away[: max(0, len(away) - 1024)]:
@@ -41,15 +41,15 @@ class Worker:
     """One linked worker of the job.
 
     Attributes:
-        stage: which part it holds, or builds; None: a spare, which was told nothing yet.
-        report: where it stands still, by its own word; None: it trains, or builds, or fetches.
-        trains: it is a member of the present view, and is not known to stand still.
-        moving: it was asked to catch up with a ring, so what it holds changes.
+        stage: the part that it holds or builds; None: a spare, which was assigned nothing yet.
+        report: its last report, if it is stopped; None: it trains, builds or fetches.
+        trains: it is a member of the current view, and is not known to be stopped.
+        moving: it was asked to catch up with a ring, so its state changes.
         healing: it fetches the state within the view.
-        replica: the id of the replica that it is in, as the coordinator knows it; empty: in none.
-        restored: the step that it was told to go back to, until it is in a view.
-        asked: it was told to build, or to say what it has, and did not answer yet.
-        fresh: it was told to build anew, so it stands in no ring: what it says of one was said before.
+        replica: the id of its replica, as the coordinator knows it; empty: none.
+        restored: the step that it must go back to, until it is in a view; -1: none.
+        asked: it was asked to build, or to report what it has, and has not answered yet.
+        fresh: it was asked to build anew and has no ring; its reports about a ring are old.
         returned: its link came back, and no view was announced over it yet.
     """
 
@@ -76,14 +76,14 @@ class Worker:
 
 @dataclass(slots=True)
 class Replica:
-    """One worker for each stage, as one peer of the coordinator's.
+    """One worker for each stage, which together are one peer of the coordinator.
 
     Attributes:
-        members: their ids, by stage; empty: a place in the view that nobody fills any more.
-        in_view: the present view has it.
-        known: the coordinator has it among its peers.
-        said: what it was last said to hold; None: nothing since it was asked, or trains.
-        due: what it holds is to be said again.
+        members: worker ids, by stage; empty: a place of the view that nobody fills any more.
+        in_view: it is a place of the current view.
+        known: it is one of the coordinator's peers.
+        said: the state that it last reported; None: it trains, or has reported nothing since it was asked.
+        due: it must report its state again.
     """
 
     replica_id: str
@@ -99,8 +99,8 @@ def holding(reports: Mapping[str, Report], state: State) -> set[str]:
 
 
 def shared_states(by_stage: Sequence[Mapping[str, Report]]) -> list[State]:
-    """States of which every stage has a holder, and which somebody has applied: the highest step first, then the one
-    that most hold, then the lesser lineage."""
+    """States that some worker has applied and that every stage holds. The highest step is first, then the state with
+    the most holders, then the lesser lineage."""
     applied = {(report.applied, report.lineage) for reports in by_stage for report in reports.values()}
     found = []
     for state in applied:
@@ -115,11 +115,11 @@ def in_groups(by_stage: Sequence[Collection[str]]) -> Iterator[tuple[str, ...]]:
 
 
 def newest_kept(by_stage: Sequence[Collection[frozenset[int]]], wholes: Iterable[frozenset[int]] = ()) -> int:
-    """The newest step of which every stage has a checkpoint at somebody; everybody can make the state of step 0.
+    """The newest step of which every stage has a checkpoint at some worker. Any worker can make the state of step 0.
 
     Args:
-        by_stage: the steps of the checkpoints of each worker.
-        wholes: the steps of those of the whole model, of each who has some: any stage takes its part out of one.
+        by_stage: the steps of each worker's checkpoints.
+        wholes: the same for checkpoints of the whole model, which contain every stage's part.
     """
     anywhere = frozenset({0}).union(*wholes)
     kept = [anywhere.union(*stage) for stage in by_stage]
@@ -133,13 +133,12 @@ def dealt(
     most: int,
     fits: Callable[[str, int], bool],
 ) -> dict[str, int]:
-    """Worker → stage, so that there are as many replicas as can be, and no worker is given away for nothing.
+    """Worker → stage, for as many replicas as possible. A worker gets a stage only if that completes a replica.
 
     Args:
-        counts: workers of each stage, without ``pool``.
-        pool: who may be given one, the first to be taken first. homes: of those that have one, which they keep where
-            it is needed.
-        most: replicas that are wanted.
+        counts: number of workers at each stage, without ``pool``.
+        pool: workers that may get a stage, the preferred first. homes: their present stages, kept where needed.
+        most: number of replicas that are wanted.
         fits: whether a worker has the memory for a stage.
     """
     given: dict[str, int] = {}
@@ -160,7 +159,7 @@ def dealt(
 
 
 def _matched(stage: int, able: Mapping[int, Sequence[str]], taken: dict[str, int], seen: set[str]) -> bool:
-    """Give ``stage`` one more worker, where needed by moving others to a stage that they fit, too (Kuhn 1955)."""
+    """Give ``stage`` one more worker, if necessary by moving others to stages that fit them too (Kuhn 1955)."""
     for key in (key for key in able[stage] if key not in taken):
         taken[key] = stage
         return True
@@ -173,16 +172,16 @@ def _matched(stage: int, able: Mapping[int, Sequence[str]], taken: dict[str, int
 
 
 class StagePlanner:
-    """How the model of a job is cut, and which stage its workers suit: rules 7 and 8 of ``ring.replicas``.
+    """Chooses the cuts of a job's model and the stages of its workers: rules 7 and 8 of ``ring.replicas``.
 
     Args:
-        training: None where the model's sizes are not known: then any worker fits anywhere.
-        planned: stages were given before.
+        training: None if the model's sizes are not known: then any stage fits any worker.
+        planned: stages were assigned before.
 
     Attributes:
-        planned: whether stages are given one by one from now on.
+        planned: the first stages are assigned; from now on they are assigned one by one.
         unfit: why there is no plan.
-        too_small: workers of whom people were told why they stay spares.
+        too_small: workers for which an event already told that they stay spares.
     """
 
     def __init__(self, training: Training | None, *, planned: bool) -> None:
@@ -191,8 +190,8 @@ class StagePlanner:
         self._due: float | None = None
         self._tell_due: float | None = None
         self._survey_due: float | None = None
-        self._surveyed: frozenset[str] = frozenset()  # between whom the ways were measured, or asked for
-        self._asked_for: frozenset[CandidateWorker] = frozenset()  # for whom there is no plan
+        self._surveyed: frozenset[str] = frozenset()  # the links between these were measured, or a survey was asked for
+        self._asked_for: frozenset[CandidateWorker] = frozenset()  # the workers of the last plan that was tried
 
     def next_deadline(self, now: float) -> float | None:
         return self._due if self._due is not None and self._due > now else None
@@ -234,13 +233,13 @@ class StagePlanner:
         if all(peer.flops is not None for peer in peers.values()):
             self._tell_due = None
         elif self._tell_due is None:
-            self._tell_due = now + 30.0  # they load their libraries first, which has to be done in any case
+            self._tell_due = now + 30.0  # they load their libraries first, which they need in any case
         if self._tell_due is not None and now < self._tell_due:
             self._due = self._tell_due
             return True
         known = any(peer.flops or peer.memory_bytes for peer in peers.values())
         if known and peers.keys() - self._surveyed:
-            self._surveyed, self._survey_due = frozenset(peers), now + 4.0  # the shell gives up before
+            self._surveyed, self._survey_due = frozenset(peers), now + 4.0  # the shell gives up earlier
             said.append(SendSurvey(tuple(sorted(peers))))
         self._due = self._survey_due
         return self._survey_due is not None and now < self._survey_due
@@ -253,11 +252,11 @@ class StagePlanner:
         homes: Mapping[str, int | None],
         most: int,
     ) -> tuple[dict[str, int], list[Instruction]]:
-        """Worker → the stage that it is to take from now on; and what to say.
+        """Returns worker → its new stage, and what to report.
 
         Args:
-            counts: workers of each stage, without those of ``homes``, which have one that they may leave.
-            most: replicas that are wanted.
+            counts: number of workers at each stage, without those in ``homes``, which may leave their stage.
+            most: number of replicas that are wanted.
         """
         given = dealt(counts, [*spares, *homes], homes, most, lambda key, stage: self._fits(peers[key], stage))
         left = {key: peers[key] for key in spares if key not in given}
@@ -311,11 +310,11 @@ def report_of(
     generation: int,
     replica_of: Callable[[str], str],
 ) -> Report:
-    """What workers of one replica say, as one report of the replica.
+    """Combine the reports of one replica's workers into a report of the replica.
 
     Args:
-        state: that they share; None: none.
-        replica_of: the replica that a suspect is in.
+        state: the state that they share; None: none.
+        replica_of: gives the replica of a suspect.
     """
     step, lineage = state or NOTHING
     cause = _cause(reports)
@@ -364,8 +363,8 @@ def contracted(view: View, replica_ids: Sequence[str]) -> View:
 
 
 def between_replicas(links: Links, replicas: Mapping[str, tuple[str, ...]]) -> Links:
-    """(replica, replica) → the slowest of the ways from the one to its right neighbour: of each stage's ring, and from
-    the last stage to the first; only where all are known."""
+    """(replica, replica) → the slowest link from one replica to its right neighbour: of each stage's ring, and from the
+    last stage to the first stage. Pairs with an unknown link are left out."""
     found: dict[tuple[str, str], LinkQuality] = {}
     for here, mine in replicas.items():
         for there, its in replicas.items() if mine else ():

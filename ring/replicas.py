@@ -1,30 +1,28 @@
-"""Replicas: the workers of a job whose model is split, p for each replica of it, as peers of the job's coordinator.
+"""Replicas of a split model: p workers, one for each stage, are one peer of the job's coordinator.
 
-The coordinator (``ring.coordinator``) decides who trains together, from which step; its peers are replicas. This core
-stands between it and the workers' links: it is told what workers do and say, and says what workers are to be told.
+The coordinator (``ring.coordinator``) decides which peers train together, and from which step. Its peers are replicas.
+This core stands between it and the workers: it takes events about workers, and returns instructions for workers.
 
 Rules
-    1. A worker keeps its stage while it holds that part of the state. Spares have none until a replica can be made
-       whole with them; then they build. The stage outlives the worker's process, as its checkpoints do (``held``).
-    2. The *places* of a view are its replicas' ids. While its ring may run, whatever happens to links, the coordinator
-       sees all places training. It hears of an end when every worker of the view that is linked stands still, or was
-       struck off: never before, so no view is minted while one of an older view trains.
-    3. *Regroup.* Then the places are filled from those that stand: with whole replicas that share the newest state
-       which somebody applied and every stage holds (applied, or prepared). Who was with whom before does not matter:
-       the rest of one replica and the rest of another carry the run's state on together. Places that nobody fills are
-       lost.
-    4. Everybody else comes in as a newcomer, in a whole replica of a new id. Where its workers share a state it says
-       so; where they do not, it is said to hold nothing, and heals stage by stage. Such a replica is only told of while
-       there is somebody to heal it, and withdrawn before that one is: no view begins from nothing.
-    5. Where no place is filled, replicas are made of workers that share what they loaded. Where none can be, the run
-       goes back to the newest step of which every stage has a checkpoint at somebody who is here: at once where nobody
-       who is away could bring more, else after patience, for it sets newer checkpoints aside. A checkpoint of the whole
-       model counts for every stage, whoever has it: workers that are told to go back are told who they are.
-    6. What concerns one worker is settled here: its corpus, its failure, its silence while others stand, its deaths
-       again and again.
-    7. Where the model's sizes are known (``training``) the first stages are given to so many at once as the first view
-       wants, and how the model is cut is decided with it (``ring.training_placement``), for good.
-    8. Later a spare takes a stage that it has the memory for, or none. Who says nothing of it can hold anything.
+    1. A worker keeps its stage while it holds that part of the state. A spare gets a stage, and builds it, when it can
+       complete a replica. The stage outlives the worker's process, as its checkpoints do (``held``).
+    2. The *places* of a view are its replicas' ids. While its ring may run, the coordinator sees all places train,
+       whatever happens to links. It is notified of an end when every linked worker of the view is stopped or struck
+       off, and never before. So no view is minted while a worker of an older view trains.
+    3. *Regroup.* Then the places are filled with whole replicas of stopped workers, which share the newest state
+       that some worker applied and every stage holds (applied or prepared). They may come from different replicas: the
+       rests of two replicas carry the run's state on together. Places that stay empty are lost.
+    4. All other workers come in as newcomers, in a whole replica with a new id. If its workers share a state, it
+       reports that state. Otherwise it reports that it holds nothing, and heals stage by stage. The coordinator knows
+       of such a replica only while another one can heal it: it is withdrawn first. So no view begins from nothing.
+    5. If no place is filled, replicas are made of workers that share what they loaded. If that is impossible, the run
+       goes back to the newest step of which every stage has a checkpoint at a worker that is here. It goes back at once
+       if no absent worker could bring more, else after patience, because this sets newer checkpoints aside. A whole
+       model's checkpoint counts for every stage, at any worker. Workers that go back are told which workers have one.
+    6. This core handles each worker's corpus, failure, silence while others are stopped, and repeated deaths.
+    7. If the model's sizes are known (``training``), all workers of the first view get their stages at once, together
+       with the cuts of the model (``ring.training_placement``). The cuts never change.
+    8. Later a spare takes only a stage that fits its memory. Any stage fits a worker that reports no memory.
 """
 
 from __future__ import annotations
@@ -62,19 +60,19 @@ from wire.job_messages import MemberRecord, Report
 
 
 class ReplicaCoordinator:
-    """One job's core, for a split model: the same interface as ``Coordinator``, whose events and instructions are about
-    workers here.
+    """The core of one job with a split model. It has the interface of ``Coordinator``, but its events and instructions
+    are about workers.
 
     Args:
-        terms: of replicas: ``workers`` counts replicas.
+        terms: ``workers`` counts replicas.
         stages: parts of the model, two or more.
-        past: as for a coordinator; its view, branch and saved are of workers.
+        past: as for ``Coordinator``; its view, branch and saved are of workers.
         held: worker → the stage that it held last. saved: the checkpoints that workers are known to have.
-        training: what is trained, as far as placing it goes; its cuts where they are chosen already. None: not known.
+        training: the sizes that placement needs, and the cuts if they are chosen; None: not known.
 
     Attributes:
-        held: the same, as it is now; what changes it must be durable before it is told to anybody.
-        view: of workers, each replica's in a row; None before the first.
+        held: as the argument, up to date. A change must be durable before any worker is told of it.
+        view: of workers, those of each replica in a row; None before the first.
     """
 
     def __init__(
@@ -102,15 +100,15 @@ class ReplicaCoordinator:
         self._measured = co.Measured({})
         self._corpus = past.corpus
         self._banned: set[str] = set()
-        self._failures: dict[str, str] = {}  # of workers of the present view
+        self._failures: dict[str, str] = {}  # worker → reason, in the current view
         self._quarantine = Quarantine(terms.cooldown_s)
         self._broke = False
-        self._held = ""  # why the ring was asked to stop, if it was
+        self._held = ""  # why the ring was asked to stop; empty: it was not
         self._committed = True
-        self._tried: int | None = None  # the step that it went back to since the last view, without finding one
-        self._back: int | None = None  # the step that it is going back to
+        self._tried: int | None = None  # the step that the run last went back to since the last view
+        self._back: int | None = None  # the step that it is going back to now
         self._short: float | None = None
-        self._due: dict[str, float] = {}  # by name: absence, stop, build, back
+        self._due: dict[str, float] = {}  # deadlines by name: absence, stop, build, back
         self._now = now
         self._out: list[co.Instruction] = []
         self._batch: list[co.Event] | None = None
@@ -190,7 +188,7 @@ class ReplicaCoordinator:
 
     def next_deadline(self) -> float | None:
         others = self._planner.next_deadline(self._now), self.core.next_deadline()
-        own = (at for at in self._due.values() if at > self._now)  # what has passed was looked at
+        own = (at for at in self._due.values() if at > self._now)  # earlier ones were handled
         return min([*own, *(at for at in others if at is not None), *self._quarantine.next()], default=None)
 
     def handle(self, event: co.Event, now: float) -> list[co.Instruction]:
@@ -198,7 +196,7 @@ class ReplicaCoordinator:
         self._out, self._now = [], now
         self._history.append(f"{now:.3f} {self.core.phase} {event}"[:300])
         if self._due.get("back", math.inf) <= now:
-            self._settle()  # first: the coordinator is about to begin from the little that a replica has at hand
+            self._settle()  # first, or the coordinator would begin from a replica's older state
         match event:
             case co.PeerOffered(peer):
                 self._offered(peer)
@@ -243,7 +241,7 @@ class ReplicaCoordinator:
             for stage, member in enumerate(replica.members):
                 worker = self._workers.get(member)
                 if replica.in_view and not self._regrouped:
-                    continue  # its ring may well run
+                    continue  # its ring may still run
                 assert worker is not None, f"{member} of {replica.replica_id} is not here: {history}"
                 assert worker.stage == stage, f"{member} is not at its stage: {history}"
                 assert worker.replica == replica.replica_id, history
@@ -268,7 +266,7 @@ class ReplicaCoordinator:
         worker = self._workers[peer.peer_id] = Worker(peer, self.held.get(peer.peer_id), fresh=True)
         if worker.stage is not None:
             self._assign(worker)
-        if self._is_member(peer.peer_id) and not self._regrouped:  # it has no ring any more, so nobody of the view has
+        if self._is_member(peer.peer_id) and not self._regrouped:  # it has no ring, so its whole view has none
             self._unheard.discard(peer.peer_id)
             self._ring_is_over(f"{peer.name} came back as a new worker")
 
@@ -281,7 +279,7 @@ class ReplicaCoordinator:
         if self._restoring:
             self._go_to(worker)
         elif self._is_member(peer.peer_id) and not self._regrouped:
-            worker.trains = True  # until it says how it stands
+            worker.trains = True  # until it reports
             self._unheard.discard(peer.peer_id)
             if self._all_linked() and not self._held:
                 self._due.pop("absence", None)
@@ -330,7 +328,7 @@ class ReplicaCoordinator:
         elif report.status in BESIDE:
             self._beside(worker, report)
         elif self._restoring or worker.fresh or worker.restored >= 0:
-            return  # it was told to load a checkpoint: what it was before that is of no interest
+            return  # it must load a checkpoint; the state before that does not matter
         elif report.status == "training":
             if current:
                 self._trains(worker, report)
@@ -341,7 +339,7 @@ class ReplicaCoordinator:
                 self._healed(worker, report)
         elif current or (worker.trains and worker.returned):
             self._stands(worker, report)
-        elif not worker.trains:  # else it was said before the view that it is in now was announced
+        elif not worker.trains:  # else the report was sent before the worker's current view was announced
             worker.report = report
 
     def _trains(self, worker: Worker, report: Report) -> None:
@@ -370,7 +368,7 @@ class ReplicaCoordinator:
         self._unheard.discard(worker.peer_id)
         if self._regrouped:
             if not first and worker.replica:
-                return  # said again
+                return  # a repeated report
             self._regroup()
             return
         if report.status == "broken":
@@ -382,8 +380,8 @@ class ReplicaCoordinator:
         replica = self._replicas.get(worker.replica)
         if report.status == "following" and not worker.moving:
             if worker.returned:
-                self._assign(worker)  # it followed before its link was lost: what has it got?
-            return  # it was let in, or called back, meanwhile
+                self._assign(worker)  # it followed before its link was lost: ask for its state
+            return  # it was let in or called back in the meantime
         self._corpus = self._corpus or report.corpus
         if report.corpus != self._corpus:
             mine, ours = report.corpus[:12] or "none", self._corpus[:12]
@@ -391,7 +389,7 @@ class ReplicaCoordinator:
             self._ban(worker, f"its data differs from the job's (SHA-256 {mine}, not {ours}); {remedy}", "corpus")
             return
         if 0 <= worker.restored < report.applied:
-            return  # said before it was told to go back
+            return  # sent before it was told to go back
         was_member, moved, worker.asked, worker.fresh = worker.trains, worker.moving, False, False
         worker.report, worker.trains, worker.healing = report, False, False
         worker.moving = report.status == "following"
@@ -404,7 +402,7 @@ class ReplicaCoordinator:
             if all(self._workers[key].moving and self._workers[key].report for key in replica.members):
                 self._tell_replica(replica, "following")
         elif moved and self._anchored():
-            self._tell_replica(replica, "ready", nothing=True)  # it had to begin anew, so they all are asked again
+            self._tell_replica(replica, "ready", nothing=True)  # it had to start over: the coordinator asks all again
         else:
             replica.due = True
 
@@ -417,7 +415,7 @@ class ReplicaCoordinator:
         self._ban(worker, f"cannot go on: {reason}", "member-failed")
         if was_member and not self._regrouped:
             self._ring_is_over(f"{worker.peer.name} cannot go on")
-        if not self._workers and self.view is None:  # nobody is there who could go on, as the coordinator sees it
+        if not self._workers and self.view is None:  # show the coordinator a failed peer, so that it ends the job
             nobody = self._new_id()
             self._tell(co.PeerOffered(co.Peer(nobody, worker.peer.name, "", 0)))
             self._tell(co.PeerReported(nobody, replace(report, generation=0)))
@@ -449,7 +447,7 @@ class ReplicaCoordinator:
             self._out.append(co.SendHold(training, self.view.generation, reason))
 
     def _hurry(self) -> None:
-        if self._unheard and "absence" in self._due:  # who is not back by then is not waited for any longer
+        if self._unheard and "absence" in self._due:  # then unheard members are no longer waited for
             self._due["absence"] = min(self._due["absence"], self._now + RETURN_S)
         if self._broke and "stop" in self._due:
             usual = any(not worker.healing for worker in self._training())
@@ -466,7 +464,7 @@ class ReplicaCoordinator:
         if self._due.get("stop", math.inf) <= now:
             self._due["stop"] = now + self.terms.hold_s
             silent = self._training()
-            if self._broke or not any(worker.healing for worker in silent):  # a long transfer is no reason
+            if self._broke or not any(worker.healing for worker in silent):  # else a slow transfer
                 for worker in silent:
                     self._strike_off(worker)
 
@@ -485,7 +483,7 @@ class ReplicaCoordinator:
         if self.view is None or self._regrouped or self._training():
             return False
         if self._unheard:
-            return False  # until they had their time
+            return False  # the deadline "absence" clears this set
         stands = any(worker.report is not None for key, worker in self._workers.items() if self._is_member(key))
         return stands or self._broke or bool(self._held) or "absence" not in self._due
 
@@ -583,7 +581,7 @@ class ReplicaCoordinator:
             worker = self._workers[member]
             worker.replica = ""
             if worker.moving:
-                self._assign(worker)  # what it has got is of interest again
+                self._assign(worker)  # ask for its state, which changes no more
         if replica.known:
             self._tell(co.PeerLost(replica.replica_id, why))
 
@@ -602,7 +600,7 @@ class ReplicaCoordinator:
         self._leave_replica(worker)
 
     def _replica_released(self, replica_id: str, reason: str) -> None:
-        """All of it where the job is over or its ring went on without it; of one that was struck off, the silent."""
+        """Release the workers of a replica, except those that are stopped in the view while the job goes on."""
         replica = self._replicas.pop(replica_id, None)
         for member in self._here(replica) if replica is not None else ():
             worker = self._workers[member]
@@ -657,7 +655,7 @@ class ReplicaCoordinator:
         ]
         if self._restoring and self.core.restore is not None:
             return (self.core.restore.step, self.core.restore.lineage) in said
-        return any(step > 0 for step, _ in said)  # of step 0 the coordinator could not tell one from the other
+        return any(step > 0 for step, _ in said)  # at step 0 the coordinator takes ``NOTHING`` for a state
 
     def _withdraw_one(self) -> bool:
         if (late := self._outdone()) is not None:
@@ -671,14 +669,14 @@ class ReplicaCoordinator:
         return void is not None
 
     def _outdone(self) -> Replica | None:
-        """A replica of a state that is older than what all stages here have saved, where nobody carries on the
-        run's."""
+        """A loaded replica whose state is older than a checkpoint that all stages have here, while no replica carries
+        the run's state on."""
         least = self._least()
         return next((replica for replica in self._loaded() if replica.said and replica.said[0] < least), None)
 
     def _least(self) -> int:
-        """The step below which nobody need begin, for every stage has a checkpoint of it at somebody who is settled.
-        0: there is none, or the run's state is carried on, or a replica has loaded that one or a later one."""
+        """The least step to begin from: every stage has a checkpoint of it at a settled worker. 0: there is none, the
+        run's state is carried on, or a replica has loaded that step or a later one."""
         waiting = self.core.phase is Phase.WAITING and self.core.restore is None and self._regrouped
         if not waiting or self.view is None or any(replica.members for replica in self._places()):
             return 0
@@ -688,7 +686,7 @@ class ReplicaCoordinator:
             self._is_own(replica.members) and replica.said and replica.said[0] >= kept for replica in self._loaded()
         ):
             return 0
-        return kept if kept <= self.core.known_step else 0  # what is later is of a course that was given up
+        return kept if kept <= self.core.known_step else 0  # a later one is of an abandoned branch
 
     def _loaded(self) -> list[Replica]:
         replicas = [replica for replica in self._replicas.values() if replica.known and not replica.in_view]
@@ -802,7 +800,7 @@ class ReplicaCoordinator:
         least = self._least()
         for state in shared_states(by_stage):
             if state[0] < least:
-                break  # it goes back to what is newer, see ``_go_back``
+                break  # ``_go_back`` takes a newer state
             holders = holding(reports, state)
             group = next(in_groups([holders & stage.keys() for stage in by_stage]), None)
             if group is not None:
@@ -863,7 +861,7 @@ class ReplicaCoordinator:
         if self._back is not None:
             if any(worker.stage is not None and worker.report is None for worker in self._workers.values()):
                 return self._stays()
-            self._back = None  # not every stage has found that step
+            self._back = None  # not every stage could load that step
         step = self._newest_kept(settled, self._workers)
         at_hand = [
             replica.said[0]
@@ -897,7 +895,7 @@ class ReplicaCoordinator:
         return {key: stage for key, stage in stages if stage is not None}
 
     def _newest_kept(self, stages: Mapping[str, int], wholes: Iterable[str], *, tried: bool = False) -> int:
-        """The newest step of which these workers have all parts; with ``tried``, also one that was gone back to."""
+        """The newest step of which these workers have all parts; without ``tried`` it is below ``self._tried``."""
         most = math.inf if tried or self._tried is None else self._tried
 
         def kept(steps: Mapping[str, frozenset[int]], peer_id: str) -> frozenset[int]:
@@ -917,7 +915,7 @@ class ReplicaCoordinator:
         worker.stage, worker.report, worker.restored, worker.asked, worker.fresh = stage, None, -1, False, True
         kept = self._steps.get(worker.peer_id, frozenset()) | self._wholes.get(worker.peer_id, frozenset())
         if self._back is not None and max(kept, default=0) <= self._back:
-            self._go_to(worker, self._back)  # as all others were told
+            self._go_to(worker, self._back)  # like all others
         else:
             self._assign(worker)
 
@@ -983,7 +981,7 @@ class ReplicaCoordinator:
         worker.report, worker.moving = None, False
         self.held = told_stage(self.held, worker.peer_id, worker.stage, self._workers)
         if worker.asked and restore_step < 0:
-            return  # two answers to one question: the second could be taken for news
+            return  # a second answer could be taken for news
         worker.asked = True
         holders = self._holders(worker, restore_step)
         self._out.append(co.SendAssign(worker.peer_id, self._corpus, restore_step, worker.stage, self.stages, holders))
@@ -991,7 +989,7 @@ class ReplicaCoordinator:
     def _holders(self, worker: Worker, step: int) -> tuple[co.Peer, ...]:
         found = [key for key in sorted(self._workers) if key != worker.peer_id and step in self._wholes.get(key, ())]
         turn = (worker.stage or 0) % len(found) if found else 0
-        return tuple(self._workers[key].peer for key in [*found[turn:], *found[:turn]][:8])  # who are told of, at most
+        return tuple(self._workers[key].peer for key in [*found[turn:], *found[:turn]][:8])  # at most 8 are named
 
     def _catch_up(self, replica_id: str, generation: int, sources: list[str]) -> None:
         replica, view = self._replicas.get(replica_id), self.view
