@@ -1,1 +1,1 @@
-"""Who is in the ring and what they do together: views, collectives, the step transaction. Knows nothing of models."""
+"""The members of a ring and what they do together: views, collectives, the step transaction. Independent of models."""

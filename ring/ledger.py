@@ -1,14 +1,13 @@
-"""The ledger of a job: who computed which step, and the audit of it. Pure.
+"""The ledger of a job: which members computed which step, and the audit of it. Pure.
 
 Each committed step has one row: the view (generation) in which it was computed, how many of the global batch's
-micro-batches each member took, in rank order, and the digest of the reduced bytes. The digests chain to the lineage
-that every member carries and every view begins with, so the record cannot be changed afterwards without contradicting
-what the members vouched for.
+micro-batches each member computed, in rank order, and the digest of the reduced bytes. The digests chain to the
+lineage that every member holds and every view begins with. So a later change of the record contradicts the members.
 
-The surviving course. A view that begins at step s takes back every later step: their rows are superseded. So of all
-views the *surviving* ones are those at or below whose step no later one began, and step t was computed in the newest
-view that began before t; in an older one where a later view took up what its members had gone on to. The seed keeps
-rows of that course only, one a step, and folds the oldest into a *base*: a step and its lineage.
+A view that begins at step s takes back every later step: the rows of these steps are superseded. The *surviving* views
+are those after which no view began at the same or an earlier step. Step t was computed in the newest view that began
+before t, or in an older view if a later one continued from what that view's members had computed. The seed keeps rows
+of this history only, one per step, and folds the oldest rows into a *base*: a step and its lineage.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ MAX_MEMBERS = 1024
 
 
 def begun(head: LedgerHead | None, view: View) -> LedgerHead:
-    """The head as a view begins: later steps are taken back, and what is older than the base has no rows to lose."""
+    """The head after a view begins. The view takes back later steps. A view older than the base begins a new ledger."""
     if head is None or view.step < head.base_step:
         return anew(view)
     if view.step <= head.step:
@@ -40,23 +39,23 @@ def begun(head: LedgerHead | None, view: View) -> LedgerHead:
 
 
 def anew(view: View) -> LedgerHead:
-    """The head of a ledger that begins with a view, because its rows would lead elsewhere.
+    """The head of a new ledger, for a view that does not follow the rows of the old one.
 
-    A side that was cut off and trained on may be all that is left in the end. Its newest checkpoint is the job's then,
-    and who computed the steps up to there is not on record.
+    A side that was cut off, and trained on, may be the only one left. Then the job continues from its newest
+    checkpoint, and no record says which members computed the steps up to there.
     """
     return LedgerHead(view.step, view.lineage, view.step, view.lineage)
 
 
 class Begins:
-    """Where the surviving views began, of those that are remembered.
+    """The surviving views' first steps, for the newest 1000.
 
     Args:
-        views: generation, step and lineage of each that is known.
+        views: generation, step and lineage of each known view.
     """
 
     def __init__(self, views: Iterable[tuple[int, int, str]] = ()) -> None:
-        self._begins: list[tuple[int, int, str]] = []  # step, generation, lineage: the first two grow
+        self._begins: list[tuple[int, int, str]] = []  # step, generation, lineage; steps and generations increase
         for view in sorted(views):
             self.add(*view)
 
@@ -67,12 +66,12 @@ class Begins:
         del self._begins[:-1000]
 
     def superseded(self, generation: int, step: int) -> bool:
-        """Whether a later view took ``step`` of that generation back, or it was computed anew since."""
+        """Whether a later view took back ``step`` of that generation, or computed it again."""
         place = bisect_left(self._begins, (step,))
         return place > 0 and generation < self._begins[place - 1][1]
 
     def lineage_at(self, step: int) -> str:
-        """With which the view that began there did; empty where none did."""
+        """The lineage with which a view began at ``step``; empty if none did."""
         place = bisect_left(self._begins, (step + 1,))
         return self._begins[place - 1][2] if place > 0 and self._begins[place - 1][0] == step else ""
 
@@ -93,7 +92,7 @@ def rows_untrusted(message: LedgerRows, *, micro_batches: int, steps_total: int)
     """The rows of a member's message: consecutive steps of the job, whose shares cover the micro-batches.
 
     Raises:
-        ProtocolError: it says anything else.
+        ProtocolError: the message has other rows, or none.
     """
     if not message.rows or not is_lineage(message.lineage):
         raise ProtocolError("ledger rows without a lineage, or none")
@@ -112,18 +111,18 @@ Placed = tuple[str, LedgerRow]
 
 
 def counting(view: View, begins: Begins, lineage: str, rows: Sequence[LedgerRow]) -> tuple[list[Placed], list[Placed]]:
-    """Which of some rows are of the surviving course.
+    """Choose the rows that belong to the surviving history.
 
-    A side that was cut off may tell of steps that were computed anew since. Its rows count only where they lead to what
-    a later view began with: then that view took its line up.
+    A side that was cut off may report steps that were computed again since. Its rows count only if they lead to the
+    lineage with which a later view began, because that view continued them.
 
     Args:
-        view: the newest one. Later steps than its start are its own, earlier ones are older views'.
-        begins: those views.
-        lineage: before the first of ``rows``, which are of consecutive steps.
+        view: the newest view. Steps after its start are its own, earlier ones belong to older views.
+        begins: the surviving views.
+        lineage: the lineage before the first of ``rows``, which are of consecutive steps.
 
     Returns:
-        those that are, and those of a cut-off side of which later rows may show that they are.
+        The rows that count, and rows of a cut-off side that may count once later rows are known.
     """
     lineages = list(accumulate((row.digest for row in rows), next_lineage, initial=lineage))
     taken_up: bool | None = None
@@ -142,10 +141,10 @@ def counting(view: View, begins: Begins, lineage: str, rows: Sequence[LedgerRow]
 def continuing(
     head: LedgerHead, view: View, begins: Begins, told: Iterable[Placed]
 ) -> tuple[LedgerHead, list[LedgerRow], str]:
-    """Which of some rows that count continue the ledger.
+    """Choose the rows that continue the ledger.
 
     Returns:
-        the head with them, they, and in words why they contradict the ledger; empty where they do not.
+        The new head, the rows, and in words how a row contradicts the ledger; empty if none does.
     """
     taken: list[LedgerRow] = []
     for lineage, row in told:
@@ -167,7 +166,7 @@ def continuing(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong, at which step. ``kind``: ``gap``, ``twice``, ``shares``, ``generation``, ``members``,
+    """What is wrong, and at which step. ``kind``: ``gap``, ``twice``, ``shares``, ``generation``, ``members``,
     ``lineage``, ``samples``."""
 
     step: int
@@ -176,7 +175,7 @@ class Fault:
 
 
 def surviving(views: Iterable[ViewBegan]) -> list[ViewBegan]:
-    """Those that computed what was not taken back, oldest first: of several that began at one step, the newest."""
+    """The views whose steps were not taken back, oldest first. If several began at one step, the newest counts."""
     kept: list[ViewBegan] = []
     for view in sorted(views, key=lambda item: item.generation):
         while kept and kept[-1].step >= view.step:
@@ -190,14 +189,14 @@ class Audit:
 
     Args:
         base_step, base_lineage: where the rows begin.
-        micro_batches: of a global batch.
-        views: all that are known. The oldest may be forgotten: steps before the first one's are not compared with it.
-        stages: of a split model, whose replicas' shares stand at their first stages.
+        micro_batches: number in a global batch.
+        views: all known views. Steps before the oldest one are not compared with a view.
+        stages: of a split model. A replica's share is that of its first stage.
 
     Attributes:
-        step, lineage: how far it has got.
-        computed: peer id → micro-batches that it computed, as far as views name the members; in a replica each worker
-            computed its stage of all that the replica did.
+        step, lineage: of the last row that was taken.
+        computed: peer id → micro-batches that it computed, as far as views name the members. A worker of a replica
+            computed its stage of all the replica's micro-batches.
     """
 
     def __init__(
@@ -206,21 +205,21 @@ class Audit:
         self._stages = stages
         self.step, self.lineage = base_step, base_lineage
         self.computed: Counter[str] = Counter()
-        self._taken_up = False  # the rows since the newest view began are an older one's
+        self._taken_up = False  # the last rows are of an older view than the newest one that has begun
         self._micro_batches = micro_batches
         known = list(views)
         self._by_generation = {view.generation: view for view in known}
-        self._generation = 0  # of the newest row; 0: there was none
+        self._generation = 0  # of the last row; 0: there was none
         self._views = surviving(known)
-        self._next = sum(view.step < base_step for view in self._views)  # the first that has not begun yet
+        self._next = sum(view.step < base_step for view in self._views)  # index of the first view that has not begun
         self._complete = bool(self._views) and self._views[0].step <= base_step
 
     def begin(self) -> Fault | None:
-        """Compare the base with the view that begins there: it may have made the ledger begin anew."""
+        """Compare the base with the view that begins there, as that view may have begun the ledger."""
         return self._views_begin()
 
     def take(self, row: LedgerRow) -> Fault | None:
-        """The next row; what is wrong with it, if anything."""
+        """Take the next row. Returns what is wrong with it, or None."""
         step = self.step + 1
         if row.step != step:
             if row.step < step:
@@ -253,7 +252,7 @@ class Audit:
         if not self._next:
             if self._complete:
                 return Fault(row.step, "generation", f"step {row.step} was computed before the first view began")
-            return None  # its view is forgotten
+            return None  # its view is not known any more
         newest = self._views[self._next - 1]
         own = row.generation == newest.generation and not self._taken_up
         view = newest if own else self._line_taken_up(row, newest)
@@ -269,12 +268,12 @@ class Audit:
         return None
 
     def _line_taken_up(self, row: LedgerRow, newest: ViewBegan) -> ViewBegan | None:
-        """The older view that computed a step, where nothing is left of what the newest one committed, and a later one
-        goes on from what the older one's members had: its lineage vouches for the bytes, the rows alone for who."""
+        """The older view that computed a step, if the newest view's commits are lost and a later view continued from
+        the older one. The later view's lineage vouches for the bytes; only the rows tell who computed them."""
         view = self._by_generation.get(row.generation)
         if view is None or view.step >= row.step or not self._generation <= row.generation < newest.generation:
             return None
-        begins = self.step == newest.step or not self._generation  # or did before the base
+        begins = self.step == newest.step or not self._generation  # or the line began before the base
         self._taken_up = (self._taken_up or begins) and self._next < len(self._views)
         return view if self._taken_up else None
 

@@ -1,15 +1,15 @@
-"""Whom to keep out of the next view for a while. Pure; ``now`` is passed in.
+"""Which peers to exclude from the next view for a while. Pure; ``now`` is passed in.
 
 Rules
-    1. One back-off for all reasons: a peer that must sit out again before it was quiet for ten times as long as it sat
-       out last sits out twice as long; after that it starts afresh. A new connection of a peer changes nothing.
-    2. A step that the members refused names a suspect, who sits out: its contribution is not finite or an outlier, its
-       sum differs from most others', or its right neighbour received other bytes than it sent (exact mode).
-    3. When a second member contributes the same, the data is the cause; so it is when the same one does again and there
-       is nobody else. Who sat out for it is absolved, and the next view is *lenient*: the step is applied if it is
-       finite. If it is refused even then, nobody can compute it, and the job has failed.
-    4. When a link breaks twice without a committed step in between, the suspect sits out. A death explains any break.
-    5. A member that dies again and again is let in ever more rarely.
+    1. One back-off serves all reasons. A peer that is excluded again before it was quiet for ten times its last
+       exclusion is excluded for twice as long. After that it starts afresh. A new connection changes nothing.
+    2. A step that the members refused names a suspect, which is excluded: its contribution is an outlier or not finite,
+       its sum differs from most others', or its right neighbour received other bytes than it sent (exact mode).
+    3. If a second member contributes the same, the data is the cause. The same holds if one member does so again and is
+       alone. The excluded members are absolved, and the next view is *lenient*: it applies the step if it is finite. If
+       the members refuse the step even then, no member can compute it, and the job fails.
+    4. If a link breaks twice without a committed step in between, the suspect is excluded. A death explains any break.
+    5. A member that dies repeatedly is excluded for longer each time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from ring.coordination import Reports
 
 CAUSES = frozenset({"contribution", "digest", "hop"})
-"""Values of ``Report.cause`` that say that a step was refused."""
+"""Values of ``Report.cause`` for a refused step."""
 QUIET = 10
-"""So many times its last time out a peer must have been quiet to be forgiven."""
+"""How long a peer must be quiet to be forgiven, as a multiple of its last exclusion."""
 FIRST_FALL_S = 1.0
-"""Less than what a ring loses by a death and a newcomer is not worth keeping anybody out for."""
+"""First exclusion after repeated deaths. A death and a newcomer cost a ring about as much, so less is no use."""
 
 _NOT_FINITE = (
     "the gradient is not finite, whoever computes it; lower the learning rate, or go back to an older checkpoint "
@@ -36,7 +36,7 @@ _NOT_FINITE = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why a ring broke. ``text``: for people. ``hopeless``: nobody can compute the step."""
+    """Why a ring broke. ``text``: for people. ``hopeless``: no member can compute the step."""
 
     kind: str
     text: str
@@ -44,17 +44,17 @@ class Verdict:
 
 
 class Quarantine:
-    """Remembers what is held against the peers of one job.
+    """Keeps the faults of one job's peers.
 
     Args:
-        cooldown_s: first time out.
+        cooldown_s: length of a first exclusion.
 
     Attributes:
-        out: who should be in no view.
+        out: peers that should be in no view.
         lenient: whether the next view applies an outlier.
-        broken: whether the ring of the present view is.
-        fallen: members of the present view that are gone, which explains any break; ``excused``: of those, who left
-            on purpose, or only lost the state that it was being given.
+        broken: whether the current view's ring broke.
+        fallen: members of the current view that are gone, which explains any break. ``excused``: members of ``fallen``
+            that left on purpose, or only lost a state that they were fetching.
     """
 
     def __init__(self, cooldown_s: float) -> None:
@@ -63,11 +63,11 @@ class Quarantine:
         self.fallen: set[str] = set()
         self.excused: set[str] = set()
         self._cooldown_s = cooldown_s
-        self._last: dict[str, tuple[float, float]] = {}  # how long it sat out last, and until when
-        self._first: tuple[str, str] | None = None  # reporter and suspect of a break; later ones are its wake
+        self._last: dict[str, tuple[float, float]] = {}  # length of the last exclusion, and its end
+        self._first: tuple[str, str] | None = None  # reporter and suspect of a break; later reports follow from it
         self._strikes: Counter[frozenset[str]] = Counter()
-        self._step = 0  # the one that was refused, counted as applied
-        self._contributors: list[str] = []  # who brought what was refused, at that step
+        self._step = 0  # the refused step; applied steps count from 1
+        self._contributors: list[str] = []  # the members whose contributions to that step were refused
 
     # --------------------------------------------------------------------------------------------------------- back-off
 
@@ -83,7 +83,7 @@ class Quarantine:
         return now - until >= QUIET * max(seconds, FIRST_FALL_S)
 
     def flapping(self, back: Collection[str], now: float) -> Iterator[tuple[str, float]]:
-        """Of the members that fell, and are not ``back``: those that did so again, and how long they are kept out."""
+        """Of the ``fallen`` members that are not ``back``: those that died repeatedly, and the length of exclusion."""
         for peer_id in sorted(self.fallen - self.excused - set(back)):
             if self._forgiven(peer_id, now):
                 self._last[peer_id] = 0.0, now
@@ -109,10 +109,10 @@ class Quarantine:
             self._step, self.lenient = 0, False
 
     def judge(self, survivors: Reports, began_at: int, name: Callable[[str], str], now: float) -> Verdict | None:
-        """All stand still. Returns why, and what is done about it; mostly None.
+        """Judge a break once all members are stopped. Returns the cause and the consequence; usually None.
 
         Args:
-            survivors: the members that live. began_at: the step at which the view began. name: of a peer.
+            survivors: the living members. began_at: the step at which the view began. name: of a peer.
         """
         return self._refusal(survivors, name, now) or self._broken_link(survivors, began_at, name, now)
 
@@ -123,7 +123,7 @@ class Quarantine:
             if report.status == "broken" and report.cause in CAUSES and report.suspect
         )
         if not told:
-            return None  # whoever lost its neighbour meanwhile may not have seen the vote: one that did is enough
+            return None  # one report is enough: members that lost a neighbour may not have seen the vote
         step, cause, suspect, beside = min(told, key=lambda it: (it[1] != "hop", -told[it], it))
         if step != self._step:
             self.committed(self._step)

@@ -1,16 +1,16 @@
-"""How long a ring stood still, and where the time went: the recorder of interruptions. Pure; fed by the seed.
+"""Records interruptions: how long a ring was stopped, and for what. Pure; the seed feeds it.
 
 An interruption is the time between two commits of different views::
 
-    last commit        first word        view minted       ring formed      state fetched     first commit
+    last commit       first notice       view minted       ring formed      state fetched     first commit
         ├───── detect ──────┼───── agree ─────┼───── form ──────┼─── transfer ────┼───── commit ────┤
 
-*detect*: until the seed heard the first word of it: a report, a lost link, or its own wish to stop the ring; the part
-of a step that was under way is in it. *agree*: until the next view was durable. *form*: until rank 0 stood in the ring.
-*transfer*: until the last member that lacked the state said that it has it. *commit*: one whole step.
+*detect*: until the seed is notified by a report or a lost link, or decides to stop the ring. This includes the part of
+a step that was under way. *agree*: until the next view is durable. *form*: until rank 0 has formed the ring.
+*transfer*: until the last member that lacked the state reports that it has it. *commit*: one whole step.
 
-A lost link is not a death: where the ring commits on, it was no interruption. A view that breaks before its first
-commit is a further attempt of the same one. What a person asked for (a pause, the end) is none either.
+A lost link is no interruption if the ring continues to commit. If a view breaks before its first commit, the next view
+is a further attempt within the same interruption. A pause, or the end of a job, is no interruption.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from wire.records import RecoveryInfo
 
 @dataclass(slots=True)
 class _Open:
-    """An interruption that is not over. Times are monotonic seconds."""
+    """An interruption that has not ended. Times are monotonic seconds."""
 
     kind: str
     text: str
@@ -42,11 +42,11 @@ class _Open:
 
 
 class Recorder:
-    """One job's.
+    """Records one job's interruptions.
 
     Args:
-        number: of the last interruption that is on record.
-        view: that runs already, if one does.
+        number: of the last recorded interruption.
+        view: the view that runs already, if there is one.
     """
 
     def __init__(self, job: str, *, number: int = 0, view: View | None = None) -> None:
@@ -62,7 +62,7 @@ class Recorder:
         if self._open is None:
             self._begin(kind, reason, peer_id, now, wall, sure=left)
         elif self._open.minted_at is None and self._open.kind == "broken":
-            self._open.kind, self._open.peer_id = kind, peer_id  # why it broke
+            self._open.kind, self._open.peer_id = kind, peer_id  # the cause of the break
 
     def reported(self, peer_id: str, report: Report, now: float, wall: float) -> None:
         view = self._view
@@ -94,22 +94,22 @@ class Recorder:
         self._view, self._last_step = view, view.step
 
     def committed(self, generation: int, step: int, now: float, form_s: float | None = None) -> RecoveryInfo | None:
-        """A step was committed. Returns the record where that ends an interruption.
+        """Take in a committed step. Returns the record if this ends an interruption.
 
         Args:
-            form_s: how long rank 0 took from hearing of its view to standing in the ring, where it said so.
+            form_s: how long rank 0 took from receiving the view to forming the ring, if it reported that.
         """
         view, trouble = self._view, self._open
         if view is None or generation != view.generation or step <= max(view.step, self._last_step):
-            return None  # told again
+            return None  # reported before
         self._last_at, self._last_step = now, step
         if trouble is None:
             return None
         if trouble.minted_at is None:
             if not trouble.sure:
-                self._open = None  # only a link to the seed was lost
+                self._open = None  # only the link to the seed was lost
             elif trouble.kind == "held":
-                trouble.last_at = now  # it stops at a boundary
+                trouble.last_at = now  # it stops at the boundary after this step
             return None
         self._open = None
         return self._closed(trouble, trouble.minted_at, view, now, form_s)

@@ -1,14 +1,14 @@
-"""What members tell one another of a reduced step before anyone applies it, and what follows from it. Pure.
+"""What members tell each other about a reduced step before any of them applies it, and what follows. Pure.
 
-- ``Token``: what one member says. ``next_lineage``: what a commit extends.
-- ``Guard``: before the vote each member looks at two squared norms, that of its own contribution and that of its part
-  of the reduced bytes. What is not finite is refused, and so is what is more than ``outlier_factor`` times as long as
-  the gradient usually was: the median over the steps that this member saw committed.
-- ``verdict``: after the vote all look at the same tokens, and so come to the same verdict. No sum is longer than its
-  summands laid end to end (the triangle inequality): where it is, it was spoiled on its way.
-- ``Shares``: who computes how many micro-batches of the next step, by the members' measured speed. Integers only, so
-  every member comes to the same shares. Units are microseconds a micro-batch; a step's *makespan* is the time of its
-  slowest share, max over ranks of count x unit.
+- ``Token``: the message of one member. ``next_lineage``: the lineage after a commit.
+- ``Guard``: before the vote, each member checks two squared norms: of its own contribution, and of its part of the
+  reduced bytes. It refuses a norm that is not finite, or is more than ``outlier_factor`` times the usual gradient norm.
+  The usual one is the median over the steps that this member saw committed.
+- ``verdict``: after the vote, all members judge the same tokens, and so reach the same verdict. The norm of a sum is at
+  most the sum of the norms (the triangle inequality); a longer sum was corrupted on its way.
+- ``Shares``: how many micro-batches of the next step each member computes, by measured speed. Integers only, so every
+  member computes the same shares. Units are microseconds per micro-batch. A step's *makespan* is the time of its
+  slowest share: the maximum of count x unit over ranks.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ TOKEN_BYTES = _TOKEN.size + _SUM.size
 
 
 class Flag(IntFlag):
-    """Ring-wide wishes, or-ed over all tokens of a step."""
+    """Requests to the whole ring: the union of the flags in all tokens of a step."""
 
     HOLD = 1
     SAVE = 2
     LEAVE = 4
     SNAPSHOT = 8  # sources were asked for a copy of the state after this step
-    REJECT = 16  # this member refuses the step: nobody applies it
+    REJECT = 16  # this member refuses the step, so no member applies it
 
 
 _KNOWN = int(~Flag(0))
@@ -48,18 +48,18 @@ _KNOWN = int(~Flag(0))
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What a member says of a reduced step before anyone applies it. 92 bytes on the wire.
+    """A member's message about a reduced step before any member applies it. 92 bytes on the wire.
 
-    The last four are a CRC-32 of the others: a token goes over all hops, and one whose ``part`` was spoiled on its way
-    to some members would have them clip, and so apply, differently.
+    The last four bytes are a CRC-32 of the others. A token passes all hops. If its ``part`` were damaged for some
+    members, they would clip, and so apply, the step differently.
 
     Attributes:
         step: steps applied before this one.
-        part: of the squared gradient norm, this member's; all parts in rank order give the whole.
+        part: this member's part of the squared gradient norm. The norm is the sum of all parts in rank order.
         digest, lineage: of the reduced bytes, and of the state before the step; 16 bytes each.
-        unit_us: microseconds that a micro-batch takes at this member, averaged; 0: not known.
-        own: squared norm of what this member contributed to the sum. May be NaN.
-        sent, received: xxh3-64 of the step's bytes that this member sent to the right and received from the left, where
+        unit_us: mean microseconds per micro-batch at this member; 0: not known.
+        own: squared norm of this member's contribution to the sum. May be NaN.
+        sent, received: xxh3-64 of the step's bytes that this member sent to the right and received from the left, if
             they are audited; else 0.
     """
 
@@ -104,22 +104,22 @@ class Token:
 
 
 def is_lineage(text: str) -> bool:
-    """Whether ``text`` may be a lineage: 16 bytes in hex. What comes from a peer or a file is asked first."""
+    """Whether ``text`` has the form of a lineage: 16 bytes in hex. Check text from a peer or a file with it."""
     return _LINEAGE.fullmatch(text) is not None
 
 
 def first_lineage(spec: str, digest: bytes = b"") -> str:
-    """Lineage of the untouched model: the job's spec, and the digest of the state's bytes. Hex, 16 bytes.
+    """Lineage of the initial model: a hash of the job's spec and of the digest of the state's bytes. Hex, 16 bytes.
 
-    The digest is what makes "equal lineage, equal bits" true from the start: another version of torch may draw other
-    initial weights from the same seed, and such a member must be healed, not believed.
+    The digest ensures from the start that equal lineages mean equal bits: another version of torch may make other
+    initial weights from the same seed, and a member with those must be healed.
     """
     return hashlib.blake2b(spec.encode() + digest, digest_size=16).hexdigest()
 
 
 def joined_digest(digests: bytes) -> bytes:
-    """The digest of a step of a split model, given those of its stages' reduced bytes, one after the other, 16 bytes
-    each: so there is one lineage for the whole model, and every stage's bytes decide it. 16 bytes."""
+    """The digest of a split model's step, from its stages' digests in order, 16 bytes each. So the whole model has one
+    lineage, which depends on every stage's bytes. 16 bytes."""
     return hashlib.blake2b(digests, digest_size=16).digest()
 
 
@@ -129,7 +129,7 @@ def next_lineage(lineage: str, digest: bytes) -> str:
 
 
 def difference(mine: Token, other: Token) -> str:
-    """What tells two tokens of one vote apart, in words; empty where nothing does."""
+    """In words, the first difference between two tokens of one vote; empty if there is none."""
     for name in ("generation", "step", "lineage", "digest"):
         if getattr(mine, name) != getattr(other, name):
             return f"{name} of step {mine.step + 1}"
@@ -140,14 +140,14 @@ def difference(mine: Token, other: Token) -> str:
 
 
 LEAST_STEPS = 8
-"""A member that saw fewer commits refuses only what is not finite."""
+"""A member that saw fewer commits refuses only norms that are not finite."""
 
 
 class Guard:
-    """Remembers how long the gradient usually is.
+    """Remembers the usual gradient norm.
 
     Args:
-        outlier_factor: norms so many times the usual one are refused; 0: never.
+        outlier_factor: norms above this multiple of the usual one are refused; 0: none are.
     """
 
     def __init__(self, outlier_factor: float) -> None:
@@ -173,8 +173,8 @@ class Fault:
 
     Attributes:
         cause: as ``Report.cause``.
-        suspect, beside: ranks; None where the tokens do not tell.
-        what: for people, to follow the suspect's name, or alone.
+        suspect, beside: ranks; None if the tokens do not tell.
+        what: text for people. It follows the suspect's name, or stands alone.
     """
 
     cause: str
@@ -188,7 +188,7 @@ def verdict(tokens: Sequence[Token]) -> Fault | None:
         right = (rank + 1) % len(tokens)
         if token.sent != tokens[right].received:
             return Fault("hop", rank, right, f"sent other bytes than arrived at rank {right}")
-    most = Counter(_identity(token) for token in tokens).most_common(1)[0][0]  # the lowest rank's, of equals
+    most = Counter(_identity(token) for token in tokens).most_common(1)[0][0]  # on a tie, the lowest rank's
     usual = next(token for token in tokens if _identity(token) == most)
     for rank, token in enumerate(tokens):
         if what := difference(usual, token):
@@ -200,8 +200,8 @@ def verdict(tokens: Sequence[Token]) -> Fault | None:
 
 
 def odd_ones_out(digests: Sequence[bytes], stages: int = 1) -> set[int]:
-    """Ranks whose digest is not that of the most members that hold the same of ``stages`` parts of the model; where two
-    are as frequent, that of the lowest rank counts."""
+    """Ranks whose digest differs from the most frequent one among the members that hold the same of ``stages`` parts.
+    On a tie the lowest rank's digest counts."""
     odd = set()
     for stage in range(stages):
         alike = digests[stage::stages]
@@ -219,7 +219,7 @@ def _blamed(tokens: Sequence[Token]) -> tuple[int | None, str]:
         if not math.isfinite(token.own):
             return rank, "contributed what is not finite"
     total, summands = math.fsum(token.part for token in tokens), math.fsum(math.sqrt(token.own) for token in tokens)
-    if not total <= (2 * summands) ** 2:  # rounding and a codec's feedback make it a little longer
+    if not total <= (2 * summands) ** 2:  # the factor allows for rounding and a codec's feedback
         return None, "the sum is not that of what the members contributed: it was spoiled on its way"
     rank = max(range(len(tokens)), key=lambda rank: tokens[rank].own)
     return rank, f"contributed a gradient of norm {math.sqrt(tokens[rank].own):.3g}, absurdly large"
@@ -229,16 +229,16 @@ def _blamed(tokens: Sequence[Token]) -> tuple[int | None, str]:
 
 
 GAIN_PERCENT = 5
-"""Shares stay as they are unless the makespan falls by more: measured times scatter by about as much. So much of a
-ring's time may also go into asking whether a member without work has become faster."""
+"""Shares change only if the makespan falls by more, because measured times vary by about as much. Probing whether an
+idle member became faster may also cost this much of a ring's time."""
 
 
 class Shares:
-    """Who computes what in one step of a view: runs of micro-batches in rank order. Immutable.
+    """Each member's micro-batches in one step of a view: consecutive ranges in rank order. Immutable.
 
     Args:
-        counts: of micro-batches, by rank.
-        idle_steps: for how many steps in a row each member has had nothing to do.
+        counts: micro-batches by rank.
+        idle_steps: for each rank, the number of consecutive steps without a micro-batch.
     """
 
     def __init__(self, counts: Iterable[int], idle_steps: Iterable[int] | None = None) -> None:
@@ -257,16 +257,15 @@ class Shares:
 
 
 def balanced(micro_batches: int, unit_us: Sequence[int], before: Sequence[int] = ()) -> list[int]:
-    """Counts in rank order that sum to ``micro_batches``, with the least makespan that whole micro-batches allow.
+    """Counts in rank order that sum to ``micro_batches``, with the least makespan.
 
     Args:
-        unit_us: microseconds a micro-batch takes at each member; 0 where it is not known, which counts as the median of
-            the known ones.
-        before: the counts until now. They are kept where nothing better than ``GAIN_PERCENT`` is to be had, unless they
-            are others' (their number or their sum differs).
+        unit_us: microseconds per micro-batch at each member; 0: not known, which counts as the median of the known.
+        before: the current counts. They stay unless the makespan falls by more than ``GAIN_PERCENT``. Counts with
+            another length or sum are ignored.
 
     Raises:
-        ValueError: no member, or a number that cannot be.
+        ValueError: no member, or a negative number.
     """
     if not unit_us or min(unit_us) < 0 or micro_batches < 0:
         raise ValueError(f"shares of {micro_batches} micro-batches for units {list(unit_us)}")
@@ -280,13 +279,13 @@ def balanced(micro_batches: int, unit_us: Sequence[int], before: Sequence[int] =
 
 
 def probed(counts: Sequence[int], unit_us: Sequence[int], idle_steps: Sequence[int]) -> list[int]:
-    """``counts``, or, where it is time to look whether a member without work became faster, with one for it.
+    """``counts``, or, if it is time to probe whether an idle member became faster, the same with a micro-batch for it.
 
-    It takes the micro-batch from whoever is busy longest, and is asked so rarely that the waiting for it, if it is as
-    slow as it was, costs at most ``GAIN_PERCENT`` of the time. One member is asked at a time, the lowest rank first.
+    The micro-batch comes from the member that is busy longest. Probes are so rare that they cost at most
+    ``GAIN_PERCENT`` of the time if the idle member is still slow. Only one member is probed at a time.
 
     Args:
-        idle_steps: for how many steps in a row each member has had nothing to do.
+        idle_steps: for each rank, the number of consecutive steps without a micro-batch.
     """
     units = _known(unit_us)
     span = max(1, _makespan(counts, units))
@@ -310,12 +309,12 @@ def _makespan(counts: Sequence[int], units: Sequence[int]) -> int:
 
 
 def _fastest(micro_batches: int, units: Sequence[int]) -> list[int]:
-    """The least time in which so many can be done, by bisection; then everyone does what fits into it.
+    """Find the least makespan by bisection, then give each member what fits into it.
 
-    What fits may be more than is wanted, by less than the number of members that are done just in time: of those, the
-    highest ranks do one less.
+    The surplus, if any, is less than the number of members that need exactly the makespan. Of those, the highest ranks
+    do one less.
     """
-    low, high = -1, micro_batches * min(units)  # the fastest alone
+    low, high = -1, micro_batches * min(units)  # the makespan of the fastest member alone
     while high - low > 1:
         middle = (low + high) // 2
         if sum(middle // unit for unit in units) >= micro_batches:

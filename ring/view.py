@@ -1,4 +1,4 @@
-"""A view: who trains together, in which order, with which share of the work, from which step."""
+"""A view: the members that train together, their order and shares, and the step from which they start."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ LONGEST_SILENCE_S = 86_400.0
 MAX_STREAMS = 16
 MAX_STAGES = 256
 REDUCED_TO_STATE = 3
-"""The state holds two moments beside the parameters, each as large as what a step reduces."""
+"""The state is about this many times as large as what a step reduces: parameters and two moments."""
 MIN_SUB_CHUNK_BYTES, MAX_SUB_CHUNK_BYTES = 8, 64 << 20
 TERM_BITS = 40
-"""The seed of term t mints generations above t << 40, so none is minted twice after a seed was restored."""
+"""The seed of term t mints generations above t << 40, so a restored seed mints none a second time."""
 LABEL = "/"
-"""Between a job's id, which never has it, and the stage whose ring is meant."""
+"""Separates a job's id, which never contains it, from the stage of a ring."""
 CODEC_NAMES = frozenset({"fp32", "bf16", "fp16", "int8", "int4", "topk"})
-"""Those of ``ring.codecs``; a test keeps the two equal, because a view is read where numpy is not needed."""
+"""The names in ``ring.codecs``. A test keeps both equal; this copy serves code that does not import numpy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +29,22 @@ class View:
     """One generation of a job's membership. Immutable: any change is a new generation.
 
     Attributes:
-        generation: grows by at least one with every view of the job; it stands in every frame that members exchange.
+        generation: increases with every view of the job. Every frame between members has it.
         step: steps already applied when the view begins.
         lineage: lineage at ``step``, hex.
         members: in rank order; the right neighbour of rank r is rank (r + 1) mod n.
-        square_sum: squared gradient norm that step ``step`` was committed with; whoever redoes the step clips with it.
-        heartbeat_s, death_s: between neighbours, the same for all: a patient member beside a hasty one would be
-            declared dead; 0 where the seed has not said.
+        square_sum: squared gradient norm with which step ``step`` was committed; members that redo the step clip by it.
+        heartbeat_s, death_s: between neighbours; 0: not set by the seed. All members use the same values: a member with
+            longer ones would be declared dead by a neighbour with shorter ones.
         streams: bulk connections from each member to its right neighbour; an array is striped over them.
-        sub_chunk_bytes: reduced and passed on as one piece, over far links; 0: the members are near each other, and it
-            is left to the session.
+        sub_chunk_bytes: size of the pieces that are reduced and passed on over far links; 0: the members are near each
+            other, and the session chooses.
         codec: name of the encoding in which gradients travel (``ring.codecs``).
-        lenient: an outlier is applied if it is finite: two members brought the same.
-        ledger_step: the seed knows who computed each step up to this one.
-        stages: the model is split into so many parts, and rank r holds part r mod ``stages``; 1: each holds all of it.
-            The members of one replica, its *replica*, stand beside each other; its share is that of its stage 0.
-        reduce_bytes: of the largest array that a step reduces at any of its stages; 0: not known.
+        lenient: a finite outlier is applied, because the data is its cause (``ring.quarantine``).
+        ledger_step: the seed's ledger has each step up to this one.
+        stages: number of parts of the model; rank r holds part r mod ``stages``. 1: each member holds all of it. The
+            members of one replica have consecutive ranks; the replica's share is that of its stage 0.
+        reduce_bytes: size of the largest array that a step reduces at any stage; 0: not known.
     """
 
     job: str
@@ -65,7 +65,7 @@ class View:
 
     @property
     def state_bytes(self) -> int:
-        """About so large is the largest state that a member may have to load, fetch or update while others wait."""
+        """Approximate size of the largest state that a member may have to load, fetch or update while others wait."""
         return REDUCED_TO_STATE * self.reduce_bytes
 
     @property
@@ -94,8 +94,8 @@ class View:
         return self.members[self.stage_of(rank) :: self.stages]
 
     def stage_ring(self, rank: int) -> View:
-        """The ring of the members that hold the same part: a view of its own, whose label no job has. Their shares are
-        those of their replicas."""
+        """The ring of the members that hold the same part, as a view with a label of its own. Each member has the share
+        of its replica."""
         heads = self.members[:: self.stages]
         members = (
             replace(member, first=head.first, count=head.count)
@@ -169,6 +169,6 @@ def _check_stages_untrusted(members: tuple[MemberRecord, ...], stages: int) -> N
 
 
 def shares(micro_batches: int, members: int) -> list[tuple[int, int]]:
-    """Cut ``range(micro_batches)`` into (first, count) runs as equal as can be; the first members take what is left."""
+    """Cut ``range(micro_batches)`` into equal (first, count) runs. The first members take the remainder, one each."""
     bounds = [rank * (micro_batches // members) + min(rank, micro_batches % members) for rank in range(members + 1)]
     return [(first, stop - first) for first, stop in pairwise(bounds)]
