@@ -508,7 +508,7 @@ class Coordinator:
 
     def _restored(self, restore: co.Restore, now: float) -> bool:
         """Mint a view from the checkpoint that a person chose, once all peers had the time to load it. The peer that
-        verified it may still be on its way back. Returns True if nobody could load it, so another state is needed."""
+        verified it may still be on its way back. Returns True if no peer could load it, so another state is needed."""
         overdue, holders = "restore" in self._deadlines.passed, self._holders(restore)
         if not overdue and (self._who.building() or not (holders or restore.peer_id in self._who.peers)):
             return False

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 State = tuple[int, str]
 NOTHING: State = (0, "0" * 32)
-"""What a replica reports whose workers share no state. No state has this lineage."""
+"""What a replica reports if its workers share no state. No state has this lineage."""
 
 
 def told_stage(held: Mapping[str, int], peer_id: str, stage: int, here: Collection[str]) -> dict[str, int]:
@@ -79,7 +79,7 @@ class Replica:
     """One worker for each stage, which together are one peer of the coordinator.
 
     Attributes:
-        members: worker ids, by stage; empty: a place of the view that nobody fills any more.
+        members: worker ids, by stage; empty: a place of the view without workers.
         in_view: it is a place of the current view.
         known: it is one of the coordinator's peers.
         said: the state that it last reported; None: it trains, or has reported nothing since it was asked.
@@ -181,7 +181,7 @@ class StagePlanner:
     Attributes:
         planned: the first stages are assigned; from now on they are assigned one by one.
         unfit: why there is no plan.
-        too_small: workers for which an event already told that they stay spares.
+        too_small: workers that an event already reported as too small for a stage.
     """
 
     def __init__(self, training: Training | None, *, planned: bool) -> None:
