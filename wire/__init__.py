@@ -1,1 +1,1 @@
-"""Bytes between peers: frames, messages, handshake, connections, link emulation. Knows nothing of rings or models."""
+"""Bytes between peers: frames, messages, handshake, connections, link emulation. Imports nothing of rings or models."""

@@ -1,11 +1,11 @@
-"""What a person is given to reach a seed: addresses and tickets.
+"""What a person needs to reach a seed: addresses and tickets.
 
-A ticket is an address that carries the hash of a run's CA and a secret::
+A ticket is an address with the hash of a run's CA and a secret::
 
     HOST:PORT/ base64url( version and role (1) ‖ id (6) ‖ secret (16) ‖ pin (32) ‖ checksum (2) )
 
-The checksum finds what a hand or a terminal damaged; it leaves the address out, so that a person may write another
-name of the same seed before the slash. The secret never travels: a joiner proves that it has it (``proof``).
+The checksum detects typing and copying errors. It does not cover the address, so a person may write another name of the
+same seed before the slash. The secret is never sent: a joiner proves that it has it (``proof``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from p2ptrain.core.errors import ProtocolError, UserError
 
 DEFAULT_PORT = 7337
 MAX_HOST_CHARS = 255
-"""As long as a name in the DNS may be (RFC 1035, section 2.3.4)."""
+"""Longest DNS name (RFC 1035, section 2.3.4)."""
 
 _SECRET = re.compile(r"[A-Za-z0-9_=-]{24,}")
 _NAME = re.compile(r"[a-z0-9_-]+")
@@ -31,7 +31,7 @@ _ADDRESS = re.compile(r"(?:\[(?P<v6>[^\[\]]+)\]|(?P<host>[^\s:/@\[\]]+))(?::(?P<
 
 
 def parse_address(text: str, *, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
-    """Host and port of ``host``, ``host:port``, ``[IPv6]`` or ``[IPv6]:port``. Raises ``UserError``."""
+    """Parse ``host``, ``host:port``, ``[IPv6]`` or ``[IPv6]:port`` to host and port. Raises ``UserError``."""
     match = _ADDRESS.fullmatch(text.strip())
     if match is None:
         raise _bad_address(text, "it is no host with or without a port")
@@ -49,16 +49,15 @@ def parse_address(text: str, *, default_port: int = DEFAULT_PORT) -> tuple[str, 
 
 
 def without_secrets(text: str) -> str:
-    """What a person typed, fit to be shown: pieces that may be of a ticket are left out, wherever they stand.
+    """Remove from a person's input every part that may belong to a ticket, so that it can be shown.
 
-    A ticket's secret is among more than 24 letters in a row, large and small ones; a host's name is told from that by
-    its small letters.
+    A ticket's secret is part of a run of at least 24 letters in mixed case; a host name has small letters only.
     """
     return _SECRET.sub(lambda found: found[0] if _NAME.fullmatch(found[0]) else "…", text)
 
 
 def format_address(host: str, port: int) -> str:
-    """``host:port``, with brackets around an IPv6 address."""
+    """Format as ``host:port``, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -70,7 +69,7 @@ def is_loopback(host: str) -> bool:
 
 
 def told_of(address: tuple[str, int], text: str) -> str:
-    """``text`` about the peer at ``address``, which is named once."""
+    """Prefix ``text`` with the peer's address unless the text contains it."""
     named = format_address(*address)
     return text if named in text else f"{named}: {text}"
 
@@ -86,7 +85,7 @@ def _bad_address(text: str, why: str) -> UserError:
 
 
 ROLES = ("worker", "operator", "seed", "verifier", "drafter")
-"""What a ticket may make of its bearer, one of them each; the index is on the wire."""
+"""A ticket gives its holder one of these roles. The index is sent on the wire."""
 
 ID_BYTES = 6
 SECRET_BYTES = 16
@@ -103,17 +102,14 @@ _PROOF_LABEL = b"p2ptrain enrolment proof 1"
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a person pastes to join.
+    """What a person pastes to join. Raises ``ValueError`` if a field is invalid.
 
     Attributes:
         host, port: the seed's.
         role: one of ``ROLES``.
-        id: names the ticket; 12 hex digits, no secret.
+        id: names the ticket; 12 hex digits, not secret.
         secret: 16 random bytes.
         pin: SHA-256 of the run CA's certificate in DER.
-
-    Raises:
-        ValueError: a part does not fit.
     """
 
     host: str
@@ -132,19 +128,18 @@ class Ticket:
             raise ValueError("a secret or a pin of the wrong length")
 
     def __str__(self) -> str:
-        """The whole ticket, its secret included: only for where a ticket is shown or stored on purpose."""
+        """The whole ticket with its secret: only for places that show or store a ticket on purpose."""
         head = bytes([_VERSION << 4 | ROLES.index(self.role)])
         body = head + bytes.fromhex(self.id) + self.secret + self.pin
         return f"{format_address(self.host, self.port)}/{urlsafe_b64encode(body + _checksum(body)).decode()}"
 
     @classmethod
     def parse_untrusted(cls, text: str) -> Self:
-        """The ticket in ``text``; white space in it, as a terminal leaves where it wraps a line, does not matter.
+        """Parse a ticket. White space is ignored, because terminals insert it when they wrap a line.
 
-        Raises:
-            ProtocolError: it is no ticket. The text is not repeated, for it may hold a secret.
+        Raises ``ProtocolError``. Its text does not repeat the input, which may hold a secret.
         """
-        if len(text) > 512:  # longer than the longest host name and a ticket
+        if len(text) > 512:  # the longest host name and a ticket are shorter
             raise _no_ticket("it is longer than 512 characters")
         address, slash, encoded = "".join(text.split()).rpartition("/")
         if not slash:
@@ -182,18 +177,17 @@ def local_ticket_path(state_dir: Path, role: str) -> Path:
 
 
 def is_ticket(text: str) -> bool:
-    """Whether ``text``, given where an address is wanted, was meant to be a ticket: no address has a slash, and none is
-    like what follows it in a ticket."""
+    """Whether ``text``, given as an address, is meant as a ticket: it has a slash or a possible secret."""
     return "/" in text or without_secrets(text) != text
 
 
 def proof(secret: bytes, nonce: bytes, csr_der: bytes) -> bytes:
-    """HMAC-SHA256 over the server's nonce and the certificate request: who made it knows ``secret`` (RFC 2104)."""
+    """HMAC-SHA256 (RFC 2104) over the server's nonce and the certificate request; proves knowledge of ``secret``."""
     return hmac.digest(secret, b"%s\0%s%s" % (_PROOF_LABEL, hashlib.sha256(nonce).digest(), csr_der), "sha256")
 
 
 def verify_proof(mac: bytes, *, secret: bytes, nonce: bytes, csr_der: bytes) -> bool:
-    """Whether ``mac`` is the ``proof``, in a time that does not tell how much of it is right."""
+    """Whether ``mac`` is the ``proof``, compared in constant time."""
     return hmac.compare_digest(mac, proof(secret, nonce, csr_der))
 
 

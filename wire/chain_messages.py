@@ -1,15 +1,15 @@
-"""Messages of a split model's chain (``roles.chain``, ``roles.worker.stages``), as those of ``wire.messages``.
+"""Messages of a split model's chain (``roles.chain``, ``roles.worker.stages``).
 
 ::
 
     client  → stage    (purpose ``chain``)  Request → Response: part.offer, part.load, part.free, model.open,
                        session.open, session.resume, session.replay, session.close; meanwhile stage → client PartLoading
-    client  → first stage, stage → next stage (purpose ``stage``)   Work, then one bulk frame
-    stage at which a Work ends → client     Picked
+    client  → first stage, stage → next stage (purpose ``stage``)   ForwardRequest, then one bulk frame
+    stage at which a ForwardRequest ends → client     Sampled
     stage   → client                        ChainBroken: the next stage is lost
     receiver → sender   (purposes ``model``: the receiver dials; ``give``: the sender dials)
                        TensorsRequest → TensorsPage; RangeRequest → bulk frame | RangeGone
-    both ways on every idle one             StillHere, so that silence means death
+    both ways on every idle connection      KeepAlive, so that silence means that the peer is dead
 """
 
 from __future__ import annotations
@@ -22,25 +22,24 @@ from wire.messages import Message
 from wire.schema import Amount, Bound, Count, IdOrNone, Token
 
 CHAIN_STREAM = 1
-"""Stream of the bulk frame behind each ``ForwardRequest``; frames keep their order, so one is enough."""
+"""Stream of the bulk frame after each ``ForwardRequest``. Frames stay in order, so one stream is enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardRequest(Message):
-    """Take so many more positions of a session; the bulk frame behind it has them.
+    """Client or stage to the next stage: compute more positions of a session. They follow in a bulk frame.
 
     Attributes:
-        epoch: grows when a chain is mended; what is of an older one is dropped.
-        number: of the session's requests, for the client.
-        keep: history is cut to its first ``keep`` positions before.
+        epoch: grows when the chain is repaired; frames of an older epoch are dropped.
+        number: index among the session's requests; the answer repeats it.
+        keep: the session is first cut to its first ``keep`` positions.
         count: positions in the payload.
-        encoding: of the payload (``p2ptrain.core.activations``); ``ids`` (int32, little-endian) to the first stage.
-        last: index of the stage at which it ends.
-        samples: for so many of the last positions a token is picked; 0 where the work ends before the last stage.
-        sample_index: number of the first pick's draw.
+        encoding: of the payload (``p2ptrain.core.activations``); to the first stage ``ids`` (int32, little-endian).
+        last: index of the stage at which the request ends.
+        samples: for this many of the last positions a token is sampled; 0 if the request ends before the last stage.
+        sample_index: index of the first sample, from which its noise follows.
         spent_us: microseconds that each stage so far computed, in order.
-        prefill: it is of a prompt, whose hidden states travel in the session's ``prefill_encoding``. Only the client
-            knows: a draft that is to be verified has several positions, too, and travels as what is decoded does.
+        prefill: the positions are of a prompt and travel in the session's ``prefill_encoding``; drafts do not.
     """
 
     KIND: ClassVar[int] = 38
@@ -59,8 +58,7 @@ class ForwardRequest(Message):
 
 @dataclass(frozen=True, slots=True)
 class Sampled(Message):
-    """Stage to client: a ``ForwardRequest`` ended here. ``tokens``: int32, little-endian; none where nothing was to be
-    picked."""
+    """Stage to client: a ``ForwardRequest`` ended here. ``tokens``: int32, little-endian; empty without samples."""
 
     KIND: ClassVar[int] = 39
     session: str
@@ -72,11 +70,11 @@ class Sampled(Message):
 
 @dataclass(frozen=True, slots=True)
 class ChainBroken(Message):
-    """Stage to client: the session goes no further from here, for the next stage is lost, or this one cannot go on.
+    """Stage to client: the session cannot go on here, because the next stage is lost or this one failed.
 
     Attributes:
-        lost: index of the stage that is meant; that of the sender where its own work failed.
-        code, reason, remedy: as of ``Refuse``.
+        lost: index of the stage that is lost, or of the sender if its own computation failed.
+        code, reason, remedy: as in ``Refuse``.
     """
 
     KIND: ClassVar[int] = 41
@@ -90,7 +88,7 @@ class ChainBroken(Message):
 
 @dataclass(frozen=True, slots=True)
 class PartLoading(Message):
-    """Stage to client: how far a ``part.load`` is."""
+    """Stage to client: progress of a ``part.load``."""
 
     KIND: ClassVar[int] = 42
     done_bytes: int
@@ -99,10 +97,10 @@ class PartLoading(Message):
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One tensor of a model directory, or one of its small files (dtype ``FILE``, shape its bytes).
+    """A tensor of a model directory, or one of its small files (dtype ``FILE``, shape its bytes).
 
     Attributes:
-        digest: BLAKE2b-256 of each 4 MiB of its bytes, 32 bytes each, one after the other.
+        digest: BLAKE2b-256 of each 4 MiB of its bytes, 32 bytes each, concatenated.
     """
 
     name: str
@@ -114,7 +112,7 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True)
 class TensorsRequest(Message):
-    """The table of what ``model`` holds, from its entry ``first`` on."""
+    """Receiver to sender: send the table of contents of ``model`` from entry ``first`` on."""
 
     KIND: ClassVar[int] = 43
     model: str
@@ -123,7 +121,7 @@ class TensorsRequest(Message):
 
 @dataclass(frozen=True, slots=True)
 class TensorsPage(Message):
-    """As many entries as fit a frame, of ``total``. ``error`` where there is no such model here."""
+    """As many entries as fit a frame, of ``total``. ``error`` is set if the sender does not have the model."""
 
     KIND: ClassVar[int] = 44
     total: int
@@ -136,15 +134,17 @@ class HeldPart:
     """One part of a model that a worker holds, for serving or for training.
 
     Attributes:
-        part: its id. model: the model's id, which all parts of it share. name: of the model, for people.
-        cache_bytes: that the sessions which are open may grow to, what they keep to replay it included.
-        limit_bytes: what this worker gives to parts and their caches.
-        sessions: open now.
-        compute_ms: that one work takes here, averaged; 0 where it is not known.
+        part: the part's id.
+        model: the model's id, shared by all its parts.
+        name: of the model, for display.
+        cache_bytes: most that the caches of the open sessions may grow to, including what is kept for a replay.
+        limit_bytes: bytes that this worker allows for parts and their caches.
+        compute_ms: average time of one forward request, or of one micro-batch in training; 0 if unknown.
         busy: share of the last seconds in which it computed; the rest is its bubble.
-        tokens_per_s: positions taken.
+        sessions: number of open sessions.
+        tokens_per_s: positions computed per second.
         out_position_bytes: bytes that one position takes on the wire to ``next``.
-        next: peer id of the next stage; empty on the last one.
+        next: peer id of the next stage; empty at the last one.
     """
 
     part: Token
@@ -171,7 +171,7 @@ class HeldPart:
 
 @dataclass(frozen=True, slots=True)
 class PartsHeld(Message):
-    """Worker to seed: all that it holds, when that changes, and once a second while it requests."""
+    """Worker to seed: all parts that it holds; sent when they change, and once a second while it computes."""
 
     KIND: ClassVar[int] = 47
     parts: Annotated[list[HeldPart], Bound(0, 16)]

@@ -1,4 +1,4 @@
-"""Requests and their answers: numbered calls over any connection, and the operator's typed client of a seed."""
+"""Requests and answers: numbered calls over any connection, and an operator's typed client of a seed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from wire.schema import Record
 
 
 class PendingCalls:
-    """The requests of one side that wait for their answers. ``last_id``: of the newest one."""
+    """Requests of one side that wait for answers. ``last_id`` is the newest request's."""
 
     def __init__(self) -> None:
         self._pending: dict[int, asyncio.Future[Response]] = {}
@@ -51,13 +51,11 @@ class PendingCalls:
         timeout_s: float,
         named: bool = True,
     ) -> dict[str, Any]:
-        """Send a request to ``whom`` and wait for the result.
-
-        Args:
-            named: a refusal begins with ``whom``.
+        """Send a request to ``whom`` and wait for the result. If ``named``, the text of a refusal starts with ``whom``.
 
         Raises:
-            Refused: what it answered. DeadlineExceeded, ConnectionLost: it did not.
+            Refused: the answer is an error.
+            DeadlineExceeded, ConnectionLost: no answer came.
         """
         self.last_id += 1
         number = self.last_id
@@ -78,8 +76,7 @@ class PendingCalls:
         return response.result
 
     def answered(self, response: Response) -> bool:
-        """Hand an answer to its caller; one that nobody waits for any more, or ever did, is dropped: whether it was
-        wanted."""
+        """Give an answer to the call that waits for it. Return False, and drop it, if none does."""
         answer = self._pending.get(response.id)
         if answer is None or answer.done():
             return False
@@ -106,19 +103,19 @@ _TOPICS: dict[str, type[Record]] = {
     "parts": PartInfo,
     "serving": ServingInfo,
 }
-"""Of updates."""
+"""Topic of an update → record."""
 
 SILENCE_S = 15.0
-"""After this long without a frame the seed is asked whether it is still there, and has as long again to answer."""
+"""After this many seconds without a frame the client probes the seed, which has as long again to answer."""
 MAX_UPDATES = 1024
-"""Updates that may wait for a viewer. To drop one would leave it with a wrong picture: the connection ends instead."""
+"""Updates that may wait for a viewer. More end the connection, because dropping one would leave a wrong picture."""
 
 
 class SeedClient:
     """Operator connection to a seed.
 
     Attributes:
-        welcome: how the seed introduced itself.
+        welcome: the seed's answer to the handshake.
         connection: the connection underneath, for bulk probes.
     """
 
@@ -138,8 +135,7 @@ class SeedClient:
     ) -> Self:
         """Dial a seed as an operator. Raises as ``wire.handshake.dial``.
 
-        Args:
-            peer_id: on an encrypted network, whom this operator's certificate names.
+        On an encrypted network ``peer_id`` must be the one in this operator's certificate.
         """
         hello = local_hello(peer_id=peer_id or new_id(), name=name, roles=[], purpose="operator")
         return cls(*await dial(network, host, port, hello, timeout_s=timeout_s, expect_role="seed"))
@@ -147,14 +143,14 @@ class SeedClient:
     async def request(
         self, method: str, params: dict[str, Any] | None = None, *, timeout_s: float = 20.0
     ) -> dict[str, Any]:
-        """Ask, and wait for the answer's result; the methods below wrap it. Requests may overlap.
+        """Send a request and wait for its result; the methods below wrap it. Requests may overlap.
 
         Args:
-            timeout_s: longer than the seed waits for a worker that it asks on our behalf.
+            timeout_s: must be longer than the seed waits for a worker that it asks.
 
         Raises:
-            Refused: the seed answered with an error, its code, message and remedy.
-            DeadlineExceeded: no answer came in time; the connection lives on.
+            Refused: the seed answered with an error.
+            DeadlineExceeded: no answer came in time; the connection stays open.
             ConnectionLost: the connection ended.
         """
         send, whom = self.connection.send, "the seed"
@@ -173,7 +169,7 @@ class SeedClient:
         return _checked(result, "evicted", str), _checked(result, "name", str)
 
     async def parts(self) -> tuple[list[PartInfo], int]:
-        """Parts of split models, as many as fit an answer, and how many there are."""
+        """Parts of split models, as many as fit an answer, and their total number."""
         result = await self.request("parts.list")
         return _records(PartInfo, result, "parts"), _checked(result, "total", int)
 
@@ -183,26 +179,26 @@ class SeedClient:
     # ------------------------------------------------------------------------------------------------------------ jobs
 
     async def jobs(self) -> list[JobInfo]:
-        """Oldest first."""
+        """All jobs, oldest first."""
         return await self._records(JobInfo, "jobs.list", "jobs")
 
     async def job(self, job: str) -> tuple[JobInfo, str]:
-        """A job by its id, the beginning of one, or its name; and its profile as JSON, which is to be checked."""
+        """Find a job by its id, the start of its id, or its name. Return it and its profile as JSON, not validated."""
         result = await self.request("jobs.show", {"job": job})
         return JobInfo.from_map_untrusted(result.get("job")), _checked(result, "spec", str)
 
     async def create_job(self, name: str, profile: str, spec: str, **more: Any) -> str:
-        """A new job; its id. ``more``: ``shape``, the sizes of a model that is to be split."""
+        """Create a job and return its id. ``more``: ``shape``, the sizes of a model to split."""
         params = {"name": name, "profile": profile, "spec": spec, **more}
         return str(await self._value("jobs.create", "job", str, **params))
 
     async def plan(self, spec: str, shape: object) -> tuple[TrainingPlanInfo, list[StagePlanInfo]]:
-        """Who would train which layers of a split job. The seed measures the workers' links first."""
+        """Plan which workers would train which layers of a split job. The seed first measures their links."""
         result = await self.request("jobs.plan", {"spec": spec, "shape": shape}, timeout_s=30.0)
         return plan_of(result)
 
     async def tell_job(self, job: str, verb: str) -> str:
-        """``pause``, ``resume``, ``save``, ``cancel`` or ``forget`` a job; its id."""
+        """Send ``pause``, ``resume``, ``save``, ``cancel`` or ``forget`` to a job. Return its id."""
         return str(await self._value(f"jobs.{verb}", "job", str, job=job))
 
     async def recoveries(self, job: str, limit: int) -> list[RecoveryInfo]:
@@ -212,7 +208,7 @@ class SeedClient:
         return LedgerPage.from_map_untrusted(await self.request("jobs.ledger", {"job": job, "after_step": after_step}))
 
     async def views(self, job: str, after_generation: int) -> list[ViewBegan]:
-        """The next views, of growing generations."""
+        """The next views, in order of generation."""
         views = await self._records(ViewBegan, "jobs.views", "views", job=job, after_generation=after_generation)
         generations = [after_generation, *(view.generation for view in views)]
         if any(later <= earlier for earlier, later in pairwise(generations)):
@@ -233,7 +229,7 @@ class SeedClient:
         return await self._records(CheckpointInfo, "checkpoints.list", "checkpoints", **params)
 
     async def restore(self, checkpoint: str) -> str:
-        """Take its job back to a checkpoint; the job's id. Its holder reads every byte first, a minute at most."""
+        """Return a job to a checkpoint, which its holder first verifies (up to a minute). Return the job's id."""
         result = await self.request("checkpoints.restore", {"id": checkpoint}, timeout_s=75.0)
         return str(_checked(result, "job", str))
 
@@ -241,19 +237,19 @@ class SeedClient:
         await self.request("checkpoints.delete", {"id": checkpoint})
 
     async def new_ticket(self, role: str, expires_s: float, uses: int | None, host: str) -> tuple[TicketInfo, str]:
-        """A new ticket, and its text, which is a secret. ``host``: empty for the seed's own."""
+        """Create a ticket. Return it and its text, which is secret. ``host``: empty for the seed's own."""
         optional = {name: value for name, value in (("uses", uses), ("host", host)) if value}
         return _ticket(await self.request("tickets.new", {"role": role, "expires_s": expires_s, **optional}))
 
     async def rotate_tickets(self) -> tuple[TicketInfo, str]:
-        """Replace all tickets; a new one, and its text."""
+        """Replace all tickets. Return a new one and its text."""
         return _ticket(await self.request("tickets.rotate"))
 
     async def tickets(self) -> list[TicketInfo]:
         return await self._records(TicketInfo, "tickets.list", "tickets")
 
     async def revoke_ticket(self, ticket: str) -> TicketInfo:
-        """Take a ticket back, by the beginning of its id, with all certificates that came of it."""
+        """Revoke a ticket, by the start of its id, and all certificates issued for it."""
         return TicketInfo.from_map_untrusted(await self._value("tickets.revoke", "ticket", id=ticket))
 
     # ------------------------------------------------------------------------------------------- updates and the clock
@@ -262,10 +258,9 @@ class SeedClient:
         return float(await self._value("probe.clock", "wall", float))
 
     async def news(self) -> AsyncIterator[list[Record]]:
-        """Subscribe; then what changed, as records, of one update at a time. What is gone is left out.
+        """Subscribe, and yield the records of one update at a time; of those that are gone, an empty list.
 
-        Raises:
-            ConnectionLost: always, in the end. ProtocolError: the seed says what cannot be.
+        Always ends with ``ConnectionLost``, or with ``ProtocolError`` if the seed sends an invalid record.
         """
         await self.request("subscribe")
         async for update in self.updates():
@@ -279,21 +274,17 @@ class SeedClient:
         return _records(kind, await self.request(method, params), key)
 
     async def updates(self) -> AsyncIterator[Update]:
-        """What changes, from ``request("subscribe")`` on, for one reader.
-
-        Raises:
-            ConnectionLost: always, in the end.
-        """
+        """Yield updates after ``request("subscribe")``, for one reader. Always ends with ``ConnectionLost``."""
         while True:
             while self._updates:
                 yield self._updates.popleft()
             if self._lost is not None:
                 raise self._lost.with_traceback(None)
             self._news.clear()
-            await self._news.wait()  # the receiving task ends it at the latest when the seed falls silent
+            await self._news.wait()  # ends at the latest when the seed is silent too long
 
     async def close(self) -> None:
-        """Close the connection; whoever waits gets ``ConnectionLost``. Never raises, may be called twice."""
+        """Close the connection; waiting calls get ``ConnectionLost``. Never raises, may be called twice."""
         await self.connection.close()
         await asyncio.wait([self._receiver])  # it ends with the connection
 
@@ -308,11 +299,11 @@ class SeedClient:
         self._news.set()
 
     async def _receive(self) -> Received:
-        """The next frame. A silent seed is asked once for its clock, whatever it answers; then it counts as lost."""
+        """Return the next frame. A seed that falls silent is probed once, and then counts as lost."""
         with suppress(DeadlineExceeded):
             return await self.connection.receive(timeout_s=self._silence_s)
         self._calls.last_id += 1
-        self.connection.send(Request(self._calls.last_id, "probe.clock"))  # whose answer nobody waits for
+        self.connection.send(Request(self._calls.last_id, "probe.clock"))  # its answer is not waited for
         return await self.connection.receive(timeout_s=self._silence_s)
 
     def _take(self, message: Message) -> None:
@@ -322,8 +313,8 @@ class SeedClient:
             self._updates.append(message)
             self._news.set()
         elif isinstance(message, Response) and 0 < message.id <= self._calls.last_id:
-            self._calls.answered(message)  # or its caller gave up waiting
-        elif not isinstance(message, Refuse):  # that one explains the end that follows it
+            self._calls.answered(message)  # dropped if the caller gave up waiting
+        elif not isinstance(message, Refuse):  # a Refuse explains the end that follows it
             raise ProtocolError(f"the seed sent an operator {type(message).__name__}, which answers nothing")
 
 

@@ -1,7 +1,7 @@
-"""Messages to msgpack maps (or bare values) and back, checked against their annotations (``wire.schema``).
+"""Encodes messages to msgpack maps (or bare values), and decodes and checks them (``wire.schema``).
 
-Whatever a peer sends, ``decode_untrusted`` returns a message whose every field has the annotated type and is within the
-annotated bounds, or raises ``ProtocolError``.
+``decode_untrusted`` returns a message whose every field has the annotated type and is within the annotated bounds, or
+raises ``ProtocolError``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from wire.schema import instance_untrusted
 MAX_LIST_ITEMS = 4096
 MAX_MAP_ITEMS = 1024
 MAX_HANDSHAKE_ITEMS = 64
-"""The same for handshake messages: nested lists that claim many items cost memory before they are found to be short."""
+"""Both limits for handshake messages: nested lists cost memory before they prove to be shorter than claimed."""
 
 MODULES = (messages, job_messages, chain_messages, text_messages)
 MESSAGE_TYPES: dict[int, type[Message]] = {
@@ -31,19 +31,16 @@ MESSAGE_TYPES: dict[int, type[Message]] = {
     for item in vars(module).values()
     if isinstance(item, type) and issubclass(item, Message) and item is not Message
 }
-"""Frame kind → class, of every message there is."""
+"""Frame kind → class, for every message."""
 
 _NO_LISTS = {"max_array_len": 0, "max_map_len": 0, "max_ext_len": 0, "max_str_len": 0, "max_bin_len": 0}
-"""Of what comes by the thousand: numbers only."""
+"""Unpacker limits of messages that are not ``KEYED``: numbers only."""
 
 
 def encode(message: Message) -> bytes:
-    """The body of ``message``'s control frame.
+    """Encode the body of ``message``'s control frame. It is decoded once, so that no invalid message is sent.
 
-    What a peer would refuse is not sent: our own encoding is decoded first.
-
-    Raises:
-        ValueError, TypeError: a field does not have the type or the size that its annotation allows.
+    Raises ``ValueError`` or ``TypeError`` if a field violates its annotated type or bound.
     """
     fields = _fields_of(message)
     if message.KEYED:
@@ -62,7 +59,7 @@ def encode(message: Message) -> bytes:
 
 
 def _fields_of(item: Any) -> dict[str, Any]:
-    """A message or a record as a map, without ``dataclasses.asdict``'s deep copies: ten times as fast."""
+    """Convert to a map without the deep copies of ``dataclasses.asdict``: ten times as fast."""
     cls: Any = type(item)
     return {name: getattr(item, name) for name in _names_of(cls)}
 
@@ -73,14 +70,10 @@ def _names_of(cls: Any) -> tuple[str, ...]:
 
 
 def decode_untrusted(kind: int, body: bytes | bytearray | memoryview) -> Message:
-    """The message in a control frame's body.
+    """Decode the body of a control frame. Raises ``ProtocolError`` unless it is exactly one message of this kind.
 
-    A ``Hello`` or ``Welcome`` of another protocol version is decoded as far as all versions agree, ``version`` and
-    ``software``; its other fields are empty. The handshake refuses it, and can say why. Handshake messages may have
-    fields that are unknown here.
-
-    Raises:
-        ProtocolError: the body is anything but one message of this kind.
+    Of a ``Hello`` or ``Welcome`` of another protocol version only ``version`` and ``software`` are decoded; the other
+    fields are empty. The handshake refuses it and can say why. Handshake messages may have unknown fields.
     """
     cls = MESSAGE_TYPES.get(kind)
     if cls is None:
@@ -135,7 +128,7 @@ def _unpack_untrusted(body: bytes | bytearray | memoryview, *, handshake: bool) 
     except (
         ValueError,
         msgpack.UnpackException,
-    ) as error:  # its StackError and FormatError are both
+    ) as error:  # StackError and FormatError are both
         raise ProtocolError(f"not a msgpack map: {error or type(error).__name__}") from error
 
 

@@ -1,11 +1,11 @@
 """One framed connection: the asyncio shell around ``wire.frame``.
 
-It runs on any loop and any ``asyncio.Transport``. Control frames are queued for ``receive``; bulk payloads go from the
-socket into posted buffers and from the caller's memory to the socket. There is no task, future or timer per frame.
+It runs on any loop and any ``asyncio.Transport``. Control frames are queued for ``receive``. Bulk payloads go from the
+socket into posted buffers, and from the caller's memory to the socket. There is no task, future or timer per frame.
 
-Reading pauses while a bulk frame waits for its post or while the queue of control frames is full, so a peer that sends
-faster than we take is held back by TCP, not by our memory. Before the handshake ended the queue holds one frame: what
-the other side sends right behind its last handshake frame stays in the kernel until ``allow_large`` was called.
+Reading pauses while a bulk frame waits for its post, and while the queue of control frames is full. So TCP slows down a
+peer that sends too fast, and memory stays bounded. Until ``allow_large`` is called the queue holds one frame: what the
+peer sends after its last handshake frame stays in the kernel.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from wire.messages import Message, Refuse
 from wire.tls import tls_problem
 from wire.transport import tune_for_bulk
 
-if TYPE_CHECKING:  # a plain cluster need not load cryptography
+if TYPE_CHECKING:  # an unencrypted cluster need not load cryptography
     from wire.credentials import PeerIdentity
 
 INBOX_FRAMES = 64
 GARBLED = "protocol-error"
-"""Code of the ``Refuse`` that is the last word to a peer whose bytes made no sense."""
+"""Code of the ``Refuse`` that is sent to a peer whose bytes violate the protocol."""
 
 _KINDS = frozenset(MESSAGE_TYPES)
 
@@ -52,7 +52,7 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One control frame, decoded. ``body_bytes``: it was so long, without the header."""
+    """A decoded control frame. ``body_bytes`` is the length of its encoded body, without the header."""
 
     message: Message
     generation: int
@@ -61,23 +61,23 @@ class Received:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One framed connection, made by a factory given to ``Network.connect`` or ``Network.listen``.
+    """A framed connection, made by a factory given to ``Network.connect`` or ``Network.listen``.
 
     All methods are called on the event loop's thread.
 
     Args:
-        opened: called once the transport is there; how a server learns of what it accepted.
-        send_limit_bytes: control bytes that may wait unsent before the peer counts as not reading.
+        opened: called when the transport is connected; a server learns of accepted connections by it.
+        send_limit_bytes: limit of unsent control bytes; beyond it the connection is closed, as the peer does not read.
 
     Attributes:
-        bytes_in, bytes_out: running totals, headers included, for people.
+        bytes_in, bytes_out: running totals, headers included, for display.
         last_heard: loop time of the last byte received.
-        on_drained: called each time the kernel has taken all that was handed to the transport; for a sender that keeps
-            the link busy without a task.
+        on_drained: called each time the kernel has taken all that was handed to the transport; lets a sender keep the
+            link busy without a task.
         closed: set when the transport is gone.
-        close_cause: why the connection ended; None while it lives and where this side closed it on purpose.
+        close_cause: why the connection ended; None while it is open, and if this side closed it on purpose.
         encrypted: whether the transport is TLS.
-        identity: whom the other side's certificate names, once TLS has verified it; None without TLS or certificate.
+        identity: the peer named by the certificate that TLS verified; None without TLS or certificate.
     """
 
     def __init__(
@@ -98,17 +98,17 @@ class Connection(asyncio.BufferedProtocol):
         self._inbox: deque[Received] = deque()
         self._inbox_limit = 1
         self._refusal: Refuse | None = None
-        self._waiters: set[asyncio.Future[None]] = set()  # of receive and flush: woken by any news, they look again
+        self._waiters: set[asyncio.Future[None]] = set()  # receive and flush: any change wakes all, and they check
         self._attached = False
         self._ended = False
         self._reading = True
-        self._control_unsent = 0  # control bytes sent since nothing was left unsent: an upper bound of those unsent
+        self._control_unsent = 0  # control bytes sent since the buffer was empty: at least the unsent ones
         self.remote = self.local = ("?", 0)  # host and port of each end
 
     # ---------------------------------------------------------------------------------------------------- for callers
 
     def call(self, name: str) -> None:
-        """What the other side calls itself, for what is told of it. Not checked: it is made short, and printable."""
+        """Set the peer's own name for itself, for error messages. It is unverified: it is cut and made printable."""
         self._called = "".join(char for char in name[:64] if char.isprintable())
 
     @property
@@ -117,13 +117,13 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def least_rtt_s(self) -> float | None:
-        """The shortest round trip that the kernel saw, however busy the processes are; None where nothing tells it."""
+        """Shortest round trip that the kernel measured, unaffected by busy processes; None if unknown."""
         rtt_s = self._transport.get_extra_info("rtt_s") if self._attached and not self._ended else None
         return float(rtt_s) if rtt_s is not None else None
 
     @property
     def fence(self) -> int:
-        """Frames of a generation in ``range(1, fence)`` are dropped by rule, posted buffers too. It only grows."""
+        """Frames and posted buffers of a generation in ``range(1, fence)`` are dropped. It only grows."""
         return self._decoder.fence
 
     @fence.setter
@@ -137,17 +137,17 @@ class Connection(asyncio.BufferedProtocol):
             tune_for_bulk(sock)
 
     def allow_large(self) -> None:
-        """The handshake ended: 64 KiB control frames of every kind, and bulk frames, are welcome."""
+        """End the handshake: accept 64 KiB control frames of every kind, and bulk frames."""
         self._decoder.allow_large()
         self._inbox_limit = INBOX_FRAMES
         self._steer_reading()
 
     async def receive(self, *, timeout_s: float) -> Received:
-        """The next control frame. What arrived before the peer closed is still handed out.
+        """Return the next control frame. Frames that arrived before the peer closed are still returned.
 
         Raises:
-            DeadlineExceeded: none came in time; the connection lives on.
-            ConnectionLost, ProtocolError, Refused: the connection ended, by this cause.
+            DeadlineExceeded: no frame came in time; the connection stays open.
+            ConnectionLost, ProtocolError, Refused: the connection ended for this cause.
         """
         if not self._inbox:
             await self._until(lambda: bool(self._inbox), timeout_s, "sent nothing")
@@ -156,7 +156,7 @@ class Connection(asyncio.BufferedProtocol):
         return received
 
     async def expect(self, kind: type[M], *, timeout_s: float) -> M:
-        """The next control frame, which must be a ``kind``.
+        """Return the next control frame, which must be a ``kind``.
 
         Raises:
             Refused: it is a ``Refuse``.
@@ -173,13 +173,10 @@ class Connection(asyncio.BufferedProtocol):
         raise error
 
     def send(self, message: Message, *, generation: int = 0, stream: int = 0) -> int:
-        """Hand one control frame to the transport. Never blocks.
-
-        Returns:
-            Bytes of the message, as of ``Received.body_bytes``.
+        """Hand one control frame to the transport, without blocking. Return the length of its encoded body in bytes.
 
         Raises:
-            ConnectionLost: the connection ended, or the peer does not read and the connection is closed for it.
+            ConnectionLost: the connection ended, or was closed because the peer does not read.
             UserError: the message is longer than a frame may be.
         """
         self._check_open()
@@ -189,9 +186,9 @@ class Connection(asyncio.BufferedProtocol):
         return len(body)
 
     def send_with_bulk(self, message: Message, payload: memoryview, *, generation: int, stream: int) -> None:
-        """``send`` and then ``send_bulk`` of what it announces, as one write: the other side wakes up once for both.
+        """Send a message and the payload that it announces in one write, so that the peer wakes up once.
 
-        Raises: as both.
+        Raises: as ``send`` and ``send_bulk``.
         """
         self._check_open()
         header = encode_bulk_header(payload.nbytes, generation=generation, stream=stream)
@@ -199,13 +196,9 @@ class Connection(asyncio.BufferedProtocol):
         self._check_read()
 
     def send_bulk(self, payload: memoryview, *, generation: int, stream: int) -> None:
-        """Hand a header and the caller's memory to the transport, without a copy. Never blocks.
+        """Hand a header and the caller's memory to the transport, without a copy and without blocking.
 
-        Args:
-            payload: contiguous, of any format; unchanged by the caller until ``flush`` returned.
-
-        Raises:
-            ConnectionLost: the connection ended.
+        ``payload`` is contiguous, of any format; keep it unchanged until ``flush`` returned. Raises ``ConnectionLost``.
         """
         self._check_open()
         header = encode_bulk_header(payload.nbytes, generation=generation, stream=stream)
@@ -213,10 +206,10 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.writelines([header, payload] if payload.nbytes else [header])
 
     async def flush(self, *, timeout_s: float) -> None:
-        """Wait until all that was sent is in the kernel; from then on sent memory may change.
+        """Wait until the kernel has taken all that was sent; from then on sent memory may change.
 
         Raises:
-            DeadlineExceeded: the peer does not read; the memory is still in use until the connection is closed.
+            DeadlineExceeded: the peer does not read; the memory stays in use until the connection is closed.
             ConnectionLost: the connection ended.
         """
         self._check_open()
@@ -226,13 +219,11 @@ class Connection(asyncio.BufferedProtocol):
             )
 
     def post(self, into: memoryview, *, generation: int, stream: int, done: Callable[[], None]) -> None:
-        """The next bulk frame of (generation, stream), in order of posting, lands in ``into``.
+        """Set the destination of the next bulk frame of (generation, stream). Posts are filled in order.
 
-        ``done`` is called from the event loop, never from within this call, when it is complete; not at all where the
-        connection ends or ``fence`` passes ``generation`` before. A frame of another length is a ``ProtocolError``.
-
-        Raises:
-            ConnectionLost: the connection ended.
+        ``done`` is called from the event loop, never within this call, when ``into`` is full. It is not called if the
+        connection ends before, or if ``fence`` passes ``generation``. A frame of another length closes the connection
+        with a ``ProtocolError``. Raises ``ConnectionLost``.
         """
         self._check_open()
         try:
@@ -245,7 +236,7 @@ class Connection(asyncio.BufferedProtocol):
         self._steer_reading()
 
     async def close(self, *, timeout_s: float = 1.0) -> None:
-        """Send what is queued, then close; after ``timeout_s`` give up on it. Never raises, may be called twice."""
+        """Send what is queued, then close. Give up after ``timeout_s``. Never raises, may be called twice."""
         self._inbox.clear()
         if not self._ended:
             self._end(None)
@@ -258,13 +249,13 @@ class Connection(asyncio.BufferedProtocol):
         finally:
             if not self.closed.is_set():
                 self._transport.abort()
-        # an aborted transport reports its end in the next turn of the loop; this is for one that has a bug
+        # An aborted transport reports its end in the next turn of the loop. The timeout is for a defective one.
         await self._wait_closed(1.0)
 
     def abort(self, cause: P2PTrainError | None = None) -> None:
-        """Close now and drop what is queued. Every waiter gets ``cause``, ``ConnectionLost`` where there is none.
+        """Close now and drop what is queued. Every waiter gets ``cause``, or ``ConnectionLost`` if there is none.
 
-        A peer at fault (``ProtocolError``) is told so, where the kernel takes these bytes at once.
+        On a ``ProtocolError`` the peer gets a last ``Refuse`` that says so, if the kernel takes it at once.
         """
         self._inbox.clear()
         if self._ended:
@@ -290,10 +281,10 @@ class Connection(asyncio.BufferedProtocol):
         self.last_heard = self._loop.time()
         try:
             self._identify(transport.get_extra_info("ssl_object"))
-        except ProtocolError as error:  # signed by the run's CA, and yet it names no peer
+        except ProtocolError as error:  # the run's CA signed it, but it names no peer
             self._loop.call_soon(self.abort, error)
-        self._transport.set_write_buffer_limits(high=0)  # so resume_writing means that the kernel has all
-        if self._ended:  # given up while it was dialled; not at once, for uvloop must come to own the socket first
+        self._transport.set_write_buffer_limits(high=0)  # so resume_writing means: the kernel took all
+        if self._ended:  # aborted while dialling; deferred, because uvloop must own the socket first
             self._loop.call_soon(self._transport.abort)
         elif self._opened is not None:
             self._opened(self)
@@ -320,7 +311,7 @@ class Connection(asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         middle = "" if self._decoder.between_frames else " in the middle of a frame"
         self._end_by_peer(f"{self._name} closed the connection{middle}")
-        self._transport.abort()  # what it did not read by now it never will
+        self._transport.abort()  # the peer will not read what is still unsent
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -330,7 +321,7 @@ class Connection(asyncio.BufferedProtocol):
         self.closed.set()
 
     def pause_writing(self) -> None:
-        """The kernel took less than all. Nothing to do: senders are bounded by ``flush`` and the send limit."""
+        """Do nothing: ``flush`` and the send limit bound what is unsent."""
 
     def resume_writing(self) -> None:
         self._wake()
@@ -347,10 +338,10 @@ class Connection(asyncio.BufferedProtocol):
     def _identify(self, ssl_object: ssl.SSLObject | None) -> None:
         self.encrypted = ssl_object is not None
         if ssl_object is None or ssl_object.context.verify_mode == ssl.CERT_NONE:
-            return  # a certificate that nobody verified names nobody
+            return  # an unverified certificate proves no identity
         certificate_der = ssl_object.getpeercert(binary_form=True)
         if certificate_der is not None:
-            from wire.credentials import identity_of_untrusted  # loaded already, where TLS is
+            from wire.credentials import identity_of_untrusted  # TLS has loaded it already
 
             self.identity = identity_of_untrusted(certificate_der)
 
@@ -404,7 +395,7 @@ class Connection(asyncio.BufferedProtocol):
     def _deliver(self, frame: ControlFrame) -> None:
         message = decode_untrusted(frame.kind, frame.body)
         if isinstance(message, Refuse):
-            self._refusal = message  # its last word, and so the cause of the end that follows
+            self._refusal = message  # the peer closes after it: it is the cause of the end
         self._inbox.append(Received(message, frame.generation, frame.stream, len(frame.body)))
         self._steer_reading()
         self._wake()
@@ -420,7 +411,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.pause_reading()
 
     def _write_control(self, frame: bytes, *behind: bytes | memoryview) -> None:
-        """``behind``: bulk that goes with it, and does not count as control frames."""
+        """``behind``: bulk sent in the same write; it does not count as control bytes."""
         if not self._transport.get_write_buffer_size():
             self._control_unsent = 0
         self._control_unsent += len(frame)
@@ -438,12 +429,12 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def last_word(code: str, error: P2PTrainError) -> Refuse:
-    """The ``Refuse`` that tells a peer of ``error``, cut to what a handshake frame holds."""
+    """Make the ``Refuse`` that reports ``error`` to a peer, cut to fit a handshake frame."""
     return Refuse(code, _printable(error.message), _printable(error.remedy))
 
 
 def _printable(text: str) -> str:
-    # twice this, in any script, fits the 4 KiB of a handshake frame
+    # two texts of 400 characters fit the 4 KiB of a handshake frame in any script
     return shortened(text.encode("utf-8", "replace").decode(), 400)
 
 

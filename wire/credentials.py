@@ -1,7 +1,7 @@
-"""Who a peer is on an encrypted wire: its key, its certificate, and the run's CA, which alone is trusted.
+"""A peer's identity on an encrypted network: its key, its certificate, and the run's CA, the only one trusted.
 
-A certificate names its bearer in URIs of the subject alternative name: ``p2ptrain:peer:<id>`` once, and
-``p2ptrain:role:<role>`` for each role. Host names mean nothing here: a peer may move, its id may not.
+A certificate names its peer in URIs of the subject alternative name: ``p2ptrain:peer:<id>`` once, and
+``p2ptrain:role:<role>`` for each role. Host names are not checked: a peer may move, but its id stays.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from p2ptrain.core.ids import is_id
 
 CERTIFICATE_LIFETIME_S = 24 * 3600.0
 SKEW_S = 3600.0
-"""Certificates are valid from this long before they were made, for machines whose clock is late."""
+"""Certificates are valid from this long before they were made, for machines whose clock is behind."""
 MAX_DER_BYTES = 2048
-"""Longest certificate or request that is looked at: P-256 makes some 600 bytes, and a handshake frame holds 4 KiB."""
+"""Longest certificate or request that is parsed: P-256 makes about 600 bytes; a handshake frame holds 4 KiB."""
 FILE_NAME = "credentials.pem"
 
 _PEER, _ROLE = "p2ptrain:peer:", "p2ptrain:role:"
 _MARK = b"-----BEGIN CERTIFICATE-----"
 _DAMAGED = (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, x509.InvalidVersion)
-"""What cryptography raises of certificates and keys that are not what they should be."""
+"""What cryptography raises for invalid certificates and keys."""
 _NAMELESS = (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType)
-"""What it raises of names that are missing, or of a kind that it does not know."""
+"""What cryptography raises for names that are missing or of an unknown kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """What a certificate says of its bearer.
+    """What a certificate says about its peer.
 
     Attributes:
-        not_after: Unix seconds after which nobody believes it.
-        serial: names the certificate within its run.
+        not_after: Unix seconds at which it expires.
+        serial: unique within the run.
     """
 
     peer_id: str
@@ -59,11 +59,7 @@ class PeerIdentity:
 
 
 def identity_of_untrusted(certificate_der: bytes) -> PeerIdentity:
-    """Who a certificate names. That the run's CA signed it is for TLS to check.
-
-    Raises:
-        ProtocolError: it is no certificate of a peer.
-    """
+    """Return the peer that a certificate names; TLS checks who signed it. Raises ``ProtocolError``."""
     certificate = certificate_of_untrusted(certificate_der)
     try:
         names = _names(certificate.extensions)
@@ -81,22 +77,22 @@ def identity_of_untrusted(certificate_der: bytes) -> PeerIdentity:
 
 
 def certificate_of_untrusted(certificate_der: bytes) -> x509.Certificate:
-    """The certificate in ``certificate_der``. Raises ``ProtocolError``."""
+    """Parse a certificate in DER. Raises ``ProtocolError``."""
     if len(certificate_der) > MAX_DER_BYTES:
         raise ProtocolError(f"a certificate of {len(certificate_der)} bytes, {MAX_DER_BYTES} are allowed")
     try:
         with warnings.catch_warnings():
-            # What the library reads for old authorities' sake, such as a negative serial number, ours never issues.
+            # Reject defects that the library tolerates for old authorities, such as a negative serial number.
             warnings.simplefilter("error", CryptographyDeprecationWarning)
             certificate = x509.load_der_x509_certificate(certificate_der)
-            _ = (certificate.serial_number, certificate.not_valid_after_utc, certificate.version)  # parsed when asked
+            _ = (certificate.serial_number, certificate.not_valid_after_utc, certificate.version)  # parsed on access
     except (ValueError, x509.InvalidVersion, CryptographyDeprecationWarning) as error:
         raise ProtocolError(f"not a certificate: {error}") from error
     return certificate
 
 
 def request_of_untrusted(csr_der: bytes) -> tuple[str, ec.EllipticCurvePublicKey]:
-    """The peer id and the key that a certificate request asks a certificate for.
+    """Parse a certificate request in DER to the peer id and the key that it is for.
 
     Raises:
         ProtocolError: it is no request, not for a P-256 key, or not signed with that key.
@@ -131,7 +127,7 @@ def _names(extensions: x509.Extensions) -> list[str]:
 
 
 def new_key_and_request(peer_id: str) -> tuple[bytes, bytes]:
-    """A fresh P-256 key (PEM, PKCS #8, to be kept secret) and the request (DER) for a certificate of ``peer_id``."""
+    """Make a P-256 key (PEM, PKCS #8, secret) and the request (DER) for a certificate of ``peer_id``."""
     key = ec.generate_private_key(ec.SECP256R1())
     builder = x509.CertificateSigningRequestBuilder().subject_name(_common_name(peer_id))
     request = builder.add_extension(_alternative([_PEER + peer_id]), critical=False).sign(key, hashes.SHA256())
@@ -139,11 +135,9 @@ def new_key_and_request(peer_id: str) -> tuple[bytes, bytes]:
 
 
 def new_authority(name: str, *, now: float) -> tuple[bytes, bytes]:
-    """A run CA: its key (PEM, to be kept secret) and its own certificate (PEM), which signs peers and nothing else.
+    """Make a run CA: its key (PEM, secret) and its own certificate (PEM), which may sign peers only.
 
-    Args:
-        name: shown to people only.
-        now: Unix seconds.
+    ``name`` is for display; ``now`` is in Unix seconds.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _common_name(name)
@@ -163,11 +157,11 @@ def sign_certificate(
     lifetime_s: float = CERTIFICATE_LIFETIME_S,
     serial: int = 0,
 ) -> bytes:
-    """A certificate (DER) under the run CA for ``public_key``, naming ``peer_id`` and ``roles``.
+    """Make a certificate (DER) under the run CA for ``public_key`` that names ``peer_id`` and ``roles``.
 
     Args:
-        now: Unix seconds; it is valid from ``SKEW_S`` before, for ``lifetime_s`` after.
-        serial: at most 20 bytes long, unique within the run; 0: a random one.
+        now: Unix seconds; the certificate is valid from ``SKEW_S`` before to ``lifetime_s`` after.
+        serial: at most 20 bytes long, unique within the run; 0 for a random one.
 
     Raises:
         ValueError: the CA's key or certificate is damaged.
@@ -186,7 +180,7 @@ def sign_certificate(
 
 
 def der_of(certificate_pem: bytes) -> bytes:
-    """A PEM certificate as DER, the form that travels and is pinned. Raises ``ValueError``."""
+    """Convert a PEM certificate to DER, the form that is sent and pinned. Raises ``ValueError``."""
     return x509.load_pem_x509_certificate(certificate_pem).public_bytes(serialization.Encoding.DER)
 
 
@@ -244,10 +238,9 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """A peer's key, its certificate and the run's CA, as they lie in one file of ``directory``.
+    """A peer's key, its certificate and the run's CA, as stored in one file of ``directory``.
 
-    One file, so that a renewal replaces key and certificate together or not at all, and because OpenSSL takes a key
-    from a file only.
+    They share a file so that a renewal replaces key and certificate atomically. OpenSSL reads a key from a file only.
     """
 
     directory: Path
@@ -265,11 +258,7 @@ class Credentials:
 
     @classmethod
     def load(cls, disk: Disk, directory: Path) -> Self:
-        """The credentials in ``directory``, checked to belong together; whether they are expired is not.
-
-        Raises:
-            StorageError: there are none, or they are damaged.
-        """
+        """Load credentials, and check that they belong together (not their expiry). Raises ``StorageError``."""
         path = directory / FILE_NAME
         key, *certificates = disk.read(path, max_bytes=32 << 10).split(_MARK)
         try:
@@ -281,27 +270,23 @@ class Credentials:
         return found
 
     def save(self, disk: Disk) -> None:
-        """Write all, readable by this user only, so that a crash leaves the old or the new. Raises ``StorageError``."""
+        """Write the file atomically, readable by this user only. Raises ``StorageError``."""
         disk.make_dir(self.directory, mode=0o700)
-        disk.set_mode(self.directory, 0o700)  # where it was there before
+        disk.set_mode(self.directory, 0o700)  # if it existed already
         write_atomic(disk, self.path, self.key_pem + self.certificate_pem + self.ca_pem, private=True)
 
     def server_context(self, *, require_client_certificate: bool = True) -> ssl.SSLContext:
-        """For accepting: TLS 1.3, callers under the run's CA only.
+        """Make the context for accepting: TLS 1.3, callers under the run's CA only. Raises ``StorageError``.
 
-        Args:
-            require_client_certificate: whether a caller without a certificate is refused; who enrols has none yet.
-
-        Raises:
-            StorageError: what was saved cannot be read again.
+        A seed does not require a client certificate, because an enrolling caller has none.
         """
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
-        context.num_tickets = 0  # no resumption: every connection proves its certificate anew
+        context.num_tickets = 0  # no resumption: every connection proves its certificate
         context.verify_mode = ssl.CERT_REQUIRED if require_client_certificate else ssl.CERT_OPTIONAL
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """For dialling: TLS 1.3, a server under the run's CA only. Raises ``StorageError``."""
+        """Make the context for dialling: TLS 1.3, a server under the run's CA only. Raises ``StorageError``."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def _context(self, protocol: int) -> ssl.SSLContext:
@@ -326,10 +311,10 @@ class Credentials:
 def granted_untrusted(
     certificate_der: bytes, *, peer_id: str, roles: Collection[str], key_pem: bytes, ca_pem: bytes, directory: Path
 ) -> Credentials:
-    """Credentials of what a seed granted, not saved yet.
+    """Make credentials, not saved yet, from a certificate that the seed granted.
 
     Raises:
-        ProtocolError: it is not a certificate under ``ca_pem`` for our key, peer id and these roles.
+        ProtocolError: it is not a certificate under ``ca_pem`` for this key, peer id and roles.
     """
     certificate_of_untrusted(certificate_der)
     granted = Credentials(directory, ca_pem, pem_of(certificate_der), key_pem)
@@ -344,7 +329,7 @@ def granted_untrusted(
 
 
 def authority_context(ca_pem: bytes, protocol: int = ssl.PROTOCOL_TLS_CLIENT) -> ssl.SSLContext:
-    """TLS 1.3 under the CA in ``ca_pem`` and no other; without a certificate of one's own.
+    """Make a TLS 1.3 context that trusts only the CA in ``ca_pem`` and presents no certificate.
 
     Host names are not checked: a certificate names a peer id, which the handshake compares.
     """
@@ -355,7 +340,7 @@ def authority_context(ca_pem: bytes, protocol: int = ssl.PROTOCOL_TLS_CLIENT) ->
 
 
 def unverified_context(protocol: int = ssl.PROTOCOL_TLS_CLIENT) -> ssl.SSLContext:
-    """TLS 1.3 with whoever answers: only to fetch the CA that a ticket's pin then judges."""
+    """Make a TLS 1.3 context that accepts any peer: only to fetch the CA, which the ticket's pin verifies."""
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False

@@ -1,36 +1,36 @@
-"""Link emulation: any ``Network``, made as slow and unsteady as a ``LinkPreset`` says.
+"""Link emulation: makes any ``Network`` as slow and unsteady as a ``LinkPreset`` says.
 
-``EmulatedNetwork`` wraps the transport of each connection, dialled or accepted, and shapes **what this side sends**;
-what it receives is passed through untouched. Where both ends are emulated each direction is shaped once; where only
-one end is, only the direction from it is. Dialling costs one round trip of the preset before the inner network is
-asked. Connections do not compete: each has the preset's rate for itself.
+``EmulatedNetwork`` wraps the transport of each connection, dialled or accepted. It shapes **what this side sends** and
+passes on unchanged what this side receives. If both ends are emulated, each direction is shaped once; if one end is,
+only the direction from it. Dialling first waits for one round trip of the preset. Connections do not compete: each has
+the preset's rate for itself.
 
-Each connection has what a kernel has: a send buffer, somewhat larger than the link's bandwidth-delay product. What is
-written is cut into views of at most ``PIECE_BYTES``; those that find room in that buffer are copied there, and are no
-more the writer's concern, though on their way they may be for long. The others count as unsent until there is room:
-``get_write_buffer_size`` tells how much, the writer must not change them, and ``pause_writing`` is called beyond the
-high-water mark. Each piece is handed to the inner transport when the shaper says that its last byte arrives.
+Each connection has a send buffer, as in a kernel, somewhat larger than the link's bandwidth-delay product. A write is
+cut into views of at most ``PIECE_BYTES``. Views that fit into the buffer are copied there, and the writer may reuse its
+memory, though they may travel for long. The others count as unsent until there is room: the writer must not change
+them, ``get_write_buffer_size`` counts them, and ``pause_writing`` is called beyond the high-water mark. Each piece is
+handed to the inner transport at the time at which the shaper has its last byte arrive.
 
-``close()`` and ``write_eof()`` reach the other side after what was written before, and no sooner than the link's
-delay; ``abort()`` is at once.
+``close()`` and ``write_eof()`` reach the other side after everything that was written before, and no sooner than the
+link's delay. ``abort()`` takes effect at once.
 
-Theory of operation. A ``LinkShaper`` stands for one direction of one TCP connection. Bytes pass four stages::
+Theory of operation. A ``LinkShaper`` emulates one direction of one TCP connection. Bytes pass four stages::
 
     write ──▶ token bucket ──▶ stall ──▶ delay + jitter + retransmission ──▶ in-order delivery ──▶ deliver_at
-              (rate, burst)    (the sender's radio   (propagation)            (what is late holds up
-                                is silent)                                     all that follows)
+              (rate, burst)    (the sender's radio   (propagation)            (late bytes delay
+                                is silent)                                     all that follow)
 
-- **Rate** is a token bucket: between two departures no more than ``burst_bytes + rate * seconds`` leave. It is kept as
-  one number, the time at which all that was accepted so far would be through at the plain rate (virtual scheduling;
-  ITU-T I.371, the generic cell rate algorithm).
-- **Stalls** hold departures, as a scanning Wi-Fi card does; afterwards the backlog leaves at the plain rate, not at
+- **Rate** is a token bucket: between two departures at most ``burst_bytes + rate * seconds`` leave. Its state is one
+  number, the time at which all bytes so far would have left at the plain rate (virtual scheduling; ITU-T I.371, the
+  generic cell rate algorithm).
+- **Stalls** hold departures, as a scanning Wi-Fi card does. Afterwards the backlog leaves at the plain rate, not at
   once.
 - **Jitter** is uniform in [0, ``jitter_ms``] and never reorders.
-- **Loss** is what the application sees of it over TCP: never a missing byte, always a late one. A send of k segments of
-  1448 bytes is hit with probability ``1 - (1 - loss)^k``. With three segments to follow the lost one (k >= 4) three
-  duplicate acknowledgements start a fast retransmit, which costs one round trip (RFC 5681, 3.2); a shorter send waits
+- **Loss** is emulated as an application sees it over TCP: no byte is missing, but bytes are late. A send of k segments
+  of 1448 bytes is hit with probability ``1 - (1 - loss)^k``. If three segments follow the lost one (k >= 4), three
+  duplicate acknowledgements start a fast retransmit, which costs one round trip (RFC 5681, 3.2). A shorter send waits
   for the timer, ``RTO = RTT + max(200 ms, 4 * jitter)`` (RFC 6298 with Linux's floor). A retransmission is lost with
-  probability ``loss`` again; then the timer decides, each next time after twice the wait. The congestion window is not
+  probability ``loss`` again; then the timer decides, and each wait is twice the last. The congestion window is not
   modelled: ``rate_bps`` is the goodput that the link has at that loss.
 
 Equal generators, presets and sends give equal times.
@@ -55,17 +55,16 @@ from wire.transport import FlowControl, WriteData, bytes_view, unreachable
 
 @dataclass(frozen=True, slots=True)
 class LinkPreset:
-    """The figures of one direction of a link. A zero switches a feature off.
+    """The figures of one direction of a link. A zero switches a feature off. Raises ``UserError`` if one is invalid.
 
     Attributes:
         delay_ms: one-way propagation delay.
-        jitter_ms: what a delivery may be later than that, at most.
+        jitter_ms: largest additional delay of a delivery.
         rate_bps: bits per second; 0 is unlimited.
         loss: probability that a segment is lost, below 1.
-        stall_every_s, stall_s: every ``stall_every_s`` the link sends nothing for ``stall_s``; the first stall begins
-            at a random point of the first period.
-        burst_bytes: what may leave at once after a pause.
-    Raises: ``UserError`` where a figure cannot be.
+        stall_every_s, stall_s: the link sends nothing for ``stall_s`` in each period of ``stall_every_s``; the first
+            stall begins at a random point of the first period.
+        burst_bytes: bytes that may leave at once after a pause.
     """
 
     name: str
@@ -100,7 +99,7 @@ class LinkPreset:
 
     @property
     def rtt_s(self) -> float:
-        """The round trip without queues and jitter, where both directions are like this one."""
+        """Round trip without queues and jitter, if both directions are like this one."""
         return 2 * self.delay_s
 
 
@@ -117,7 +116,7 @@ _ALL = (
     LinkPreset("transcontinental", 75.0, 5.0, 100e6, loss=5e-4, burst_bytes=32 << 10),
     # geostationary
     LinkPreset("satellite", 300.0, 10.0, 20e6, loss=1e-3, burst_bytes=16 << 10),
-    # a crowded mobile cell: two segments in a hundred are lost, and it stalls for seconds a minute
+    # a crowded mobile cell: 2 % of segments are lost, and it stalls for 3 s a minute
     LinkPreset("lossy", 40.0, 20.0, 20e6, loss=0.02, stall_every_s=20.0, stall_s=1.0, burst_bytes=16 << 10),
 )
 PRESETS = MappingProxyType({preset.name: preset for preset in _ALL})
@@ -125,10 +124,7 @@ _ROUND_TRIP = re.compile(r"(\d{1,4}(?:\.\d{1,3})?)ms", re.ASCII)
 
 
 def preset_named(name: str) -> LinkPreset:
-    """The shipped preset of that name; ``80ms`` is a link that does nothing but delay, with that round trip.
-
-    Raises ``UserError`` naming all of them where there is none.
-    """
+    """Return a preset by name; ``80ms`` is a link with that round trip only. Raises ``UserError``."""
     if plain := _ROUND_TRIP.fullmatch(name):
         return LinkPreset(name, float(plain[1]) / 2)
     if name not in PRESETS:
@@ -141,8 +137,8 @@ class LinkShaper:
     """One direction of one emulated connection.
 
     Args:
-        rng: owned by this shaper from now on.
-        opened_at: when the connection was opened, on the same clock as ``now``; stalls count from it.
+        rng: used by this shaper only.
+        opened_at: when the connection was opened, on the clock of ``now``; stalls count from it.
     """
 
     def __init__(self, preset: LinkPreset, rng: random.Random, *, opened_at: float = 0.0) -> None:
@@ -155,7 +151,7 @@ class LinkShaper:
         self._last_delivery_at = -math.inf
 
     def send(self, now: float, nbytes: int) -> float:
-        """When the last of ``nbytes``, written at ``now``, arrives. Never earlier than what an earlier call returned.
+        """Return when the last of ``nbytes``, written at ``now``, arrives. Times of successive calls never decrease.
 
         ``nbytes`` = 0 asks for the arrival of a mark without payload, such as the end of the stream.
         """
@@ -175,7 +171,7 @@ class LinkShaper:
         if self.preset.stall_s and wanted_at >= self._first_stall_at:
             into_s = (wanted_at - self._first_stall_at) % self.preset.stall_every_s
             departs_at = max(wanted_at, wanted_at + self.preset.stall_s - into_s)
-        self._through_at += departs_at - wanted_at  # the backlog of a stall leaves at the plain rate, not all at once
+        self._through_at += departs_at - wanted_at  # the backlog of a stall leaves at the plain rate
         return departs_at
 
     def _retransmission_s(self, nbytes: int) -> float:
@@ -186,7 +182,7 @@ class LinkShaper:
             return 0.0
         timer_s = self.preset.rtt_s + max(0.2, 4 * self.preset.jitter_s)
         late_s = 0.0
-        # the lost one, and three whose acknowledgements tell of it
+        # the lost segment, and three that cause duplicate acknowledgements
         if segments >= 4:
             late_s = self.preset.rtt_s
             if self._rng.random() >= loss:
@@ -204,21 +200,21 @@ class LinkShaper:
 PIECE_BYTES = 16 << 10
 SPARE_BYTES = 128 << 10
 PresetOf = Callable[[str, int], LinkPreset]
-"""The other side's host and port → the link to it. An accepted connection's port says nothing: it is any free one."""
+"""The other side's host and port → the link to it. The port of an accepted connection is arbitrary."""
 
 
 class EmulatedNetwork:
-    """A ``Network`` over another one, each of whose connections sends through its own ``LinkShaper``.
+    """A ``Network`` over another one. Each connection sends through its own ``LinkShaper``.
 
     Args:
-        preset: of every connection; or a function from the other side's (host, port) to it, for links that differ.
+        preset: of every connection; or a function from the other side's (host, port) to a preset.
         seed: fixes jitter, losses and stalls of the n-th connection of this network.
     """
 
     def __init__(self, inner: Network, preset: LinkPreset | PresetOf, seed: int) -> None:
         self._inner = inner
         self._preset_of = (lambda host, port: preset) if isinstance(preset, LinkPreset) else preset
-        self._seeds = random.Random(seed)  # noqa: S311 - the weather of a link is no secret
+        self._seeds = random.Random(seed)  # noqa: S311 - link conditions are no secret
 
     async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
         preset = self._preset_of(host, port)
@@ -249,10 +245,9 @@ class EmulatedNetwork:
 
 @dataclass(eq=False, slots=True)
 class _Piece:
-    """Bytes on their way, ``due_at`` the other side; the writer's own where they are not ``held`` yet.
+    """Bytes in flight, handed to the inner transport at ``due_at``.
 
-    Attributes:
-        end: in the place of bytes, what is to be done to the inner transport then: its end in order.
+    ``data`` is the writer's memory until ``held``, then a copy. ``end``, instead of bytes, ends the inner transport.
     """
 
     due_at: float
@@ -262,16 +257,14 @@ class _Piece:
 
 
 class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
-    """One side of an emulated connection, between the real protocol and the inner transport: passes reading through,
-    and keeps a queue of what is written.
-    """
+    """One side of an emulated connection, between the real protocol and the inner transport. It queues only writes."""
 
     def __init__(self, protocol: asyncio.BufferedProtocol, shaper_to: Callable[[str, int], LinkShaper]) -> None:
         super().__init__(protocol, high_bytes=64 << 10)
         self._shaper_to = shaper_to
         self._loop = asyncio.get_running_loop()
         self._queue: deque[_Piece] = deque()
-        self._unsent: deque[_Piece] = deque()  # of the queue, those that found no room yet
+        self._unsent: deque[_Piece] = deque()  # pieces of the queue that have no room yet
         self._unsent_bytes = self._held_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._inner_full = False
@@ -312,7 +305,7 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
     def close(self) -> None:
         if not self._closing:
             self._closing = True
-            self._inner.pause_reading()  # as asyncio: a closed transport delivers nothing more
+            self._inner.pause_reading()  # as in asyncio, a closed transport delivers nothing more
             self._send_end(self._inner.close)
 
     def abort(self) -> None:
@@ -326,7 +319,7 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
             self._inner.pause_reading()
 
     def resume_reading(self) -> None:
-        if not (self._closing or self._read_ended):  # asyncio would report a second end of the stream
+        if not (self._closing or self._read_ended):  # asyncio would report end of stream twice
             self._inner.resume_reading()
 
     def is_reading(self) -> bool:
@@ -336,17 +329,17 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
         return self._unsent_bytes
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        # the kernel knows no emulation
+        # the kernel's round trip lacks the emulated delay
         return default if name == "rtt_s" else self._inner.get_extra_info(name, default)
 
     # What the inner transport reports.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._inner = cast(asyncio.Transport, transport)  # uvloop's are none by name
-        peername = transport.get_extra_info("peername") or ("", 0)  # of a connection that is lost already: none
+        self._inner = cast(asyncio.Transport, transport)  # uvloop's do not subclass it
+        peername = transport.get_extra_info("peername") or ("", 0)  # None if the connection is lost already
         self._shaper = self._shaper_to(*peername[:2])
         self._buffer_bytes = _window_bytes(self._shaper.preset)
-        # The inner transport reports each time it is empty, so that flow control here can count down to 0.
+        # The inner transport then reports each time that it is empty, which flow control here needs.
         self._inner.set_write_buffer_limits(high=0)
         self._protocol.connection_made(self)
 
@@ -365,7 +358,7 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
         self._read_ended = True
         if not self._protocol.eof_received():
             self.close()
-        return True  # the inner transport is kept open: it knows nothing of what is still on the emulated link
+        return True  # keep the inner transport open: bytes may still be on the emulated link
 
     def pause_writing(self) -> None:
         self._inner_full = True
@@ -397,11 +390,11 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
 
     def _on_timer(self, due_at: float) -> None:
         self._timer = None
-        # A loop with a coarse clock fires a little early; what it fired for is due all the same.
+        # A loop with a coarse clock may fire slightly early; the piece counts as due.
         self._release(max(due_at, self._loop.time()))
 
     def _release(self, now: float) -> None:
-        if self._inner.is_closing():  # it failed by itself, and is about to say so
+        if self._inner.is_closing():  # it failed; its connection_lost follows
             return self._drop()
         while self._queue and self._queue[0].due_at <= now and not self._inner_full:
             if together := self._due_together(now):
@@ -438,6 +431,6 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
 
 
 def _window_bytes(preset: LinkPreset) -> int:
-    """What must be under way at any time so that the link never runs dry: the bandwidth-delay product, and some."""
+    """The bandwidth-delay product plus a reserve, so that the link never idles."""
     in_flight_bytes = (preset.rate_bps or 1e9) / 8 * (preset.delay_s + preset.jitter_s)
     return min(int(in_flight_bytes) + SPARE_BYTES, 8 << 20)

@@ -1,18 +1,18 @@
-"""How a newcomer with a ticket becomes a member with a certificate, and how a member renews it.
+"""How a newcomer with a ticket gets a certificate, and how a member renews it.
 
 ::
 
     newcomer                                          seed
-      TLS, anybody's certificate; Hello(enrol) ─────▶
+      TLS with any certificate; Hello(enrol) ───────▶
       ◀────────────────────────── EnrolOffer(ca, nonce)
-      SHA-256(ca) is the ticket's pin, or somebody is in between: Refuse(wrong-pin), the end
+      SHA-256(ca) must be the ticket's pin; if not, a third party may intercept: Refuse(wrong-pin), end
       TLS again, verified under that CA, as a seed; Hello(enrol) ─▶
       ◀────────────────────────── EnrolOffer(ca, nonce)
       EnrolRequest(ticket, certificate request, HMAC(secret; nonce, request)) ─▶
       ◀─────────────── EnrolGranted(certificate) | Refuse
 
-Nothing secret is said before the CA is known, and the secret never is. The proof covers the request, so nobody who
-relays it gets another key signed; and the nonce, so it serves once.
+The newcomer sends nothing secret before it knows the CA, and never sends the ticket's secret. The proof covers the
+request, so a relay cannot have another key signed. It covers the nonce, so it is valid once.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ RENEW = "credentials.renew"
 """Method of a member's ``Request``: {"csr": base64} → {"certificate": base64}, both DER."""
 
 Ask = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
-"""Method and parameters of a request to the seed → its result."""
+"""Sends a request to the seed: method and parameters → result."""
 
 
 async def enrol(
     network: Network, ticket: Ticket, *, peer_id: str, directory: Path, disk: Disk, timeout_s: float
 ) -> Credentials:
-    """Spend ``ticket``: credentials of ``peer_id`` under the run's CA, saved in ``directory``.
+    """Use ``ticket`` to get credentials of ``peer_id`` under the run's CA, and save them in ``directory``.
 
     Args:
-        network: plain; TLS is put over it.
-        timeout_s: for all of it.
+        network: plain; this function adds TLS.
+        timeout_s: for everything.
 
     Raises:
-        Refused: "wrong-pin" (somebody is in between, or the seed was set up anew), or the seed's reason.
+        Refused: "wrong-pin" (a third party intercepts, or the seed was set up anew), or the seed's reason.
         Unreachable, ConnectionLost, DeadlineExceeded, ProtocolError: no correct seed answers there.
-        StorageError: the credentials cannot be kept.
+        StorageError: the credentials cannot be saved.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -90,19 +90,19 @@ async def enrol(
         ca_pem=pem_of(ca_der),
         directory=directory,
     )
-    granted.save(disk)  # of a newcomer nobody expects a sign of life yet
+    granted.save(disk)  # may block: a newcomer sends no heartbeats yet
     return granted
 
 
 async def renew(credentials: Credentials, ask: Ask, *, disk: Disk) -> Credentials:
-    """The next credentials of the same peer, with a new key, saved in the place of ``credentials``.
+    """Get new credentials of the same peer, with a new key, saved in the place of ``credentials``.
 
-    Args:
-        ask: sends a request over a connection that the present certificate opened.
+    ``ask`` sends a request over a connection that the present certificate opened.
 
     Raises:
-        P2PTrainError: what ``ask`` raises. ProtocolError: the answer is no certificate for us.
-        StorageError: it cannot be kept.
+        P2PTrainError: what ``ask`` raises.
+        ProtocolError: the answer is no certificate for this peer.
+        StorageError: the credentials cannot be saved.
     """
     identity = credentials.identity
     key_pem, csr_der = new_key_and_request(identity.peer_id)
@@ -115,7 +115,7 @@ async def renew(credentials: Credentials, ask: Ask, *, disk: Disk) -> Credential
         ca_pem=credentials.ca_pem,
         directory=credentials.directory,
     )
-    await asyncio.to_thread(granted.save, disk)  # a slow disk may not keep a member's heartbeats waiting
+    await asyncio.to_thread(granted.save, disk)  # a slow disk must not delay heartbeats
     return granted
 
 
@@ -135,7 +135,7 @@ async def _call(
 
 
 async def _fetch_ca(network: Network, ticket: Ticket, peer_id: str, timeout_s: float) -> bytes:
-    """The run's CA (DER), which is that of the ticket. Raises as ``enrol``."""
+    """Fetch the run's CA (DER) and compare it with the ticket's pin. Raises as ``enrol``."""
     connection = await _call(network, ticket, peer_id, timeout_s, unverified_context(), "")
     try:
         ca_der = (await connection.expect(EnrolOffer, timeout_s=timeout_s)).ca_der
@@ -157,12 +157,12 @@ async def _fetch_ca(network: Network, ticket: Ticket, peer_id: str, timeout_s: f
 
 HALF_LIFE_S = CERTIFICATE_LIFETIME_S / 2
 LOOK_S = HALF_LIFE_S / 144
-"""Between two looks at the wall clock, five minutes: a loop's own clock stands still while a machine sleeps."""
+"""Seconds between two checks of the wall clock (five minutes): a loop's clock stops while a machine sleeps."""
 
 
 async def until_half_life(issued_at: float, clock: Clock) -> None:
-    """Wait until a certificate has lived half its life. ``issued_at``: Unix seconds of this machine."""
-    while (left_s := issued_at + HALF_LIFE_S - clock.wall()) > 0:  # noqa: ASYNC110 - a clock is waited for
+    """Wait until half of a certificate's lifetime has passed. ``issued_at``: Unix seconds of this machine."""
+    while (left_s := issued_at + HALF_LIFE_S - clock.wall()) > 0:  # noqa: ASYNC110 - waits for a clock
         await asyncio.sleep(min(left_s, LOOK_S))
 
 
@@ -187,16 +187,12 @@ class Member:
         return self._clock.wall() >= self._issued_at + HALF_LIFE_S
 
     async def renew(self, ask: Ask) -> None:
-        """Fetch the next certificate from the seed, keep it, and present it from the next connection on.
-
-        Raises:
-            P2PTrainError: what ``ask`` raises; or the seed answered with something else; or it could not be kept.
-        """
+        """Fetch and save the next certificate, and present it on new connections. Raises as ``renew``."""
         self.credentials = await renew(self.credentials, ask, disk=self._disk)
         self.network.use(self.credentials)
 
     async def keep_fresh(self, ask: Ask) -> None:
-        """Renew at every half life, until cancelled. Raises as ``renew``."""
+        """Renew at every half-life until cancelled. Raises as ``renew``."""
         while True:
             await until_half_life(self._issued_at, self._clock)
             await self.renew(ask)

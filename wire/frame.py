@@ -3,10 +3,10 @@
 A frame on the wire is the fixed ``HEADER``, then ``header_bytes`` of msgpack (control frames) or a raw payload (bulk).
 
 Theory of operation. The decoder never reads ahead: ``next_buffer()`` is exactly the rest of the part that is being read
-(the fixed header, a control frame's body, a bulk payload's destination). So a payload lands where it belongs with no
-copy, nothing is ever left over that belongs to the next frame, and the shell can stop reading between any two frames.
-Every size is checked against a bound before memory of that size exists; the destination of a bulk payload is the
-receiver's own, posted beforehand.
+(the fixed header, a control frame's body, a bulk payload's destination). So a payload arrives in its destination
+without a copy, no byte of the next frame is left over, and the shell can stop reading between any two frames. Every
+size is checked against a bound before memory of that size is allocated. The receiver posts the destination of a bulk
+payload beforehand.
 
 Transitions::
 
@@ -31,18 +31,18 @@ from p2ptrain.core.errors import ProtocolError, UserError
 from wire.messages import BULK_KIND
 
 HEADER = struct.Struct("!IBBHQI")
-"""Length of all that follows the first 4 bytes, kind, flags (0), header bytes, generation, stream."""
+"""Length of all that follows these 4 bytes, kind, flags (0), header bytes, generation, stream."""
 
 LENGTH_BYTES = 4
 HANDSHAKE_FRAME_BYTES = 4 * 1024
-"""Longest frame, everything counted, until the handshake ended."""
+"""Longest frame before the handshake ended, header included."""
 CONTROL_FRAME_BYTES = 64 * 1024
-"""Longest control frame after it, everything counted."""
+"""Longest control frame after the handshake, header included."""
 MAX_BULK_BYTES = 1 << 30
-"""Longest bulk payload that anybody may announce; the real bound is what the receiver posted."""
+"""Longest bulk payload that a peer may announce; the effective limit is the size of the posted buffer."""
 LAST_HANDSHAKE_KIND = 15
 
-_SINK = memoryview(bytearray(64 * 1024))  # discarded bytes land here; written by every connection, read by none
+_SINK = memoryview(bytearray(64 * 1024))  # receives discarded bytes of all connections; never read
 _STRANGERS = (
     (b"\x16\x03", "TLS"),
     (b"\x15\x03", "TLS"),
@@ -56,7 +56,7 @@ _STRANGERS = (
 
 
 def encode_control(kind: int, body: bytes, *, generation: int, stream: int) -> bytes:
-    """A whole control frame. Raises ``UserError`` where it is longer than any receiver accepts."""
+    """Encode a control frame. Raises ``UserError`` if it is longer than any receiver accepts."""
     size = HEADER.size + len(body)
     limit = HANDSHAKE_FRAME_BYTES if kind <= LAST_HANDSHAKE_KIND else CONTROL_FRAME_BYTES
     if size > limit:
@@ -68,7 +68,7 @@ def encode_control(kind: int, body: bytes, *, generation: int, stream: int) -> b
 
 
 def encode_bulk_header(payload_bytes: int, *, generation: int, stream: int) -> bytes:
-    """The header that goes before a bulk payload. Raises ``ValueError`` past ``MAX_BULK_BYTES``."""
+    """Encode the header of a bulk payload. Raises ``ValueError`` beyond ``MAX_BULK_BYTES``."""
     if payload_bytes > MAX_BULK_BYTES:
         raise ValueError(f"a bulk payload of {payload_bytes} bytes, {MAX_BULK_BYTES} are allowed")
     return HEADER.pack(HEADER.size - LENGTH_BYTES + payload_bytes, BULK_KIND, 0, 0, generation, stream)
@@ -76,7 +76,7 @@ def encode_bulk_header(payload_bytes: int, *, generation: int, stream: int) -> b
 
 @dataclass(frozen=True, slots=True)
 class ControlFrame:
-    """A whole control frame, its body not yet decoded."""
+    """A whole control frame whose body is not decoded yet."""
 
     kind: int
     generation: int
@@ -86,14 +86,14 @@ class ControlFrame:
 
 @dataclass(frozen=True, slots=True)
 class BulkDone:
-    """A posted buffer is full; ``done`` is what was posted with it, not called yet."""
+    """A posted buffer is full. The receiver of the event must call ``done``, which was posted with it."""
 
     done: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class NeedPost:
-    """A bulk frame arrived for which nothing is posted: stop reading until ``FrameDecoder.waiting`` is false again."""
+    """A bulk frame arrived without a posted buffer. The shell must not read until ``FrameDecoder.waiting`` is false."""
 
     generation: int
     stream: int
@@ -129,15 +129,15 @@ class FrameDecoder:
         self._posts: dict[tuple[int, int], deque[tuple[memoryview, Callable[[], None]]]] = {}
         self._header = memoryview(bytearray(HEADER.size))
         self._state = _State.HEADER
-        self._rest = self._header  # where the next bytes go, in HEADER, CONTROL and BULK
-        self._left = 0  # bytes still to come, in WAITING and DISCARD
+        self._rest = self._header  # where the next bytes go in HEADER, CONTROL and BULK
+        self._left = 0  # bytes still to come in WAITING and DISCARD
         self._kind = self._generation = self._stream = 0
         self._body = bytearray()
         self._done: Callable[[], None] | None = None
 
     @property
     def waiting(self) -> bool:
-        """Whether a bulk frame waits for its post; no byte may be read before."""
+        """Whether a bulk frame waits for its post; until then no byte may be read."""
         return self._state is _State.WAITING
 
     @property
@@ -148,15 +148,14 @@ class FrameDecoder:
         self._large = True
 
     def next_buffer(self) -> memoryview:
-        """Where the next bytes go; never empty, never longer than the part that is being read."""
+        """Return where the next bytes go: never empty, never longer than the part that is being read."""
         assert self._state not in (_State.WAITING, _State.FAILED), f"reading while {self._state.name}"
         return _SINK[: self._left] if self._state is _State.DISCARD else self._rest
 
     def received(self, nbytes: int) -> Event | None:
-        """``nbytes`` were written to the front of ``next_buffer()``.
+        """Process ``nbytes`` that were written to the front of ``next_buffer()``.
 
-        Raises:
-            ProtocolError: no correct peer sends this; the decoder must not be used again.
+        Raises ``ProtocolError`` if the peer violated the protocol; the decoder must not be used again.
         """
         if self._state is _State.DISCARD:
             self._left -= nbytes
@@ -169,13 +168,13 @@ class FrameDecoder:
         return None if len(self._rest) else self._part_ended()
 
     def post(self, into: memoryview, *, generation: int, stream: int, done: Callable[[], None]) -> BulkDone | None:
-        """Name the destination of the next bulk frame of (generation, stream) for which none is named yet.
+        """Set the destination of the next bulk frame of (generation, stream) that has none yet.
 
         Args:
             into: writable and contiguous, of any format.
 
         Returns:
-            ``BulkDone`` where the frame was waiting and is empty; else the event follows from ``received``.
+            ``BulkDone`` if the frame was waiting and is empty; otherwise ``received`` returns the event.
 
         Raises:
             ProtocolError: the waiting frame has another length.
@@ -189,7 +188,7 @@ class FrameDecoder:
         return None
 
     def raise_fence(self, fence: int) -> None:
-        """Drop by rule what belongs to generations below ``fence``, posted buffers and a frame half read included."""
+        """Drop everything of generations below ``fence``: frames, posts, and a frame that is half read."""
         self.fence = max(self.fence, fence)
         self._posts = {key: posts for key, posts in self._posts.items() if not self._is_stale(key[0])}
         if self._state in (_State.CONTROL, _State.BULK, _State.WAITING) and self._is_stale(self._generation):
@@ -239,7 +238,7 @@ class FrameDecoder:
 
     def _header_grew(self) -> Event | None:
         if len(self._rest):
-            if len(self._rest) <= HEADER.size - LENGTH_BYTES:  # a stranger's first words may be shorter than a header
+            if len(self._rest) <= HEADER.size - LENGTH_BYTES:  # other protocols' greetings may be shorter
                 self._check_length(int.from_bytes(self._header[:LENGTH_BYTES], "big"))
             return None
         length, self._kind, flags, header_bytes, self._generation, self._stream = HEADER.unpack(self._header)

@@ -1,18 +1,18 @@
-"""Hello, then Welcome or Refuse: who may talk to whom, decided within 4 KiB and 5 seconds.
+"""Hello, then Welcome or Refuse: decides which peers may connect, within 4 KiB and 5 seconds.
 
 ::
 
     dial                                        serve
-      Hello ───────────────────────────────────▶  judge_hello: a version that is not ours is refused, nobody is asked
+      Hello ───────────────────────────────────▶  judge_hello: refuses another version without asking the owner
                                                   decide(hello): Welcome or Refuse, by the owner
       judge_answer  ◀────────── Welcome | Refuse
       large frames allowed                        large frames allowed, serve(connection, hello) runs
 
-The judges are pure and are paired in the tests without sockets; ``dial`` and ``serve`` are the shells around them.
+The judges are pure; tests pair them without sockets. ``dial`` and ``serve`` are the shells around them.
 
-Over TLS a ``Hello`` is worth what its caller's certificate says: the peer id must be the certificate's, and its roles
-must allow the purpose (``PERMITTED``). Only ``enrol`` needs no certificate; who enrols stays in the doorway, within
-4 KiB, the handshake's time and ``wire.transport``, until it has one and comes again.
+Over TLS the caller's certificate decides what its ``Hello`` may claim: the peer id must be the certificate's, and its
+roles must permit the purpose (``PERMITTED``). Only ``enrol`` needs no certificate. An enrolling caller stays within the
+limits of the handshake (4 KiB, 5 s, ``wire.transport.HalfOpen``) until it has a certificate and connects again.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from wire.connection import GARBLED, Connection, last_word
 from wire.messages import PROTOCOL_VERSION, Hello, Message, Refuse, Welcome
 from wire.transport import MAX_HALF_OPEN, HalfOpen
 
-if TYPE_CHECKING:  # a plain cluster need not load cryptography
+if TYPE_CHECKING:  # an unencrypted cluster need not load cryptography
     from wire.credentials import PeerIdentity
 
 HANDSHAKE_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 1.0
 SOFTWARE = f"p2ptrain {__version__}"
 ENROL = "enrol"
-"""Purpose of who has no certificate yet."""
+"""Purpose of a caller that has no certificate yet."""
 PERMITTED = MappingProxyType(
     {
         "peer": frozenset({"worker", "verifier", "drafter"}),
@@ -55,12 +55,12 @@ PERMITTED = MappingProxyType(
         "generate": frozenset({"operator"}),
     }
 )
-"""Purpose → roles, of which a certificate must name one, and the caller too where it names any of its own: who
-may be several things does as one of them what that one may. What is not here is permitted to nobody over TLS."""
+"""Purpose → roles that permit it. The certificate must name one of them. So must the ``Hello`` if it names any
+roles: a peer acts only in the roles that it names. Over TLS any other purpose but ``enrol`` is refused."""
 
 
 class RefusalCode(StrEnum):
-    """Why a peer says no: stable words for programs, the ``code`` of ``Refuse`` and ``Refused``."""
+    """Why a peer refuses: stable words for programs, the ``code`` of ``Refuse`` and ``Refused``."""
 
     VERSION = "version-mismatch"
     PROTOCOL = GARBLED
@@ -112,18 +112,18 @@ def local_welcome(
 
 
 def judge_hello(hello: Hello) -> Refuse | None:
-    """What must be refused whatever the owner thinks; None where the owner decides."""
+    """Refuse a caller of another protocol version; None: the owner decides."""
     if hello.version == PROTOCOL_VERSION:
         return None
     return _version_refusal((hello.version, hello.software), (PROTOCOL_VERSION, SOFTWARE))
 
 
 def judge_answer(answer: Message, address: str) -> Welcome:
-    """The ``Welcome`` that a caller may build on.
+    """Return the answer to a ``Hello`` if it is an acceptable ``Welcome``.
 
     Raises:
         Refused: the answer is a ``Refuse``, or a ``Welcome`` of another protocol version.
-        ProtocolError: it is no answer to a ``Hello``.
+        ProtocolError: it does not answer a ``Hello``.
     """
     if isinstance(answer, Welcome) and answer.version != PROTOCOL_VERSION:
         answer = _version_refusal((PROTOCOL_VERSION, SOFTWARE), (answer.version, answer.software))
@@ -136,11 +136,7 @@ def judge_answer(answer: Message, address: str) -> Welcome:
 
 
 def judge_caller(hello: Hello, identity: PeerIdentity | None) -> Refuse | None:
-    """What the certificate of who calls over TLS does not allow; None where the owner decides.
-
-    Args:
-        identity: what its certificate says; None where it has none.
-    """
+    """Refuse what a caller's certificate over TLS (None: it has none) does not allow; None: the owner decides."""
     if hello.purpose == ENROL:
         return None
     if identity is None:
@@ -166,11 +162,9 @@ def _named(roles: frozenset[str]) -> str:
 
 
 def judge_answerer(identity: PeerIdentity | None, *, peer_id: str, role: str) -> Refuse | None:
-    """Why who answered over TLS is not whom the caller wanted, as the last word to it; None where it is.
+    """Return the ``Refuse`` for a peer that answered over TLS but is not the one dialled; None if it is.
 
-    Args:
-        identity: what its certificate says; None where nobody vouches for it.
-        peer_id, role: wanted; empty where any will do.
+    ``identity`` is None without a verified certificate. An empty ``peer_id`` or ``role`` accepts any.
     """
     if not peer_id and not role:
         return None
@@ -211,13 +205,13 @@ async def dial(
     expect_peer: str = "",
     expect_role: str = "",
 ) -> tuple[Connection, Welcome]:
-    """Connect, say ``hello``, be let in. On any failure, cancellation included, the connection is closed.
+    """Connect, send ``hello``, and wait for the ``Welcome``. Any failure, also cancellation, closes the connection.
 
     Args:
-        timeout_s: for all of it, from the first packet to the answer.
-        expect_peer, expect_role: whom the certificate of the other side must name, over TLS; where it does not,
-            ``hello`` is not said, the other side is told why, and ``Refused`` ("wrong-identity") is raised. A plain
-            connection has no certificate: it is on the loopback, where the owner of the machine vouches.
+        timeout_s: for everything, from the first packet to the answer.
+        expect_peer, expect_role: what the peer's certificate must name, over TLS. If it does not, ``hello`` is not
+            sent, the peer gets the reason, and ``Refused`` ("wrong-identity") is raised. A plain connection has no
+            certificate: it is on the loopback, and the machine is trusted.
 
     Raises:
         Unreachable, Refused, ProtocolError, DeadlineExceeded, ConnectionLost
@@ -228,16 +222,16 @@ async def dial(
     try:
         await network.connect(host, port, lambda: connection, timeout_s=timeout_s)
     except BaseException:
-        connection.abort()  # no more than that: a transport given up half way may never report its end
+        connection.abort()  # do not wait: an abandoned transport may never report its end
         raise
     try:
         if connection.encrypted:
             await _check_answerer(connection, peer_id=expect_peer, role=expect_role)
-        with suppress(ConnectionLost):  # what it said before it closed, a refusal perhaps, says more
+        with suppress(ConnectionLost):  # a frame sent before closing, such as a Refuse, explains more
             connection.send(hello)
         answer = await connection.receive(timeout_s=max(0.0, deadline - loop.time()))
         welcome = judge_answer(answer.message, f"{host}:{port}")
-        if connection.identity is not None:  # what it says of itself may not be more than its certificate does
+        if connection.identity is not None:  # the Welcome must name the certificate's peer
             await _check_answerer(connection, peer_id=welcome.peer_id, role="")
         connection.call(welcome.name)
         if hello.purpose != ENROL:
@@ -261,7 +255,7 @@ async def _check_answerer(connection: Connection, *, peer_id: str, role: str) ->
 
 
 class Server:
-    """Accepts connections, shakes hands, and runs the owner's ``serve`` for each. Made by ``serve()``."""
+    """Accepts connections, does the handshake, and runs the owner's ``serve`` for each. Made by ``serve()``."""
 
     def __init__(self, *, decide: Decide, serve: Serve, half_open: HalfOpen, on_problem: OnProblem) -> None:
         self._decide = decide
@@ -271,10 +265,10 @@ class Server:
         self._handlers: dict[asyncio.Task[None], Connection] = {}
         self._closing = False
         self._listener: Listener | None = None
-        self.address = ("", 0)  # host and port that are really listened on
+        self.address = ("", 0)  # the actual host and port
 
     async def close(self) -> None:
-        """Stop listening, cancel what runs, close its connections; done within a second or so. May be called twice."""
+        """Stop listening, cancel the handlers, close their connections, in about a second. May be called twice."""
         self._closing = True
         if self._listener is not None:
             await self._listener.close()
@@ -283,7 +277,7 @@ class Server:
             handler.cancel()
         if handlers:
             await asyncio.wait(handlers, timeout=CLOSE_TIMEOUT_S)
-        for connection in handlers.values():  # of handlers that had not begun, or do not end
+        for connection in handlers.values():  # of handlers that had not begun or do not end
             connection.abort()
 
     def _accept(self, connection: Connection) -> None:
@@ -306,7 +300,7 @@ class Server:
             if let_in is not None:
                 hello, welcome = let_in
                 connection.call(hello.name)
-                connection.allow_large()  # before the answer: the caller may speak as soon as it has it
+                connection.allow_large()  # before the answer: the caller may send as soon as it has it
                 connection.send(welcome)
                 await self._serve(connection, hello)
         except P2PTrainError as error:
@@ -337,7 +331,7 @@ class Server:
         connection.send(refuse)
 
     async def _enrol(self, connection: Connection, hello: Hello) -> None:
-        """Serve a caller that nobody vouches for: in small frames, and within the handshake's time."""
+        """Serve a caller without a certificate, in small frames and within the handshake's time."""
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 await self._serve(connection, hello)
@@ -374,18 +368,13 @@ async def serve(
     on_problem: OnProblem,
     max_half_open: int = MAX_HALF_OPEN,
 ) -> Server:
-    """Listen on ``host:port`` and serve whoever is let in.
+    """Listen on ``host:port`` and serve each caller that ``decide`` accepts. Raises ``UserError`` if it cannot bind.
 
     Args:
-        decide: answers a ``Hello`` of our protocol version; must end within the handshake's time. To raise
-            ``Refused`` is the same as to return a ``Refuse``.
-        serve: runs as a task of its own per connection; when it returns or raises a ``P2PTrainError`` the connection is
-            closed.
-        on_problem: told of every refusal, and every error of a handshake or of ``serve``, with the peer's address.
-        max_half_open: connections whose handshake has not ended; more, or more of one machine, are refused as busy.
-
-    Raises:
-        UserError: the address cannot be bound.
+        decide: answers a ``Hello`` of this protocol version in time. Raising ``Refused`` equals returning a ``Refuse``.
+        serve: runs as a task per connection. When it returns or raises a ``P2PTrainError``, the connection is closed.
+        on_problem: called with every refusal and every error of a handshake or of ``serve``, and the peer's address.
+        max_half_open: limit of connections whose handshake has not ended; see ``HalfOpen``. More are refused as busy.
     """
     server = Server(decide=decide, serve=serve, half_open=HalfOpen(max_half_open), on_problem=on_problem)
     server._listener = await network.listen(host, port, lambda: Connection(server._accept), on_problem)

@@ -1,15 +1,15 @@
-"""Messages between the seed and the workers of a job, and between those workers, as those of ``wire.messages``.
+"""Messages between the seed and the workers of a job, and between those workers.
 
 ::
 
     seed   → worker    Assign, ViewAnnounced, CatchUp, Hold, SaveNow, Release
     worker → seed      Report, StepMetrics, LedgerRows, CheckpointSaved
-    member → neighbour    bulk frames only (see ``ring.session``); MemberLost, on the beats' connection
+    member → neighbour    bulk frames only (see ``ring.session``); MemberLost, on the heartbeat connection
     member → source       (purpose ``heal``)    HealRequest → HealOffer
     source → member       StepLogged, as its ring commits
     member → member       (purpose ``files``)   FilesRequest → FilesOffer
     receiver → source     (these, and those of a model)   RangeRequest → bulk frame | RangeGone
-    both ways when idle   StillHere
+    both ways when idle   KeepAlive
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from wire.messages import Message
 
 @dataclass(frozen=True, slots=True)
 class Assign(Message):
-    """Seed to peer: build what this job needs, then say ``Report(status="ready")``.
+    """Seed to worker: build what this job needs, then send ``Report(status="ready")``.
 
     Attributes:
-        spec: the job's effective profile as JSON (at most 32 KiB), as ``configs`` wrote it.
-        corpus: SHA-256 of the tokenized corpus that the job began with; empty where no member has named it yet.
-        restore_step: the step to go back to from a checkpoint; -1 to use the newest state that any member has.
-        stage, stages: which part of the model this worker holds, of how many; (0, 1) where the model is not split.
-        holders: who has all stages' files of ``restore_step``, for a worker that lacks its own.
+        spec: the job's effective profile as JSON, at most 32 KiB, written by ``configs``.
+        corpus: SHA-256 of the tokenized corpus that the job began with; empty until a member has reported it.
+        restore_step: the step of the checkpoint to go back to; -1 to use the newest state of any member.
+        stage, stages: index of the part that this worker holds, and number of parts; (0, 1) if the model is not split.
+        holders: workers with the files of ``restore_step``, of all stages, for a worker that lacks its own.
     """
 
     KIND: ClassVar[int] = 18
@@ -44,32 +44,31 @@ class Assign(Message):
 
 @dataclass(frozen=True, slots=True)
 class Report(Message):
-    """Peer to seed: where I stand in a job. The seed mints views from nothing else.
+    """Worker to seed: its state in a job. The seed mints views from reports only.
 
     Attributes:
-        status: ``ready`` (built, may be put into a view), ``held`` (stopped at a step boundary as asked),
-            ``training`` (after the control link was lost and found again: the view still runs),
-            ``broken`` (a neighbour was lost, the step was aborted), ``healed`` (state fetched, as the view asked),
-            ``following`` (outside the ring: what was fetched in the background is at most a step behind it, or that
-            cannot be; may be put into a view), ``done`` (the last step is committed and saved), ``failed`` (cannot go
-            on; ``reason`` says why).
-        generation: the view that this reports on; 0 for ``ready`` and ``following``.
+        status: ``ready``: built, may join a view. ``held``: stopped at a step boundary as asked. ``training``: the link
+            to the seed is back, and the view still runs. ``broken``: a neighbour was lost, the step was aborted.
+            ``healed``: it fetched the state of the view. ``following``: outside the ring, its background fetch is at
+            most a step behind, or is not possible; may join a view. ``done``: the last step is committed and saved.
+            ``failed``: it cannot go on; see ``reason``.
+        generation: the view that the report is about; 0 for ``ready`` and ``following``.
         applied: steps applied to the parameters.
-        prepared: ``applied + 1`` where a fully reduced, not yet committed step is kept as the redo buffer, else
+        prepared: ``applied + 1`` if the redo buffer holds a fully reduced step that is not committed; otherwise
             ``applied``.
-        lineage: hex digest of the chain of applied reductions; two members with equal ``applied`` and ``lineage`` hold
-            the same bits.
-        prepared_lineage: what ``lineage`` becomes if the prepared step is committed; empty where none is prepared.
-        square_sum: the squared gradient norm that step ``applied`` was committed with; 0 where it is not known.
-        suspect: peer id of the neighbour that was lost, for ``broken``.
-        reduce_bytes: of the array that every step reduces, 0 where it is not known: the ring is planned with it.
-        unit_us: microseconds that a micro-batch takes here, averaged; 0 where it is not known. Shares follow it.
-        windows: training sequences in the corpus, 0 where it is not known: the ledger is audited with it.
-        cause: of ``broken``: empty (a neighbour or a link was lost), ``digest`` (members held different sums),
-            ``contribution`` (that of ``suspect`` is not finite, or absurdly large), ``hop`` (what ``suspect`` sent is
-            not what ``beside`` received).
-        beside: the other end of the hop; where a neighbour was lost, the neighbour that saw it.
-        fetched_bytes, sources: of ``healed`` and ``following``: what was fetched, and from how many; 0 for unknown.
+        lineage: hex digest of the chain of applied reductions; equal ``applied`` and ``lineage`` mean equal bits.
+        prepared_lineage: what ``lineage`` becomes if the prepared step is committed; empty without one.
+        square_sum: squared gradient norm that step ``applied`` was committed with; 0 if unknown.
+        suspect: for ``broken``: peer id of the neighbour that was lost.
+        reduce_bytes: bytes of the array that every step reduces, for planning the ring; 0 if unknown.
+        unit_us: average microseconds per micro-batch at this worker, for its share; 0 if unknown.
+        windows: training sequences in the corpus, for auditing the ledger; 0 if unknown.
+        cause: for ``broken``: empty (a neighbour or a link was lost), ``digest`` (members had different sums),
+            ``contribution`` (that of ``suspect`` is not finite, or absurdly large), ``hop`` (``beside`` did not receive
+            what ``suspect`` sent).
+        beside: the other end of the hop; for a lost neighbour, the neighbour that noticed it.
+        fetched_bytes, sources: for ``healed`` and ``following``: bytes fetched, and from how many sources; 0 if
+            unknown.
     """
 
     KIND: ClassVar[int] = 19
@@ -95,12 +94,13 @@ class Report(Message):
 
 @dataclass(frozen=True, slots=True)
 class MemberRecord:
-    """One member of a view, in rank order.
+    """One member of a view. Members are in rank order.
 
     Attributes:
-        host: where its data port is reached; empty: on the seed's own machine, dial the host that you dialled for it.
+        host: address of its data port. Empty: it runs on the seed's machine; dial the host that you dialled for the
+            seed.
         first, count: its share of the step's micro-batches, ``range(first, first + count)``.
-        healthy: it holds the state of the view's start (it applied ``step``, or can redo it from its redo buffer).
+        healthy: it holds the state that the view starts from: it applied ``step``, or can redo it from its redo buffer.
     """
 
     peer_id: str
@@ -114,13 +114,13 @@ class MemberRecord:
 
 @dataclass(frozen=True, slots=True)
 class ViewAnnounced(Message):
-    """Seed to members: the membership from now on (``ring.view.View``). Minted durably before it is sent.
+    """Seed to members: the membership from now on (``ring.view.View``). It is stored before it is sent.
 
     Attributes:
         step: steps already applied when this view begins.
-        lineage: lineage at ``step``; members that differ fetch the state from a healthy member first.
-        square_sum: the squared gradient norm that step ``step`` was committed with, for members that redo it.
-        heartbeat_s, death_s: between neighbours, the same for all: those of the member that is farthest from the seed.
+        lineage: lineage at ``step``; a member with another one first fetches the state from a healthy member.
+        square_sum: squared gradient norm that step ``step`` was committed with, for members that redo it.
+        heartbeat_s, death_s: between neighbours; all use the values of the member that is farthest from the seed.
         streams, sub_chunk_bytes, codec: how gradients travel; see ``ring.view.View``.
         lenient, ledger_step, stages, reduce_bytes: see ``ring.view.View``.
     """
@@ -145,7 +145,7 @@ class ViewAnnounced(Message):
 
 @dataclass(frozen=True, slots=True)
 class Hold(Message):
-    """Seed to members: stop together at the next step boundary and say ``Report(status="held")``."""
+    """Seed to members: stop together at the next step boundary and send ``Report(status="held")``."""
 
     KIND: ClassVar[int] = 21
     job: str
@@ -155,7 +155,7 @@ class Hold(Message):
 
 @dataclass(frozen=True, slots=True)
 class Release(Message):
-    """Seed to peer: drop this job (it was cancelled, paused for good, or given to others)."""
+    """Seed to worker: drop this job. It was cancelled, paused for good, or given to other workers."""
 
     KIND: ClassVar[int] = 22
     job: str
@@ -172,7 +172,7 @@ class SaveNow(Message):
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics(Message):
-    """Rank 0 to seed, after a commit. ``values`` are the columns of ``wire.records.MetricRow`` that are known."""
+    """Rank 0 to seed, after a commit. ``values``: the columns of ``wire.records.MetricRow`` that are known."""
 
     KIND: ClassVar[int] = 24
     job: str
@@ -183,10 +183,10 @@ class StepMetrics(Message):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved(Message):
-    """A checkpoint is durable on this peer's disk.
+    """Worker to seed: a checkpoint is durable on its disk.
 
     Attributes:
-        stage, stages: which part's files it has, of how many; (0, 1): the whole model's.
+        stage, stages: index of the part whose files it has, and number of parts; (0, 1): the whole model.
     """
 
     KIND: ClassVar[int] = 26
@@ -205,9 +205,9 @@ class LedgerRow:
     """Who computed a committed step.
 
     Attributes:
-        step: steps applied with this one included: the first has 1.
-        generation: of the view in which it was computed; that names the members.
-        digest: of the reduced bytes (16 bytes); with the lineage before it, it gives the lineage after it.
+        step: steps applied, this one included; the first step has 1.
+        generation: the view in which it was computed; it names the members.
+        digest: 16-byte digest of the reduced bytes; with the lineage before the step it gives the lineage after it.
         counts: micro-batches of each member, in rank order, packed as big-endian uint32.
     """
 
@@ -219,10 +219,10 @@ class LedgerRow:
 
 @dataclass(frozen=True, slots=True)
 class LedgerRows(Message):
-    """Member to seed: committed steps, in order. ``lineage`` is that before the first of them.
+    """Member to seed: committed steps, in order. ``lineage`` is the one before the first of them.
 
-    Rank 0 tells each step as it commits; at the begin of a view every member tells what it has applied beyond the
-    view's ``ledger_step``. The seed keeps one of each.
+    Rank 0 sends each step as it commits. When a view begins, every member sends the steps that it has applied after the
+    view's ``ledger_step``. The seed keeps one row per step.
     """
 
     KIND: ClassVar[int] = 28
@@ -233,9 +233,9 @@ class LedgerRows(Message):
 
 @dataclass(frozen=True, slots=True)
 class CatchUp(Message):
-    """Seed to a worker that stands ready beside a running ring: fetch the state from ``sources`` in the background.
+    """Seed to a worker that is ready outside a running ring: fetch the state from ``sources`` in the background.
 
-    It answers with ``Report(status="following")`` when it is at most a step behind, or when that cannot be.
+    It answers with ``Report(status="following")`` when it is at most a step behind, or if it cannot catch up.
     """
 
     KIND: ClassVar[int] = 29
@@ -248,16 +248,17 @@ class CatchUp(Message):
 
 
 RANGE_BYTES = 4 << 20
-"""Of what lies on a disk, asked for and sent at a time."""
+"""Bytes of a file on disk that are requested and sent at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberLost(Message):
-    """To the other neighbour, on the beats' connection, before it ends: the ring is over, for this member is lost.
+    """Member to its other neighbour, on the heartbeat connection before it ends: a member is lost, so the ring ends.
 
     Attributes:
-        peer_id: who is lost. beside: who saw it, its neighbour; the news may have come a long way.
-        reason: what was seen.
+        peer_id: the lost member.
+        beside: the neighbour that noticed the loss; other members may have passed the message on.
+        reason: what the neighbour observed.
     """
 
     KIND: ClassVar[int] = 56
@@ -268,13 +269,14 @@ class MemberLost(Message):
 
 @dataclass(frozen=True, slots=True)
 class HealRequest(Message):
-    """Bring me to ``job``'s state of ``step`` and ``lineage``; ``step`` -1: as far as the ring is, and on from there.
+    """Member to source: send ``job``'s state of ``step`` and ``lineage``.
 
     Attributes:
-        have_step, have_lineage: what the caller holds, -1 and empty where that is nothing: where the source has kept
-            the steps since, it offers those and no state.
-        silence_s: after which each side gives the other up; each says something four times as often.
-        stage: of a split model: the part that the caller holds, which is the only one it can take.
+        step: -1: the source's current step, and then each step that its ring commits.
+        have_step, have_lineage: what the caller holds; -1 and empty for nothing. If the source has kept the steps
+            since, it offers those instead of the state.
+        silence_s: after this long without a message each side closes; each sends at least four times as often.
+        stage: of a split model: the part that the caller holds, the only one that it can use.
     """
 
     KIND: ClassVar[int] = 48
@@ -289,7 +291,7 @@ class HealRequest(Message):
 
 @dataclass(frozen=True, slots=True)
 class BlobRecord:
-    """One named run of bytes of the state, such as the flat parameters or the first Adam moment."""
+    """A named array of bytes of the state, such as the flat parameters or the first Adam moment."""
 
     name: str
     size_bytes: int
@@ -297,12 +299,12 @@ class BlobRecord:
 
 @dataclass(frozen=True, slots=True)
 class HealOffer(Message):
-    """The source's answer: what there is to fetch. It stays unchanged until the connection ends.
+    """Source to member: what can be fetched. It stays unchanged until the connection ends.
 
     Attributes:
-        step, lineage, square_sum: of the state that is given; without ``blobs``, those that the caller holds.
-        blobs: parts of the state; none where the caller needs only the steps after ``step`` (``StepLogged``).
-        root: xxh3-128 of the table, which has the xxh3-128 of every chunk; equal for sources that hold the same bits.
+        step, lineage, square_sum: of the offered state; without ``blobs``, what the caller holds.
+        blobs: arrays of the state; empty if the caller needs only the steps after ``step`` (``StepLogged``).
+        root: xxh3-128 of the table of the xxh3-128 sums of all chunks; equal for sources that hold the same bits.
     """
 
     KIND: ClassVar[int] = 49
@@ -316,14 +318,14 @@ class HealOffer(Message):
 
 @dataclass(frozen=True, slots=True)
 class StepLogged(Message):
-    """The source keeps the reduced bytes of a step that its ring committed.
+    """Source to member: it keeps the reduced bytes of a step that its ring committed.
 
     Attributes:
-        step: steps applied with this one included.
-        digest: xxh3-128 of the reduced bytes: with the lineage before, it makes the lineage after the step.
-        square_sum: the squared gradient norm that it was committed with.
-        digests: of a split model: those of all stages' reduced bytes, one after the other, for the lineage is made of
-            all of them (``ring.token.joined_digest``); ``digest`` is among them.
+        step: steps applied, this one included.
+        digest: xxh3-128 of the reduced bytes; with the lineage before the step it gives the lineage after it.
+        square_sum: squared gradient norm that the step was committed with.
+        digests: of a split model: the digests of all stages' reduced bytes, ``digest`` among them, concatenated. The
+            lineage is made from all of them (``ring.token.joined_digest``).
     """
 
     KIND: ClassVar[int] = 52
@@ -336,10 +338,10 @@ class StepLogged(Message):
 
 @dataclass(frozen=True, slots=True)
 class RangeRequest(Message):
-    """Send bytes [start, stop) of what the offer calls ``name`` as one bulk frame on ``stream``, or ``RangeGone``.
+    """Send bytes [start, stop) of object ``name`` as one bulk frame on ``stream``, or answer ``RangeGone``.
 
     Names are those of the state's blobs, of a model's tensors and small files, and of a checkpoint's files. ``#table``
-    is a state's table of digests, ``#step 12`` the reduced bytes of step 12.
+    is a state's table of digests, and ``#step 12`` is the reduced bytes of step 12.
     """
 
     KIND: ClassVar[int] = 45
@@ -351,7 +353,7 @@ class RangeRequest(Message):
 
 @dataclass(frozen=True, slots=True)
 class RangeGone(Message):
-    """Those bytes cannot be given: the file changed, or the log, which is bounded, keeps the step no more."""
+    """These bytes are not available: the file changed, or the bounded log has dropped the step."""
 
     KIND: ClassVar[int] = 46
     stream: int
@@ -360,10 +362,10 @@ class RangeGone(Message):
 
 @dataclass(frozen=True, slots=True)
 class FilesRequest(Message):
-    """Which files has ``stage`` of ``stages`` in ``job``'s checkpoint of ``step``? Answered when they are durable.
+    """Ask for the files of ``stage`` of ``stages`` in ``job``'s checkpoint of ``step``. Answered when they are durable.
 
     Attributes:
-        lineage: of the state that it is to hold; empty: whichever.
+        lineage: of the state that the checkpoint must hold; empty for any.
     """
 
     KIND: ClassVar[int] = 57
@@ -376,10 +378,7 @@ class FilesRequest(Message):
 
 @dataclass(frozen=True, slots=True)
 class FilesOffer(Message):
-    """The answer: a checkpoint's manifest, which names them and their sums; or why there are none.
-
-    ``RangeRequest``s follow.
-    """
+    """The checkpoint's manifest with file names and sums, or the reason why there is none. ``RangeRequest``s follow."""
 
     KIND: ClassVar[int] = 58
     manifest: bytes

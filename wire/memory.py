@@ -1,8 +1,8 @@
-"""A network inside one process, and an event loop whose clock jumps: for simulations, benchmarks and tests.
+"""A network inside one process, and an event loop on virtual time: for simulations, benchmarks and tests.
 
-On the loop, time stands still while callbacks run. When nothing is ready the clock moves to the next timer, and nobody
-waits. When there is no timer either, nothing can ever happen again: a real loop would hang, this one raises
-``RuntimeError``. What a thread or another process would send later is not waited for.
+On this loop time does not pass while callbacks run. When nothing is ready, the clock jumps to the next timer. When
+there is no timer either, a real loop would hang; this one raises ``RuntimeError``. It does not wait for input from
+threads or other processes.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ ANY_NAME = ""
 class MemoryNetwork:
     """A network inside one process and one event loop; works on virtual time.
 
-    Any host name exists. ``at(host)`` is the same network as seen from another host: what is dialled there comes from
-    that name, and what listens there on every interface is found under it. Listening on every interface of the default
-    host is found under any name.
+    Any host name exists. ``at(host)`` is the same network as seen from another host: connections dialled there come
+    from that name, and a listener there on every interface is reached under it. A listener on every interface of the
+    default host is reached under any name.
 
     A pipe has no buffer of its own: bytes stay in the writer's memory, uncopied and counted as unsent, until they are
-    in the reader's buffer. Unlike with a kernel between, what was not read has not gone.
+    in the reader's buffer. With a kernel in between, unread bytes could already count as sent.
 
     Args:
         pipe_bytes: the default high-water mark of a connection, and the most that one delivery moves.
-        delay_s: from source and target host to the seconds until the next delivery; None: none at all. Order is kept.
+        delay_s: source and target host → seconds until the next delivery; None for no delay. Order is kept.
     """
 
     def __init__(self, *, pipe_bytes: int = 256 << 10, delay_s: Callable[[str, str], float] | None = None) -> None:
         self._host = DEFAULT_HOST
-        # All views share what follows.
+        # All views of the network share these.
         self.pipe_bytes = pipe_bytes
         self.delay_s = delay_s
         self.listeners: dict[Address, _MemoryListener] = {}
-        self.transports: dict[_MemoryTransport, None] = {}  # a set that keeps the order of opening
+        self.transports: dict[_MemoryTransport, None] = {}  # an ordered set
         self.cut_paths: set[frozenset[str]] = set()
         self.silent: set[frozenset[str]] = set()
         self.deaf: set[tuple[str, str]] = set()  # source, target
@@ -61,7 +61,7 @@ class MemoryNetwork:
         return view
 
     async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
-        """Dial ``host:port``. Raises ``Unreachable``; between silenced hosts only when ``timeout_s`` passed."""
+        """Dial ``host:port``. Raises ``Unreachable``; between silenced hosts only after ``timeout_s``."""
         check_port(port, least=1)
         target = self._host if host in LOOPBACK else host
         path = frozenset((self._host, target))
@@ -83,7 +83,7 @@ class MemoryNetwork:
         dialler.open(acceptor)
         acceptor.open(dialler)
         try:
-            await asyncio.sleep(0)  # one turn: both protocols have their transports
+            await asyncio.sleep(0)  # one turn: both protocols get their transports
         except asyncio.CancelledError:
             dialler.abort()
             raise
@@ -110,15 +110,15 @@ class MemoryNetwork:
             transport.lose(ConnectionResetError(f"the link between {a} and {b} was cut"))
 
     def silence(self, a: str, b: str) -> None:
-        """Deliver nothing between two hosts, no end of a connection either, until ``mend``: a pulled cable."""
+        """Deliver nothing between two hosts until ``mend``, not even the end of a connection: a pulled cable."""
         self.silent.add(frozenset((a, b)))
 
     def deafen(self, source: str, target: str) -> None:
-        """Deliver nothing of what ``source`` sends to ``target``, until ``mend``: only one direction is broken."""
+        """Deliver nothing from ``source`` to ``target`` until ``mend``; the other direction works."""
         self.deaf.add((source, target))
 
     def mend(self, a: str, b: str) -> None:
-        """End ``cut``, ``silence`` and ``deafen``; what was held back is delivered."""
+        """End ``cut``, ``silence`` and ``deafen``; deliver what was held back."""
         path = frozenset((a, b))
         self.cut_paths.discard(path)
         self.silent.discard(path)
@@ -127,10 +127,10 @@ class MemoryNetwork:
         self._mended.clear()
         for transport in self.transports:
             transport.pump_soon()
-            transport.other.pump_soon()  # which may be gone already, its end of stream held back
+            transport.other.pump_soon()  # it may be gone already, with its end of stream held back
 
     def crash(self, host: str) -> None:
-        """Do what a kernel does for a process that is killed: nothing listens on ``host``, its connections reset."""
+        """Do what a kernel does when a process is killed: close the listeners of ``host``, reset its connections."""
         for key in [key for key, listener in self.listeners.items() if listener.host == host]:
             del self.listeners[key]
         for transport in [t for t in self.transports if t.host == host]:
@@ -163,11 +163,11 @@ class _MemoryListener:
 
 
 class _MemoryTransport(FlowControl):
-    """One end of a connection. Its queue holds what it wrote and the other end has not read.
+    """One end of a connection. Its queue holds what this end wrote and the other end has not read.
 
-    All that reaches the other end goes through ``_pump``, which runs as a callback of the loop, never inside a call of
-    a protocol: bytes and the end of the stream wait until the other end reads, a reset until it reads or writes
-    (nobody polls a socket for less). A closed end has stopped reading; what arrives there is lost.
+    ``_pump`` delivers everything. It runs as a callback of the loop, never inside a call of a protocol. Bytes and the
+    end of the stream wait until the other end reads. A reset waits until the other end reads or writes, as with a
+    socket. A closed end no longer reads; what arrives there is lost.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class _MemoryTransport(FlowControl):
         super().__init__(protocol, high_bytes=network.pipe_bytes)
         self.path = path
         self.host = sockname[0]
-        # Whatever calls this end's protocol runs in its owner's context, as it does in a process of its own.
+        # Calls of this end's protocol run in its owner's context, as if it had its own process.
         self.context = context or contextvars.copy_context()
         self._way = (sockname[0], peername[0])
         self._network = network
@@ -194,7 +194,7 @@ class _MemoryTransport(FlowControl):
         self._reading = True
         self._eof = self._eof_delivered = False
         self._lost = False
-        self._reset: ConnectionResetError | None = None  # sent by the other end, not seen yet
+        self._reset: ConnectionResetError | None = None  # sent by the other end, not processed yet
         self._pump_scheduled = False
 
     def open(self, other: _MemoryTransport) -> None:
@@ -226,11 +226,11 @@ class _MemoryTransport(FlowControl):
     def close(self) -> None:
         self._closing = self._eof = True
         self.pump_soon()
-        self.other.pump_soon()  # what it still sends is lost now
+        self.other.pump_soon()  # what it still sends is dropped
 
     def abort(self) -> None:
         if not self._lost:
-            self._eof_delivered = True  # none follows: the other end is reset
+            self._eof_delivered = True  # the other end gets a reset instead
             self.lose(None)
             self.other.be_reset()
 
@@ -267,7 +267,7 @@ class _MemoryTransport(FlowControl):
         self.pump_soon()
 
     def lose(self, error: Exception | None) -> None:
-        """Drop what is queued and end: ``connection_lost`` follows, once."""
+        """Drop what is queued and end. ``connection_lost`` follows once."""
         if self._lost:
             return
         self._lost = self._closing = True
@@ -315,14 +315,14 @@ class _MemoryTransport(FlowControl):
     def _deliver(self) -> None:
         reader = self.other._protocol
         try:
-            # Both views are released before the protocol is told: it may resize a bytearray then.
+            # Release both views before buffer_updated, in which the protocol may resize its bytearray.
             with memoryview(reader.get_buffer(-1)) as buffer, buffer.cast("B") as into:
                 if not into.nbytes:
                     raise RuntimeError("get_buffer() returned an empty buffer")
                 nbytes = self._take(into)
             if nbytes:
                 reader.buffer_updated(nbytes)
-        except Exception as error:  # noqa: BLE001 - reported to the loop, as every transport of asyncio does
+        except Exception as error:  # noqa: BLE001 - reported to the loop, as asyncio's transports do
             self.other._fail(error)
 
     def _take(self, into: memoryview) -> int:
@@ -355,9 +355,9 @@ T = TypeVar("T")
 
 
 class VirtualClockLoop(asyncio.BaseEventLoop):
-    """An event loop on virtual time, which starts at 0 s. It has no selector: no sockets, no pipes, no signals."""
+    """An event loop on virtual time, which starts at 0 s. It has no selector: no sockets, pipes or signals."""
 
-    # asyncio's own, which typeshed does not list.
+    # Attributes of asyncio's base class that typeshed does not list.
     _ready: deque[asyncio.Handle]
     _scheduled: list[asyncio.TimerHandle]
     _timer_cancelled_count: int
@@ -374,9 +374,9 @@ class VirtualClockLoop(asyncio.BaseEventLoop):
         handle._run()
 
     def _run_once(self) -> None:
-        """One turn, as in asyncio: all that is ready by now, not what becomes ready in it."""
+        """Run one turn as asyncio does: callbacks that are ready now, not those that become ready meanwhile."""
         ready, scheduled = self._ready, self._scheduled
-        # cancelled timers that may lie about; as many as in asyncio
+        # as asyncio: remove cancelled timers when they are many
         if self._timer_cancelled_count > 100 and 2 * self._timer_cancelled_count > len(scheduled):
             scheduled[:] = [timer for timer in scheduled if not self._forgotten(timer)]
             heapq.heapify(scheduled)
@@ -386,7 +386,7 @@ class VirtualClockLoop(asyncio.BaseEventLoop):
             if not scheduled:
                 raise RuntimeError(f"deadlock at virtual time {self._now:g} s: nothing is ready and no timer is set")
             self._now = max(self._now, scheduled[0].when())
-        # timers so near are due in the same turn, as asyncio has it with its clock's resolution
+        # as asyncio: timers within the clock's resolution run in the same turn
         while scheduled and scheduled[0].when() < self._now + 1e-9:
             timer = heapq.heappop(scheduled)
             if not timer.cancelled() or not self._forgotten(timer):
@@ -404,10 +404,10 @@ class VirtualClockLoop(asyncio.BaseEventLoop):
         return timer.cancelled()
 
     def _write_to_self(self) -> None:
-        """Nothing sleeps in a selector, so nothing needs to be woken."""
+        """Do nothing: there is no selector to wake."""
 
     def _process_events(self, event_list: object) -> None:
-        """There are none."""
+        """Do nothing: there are no events."""
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:

@@ -1,19 +1,19 @@
-"""The messages of the protocol, as frozen dataclasses. With the files named below this *is* the protocol,
-``PROTOCOL_VERSION`` its version.
+"""The base of the protocol's messages, and those of the handshake, of peers and their seed, and of enrolment.
 
-Who says what to whom::
+Messages are frozen dataclasses. ``PROTOCOL_VERSION`` is the version of all of them. ``A → B`` means that A sends to B::
 
     anyone → anyone    Hello → Welcome | Refuse                       (handshake; 4 KiB, 5 s)
     peer   → seed      Heartbeat → HeartbeatAck; EventNotice, Leave
     operator ↔ seed    Request ↔ Response; after ``subscribe``: seed → operator Update
     seed   → peer      Request → Response                             (delete a checkpoint, dial-back, ...)
-    where two peers talk at length, and have nothing to say: StillHere
+    peer   ↔ peer      KeepAlive on long-lived connections that are idle
+    newcomer ↔ seed    EnrolOffer, EnrolRequest, EnrolGranted         (see ``wire.enrol``)
 
-Conversations with a file of their own: of a seed and the workers of a job in ``wire.job_messages``, of split models in
-``wire.chain_messages``, of text and speculation in ``wire.text_messages``. A newcomer's (``wire.enrol``) are here.
+Other conversations have modules of their own: ``wire.job_messages`` (the seed and the workers of a job),
+``wire.chain_messages`` (split models), ``wire.text_messages`` (text and speculation).
 
-A message is encoded as a msgpack map of its fields in the frame's header; the frame's ``kind`` names the class.
-Decoding checks every type and bound (``wire.codec``); an unknown, missing or ill-typed field is a ``ProtocolError``.
+A message is encoded as a msgpack map of its fields; the frame's ``kind`` names the class. Decoding checks every type
+and bound (``wire.codec``). An unknown, missing or ill-typed field is a ``ProtocolError``.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from wire.schema import Bound
 
 PROTOCOL_VERSION = 8
 MAX_TERM = 1 << 13
-"""Terms of leading seeds are less: a generation of term t is above t << 40, and every number here below 2**53."""
+"""Limit of a seed's terms: a generation of term t is above t << 40, and every number must be below 2**53."""
 
 Scalar = str | int | float | bool | None
-"""What a free-form map may hold."""
+"""Allowed values of a free-form map."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
     """Base of all messages. ``KIND`` is the frame kind, unique per class; 1 to 15 belong to the handshake.
 
-    Of messages that come by the thousand, ``KEYED`` is false: they are the values of their fields, numbers, one behind
-    the other; the last field is bytes, and all the rest of the body.
+    If ``KEYED`` is false, the body is the values of the fields in order, without a map. All are numbers but the last,
+    which is bytes and takes the rest of the body. Frequent messages use it to save space.
     """
 
     KIND: ClassVar[int]
@@ -48,20 +48,20 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Hello(Message):
-    """First frame of whoever dials.
+    """First frame of the peer that dials.
 
     Attributes:
-        purpose: ``peer`` (a worker, verifier or drafter to its seed), ``operator`` (a command line or TUI), ``ring`` (a
-            member to its right neighbour), ``heal`` (to a source), ``files`` (to a worker that has a stage's
-            checkpoint), ``probe`` (only to see whether somebody answers), ``enrol`` (a newcomer to a seed, for a
-            certificate); of split models ``chain`` (a client to a
-            worker), ``stage`` (a stage to the next one), ``model`` and ``give`` (to take and to give tensors; see
-            ``roles.worker.stages``); ``generate`` (a client to a verifier), ``draft`` (a verifier to a drafter).
-        job, generation: the view that the caller believes in; empty and 0 where there is none. Of split models the
-            session and the index of the stage that is called, or the model.
-        port: where this peer listens for other peers, 0 where it does not.
-        host: the address under which others reach this peer; empty to let the other side use the one it sees.
-        cluster, term: the highest term of a seed that the caller has seen, and in which cluster.
+        purpose: what the connection is for. ``peer``: a worker, verifier or drafter to its seed. ``operator``: a
+            command line or TUI to a seed. ``ring``: a member to its right neighbour. ``heal``: a member to a source of
+            the state. ``files``: to a worker that has a stage's checkpoint. ``probe``: tests whether a peer answers.
+            ``enrol``: a newcomer to a seed, for a certificate. ``chain``: a client to a worker of a split model.
+            ``stage``: a stage to the next one. ``model``, ``give``: to fetch and to send tensors
+            (``roles.worker.stages``). ``generate``: a client to a verifier. ``draft``: a verifier to a drafter.
+        job, generation: the view that the caller believes in; empty and 0 without one. For ``stage``: the session, and
+            the index of the stage that is called. For ``model`` and ``give``: the model, and 0.
+        port: where this peer listens for other peers; 0 if it does not.
+        host: the address under which others reach this peer; empty: the address that the other side sees.
+        cluster, term: the highest seed term that the caller has seen, and the cluster of that seed.
     """
 
     KIND: ClassVar[int] = 1
@@ -82,12 +82,11 @@ class Hello(Message):
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Message):
-    """The answer that lets the caller in.
+    """The answer that accepts the caller.
 
     Attributes:
-        heartbeat_s, death_s: beat interval, and silence after which the caller counts as dead; 0 where no beats are
-            wanted.
-        wall: the answerer's wall clock in Unix seconds, to show a skew.
+        heartbeat_s, death_s: heartbeat interval, and silence after which the caller is dead; 0 for no heartbeats.
+        wall: the answerer's wall clock in Unix seconds, to detect clock skew.
         term: of a seed: grows when it is restored from a backup.
     """
 
@@ -105,7 +104,7 @@ class Welcome(Message):
 
 @dataclass(frozen=True, slots=True)
 class Refuse(Message):
-    """The answer that does not, or the last word before a connection is closed for cause."""
+    """The answer that rejects the caller, or the last message before a connection is closed because of an error."""
 
     KIND: ClassVar[int] = 3
     code: str
@@ -118,14 +117,14 @@ class Refuse(Message):
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat(Message):
-    """I am alive, and this far.
+    """Peer to seed, and between ring neighbours: it is alive, and how far it is.
 
     Attributes:
-        progress: grows with every micro-batch and sub-chunk handled; a beat without progress tells a stuck peer.
-        loop_lag_ms: by how much the peer's own event loop was late; a peer that lags doubts itself first.
-        stats: gauges for people: ``rtt_ms``, ``in_bps``, ``out_bps``, ``tokens_per_s``, ``memory_bytes``,
-            ``memory_total_bytes``, ``gpu_load`` (0 to 1, absent where there is none), ``compute_ms``,
-            ``communicate_ms``, ``wait_ms``; ``compute_flops`` (once it has measured that; 0 where it cannot).
+        progress: grows with every micro-batch and sub-chunk handled; heartbeats without progress show a stuck peer.
+        loop_lag_ms: how late the peer's own event loop was.
+        stats: figures for display: ``rtt_ms``, ``in_bps``, ``out_bps``, ``tokens_per_s``, ``memory_bytes``,
+            ``memory_total_bytes``, ``gpu_load`` (0 to 1, absent without a GPU), ``compute_ms``, ``communicate_ms``,
+            ``wait_ms``, ``compute_flops`` (absent until measured; 0 if it cannot be measured).
     """
 
     KIND: ClassVar[int] = 16
@@ -139,7 +138,7 @@ class Heartbeat(Message):
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAck(Message):
-    """The seed heard beat ``seq``."""
+    """The seed received heartbeat ``seq``."""
 
     KIND: ClassVar[int] = 17
     seq: int
@@ -147,7 +146,7 @@ class HeartbeatAck(Message):
 
 @dataclass(frozen=True, slots=True)
 class EventNotice(Message):
-    """Something a person should be able to read later. ``level`` is ``info``, ``warning`` or ``error``."""
+    """Peer to seed: an entry for the event log. ``level`` is ``info``, ``warning`` or ``error``."""
 
     KIND: ClassVar[int] = 25
     level: str
@@ -158,7 +157,7 @@ class EventNotice(Message):
 
 @dataclass(frozen=True, slots=True)
 class Leave(Message):
-    """I go, on purpose. The connection is closed after this."""
+    """Peer to seed: it leaves on purpose and closes the connection."""
 
     KIND: ClassVar[int] = 27
     reason: str
@@ -169,7 +168,7 @@ class Leave(Message):
 
 @dataclass(frozen=True, slots=True)
 class Request(Message):
-    """A call. ``params`` and results are JSON-like: maps with string keys, lists, scalars; at most 8 levels deep."""
+    """A method call. ``params`` and results hold maps with string keys, lists and scalars, at most 8 levels deep."""
 
     KIND: ClassVar[int] = 32
     id: int
@@ -179,7 +178,7 @@ class Request(Message):
 
 @dataclass(frozen=True, slots=True)
 class Response(Message):
-    """The answer to ``Request`` ``id``: ``error_code`` is empty when it went well."""
+    """The answer to the ``Request`` with this ``id``. ``error_code`` is empty on success."""
 
     KIND: ClassVar[int] = 33
     id: int
@@ -191,13 +190,12 @@ class Response(Message):
 
 @dataclass(frozen=True, slots=True)
 class Update(Message):
-    """Seed to subscriber: what changed since the last update, coalesced, at most ten a second.
+    """Seed to subscriber: what changed since the last update, coalesced, at most ten per second.
 
     Attributes:
-        topic: ``cluster``, ``peers``, ``jobs``, ``metrics``, ``events``, ``checkpoints``, ``recoveries``,
-            ``parts``; ``peers-gone``, ``jobs-gone``, ``checkpoints-gone`` and ``parts-gone``, whose items hold ``id``
-            only.
-        items: maps as made by ``to_map`` of the topic's record in ``wire.records``; metrics carry ``job`` besides.
+        topic: ``cluster``, ``peers``, ``jobs``, ``metrics``, ``events``, ``checkpoints``, ``recoveries``, ``parts``;
+            ``peers-gone``, ``jobs-gone``, ``checkpoints-gone`` and ``parts-gone``, whose items hold ``id`` only.
+        items: maps made by ``to_map`` of the topic's record in ``wire.records``; metrics also have ``job``.
     """
 
     KIND: ClassVar[int] = 34
@@ -210,13 +208,13 @@ class Update(Message):
 
 @dataclass(frozen=True, slots=True)
 class KeepAlive(Message):
-    """Nothing to send: a step is long, or the pace slow. Both ends say it, so that silence means death."""
+    """Sent by both sides of an idle connection, so that silence means that the peer is dead."""
 
     KIND: ClassVar[int] = 55
 
 
 BULK_KIND = 64
-"""Frame kind of raw payload: empty header, length exactly as the receiver planned, on the stream it planned."""
+"""Frame kind of a raw payload: empty header, with the stream and the exact length that the receiver planned."""
 
 
 # ------------------------------------------------------------------------------------------------------------ enrolment
@@ -224,7 +222,7 @@ BULK_KIND = 64
 
 @dataclass(frozen=True, slots=True)
 class EnrolOffer(Message):
-    """Seed to newcomer, at once: the run's CA, whose hash the newcomer knows from its ticket, and a fresh nonce.
+    """Seed to newcomer, at once: the run's CA, whose hash is in the newcomer's ticket, and a nonce.
 
     Attributes:
         ca_der: the CA's certificate.
@@ -238,10 +236,10 @@ class EnrolOffer(Message):
 
 @dataclass(frozen=True, slots=True)
 class EnrolRequest(Message):
-    """Newcomer to seed, over TLS under the run's CA: sign this, on the strength of this ticket.
+    """Newcomer to seed, over TLS under the run's CA: sign this certificate request; the ticket entitles to it.
 
     Attributes:
-        ticket_id: which ticket; its secret does not travel.
+        ticket_id: the ticket's id; its secret is never sent.
         csr_der: the certificate request (PKCS #10), which names the peer id.
         mac: ``wire.address.proof`` of the ticket's secret, the nonce and the request.
     """
@@ -254,7 +252,7 @@ class EnrolRequest(Message):
 
 @dataclass(frozen=True, slots=True)
 class EnrolGranted(Message):
-    """The certificate asked for, in DER. The connection ends here; the newcomer comes again with it."""
+    """Seed to newcomer: the certificate in DER. The connection ends; the newcomer connects again with it."""
 
     KIND: ClassVar[int] = 6
     certificate_der: bytes

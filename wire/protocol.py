@@ -1,4 +1,4 @@
-"""``docs/protocol.md``, made from the message schema: ``python -m wire.protocol > docs/protocol.md``."""
+"""Generates ``docs/protocol.md`` from the message schema: ``python -m wire.protocol > docs/protocol.md``."""
 
 from __future__ import annotations
 

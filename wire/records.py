@@ -1,6 +1,6 @@
-"""What the seed tells about the cluster: records shared by its store, the command line and the TUI.
+"""Records about the cluster that the seed sends, shared by its store, the command line and the TUI.
 
-Every record is a ``wire.schema.Record``: its annotations are its check. None stands for unknown.
+Every record is a ``wire.schema.Record``, checked by its annotations. None means unknown.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _figure(value: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class ClusterInfo(Record):
-    """The seed itself. ``started_at`` is Unix seconds."""
+    """The seed itself. ``started_at`` is in Unix seconds."""
 
     cluster_id: str
     name: str
@@ -43,14 +43,14 @@ class PeerInfo(Record):
     Attributes:
         state: ``joining``, ``idle``, ``building``, ``waiting``, ``following``, ``healing``, ``training``, ``held``,
             ``failed``, ``leaving``, ``away`` (only its link to the seed is lost: its ring may run), ``lost``;
-            ``serving``: a verifier or a drafter at work.
+            ``serving``: an active verifier or drafter.
         in_bps, out_bps: bits per second over the ring.
-        rank: position in its job's ring; None outside one.
-        share: micro-batches of the newest step that it computed.
-        stage, stages: which part of a split model it holds, from 0, of how many; None, and 1, where it holds none.
-        next_ms, next_bps: one-way latency and bandwidth to its right neighbour, as they were measured last.
-        fetched_bytes: of what it fetched beside the ring (``Report``); 0 where it did not.
-        model, sessions: of a verifier or a drafter: which one it serves, and how many sessions it has open.
+        rank: position in its job's ring; None outside a ring.
+        share: micro-batches that it computed of the newest step.
+        stage, stages: index of the part of a split model that it holds, and number of parts; None and 1 without one.
+        next_ms, next_bps: last measured one-way latency and bandwidth to its right neighbour.
+        fetched_bytes: what it fetched outside the ring (``Report``); 0 for nothing.
+        model, sessions: of a verifier or a drafter: the model that it serves, and the number of open sessions.
     """
 
     id: str
@@ -83,7 +83,7 @@ class PeerInfo(Record):
 
 
 FINISHED_STATES = frozenset({"done", "cancelled", "failed"})
-"""Of a job: it will not go on by itself."""
+"""States of a job that does not go on by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +94,11 @@ class JobInfo(Record):
         state: ``queued`` (another job runs), ``waiting`` (for its first members), ``forming``, ``running``, ``paused``,
             ``done``, ``cancelled``, ``failed``.
         members: peer ids in rank order.
-        edge_ms, edge_bps: one-way latency and bandwidth from each member to its right neighbour, None where unknown;
-            empty where all are.
-        streams, codec: how gradients travel in the present view (``ring.view.View``); 0 and empty where there is none.
-        stages: parts that the model is split into, each held by another member; 1: it is not.
-        cuts: the layers with which the second and each later part begin; empty where that is left to the workers.
-        reason: why it is in this state, for people.
+        edge_ms, edge_bps: latency (one way) and bandwidth from each member to its right neighbour; empty: all unknown.
+        streams, codec: how gradients travel in the present view (``ring.view.View``); 0 and empty without a view.
+        stages: parts that the model is split into, each held by another member; 1: it is not split.
+        cuts: first layer of the second and each later part; empty: chosen by the workers' speed and memory.
+        reason: why the job is in this state, for display.
     """
 
     id: str
@@ -133,8 +132,7 @@ class JobInfo(Record):
     cuts: list[int] = dataclasses.field(default_factory=list)
 
     def edges(self) -> list[tuple[float | None, float | None]]:
-        """Latency in ms and bandwidth in bits per second from each member to its right neighbour, None for unknown; no
-        edge at all where what the seed says is none."""
+        """Latency (ms) and bandwidth (bit/s) from each member to its right neighbour; empty if they are invalid."""
         if not len(self.edge_ms) == len(self.edge_bps) == len(self.members):
             return []
         return [
@@ -143,7 +141,7 @@ class JobInfo(Record):
         ]
 
     def slowest_edge(self) -> int | None:
-        """The rank whose way to the right has least bandwidth, then most latency; None where none is measured."""
+        """Rank whose link to the right has the least bandwidth, then the most latency; None if none is measured."""
         known = [
             (rate_bps if rate_bps is not None else math.inf, -latency_ms, rank)
             for rank, (latency_ms, rate_bps) in enumerate(self.edges())
@@ -174,7 +172,7 @@ class MetricRow(Record):
 
 @dataclass(frozen=True, slots=True)
 class EventInfo(Record):
-    """One line of the cluster's diary. ``id`` grows by one per event."""
+    """One entry of the event log. ``id`` grows by one per event."""
 
     id: int
     wall: float
@@ -187,11 +185,11 @@ class EventInfo(Record):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo(Record):
-    """One durable checkpoint and where it lies. ``id`` is ``<job>@<step>@<peer>``, with ``@whole`` behind it where the
-    job's other checkpoints are those of stages.
+    """One durable checkpoint and its place.
 
     Attributes:
-        stage: of a split model: the one whose files alone it has; None: it is the whole model's.
+        id: ``<job>@<step>@<peer>``; ``@whole`` follows if the job's model is split and the checkpoint has all of it.
+        stage: of a split model: the stage whose files it has; None: it has the whole model's.
     """
 
     id: str
@@ -209,12 +207,11 @@ class CheckpointInfo(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartInfo(HeldPart, Record):
-    """One part of a model (layers [start, stop) of ``layers``), and the worker that holds it. ``id`` is
-    ``<peer>/<part>``.
+    """One part of a model (layers [start, stop) of ``layers``) and its worker. ``id`` is ``<peer>/<part>``.
 
     Attributes:
-        model: where the part is in training, its job's id.
-        peer, peer_name: who holds it.
+        model: for a part in training, its job's id.
+        peer, peer_name: the worker that holds it.
     """
 
     id: str
@@ -233,7 +230,7 @@ class ServingInfo(Served, Record):
 
     Attributes:
         role: ``verifier`` or ``drafter``.
-        host, port: where it is dialled, as the seed sees it: a loopback address means the seed's machine.
+        host, port: its address as the seed sees it; a loopback address means the seed's machine.
     """
 
     id: str
@@ -245,15 +242,16 @@ class ServingInfo(Served, Record):
 
 @dataclass(frozen=True, slots=True)
 class StagePlanInfo(Record):
-    """One stage of a plan for the training of a split model (``ring.training_placement``).
+    """One stage of a plan for training a split model (``ring.training_placement``).
 
     Attributes:
-        peers, names: the workers that hold it, one for each replica.
+        peers, names: the workers that hold it, one per replica.
         start, stop: layers [start, stop).
-        weights_bytes, need_bytes: of its weights, and of all that training takes.
-        limit_bytes: the least that one of its workers gives; 0: unknown.
-        in_flight: micro-batches.
-        compute_s: of a micro-batch, both ways; None: unknown. hop_s: to the next stage and back.
+        weights_bytes, need_bytes: of its weights, and of all that training needs.
+        limit_bytes: smallest memory limit among its workers; 0 if unknown.
+        in_flight: micro-batches in flight.
+        compute_s: forward and backward pass of a micro-batch; None if unknown.
+        hop_s: to the next stage and back.
     """
 
     stage: Count
@@ -275,15 +273,15 @@ class StagePlanInfo(Record):
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlanInfo(Record):
-    """A plan for the training of a split model.
+    """A plan for training a split model. Times, shares and rates are None without known speeds.
 
     Attributes:
-        stages, replicas, micro_batches: of a step, of all replicas.
-        schedule: its name.
-        bubble, efficiency: 0 to 1, of a step without what follows. None, as all that follows, where no speed is known.
-        step_s, reduce_s: of a step; and, of that, what summing gradients takes.
+        micro_batches: of a step, of all replicas.
+        bubble: share of the stages' time, without ``reduce_s``, in which they wait.
+        efficiency: share of the busiest stage's time in which it computes.
+        step_s, reduce_s: duration of a step, and of its gradient reduction.
         tokens_per_s: of all replicas.
-        spares: names of the workers that have no place in it.
+        spares: names of the workers without a place in the plan.
     """
 
     stages: Count
@@ -299,7 +297,7 @@ class TrainingPlanInfo(Record):
 
 
 PHASES = ("detect", "agree", "form", "transfer", "commit")
-"""Of a recovery, in order (``ring.recovery``)."""
+"""Phases of a recovery, in order (``ring.recovery``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,14 +306,15 @@ class RecoveryInfo(Record):
 
     Attributes:
         number: grows by one per interruption of the job.
-        wall: when the seed first heard of it, Unix seconds.
-        kind: ``lost``, ``left``, ``broken`` (a link, or nobody knows), ``held`` (stopped by the seed: a newcomer, a
-            restore), ``done``, ``failed``. text: the first word of it. peer_id: whom it is about, empty for nobody.
-        generation, step, members: of the view that ended it: the step that it began with, and how many it has.
+        wall: Unix seconds at which the seed first learned of it.
+        kind: ``lost``, ``left``, ``broken`` (a link, or the cause is unknown), ``held`` (stopped by the seed: a
+            newcomer, a restore), ``done``, ``failed``.
+        text: the first report of it.
+        peer_id: the peer concerned; empty for none.
+        generation, step, members: of the view that ended it: its number, first step and number of members.
         attempts: views that it took.
-        detect_s ... commit_s: how long each phase took; None for what is not known, or did not happen (transfer).
-        total_s: all of it.
-        fetched_bytes, sources: what members fetched in it, and the most that one fetched from; 0 where it is not known.
+        detect_s, agree_s, form_s, transfer_s, commit_s: duration of each phase; None if unknown, or without a transfer.
+        fetched_bytes, sources: bytes that members fetched, and the most sources of one member; 0 if unknown.
     """
 
     job: str
@@ -338,19 +337,19 @@ class RecoveryInfo(Record):
     sources: int = 0
 
     def phases(self) -> list[tuple[str, float]]:
-        """Name and seconds of each phase that is known, in order; none is negative."""
+        """Name and seconds of each known phase, in order; none is negative."""
         found = [(name, _figure(getattr(self, f"{name}_s"))) for name in PHASES]
         return [(name, seconds) for name, seconds in found if seconds is not None]
 
 
 def percentile(values: Iterable[float], part: float) -> float | None:
-    """The least of the values that ``part`` of them do not exceed (nearest rank); None where there is none."""
+    """Nearest-rank percentile, ``part`` from 0 to 1, of the finite values; None without any."""
     ordered = sorted(value for value in values if math.isfinite(value))
     return ordered[max(0, math.ceil(part * len(ordered)) - 1)] if ordered else None
 
 
 def recovery_spread(recoveries: Sequence[RecoveryInfo]) -> dict[str, tuple[float, float]]:
-    """Phase, and ``total`` → (median, 99th percentile) in seconds, of those in which it is known."""
+    """Map each phase and ``total`` to (median, 99th percentile) in seconds, over the recoveries that know it."""
     spread: dict[str, tuple[float, float]] = {}
     for name in (*PHASES, "total"):
         values = [value for item in recoveries if (value := _figure(getattr(item, f"{name}_s"))) is not None]
@@ -365,8 +364,7 @@ def recovery_spread(recoveries: Sequence[RecoveryInfo]) -> dict[str, tuple[float
 
 @dataclass(frozen=True, slots=True)
 class LedgerHead(Record):
-    """How far a ledger goes: rows of steps ``base_step + 1`` to ``step`` are there, and lead from the one lineage to
-    the other."""
+    """The extent of a ledger: rows of steps ``base_step + 1`` to ``step``, and the lineages before and after them."""
 
     base_step: Count
     base_lineage: Lineage
@@ -379,8 +377,9 @@ class LedgerRun(Record):
     """Consecutive steps with the same generation and shares.
 
     Attributes:
-        first: the first step. counts: micro-batches of each member, in rank order.
-        digests: of the reduced bytes of each step, 16 bytes in hex, one behind the other.
+        first: the first step.
+        counts: micro-batches of each member, in rank order.
+        digests: of the reduced bytes of each step, 16 bytes in hex each, concatenated.
     """
 
     first: Annotated[int, Bound(1, 2**53)]
@@ -398,7 +397,7 @@ class LedgerRun(Record):
 
 @dataclass(frozen=True, slots=True)
 class LedgerPage(Record):
-    """A part of a job's ledger. ``windows``: training sequences in the corpus; 0: not known."""
+    """A part of a job's ledger. ``windows``: training sequences in the corpus; 0 if unknown."""
 
     head: LedgerHead | None
     runs: list[LedgerRun]
@@ -407,7 +406,7 @@ class LedgerPage(Record):
 
 @dataclass(frozen=True, slots=True)
 class ViewBegan(Record):
-    """A view, as far as an audit needs it. ``members``: peer ids in rank order."""
+    """The fields of a view that an audit needs. ``members``: peer ids in rank order."""
 
     generation: Annotated[int, Bound(1, 2**53)]
     step: Count
@@ -420,7 +419,7 @@ class ViewBegan(Record):
 
 @dataclass(frozen=True, slots=True)
 class TicketInfo(Record):
-    """A ticket without its secret. ``uses``, ``expires_at``: None where there is no end."""
+    """A ticket without its secret. ``uses``, ``expires_at``: None for no limit."""
 
     id: str
     role: str

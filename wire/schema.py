@@ -1,10 +1,9 @@
-"""The message schema: what the annotations of a dataclass allow, compiled into a check of a peer's values.
+"""The message schema: compiles the annotations of a dataclass into a check of a peer's values.
 
-A dataclass is the only declaration of a message, of a record that travels in one, or of a request's parameters. The
-type of a field is its annotation; ``Annotated[int, Bound(0, 64)]`` adds a bound. ``instance_untrusted`` makes an
-instance of whatever a peer sent, or raises ``ProtocolError``. What concerns several fields at once is in the method
-``check`` of the dataclass. The fuzz targets (``tests.fuzz``) and ``docs/protocol.md`` (``wire.protocol``) read
-the same declarations.
+A dataclass is the only declaration of a message, of a record in a message, or of a request's parameters. The type of a
+field is its annotation; ``Annotated[int, Bound(0, 64)]`` adds a bound. ``instance_untrusted`` makes an instance from a
+peer's value, or raises ``ProtocolError``. The dataclass's method ``check`` holds conditions on several fields. The fuzz
+targets (``tests.fuzz``) and ``docs/protocol.md`` (``wire.protocol``) use the same declarations.
 """
 
 from __future__ import annotations
@@ -31,13 +30,12 @@ MAX_DEPTH = 8
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a field may hold besides its type.
+    """Restricts a field's values beyond its type.
 
     Attributes:
-        least, most: of a number, which is finite then; or of the length of a text (characters), of bytes, of a list or
-            of a map (items).
-        pattern: regular expression that a whole text matches.
-        one_of: the values that there are.
+        least, most: of a number, which is then finite; or of the length of a text, bytes, a list or a map.
+        pattern: regular expression that the whole text must match.
+        one_of: the allowed values.
     """
 
     least: float = -math.inf
@@ -46,9 +44,9 @@ class Bound:
     one_of: tuple[Any, ...] = ()
 
     def check(self, value: Any, where: str) -> None:
-        """Raise ``ProtocolError`` where ``value``, whose type is right, is out of bounds."""
+        """Raise ``ProtocolError`` if ``value``, whose type is right, is out of bounds."""
         sized = isinstance(value, str | bytes | list | dict)
-        if not self.least <= (len(value) if sized else value) <= self.most:  # nor is it so for NaN
+        if not self.least <= (len(value) if sized else value) <= self.most:  # false for NaN
             what = f"{len(value)} long" if sized else f"{value}"
             raise ProtocolError(f"{where} is {what}, and {self} is allowed")
         if self.pattern and not re.fullmatch(self.pattern, value, re.ASCII):
@@ -64,7 +62,7 @@ class Bound:
 
 
 Count = Annotated[int, Bound(0, 2**53)]
-"""msgpack, JSON and viewers of any kind hold these."""
+"""Up to the largest integer that JSON readers hold exactly."""
 Figure = Annotated[float, Bound(-(2**53), 2**53)]
 Amount = Annotated[float, Bound(0, 2**53)]
 Share = Annotated[float, Bound(0, 1)]
@@ -81,29 +79,24 @@ TokenOrNone = Annotated[str, Bound(pattern=r"[0-9A-Za-z._-]{0,128}")]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Base of the dataclasses that travel as maps inside requests, answers and updates."""
+    """Base of the dataclasses that travel as maps in requests, answers and updates."""
 
     def to_map(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_map_untrusted(cls, source: object) -> Self:
-        """The record of a peer's map; unknown keys are ignored, so that an older viewer can watch a newer seed.
+        """Make the record from a peer's map. Raises ``ProtocolError``.
 
-        Raises:
-            ProtocolError: a value is missing, ill-typed or out of bounds.
+        Unknown keys are ignored, so that an older viewer can watch a newer seed.
         """
         return instance_untrusted(cls, source, lenient=True)
 
 
 def instance_untrusted(cls: type[T], source: object, *, lenient: bool = False) -> T:
-    """The instance of dataclass ``cls`` whose fields a peer sent as a map.
+    """Make an instance of dataclass ``cls`` from a map that a peer sent. Raises ``ProtocolError`` if it is invalid.
 
-    Args:
-        lenient: defaults fill in what is missing, and unknown keys are ignored.
-
-    Raises:
-        ProtocolError: the map is anything else than one of ``cls``.
+    If ``lenient``, defaults replace missing fields and unknown keys are ignored.
     """
     if not isinstance(source, dict):
         raise ProtocolError(f"{cls.__name__} is not a map")
@@ -148,13 +141,13 @@ def arms_of(hint: Any) -> list[tuple[Any, Bound | None]]:
 
 
 def check_of(hint: Any, where: str, *, lenient: bool = False) -> Check:
-    """The check of one value; ``where`` names it in errors."""
+    """Compile the check of one value; ``where`` names it in errors."""
     if hint is Any:
         return lambda value: _json_like(value, where, MAX_DEPTH)
     arms: dict[type, Check] = {}
     for arm, bound in arms_of(hint):
         check = _bounded(_arm_check(arm, where, lenient), bound, where)
-        if arm is float:  # other encoders write 1.0 as 1; an int arm of the same union keeps it an int
+        if arm is float:  # encoders may write 1.0 as 1; an int arm of the same union takes precedence
             arms.setdefault(int, _as_float(check))
         arms[dict if dataclasses.is_dataclass(arm) else typing.get_origin(arm) or arm] = check
 

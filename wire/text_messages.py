@@ -1,25 +1,25 @@
-"""Messages of text and of speculation, as those of ``wire.messages``. Between a client and a verifier::
+"""Messages of text and of speculation. Between a client and a verifier::
 
-    client → verifier    Ask, then one bulk frame (UTF-8: the prompt, or what the turns say) → Asked | StreamRefused
-    verifier → client    Piece, as text comes; in the end Written, or StreamRefused
-    client → verifier    StreamClose: no more is wanted
-    both ways when idle  StillHere
+    client → verifier    Ask, then one bulk frame (UTF-8: the prompt or the turns) → QuestionAccepted | StreamRefused
+    verifier → client    Piece, as text is written; at the end Written, or StreamRefused
+    client → verifier    StreamClose: cancel
+    both ways when idle  KeepAlive
 
-The ``stream`` of a frame's header is the client's number of its question, so several may be under way.
+The ``stream`` in a frame's header is the client's number of its question, so several questions may be open at once.
 
 Between a verifier and its drafters, and of both to the seed::
 
     verifier → drafter   (purpose ``draft``)   DraftOpen, then one bulk frame → DraftReady | StreamRefused
-    drafter → verifier   Drafts, its header's generation the epoch
-    verifier → drafter   Verdict, its header's generation the verdict's number; StreamClose
+    drafter → verifier   Drafts; the generation in its header is the epoch
+    verifier → drafter   Verdict; the generation in its header is the verdict's number. StreamClose
     drafter → verifier   StreamRefused, also when a session cannot go on
-    both ways when idle  StillHere
-    seed → verifier      DraftersHere
+    both ways when idle  KeepAlive
+    seed → verifier      DrafterList
     either → seed        Serving
 
-A session is the ``stream`` of its frames' headers: the verifier numbers them from 1 on each connection. So a token
-costs little more than its id: ``Drafts`` and ``Verdict`` are bare values, the tokens last, as many as there are. A
-token is two bytes (little-endian) where the vocabulary's size allows it, else three.
+The ``stream`` is the session, which the verifier numbers from 1 on each connection. ``Drafts`` and ``Verdict`` are bare
+values, the tokens last: two bytes each (little-endian), or three if the vocabulary is too large. So a token costs
+little more than its id.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from wire.schema import Bound, Count, Figure, Id, TokenOrNone
 
 @dataclass(frozen=True, slots=True)
 class StreamRefused(Message):
-    """To a client: its text is not written, or no further. To a verifier: its session is not, or no longer, drafted
-    for. ``code``, ``reason``, ``remedy``: as of ``Refuse``."""
+    """The text is not written or continued, or the session is not drafted for. Fields as in ``Refuse``."""
 
     KIND: ClassVar[int] = 71
     code: str
@@ -45,20 +44,20 @@ class StreamRefused(Message):
 
 @dataclass(frozen=True, slots=True)
 class StreamClose(Message):
-    """No more of this text, or of this session's drafts, is wanted."""
+    """The sender wants no more of this text, or of this session's drafts."""
 
     KIND: ClassVar[int] = 74
 
 
 @dataclass(frozen=True, slots=True)
 class Ask(Message):
-    """Go on from the prompt in the bulk frame behind it.
+    """Client to verifier: continue the prompt in the bulk frame that follows.
 
     Attributes:
-        sizes: bytes of each text in that frame. roles: whose turn each of them is; empty: there is one, a prompt.
+        sizes, roles: bytes of each text in that frame, and its speaker's role; without roles it is one prompt.
         max_new_tokens: 0: as many as the model's context has room for.
-        temperature, top_k, top_p: None: what the model says.
-        stop: the text ends before the first of these.
+        temperature, top_k, top_p: None: the model's default.
+        stop: stop strings; the text ends before the first of them.
         speculate: whether drafters may help.
     """
 
@@ -76,7 +75,7 @@ class Ask(Message):
 
 @dataclass(frozen=True, slots=True)
 class QuestionAccepted(Message):
-    """It will be written. ``prompt_tokens``: of the prompt; ``left_out``: turns that did not fit."""
+    """The text will be written. ``prompt_tokens``: length of the prompt; ``left_out``: turns that did not fit."""
 
     KIND: ClassVar[int] = 70
     prompt_tokens: int
@@ -85,7 +84,7 @@ class QuestionAccepted(Message):
 
 @dataclass(frozen=True, slots=True)
 class Piece(Message):
-    """New text, whole characters only, and the tokens (int32, little-endian) that came since the last piece."""
+    """New text, in whole characters, and the tokens (int32, little-endian) since the last piece."""
 
     KIND: ClassVar[int] = 72
     text: str
@@ -94,7 +93,7 @@ class Piece(Message):
 
 @dataclass(frozen=True, slots=True)
 class Written(Message):
-    """The text is whole. ``ended``: ``stop``, ``end``, ``length``, ``cancelled``; ``stats``: how it came about."""
+    """The text is complete. ``ended``: ``stop``, ``end``, ``length`` or ``cancelled``; ``stats``: figures by name."""
 
     KIND: ClassVar[int] = 73
     ended: str
@@ -105,21 +104,21 @@ class Written(Message):
 
 
 MAX_DRAFTERS = 64
-"""That a verifier is told of, and that it uses: with long names they fill a frame."""
+"""Most drafters that a verifier is told about and uses: with long names they fill a frame."""
 StatName = Annotated[str, Bound(pattern="[a-z][a-z0-9_]{0,39}")]
 
 
 @dataclass(frozen=True, slots=True)
 class DraftOpen(Message):
-    """Draft ahead of what follows; the bulk frame behind it has the ids so far (int32, little-endian).
+    """Verifier to drafter: open a session. The bulk frame that follows has its ids so far (int32, little-endian).
 
     Attributes:
-        count: ids in it. prompt: so many of them are the prompt's: the pick at position ``prompt`` has draw 0.
-        positions: that the session may grow to.
-        vocab_size, tokenizer: of the verifier's model: ids must mean the same. ``tokenizer`` is a digest.
-        temperature, top_k, top_p, seed: as of ``p2ptrain.core.serving.Sampling``.
-        depth: positions beyond what is verified that may be drafted.
-        silence_s: after which each side gives the other up; each says something four times as often.
+        count, prompt: ids in the bulk frame, and of the prompt; the token at ``prompt`` has sample index 0.
+        positions: most positions that the session may have.
+        vocab_size, tokenizer: of the verifier's model, as ids must mean the same; ``tokenizer`` is a digest.
+        temperature, top_k, top_p, seed: as in ``p2ptrain.core.serving.Sampling``.
+        depth: most positions to draft beyond the verified ones.
+        silence_s: after this long without a message each side closes; each sends at least four times as often.
     """
 
     KIND: ClassVar[int] = 59
@@ -138,7 +137,7 @@ class DraftOpen(Message):
 
 @dataclass(frozen=True, slots=True)
 class DraftReady(Message):
-    """The ids so far are taken in, and drafts follow. ``step_ms``: that a draft takes; 0 where it is not known."""
+    """The ids are processed, and drafts follow. ``step_ms``: time per draft; 0 if unknown."""
 
     KIND: ClassVar[int] = 60
     step_ms: float
@@ -146,10 +145,10 @@ class DraftReady(Message):
 
 @dataclass(frozen=True, slots=True)
 class Drafts(Message):
-    """Drafted ``tokens`` from ``position`` of the session on.
+    """Drafter to verifier: drafted ``tokens``, from ``position`` of the session on.
 
     Attributes:
-        position: 0: behind the drafts of the session that were sent last.
+        position: 0: directly after the drafts that were sent last.
     """
 
     KIND: ClassVar[int] = 62
@@ -160,10 +159,10 @@ class Drafts(Message):
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Message):
-    """What is verified: of this drafter's drafts the next ``right``, then ``tokens``.
+    """Verifier to drafter: newly verified are the next ``right`` drafts of this drafter, then ``tokens``.
 
     Attributes:
-        depth: as of ``DraftOpen``, from now on; 0: a pause.
+        depth: as in ``DraftOpen``, from now on; 0 pauses drafting.
     """
 
     KIND: ClassVar[int] = 63
@@ -175,7 +174,7 @@ class Verdict(Message):
 
 @dataclass(frozen=True, slots=True)
 class DrafterAt(Message):
-    """A drafter and where it listens. ``model``: for people; ``tokenizer``: the digest."""
+    """A drafter and its address. ``model`` is for display; ``tokenizer`` is a digest."""
 
     KIND: ClassVar[int] = 66
     peer_id: str
@@ -189,7 +188,7 @@ class DrafterAt(Message):
 
 @dataclass(frozen=True, slots=True)
 class DrafterList(Message):
-    """Seed to verifier: all drafters that are there now."""
+    """Seed to verifier: all drafters that are connected now."""
 
     KIND: ClassVar[int] = 67
     drafters: list[DrafterAt]
@@ -200,14 +199,15 @@ class Served:
     """What a verifier or a drafter serves.
 
     Attributes:
-        model: its name, for people. context: positions at most; 0: not known. tokenizer: a digest.
-        http: address of the endpoint, where there is one.
-        sessions: open now.
-        stats: figures of the last seconds and totals, by name (tokens_per_s, alpha, accepted_length, ...).
-        drafters: of a verifier: peer ids of those that it is connected to.
-        drafter_alpha, drafter_latency_ms, drafter_share: of each of them: its acceptance, one way to it, and which part
-            of the right drafts was its; below 0 where that is not known.
-        weights: tells them from those of another model of that name (``TensorTable.fingerprint``).
+        model, tokenizer: the model's name, for display, and a digest of its tokenizer.
+        context: most positions; 0 if unknown.
+        http: address of the HTTP endpoint; empty without one.
+        sessions: number of open sessions.
+        stats: figures of the last seconds, and totals, by name (tokens_per_s, alpha, accepted_length, ...).
+        drafters: of a verifier: peer ids of the connected drafters.
+        drafter_alpha, drafter_latency_ms, drafter_share: per drafter: acceptance, one-way latency, and its part of the
+            accepted drafts; below 0 if unknown.
+        weights: tells models of the same name apart (``TensorTable.fingerprint``).
     """
 
     model: str
@@ -231,6 +231,6 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Serving(Served, Message):
-    """Verifier or drafter to seed: what it serves, when that changes, and once a second while it works."""
+    """Verifier or drafter to seed: what it serves; sent when that changes, and once a second while it works."""
 
     KIND: ClassVar[int] = 68

@@ -1,21 +1,21 @@
 """The encrypted network: TLS 1.3 under a run's own CA, over the transport of any other ``Network``.
 
-The loops' own TLS would serve, but for three things. It drops the alert that tells a refused peer why; its write buffer
-leaves out what the transport below still holds, so that ``resume_writing`` does not mean that the kernel has all; and
-every connection holds 256 KiB from its first moment on. This one sends alerts, follows the rules of a plain transport
-(it passes the same conformance suite), holds nothing before the first byte, and is the same on every loop.
+The event loops' own TLS has three defects here. It drops the alert that tells a refused peer why. Its write buffer
+leaves out what the transport below holds, so ``resume_writing`` does not mean that the kernel has all. And each
+connection holds 256 KiB from the start. This transport sends alerts, passes the conformance suite of plain transports,
+holds nothing before the first byte, and behaves alike on every loop.
 
-Copies. In: kernel → a buffer that all connections of a network share (a read is over before the next begins) → OpenSSL
-→ decrypted into the buffer of the protocol above, which is where a bulk payload belongs. Out: the caller's memory is
-encrypted by ``PIECE_BYTES`` at a time, only as fast as the kernel takes them, so a slow peer costs one piece of memory.
+Copies. In: kernel → a buffer that all connections of a network share (a read ends before the next begins) → OpenSSL →
+decrypted into the buffer of the protocol above, which is a bulk payload's destination. Out: the caller's memory is
+encrypted ``PIECE_BYTES`` at a time, only as fast as the kernel takes it. So a slow peer costs one piece of memory.
 
 States::
 
     QUIET    nothing was read or sent yet          → SHAKING
     SHAKING  handshake done                        → OPEN     connection_made
-    QUIET, SHAKING  anything else                  → FAILED   alert, FIN, and what still comes is read and dropped
-    OPEN     close(), or the other side's goodbye  → CLOSING  all that was written, close_notify, FIN
-    any      the transport below is lost           → LOST     connection_lost, where connection_made was
+    QUIET, SHAKING  anything else                  → FAILED   send alert and FIN; read and drop what still comes
+    OPEN     close(), or the peer's close_notify   → CLOSING  send all that was written, close_notify, FIN
+    any      the transport below is lost           → LOST     connection_lost, if connection_made was called
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from wire.transport import Address, FlowControl, HalfOpen, WriteData, bytes_view
 JOIN_AGAIN = "join again with a fresh ticket: p2ptrain ticket new, at the seed"
 CHECK_CLOCKS = "check the date and time of both machines"
 
-# X509_V_ERR_* of OpenSSL, which the ssl module gives as numbers.
+# Keys: OpenSSL's X509_V_ERR_*, for which the ssl module has no names.
 _VERIFY = {
     9: ("certificate-not-yet-valid", "a certificate that is not valid yet", CHECK_CLOCKS),
     10: ("certificate-expired", "an expired certificate", f"{CHECK_CLOCKS}, or {JOIN_AGAIN}"),
@@ -53,7 +53,7 @@ _UNTRUSTED = (
     f"check the address; if the seed was set up anew, {JOIN_AGAIN}",
 )
 
-# The end of SSLError.reason, of alerts that the other side sent (RFC 8446, section 6.2).
+# Keys: the end of SSLError.reason for alerts that the peer sent (RFC 8446, section 6.2).
 _ALERTS = {
     "CERTIFICATE_REQUIRED": ("not-permitted", "it wants a certificate, and this side has none", JOIN_AGAIN),
     "CERTIFICATE_EXPIRED": ("certificate-expired", "this side's certificate has expired", JOIN_AGAIN),
@@ -66,7 +66,7 @@ _ALERTS = {
 
 
 def tls_problem(error: ssl.SSLError, who: str) -> P2PTrainError:
-    """What to tell of ``error``, which ended the TLS connection with ``who`` (host and port)."""
+    """Translate ``error``, which ended the TLS connection with ``who`` (host and port)."""
     if isinstance(error, ssl.SSLCertVerificationError):
         code, what, remedy = _VERIFY.get(error.verify_code, _UNTRUSTED)
         return Refused(code, f"{who} presented {what}", remedy=remedy)
@@ -86,22 +86,22 @@ def tls_problem(error: ssl.SSLError, who: str) -> P2PTrainError:
 
 
 READ_BYTES = 256 << 10
-"""Of the buffer that connections share: what the loops' own TLS reads at once."""
+"""Size of the shared read buffer; the loops' own TLS reads as much at once."""
 PIECE_BYTES = 128 << 10
-"""Plaintext that is encrypted before the kernel is asked to take it: eight records. From 32 to 256 KiB, processor time
-per byte was the same within the noise; less of it means less memory for a slow peer."""
+"""Plaintext bytes per encryption: eight TLS records. From 32 to 256 KiB the processor time per byte was equal within
+noise; smaller pieces use less memory for a slow peer."""
 LINGER_S = 1.0
-"""How long a failed connection waits for the other side to have read why. To close at once would reset it unread."""
+"""How long a failed connection stays open for the peer to read the alert; closing at once would reset it."""
 
 ANSWERS_BYTES = 16 << 10
-"""Of TLS's own answers in a connection's life: about 600 changes of keys. One is due after 2**24.5 records (RFC 8446,
-section 5.5), so no honest peer has so many; each costs time and memory here."""
+"""Limit of TLS's own answers per connection: about 600 key updates. An honest peer stays far below: one is due after
+2**24.5 records (RFC 8446, section 5.5). Each answer costs time and memory here."""
 
-_DECODE_ERROR_ALERT = b"\x15\x03\x03\x00\x02\x02\x32"  # OpenSSL has no word for what does not even look like TLS
+_DECODE_ERROR_ALERT = b"\x15\x03\x03\x00\x02\x02\x32"  # OpenSSL sends no alert for bytes that are not TLS
 
 
 class NotTlsError(ConnectionError):
-    """The other side's first byte is not one of TLS."""
+    """The peer's first byte does not begin a TLS record."""
 
 
 class _State(Enum):
@@ -114,12 +114,13 @@ class _State(Enum):
 
 
 class TlsTransport(FlowControl, asyncio.BufferedProtocol):
-    """A transport to the protocol above, a protocol to the transport below; this one of who dials.
+    """A transport to the protocol above and a protocol to the transport below. This class is the dialling side.
+
+    ``settled`` is done when the handshake succeeded or failed. ``gone`` is set when the transport below is lost.
 
     Args:
-        factory: makes the protocol above, once the handshake is done.
-        shared: where the transport below reads to; used by no other thread.
-    Attributes: ``settled`` ends with the handshake, ``gone`` with the connection.
+        factory: makes the protocol above when the handshake is done.
+        shared: the buffer that the transport below reads into; used by one thread only.
     """
 
     def __init__(
@@ -135,14 +136,14 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         self.gone = asyncio.Event()
         self._state = _State.QUIET
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._backlog: deque[memoryview] = deque()  # plaintext in its owners' memory, its first view cut as it goes
+        self._backlog: deque[memoryview] = deque()  # plaintext in the writers' memory; its first view shrinks
         self._backlog_bytes = 0
         self._below_full = False
-        self._heard = False  # whether the other side's first byte was one of TLS
+        self._heard = False  # whether the peer's first byte was one of TLS
         self._reading = True
         self._eof_below = self._eof_told = False
         self._answers_bytes = 0
-        self._error: Exception | None = None  # what ended it, for connection_lost
+        self._error: Exception | None = None  # the cause for connection_lost
         self._linger: asyncio.TimerHandle | None = None
 
     # --------------------------------------------------------------------------------------------- around the handshake
@@ -164,7 +165,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         self._shake()
 
     def fail(self, error: Exception, last_words: bytes = b"") -> None:
-        """Give the handshake up; ``last_words`` go out as they are: an alert, or plain words."""
+        """Abandon the handshake. ``last_words`` are sent as they are: an alert, or an unencrypted ``Refuse``."""
         if self._state not in (_State.QUIET, _State.SHAKING):
             return
         self._state = _State.FAILED
@@ -190,7 +191,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         self._protocol = self._factory()
         self._protocol.connection_made(self)
         self._opened()
-        self._loop.call_soon(self._resumed)  # what came behind the handshake
+        self._loop.call_soon(self._resumed)  # deliver what came right after the handshake
 
     # ------------------------------------------------------------------------------------ for the protocol above: reads
 
@@ -244,16 +245,16 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         self.abort()
 
     def _decrypt(self) -> tuple[int, Exception | None]:
-        """Fill one buffer of the protocol: how far, and what stopped it, if anything did; ``EOFError`` is a goodbye."""
+        """Fill one protocol buffer. Return its length and why reading ended, if it did; ``EOFError``: close_notify."""
         filled = 0
         read, incoming, pending = self._ssl.read, self._incoming, self._ssl.pending
-        # Both views are released before the protocol is told: it may resize a bytearray then.
+        # Release both views before buffer_updated, in which the protocol may resize its bytearray.
         with memoryview(self._protocol.get_buffer(-1)) as buffer, buffer.cast("B") as into:
             size = into.nbytes
             if not size:
                 raise RuntimeError("get_buffer() returned an empty buffer")
             try:
-                while filled < size and (incoming.pending or pending()):  # the exception costs as much as a record
+                while filled < size and (incoming.pending or pending()):  # an exception costs as much as a record
                     nbytes = cast(int, read(size - filled, into[filled:]))
                     if not nbytes:
                         return filled, EOFError()
@@ -304,7 +305,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         raise NotImplementedError("TLS has no half of a connection to close")
 
     def close(self) -> None:
-        """Send what was written, say goodbye, close. What the other side still sends is not read."""
+        """Send what was written and close_notify, then close. Nothing more is read."""
         if self._state in (_State.QUIET, _State.SHAKING):
             self.abort()
         elif self._state is _State.OPEN:
@@ -343,7 +344,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         encrypt, left = self._ssl.write, PIECE_BYTES
         while self._backlog and left > 0:
             view = self._backlog[0]
-            taken = encrypt(view)  # of memory there is always enough; one record of 16 KiB at a time
+            taken = encrypt(view)  # one record of 16 KiB; a memory BIO is never full
             if taken == view.nbytes:
                 self._backlog.popleft()
             else:
@@ -357,7 +358,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
 
     def _finish(self) -> None:
         if not self._backlog and not self._below.is_closing():
-            with suppress(ssl.SSLError):  # it has no answer to our goodbye yet, and none is waited for (RFC 8446, 6.1)
+            with suppress(ssl.SSLError):  # the peer has not answered; no need to wait (RFC 8446, 6.1)
                 self._ssl.unwrap()
             self._send_encrypted()
             self._below.close()
@@ -380,7 +381,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         if self._state in (_State.CLOSING, _State.FAILED):
             return
         if not self._heard:
-            if self._shared[0] not in (0x16, 0x15):  # a record of a handshake, or of an alert
+            if self._shared[0] not in (0x16, 0x15):  # a handshake record, or an alert
                 self._not_tls(bytes(self._shared[: min(nbytes, 16)]))
                 return
             self._heard = True
@@ -402,7 +403,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
             return False
         self._eof_below = True
         self._deliver()
-        return True  # close() closes it, after what is still to be sent
+        return True  # close() closes it after the unsent bytes
 
     def connection_lost(self, exc: Exception | None) -> None:
         before, self._state = self._state, _State.LOST
@@ -427,24 +428,20 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
             self._maybe_resume()
 
 
-_NO_PROTOCOL = asyncio.BufferedProtocol()  # above, until the handshake is done
+_NO_PROTOCOL = asyncio.BufferedProtocol()  # the protocol above until the handshake is done
 
 
 # ---------------------------------------------------------------------------------------------------------- the network
 
 
 HANDSHAKE_TIMEOUT_S = 5.0
-"""From a caller's arrival to the end of TLS's handshake: that of ``wire.handshake`` follows, with a time of its own."""
+"""From accept to the end of the TLS handshake. That of ``wire.handshake`` follows, with a time of its own."""
 BUSY_ALERT = b"\x15\x03\x03\x00\x02\x02\x50"
-"""The record of a fatal internal_error alert (RFC 8446, section 6): what a caller understands before TLS has begun."""
+"""A fatal internal_error alert (RFC 8446, section 6), which a caller understands before TLS has begun."""
 
 
 class TlsDialler:
-    """Dials with TLS: the half of ``TlsNetwork`` that a newcomer without a certificate may use.
-
-    Args:
-        context: of ``wire.credentials``; whom it trusts.
-    """
+    """The half of ``TlsNetwork`` that dials. A newcomer without a certificate may use it."""
 
     def __init__(self, network: Network, context: ssl.SSLContext) -> None:
         self._network = network
@@ -452,12 +449,13 @@ class TlsDialler:
         self._shared = memoryview(bytearray(READ_BYTES))
 
     async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
-        """Dial and shake hands, all within ``timeout_s``. That the other side takes our certificate shows later only:
-        TLS 1.3 lets the caller speak first, so a refusal is the first thing that is read.
+        """Dial and complete the TLS handshake within ``timeout_s``.
+
+        In TLS 1.3 the client finishes first. If the server rejects this side's certificate, the first read reports it.
 
         Raises:
-            Unreachable: nothing, or no TLS, answers in time.
-            Refused: its certificate is not of the run's CA, or expired; or it does not speak TLS; or it says no.
+            Unreachable: nothing answers in TLS in time.
+            Refused: the server is not of the run's CA, its certificate expired, it does not speak TLS, or it refuses.
             ConnectionLost, ProtocolError: the handshake broke.
         """
         loop = asyncio.get_running_loop()
@@ -484,11 +482,11 @@ class TlsNetwork(TlsDialler):
     """A ``Network`` on which every byte is encrypted and every peer has a certificate of the run's CA.
 
     Args:
-        network: what carries the encrypted bytes.
-        credentials: this peer's; saved, for OpenSSL reads the key from its file.
-        require_client_certificate: whether a caller without a certificate is turned away by TLS itself. A seed lets it
-            through, for it may want to enrol: ``wire.handshake`` lets it do nothing else.
-        half_open: bounds of callers whose TLS handshake has not ended; the default ones where it is None.
+        network: carries the encrypted bytes.
+        credentials: this peer's; already saved, because OpenSSL reads the key from a file.
+        require_client_certificate: whether TLS refuses a caller without a certificate. A seed accepts one, as it may
+            want to enrol; ``wire.handshake`` permits it nothing else.
+        half_open: limits of callers whose TLS handshake has not ended; None for the defaults.
     """
 
     def __init__(
@@ -505,14 +503,14 @@ class TlsNetwork(TlsDialler):
         self.use(credentials)
 
     def use(self, credentials: Credentials) -> None:
-        """Present ``credentials`` from the next connection on; established ones live on. Raises ``StorageError``."""
+        """Present ``credentials`` on new connections; open connections stay. Raises ``StorageError``."""
         server_context = credentials.server_context(require_client_certificate=self._require_client_certificate)
         self._client_context, self._server_context = credentials.client_context(), server_context
 
     async def listen(
         self, host: str, port: int, factory: ProtocolFactory, on_problem: OnProblem | None = None
     ) -> Listener:
-        """Accept on ``host:port``; ``factory`` makes a protocol only for who shook hands. Raises ``UserError``."""
+        """Accept on ``host:port``; call ``factory`` after each successful TLS handshake. Raises ``UserError``."""
         strangers: set[_Accepted] = set()
         listener = await self._network.listen(
             host,
@@ -538,7 +536,7 @@ class _TlsListener:
 
 
 class _Accepted(TlsTransport):
-    """A stranger at the door: bounded in number and time until it shook hands."""
+    """The accepting side. Its number and time are limited until the handshake ended."""
 
     def __init__(
         self,
@@ -558,11 +556,11 @@ class _Accepted(TlsTransport):
 
     def _arrived(self) -> None:
         name = self._below.get_extra_info("peername")
-        if name is not None:  # it was reset before anybody looked
+        if name is not None:  # None: the connection was reset already
             self._remote = (str(name[0]), int(name[1]))
         if busy := self._half_open.enter(self._remote[0]):
             self._tell(Refused("busy", busy, remedy="try again in a few seconds"))
-            self._on_problem = None  # once is enough
+            self._on_problem = None  # report it once
             self._below.write(BUSY_ALERT)
             self._below.close()
             return
@@ -573,7 +571,7 @@ class _Accepted(TlsTransport):
         self._leave()
 
     def _failed(self, error: Exception) -> None:
-        if not isinstance(error, ConnectionAbortedError):  # which is our own doing
+        if not isinstance(error, ConnectionAbortedError):  # this side aborted
             self._tell(handshake_problem(error, format_address(*self._remote), dialled=False))
 
     def connection_lost(self, exc: Exception | None) -> None:

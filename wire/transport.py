@@ -1,15 +1,14 @@
-"""TCP, and what all transports share: views instead of copies, flow control, words for what goes wrong, and a bound for
-connections that nobody has let in yet.
+"""TCP transports, and what all transports share: flow control without copies, error texts, and a limit on handshakes.
 
-TCP and the network inside one process (``wire.memory``) are both a ``Network`` (``p2ptrain.core.world``) and pass one
-conformance suite. Foreign exceptions are translated here: whatever goes wrong while dialling is ``Unreachable``,
-whatever goes wrong while binding is ``UserError``.
+TCP and the network inside one process (``wire.memory``) are both a ``Network`` (``p2ptrain.core.world``) and pass the
+same conformance suite. Foreign exceptions are translated here: any failure to dial is ``Unreachable``, any failure to
+bind is ``UserError``.
 
-The loops' own transports would serve, but for what they do between a write and the kernel: asyncio joins and copies the
-parts of a write, uvloop delays writes to the end of the turn. ``SocketTransport`` uses the loop's readiness calls. What
-is written goes to the kernel within the call; what the kernel does not take waits, uncopied, until the socket is
-writable. It reads straight into the protocol's buffer, at most ``READS_A_TURN`` times, so that sending has its turn. An
-all-reduce of 64 MiB over the loopback is a tenth faster for it, on either loop.
+``SocketTransport`` replaces the event loops' own transports because of what they do between a write and the kernel:
+asyncio joins and copies the parts of a write, uvloop delays writes to the end of the turn. ``SocketTransport`` uses the
+loop's readiness calls. A write goes to the kernel within the call; what the kernel does not take waits, uncopied, until
+the socket is writable. Reads go straight into the protocol's buffer, at most ``READS_A_TURN`` per turn, so that sending
+also gets its turn. An all-reduce of 64 MiB over the loopback takes a tenth less time with it, on either loop.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Address: TypeAlias = tuple[str, int]
 
 
 def bytes_view(data: WriteData) -> memoryview:
-    """``data`` as a flat view of bytes, not copied. Raises ``TypeError`` where it is not one contiguous buffer."""
+    """Return ``data`` as a flat view of bytes, not copied. Raises ``TypeError`` if it is not contiguous."""
     view = memoryview(data)
     if not view.c_contiguous:
         raise TypeError("only a contiguous buffer can be written without a copy")
@@ -82,10 +81,10 @@ def cannot_listen(host: str, port: int, error: Exception, *, option: str = "--po
 
 
 class FlowControl(asyncio.Transport):
-    """The writing side's back-pressure, with the rules of asyncio's own transports.
+    """Base of transports: back-pressure on writers, with the rules of asyncio's own transports.
 
-    A subclass implements ``get_write_buffer_size``, and calls ``_maybe_pause`` when it grew, ``_maybe_resume`` when it
-    shrank.
+    A subclass implements ``get_write_buffer_size``. It calls ``_maybe_pause`` when the buffer grew, and
+    ``_maybe_resume`` when it shrank.
     """
 
     def __init__(self, protocol: asyncio.BufferedProtocol, *, high_bytes: int, low_bytes: int | None = None) -> None:
@@ -130,7 +129,7 @@ class FlowControl(asyncio.Transport):
 
 
 READS_A_TURN = 4
-BULK_BUFFER_BYTES = 4 << 20  # of each side; several times what a ring has on its way between near members
+BULK_BUFFER_BYTES = 4 << 20  # each way; several times what a ring has in flight between near members
 _NOT_NOW = (BlockingIOError, InterruptedError)
 
 
@@ -138,27 +137,27 @@ _TCP_INFO_BYTES, _MIN_RTT = 152, struct.Struct("=148xI")  # linux/tcp.h: struct 
 
 
 class SocketTransport(FlowControl):
-    """``sock``, connected and non-blocking, given to ``protocol``; it belongs to the transport from now on.
+    """A transport that takes over ``sock``, connected and non-blocking, on behalf of ``protocol``.
 
-    For loops with ``add_reader``. The protocol's ``connection_made`` is called within the constructor.
+    It needs a loop with ``add_reader``. The constructor calls the protocol's ``connection_made``.
     """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, sock: socket.socket, protocol: asyncio.BufferedProtocol
     ) -> None:
-        super().__init__(protocol, high_bytes=64 << 10)  # asyncio's
+        super().__init__(protocol, high_bytes=64 << 10)  # as in asyncio
         self._loop = loop
         self._sock = sock
         self._fd = sock.fileno()
         self._queue: deque[memoryview] = deque()
         self._queued_bytes = 0
-        self._reading = self._writing = False  # whether the loop watches for it
+        self._reading = self._writing = False  # whether the loop watches for this readiness
         self._paused = False
         self._eof = self._lost = False
         self._extra = {"socket": sock, "peername": _name(sock.getpeername), "sockname": _name(sock.getsockname)}
         try:
             protocol.connection_made(self)
-        except Exception as error:  # noqa: BLE001 - a protocol's defect ends its own connection only
+        except Exception as error:  # noqa: BLE001 - a defective protocol ends its own connection only
             self._protocol_failed(error)
         self._watch_reading()
 
@@ -331,7 +330,7 @@ class SocketTransport(FlowControl):
 
 
 class SocketListener:
-    """Accepts connections of ``sock``, which is bound and listens, and gives each to a protocol of ``factory``."""
+    """Accepts connections of ``sock``, which is bound and listens; ``factory`` makes the protocol of each."""
 
     def __init__(
         self,
@@ -368,33 +367,33 @@ class SocketListener:
             SocketTransport(self._loop, sock, self._factory())
 
     def _rest(self, error: OSError) -> None:
-        """Out of file descriptors or memory: a busy loop over the one waiting connection would make it worse."""
+        # Out of file descriptors or memory. The connection stays acceptable, so without a pause the loop would spin.
         self._loop.call_exception_handler({"message": "accepting a connection failed", "exception": error})
         self._loop.remove_reader(self._sock.fileno())
-        self._retry = self._loop.call_later(1.0, self._resume)  # as asyncio
+        self._retry = self._loop.call_later(1.0, self._resume)  # as in asyncio
 
     def _resume(self) -> None:
         self._loop.add_reader(self._sock.fileno(), self._acceptable)
 
 
 def tune_for_bulk(sock: Any) -> None:
-    """Prepare ``sock``, or what a loop's transport shows of its own, for payloads that should go as fast as they can.
+    """Tune ``sock`` (or a loop's wrapper of its socket) for the highest throughput.
 
-    Kernel buffers of ``BULK_BUFFER_BYTES`` each way: a full buffer stops its sender, and an empty one its reader. On
-    Linux a size that was set does not grow with the link any more, and what a program may set is often less than what
-    the system grows to: then it is left to the system.
+    It sets kernel buffers of ``BULK_BUFFER_BYTES`` each way: a full buffer stops the sender, an empty one the reader.
+    On Linux a buffer of a set size no longer grows with the link. So sizes stay automatic where programs may not set as
+    much.
 
-    Within one machine: congestion control that does not pace. Where the system's choice is BBR, its pacing timers and
-    its small window made a loopback half as fast, after the first gigabyte.
+    Within one machine it chooses congestion control that does not pace. BBR's pacing timers and small window made a
+    loopback half as fast after the first gigabyte.
     """
     for option, limit in ((socket.SO_SNDBUF, "wmem_max"), (socket.SO_RCVBUF, "rmem_max")):
         if _may_set_bytes(limit) >= BULK_BUFFER_BYTES:
-            with suppress(OSError):  # it is gone, or another system's limit is lower
+            with suppress(OSError):  # the socket is closed, or this system's limit is lower
                 sock.setsockopt(socket.SOL_SOCKET, option, BULK_BUFFER_BYTES)
     if hasattr(socket, "TCP_CONGESTION"):
-        with suppress(OSError):  # not connected any more, or not to be had
+        with suppress(OSError):  # no longer connected, or reno is not available
             if is_loopback(str(sock.getpeername()[0])):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")  # every Linux has it, for everybody
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")  # every Linux allows it
 
 
 @cache
@@ -408,25 +407,22 @@ def _may_set_bytes(limit: str) -> float:
 
 
 def can_watch(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether ``loop`` tells when sockets are ready, and they send from several places: not on Windows, where its
-    default loop does not do the one, and its sockets not the other.
-    """
+    """Whether ``loop`` reports readiness of sockets, and sockets have ``sendmsg``. Windows lacks both by default."""
     return hasattr(socket.socket, "sendmsg") and not type(loop).__name__.startswith("Proactor")
 
 
 def _name(get: Callable[[], Any]) -> Any:
     try:
         return get()
-    except OSError:  # it was reset before anybody looked
+    except OSError:  # the connection was reset already
         return None
 
 
 def _least_round_trip_s(sock: socket.socket) -> float | None:
-    """The shortest round trip that the kernel saw, s: no process' delay is in it. None where it does not tell."""
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         (least_us,) = _MIN_RTT.unpack(info)
-    except (OSError, AttributeError, struct.error):  # the connection is gone, or the system has no such thing
+    except (OSError, AttributeError, struct.error):  # the connection is gone, or the system has no TCP_INFO
         return None
     return float(least_us) / 1e6 if least_us < 0xFFFFFFFF else None
 
@@ -441,13 +437,13 @@ class TcpNetwork:
     """TCP over the running event loop, asyncio's own or uvloop.
 
     Args:
-        buffer_bytes: the kernel's send and receive buffer of each socket; 0 leaves them to the system, which grows them
-            with the link (better, except where it is forbidden to grow them far enough for a long fat pipe).
-        keepalive_s: idle seconds before the kernel begins to ask whether the other machine still exists.
-        user_timeout_s: how long sent data may stay unacknowledged, or the peer's window closed, before the kernel gives
-            the connection up (RFC 5482; on Linux it also takes the place of the keepalive's count); 0 leaves the
-            system's rules. Long on purpose: a member that still computes does not read, which is a closed window and
-            no death. Silence is judged by heartbeats, far sooner.
+        buffer_bytes: kernel send and receive buffer of each socket. 0 leaves the sizes to the system, which grows them
+            with the link. Set it only if the system's limits are too low for a long fat pipe.
+        keepalive_s: idle seconds before the kernel starts to probe whether the other machine is alive.
+        user_timeout_s: how long sent data may stay unacknowledged, or the peer's window closed, before the kernel drops
+            the connection (RFC 5482; on Linux it also replaces the keepalive's count). 0 leaves the system's rules. It
+            is long because a member that computes does not read: its window is closed, but it is alive. Heartbeats
+            detect dead peers far sooner.
     """
 
     def __init__(self, *, buffer_bytes: int = 0, keepalive_s: float = 15.0, user_timeout_s: float = 600.0) -> None:
@@ -462,7 +458,7 @@ class TcpNetwork:
         }
 
     async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
-        """Dial ``host:port``: each address of the name in turn, all within ``timeout_s``. Raises ``Unreachable``."""
+        """Dial ``host:port``: try each address of the name, all within ``timeout_s``. Raises ``Unreachable``."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         check_port(port, least=1)
@@ -473,7 +469,7 @@ class TcpNetwork:
             raise unreachable(host, port, error, timeout_s) from error
         problem: OSError = OSError(errno.EADDRNOTAVAIL, "the name has no address")
         for index, (family, address) in enumerate(places):
-            # An address that swallows packets must leave time for the ones after it.
+            # An address that drops packets must leave time for the next ones.
             share_s = (deadline - loop.time()) / (len(places) - index)
             try:
                 async with asyncio.timeout(share_s):
@@ -485,9 +481,9 @@ class TcpNetwork:
     async def listen(
         self, host: str, port: int, factory: ProtocolFactory, on_problem: OnProblem | None = None
     ) -> Listener:
-        """Accept connections on ``host:port``, IPv4 first where the name has both. Raises ``UserError``.
+        """Accept connections on ``host:port``, on IPv4 if the name has both families. Raises ``UserError``.
 
-        An empty host is every IPv4 interface; ``"::"`` is every interface wherever the system lets one socket do both.
+        An empty host is every IPv4 interface; ``"::"`` is every interface, where one socket can serve both families.
         """
         sock = await self.bound(host, port)
         loop = asyncio.get_running_loop()
@@ -497,10 +493,9 @@ class TcpNetwork:
         return _TcpListener(server, sock.getsockname()[:2])
 
     async def bound(self, host: str, port: int, *, option: str = "--port") -> socket.socket:
-        """A socket that listens there, for another protocol than the peers'; as ``listen``.
+        """Return a listening socket for a protocol other than the peers'. Raises as ``listen``.
 
-        Args:
-            option: of the command line, by which another port is chosen.
+        ``option`` is the command-line option for another port, named in the error.
         """
         check_port(port, least=0)
         try:
@@ -508,11 +503,11 @@ class TcpNetwork:
             family, address = min(places, key=lambda place: place[0] != socket.AF_INET)
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:
-                if os.name == "posix":  # elsewhere the option would let two programs share the port
+                if os.name == "posix":  # on Windows the option would let two programs share the port
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 self._tune(sock)  # accepted sockets inherit the options
                 sock.bind(address)
-                sock.listen(BACKLOG)  # here, so that a port taken in this instant is told like any other
+                sock.listen(BACKLOG)  # here, so that a port taken since bind() is reported like any other
             except BaseException:
                 sock.close()
                 raise
@@ -533,7 +528,7 @@ class TcpNetwork:
         if can_watch(loop):
             SocketTransport(loop, sock, protocol)
         else:
-            await loop.create_connection(lambda: protocol, sock=sock)  # which owns the socket, also when it fails
+            await loop.create_connection(lambda: protocol, sock=sock)  # owns the socket, even if it fails
 
     def _tune(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -541,7 +536,7 @@ class TcpNetwork:
         for name, value in self._tcp_options.items():
             if hasattr(socket, name):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        if self._buffer_bytes:  # before connect and listen: the window's scale is agreed on with the first packet
+        if self._buffer_bytes:  # before connect and listen: the first packet fixes the window's scale
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._buffer_bytes)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._buffer_bytes)
 
@@ -552,7 +547,7 @@ class _TcpListener:
     address: Address
 
     async def close(self) -> None:
-        # Not wait_closed(): since Python 3.12 it waits for the established connections too, and they live on.
+        # Not wait_closed(): since Python 3.12 it also waits for established connections, which stay open.
         self.server.close()
 
 
@@ -571,10 +566,11 @@ MAX_HALF_OPEN_PER_MACHINE = 64
 
 
 class HalfOpen:
-    """Counts who stands in the doorway.
+    """Limits the connections whose handshake has not ended.
 
     Args:
-        limit: in all. ``limit_per_machine``: of those that share an address.
+        limit: of all connections.
+        limit_per_machine: of connections from one address (IPv6: from one /64 network).
     """
 
     def __init__(self, limit: int = MAX_HALF_OPEN, limit_per_machine: int = MAX_HALF_OPEN_PER_MACHINE) -> None:
@@ -583,7 +579,7 @@ class HalfOpen:
         self._by_machine: Counter[str] = Counter()
 
     def enter(self, host: str) -> str:
-        """Take a place for ``host``, to be given back with ``leave``; or the reason why there is none."""
+        """Count a connection from ``host`` until ``leave``. Return why it is not allowed, or an empty string."""
         machine = _machine(host)
         if self._by_machine[machine] >= self._limit_per_machine:
             return f"{self._by_machine[machine]} handshakes with {machine} are under way"
