@@ -3,7 +3,7 @@
 Messages are frozen dataclasses. ``PROTOCOL_VERSION`` is the version of all of them. ``A → B`` means that A sends to B::
 
     anyone → anyone    Hello → Welcome | Refuse                       (handshake; 4 KiB, 5 s)
-    peer   → seed      Heartbeat → HeartbeatAck; EventNotice, Leave
+    peer   → seed      Heartbeat → HeartbeatAck (also between ring neighbours); EventNotice, Leave
     operator ↔ seed    Request ↔ Response; after ``subscribe``: seed → operator Update
     seed   → peer      Request → Response                             (delete a checkpoint, dial-back, ...)
     peer   ↔ peer      KeepAlive on long-lived connections that are idle
@@ -138,7 +138,7 @@ class Heartbeat(Message):
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAck(Message):
-    """The seed received heartbeat ``seq``."""
+    """The answer to heartbeat ``seq``, from the seed or from a ring neighbour."""
 
     KIND: ClassVar[int] = 17
     seq: int
