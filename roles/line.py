@@ -1,4 +1,4 @@
-"""A connection whose both ends say that they live, whatever else they have to say."""
+"""A connection on which both sides send keep-alives, so that silence shows a dead peer."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from wire.handshake import Dialler, dial
 from wire.messages import Hello, KeepAlive, Message, Welcome
 
 BEATS = 4
-"""In a silence: so often each side says something."""
+"""Number of keep-alives within the permitted silence."""
 QUIET_S = 10.0
-"""Silence on a connection whose two sides have not agreed on another."""
+"""Default of the permitted silence."""
 MARGIN_S = 0.001
 LATE = 8
-"""Who judges silence and was itself held up, for more than this part of it, listens for two more beats: what came
-meanwhile lies unread, and the other side may have been held up as well (the loading of a library stops the loop, a
-machine that is too busy all of its processes)."""
+"""A check that is late by more than 1/``LATE`` of the permitted silence grants two more beats. Frames that came
+meanwhile are unread, and the other side may have been delayed too: loading a library stops the loop, and an overloaded
+machine delays all of its processes."""
 DIAL_S = 5.0
 SHORTEST_SILENCE_S, LONGEST_SILENCE_S = 0.1, 600.0
-"""What the two sides of a connection may agree on."""
+"""Bounds of the silence on which the two sides of a connection may agree."""
 BEATS_PER_S, MOST_BEATS = 100.0, 4096
-"""That the other side may say it lives, in the long run, and at once: after a while in which nobody listened."""
+"""Limits on received keep-alives: the average rate, and the burst after a while in which this side read nothing."""
 
 T = TypeVar("T")
 
 
 async def dial_worker(network: Dialler, host: str, port: int, peer_id: str, hello: Hello) -> tuple[Connection, Welcome]:
-    """Reach that worker, which gives or takes much. Raises as ``wire.handshake.dial``."""
+    """Connect to a worker for bulk transfers. Raises as ``wire.handshake.dial``."""
     made, welcome = await dial(network, host, port, hello, timeout_s=DIAL_S, expect_peer=peer_id, expect_role="worker")
     made.tune_for_bulk()
     return made, welcome
 
 
 class Line:
-    """One connection on which silence means death.
+    """One connection that is closed if the other side is silent for too long.
 
     Args:
-        silence_s: for so long the other side may say nothing. It may be changed at any time.
-        beat_s: this side says something as often as this, where that is more often than ``silence_s`` asks for.
+        silence_s: the permitted silence of the other side. It may be changed at any time.
+        beat_s: upper bound of the time between this side's keep-alives; ``silence_s / BEATS`` may be shorter.
     """
 
     def __init__(self, connection: Connection, silence_s: float = QUIET_S, *, beat_s: float = QUIET_S) -> None:
@@ -59,12 +59,12 @@ class Line:
 
     @asynccontextmanager
     async def alive(self) -> AsyncIterator[None]:
-        """Beat inside. Afterwards the connection is closed, and nothing lands in memory any more."""
+        """Send keep-alives inside the block. Afterwards the connection is closed, and writes to no buffer any more."""
         tasks = [asyncio.create_task(self._beat(), name="beat"), asyncio.create_task(self._watch(), name="watch")]
         try:
             yield
         except ProtocolError as problem:
-            self.connection.abort(problem)  # it is told why
+            self.connection.abort(problem)  # tells the other side the reason
             raise
         finally:
             self.connection.abort()
@@ -74,12 +74,12 @@ class Line:
             self._give_up_waiting()
 
     async def messages(self) -> AsyncIterator[Message]:
-        """What the other side says, until it closes. While the caller takes its time nothing is read, nor is silence
-        judged.
+        """Yield messages until the other side closes. Between two iterations nothing is read, and silence is not
+        checked.
 
         Raises:
-            DeadlineExceeded: it was silent for too long; the connection is closed.
-            ProtocolError, Refused: the connection ended for cause.
+            DeadlineExceeded: the other side was silent for too long; the connection is closed.
+            ProtocolError, Refused: the connection ended for this cause.
         """
         while True:
             try:
@@ -89,7 +89,7 @@ class Line:
             yield message
 
     async def receive(self) -> Message:
-        """The next message that says something. Raises as ``messages``, and ``ConnectionLost``."""
+        """The next message that is not a keep-alive. Raises as ``messages``, and ``ConnectionLost``."""
         return (await self.frame()).message
 
     async def frame(self) -> Received:
@@ -100,7 +100,7 @@ class Line:
             try:
                 received = await self.connection.receive(timeout_s=patience_s)
             except DeadlineExceeded:
-                if self.connection.close_cause is not None:  # it ended, and for another silence, perhaps
+                if self.connection.close_cause is not None:  # the connection ended, so this is its cause
                     raise
                 since = self._judged(since, due)
                 continue
@@ -115,7 +115,7 @@ class Line:
             raise ProtocolError(f"it said {MOST_BEATS} times that it lives, and little else")
 
     async def sent(self) -> None:
-        """Wait until the kernel has all that was sent, however long, while some of it goes. Raises as ``flush``."""
+        """Wait until the kernel has taken all sent data, as long as it makes progress. Raises as ``flush``."""
         while True:
             unsent_bytes = self.connection.unsent_bytes
             try:
@@ -125,11 +125,11 @@ class Line:
                     raise
 
     async def bulk(self, size_bytes: int, *, stream: int) -> bytearray:
-        """The bulk frame that was announced: ``size_bytes`` have been checked, and are allocated here.
+        """Receive an announced bulk frame into a new buffer. The caller has checked ``size_bytes``.
 
         Raises:
             DeadlineExceeded: nothing came for too long; the connection is closed.
-            ConnectionLost, ProtocolError: it ended.
+            ConnectionLost, ProtocolError: the connection ended.
         """
         data = bytearray(size_bytes)
         await self.landed(self.post(memoryview(data), stream=stream))
@@ -144,12 +144,12 @@ class Line:
         waiting: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.add(waiting)
         waiting.add_done_callback(self._waiting.discard)
-        if self.connection.closed.is_set():  # which the watcher has told the others
+        if self.connection.closed.is_set():  # ``_watch`` has run already
             self._give_up_waiting()
         return waiting
 
     async def landed(self, waiting: asyncio.Future[T]) -> T:
-        """What became of a ``pending`` future. Raises as ``bulk``."""
+        """Await a ``pending`` future. Raises as ``bulk``."""
         began = since = self._now()
         while not waiting.done():
             patience_s = self._patience_s(since)
@@ -170,10 +170,9 @@ class Line:
         return min(max(self.silence_s - self._silent_s(since), MARGIN_S), self._beat_s)
 
     def _judged(self, since: float, due: float) -> float:
-        """From when on silence counts. Raises where the other side was silent for too long.
+        """The time from which silence counts. Raises ``DeadlineExceeded`` if the other side was silent for too long.
 
-        Args:
-            due: when this was to be called.
+        ``due``: the time at which this check was planned.
         """
         if self._silent_s(since) < self.silence_s:
             return since
@@ -202,7 +201,7 @@ class Line:
         for waiting in list(self._waiting):
             if not waiting.done():
                 waiting.set_exception(cause)
-                waiting.exception()  # where nobody asks, it is no news: the connection's end is told elsewhere
+                waiting.exception()  # marks it as retrieved: the end of the connection is reported elsewhere
 
 
 def _done(arrived: asyncio.Future[None]) -> None:

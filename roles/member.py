@@ -1,15 +1,15 @@
-"""A member that trains nothing: a process that a seed lists, that answers callers, and that leaves cleanly.
+"""A member that does not train: a process that a seed lists, that serves callers, and that leaves cleanly.
 
-Verifiers and drafters are such members. What they do is a *program*: a coroutine that is run from the first welcome of
-the seed until the member leaves. It says which callers it answers (``answer``) and what it serves (``serves``), and
-hears from the seed. When the seed is lost all of that goes on; the link is looked for as a worker does.
+Verifiers and drafters are such members. Each runs a *program*: a coroutine that starts with the first welcome of the
+seed and runs until the member leaves. It declares which callers it answers (``answer``) and what it serves
+(``serves``). It goes on while the seed is away; the link reconnects as a worker's does.
 
 ::
 
     async def program(member: ServingMember) -> None:
-        model = await load()                               # callers are asked to wait meanwhile
+        model = await load()                               # meanwhile callers are refused as "busy"
         member.answer("draft", serve_drafts)
-        member.serves(lambda: Serving(...))                # from now on verifiers are told of it
+        member.serves(lambda: Serving(...))                # from now on the seed tells verifiers about it
         ...                                                # until cancelled
 """
 
@@ -36,27 +36,27 @@ from wire.messages import EventNotice, Hello, Message, Refuse, Request, Response
 from wire.text_messages import MAX_DRAFTERS, DrafterAt, DrafterList, Serving
 
 PURPOSES = {"verifier": ("generate",), "drafter": ("draft",)}
-"""Role → what its members are dialled for."""
+"""Role → the purposes for which its members are dialled."""
 TELL_S = 1.0
-"""Between two looks at what is served, while nobody says that it changed."""
+"""Interval of checks whether the ``Serving`` record changed, besides calls of ``changed``."""
 TELL_AT_MOST_S = 0.1
 
 Serve = Callable[[Connection, Hello], Awaitable[None]]
-"""Serves one caller, until it ends or raises ``P2PTrainError``; cancelled when the member leaves."""
+"""Serves one caller until it returns or raises ``P2PTrainError``. Cancelled when the member leaves."""
 Judge = Callable[[Hello], Refuse | None]
-"""Why a caller is not let in; None where it is."""
+"""Returns the refusal of a caller, or None to admit it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberOptions:
-    """What the person chose.
+    """A member's options, chosen by a person.
 
     Attributes:
         role: a key of ``PURPOSES``, or ``worker``.
-        seed, others: host and port of the seed to join, and of those to try when it stays away.
-        listen: host and port on which others reach this member (port 0: any free one).
-        advertise: the address told to others, where it differs from what the seed sees; ("", 0) where it does not.
-        capabilities: shown to people and used for placement: device, memory.
+        seed, others: host and port of the seed to join, and of others to try if it stays away.
+        listen: host and port to listen on (port 0: any free one).
+        advertise: the address told to others; "" or 0: the one that the seed sees.
+        capabilities: device and memory, shown to people and used for placement.
     """
 
     role: str
@@ -72,18 +72,17 @@ def _anybody(hello: Hello) -> Refuse | None:
 
 
 class ServingMember:
-    """See the module's docstring.
+    """A member with a program; see the module's docstring.
 
     Args:
-        program: what this member does, called with it. Where it raises a ``P2PTrainError``, or returns, the member
-            leaves. It is cancelled when the member leaves, and has to end within a second then.
+        program: called with this member. If it returns or raises a ``P2PTrainError``, the member leaves. When the
+            member leaves, the program is cancelled and must end within a second.
         notify: (level, kind, text) for the person at this terminal.
-        membership: its certificate, whose network is the world's; None in a plain cluster.
+        membership: the certificate that the world's network uses; None in a plain cluster.
 
     Attributes:
-        world, identity: its own. role: what it is.
-        drafters: of a verifier: whom the seed last said to be there, each with a host that can be dialled from here.
-            They are kept while the seed is away.
+        drafters: the drafters that the seed named last, each with a host that can be dialled from here (verifiers
+            only). They are kept while the seed is away.
     """
 
     def __init__(
@@ -145,35 +144,34 @@ class ServingMember:
 
     @property
     def seed_host(self) -> str:
-        """Of the seed that leads, or led last, as it was dialled; peers on the seed's own machine are there."""
+        """The host at which the current or last seed was dialled. Peers on the seed's machine are reached there."""
         return self._link.host
 
     def answer(self, purpose: str, serve: Serve, *, judge: Judge = _anybody) -> None:
-        """Let callers of a purpose in from now on. Over TLS their certificates permit it (``wire.handshake``)."""
+        """Admit callers with this purpose from now on. Over TLS ``wire.handshake`` checks that they may have it."""
         if purpose not in PURPOSES[self.role]:
             raise ValueError(f"a {self.role} is not dialled for {purpose!r}")
         self._doors[purpose] = (serve, judge)
 
     def serves(self, serving: Callable[[], Serving]) -> None:
-        """Tell the seed what is served, from now on: when ``changed`` is called, and once a second where it is another.
-        Model, vocabulary and tokenizer stay the same; ``serving`` must not block."""
+        """Report ``serving()`` to the seed from now on: after ``changed``, and every second if it is different. Model,
+        vocabulary and tokenizer must stay the same. ``serving`` must not block."""
         self._serving = serving
         self.changed()
 
     def changed(self) -> None:
-        """What is served is another now: the seed is told within ``TELL_AT_MOST_S``."""
+        """Have a changed ``Serving`` record reported to the seed within ``TELL_AT_MOST_S``."""
         self._changed.set()
 
     def on_drafters(self, told: Callable[[tuple[DrafterAt, ...]], None]) -> None:
-        """Call ``told`` whenever ``drafters`` is another; once now."""
+        """Call ``told`` now, and again whenever ``drafters`` changes."""
         self._on_drafters = told
         told(self.drafters)
 
     async def ask(self, method: str, params: dict[str, Any], *, timeout_s: float = 10.0) -> dict[str, Any]:
-        """A request to the seed. A verifier may ask what operators ask to see who is there (``peers.list``, ...).
+        """Send a request to the seed. A verifier may send the list requests of operators (``peers.list``, ...).
 
-        Raises:
-            Refused: its answer. DeadlineExceeded, ConnectionLost: it is away.
+        Raises ``Refused``, ``DeadlineExceeded`` or ``ConnectionLost``.
         """
         return await self._link.ask(method, params, timeout_s=timeout_s)
 
@@ -187,8 +185,9 @@ class ServingMember:
         """Be a member until ``stop`` is set or the program ends, then leave within two seconds.
 
         Raises:
-            NetworkError, Refused: the seed is not there, or does not want this member.
-            UserError: the port is in use. P2PTrainError: what the program raised.
+            NetworkError, Refused: the seed cannot be reached, or refuses this member.
+            UserError: the port is in use.
+            P2PTrainError: raised by the program.
         """
         host, port = self._options.listen
         server = await serve(
@@ -205,7 +204,7 @@ class ServingMember:
                 self._membership.end()
                 telling.cancel()
                 stopped.cancel()
-                await self._leave()  # first: verifiers turn to other drafters while sessions end here
+                await self._leave()  # first, so that verifiers turn to other drafters while sessions end here
                 program.cancel()
                 link.cancel()
         except* P2PTrainError as group:
@@ -220,7 +219,7 @@ class ServingMember:
         await self._welcomed.wait()
         try:
             await self._program(self)
-        except* P2PTrainError as group:  # not the task group's: the seed is to hear why this member leaves
+        except* P2PTrainError as group:  # caught here, so that the seed is told why this member leaves
             self._problem = first_error(group)
 
     async def _leave(self) -> None:
@@ -260,7 +259,7 @@ class ServingMember:
             if self._serving is not None and self._link.up and (said := self._serving()) != self._told:
                 self._link.send(said)
                 self._told = said
-            await asyncio.sleep(TELL_AT_MOST_S)  # what changes meanwhile is told together
+            await asyncio.sleep(TELL_AT_MOST_S)  # collect further changes
 
     def _seed_up(self, welcome: Welcome) -> None:
         self._told = None
@@ -310,10 +309,9 @@ class ServingMember:
 
 
 def drafters_untrusted(message: DrafterList, seed_host: str) -> tuple[DrafterAt, ...]:
-    """The drafters that a seed tells of, each with a host to dial: an empty one means the seed's machine.
+    """The drafters of a seed's list, each with a host to dial. An empty host means the seed's machine.
 
-    Raises:
-        ProtocolError: there are too many, one is named twice, or is where nobody can be.
+    Raises ``ProtocolError`` if there are too many, or one is listed twice or invalid.
     """
     if len(message.drafters) > MAX_DRAFTERS:
         raise ProtocolError(f"the seed tells of {len(message.drafters)} drafters; {MAX_DRAFTERS} is the most")

@@ -1,11 +1,10 @@
-"""A member's link to its seed: registers, beats, finds the seed again, and keeps the certificate fresh.
+"""A member's link to its seed: it registers, sends heartbeats, reconnects, and renews the certificate.
 
-Several addresses may be given: a seed that was restored elsewhere is found among them. Whoever has met a term of a
-cluster takes no orders of a lower one; the highest terms are on this member's disk.
+The member may know several addresses, so it finds a seed that was restored elsewhere. It stores the highest term that
+it has met in each cluster, and refuses a seed of a lower term.
 
-Training never waits for this link. What must not be lost while it is down (metrics of committed steps, checkpoints,
-events) is kept, bounded, and sent when the link is back; where the ring stands is reported anew by the owner
-(``on_up``).
+Training never waits for this link. While the link is down, metrics of committed steps, checkpoint reports and events
+are kept in a bounded queue, and sent when the link is back. The owner then reports the state of the ring (``on_up``).
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ Address = tuple[str, int]
 Notify = Callable[[str, str, str], None]
 """(level, kind, text)"""
 
-# What no other try can mend: the two sides do not speak the same protocol, or the seed wants us no more.
+# Refusals that another try cannot change.
 _FINAL = frozenset({RefusalCode.VERSION, RefusalCode.TICKET_REVOKED, "evicted"})
 
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatStats:
-    """What a beat says of this worker."""
+    """The content of a heartbeat."""
 
     progress: int
     step: int
@@ -57,13 +56,13 @@ class SeedLink:
     """One member's link to its seed.
 
     Args:
-        seeds: where the seed may be: they are tried in turn, beginning with the one that let this member in last.
+        seeds: addresses of the seed. They are tried in turn, beginning with the one that accepted this member last.
         terms: cluster → the highest term that was met; changed in place.
-        on_term: called when that changed.
-        hello: makes the greeting of the moment (it names the view that runs).
-        pulse: makes the next beat's content.
-        on_message: called with every message that is not about beats.
-        on_up, on_down: called when the link is there, and when it is lost.
+        on_term: called when ``terms`` changed.
+        hello: makes the current ``Hello`` (it names the running view).
+        pulse: makes the next heartbeat's content.
+        on_message: called with every message but heartbeats and answers to requests.
+        on_up, on_down: called when the link is up, and when it is lost.
     """
 
     def __init__(
@@ -85,10 +84,10 @@ class SeedLink:
         self._hello, self._pulse = hello, pulse
         self._on_message, self._on_up, self._on_down = on_message, on_up, on_down
         self._connection: Connection | None = None
-        # Metrics rows kept while the seed is away: about half a day at two seconds a step, 10 MB at most.
+        # Messages kept while the seed is away: about half a day at two seconds a step, 10 MB at most.
         self._kept: deque[Message] = deque(maxlen=20_000)
-        # The newest ones that were sent are sent again after a loss of the link: they may have died in a socket's
-        # buffer. The seed keeps one of each.
+        # The newest sent messages are sent again after a loss of the link, which may have lost them in a socket's
+        # buffer. The seed ignores repeats.
         self._recent: deque[Message] = deque(maxlen=512)
         self.rtt_ms: float | None = None
         self._leaving = False
@@ -104,7 +103,7 @@ class SeedLink:
         return self._connection is not None
 
     def send(self, message: Message) -> None:
-        """Say it to the seed: now, or, for what must not be lost, when it is back."""
+        """Send a message to the seed. While the link is down, metrics, checkpoints and events wait; others are lost."""
         if self._connection is not None:
             try:
                 self._connection.send(message)
@@ -117,17 +116,17 @@ class SeedLink:
             self._kept.append(message)
 
     async def ask(self, method: str, params: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        """A request to the seed. Raises ``Refused``, ``DeadlineExceeded`` or ``ConnectionLost``."""
+        """Send a request to the seed. Raises ``Refused``, ``DeadlineExceeded`` or ``ConnectionLost``."""
         if self._connection is None:
             raise ConnectionLost("there is no connection to the seed")
         return await self._calls.ask(self._connection.send, method, params, whom="the seed", timeout_s=timeout_s)
 
     async def run(self) -> None:
-        """Stay connected until ``leave``, or cancelled.
+        """Stay connected until ``leave`` is called, or cancelled.
 
         Raises:
-            NetworkError, Refused: the *first* connection could not be made, or the seed speaks another protocol now.
-                Later losses and refusals are only told to ``on_down``: a worker that trains does not end for them.
+            NetworkError, Refused: the *first* connection failed, or the seed refuses for good. Other later losses and
+                refusals are only reported to ``on_down``, so that a worker trains on.
         """
         connection, welcome = await self._dial()
         while True:
@@ -150,13 +149,13 @@ class SeedLink:
     # -------------------------------------------------------------------------------------------------------- helpers
 
     async def _dial(self) -> tuple[Connection, Welcome]:
-        """The first seed that lets this member in. Raises what is final, or what the first had against it."""
+        """Connect to the first seed that accepts this member. Raises a final refusal, or else the first problem."""
         problems: list[P2PTrainError] = []
         for place in list(self._seeds):
             hello = replace(self._hello(), cluster=self._cluster, term=self._terms.get(self._cluster, 0))
             try:
                 connection, welcome = await dial(
-                    # dial, handshake (5 s) and the seed's dial-back (3 s) fit
+                    # 10 s: enough for the dial, the handshake (5 s) and the seed's dial-back (3 s).
                     self._world.network,
                     *place,
                     hello,
@@ -195,13 +194,12 @@ class SeedLink:
             except P2PTrainError as problem:
                 if isinstance(problem, Refused) and problem.code in _FINAL:
                     raise
-                # That it is not back yet was told; why it refuses was not.
+                # The loss of the seed was reported already; this refusal was not.
                 if isinstance(problem, Refused) and clock.now() >= tell_at:
                     tell_at = clock.now() + TOLD_EVERY_S
                     self._on_down(problem)
-            # Between two tries: a twentieth of how long the seed has been away, within these, so that whoever waits for
-            # it to be back waits hardly longer than it took. A try that is refused costs a packet; half a thousand at
-            # once, a second.
+            # The delay is a twentieth of the time that the seed has been away, so a member reconnects soon after its
+            # return. A refused try costs one packet. 500 members that connect at once take the seed a second.
             least_s, most_s = (1.0, 5.0)
             delay_s = min(2 * delay_s, max(least_s, min((clock.now() - began) / 20, most_s)))
 
@@ -224,7 +222,7 @@ class SeedLink:
                     self._on_message(received.message)
         except DeadlineExceeded:
             return DeadlineExceeded(f"the seed was silent for {welcome.death_s:.0f} s")
-        except P2PTrainError as problem:  # where it speaks nonsense, too: a fresh connection may not
+        except P2PTrainError as problem:  # protocol errors too: a new connection may work
             return problem
         finally:
             self._connection = None
@@ -263,21 +261,21 @@ class SeedLink:
 
 
 class Membership:
-    """One member's ``SeedLink``, the certificate that it renews in time, and the terms that it keeps.
+    """One member's ``SeedLink``, the renewal of its certificate, and its stored terms.
 
     Args:
-        directory: of this member's state.
-        seeds: host and port of the seed to join, and of those to try when it stays away.
-        certificate: over which the world's network speaks; None in a plain cluster.
-        tasks: where renewing and writing run; entered before the link's ``run``.
-        thread: on which the disk is written.
-        hello, pulse, on_message: as of ``SeedLink``.
-        going_on: what goes on without the seed, for people; empty where nothing does.
-        notify: of the person and the seed. tell: of the person alone.
-        on_up: the link is there.
+        directory: this member's state directory.
+        seeds: host and port of the seed to join, then of others to try if that one stays away.
+        certificate: the certificate that the world's network uses; None in a plain cluster.
+        tasks: runs renewals and writes; entered before ``link.run``.
+        thread: writes to the disk.
+        hello, pulse, on_message, on_up: as in ``SeedLink``.
+        going_on: what continues without the seed, in words; empty if nothing does.
+        notify: notifies the person and the seed.
+        tell: notifies the person only.
 
     Attributes:
-        link: whose ``run`` is to be run.
+        link: the owner runs ``link.run``.
     """
 
     def __init__(
@@ -329,7 +327,7 @@ class Membership:
     async def _stay(self, member: Member) -> NoReturn:
         while True:
             try:
-                # For the seed's answer: it writes the certificate down first, on a disk that may be busy.
+                # 10 s, because the seed first stores the new state, on a disk that may be busy.
                 await member.keep_fresh(partial(self.link.ask, timeout_s=10.0))
             except P2PTrainError as problem:
                 self._notify("warning", "certificate", f"the certificate is not renewed yet: {problem.message}")
@@ -354,11 +352,11 @@ class Membership:
 
 
 def terms_in(disk: Disk, directory: Path) -> dict[str, int]:
-    """Cluster → the highest term that a member with this directory has met. Raises ``StorageError``."""
+    """The stored terms: cluster → the highest term that was met. Raises ``StorageError``."""
     if TERMS_FILE not in disk.list_dir(directory):
         return {}
     try:
         found = json.loads(disk.read(directory / TERMS_FILE, max_bytes=MAX_CLUSTERS * 64))
         return {name: term for name, term in found.items() if is_id(name) and 0 <= int(term) < MAX_TERM}
     except (ValueError, TypeError, AttributeError, RecursionError):
-        return {}  # damaged: it is written anew when a seed is met
+        return {}  # damaged: the next connection writes it again

@@ -1,19 +1,20 @@
-"""The run's certificate authority: its key, what it signed, and the tickets that lead to a signature.
+"""The run's certificate authority: its key, the certificates that it signed, and the tickets for which it signs them.
 
-It lives in one directory of the seed's state, readable by its owner only::
+It is kept in one directory of the seed's state, readable by its owner only::
 
     ca.key, ca.pem              the run CA; without them every member needs a new ticket
     tickets.json                ``AuthorityState``
     self/                       the seed's own credentials
-    local-worker.ticket, ...    one of each role, for programs of the same user on this machine
+    local-worker.ticket, ...    a ticket of each role, for programs of the same user on this machine
 
-A ticket lets peers *enrol*: each gets a certificate of a day, which it renews while it is a member. A ticket that
-*expires*, is *used up* or is *rotated* away lets nobody new in, and members stay. If it is *revoked*, the certificates
-that came from it are refused too, and so are their renewals. An evicted peer id stays out for good.
-
-A peer id belongs to the key that enrolled with it while a certificate of it is of use: else everybody with a ticket
-could take the name of a neighbour. Every certificate carries the id of its ticket in its serial number. A changed book
-is on the disk before its outcome is told. Times are Unix seconds of the seed's own clock.
+- With a ticket a peer *enrols*: it gets a certificate that is valid for a day. A member renews it in time.
+- A ticket that is *expired*, *used up* or *rotated* admits no new peer. Its members stay.
+- If a ticket is *revoked*, its certificates and their renewals are refused as well.
+- An *evicted* peer id stays excluded for good.
+- While a peer id has a valid certificate, it belongs to the key that enrolled with it. So nobody can take another
+  peer's id with a ticket of their own.
+- The serial number of every certificate contains the id of its ticket.
+- A change is on the disk before its result is reported. Times are Unix seconds of the seed's own clock.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ Kind = Literal["", "first", "local"]
 ROLES: tuple[Role, ...] = ("worker", "operator", "verifier", "drafter")
 
 MAX_TICKETS = 256
-"""That may be kept at a time: each is a line of a list that a person reads."""
+"""Tickets kept at a time. A person reads this list."""
 MAX_MEMBERS = 4096
-"""Peer ids with a valid certificate: more than a seed lets in at a time."""
+"""Peer ids with a valid certificate. A seed admits fewer at a time."""
 MAX_EVICTED = 4096
 MAX_USES = 1_000_000
 TOLD_S = 7 * 86_400.0
-"""As long as the longest-lived tickets are good by default: whoever tries a dead one is told what became of it."""
+"""How long a ticket is kept after its end, so that a peer that tries it is told why it is refused."""
 ID_BYTES = 6
 SECRET_BYTES = 16
 _VERSION = 1
@@ -76,13 +77,15 @@ class TicketRecord:
     """One ticket.
 
     Attributes:
-        secret: known to the seed and to whoever holds the ticket; in no event, list or message.
-        host: the address that it was written for.
-        kind: ``first``: shown when the seed starts; ``local``: a file for this machine's own programs.
-        expires_at: None: never, which is for local ones only: who reads that file reads the authority's key too.
-        uses: how many peers may enrol with it; None: any number. used: how many did.
-        closed_at: it lets nobody new in since. revoked: its certificates are refused, too.
-        lapses_at: the end of the last certificate that came from it.
+        secret: shared by the seed and the holders of the ticket; in no event, list or message.
+        host: the seed's address in the ticket.
+        kind: ``first``: shown when the seed starts; ``local``: in a file for this machine's own programs.
+        expires_at: None: never. Only local tickets never expire: a reader of their file can read the CA's key too.
+        uses: how many peers may enrol with it; None: any number.
+        used: how many peers enrolled with it.
+        closed_at: when it was rotated or revoked; it admits no new peer since then.
+        revoked: whether its certificates are refused too.
+        lapses_at: end of validity of its last certificate.
     """
 
     id: str
@@ -99,7 +102,7 @@ class TicketRecord:
     lapses_at: float = 0.0
 
     def state(self, now: float) -> str:
-        """``open``, or why it lets nobody new in: ``revoked``, ``rotated``, ``expired``, ``used``."""
+        """``open``, or why it admits no new peer: ``revoked``, ``rotated``, ``expired``, ``used``."""
         if self.revoked:
             return "revoked"
         if self.closed_at is not None:
@@ -109,21 +112,21 @@ class TicketRecord:
         return "used" if self.uses is not None and self.used >= self.uses else "open"
 
     def kept_until(self, now: float, told_s: float) -> float:
-        """When it may be forgotten: ``told_s`` after it was over, but not while a certificate of it is valid."""
+        """When it may be forgotten: ``told_s`` after its end, but not while one of its certificates is valid."""
         if self.state(now) == "open":
             return math.inf
         ends = [time for time in (self.closed_at, self.expires_at) if time is not None and time <= now]
         return max(self.lapses_at, min(ends, default=self.lapses_at) + told_s)
 
     def to_map(self, now: float) -> dict[str, Any]:
-        """What people and programs may see: everything but the secret."""
+        """All fields that people and programs may see: everything but the secret."""
         names = ("id", "role", "kind", "host", "created_at", "expires_at", "uses", "used")
         return {name: getattr(self, name) for name in names} | {"state": self.state(now)}
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A peer id with a valid certificate. ``key``: SHA-256 of its public key, hex; ``ticket``: where it came from."""
+    """A peer with a certificate. ``ticket``: the id of its ticket. ``key``: SHA-256 of its public key, hex."""
 
     ticket: str
     key: str
@@ -132,21 +135,20 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class AuthorityState:
-    """All of it, immutable: a change is a new book, which is on the disk before anybody is told of it."""
+    """All tickets, members and evictions. Immutable: every change makes a new state.
+
+    ``evicted``: peer id → the name that the peer had.
+    """
 
     tickets: Mapping[str, TicketRecord] = field(default_factory=dict)
     members: Mapping[str, Member] = field(default_factory=dict)
     evicted: Mapping[str, str] = field(default_factory=dict)
-    """Peer id → name that it had."""
 
     # -------------------------------------------------------------------------------------------------------- decisions
 
     def judge_enrolment(self, ticket_id: str, peer_id: str, key: str, now: float) -> TicketRecord:
-        """The ticket that this peer may enrol with. To be asked after the secret was proven, for it tells of tickets.
-
-        Raises:
-            Refused: why not, with what can be done.
-        """
+        """Return the ticket if this peer may enrol with it. Call it only after the peer has proven the secret, because
+        refusals describe the ticket. Raises ``Refused``, with a remedy."""
         ticket = self.ticket(ticket_id)
         member = self._member(peer_id, now)
         again = member is not None and (member.ticket, member.key) == (ticket.id, key)
@@ -163,13 +165,13 @@ class AuthorityState:
         return ticket
 
     def judge_certificate(self, ticket_id: str, peer_id: str) -> None:
-        """Raise ``Refused`` where a certificate that is valid in itself is no longer honoured."""
+        """Raise ``Refused`` if the certificate's ticket is revoked or unknown, or the peer was evicted."""
         if self.ticket(ticket_id).revoked:
             raise _revoked(ticket_id)
         self._judge_peer(peer_id)
 
     def ticket(self, ticket_id: str) -> TicketRecord:
-        """Raise ``Refused`` where there is none, or no more."""
+        """The ticket with this id. Raises ``Refused`` if it is unknown or was removed."""
         found = self.tickets.get(ticket_id)
         if found is None:
             text = f"this seed knows no ticket {ticket_id[:40]!r}: it was removed, or belongs to another cluster"
@@ -200,7 +202,7 @@ class AuthorityState:
         return self._valid(now).get(peer_id)
 
     def _valid(self, now: float) -> dict[str, Member]:
-        """Those whose certificate a machine with a fast clock accepts, too; with the others nobody gets anywhere."""
+        """Members whose certificate is valid on machines whose clock is up to ``SKEW_S`` fast, too."""
         return {peer_id: member for peer_id, member in self.members.items() if now < member.not_after - SKEW_S}
 
     def of_kind(self, kind: Kind, role: Role, now: float) -> TicketRecord | None:
@@ -210,7 +212,7 @@ class AuthorityState:
     # ---------------------------------------------------------------------------------------------------------- changes
 
     def with_ticket(self, ticket: TicketRecord, now: float) -> AuthorityState:
-        """Add one. Raises ``Refused`` where there are too many."""
+        """Add a ticket. Raises ``Refused`` if there are too many."""
         kept = self.pruned(now)
         if len(kept.tickets) >= MAX_TICKETS:
             kept = self.pruned(now, told_s=0.0)
@@ -229,7 +231,7 @@ class AuthorityState:
         return replace(kept, tickets={**kept.tickets, ticket_id: ticket}, members={**kept.members, peer_id: member})
 
     def without_ticket(self, ticket_id: str, now: float) -> AuthorityState:
-        """Revoke it: nobody enrols with it, and what came from it is refused."""
+        """Revoke a ticket. Raises ``Refused`` if it is unknown."""
         ticket = replace(self.ticket(ticket_id), closed_at=now, revoked=True)
         return replace(self, tickets={**self.tickets, ticket_id: ticket})
 
@@ -241,18 +243,14 @@ class AuthorityState:
         return replace(self, tickets=closed)
 
     def with_evicted(self, peer_id: str, name: str) -> AuthorityState:
-        """Raises ``Refused`` where too many are evicted to be remembered."""
+        """Evict a peer. Raises ``Refused`` if too many are evicted already."""
         if peer_id not in self.evicted and len(self.evicted) >= MAX_EVICTED:
             text = f"{MAX_EVICTED} peers are evicted already"
             raise Refused("full", text, remedy="revoke the tickets that they come with")
         return replace(self, evicted={**self.evicted, peer_id: name})
 
     def pruned(self, now: float, *, told_s: float = TOLD_S) -> AuthorityState:
-        """Without what decides nothing any more: lapsed certificates, and tickets that are over and have none.
-
-        Args:
-            told_s: for so long whoever comes with one that is over is still told why.
-        """
+        """Remove expired members, and the tickets that ``TicketRecord.kept_until`` no longer keeps."""
         tickets = {key: item for key, item in self.tickets.items() if now < item.kept_until(now, told_s)}
         return replace(self, tickets=tickets, members=self._valid(now))
 
@@ -266,7 +264,7 @@ class AuthorityState:
 
     @classmethod
     def from_json(cls, data: bytes) -> AuthorityState:
-        """Raises ``StorageError`` where it is no book, or one of another release."""
+        """Raises ``StorageError`` if the data is damaged, or of another release."""
         try:
             document = json.loads(data)
             if document["version"] != _VERSION:
@@ -274,7 +272,7 @@ class AuthorityState:
             tickets = [
                 TicketRecord(**item | {"secret": base64.b64decode(item["secret"], validate=True)})
                 for item in document["tickets"]
-                if item["role"] != "seed"  # of a release that had standbys
+                if item["role"] != "seed"  # from a release with standby seeds
             ]
             members = {peer_id: Member(**item) for peer_id, item in document["members"].items()}
             evicted = {str(peer_id): str(name) for peer_id, name in document["evicted"].items()}
@@ -293,21 +291,22 @@ def _revoked(ticket_id: str) -> Refused:
 
 
 FIRST_TICKET_S = 7 * 86_400.0
-"""The ticket shown at the start: machines are added within days; a forgotten line in a chat is worth nothing later."""
+"""Lifetime of the ticket shown at the start. Machines join within days; a ticket left in a chat must become useless."""
 LONGEST_TICKET_S = 366 * 86_400.0
 KEY_FILE, BOOK_FILE, CA_FILE = "ca.key", "tickets.json", "ca.pem"
 _MAX_BOOK_BYTES = 8 << 20
 _MAX_PEM_BYTES = 16 << 10
-_SERIAL_LEAD = b"\x01"  # so that the number has the same length whatever follows
+_SERIAL_LEAD = b"\x01"  # no leading zero, so all serial numbers have the same length
 _SERIAL_RANDOM_BYTES = 8
 
 
 class Authority:
-    """Made by ``open``. ``now`` is always Unix seconds.
+    """The authority, created by ``open``. ``now`` is always Unix seconds.
 
     Attributes:
-        ca_der: the CA's certificate. pin: its SHA-256, as tickets carry it.
-        book: what is decided by; replaced as a whole.
+        ca_der: the CA's certificate.
+        pin: SHA-256 of ``ca_der``, as tickets carry it.
+        book: the current state; replaced as a whole.
     """
 
     def __init__(self, disk: Disk, directory: Path, key_pem: bytes, ca_pem: bytes, book: AuthorityState) -> None:
@@ -321,17 +320,13 @@ class Authority:
 
     @classmethod
     def open(cls, disk: Disk, directory: Path, *, name: str, now: float) -> Authority:
-        """The authority in ``directory``, made where there is none. Blocking.
-
-        Raises:
-            StorageError: it cannot be read or written, or is damaged.
-        """
+        """Open the authority in ``directory``, or create it. Blocking. Raises ``StorageError``."""
         disk.make_dir(directory, mode=0o700)
-        disk.set_mode(directory, 0o700)  # where it was there before
+        disk.set_mode(directory, 0o700)  # the directory may have existed before
         if "ca.pem" not in disk.list_dir(directory):
             key_pem, ca_pem = new_authority(f"p2ptrain {name}", now=now)
             write_atomic(disk, directory / "ca.key", key_pem, private=True)
-            write_atomic(disk, directory / "ca.pem", ca_pem)  # last: where it is, the key is
+            write_atomic(disk, directory / "ca.pem", ca_pem)  # last: if ca.pem exists, the key does too
         key_pem = disk.read(directory / "ca.key", max_bytes=_MAX_PEM_BYTES)
         ca_pem = disk.read(directory / "ca.pem", max_bytes=_MAX_PEM_BYTES)
         book, path = AuthorityState(), directory / "tickets.json"
@@ -351,13 +346,13 @@ class Authority:
             raise StorageError(f"the authority in {directory} is damaged: {error}", remedy=remedy) from error
 
     def files(self) -> dict[str, bytes]:
-        """What another seed needs to be this authority: for backups. ``keep_files`` writes it there."""
+        """The files that another seed needs to become this authority, for backups. ``keep_files`` writes them."""
         return {KEY_FILE: self._key_pem, BOOK_FILE: self.book.to_json(), CA_FILE: self._ca_pem}
 
     # ----------------------------------------------------------------------------------------------------- certificates
 
     def own_credentials(self, peer_id: str, now: float) -> Credentials:
-        """Fresh credentials of the seed itself, saved. Blocking. Raises ``StorageError``."""
+        """Make and save new credentials of the seed itself. Blocking. Raises ``StorageError``."""
         key_pem, csr_der = new_key_and_request(peer_id)
         _, key = request_of_untrusted(csr_der)
         certificate_der = self._sign(key, peer_id, "seed", bytes(ID_BYTES), now)
@@ -367,11 +362,12 @@ class Authority:
         return made
 
     async def enrol(self, ticket_id: str, peer_id: str, csr_der: bytes, now: float) -> bytes:
-        """A first certificate (DER), for whoever has proven to hold the ticket.
+        """Sign the first certificate (DER) of a peer that has proven to hold the ticket.
 
         Raises:
-            Refused: the ticket, or this peer, lets nobody in. ProtocolError: the request is none, or names another.
-            StorageError: it could not be written down.
+            Refused: the ticket admits no peer, or this peer is not admitted.
+            ProtocolError: the request is malformed or names another peer.
+            StorageError: the new state cannot be written.
         """
         if peer_id == self._own_id:
             text = f"the peer id {peer_id} is the seed's own"
@@ -380,14 +376,14 @@ class Authority:
         role = self.book.judge_enrolment(ticket_id, peer_id, digest, now).role
 
         def member(book: AuthorityState) -> AuthorityState:
-            book.judge_enrolment(ticket_id, peer_id, digest, now)  # another may have used it up meanwhile
+            book.judge_enrolment(ticket_id, peer_id, digest, now)  # another peer may have used the ticket up meanwhile
             return book.with_member(ticket_id, peer_id, digest, now + CERTIFICATE_LIFETIME_S, now)
 
         await self._change(member)
         return self._sign(key, peer_id, role, bytes.fromhex(ticket_id), now)
 
     async def renew(self, identity: PeerIdentity, csr_der: bytes, now: float) -> bytes:
-        """The next certificate (DER) of a member, who has shown the one that it has. Raises as ``enrol``."""
+        """Sign the next certificate (DER) of a member that has shown its present one. Raises as ``enrol``."""
         ticket_id, peer_id = ticket_of(identity), identity.peer_id
         key, digest = _requested(csr_der, peer_id)
 
@@ -400,8 +396,8 @@ class Authority:
         return self._sign(key, peer_id, role, bytes.fromhex(ticket_id), now)
 
     def judge(self, identity: PeerIdentity) -> None:
-        """Raise ``Refused`` where a certificate under this CA is no longer honoured: revoked, evicted, or unknown."""
-        if "seed" not in identity.roles or ticket_of(identity) != bytes(ID_BYTES).hex():  # that of a seed that has led
+        """Raise ``Refused`` if a certificate under this CA is no longer honoured: revoked, evicted or unknown."""
+        if "seed" not in identity.roles or ticket_of(identity) != bytes(ID_BYTES).hex():  # a seed's has no ticket
             self.book.judge_certificate(ticket_of(identity), identity.peer_id)
 
     def _sign(self, key: ec.EllipticCurvePublicKey, peer_id: str, role: str, ticket_id: bytes, now: float) -> bytes:
@@ -418,7 +414,7 @@ class Authority:
     async def new_ticket(
         self, role: Role, *, host: str, now: float, expires_s: float | None, uses: int | None = None, kind: Kind = ""
     ) -> TicketRecord:
-        """Raises ``Refused`` where there are too many, ``StorageError``."""
+        """Create a ticket. Raises ``Refused`` if there are too many, ``StorageError``."""
         record = TicketRecord(
             id=secrets.token_hex(ID_BYTES),
             role=role,
@@ -433,14 +429,14 @@ class Authority:
         return record
 
     async def first_ticket(self, *, host: str, now: float) -> TicketRecord:
-        """The worker ticket that a seed shows when it starts: the same one until it is over."""
+        """The worker ticket that a seed shows when it starts. It stays the same until its end."""
         found = self.book.of_kind("first", "worker", now)
         if found is not None and found.host == host:
             return found
         return await self.new_ticket("worker", host=host, now=now, expires_s=FIRST_TICKET_S, kind="first")
 
     async def write_local_tickets(self, *, host: str, port: int, now: float) -> None:
-        """Leave a ticket of each role for this machine's own programs. Raises ``StorageError``."""
+        """Write a ticket of each role for this machine's own programs. Raises ``Refused``, ``StorageError``."""
         for role in ROLES:
             record = self.book.of_kind("local", role, now)
             if record is None:
@@ -451,7 +447,7 @@ class Authority:
             await asyncio.to_thread(write_atomic, self._disk, path, data, private=True)
 
     async def revoke(self, ticket_id: str, now: float) -> None:
-        """Raises ``Refused`` where there is no such ticket, ``StorageError``."""
+        """Raises ``Refused`` if there is no such ticket, ``StorageError``."""
         await self._change(lambda book: book.without_ticket(ticket_id, now))
 
     async def rotate(self, now: float) -> None:
@@ -464,7 +460,7 @@ class Authority:
 
     async def _change(self, change: Callable[[AuthorityState], AuthorityState]) -> None:
         task = asyncio.get_running_loop().create_task(self._changed(change), name="tickets")
-        await asyncio.shield(task)  # a caller that goes away must not leave the disk and the memory apart
+        await asyncio.shield(task)  # if the caller is cancelled, the disk and the memory must still agree
 
     async def _changed(self, change: Callable[[AuthorityState], AuthorityState]) -> None:
         async with self._changing:
@@ -475,10 +471,9 @@ class Authority:
 
 
 def keep_files(disk: Disk, directory: Path, files: Mapping[str, bytes]) -> None:
-    """Write what ``Authority.files`` gave, so that a kill leaves no CA without its key. Blocking.
+    """Write the result of ``Authority.files``. The key is written before the CA. Blocking.
 
-    Raises:
-        ProtocolError: these are other files. StorageError.
+    Raises ``ProtocolError`` if a file is none of an authority's, and ``StorageError``.
     """
     if unknown := files.keys() - {KEY_FILE, BOOK_FILE, CA_FILE}:
         raise ProtocolError(f"an authority has no file {min(unknown)[:40]!r}")
@@ -501,7 +496,7 @@ def _requested(csr_der: bytes, peer_id: str) -> tuple[ec.EllipticCurvePublicKey,
 
 
 def ticket_of(identity: PeerIdentity) -> str:
-    """The id of the ticket that a certificate came from. Raises ``Refused`` where this authority did not make it."""
+    """The id of a certificate's ticket. Raises ``Refused`` if this authority did not make the certificate."""
     with suppress(OverflowError):
         raw = identity.serial.to_bytes(len(_SERIAL_LEAD) + ID_BYTES + _SERIAL_RANDOM_BYTES)
         if raw.startswith(_SERIAL_LEAD):

@@ -1,8 +1,8 @@
-"""The job controller: one job's record, its coordinator, and the task that carries out what the coordinator says.
+"""The job controller: one job's record, its coordinator, and the task that carries out the coordinator's instructions.
 
-Events are handled strictly one after the other, and what follows from one is done (views durable, then announced)
-before the next is looked at. The queue needs no bound of its own: whoever brings a report waits until it is handled, so
-there is at most one a peer, besides the few that tell of its coming and going.
+The controller handles events strictly one after the other. It carries out all instructions of one event before it takes
+the next event: it stores a view, then announces it. The queue needs no bound of its own. The sender of a report waits
+until the report is handled, so the queue has at most one report per peer, and a few joins and losses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def profile_of(spec: str) -> Profile | None:
-    """None: it is of another version."""
+    """The profile of a stored job; None if another release wrote it and this one cannot read it."""
     try:
         return Profile.from_spec_untrusted(spec)
     except ProtocolError:
@@ -45,17 +45,17 @@ def profile_of(spec: str) -> Profile | None:
 
 
 def seen_for(device: str, peer: Peer) -> Peer:
-    """The worker as a job sees it that computes on ``device``: what it says of a GPU counts for nothing on a CPU."""
+    """The worker as seen by a job that computes on ``device``. A job on the CPU ignores the figures of a GPU."""
     if device == "cpu" and not peer.on_host:
         return replace(peer, memory_bytes=0, flops=0.0, on_host=True)
     return peer
 
 
 def training_of(profile: Profile | None, shape: object, cuts: Sequence[int] = ()) -> Training | None:
-    """A split job as placement sees it; None where it is none, or the model's sizes are not known.
+    """A split job as placement sees it; None if the job is not split, or the model's sizes are not known.
 
     Args:
-        cuts: that were planned; empty: what the profile says.
+        cuts: the planned cuts; if empty, those of the profile.
     """
     try:
         known = shape_untrusted(shape) if shape else None
@@ -105,12 +105,12 @@ _SHOWN = ("loss", "lr", "grad_norm", "tokens_per_s", "step_ms", "compute_ms", "c
 
 
 SETTLE_S = 30.0
-"""For the members of a job to find a seed that was restored: as long as they may be away from one that was not."""
+"""How long a restored seed waits for the members of a job: as long as they may be away from a running seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What the store knows of a job beside its record. ``reread``: it was there before this seed began."""
+    """What the store knows of a job beside its record. ``reread``: the job is older than this run of the seed."""
 
     view: View | None = None
     row: MetricRow | None = None
@@ -136,11 +136,11 @@ class JobController:
         self.stages = self._profile.stages if self._profile else 1
         if not record.unsettled:
             self.settled.set()
-        if record.restoring is not None:  # the seed that was told died before it was done
+        if record.restoring is not None:  # the seed died before it had carried out this request
             wishes: list[co.Event] = [
                 co.Restore(*record.restoring),
                 *([co.Signal.PAUSE] if record.paused else []),
-            ]  # that came later
+            ]  # the pause came after the restore
             for wish in wishes:
                 self._events.put_nowait((wish, asyncio.get_running_loop().create_future()))
         self._begin(history)
@@ -204,7 +204,7 @@ class JobController:
         return self.core.stage_of(peer_id) if isinstance(self.core, ReplicaCoordinator) else None
 
     def whole(self, peer_ids: Iterable[str]) -> bool:
-        """Whether these workers together hold a model, be it one of them, or one for each stage."""
+        """Whether these workers together hold a whole model: for a split model, every stage of it."""
         stages = {self.stage_of(peer_id) for peer_id in peer_ids}
         return len(stages - {None}) == self.stages if self.stages > 1 else bool(stages)
 
@@ -213,7 +213,7 @@ class JobController:
         return view is not None and view.rank_of(peer_id) is not None
 
     def post(self, event: co.Event) -> asyncio.Future[bool]:
-        """Have the event handled; the future tells when it is, or with False that the job is no more."""
+        """Queue an event. The future is done when the event is handled; it is False if the job was forgotten."""
         handled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         if self._retired.is_set():
             handled.set_result(False)
@@ -244,7 +244,7 @@ class JobController:
                     self._recoveries.reported(peer_id, report, clock.now(), clock.wall())
             for news in (*self._measured(), event):
                 instructions = self.core.handle(news, self._seed.world.clock.now())
-                await self._keep_wishes()  # before anybody acts on them
+                await self._keep_wishes()  # durable before an instruction acts on them
                 for instruction in instructions:
                     await self._carry_out(instruction)
             if self.record.restoring is not None and self.core.restore is None:
@@ -256,7 +256,7 @@ class JobController:
             _tell(self._events.get_nowait()[1], False)
 
     def view_told(self, peer_id: str, view: View) -> None:
-        """A member tells its view, which an earlier term minted. Raises ``ProtocolError`` where that cannot be."""
+        """Take in a view that an earlier term minted. Raises ``ProtocolError`` if no such view can exist."""
         if view.job != self.id or view.rank_of(peer_id) is None or view.generation > self._seed.minted_below:
             raise ProtocolError(f"{peer_id} tells of a view that was never minted: generation {view.generation}")
         self._views_told[peer_id] = view
@@ -265,7 +265,7 @@ class JobController:
     async def _settle(self) -> None:
         """Wait until all members of the newest view are here, for ``SETTLE_S`` at most; then go on from that view.
 
-        A member that does not know the newest view was lost before it heard of it.
+        A member that reports an older view was lost before the newest view was announced to it.
         """
         try:
             async with asyncio.timeout(SETTLE_S):
@@ -324,15 +324,15 @@ class JobController:
         return known_link(self._seed.survey.table.known, view.members[rank].peer_id, view.right_of(rank).peer_id)
 
     def retire(self) -> None:
-        """The job is to be forgotten, which must have ended: nothing is handled from now on."""
+        """Stop handling events, because the job is to be forgotten. The job must have ended."""
         assert not self.live
-        self.post(co.Signal.TICK)  # so that it looks
+        self.post(co.Signal.TICK)  # wakes ``run``
         self._retired.set()
 
     async def _carry_out(self, instruction: co.Instruction) -> None:
         match instruction:
             case co.SendAssign(peer_id, corpus, restore_step, stage, stages, holders):
-                self._seed.survey.drop(peer_id)  # what it reported before counts no more
+                self._seed.survey.drop(peer_id)  # its earlier report is out of date
                 if stages > 1 and self.record.held.get(peer_id) != stage:  # its checkpoints will be of that stage
                     await self._keep(held=told_stage(self.record.held, peer_id, stage, self.core.peer_ids))
                 spec = cut_spec(self.spec, self.record.cuts)
@@ -384,8 +384,8 @@ class JobController:
 
     async def _mint(self, view: View, branch: frozenset[str] | None, *, restored: bool) -> None:
         seed = self._seed
-        self.ledger.view_began(view)  # later steps are taken back
-        ledger_step = min(self.ledger.step, view.step)  # what is told from now on is not durable with it
+        self.ledger.view_began(view)  # removes later steps
+        ledger_step = min(self.ledger.step, view.step)  # read now: rows that arrive later are not stored with the view
         branch_kept = sorted(branch) if branch is not None else None
         self.record = replace(self.record, branch=branch_kept, restoring=None)
         wall = seed.world.clock.wall()
@@ -431,7 +431,7 @@ class JobController:
     # -------------------------------------------------------------------------------------------------------- metrics
 
     async def committed(self, message: StepMetrics) -> None:
-        """Rank 0 told of a step. Steps that a later view took back are not counted."""
+        """Record a step that rank 0 reported. Steps that a later view took back are ignored."""
         view, seed = self.core.view, self._seed
         if view is None:
             return
@@ -448,7 +448,7 @@ class JobController:
             seed.board.add(ended)
         row = self._row
         if row is not None and message.step <= row.step and message.generation > (row.generation or 0):
-            return  # told again by the next view, for whoever should have told may have died
+            return  # the next view reports the step again, in case the reporter died before it had sent it
         known = {name: value for name, value in message.values.items() if name in _METRICS and math.isfinite(value)}
         row = MetricRow(
             job=self.id,
@@ -468,7 +468,7 @@ class JobController:
             await seed.store.flush()
 
     def told_rows(self, message: LedgerRows) -> None:
-        """A member told who computed some steps. Raises ``ProtocolError``."""
+        """Record a member's ledger rows. Raises ``ProtocolError``."""
         if self.core.view is None:
             return
         most = {"micro_batches": self.record.micro_batches, "steps_total": self.record.steps_total}
@@ -479,7 +479,7 @@ class JobController:
             self._note("warning", "ledger", problem)
 
     def shares(self, view: View) -> list[int]:
-        """Micro-batches of each member in the newest step of a view, or as it began."""
+        """Micro-batches of each member in the newest step of a view; before its first step, as planned."""
         if self.ledger.generation == view.generation and len(self.ledger.counts) == view.size:
             return list(self.ledger.counts)
         return [member.count for member in view.members]
@@ -536,7 +536,7 @@ def _last(records: Records, job: str) -> tuple[MetricRow | None, float | None]:
 
 
 def history(records: Records, job: str, *, split: bool) -> History:
-    """What the store knows of a job beside its record. On the store's thread."""
+    """Read what the store knows of a job beside its record. Runs on the store's thread."""
     row, val_loss = _last(records, job)
     view, saved = records.last_view(job), saved_of(records.checkpoints_of(job), split=split)
     newest = records.recoveries(job, 1)
@@ -545,7 +545,7 @@ def history(records: Records, job: str, *, split: bool) -> History:
 
 
 def saved_of(checkpoints: Iterable[CheckpointInfo], *, split: bool) -> co.Saved:
-    """What a job's checkpoints say to its core. Of a ``split`` model: which are of parts, and which are whole."""
+    """The event that reports a job's checkpoints to its core. ``split``: parts and whole models are kept apart."""
     parts: dict[str, frozenset[int]] = {}
     wholes: dict[str, frozenset[int]] = {}
     for item in checkpoints:
@@ -555,7 +555,7 @@ def saved_of(checkpoints: Iterable[CheckpointInfo], *, split: bool) -> co.Saved:
 
 
 def newest_of_all_stages(checkpoints: Collection[CheckpointInfo], stages: int) -> int:
-    """The newest step of which every stage of a split model has a checkpoint somewhere; 0: there is none."""
+    """The newest step of which every stage of a split model has a checkpoint at some worker; 0 if there is none."""
     by_stage = [[frozenset({item.step for item in checkpoints if item.stage == stage})] for stage in range(stages)]
     return newest_kept(by_stage, [frozenset({item.step for item in checkpoints if item.stage is None})])
 

@@ -1,8 +1,8 @@
-"""The seed's ledger: what members told of who computed which step, in one row a step (``ring.ledger``).
+"""The seed's ledger: one row per step, which records the members' shares of it (``ring.ledger``).
 
-A row costs less than 50 bytes and 4 a member, on the disk: a test measures it. A job's table is bounded: when it has
-more than ``ROWS_KEPT`` rows and a sixteenth, the oldest are folded into its base, a step and the lineage that they lead
-to; what they said was compared when they were taken in. So a job of 8 members has 90 MB at most.
+A row takes less than 50 bytes on the disk, plus 4 per member: a test measures it. When a job has more than 17/16 of
+``ROWS_KEPT`` rows, the oldest are folded into its *base*: a step and the lineage at that step. Folded rows were
+verified when they were taken in. So the table of a job with 8 members has at most 90 MB.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from wire.records import LedgerHead
 
 ROWS_KEPT = 1_000_000
 ROWS_AHEAD = 4096
-"""Rows beyond a gap that are kept until it is filled: as many as a member keeps. With more the gap is given up."""
+"""Rows kept beyond a gap until the gap is filled: as many as a member keeps. With more the gap is given up."""
 TABLES = ("ledger", "ledgers")
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS ledger (job TEXT, step INTEGER, generation INTEGER, digest BLOB, counts BLOB,
@@ -38,15 +38,15 @@ class LedgerEntry:
 
 
 class Ledger:
-    """One job's ledger, as far as the event loop must know it. Pure.
+    """The part of one job's ledger that the event loop needs. Pure.
 
     Args:
-        begins: generation, step and lineage of each view that is known.
+        begins: generation, step and lineage of each known view.
 
     Attributes:
         head: None before the first view.
         begins: where views began.
-        counts: micro-batches of each member in the newest row, in rank order of ``generation``.
+        counts: micro-batches of each member in the newest row, in the rank order of view ``generation``.
     """
 
     def __init__(self, job: str, head: LedgerHead | None = None, begins: Iterable[tuple[int, int, str]] = ()) -> None:
@@ -56,9 +56,9 @@ class Ledger:
         self.counts: tuple[int, ...] = ()
         self._job = job
         self._contradicted = ""
-        # Step → the lineage before it, its row, beyond a gap: who told it may be gone when somebody fills that.
+        # Step → placed row beyond a gap. Its sender may be gone when another member fills the gap.
         self._ahead: dict[int, Placed] = {}
-        # Of a side that was cut off: what it tells next may show that a later view took its line up.
+        # Step → placed row from members that were cut off. Later rows may show that a newer view continues from it.
         self._undecided: dict[int, Placed] = {}
 
     @property
@@ -80,10 +80,10 @@ class Ledger:
     def take_untrusted(
         self, message: LedgerRows, view: View, *, micro_batches: int, steps_total: int
     ) -> tuple[list[LedgerEntry], str]:
-        """What is new by a member's message, and, once a view, how it contradicts what is known.
+        """Take in a member's rows. Raises ``ProtocolError`` if they are malformed.
 
-        Raises:
-            ProtocolError: it is no such message.
+        Returns the new entries, and in words a contradiction or a gap that was given up. Contradictions are reported
+        once per view.
         """
         rows = rows_untrusted(message, micro_batches=micro_batches, steps_total=steps_total)
         if self.head is None:
@@ -127,7 +127,7 @@ class Ledger:
         return entries, problem
 
     def _give_up_gap(self) -> str:
-        """Begin anew beyond a gap that nobody can fill: a member has no older rows than so many. What was, in words."""
+        """Restart the ledger after a gap that no member can fill any more. Returns the event in words, or ""."""
         while len(self._ahead) >= ROWS_AHEAD:
             first = min(self._ahead)
             run = list(itertools.takewhile(self._ahead.__contains__, itertools.count(first)))
@@ -135,7 +135,7 @@ class Ledger:
             if len(run) == len(self._ahead) and self.begins.lineage_at(first - 1) in ("", lineage):
                 self.head = LedgerHead(first - 1, lineage, first - 1, lineage)
                 return f"nobody knows who computed steps {missing} to {first - 1}: the record begins anew after them"
-            # There is another gap, and what lies before it helps nobody; or it is of no view's line.
+            # There is a second gap, so the rows before it are of no use; or they contradict a view's lineage.
             self._ahead = {step: row for step, row in self._ahead.items() if step > run[-1]}
         return ""
 
@@ -154,10 +154,9 @@ def rows(db: sqlite3.Connection, job: str, after_step: int, limit: int) -> list[
 
 
 def view_began(db: sqlite3.Connection, view: View) -> bool:
-    """Rows of the steps that it takes back go.
+    """Delete the rows of steps that a view takes back.
 
-    Returns:
-        whether the ledger begins anew with it, because the view begins with another past than the rows tell of.
+    Returns whether the ledger begins anew with the view, because the view's lineage contradicts the rows.
     """
     before = head(db, view.job)
     departs = (
@@ -190,9 +189,9 @@ def add(db: sqlite3.Connection, entries: Sequence[LedgerEntry]) -> None:
     values = [(entry.job, *astuple(entry.row)) for entry in entries]
     db.executemany("INSERT OR REPLACE INTO ledger VALUES (?, ?, ?, ?, ?)", values)
     for job, found in newest.items():
-        if job in first:  # the record may have begun anew
+        if job in first:  # the ledger may have begun anew
             db.execute("DELETE FROM ledger WHERE job = ? AND step <= ?", (job, found.base_step))
-        before = first.get(job) or head(db, job) or found  # its base may have been folded since
+        before = first.get(job) or head(db, job) or found  # the stored base may be newer, after folding
         _set_head(
             db, job, _folded(db, job, LedgerHead(before.base_step, before.base_lineage, found.step, found.lineage))
         )

@@ -1,9 +1,10 @@
-"""What the seed knows of the links between workers: it asks them to measure, and keeps what they say for a while.
+"""Measurements of the links between workers: the seed asks workers to measure, and keeps the results for a while.
 
-A worker that is ready is asked for the ways to the other workers of its job before it is let in, for ``START_S`` at
-most: what is not known by then does not hold up a view. When a view has begun, its members are asked one after the
-other for what is missing or old; that ends no ring, it is there for the next view. What a worker says is checked: it
-speaks only of peers that it was asked for, in numbers that can be.
+- A ready worker measures its links to the other workers of its job before the job takes it in. This takes ``START_S``
+  at most, so that missing measurements do not hold up a view.
+- When a view has begun, its members measure missing or old links, one member after the other. The results serve the
+  next view; they do not end the present one.
+- Answers are checked: a worker may report only the peers that it was asked for, with plausible numbers.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from roles.background import started_in
 from roles.seed.peers import Link, host_seen_from
 
 START_S = 2.0
-"""A job's start waits no longer than this for measurements."""
+"""Longest wait of a job's start for measurements."""
 ANSWER_S = 0.2
-"""Of the time that a worker is waited for: its answer's way back."""
+"""Part of a request's timeout that is left for the answer's way back."""
 FRESH_S = 300.0
-"""What is older is measured again, after the next view."""
+"""Older measurements are repeated after the next view."""
 MAX_AT_ONCE = 16
-"""Peers in one request; a worker takes no more."""
+"""Limit of peers in one request. Workers accept no more."""
 MAX_PAIRS = 128 * 128
 MIN_BPS, MAX_BPS = 1e2, 1e14
 
 CAPABILITY = "measures"
-"""In the ``Hello`` of a worker that can be asked."""
+"""Capability in the ``Hello`` of a worker that can measure links."""
 
 
 class LinkTable:
-    """(from, to) → what was measured last, ``MAX_PAIRS`` at most. Pure; ``now`` is passed in.
+    """The newest measurement of each link, for ``MAX_PAIRS`` pairs at most. Pure; ``now`` is passed in.
 
     Attributes:
-        known: replaced, never changed: whoever has it may keep it.
-        changes: grows whenever ``known`` is another.
+        known: (from, to) → quality. Replaced on a change, never mutated.
+        changes: grows whenever ``known`` is replaced.
     """
 
     def __init__(self) -> None:
@@ -61,17 +62,18 @@ class LinkTable:
         self.changes += 1
 
     def wanted(self, here: str, others: Collection[str], now: float) -> list[str]:
-        """To whom ``here`` should measure the way, what is not known at all first, then the older ones."""
+        """The peers to which ``here`` should measure its link: unknown links first, then the oldest."""
         ages = {other: self._at.get((here, other), -math.inf) for other in others if other != here}
         stale = [other for other, at in ages.items() if now - at > FRESH_S]
         return sorted(stale, key=lambda other: (ages[other], (other, here) in self.known, other))
 
 
 class Survey:
-    """Asks, and waits for the answers. One for the seed.
+    """Requests measurements from workers. A seed has one.
 
     Args:
-        links: the workers that are connected. changed: told of the peers whose links are known better now.
+        links: the connected workers.
+        changed: called with the peers that have new measurements.
     """
 
     def __init__(self, clock: Clock, links: Mapping[str, Link], changed: Callable[[Collection[str]], None]) -> None:
@@ -80,15 +82,15 @@ class Survey:
         self._links = links
         self._changed = changed
         self._tasks: asyncio.TaskGroup | None = None
-        self._waiting: dict[str, asyncio.Task[None]] = {}  # peer id → the measurements before it is let in
-        self._later: dict[str, asyncio.Task[None]] = {}  # job → those of its view
+        self._waiting: dict[str, asyncio.Task[None]] = {}  # peer id → measurements before its job takes it in
+        self._later: dict[str, asyncio.Task[None]] = {}  # job → measurements during its view
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
 
     def before(self, link: Link, others: Collection[str], then: Callable[[], object]) -> bool:
-        """Call ``then`` when the ways from ``link`` to ``others`` are measured, and ``START_S`` from now in any case;
-        never after ``drop``. False where there is nothing to measure: then it is not called at all."""
+        """Measure from ``link`` to ``others``, then call ``then``, at the latest after ``START_S``; never after
+        ``drop``. Returns False, and does not call ``then``, if there is nothing to measure."""
         wanted = self._askable(link, others)
         if not wanted or self._tasks is None:
             return False
@@ -104,7 +106,7 @@ class Survey:
         return task is not None
 
     def among(self, peer_ids: Sequence[str], then: Callable[[], object]) -> None:
-        """Measure the ways between these, each from one side, and call ``then``: after ``START_S`` in any case."""
+        """Measure all links between these peers, each from one side, then call ``then``, at most ``START_S`` later."""
         task = None
         if self._tasks is not None:
             task = started_in(self._tasks, self.measure_among(peer_ids, then), "measure for a plan")
@@ -122,13 +124,13 @@ class Survey:
         then()
 
     def drop(self, peer_id: str) -> None:
-        """What it said is no longer so: it is gone, or says something else, or was told to begin anew."""
+        """Cancel the measurements of ``before`` for a peer that left, reported again, or was assigned anew."""
         task = self._waiting.pop(peer_id, None)
         if task is not None:
             task.cancel()
 
     def view_began(self, job: str, members: Sequence[str]) -> None:
-        """Measure what is missing or old, while the ring runs."""
+        """Measure missing or old links while the ring runs."""
         before = self._later.pop(job, None)
         if before is not None:
             before.cancel()
@@ -143,7 +145,7 @@ class Survey:
             wanted = self._askable(link, members) if link is not None else []
             for first in range(0, len(wanted), MAX_AT_ONCE):
                 if link is not None and self._links.get(peer_id) is link:
-                    # For a worker's measurements while a ring runs: 16 ways over a satellite.
+                    # 20 s: enough for 16 links over a satellite while the ring runs.
                     await self._ask(link, wanted[first : first + MAX_AT_ONCE], 20.0)
         del self._later[job]
 
@@ -166,7 +168,7 @@ class Survey:
 
 
 def measured_untrusted(result: dict[str, Any], asked: Collection[str]) -> dict[str, LinkQuality]:
-    """Peer id → what a worker says of the way to it. Raises ``ProtocolError`` where it says what cannot be."""
+    """Parse a worker's answer: peer id → quality of the link to it. Raises ``ProtocolError`` if it is invalid."""
     links = result.get("links")
     if not isinstance(links, list) or len(links) > len(asked):
         raise ProtocolError("links.measure is answered by a list of links, one for each peer at most")

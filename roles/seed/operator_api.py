@@ -1,4 +1,4 @@
-"""What an operator may ask, each parameter checked; and the plan for a split job, made before there is one."""
+"""The operators' requests, with every parameter checked, and the placement plan for a split job before it is made."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def label_of(params: Params, name: str) -> str:
 
 
 def whole_of(params: Params, name: str, default: int | None, least: int, most: int) -> int:
-    """A whole number from ``least`` to ``most``; ``default``, where that is not None, if it is not given."""
+    """A whole number from ``least`` to ``most``. If it is missing: ``default``, or ``Refused`` if that is None."""
     value = params.get(name, default)
     if type(value) is not int or not least <= value <= most:
         raise Refused("bad-parameter", f"{name} must be a whole number from {least} to {most}", remedy=f"change {name}")
@@ -68,16 +68,16 @@ def whole_of(params: Params, name: str, default: int | None, least: int, most: i
 
 
 TELL_S = 20.0
-"""For workers to load their libraries and tell how fast they are; the plan is made without who did not."""
+"""How long a plan waits for workers to report their speed. They load their libraries first."""
 MAX_SHOWN = 64
-"""Workers that one stage of an answer names."""
+"""Largest number of workers that an answer names for one stage, and of spare workers."""
 
 
 REMEDY = "make the job with p2ptrain jobs create"
 
 
 def checked_profile(spec: str) -> Profile:
-    """The profile of a job that is to be made. Raises ``Refused``."""
+    """The profile of a new job. Raises ``Refused``."""
     try:
         return Profile.from_spec_untrusted(spec)
     except ProtocolError as problem:
@@ -85,7 +85,7 @@ def checked_profile(spec: str) -> Profile:
 
 
 def checked_shape(params: Mapping[str, Any], profile: Profile) -> ModelShape | None:
-    """The sizes of the model in a request; None where it has none. Raises ``Refused``."""
+    """The model's sizes in a request; None if it has none, or the job is not split. Raises ``Refused``."""
     if params.get("shape") is None or profile.stages < 2:
         return None
     try:
@@ -103,10 +103,10 @@ def checked_shape(params: Mapping[str, Any], profile: Profile) -> ModelShape | N
 
 
 async def planned(profile: Profile, shape: ModelShape, links: Mapping[str, Link], survey: Survey) -> dict[str, Any]:
-    """The plan for a job that was made now, of the workers that are free, as a map.
+    """Plan a new job on the workers that are free now. Returns the maps of ``plan_maps``.
 
     Raises:
-        Refused: too few are; it does not fit; with the numbers.
+        Refused: too few workers are free, or the model does not fit. The message has the numbers.
     """
     from ring.training_placement import plan
 
@@ -134,7 +134,7 @@ async def planned(profile: Profile, shape: ModelShape, links: Mapping[str, Link]
 
 
 def plan_maps(training: Training, found: TrainingPlan, there: Collection[CandidateWorker]) -> dict[str, Any]:
-    """A plan as ``{"plan": ..., "stages": [...]}`` of ``wire.records``."""
+    """A plan as ``{"plan": ..., "stages": [...]}``, with records of ``wire.records``."""
     known, used = found.tokens_per_s is not None, {trainee.id for stage in found.stages for trainee in stage.trainees}
     spares = [trainee.name for trainee in there if trainee.id not in used]
     info = TrainingPlanInfo(
@@ -171,11 +171,11 @@ def _stage_info(number: int, stage: StagePlan, *, known: bool) -> StagePlanInfo:
 
 
 IDLE_S = 120.0
-"""An operator that neither asks nor watches for this long is let go; a client asks for the clock far more often."""
+"""An operator that neither asks nor watches for this long is disconnected. Clients ask for the clock more often."""
 MAX_SPEC_BYTES = 32 << 10
 MAX_ROWS = 200
 ANSWER_BYTES = 40 << 10
-"""Of the items in an answer, whatever they are; with what is around them it fits a frame."""
+"""Largest size of the items in an answer. The whole answer then fits a control frame."""
 
 _SLOW = frozenset({"checkpoints.restore", "checkpoints.delete", "jobs.plan"})
 
@@ -216,7 +216,7 @@ class OperatorApi:
         }
 
     async def serve(self, connection: Connection) -> None:
-        """One operator, until it goes. Requests are answered in order, but for those that wait for a worker."""
+        """Serve one operator until it disconnects. Answers come in order, except those that wait for a worker."""
         feed: asyncio.Task[None] | None = None
         slow: asyncio.Task[None] | None = None
         try:
@@ -226,14 +226,14 @@ class OperatorApi:
                 except DeadlineExceeded:
                     if feed is None or feed.done():
                         raise
-                    continue  # it only watches, and reads: its feed would have ended otherwise
+                    continue  # it only watches; the feed ends if the operator stops reading
                 request = received.message
                 if not isinstance(request, Request):
                     raise ProtocolError(f"an operator does not say {type(request).__name__} to a seed")
                 if request.method == "subscribe" and feed is None:
                     connection.send(Response(request.id, {}))
                     feed = asyncio.create_task(self._watch(connection), name="feed")
-                elif request.method in _SLOW:  # meanwhile the operator must hear that the seed is there
+                elif request.method in _SLOW:  # answers to other requests show the operator that the seed is alive
                     if slow is not None:
                         await slow
                     slow = asyncio.create_task(self._answer_later(request, connection), name=request.method)
@@ -247,12 +247,12 @@ class OperatorApi:
 
     async def _answer_later(self, request: Request, connection: Connection) -> None:
         response = await self.answer(request, connection)
-        with suppress(ConnectionLost):  # its reader tells
+        with suppress(ConnectionLost):  # ``serve`` sees the loss too
             connection.send(response)
 
     async def answer(self, request: Request, connection: Connection) -> Response:
         if request.method == "subscribe":
-            return Response(request.id, {})  # already
+            return Response(request.id, {})  # it is subscribed already
         method = self._methods.get(request.method)
         try:
             if method is None:
@@ -354,7 +354,7 @@ class OperatorApi:
 
     async def _jobs_list(self, params: Params, connection: Connection) -> Result:
         desks = list(self._seed.desks.values())
-        desks.sort(key=lambda desk: (bool(desk.core.peer_ids), desk.live))  # what is cut away is the least interesting
+        desks.sort(key=lambda desk: (bool(desk.core.peer_ids), desk.live))  # those that do not fit are cut off first
         infos = (desk.info(queued=self._seed.is_queued(desk)) for desk in desks)
         jobs = newest_that_fit(info.to_map() for info in infos)
         return {"jobs": sorted(jobs, key=lambda job: float(job["created_at"])), "total": len(desks)}
@@ -405,7 +405,7 @@ class OperatorApi:
         return {"job": desk.id}
 
     def _desk(self, params: Params) -> JobController:
-        """The job meant by an id, the beginning of one, or a name (of several with that name, the newest)."""
+        """Find a job by id, by the beginning of its id, or by name (the newest of that name). Raises ``Refused``."""
         text, desks = text_of(params, "job", 128), self._seed.desks
         if text in desks:
             return desks[text]
@@ -476,7 +476,7 @@ class OperatorApi:
         desk = self._seed.desks.get(checkpoint.job)
         if desk is None:
             raise Refused("unknown-job", f"the job {checkpoint.job} of that checkpoint is not known here")
-        lineage = await self._seed.checkpoints.verified(desk, checkpoint)  # before anybody sets newer ones aside
+        lineage = await self._seed.checkpoints.verified(desk, checkpoint)  # before newer checkpoints are set aside
         holder = self._seed.checkpoints.holder(checkpoint)
         other = self._seed.desks.get(holder.job)
         if other is not None and other is not desk and self._seed.may_yield(other):
@@ -498,7 +498,7 @@ class OperatorApi:
         return {"wall": self._seed.world.clock.wall()}
 
     async def _probe_dialback(self, params: Params, connection: Connection) -> Result:
-        """Whether the operator's machine is reached on a port; only its own address is dialled."""
+        """Check that the seed reaches a port of the operator's machine. Only the operator's own address is dialled."""
         port = whole_of(params, "port", None, 1, 65535)
         try:
             await self._seed.door.dial_back(connection.remote[0], port)

@@ -1,4 +1,4 @@
-"""One peer, as the seed knows it: its control link, its last beat, and the requests that wait for its answer."""
+"""A connected peer as the seed knows it: its control link, its last heartbeat, and the requests that it must answer."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from wire.records import CheckpointInfo, PeerInfo, ServingInfo
 
 NAME_CHARS = 64
 REASON_BYTES = 480
-"""Of a report's reason: the cause and the remedy of a job that failed."""
+"""Limit of a report's reason: the cause and the remedy of a failed job."""
 TEXT_BYTES = 1000
-"""Of an event's text: what happened and what to do, with a path."""
+"""Limit of an event's text."""
 MAX_WHOLE = 2**53
-"""No number that a peer sends is larger, or less than 0: SQLite, msgpack and viewers of any kind hold these."""
+"""Largest whole number accepted from a peer; the least is 0. SQLite, msgpack and JSON viewers can all hold it."""
 SPEED = "compute_flops"
-"""In a beat: floating-point operations per second, as the worker has measured."""
+"""Key in a heartbeat's stats: floating-point operations per second, measured by the worker."""
 GAUGES = "gauges"
-"""In a greeting: it is going to measure that."""
+"""Capability in a ``Hello``: the worker will measure ``SPEED``."""
 _STATES = frozenset(
     (
         "joining",
@@ -54,7 +54,7 @@ _STATES = frozenset(
         "serving",
     ),
 )
-"""What a worker may call its own state (``Heartbeat.state``)."""
+"""Valid values of ``Heartbeat.state``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,13 +63,13 @@ class Link:
 
     Attributes:
         host, port: where other peers reach it.
-        job: id of the job that it was given to; empty while it is free.
-        last_job: the one that it was on before, here or over a link that broke: what it kept of that comes late.
-        fetched: the report by which it followed a ring; None before it did.
-        lost_at: monotonic time at which it was lost; None while it is here.
-        told: set once it has said how fast it computes, or is gone.
-        serving: of a verifier or a drafter, what it serves; None before it said so.
-        early: what it said before its job was settled (``roles.seed.jobs``).
+        job: id of the job that it is assigned to; empty while it is free.
+        last_job: id of its job before. Reports that it kept while the link was down arrive late.
+        fetched: its newest report with status ``following``; None before the first.
+        lost_at: monotonic time at which it was lost; None while it is connected.
+        told: set once it has reported its speed, or is gone.
+        serving: what a verifier or a drafter serves; None before it has reported that.
+        early: messages that wait until its job is settled (``roles.seed.jobs``).
     """
 
     connection: Connection
@@ -133,14 +133,14 @@ class Link:
 
     @property
     def flops(self) -> float | None:
-        """How fast it computes, by its own word; 0 where it does not say, None where it is going to."""
+        """Its reported speed, in floating-point operations per second; 0: not measured, None: not measured yet."""
         told = self.beat.stats.get(SPEED) if self.beat else None
         if told is None:
             return None if self.hello.capabilities.get(GAUGES) is True else 0.0
         return float(_told(told, 10**18))
 
     def beaten(self, beat: Heartbeat) -> bool:
-        """Take in a beat. True where it is the first that tells how fast the worker computes."""
+        """Take in a heartbeat. Returns whether ``flops`` changed."""
         known, self.beat = self.flops, beat
         if self.flops is not None and SPEED in beat.stats:
             self.told.set()
@@ -153,10 +153,11 @@ class Link:
             return
 
     async def receive(self, clock: Clock) -> Received:
-        """Its next message. The seed looks once a beat: by how much it is late itself, it doubts itself.
+        """Receive the next message. If the seed's own check for silence is late, the peer is granted that time.
 
         Raises:
-            DeadlineExceeded: it was silent for longer than its past allows. ConnectionLost, ProtocolError: as usual.
+            DeadlineExceeded: the peer was silent for longer than its history allows.
+            ConnectionLost, ProtocolError: as ``Connection.receive``.
         """
         detector = self.detector
         while True:
@@ -174,11 +175,7 @@ class Link:
                 raise DeadlineExceeded(f"{self.name} was silent for {detector.silent_for(now):.1f} s")
 
     async def ask(self, method: str, params: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        """A request to the worker.
-
-        Raises:
-            Refused: what it answered. DeadlineExceeded, ConnectionLost: it did not.
-        """
+        """Send a request and await the answer. Raises ``Refused``, ``DeadlineExceeded`` or ``ConnectionLost``."""
         return await self.calls.ask(self.connection.send, method, params, whom=self.name, timeout_s=timeout_s)
 
     def lost(self, now: float) -> None:
@@ -195,10 +192,14 @@ class Link:
         stage: int | None = None,
         stages: int = 1,
     ) -> PeerInfo:
-        """What people see. ``view``: the running view of its job, None where it is in none; ``edge``: what is known of
-        the way to its right neighbour; ``shares``: of the members in the newest step, in rank order; ``stage``: the
-        part of a split model that it holds, of ``stages``, which computes what its replica's first one has for a
-        share."""
+        """The record that people see.
+
+        Args:
+            view: the running view of its job, or None.
+            edge: quality of the link to its right neighbour.
+            shares: the members' shares in the newest step, in rank order. A stage has the share of its replica's first.
+            stage: its stage of a split model with ``stages`` stages.
+        """
         beat, gone = self.beat, self.lost_at is not None
         stats = {name: value for name, value in beat.stats.items() if math.isfinite(value)} if beat and not gone else {}
         rank = view.rank_of(self.id) if view else None
@@ -240,11 +241,10 @@ class Link:
 def ring_beats(links: Sequence[Link], latencies_s: Sequence[float | None]) -> tuple[float, float]:
     """(heartbeat_s, death_s) between the neighbours of a ring: those of the member that is farthest from the seed.
 
-    The seed timed one handshake with each, perhaps while it imported torch. Where the members have measured the ways
-    between them, the shortest of many round trips, that counts where it is less; not where a person set the beats.
+    The seed timed a single handshake with each member, perhaps while the member imported torch. If the members have
+    measured all links of the ring, and these give a smaller value, that one is used. Beats set by a person stay.
 
-    Args:
-        links: of the members that are connected. latencies_s: one way, from each member to its right neighbour.
+    ``latencies_s``: one way, from each member to its right neighbour.
     """
     farthest = max(links, key=lambda link: link.death_s, default=None)
     if farthest is None:
@@ -257,7 +257,7 @@ def ring_beats(links: Sequence[Link], latencies_s: Sequence[float | None]) -> tu
 
 
 def announced_to(host: str, view: View) -> ViewAnnounced:
-    """The view as a member at ``host`` is told it: elsewhere, a loopback address means the seed's machine."""
+    """The announcement of a view for the member at ``host``, with addresses as that member can dial them."""
     return dataclasses.replace(view.to_message(), members=seen_from(host, view.members))
 
 
@@ -266,12 +266,12 @@ def seen_from(host: str, members: Iterable[MemberRecord]) -> list[MemberRecord]:
 
 
 def host_seen_from(here: str, host: str) -> str:
-    """The host as one at ``here`` is told it: elsewhere, a loopback address means the seed's machine, which is ""."""
+    """The address of ``host`` for a peer at ``here``. For other machines, "" replaces the seed machine's loopback."""
     return "" if is_loopback(host) and not is_loopback(here) else host
 
 
 def check_hello(hello: Hello) -> None:
-    """Raise ``ProtocolError`` where a peer's introduction cannot be worked with."""
+    """Raise ``ProtocolError`` if a number, the peer id, the host or the port is invalid."""
     check_numbers(hello)
     if not is_id(hello.peer_id):
         raise ProtocolError("the peer id is none")
@@ -280,7 +280,7 @@ def check_hello(hello: Hello) -> None:
 
 
 def check_numbers(message: Message) -> None:
-    """Raise ``ProtocolError`` where a whole number in a worker's message cannot be kept or shown."""
+    """Raise ``ProtocolError`` if a whole number in a message is negative or above ``MAX_WHOLE``."""
     for item in dataclasses.fields(message):
         value = getattr(message, item.name)
         if type(value) is int and not 0 <= value <= MAX_WHOLE:
@@ -288,19 +288,19 @@ def check_numbers(message: Message) -> None:
 
 
 def check_step(message: StepMetrics | CheckpointSaved, steps_total: int) -> None:
-    """Raise ``ProtocolError`` where a worker tells of a step that its job does not have."""
+    """Raise ``ProtocolError`` if the job has no such step."""
     if message.step > steps_total:
         raise ProtocolError(f"{type(message).__name__} of step {message.step}, and the job has {steps_total}")
 
 
 def check_part(message: CheckpointSaved, stages: int) -> None:
-    """Raise ``ProtocolError`` where it is of a part that the job's model does not have."""
+    """Raise ``ProtocolError`` if the job's model has no such part."""
     if message.stages not in (1, stages) or message.stage >= message.stages:
         raise ProtocolError(f"a checkpoint of stage {message.stage} of {message.stages}, and there are {stages}")
 
 
 def checked_report(report: Report, steps_total: int) -> Report:
-    """The report with its reason as a line for people. Raises ``ProtocolError`` where it says what cannot be."""
+    """The report with its reason as one line for people. Raises ``ProtocolError`` if the report is invalid."""
     if report.status not in STATUSES:
         raise ProtocolError(f"a report of status {report.status[:40]!r}")
     if report.applied > steps_total or report.prepared not in (report.applied, report.applied + 1):
@@ -323,7 +323,7 @@ def clipped(text: str, limit_bytes: int = TEXT_BYTES) -> str:
 
 
 def did_you_mean(text: str, known: Iterable[str]) -> str:
-    """What to add to a refusal of ``text``, which is none of ``known``; empty where none is like it."""
+    """A hint for the refusal of an unknown ``text``; empty if no known one is similar."""
     close = difflib.get_close_matches(text, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -335,12 +335,12 @@ def _told(value: object, most: int) -> int:
 
 
 def whole(value: float | None) -> int:
-    """What a worker measured, as a number that can be kept and shown; 0 for what is none."""
+    """A worker's measurement as a whole number from 0 to ``MAX_WHOLE``; 0 if it is missing or not finite."""
     return int(min(max(value, 0.0), MAX_WHOLE)) if value is not None and math.isfinite(value) else 0
 
 
 def checkpoint_of(link: Link, message: CheckpointSaved, wall: float, *, split: bool = False) -> CheckpointInfo:
-    """What a worker says is durable on its disk. ``split``: the job's model is."""
+    """The record of a checkpoint that a worker reported as durable. ``split``: whether the job's model is split."""
     stage = message.stage if message.stages > 1 else None
     return CheckpointInfo(
         id=f"{message.job}@{message.step}@{link.id}{'@whole' if split and stage is None else ''}",

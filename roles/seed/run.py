@@ -1,13 +1,15 @@
-"""Running a seed, keeping copies of all that it knows, and restoring one from a copy anywhere.
+"""Run a seed, back up its state, and restore a seed from a backup on any machine.
 
-A copy is one file: the database as SQLite's backup gives it, with the authority's files in a table of their own. It is
-written beside the copy before it and renamed over that, so it is complete or not there.
+A backup is one file: SQLite's backup of the database, with the authority's files in an extra table. The file is written
+under a temporary name and renamed over the previous one, so it is always complete.
 
-A restored seed leads in a higher term, which is durable in the copy and in the record before the seed listens: so
-generations of two terms never meet, and a worker that has seen the higher term refuses the seed that was lost, should
-it come back. The copy may be behind by some views; each job takes the newest one from its living members before
-anything is decided (``roles.seed.jobs``). What no member holds is lost: evictions, tickets, revocations and jobs that
-nobody has begun to train, if they are newer than the copy.
+A restored seed leads in a higher *term*. The term is durable in the backup and in the new database before the seed
+listens. So generations of two terms never meet. A worker that has seen the higher term refuses the old seed if that one
+comes back.
+
+The backup may lack the newest views. Each job asks its living members for its newest view before it decides anything
+(``roles.seed.jobs``). Evictions, tickets, revocations and jobs without members are lost if they are newer than the
+backup.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ EVERY_S = 60.0
 
 
 def copied(records: Records, files: dict[str, bytes], wall: float) -> bytes:
-    """A copy, with the authority's files. On the store's thread."""
+    """Make the bytes of a backup. ``files``: of the authority. Runs on the store's thread."""
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as copy:
         records.backup_to(copy)
         copy.execute("CREATE TABLE authority (name TEXT PRIMARY KEY, data BLOB NOT NULL)")
@@ -53,14 +55,13 @@ def copied(records: Records, files: dict[str, bytes], wall: float) -> bytes:
 
 def _file_of(database: sqlite3.Connection) -> bytes:
     data = database.serialize()
-    return data[:18] + b"\1\1" + data[20:]  # no write-ahead log belongs to it
+    return data[:18] + b"\1\1" + data[20:]  # bytes 18 and 19 say: no write-ahead log
 
 
 class Backup:
-    """Copies a store to a directory: every minute, and as soon as ``soon`` says so.
+    """Backs a store up to a directory every ``EVERY_S``, and at once after ``soon``.
 
-    Args:
-        failed: told why a copy could not be written, once until one can be.
+    ``failed`` is called with the reason when a backup fails, but not again until one succeeds.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Backup:
         self._soon = asyncio.Event()
 
     async def write(self) -> None:
-        """Make a copy now. Raises ``StorageError``."""
+        """Write a backup now. Raises ``StorageError``."""
         files = self._authority.files() if self._authority is not None else {}
         data = await self._store.call(copied, files, self._world.clock.wall())
         await self._thread.submit(partial(keep_copy, self._world.disk, self._directory, data))
@@ -81,7 +82,7 @@ class Backup:
         self._soon.set()
 
     async def run(self) -> None:
-        """Until cancelled. A copy that fails is told of; the seed goes on."""
+        """Write backups until cancelled. Failures are reported to ``failed`` and do not end this."""
         working = True
         while True:
             with suppress(TimeoutError):
@@ -109,7 +110,7 @@ def keep_copy(disk: Disk, directory: Path, data: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a copy was: made at ``wall``; of an ``encrypted`` cluster; its seed leads in ``term`` now."""
+    """A restored backup: when it was made, whether the cluster is encrypted, and the new term."""
 
     wall: float
     encrypted: bool
@@ -117,11 +118,11 @@ class Restored:
 
 
 def restore(disk: Disk, directory: Path, state_dir: Path) -> Restored:
-    """Make ``state_dir`` that of a seed with all that the copy in ``directory`` has, in a higher term. Blocking.
+    """Fill ``state_dir`` from the backup in ``directory``, and begin a higher term. Blocking.
 
     Raises:
-        UserError: there is no copy, or there is a seed's record in the state directory already.
-        StorageError: the copy is damaged, or something cannot be written.
+        UserError: there is no backup, or the state directory has a seed's database already.
+        StorageError: the backup is damaged, or something cannot be written.
     """
     if COPY_NAME not in disk.list_dir(directory):
         raise UserError(f"there is no backup of a seed in {directory}", remedy="name the DIR of seed --backup DIR")
@@ -132,7 +133,7 @@ def restore(disk: Disk, directory: Path, state_dir: Path) -> Restored:
     data = disk.read(directory / COPY_NAME, max_bytes=16 << 30)
     with _opened(directory / COPY_NAME, data) as copy:
         found = Restored(*_begin_term(copy))
-        keep_copy(disk, directory, _file_of(copy))  # first: who restores it again gets a higher term still
+        keep_copy(disk, directory, _file_of(copy))  # first, so that another restore begins a higher term still
         files = dict(copy.execute("SELECT name, data FROM authority"))
         copy.execute("DROP TABLE authority")
         keep_files(disk, state_dir / "authority", files) if files else None
@@ -141,7 +142,7 @@ def restore(disk: Disk, directory: Path, state_dir: Path) -> Restored:
 
 
 def _begin_term(copy: sqlite3.Connection) -> tuple[float, bool, int]:
-    """Raise the term, and have every job that goes on ask its members for a newer view."""
+    """Raise the term, and mark every job that has not ended to ask its members for a newer view."""
     facts = dict(copy.execute("SELECT name, value FROM facts"))
     term = next_term(int(facts.get(TERM_FACT, 0)))
     copy.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (TERM_FACT, str(term)))
@@ -154,7 +155,7 @@ def _begin_term(copy: sqlite3.Connection) -> tuple[float, bool, int]:
 
 
 def next_term(term: int) -> int:
-    """Raises ``StorageError`` where there is none."""
+    """Raises ``StorageError`` if there is none."""
     if term + 1 >= MAX_TERM:
         raise StorageError(f"this cluster was restored {term} times", remedy="begin a new one")
     return term + 1
@@ -181,7 +182,7 @@ def _opened(path: Path, data: bytes) -> Iterator[sqlite3.Connection]:
 
 @dataclass(frozen=True, slots=True)
 class Encryption:
-    """What an encrypted seed takes besides.
+    """Further options of an encrypted seed.
 
     Attributes:
         ticket_host: the address of this machine that tickets carry.
@@ -193,7 +194,6 @@ class Encryption:
 
 
 async def _keep_fresh(network: TlsNetwork, sign: Callable[[], Awaitable[Credentials]], clock: Clock) -> None:
-    """The seed's own certificate is good for a day, as everybody's; the seed signs it itself. Until cancelled."""
     while True:
         await until_half_life(clock.wall(), clock)
         network.use(await sign())
@@ -213,18 +213,18 @@ async def run_seed(
     on_ready: Callable[[tuple[str, int]], None],
     stop: asyncio.Event,
 ) -> None:
-    """Run a seed until ``stop`` is set; then it says goodbye, writes what is left, and ends within about a second.
+    """Run a seed until ``stop`` is set. Then it tells its peers, writes what is left, and ends within about a second.
 
     Args:
-        state_dir: where it keeps its record; made where it does not exist. One seed at a time.
-        heartbeat_s, death_s: of the links to workers; 0 and 0: from each worker's measured round trip.
-        encryption: None: a plain seed, which is for the loopback.
-        backup_dir: where a copy of all that it knows is kept up to date (``roles.seed.run``).
-        on_ready: called with the address that it listens on.
+        state_dir: the seed's directory, created if it does not exist. One seed at a time can use it.
+        heartbeat_s, death_s: of the links to workers; 0 and 0: derived from each worker's measured round trip.
+        encryption: None for a plain seed on the loopback.
+        backup_dir: where a backup is kept up to date; None for no backup.
+        on_ready: called with the address that the seed listens on.
 
     Raises:
         UserError: the address or the directory is in use.
-        StorageError: the record cannot be read or written.
+        StorageError: the database cannot be read or written.
     """
     store = await Store.open(world.disk, state_dir, world.threads)
     try:
@@ -249,7 +249,7 @@ async def run_seed(
         if backup_dir is not None:
             told = partial(seed.note, "error", "backup")
             backup = Backup(world, store, authority, backup_dir, told)
-            await backup.write()  # it is known at once where that cannot be done
+            await backup.write()  # fails at once if no backup can be written
             seed.copy_soon = backup.soon
             beside.append(backup.run)
         door = seed.door.decide
@@ -298,4 +298,4 @@ async def _work(
         seed.start(tasks, address)
         for work in beside:
             tasks.create_task(work())
-        await asyncio.Event().wait()  # until cancelled: jobs come and go
+        await asyncio.Event().wait()  # keeps the group open for new jobs until cancelled

@@ -1,7 +1,7 @@
-"""The seed's shell: who is let in, what peers say, who is lost, who gets which job, and what people see of it.
+"""The seed's shell: it admits peers, handles their messages, detects losses, assigns jobs and shows the state.
 
-A peer is let in after the seed dialled it back: who cannot be reached by the seed can hardly be reached by its
-neighbours, and is told so at once, with a remedy, instead of breaking a ring later.
+The seed dials a peer back before it admits it. Neighbours could hardly reach a peer that the seed cannot reach. Such a
+peer is refused at once, with a remedy, instead of breaking a ring later.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from wire.text_messages import Serving
 
 
 async def cluster_id(store: Store) -> str:
-    """The seed's peer id and the cluster's name for programs: made once. Raises ``StorageError``."""
+    """The seed's peer id, which also identifies the cluster. It is made once. Raises ``StorageError``."""
     return await store.call(Records.fact, "cluster-id", new_id)
 
 
@@ -71,14 +71,14 @@ MAX_OPERATORS = 64
 
 
 class Acceptor:
-    """Answers every ``Hello``; what is done with who came in is the seed's affair.
+    """Answers every ``Hello`` with a welcome or a refusal. ``Seed`` serves the admitted peers.
 
     Args:
-        beats: heartbeat and death in seconds; 0 and 0: from the measured round trip to each peer.
+        beats: (heartbeat_s, death_s); (0, 0): derived from the measured round trip to each peer.
 
     Attributes:
-        host: where the seed listens.
-        measured: round trip in ms to the peers that were let in, until they are served.
+        host: the address on which the seed listens.
+        measured: round trip in ms to each admitted peer, until ``Seed`` serves it.
     """
 
     def __init__(self, seed: Seed, beats: tuple[float, float]) -> None:
@@ -130,7 +130,7 @@ class Acceptor:
             return Refuse(RefusalCode.UNREACHABLE, text, remedy)
         rtt_ms = (self._seed.world.clock.now() - began) / 2 * 1e3  # TCP's handshake is one round trip, ours another
         if (least_s := connection.least_rtt_s) is not None:
-            rtt_ms = min(rtt_ms, least_s * 1e3)  # a worker that loads its libraries answers late, its kernel does not
+            rtt_ms = min(rtt_ms, least_s * 1e3)  # the kernel answers in time, even while the worker loads libraries
         self.measured[connection] = rtt_ms
         return self._welcome(*self.beats_at(rtt_ms))
 
@@ -143,7 +143,7 @@ class Acceptor:
         return closed or silent_s > 2 * old.heartbeat_s or (old.host, old.port) == (host, port)
 
     async def dial_back(self, host: str, port: int, peer_id: str = "") -> None:
-        """Reach a port of somebody who wants to be reached. Raises ``P2PTrainError``."""
+        """Check that a peer can be reached. Raises ``P2PTrainError``."""
         hello = self.introduction("probe", 0)
         connection, welcome = await dial(
             self._seed.world.network, host, port, hello, timeout_s=3.0, expect_peer=peer_id
@@ -176,7 +176,7 @@ class Acceptor:
 
 
 class Seed:
-    """Made by ``open``, run by ``run_seed``."""
+    """The seed's state and tasks. Created by ``open``, run by ``run_seed``."""
 
     def __init__(
         self,
@@ -222,10 +222,11 @@ class Seed:
         authority: Authority | None,
         ticket_host: str,
     ) -> Seed:
-        """A seed with all that its store knows. Raises ``StorageError``.
+        """Create a seed from its store. Raises ``StorageError``.
 
         Args:
-            authority: None on a plain seed. ticket_host: the address that tickets carry.
+            authority: None on a plain seed.
+            ticket_host: the address that tickets carry.
         """
         term = int(await store.call(Records.known_fact, TERM_FACT) or 0)
         seed = cls(world, store, await cluster_id(store), name[:NAME_CHARS], beats, authority, ticket_host, term)
@@ -248,7 +249,7 @@ class Seed:
         tasks.create_task(self._age(), name="ages")
 
     def stop(self) -> None:
-        """Tell everybody that the seed goes; workers train on and look for it again."""
+        """Tell all connected peers and operators that the seed stops. Workers train on and look for it again."""
         self.door.closed = True
         last_word = Refuse(RefusalCode.SHUTTING_DOWN, "the seed is stopping", "running rings train on; start it again")
         for connection in [link.connection for link in self.links.values()] + list(self.door.operators):
@@ -360,7 +361,7 @@ class Seed:
         await self._heard_of_job(link, desk, message)
 
     async def _heard_early(self, link: Link, desk: JobController, message: Message) -> None:
-        """The seed was restored, and does not know the job's newest view yet: the rest waits for that."""
+        """Queue a message while a restored seed does not know the job's newest view. Views are taken in at once."""
         if isinstance(message, ViewAnnounced):
             desk.view_told(link.id, View.from_message_untrusted(message))
             return
@@ -403,7 +404,7 @@ class Seed:
             case PartsHeld():
                 self.parts.told(link.id, link.name, message)
             case Report() | StepMetrics() | CheckpointSaved() | LedgerRows() | ViewAnnounced():
-                pass  # of a job that it is no longer on
+                pass  # about a job that the worker is no longer on
             case _:
                 raise ProtocolError(f"a worker does not say {type(message).__name__} to a seed")
 
@@ -412,8 +413,8 @@ class Seed:
         self.board.touch("peers", *peer_ids)
 
     def drop_unwelcome(self) -> None:
-        """End the connections whose certificate is no longer honoured, once what is being answered was sent."""
-        asyncio.get_running_loop().call_soon(self._drop_unwelcome)
+        """Close the connections whose certificate is no longer honoured."""
+        asyncio.get_running_loop().call_soon(self._drop_unwelcome)  # after the current answer is sent
 
     def _drop_unwelcome(self) -> None:
         for link in list(self.links.values()):
@@ -454,7 +455,7 @@ class Seed:
         self.board.touch("jobs", *{self.links[peer_id].job for peer_id in peer_ids if peer_id in self.links} - {""})
 
     def _trained_by(self, link: Link, job: str) -> JobController | None:
-        """The job, where the worker is on it, or was last: what it kept while the link was down comes late."""
+        """The job, if it is the worker's present or last one. Reports kept while the link was down arrive late."""
         return self.desks.get(job) if job and job in (link.job, link.last_job) else None
 
     def _gone(self, link: Link, event: co.PeerLost) -> None:
@@ -467,14 +468,14 @@ class Seed:
         self.services.gone(link)
         link.lost(now)
         self._lost[link.id] = link
-        for other in self.desks.values():  # one that let it go for cause may take it again when it comes back
+        for other in self.desks.values():  # a job that released the worker for cause may take it when it returns
             if other.live:
                 other.post(event)
         self.board.touch("peers", link.id)
         self.board.touch("cluster", "")
 
     def assign_free(self) -> None:
-        """Free workers go to the oldest job that wants them; where none is free, paused jobs may have some."""
+        """Give free workers to the oldest job that wants them. If a job still lacks some, paused jobs yield theirs."""
         for link in self.links.values():
             if link.job or not link.trains:
                 continue
@@ -493,7 +494,7 @@ class Seed:
         self.board.touch("jobs", *(desk.id for desk in waiting))
 
     def may_yield(self, desk: JobController) -> bool:
-        """Whether a paused job can let its workers go: where it stopped is on the disk of one of them."""
+        """Whether a paused job can release its workers, because its state is in a checkpoint on their disks."""
         if not desk.settled.is_set():
             return False
         survivors = desk.core.paused_survivors()
@@ -506,7 +507,7 @@ class Seed:
     # ------------------------------------------------------------------------------------------------------------- jobs
 
     async def create_job(self, record: JobRecord, spec: str) -> None:
-        """Add a job; it starts when enough workers are ready. Raises ``StorageError``."""
+        """Add a job. It starts when enough workers are ready. Raises ``StorageError``."""
         await self.store.call(Records.add_job, record, spec)
         desk = self.desks[record.id] = JobController(self, record, spec, History())
         assert self._tasks is not None
@@ -518,7 +519,7 @@ class Seed:
         self.assign_free()
 
     async def forget_job(self, desk: JobController) -> None:
-        """Remove an ended job and all that is kept of it here; its checkpoints stay on the workers' disks."""
+        """Remove an ended job and its records. Its checkpoints stay on the workers' disks."""
         desk.retire()
         del self.desks[desk.id]
         self.checkpoints.forget(desk.id)
@@ -569,11 +570,10 @@ class Seed:
         return kept.to_map() if kept else None
 
     async def _age(self) -> None:
-        """Once a second: ages grow even where nothing is heard, and those lost long ago leave the list."""
+        """Once a second, update the ages that people see, and remove peers lost more than a minute ago."""
         while True:
             await asyncio.sleep(1.0)
             now = self.world.clock.now()
-            # How long a lost worker stays in the list, as lost.
             for link in [link for link in self._lost.values() if now - (link.lost_at or 0.0) > 60.0]:
                 del self._lost[link.id]
                 self.board.touch("peers", link.id)

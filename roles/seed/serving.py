@@ -1,6 +1,6 @@
-"""What peers hold and serve: parts of models at workers, and models at verifiers and drafters. Checked, kept in memory.
+"""What peers hold and serve: parts of models at workers, models at verifiers and drafters. Kept in memory only.
 
-A peer says it again whenever it changes, and over every new link; it is forgotten with the link.
+A peer reports it over every new link and after every change. The seed forgets it when the link ends.
 """
 
 from __future__ import annotations
@@ -18,22 +18,14 @@ from wire.text_messages import MAX_DRAFTERS, DrafterAt, DrafterList, Serving
 
 
 class Holdings:
-    """All parts that are held in a cluster.
-
-    Args:
-        touch: told of the ids of parts that are new, changed or gone.
-    """
+    """All parts that workers hold. ``touch`` is called with the ids of parts that are new, changed or gone."""
 
     def __init__(self, touch: Callable[..., None]) -> None:
         self._touch = touch
         self._held: dict[str, dict[str, PartInfo]] = {}  # peer id → id → part
 
     def told(self, peer: str, peer_name: str, message: PartsHeld) -> None:
-        """A worker says what it holds: what it does not name is gone.
-
-        Raises:
-            ProtocolError: it holds what cannot be; what is known of it stays as it was.
-        """
+        """Replace the parts of a worker by those that it reported."""
         before, held = self._held.get(peer, {}), infos_of(peer, peer_name, message)
         changed = [item_id for item_id in {**before, **held} if before.get(item_id) != held.get(item_id)]
         if held:
@@ -65,28 +57,26 @@ def _info(peer: str, peer_name: str, part: HeldPart) -> PartInfo:
     shown = {
         "name": clipped(part.name, NAME_CHARS) or part.model[:12],
         "dtype": clipped(part.dtype, 16),
-        "busy": min(part.busy, 1.0),  # its own clock may say a little more
+        "busy": min(part.busy, 1.0),  # the worker's clock may give a little more than 1
     }
     return PartInfo(id=f"{peer}/{part.part}", peer=peer, peer_name=peer_name, **asdict(part) | shown)
 
 
 ASKED_BY_VERIFIERS = frozenset({"peers.list", "parts.list", "checkpoints.list", "serving.list"})
-"""Requests that a verifier may make, over its link: it uses workers as an operator does, and controls nothing."""
+"""Requests that a verifier may make over its link. It may look for workers as an operator does, but change nothing."""
 
 
 def check_role(hello: Hello) -> None:
-    """Raise ``Refused`` where a peer is none that a seed knows."""
+    """Raise ``Refused`` if a peer's role is not one of ``PERMITTED["peer"]``."""
     if len(hello.roles) != 1 or hello.roles[0] not in PERMITTED["peer"]:
         text = "a peer of a seed is a worker, a verifier or a drafter"
         raise Refused("role", text, remedy="join with p2ptrain join, and --role")
 
 
 class Services:
-    """What is served in a cluster.
+    """What verifiers and drafters serve. Each peer's record is in ``Link.serving``.
 
-    Args:
-        links: the peers that are connected; each has its own under ``serving``.
-        touch: told of the ids of peers whose record is new, changed or gone.
+    ``touch`` is called with the ids of peers whose record is new, changed or gone.
     """
 
     def __init__(self, links: Mapping[str, Link], touch: Callable[..., None]) -> None:
@@ -98,11 +88,7 @@ class Services:
             self._tell(link)
 
     def told(self, link: Link, message: Serving) -> None:
-        """A verifier or a drafter says what it serves.
-
-        Raises:
-            ProtocolError: it serves what cannot be, or another model than before: that takes a new link.
-        """
+        """Store a peer's report. Raises ``ProtocolError`` if the model changed: that requires a new link."""
         before, link.serving = link.serving, info_of(link, message)
         if before is not None and _model(before) != _model(link.serving):
             raise ProtocolError(f"a {link.role} served {before.model!r}, and now it is another model")
@@ -114,7 +100,7 @@ class Services:
                 self._tell_all()
 
     def _tell_unfit(self, new: ServingInfo) -> None:
-        """Who lends a drafter hears for which verifier it is of no use: that one does not even dial it."""
+        """Warn drafters whose tokenizer differs from a verifier's. That verifier does not dial them."""
         for link in self._links.values():
             if (other := link.serving) is None or {other.role, new.role} != {"verifier", "drafter"}:
                 continue
@@ -145,7 +131,7 @@ class Services:
                 self._tell(link)
 
     def _tell(self, link: Link) -> None:
-        """Of those that were here first, where there are more than it takes: a newcomer ousts nobody by its name."""
+        """Send the list of drafters. If it is too long, those that joined first stay in it."""
         links = sorted(
             (each for each in self._links.values() if each.role == "drafter"), key=lambda each: each.joined_at
         )

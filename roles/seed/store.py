@@ -1,15 +1,17 @@
-"""What a seed remembers: one SQLite file in its state directory, and one thread that touches it.
+"""The seed's database: one SQLite file in its state directory, and one thread that uses it.
 
-``Records`` is the plain, blocking store, for that thread only. ``Store`` is what the event loop talks to: what must be
-durable before the seed goes on (views, jobs) is awaited; checkpoints are written now, beside what else is done; rows
-that merely must not stay unwritten for long (metrics, events, peers) are collected and written in one transaction every
-``FLUSH_S``. Every commit is flushed to the disk (WAL, synchronous=FULL): batched as they are, a few flushes a second,
-and a minted view survives a power cut.
+``Records`` is the blocking store, for that thread only. ``Store`` is its interface for the event loop:
 
-A store that cannot be written ends the seed (``StorageError``): the ring trains on without it, and a seed that forgets
-is worse than none. Kept are the newest ``EVENTS_KEPT`` events, ``METRICS_KEPT`` rows of metrics a job, ``VIEWS_KEPT``
-views a job, ``RECOVERIES_KEPT`` recoveries a job, and ``PEERS_KEPT`` peers; jobs and checkpoints all. The ledger
-(``roles.seed.ledger``) has one row a step, of which the oldest are folded.
+- Views and jobs must be durable before the seed continues, so their writes are awaited.
+- Checkpoints are written at once, by a task that nothing waits for.
+- Metrics, events, peers, recoveries and ledger rows are collected, and written in one transaction every ``FLUSH_S``.
+
+Every commit is flushed to the disk (WAL, synchronous=FULL), so a minted view survives a power cut. With batches that is
+a few flushes per second. A store that cannot be written ends the seed (``StorageError``): the ring trains on without
+it, and a seed that forgets is worse than none.
+
+All jobs and their checkpoints are kept. Other records are limited by the constants ``..._KEPT``: events and peers in
+all; metrics, views and recoveries per job. The ledger folds its oldest rows (``roles.seed.ledger``).
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ RECOVERIES_KEPT = 2_000
 PEERS_KEPT = 1_000
 FLUSH_S = 0.2
 MAX_PENDING = 4096
-"""Rows that may wait to be written; whoever brings more waits for the disk."""
+"""Rows that may wait to be written. A sender of more rows waits for the disk."""
 SCHEMA_VERSION = 1
 FILE_NAME = "seed.sqlite3"
 TERM_FACT = "term"
@@ -80,7 +82,7 @@ Row = MetricRow | EventInfo | LedgerEntry | RecoveryInfo
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """A job as it is kept. ``paused``: a person wants it so; the state may not have got there."""
+    """A job as it is stored. ``paused``: an operator asked for it; the state may not have reached it yet."""
 
     id: str
     name: str
@@ -98,19 +100,19 @@ class JobRecord:
     started_at: float | None = None
     finished_at: float | None = None
     windows: int = 0
-    """Training sequences in the corpus; 0 until a worker has told."""
+    """Training sequences in the corpus; 0 until a worker has reported them."""
     branch: list[str] | None = None
-    """Peers whose newest checkpoint is of this run, once it went back (``ring.coordination``)."""
+    """Peers whose newest checkpoint belongs to this run, after it went back; None: it never did."""
     restoring: list[Any] | None = None
-    """Step, peer and lineage of a checkpoint that a person wants to go back to, until a view starts from it."""
+    """Step, peer and lineage of the checkpoint that an operator restores, until a view starts from it."""
     held: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Of a split model: worker → the stage that it holds, or held last (``ring.replicas``)."""
+    """Split model: worker → the stage that it holds, or held last (``ring.replicas``)."""
     shape: dict[str, Any] | None = None
-    """Of a split model: its sizes (``ring.training_costs.ModelShape``), where whoever made the job knew them."""
+    """Split model: its sizes (``ring.training_costs.ModelShape``), if the job's creator sent them."""
     cuts: list[int] = dataclasses.field(default_factory=list)
-    """Of a split model: where it was cut, once that was planned. Checkpoints depend on it: it stays as it is."""
+    """Split model: the planned cuts; empty before the plan. Checkpoints depend on them, so they never change."""
     unsettled: bool = False
-    """The seed was restored, and the job's members have not told yet whether they are in a newer view."""
+    """The seed was restored, and does not know yet whether the job's members are in a newer view."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class PeerRecord:
 
 
 class Records:
-    """The blocking store. All its methods are called on the thread that made it. They raise ``StorageError``."""
+    """The blocking store. All methods run on the thread that created it, and raise ``StorageError``."""
 
     def __init__(self, path: Path, disk: Disk | None = None) -> None:
         with _translated(path):
@@ -136,7 +138,7 @@ class Records:
                 raise StorageError(text, remedy="use the release that wrote it, or another --state")
             self._db.executescript(_SCHEMA + f"PRAGMA user_version = {SCHEMA_VERSION};")
             columns = {row[1] for row in self._db.execute("PRAGMA table_info(checkpoints)")}
-            for name in [name for name in _CHECKPOINT_COLUMNS if name not in columns]:  # of an older release
+            for name in [name for name in _CHECKPOINT_COLUMNS if name not in columns]:  # written by an older release
                 self._db.execute(f"ALTER TABLE checkpoints ADD COLUMN {name}")
         self._path = path
 
@@ -181,15 +183,14 @@ class Records:
                 self._db.execute(f"DELETE FROM {table} WHERE job = ?", (job,))  # noqa: S608 - our own constants
 
     def add_view(self, view: View, job: JobRecord, *, restored: bool, wall: float) -> bool:
-        """Durable when this returns, and what ``job`` says of its branch with it. Rows of steps given up by it go.
+        """Store a view together with its job's record, and delete the rows of steps that the view takes back.
 
-        Returns:
-            whether the ledger begins anew with it (``ledger.view_began``).
+        Returns whether the ledger begins anew with the view (``ledger.view_began``).
         """
         return self.adopt_view(view, job, restored=restored, wall=wall)
 
     def adopt_view(self, view: View, job: JobRecord, *, wall: float, restored: bool = False) -> bool:
-        """The same of a view that the seed minted before it was restored, as its members tell it."""
+        """As ``add_view``, for a view that was minted before the seed was restored; its members reported it."""
         members = json.dumps([dataclasses.astuple(member) for member in view.members])
         row = (view.job, view.generation, view.step, view.lineage, view.square_sum, members, int(restored), wall)
         with self._transaction():
@@ -199,7 +200,7 @@ class Records:
             departs = ledger.view_began(self._db, view)
             older = "SELECT generation FROM views WHERE job = ?1 ORDER BY generation DESC LIMIT 1 OFFSET ?2"
             sql = f"DELETE FROM views WHERE job = ?1 AND generation <= ({older})"  # noqa: S608 - our own constants
-            self._db.execute(sql, (view.job, VIEWS_KEPT))  # counted: generations of two terms are far apart
+            self._db.execute(sql, (view.job, VIEWS_KEPT))  # by count: generations of two terms are far apart
         return departs
 
     def last_view(self, job: str) -> View | None:
@@ -288,7 +289,7 @@ class Records:
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def add_checkpoint(self, checkpoint: CheckpointInfo, deleted: Sequence[str] = ()) -> None:
-        """``deleted``: ids of those that its holder deleted to make room for it."""
+        """Store a checkpoint, and remove those that its holder ``deleted`` (ids) to make room."""
         with self._transaction():
             self._db.execute(_ADD_CHECKPOINT, dataclasses.astuple(checkpoint))
             self._db.executemany("DELETE FROM checkpoints WHERE id = ?", [(item,) for item in deleted])
@@ -327,7 +328,7 @@ class Records:
 
 
 class Store:
-    """The event loop's side of ``Records``; see the head of this file. Made by ``open``."""
+    """The event loop's interface to ``Records``. Created by ``open``."""
 
     def __init__(self, records: Records, thread: Thread, lock: Lock) -> None:
         self._records, self._thread, self._lock = records, thread, lock
@@ -337,10 +338,9 @@ class Store:
 
     @classmethod
     async def open(cls, disk: Disk, directory: Path, threads: Threads | None = None) -> Self:
-        """The store in ``directory``, which is made, for its owner only, where it does not exist.
+        """Open the store in ``directory``. A missing directory is created, accessible to its owner only.
 
-        Raises:
-            UserError: another seed uses it. StorageError: it cannot be read or written.
+        Raises ``UserError`` if another seed uses it, and ``StorageError``.
         """
         disk.make_dir(directory, mode=0o700)
         lock = disk.try_lock(directory / "seed.lock")
@@ -358,7 +358,7 @@ class Store:
         return cls(records, thread, lock)
 
     async def call(self, method: Callable[Concatenate[Records, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run one of ``Records``' methods, after all that was added before. Raises ``StorageError``."""
+        """Write all rows added before, then run a method of ``Records``. Raises ``StorageError``."""
         self._rows, rows = [], self._rows
         self._peers, peers = [], self._peers
 
@@ -370,7 +370,7 @@ class Store:
         return await self._thread.submit(run)
 
     def add(self, row: Row | PeerRecord) -> None:
-        """Write it soon. ``crowded`` tells when to wait for that."""
+        """Queue a row to be written soon. If ``crowded``, the caller should await ``flush``."""
         if isinstance(row, PeerRecord):
             self._peers.append(row)
         else:
@@ -379,23 +379,22 @@ class Store:
 
     @property
     def crowded(self) -> bool:
-        """So much waits that whoever brings more should ``flush`` first."""
         return len(self._rows) + len(self._peers) >= MAX_PENDING
 
     async def flush(self) -> None:
-        """Until all that was added is durable. Raises ``StorageError``."""
+        """Wait until all added rows are durable. Raises ``StorageError``."""
         await self.call(lambda records: None)
 
     async def run(self) -> None:
-        """Write what was added, in batches, until cancelled. Raises ``StorageError``."""
+        """Write added rows in batches, until cancelled. Raises ``StorageError``."""
         while True:
             await self._news.wait()
             self._news.clear()
-            await asyncio.sleep(FLUSH_S)  # collects a batch; nobody waits for it
+            await asyncio.sleep(FLUSH_S)  # collect a batch
             await self.flush()
 
     async def close(self) -> None:
-        """Flush, close, and let others have the directory. Raises ``StorageError``."""
+        """Flush, close, and release the directory's lock. Raises ``StorageError``."""
         try:
             await self.call(Records.close)
         finally:
@@ -407,7 +406,7 @@ class Store:
 def _translated(path: Path) -> Iterator[None]:
     try:
         yield
-    except (sqlite3.Error, OverflowError, UnicodeError) as error:  # the latter: a value that SQLite does not hold
+    except (sqlite3.Error, OverflowError, UnicodeError) as error:  # the last two: a value that SQLite cannot store
         text = str(error)
         if "full" in text:
             remedy = "free some space on that disk, then start the seed again: the workers train on meanwhile"
