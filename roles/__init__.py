@@ -1,1 +1,1 @@
-"""What a peer does: seed, worker (drafter and verifier to come). Joins wire, ring and compute into behaviour."""
+"""The roles of a peer: seed, worker, verifier and drafter. They combine ``wire``, ``ring`` and ``p2ptrain.compute``."""

@@ -1,4 +1,4 @@
-"""Tasks that belong to an object which lives as long as its owner says: none is lost, and no error of one is."""
+"""Tasks that belong to an object with an explicit end: each task is awaited or cancelled, and its error is reported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def started_in(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None] | None:
-    """``work`` as a task of the group; None where the group ends, and takes no more: then it does not begin."""
+    """Start ``work`` in the group. Returns None, and starts nothing, if the group is ending."""
     try:
         return tasks.create_task(work, name=name)
     except RuntimeError:
@@ -17,11 +17,7 @@ def started_in(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None], name: 
 
 
 class Background:
-    """Running tasks. What one raises goes to the loop's exception handler: errors that are expected end within it.
-
-    Args:
-        on_error: told of it besides.
-    """
+    """A set of running tasks. An uncaught error goes to the loop's exception handler and to ``on_error``."""
 
     def __init__(self, on_error: Callable[[BaseException], None] = lambda error: None) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -37,7 +33,7 @@ class Background:
         return task
 
     async def settle(self, *, timeout_s: float, but: asyncio.Task[None] | None = None) -> None:
-        """Wait until all end, but for one and for ``timeout_s`` at most."""
+        """Wait until all tasks except ``but`` have ended, for ``timeout_s`` at most."""
         waiting = self._tasks - {but, asyncio.current_task()}
         if waiting:
             await asyncio.wait(waiting, timeout=timeout_s)

@@ -1,4 +1,4 @@
-"""One thread for everything that computes, so that the event loop answers heartbeats whatever the model does."""
+"""One thread for all computation, so that the event loop can answer heartbeats meanwhile."""
 
 from __future__ import annotations
 
@@ -15,27 +15,23 @@ H = TypeVar("H", bound=Hashable)
 
 
 class ComputeThread:
-    """Runs blocking calls one after another. Every caller waits for its own, so at most one call a task is queued.
-
-    Args:
-        threads: what starts it: the ``World``'s.
-    """
+    """Runs blocking calls one after another. Callers of ``run`` wait, so each asyncio task queues at most one call."""
 
     def __init__(self, threads: Threads | None = None) -> None:
         self._thread = (threads or RealThreads()).start("compute")
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``function`` on the thread and give its result.
+        """Call ``function`` on the thread and return its result.
 
-        A cancelled caller stops waiting; a call that has not begun is then skipped, one that has runs to its end.
+        If the caller is cancelled, a call that has not begun is skipped, and one that has begun runs to its end.
 
         Raises:
-            P2PTrainError: as raised by the call; whatever else it raised, libraries' errors too, as ``ComputeFailed``.
+            P2PTrainError: raised by the call. Any other error of the call is raised as ``ComputeFailed``.
         """
         return await self.submit(function, *args, **kwargs)
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-        """As ``run``, and the call is queued when this returns: what is asked for later comes behind it."""
+        """As ``run``, but return a future. The call is queued when this returns, so later calls run after it."""
 
         def call() -> T:
             try:
@@ -52,7 +48,7 @@ class ComputeThread:
 
 
 class ComputeFailed(ResourceError):
-    """Something that is not this project's failed while it computed. ``__cause__`` has the traceback."""
+    """A computation raised an error that is no ``P2PTrainError``. ``__cause__`` has the traceback."""
 
 
 def translated(error: BaseException) -> ComputeFailed:
@@ -66,8 +62,7 @@ def translated(error: BaseException) -> ComputeFailed:
 
 
 class Turns(Generic[H]):
-    """Those that have something to do, each once. Who had a turn goes to the end, so nobody waits for more than one
-    turn of each other."""
+    """A round-robin queue without duplicates: nobody waits for more than one turn of each other waiting item."""
 
     def __init__(self) -> None:
         self._waiting: dict[H, None] = {}

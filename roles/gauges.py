@@ -1,4 +1,4 @@
-"""What a person wants to see of a worker, gathered cheaply enough to go out with every beat."""
+"""Measurements of a worker for people, cheap enough to be sent with every heartbeat."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import psutil
 from p2ptrain.core.container import memory_left_bytes
 
 SMOOTHING_S = 3.0
-"""Rates are averaged over about so long: a step may be longer than the time between two beats."""
+"""Time constant of averaged rates. A step may take longer than the time between two heartbeats."""
 
 
 class Rate:
-    """Sum over the last five seconds, a second."""
+    """Units per second, over the last ``WINDOW_S``."""
 
     WINDOW_S = 5.0
 
@@ -37,11 +37,7 @@ class Rate:
 
 
 class Gauges:
-    """Rates from running totals, and the process' memory.
-
-    Args:
-        now: monotonic seconds.
-    """
+    """Rates from running totals, memory, and the GPU's load. ``now``: monotonic seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -50,7 +46,7 @@ class Gauges:
         self._gpu = _gpu_reader()
 
     def rate(self, name: str, total: float) -> float:
-        """Units a second by which ``total`` grows: an exponential average over the calls under this name."""
+        """Units per second by which ``total`` grows: an exponential average over the calls with this name."""
         now = self._now()
         before, then, smoothed = self._totals.get(name, (total, now, 0.0))
         if now > then:
@@ -93,10 +89,9 @@ def gpu_name() -> str:
 
 
 def free_memory_bytes(device: str) -> int:
-    """What can still be allocated where a model is computed: on the first GPU, or of the machine's memory.
+    """Memory that can still be allocated for a model: on the first GPU, or else of the machine or container.
 
-    Args:
-        device: as of ``compute.device.pick_device``; empty or ``auto`` for what there is.
+    ``device``: as in ``compute.device.pick_device``; empty or ``auto``: the GPU if there is one.
     """
     found = _first_gpu() if device.partition(":")[0] in ("", "auto", "cuda") else None
     if found is not None:

@@ -1,7 +1,7 @@
-"""Who a peer is, and where it keeps what must survive it.
+"""A peer's identity and state directory, which survive its process.
 
-A peer's identity lives in a *slot* of the state directory. A slot is locked while its process lives; a second worker
-on the same machine takes the next one, and a restarted worker finds its old slot, and so its checkpoints, again.
+Each identity has a *slot* in the state directory, locked while its process lives. A second worker on the same machine
+takes the next slot. A restarted worker finds its old slot, and so its checkpoints, again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_SLOTS = 64
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A claimed slot. ``lock`` keeps it while it is open."""
+    """A claimed slot. It stays claimed until ``lock`` is closed."""
 
     peer_id: str
     name: str
@@ -35,7 +35,7 @@ def claim(disk: Disk, root: Path, *, role: str, name: str = "", slot: int | None
     """Claim slot ``slot`` of ``root``, or the first free one.
 
     Raises:
-        UserError: the slot asked for, or every slot, is in use.
+        UserError: that slot, or every slot, is in use.
         StorageError: the directory cannot be written.
     """
     for number in [slot] if slot is not None else range(1, MAX_SLOTS + 1):

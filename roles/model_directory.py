@@ -1,4 +1,4 @@
-"""A model directory that can be given to others: its tensors hashed, and read by ranges."""
+"""A model directory that can be sent to other peers: its tensors are hashed, and read by ranges."""
 
 from __future__ import annotations
 
@@ -30,19 +30,15 @@ CACHE_FILE = "tensor-digests.json"
 MAX_CACHE_BYTES = 64 << 20
 _CACHED_FILES = 256
 MAX_TENSOR_BYTES = 4 << 30
-"""Its record, with a digest for each range, is to fit a control frame."""
+"""Larger tensors are refused: a record, with a digest per range, must fit into a control frame."""
 _MAX_CONFIG_BYTES = 48 << 10  # it travels in a request
 
 Stamp = tuple[int, int]
-"""Size and time of change of a file, in bytes and nanoseconds: while both stay, it is taken to be the same."""
+"""A file's size in bytes and modification time in ns. If neither changes, the file counts as unchanged."""
 
 
 class DigestCache:
-    """Digests of files' tensors that were hashed before, in a file of the state directory. Blocking.
-
-    Args:
-        path: of that file; made when there is something to keep.
-    """
+    """Digests of tensors that were hashed before, stored in the file ``path``. Blocking."""
 
     def __init__(self, disk: Disk, path: Path) -> None:
         self._disk, self._path = disk, path
@@ -72,19 +68,19 @@ class DigestCache:
                 try:
                     self._files = cached_untrusted(self._disk.read(self._path, max_bytes=MAX_CACHE_BYTES))
                 except (ProtocolError, StorageError):
-                    self._files = {}  # damaged: all is hashed again, and it is written anew
+                    self._files = {}  # damaged: the tensors are hashed again
         return self._files
 
 
 def cached_untrusted(data: bytes) -> dict[str, tuple[Stamp, dict[str, bytes]]]:
-    """What ``DigestCache`` wrote. Raises ``ProtocolError``."""
+    """Parse the file of a ``DigestCache``. Raises ``ProtocolError``."""
     try:
         files = json.loads(data)["files"]
         found = {}
         for path, entry in files.items():
             size, mtime_ns = (int(each) for each in entry["stamp"])
             digests = {str(name): bytes.fromhex(text) for name, text in entry["digests"].items()}
-            if any(not digest or len(digest) % DIGEST_BYTES for digest in digests.values()):  # or of another kind, once
+            if any(not digest or len(digest) % DIGEST_BYTES for digest in digests.values()):  # e.g. of an older hash
                 raise ProtocolError("a digest that is none")
             found[str(path)] = ((size, mtime_ns), digests)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -94,11 +90,12 @@ def cached_untrusted(data: bytes) -> dict[str, tuple[Stamp, dict[str, bytes]]]:
 
 @dataclass(frozen=True, slots=True)
 class ModelDirectory:
-    """A model whose every tensor was hashed. Its bytes are refused once a file changed since.
+    """A model with all tensors hashed. Reads from a file that changed since are refused.
 
     Attributes:
-        model: its id. config: the text of ``config.json``.
-        records: of tensors in the order of their names, then of small files.
+        model: the model's id.
+        config: the text of ``config.json``.
+        records: of the tensors, sorted by name, then of the small files.
     """
 
     directory: Path
@@ -113,10 +110,9 @@ class ModelDirectory:
         return self.directory.name
 
     def read(self, name: str, start: int, stop: int) -> bytearray:
-        """Bytes [start, stop) of a tensor or small file. Blocking.
+        """Read bytes [start, stop) of a tensor or small file. Blocking.
 
-        Raises:
-            StorageError: there are none such, or the file changed.
+        Raises ``StorageError`` if there are no such bytes, or the file changed.
         """
         entry = self.entries.get(name)
         if entry is None or not 0 <= start <= stop <= entry.size_bytes:
@@ -128,13 +124,13 @@ class ModelDirectory:
 
 
 def open_model(directory: Path, cache: DigestCache | None) -> ModelDirectory:
-    """Hash what is not known yet: seconds per gigabyte on a disk. Blocking.
+    """Open a model and hash the tensors that are not in ``cache``: about a second per gigabyte. Blocking.
 
     Raises:
-        ConfigError: there is no model in safetensors.
-        StorageError: a file is damaged, missing or cannot be read, or changed meanwhile.
+        ConfigError: there is no usable model in safetensors.
+        StorageError: a file is damaged, missing or unreadable, or changed meanwhile.
     """
-    before = _stamps(directory)  # before the headers are read: what they say is of these files
+    before = _stamps(directory)  # taken before the headers are read, to detect a later change
     table = table_of(directory)
     small = _small_files(directory)
     if "config.json" not in small:
@@ -173,7 +169,7 @@ def table_of(directory: Path) -> TensorTable:
     """The tensors of a directory that a peer named. Raises ``ConfigError``, ``StorageError``."""
     try:
         return TensorTable(directory)
-    except OSError as error:  # a name that is too long, a directory that this user may not enter
+    except OSError as error:  # such as a name that is too long, or missing permission
         raise StorageError(f"cannot read {directory}: {error.strerror or error}") from error
 
 

@@ -1,14 +1,15 @@
-"""What a model directory holds, as one peer tells another: records of its tensors and small files, and the model's id.
+"""The table of a model that one peer sends another: records of its tensors and small files, and the model's id.
 
-The id is a hash over all that decides what the model computes, so a table is believed when it leads to the id that was
-asked for: a sender can lie about nothing but the small files.
+The id is a hash over everything that decides what the model computes. The receiver accepts a table only if it leads to
+the requested id. So a sender can lie about the small files only.
 
-Givers may be hostile, and parts are shared by whoever asks for a model of the same id, so both hashes are BLAKE2b: a
-fast checksum such as xxh3 is forged in no time. Tensors have 256 bits, ids 224 (the longest hex text that ``is_id``
-takes); even who makes up two models himself finds no two of one id. One core does 0.9 GB/s of it, where xxh3 does 11: a
-second for a gigabyte that is loaded, beside which the disk or the wire takes as long or longer, and once for a gigabyte
-that is given, for tables are kept by size and time of the files. What is kept so only ever makes tables: every byte
-that is loaded is hashed when it is, so a file that changed unnoticed is refused, not believed.
+Senders may be hostile, and all peers that request the same id share parts. So both hashes are BLAKE2b; a checksum such
+as xxh3 is easy to forge. Digests of tensors have 256 bits. Ids have 224 bits, the longest hex text that ``is_id``
+accepts, so even an attacker who makes both models cannot make two with the same id.
+
+One core hashes 0.9 GB/s with BLAKE2b, and 11 GB/s with xxh3. A receiver hashes every byte that it loads; the disk or
+the network takes at least as long. A sender hashes a file once, and caches the digests by size and modification time.
+The cache only serves to make tables. If a file changes unnoticed, the receiver's hash differs, so it refuses the data.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from wire.chain_messages import TensorRecord, TensorsPage
 from wire.job_messages import RANGE_BYTES
 
 FILE = "FILE"
-"""In place of a dtype: a small file, such as the tokenizer's. Its shape is its bytes."""
+"""The ``dtype`` of a record of a small file, such as the tokenizer's. Its shape is [size in bytes]."""
 DIGEST_BYTES = 32
 ID_BYTES = 28
 MAX_FILE_BYTES = 64 << 20
@@ -37,12 +38,12 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}\.(json|txt|model|jin
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a small file of that name belongs to a model: no path, nothing hidden, no weights."""
+    """Whether a small file of that name may belong to a model: no path, no hidden file, no weights."""
     return _FILE_NAME.fullmatch(name) is not None
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> bytes:
-    """Of a tensor or small file, as it stands in its record: of each range. Lets other threads run meanwhile."""
+    """The digest in a record: the digests of all ranges of a tensor or small file, joined. Releases the GIL."""
     view = memoryview(data)
     ranges = (view[start : start + RANGE_BYTES] for start in range(0, max(len(view), 1), RANGE_BYTES))
     return b"".join(hashlib.blake2b(each, digest_size=DIGEST_BYTES).digest() for each in ranges)
@@ -53,7 +54,7 @@ def digest_size(size_bytes: int) -> int:
 
 
 def model_id(config: str, records: Iterable[TensorRecord]) -> str:
-    """The id of the model that ``config`` (``config.json``'s text) and the tensors make; small files do not count."""
+    """The id of the model with this text of ``config.json`` and these tensors. Small files do not count."""
     total = hashlib.blake2b(digest_size=ID_BYTES)
     _put(total, config.encode("utf-8", "surrogatepass"))
     for record in sorted((each for each in records if each.dtype != FILE), key=lambda each: each.name):
@@ -80,11 +81,7 @@ def page_of(records: Sequence[TensorRecord], first: int) -> TensorsPage:
 
 
 class TableReceiver:
-    """Puts a table together, page after page.
-
-    Attributes:
-        records: so far, by name.
-    """
+    """Assembles a table from its pages. ``records``: name → record, so far."""
 
     def __init__(self) -> None:
         self.records: dict[str, TensorRecord] = {}
@@ -108,7 +105,7 @@ class TableReceiver:
 
 
 def check_record_untrusted(record: TensorRecord) -> None:
-    """Raises ``ProtocolError`` where there can be no such tensor, or file."""
+    """Raise ``ProtocolError`` if there can be no such tensor or file."""
     if not 0 < len(record.name) <= _MAX_NAME or len(record.digest) != digest_size(record.size_bytes):
         raise ProtocolError("a tensor without a proper name or digest")
     if len(record.shape) > MAX_DIMS or not all(0 <= each < 1 << 48 for each in record.shape):

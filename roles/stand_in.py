@@ -1,7 +1,7 @@
-"""Engines without torch: a quadratic bowl instead of a model, and parts that only take time.
+"""Engines without torch: a quadratic function instead of a model, and parts that only take time.
 
-The bowl keeps every promise of ``roles.engine.Engine``, costs microseconds, and lets tests and simulations run the real
-seed and workers by the hundred.
+The quadratic engine keeps every promise of ``roles.engine.Engine`` and costs microseconds. So tests and simulations can
+run the real seed with hundreds of real workers.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from p2ptrain.core.training import Applied, Blob, BlobRange, FilePlan
 from p2ptrain.core.weights_index import shard_name
 from roles.engine import WHOLE, OnFinal, Payload, Stage
 
-_STAMP = struct.Struct("!4sqqi")  # kind, step, micro-batch, stage that made it
+_STAMP = struct.Struct("!4sqqi")  # kind, step, micro-batch, sending stage
 
 
 class StandInEngine:
-    """Minimizes |parameters - target|², where micro-batch i of step s sees a target that is a pure function of both.
-
-    Attributes:
-        state_file: of its checkpoints; each part's has its own name.
+    """Minimizes |parameters - target|². The target is a pure function of step and micro-batch.
 
     Args:
-        numel: parameters, of the whole model.
+        numel: number of parameters of the whole model.
         corpus: stands for the data; members must agree on it.
-        on_micro_batch: called before each one, with (step, index): to hold a test's clock, or to fail on purpose.
-        stage: the part of the model that it holds: about an equal number of parameters, which follow those of the parts
-            before. Parts need nothing of each other, and all together they are bit for bit what the whole would be.
+        on_micro_batch: called with (step, index) before each micro-batch, to control a test's clock or to fail.
+        stage: the part of the model that it holds, with about 1/``stage.count`` of the parameters. Parts are
+            independent of each other, and together equal the whole bit for bit.
+
+    Attributes:
+        state_file: name of the checkpoint's state file; each stage has its own.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class StandInEngine:
         self.windows = 1 << 16
 
     def share_cores(self, workers: int) -> None:
-        """It computes on one core in any case."""
+        """Does nothing: this engine always uses one core."""
 
     def begin_step(self, step: int) -> None:
         self.reduce_buffer[:] = 0
@@ -87,18 +87,18 @@ class StandInEngine:
         middle = addend.size // 2
         self.reduce_buffer[:middle] += addend[:middle]
         if on_final is not None:
-            on_final(middle)  # so the front is on its way while the rest is still being added
+            on_final(middle)  # the ring may send the front while the rest is still being added
         self.reduce_buffer[middle:] += addend[middle:]
 
     def contribution(self, step: int, index: int) -> npt.NDArray[np.float32]:
-        """What the micro-batch adds in float: its mean loss' gradient / M, then that loss. For tests to spoil."""
+        """The micro-batch's addend in float32: the gradient of its mean loss / M, then that loss. Tests override it."""
         difference = self._parameters - self._target(step, index)
         gradient = 2 * difference / np.float32(self._whole * self._micro_batches)
         loss = np.add.reduce(difference**2, dtype=np.float64) / self._whole
         return np.append(gradient, loss.astype(np.float32))
 
     def finish_gradients(self, on_final: OnFinal | None = None) -> None:
-        """Nothing to bring anywhere: the gradients are made in the buffer."""
+        """Does nothing: ``micro_batch`` adds to the buffer directly."""
 
     def partial_square_sum(self, start: int, stop: int) -> float:
         numel = self.reduce_buffer.size - 1
@@ -137,7 +137,7 @@ class StandInEngine:
         self._momentum[:] = 0
 
     def state_loaded(self, step: int) -> None:
-        """Nothing derives from the state."""
+        """Does nothing: no values are derived from the state."""
 
     def checkpoint_files(self, step: int) -> list[FilePlan]:
         whole = tuple(BlobRange(blob.name, 0, blob.view.nbytes) for blob in self.state())
@@ -153,7 +153,7 @@ class StandInEngine:
         self._parameters[:], self._momentum[:] = np.split(values, 2)
 
     def digest(self) -> str:
-        """SHA-256 of the state: members that agree hold the same bits."""
+        """SHA-256 of the state, hex. Equal digests mean equal bits."""
         return hashlib.sha256(self._parameters.tobytes() + self._momentum.tobytes()).hexdigest()
 
     def _target(self, step: int, index: int) -> npt.NDArray[np.float32]:
@@ -162,7 +162,6 @@ class StandInEngine:
         return np.float32(1.0) + np.float32(0.01) * noise[self._part]
 
     def initial_digest(self) -> bytes:
-        """See ``roles.engine.Engine``."""
         return hashlib.blake2b(self._initial().tobytes(), digest_size=16).digest()
 
     def _initial(self) -> npt.NDArray[np.float32]:
@@ -170,15 +169,15 @@ class StandInEngine:
 
 
 class TimedPart:
-    """Takes its time and burns no CPU. Its payloads say what they are, and are checked where they arrive.
+    """Sleeps instead of computing. Its payloads carry a stamp, which the receiving stage checks.
 
-    An operation never takes less than it should. A busy machine wakes a sleeper late, and that is not made up for: what
-    one operation is shortened by may not be what another one has held up.
+    An operation takes at least the configured time. A busy machine may wake it late. Later operations are not shortened
+    in return, because they need not be the ones that the delay held up.
 
     Args:
-        stage: this part's, of ``stages``.
-        forward_s, backward_s: of one micro-batch.
-        sleep, clock: what takes the time, and tells it, in seconds; a test brings its own.
+        stage: index of this part, of ``stages``.
+        forward_s, backward_s: duration for one micro-batch.
+        sleep, clock: in seconds; tests pass their own.
     """
 
     def __init__(
@@ -215,7 +214,6 @@ class TimedPart:
         return made
 
     def _take(self, began: float, seconds: float) -> None:
-        """Until the operation that ``began`` then has had its time, what its payloads took included."""
         self._sleep(max(began + seconds - self._clock(), 0.0))
 
     def _made(self, kind: bytes, index: int, nbytes: int) -> Payload:

@@ -1,7 +1,7 @@
-"""A model that only takes time, for ``bench generate``: what comes next is a hash of all that came before.
+"""A model without torch that only takes time, for ``bench generate``. The next token is a hash of all tokens before.
 
-The verifier's stand-in always picks the right token; the drafter's is wrong at some positions, always the same ones.
-Without torch. Such a model is a directory, as any other is.
+The verifier's model always samples the right token. The drafter's is wrong at a fixed set of positions. Such a model is
+a directory, like any other.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from p2ptrain.core.serving import PartSpec, Pass, Ran, Sampling
 KIND = "timed"
 VOCAB, CONTEXT = 256, 1 << 16
 PERIOD = 1000
-"""Of the positions at which a drafter is wrong: of so many in a row, exactly its share, in no order."""
+"""Period of the positions at which a drafter is wrong. Each period has the exact share of them, shuffled."""
 
 
 def write_timed_model(directory: Path, pass_s: float, *, alpha: float = 1.0) -> Path:
-    """A model directory without a tokenizer.
+    """Write a model directory without a tokenizer.
 
     Args:
-        pass_s: that a pass takes.
-        alpha: how often it picks the right token.
+        pass_s: duration of a forward pass.
+        alpha: share of positions at which the model samples the right token.
     """
     header = json.dumps({"none": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     config = {"model_type": KIND, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
@@ -39,7 +39,7 @@ def write_timed_model(directory: Path, pass_s: float, *, alpha: float = 1.0) -> 
 
 
 def timed_model_in(directory: Path) -> TimedModel | None:
-    """The one that is described there; None where that is another kind of model."""
+    """The timed model in a directory; None if the directory has another kind of model."""
     try:
         config = (directory / "config.json").read_text("utf-8")
         values = json.loads(config)
@@ -47,11 +47,11 @@ def timed_model_in(directory: Path) -> TimedModel | None:
             return None
         return TimedModel(config, float(values["pass_s"]), float(values["alpha"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # who loads models says what is wrong
+        return None  # the loader of other models reports the problem
 
 
 def text_after(prompt: bytes, tokens: int) -> bytes:
-    """What the verifier writes: printable ASCII, so that each token is a character."""
+    """The verifier's text after a prompt: printable ASCII, one character per token."""
     state = 0
     for token in prompt:
         state = _after(state, token)
@@ -79,7 +79,7 @@ class TimedModel:
     def __init__(self, config: str, pass_s: float, alpha: float) -> None:
         self.spec = PartSpec(config, 0, 1, 1)
         self._pass_s = pass_s
-        self._states: dict[str, list[int]] = {}  # by session, behind each position, and before the first
+        self._states: dict[str, list[int]] = {}  # session → hash before the first position, then after each position
         right = round(alpha * PERIOD)
         self._is_right = [True] * right + [False] * (PERIOD - right)
         random.Random(1).shuffle(self._is_right)  # noqa: S311 - no secret
@@ -102,7 +102,7 @@ class TimedModel:
         for position in range(len(states) - work.samples, len(states)):
             wrong = not self._is_right[position % PERIOD]
             picked.append(_right(states[position]) ^ wrong)
-        # A sleep alone ends late, by up to a millisecond, and no model that computes has that.
+        # A sleep may end a millisecond late, unlike a real computation, so the last millisecond is spent polling.
         while (left_s := ends_s - time.perf_counter()) > 0:
             time.sleep(max(0.0, left_s - 0.001))
         return Ran(memoryview(b""), tuple(picked))

@@ -1,4 +1,4 @@
-"""The seed: knows who is there, keeps the record, coordinates jobs, answers operators. Never imports torch."""
+"""The seed: tracks members, stores records, coordinates jobs, and answers operators. Never imports torch."""
 
 from roles.seed.run import Encryption, Restored, restore, run_seed
 

@@ -1,4 +1,4 @@
-"""The checkpoints on the workers' disks: what workers tell of them, and whether a step can be gone back to."""
+"""The catalogue of checkpoints on the workers' disks, and the check whether a job can go back to one."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from wire.records import CheckpointInfo
 
 
 class Catalogue:
-    """All checkpoints that are known of.
+    """All known checkpoints.
 
     Args:
-        desks: the jobs, by their ids; told of how far each could go back, or on.
-        links: the peers that are here, among them holders.
+        desks: job id → controller, which is notified when the checkpoints of its job change.
+        links: peer id → link of each connected peer.
 
     Attributes:
-        known: by their ids.
+        known: checkpoint id → record.
     """
 
     def __init__(
@@ -41,21 +41,22 @@ class Catalogue:
     ) -> None:
         self.known: dict[str, CheckpointInfo] = {}
         self._clock, self._store, self._board, self._desks, self._links = clock, store, board, desks, links
-        # Checkpoints that are being noted at a time; whoever tells of more waits.
-        self._noting = asyncio.Semaphore(64)
+        self._noting = asyncio.Semaphore(64)  # bounds the writes in progress; senders of more reports wait
         self._tasks: asyncio.TaskGroup | None = None
 
     async def load(self) -> None:
-        """Know what the store does. Raises ``StorageError``."""
+        """Read all checkpoints from the store. Raises ``StorageError``."""
         self.known = {item.id: item for item in await self._store.call(Records.checkpoints)}
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
 
     async def saved(self, link: Link, message: CheckpointSaved) -> None:
-        """A checkpoint is durable at ``link``, which keeps as many as the job says, the newest, and the newest that all
-        stages of a split model have. Noting it holds up nothing else that is said over the link: beats behind it would
-        be answered too late where the disk is slow."""
+        """Record a checkpoint that is durable at ``link``, and drop the records of those that the worker deleted.
+
+        A worker keeps the newest ones, as many as the job says, and the newest one that all stages of a split model
+        have. The record is written by a task, so that a slow disk does not delay heartbeats over the link.
+        """
         desk = self._desks[message.job]
         split = desk.stages > 1
         info = checkpoint_of(link, message, self._clock.wall(), split=split)
@@ -65,7 +66,7 @@ class Catalogue:
         mine = [item for item in self.known.values() if (item.job, item.peer_id, item.stage is None) == alike]
         newer = sum(item.step > info.step for item in mine)
         if newer >= keep or (known is not None and known == replace(info, created_at=known.created_at)):
-            return  # told again over a new connection: noted already, or deleted since
+            return  # repeated over a new connection: it is recorded already, or was deleted since
         mine = sorted([item for item in mine if item.id != info.id] + [info], key=lambda item: -item.step)
         await self._noting.acquire()
         self.known[info.id] = info
@@ -74,21 +75,22 @@ class Catalogue:
         for item_id in dropped:
             self.known.pop(item_id, None)
         self._board.touch("checkpoints", info.id, *dropped)
-        self._tell_newest(info.job)  # first: no view may begin before what is noted
+        self._tell_newest(info.job)  # first, so that no view begins at a step before this one
         assert self._tasks is not None
         if started_in(self._tasks, self._note(info, dropped), "note a checkpoint") is None:
-            self._noting.release()  # the seed stops: the worker tells the next one
+            self._noting.release()  # the seed stops; the worker reports again to the next one
 
     async def went_back(self, view: View) -> None:
-        """What the members of a view saved of later steps is set aside."""
+        """Drop the records of later steps that the members of a restored view saved."""
         members = {member.peer_id for member in view.members}
         later = [item for item in self.of(view.job) if item.step > view.step]
         await self.drop([item.id for item in later if item.peer_id in members])
 
     async def loaded(self, link: Link, desk: JobController, applied: int) -> None:
-        """A stage holds the newest state that it could load, or more: what it has of later steps is gone, or damaged.
+        """Drop the records of a stage's checkpoints after step ``applied``: it could not load them.
 
-        Of a model that is not split it stays known until a view begins: the job waits by it for who still builds.
+        For a model that is not split they stay known until a view begins, because the job waits for workers that are
+        still loading.
         """
         later = [item for item in self.of(desk.id) if item.peer_id == link.id and item.step > applied]
         await self.drop([item.id for item in later if item.stage is not None])
@@ -103,7 +105,7 @@ class Catalogue:
                 self._tell_newest(job)
 
     def forget(self, job: str) -> None:
-        """Nothing of a job is known any more; its record in the store goes with the job's."""
+        """Drop a job's checkpoints from memory. The store deletes their records with the job."""
         gone = [item.id for item in self.of(job)]
         for item_id in gone:
             del self.known[item_id]
@@ -125,7 +127,7 @@ class Catalogue:
     # --------------------------------------------------------------------------------------------------- going back
 
     def named(self, checkpoint_id: str) -> CheckpointInfo:
-        """The one with this id. Raises ``Refused``."""
+        """The checkpoint with this id. Raises ``Refused``."""
         found = self.known.get(checkpoint_id)
         if found is None:
             hint = did_you_mean(checkpoint_id, self.known)
@@ -134,7 +136,7 @@ class Catalogue:
         return found
 
     def holder(self, checkpoint: CheckpointInfo) -> Link:
-        """Who has it. Raises ``Refused`` where that one is not connected."""
+        """The link of the worker that holds it. Raises ``Refused`` if that worker is not connected."""
         holder = self._links.get(checkpoint.peer_id)
         if holder is None:
             text = f"{checkpoint.peer_name}, which holds that checkpoint, is not connected"
@@ -142,11 +144,14 @@ class Catalogue:
         return holder
 
     async def verified(self, desk: JobController, checkpoint: CheckpointInfo) -> str:
-        """The lineage of a checkpoint, of which its holder has just read every byte; of a split model, all who are here
-        and hold one of that step, of each stage at least one. They spare it from now on, until they have gone back.
+        """The lineage of a checkpoint, after its holder has read and compared every byte.
+
+        For a split model all connected holders of that step verify theirs, and at least one per stage must succeed.
+        From then on the holders keep it until they have gone back to it.
 
         Raises:
-            Refused: it is not here as a whole, or damaged. DeadlineExceeded, ConnectionLost: its holder does not say.
+            Refused: it is damaged, or no connected worker holds one of its stages.
+            DeadlineExceeded, ConnectionLost: the holder does not answer.
         """
         self._check_whole(desk, checkpoint)
         lineage = await self._lineage(checkpoint)
@@ -164,11 +169,12 @@ class Catalogue:
         return lineage
 
     async def delete(self, checkpoint: CheckpointInfo) -> bool:
-        """Remove it at its holder and from the record; whether it still was at its holder.
+        """Delete it at its holder, and its record. Returns whether the holder still had it.
 
         Raises:
-            Refused: its holder is away, or does not remove it. DeadlineExceeded, ConnectionLost: it does not say.
-            StorageError: the record cannot be written.
+            Refused: the holder is not connected, or refuses.
+            DeadlineExceeded, ConnectionLost: the holder does not answer.
+            StorageError: the record cannot be deleted.
         """
         was_there = True
         try:
@@ -176,7 +182,7 @@ class Catalogue:
         except Refused as problem:
             if problem.code != "not-here":
                 raise
-            was_there = False  # somebody removed it there
+            was_there = False
         await self.drop([checkpoint.id])
         return was_there
 
@@ -206,7 +212,7 @@ class Catalogue:
 
     async def _lineage(self, checkpoint: CheckpointInfo) -> str:
         asked = self._named_to(checkpoint)
-        # it reads the whole checkpoint
+        # 60 s, because the holder reads the whole checkpoint.
         result = await self.holder(checkpoint).ask("checkpoint.verify", asked, timeout_s=60.0)
         lineage = result.get("lineage")
         if result.get("step") != checkpoint.step or not isinstance(lineage, str) or not is_lineage(lineage):

@@ -1,8 +1,6 @@
-"""Whom the seed lets in, where it has an authority: enrolment, renewals, and what operators may ask of tickets.
+"""Enrolment of peers, renewal of certificates, and operators' requests for tickets. ``wire.enrol`` shows the protocol.
 
-``wire.enrol`` shows the conversation.
-
-A seed without an authority is plain TCP on the loopback: everybody is let in, and nobody can be told from another.
+A seed without an authority uses plain TCP on the loopback: it admits all peers, and cannot verify who they are.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ _EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
 
 
 class EnrolmentPolicy:
-    """What a seed decides about strangers and their certificates.
+    """Decides which peers get a certificate, and which certificates are honoured.
 
     Args:
         authority: None on a plain seed.
-        host: what tickets say where nobody names another address; ``opened`` tells the port.
-        note: (level, kind, text) for the diary. Never given a secret.
+        host: default address in tickets. ``opened`` sets the port.
+        note: adds (level, kind, text) to the event log. It never gets a secret.
     """
 
     def __init__(
@@ -56,10 +54,9 @@ class EnrolmentPolicy:
         return self._authority is not None
 
     async def opened(self, address: tuple[str, int]) -> Ticket | None:
-        """The seed listens: leave tickets for programs of this machine. The one to show; None on a plain seed.
+        """Write the local tickets, now that the seed listens on ``address``. Raises ``StorageError``.
 
-        Raises:
-            StorageError: they cannot be written.
+        Returns the ticket to show; None on a plain seed.
         """
         if self._authority is None:
             return None
@@ -73,7 +70,7 @@ class EnrolmentPolicy:
         return await authority.first_ticket(host=self._host, now=now)
 
     def judge(self, connection: Connection) -> None:
-        """Raise ``Refused`` where the certificate of a connection is no longer honoured."""
+        """Raise ``Refused`` if a connection's certificate is no longer honoured."""
         if self._authority is not None and connection.identity is not None:
             self._authority.judge(connection.identity)
 
@@ -81,17 +78,16 @@ class EnrolmentPolicy:
         return self._authority is not None and peer_id in self._authority.book.members
 
     async def evict(self, peer_id: str, name: str) -> None:
-        """From now on that peer's certificate is refused. Raises ``Refused``, ``StorageError``."""
+        """Refuse that peer's certificates from now on. Raises ``Refused``, ``StorageError``."""
         await self._of_the_run("to evict a peer").evict(peer_id, name)
         self._note("warning", "evicted", f"an operator evicted {name} ({peer_id})")
 
     # -------------------------------------------------------------------------------------------------------- enrolment
 
     async def enrol(self, connection: Connection, hello: Hello) -> None:
-        """Serve one connection of who has no certificate yet. The whole of it has the handshake's time.
+        """Serve one connection of a peer without a certificate, within ``HANDSHAKE_TIMEOUT_S``.
 
-        Raises:
-            P2PTrainError: why it got none; it was told the same.
+        Raises ``P2PTrainError`` if the peer gets no certificate, after telling it the same reason.
         """
         authority = self._of_the_run("to enrol")
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -99,7 +95,7 @@ class EnrolmentPolicy:
         try:
             message = (await connection.receive(timeout_s=HANDSHAKE_TIMEOUT_S)).message
         except ConnectionLost:
-            return  # it only fetched the CA
+            return  # the peer only fetched the CA
         try:
             match message:
                 case EnrolRequest():
@@ -127,7 +123,7 @@ class EnrolmentPolicy:
         connection.send(EnrolGranted(certificate_der))
 
     async def renew(self, params: Params, connection: Connection) -> Result:
-        """The next certificate of a member, over the connection that its present one opened. Raises ``Refused``."""
+        """Renew the certificate that opened this connection. Raises ``Refused``, ``ProtocolError``."""
         authority, identity = self._of_the_run("to renew a certificate"), connection.identity
         if identity is None:
             raise Refused("no-certificate", "this connection has no certificate that could be renewed")
@@ -166,7 +162,6 @@ class EnrolmentPolicy:
         return self._shown(authority, record)
 
     async def tickets_list(self, params: Params, connection: Connection) -> Result:
-        """Never the secrets: who may make tickets can make a new one."""
         now = self._clock.wall()
         book = self._of_the_run("a ticket").book.pruned(now)
         return {"tickets": [record.to_map(now) for record in book.tickets.values()]}
@@ -180,19 +175,19 @@ class EnrolmentPolicy:
         await authority.revoke(found[0], self._clock.wall())
         self._note("warning", "ticket", f"an operator revoked ticket {found[0]}, and the certificates that came of it")
         record = authority.book.ticket(found[0])
-        if record.kind == "local":  # programs of this machine get another
+        if record.kind == "local":  # programs of this machine need a new one
             await self._tickets_of_the_start(authority)
         return {"ticket": record.to_map(self._clock.wall())}
 
     async def tickets_rotate(self, params: Params, connection: Connection) -> Result:
-        """Close all that are open, members stay; the one to show, and those of this machine, are made anew."""
+        """Close all open tickets and make new ones to show and for this machine. Members stay."""
         authority = self._of_the_run("a ticket")
         await authority.rotate(self._clock.wall())
         self._note("warning", "ticket", "an operator replaced all tickets; members stay")
         return self._shown(authority, await self._tickets_of_the_start(authority))
 
     def _shown(self, authority: Authority, record: TicketRecord) -> Result:
-        """A ticket for the person who asked for it: the only place where a secret leaves the seed by the wire."""
+        """The answer to the operator who requested a ticket. Only here a secret leaves the seed over the network."""
         return {"ticket": record.to_map(self._clock.wall()), "text": str(authority.ticket(record, self._port))}
 
     def _of_the_run(self, what: str) -> Authority:

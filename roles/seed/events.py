@@ -1,8 +1,8 @@
-"""The event log, and what those who watch are told: coalesced, at most ten times a second, in bounded frames.
+"""The event log, and the feeds of subscribers: updates are coalesced, sent every ``INTERVAL_S``, in bounded frames.
 
-A feed remembers *which* records changed, not how: when its turn comes it asks for their present state. So a slow reader
-gets fewer updates, not older ones. Rows of metrics and events are kept, in bounded number: a reader that falls further
-behind, or takes nothing for ``PATIENCE_S``, is dropped, with a reason.
+A feed stores *which* records changed, and asks for their present state when it sends. So a slow reader gets fewer
+updates, not older ones. Rows of metrics, events and recoveries wait in bounded queues. A reader that falls further
+behind, or reads nothing for ``PATIENCE_S``, is disconnected with a reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from wire.messages import Update
 from wire.records import EventInfo, MetricRow, RecoveryInfo
 
 TOLD_EVERY_S = 1.0
-"""Of equal refusals to one machine one is told in this time: who knocks a thousand times must not push out the news."""
+"""Equal refusals of one machine are logged once in this time, so that repeated tries do not displace other events."""
 MAX_KEPT = 1024
 INTERVAL_S = 0.1
 PATIENCE_S = 5.0
@@ -36,7 +36,7 @@ Row = MetricRow | EventInfo | RecoveryInfo
 _TOPICS: dict[type, str] = {MetricRow: "metrics", EventInfo: "events", RecoveryInfo: "recoveries"}
 Map = dict[str, Any]
 Render = Callable[[str, str], Map | None]
-"""(topic, id) → the record as a map, None where it is gone."""
+"""(topic, id) → the record as a map; None if it is gone."""
 
 
 class Subscription:
@@ -60,10 +60,11 @@ class Subscription:
         self._news.set()
 
     async def run(self, connection: Connection) -> None:
-        """Send until cancelled.
+        """Send updates until cancelled.
 
         Raises:
-            DeadlineExceeded: the subscriber does not read. ConnectionLost: it is gone.
+            DeadlineExceeded: the subscriber reads too slowly.
+            ConnectionLost: the subscriber is gone.
         """
         while True:
             await self._news.wait()
@@ -73,7 +74,7 @@ class Subscription:
             for update in self._drain():
                 connection.send(update)
                 await connection.flush(timeout_s=PATIENCE_S)
-            await asyncio.sleep(INTERVAL_S)  # what changes meanwhile is told together
+            await asyncio.sleep(INTERVAL_S)  # collect further changes
 
     def _drain(self) -> Iterator[Update]:
         for topic in STATE_TOPICS:
@@ -106,7 +107,7 @@ class Subscriptions:
 
     @contextmanager
     def open(self) -> Iterator[Subscription]:
-        """A feed that learns of every change from now on, until it is left."""
+        """A feed of all changes within the block."""
         feed = Subscription(self._render)
         self._feeds.add(feed)
         try:
@@ -115,13 +116,13 @@ class Subscriptions:
             self._feeds.discard(feed)
 
     async def serve(self, feed: Subscription, connection: Connection) -> None:
-        """Run the feed; a reader that is too slow loses its connection. Returns when the connection is gone."""
+        """Run a feed until its connection ends. A reader that is too slow is disconnected."""
         try:
             await feed.run(connection)
         except DeadlineExceeded as problem:
             connection.abort(DeadlineExceeded(f"a subscriber was dropped: {problem.message}", remedy=problem.remedy))
         except ConnectionLost:
-            pass  # its reader tells
+            pass  # the task that reads this connection reports the loss
 
 
 def newest_that_fit(items: Iterable[Map], limit_bytes: int = 40 << 10) -> list[Map]:
@@ -143,7 +144,7 @@ def _updates(topic: str, items: Iterable[Map]) -> Iterator[Update]:
     size_bytes = 0
     for item in items:
         item_bytes = len(msgpack.packb(item))
-        # Items in one frame, packed; with what is around them it stays well below 32 KiB.
+        # 24 KiB of packed items: the whole frame stays well below 32 KiB.
         if batch and size_bytes + item_bytes > (24 << 10):
             yield Update(topic, batch)
             batch, size_bytes = [], 0
@@ -158,20 +159,16 @@ LEVELS = frozenset({"info", "warning", "error"})
 
 
 class EventLog:
-    """See the module's docstring.
-
-    Attributes:
-        recent: the newest events, for who begins to watch.
-    """
+    """Numbers events, stores them, and sends them to the feeds. ``recent``: the newest ones, for new subscribers."""
 
     def __init__(self, clock: Clock, store: Store, board: Subscriptions) -> None:
         self.recent: deque[EventInfo] = deque(maxlen=RECENT_EVENTS)
         self._clock, self._store, self._board = clock, store, board
         self._last_id = 0
-        self._refused: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()  # told at, left out since
+        self._refused: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()  # logged at, left out since
 
     async def load(self) -> None:
-        """Go on where the store ends. Raises ``StorageError``."""
+        """Read the newest events from the store, and continue its numbers. Raises ``StorageError``."""
         self._last_id = await self._store.call(Records.last_event_id)
         self.recent.extend(await self._store.call(Records.events, self._last_id - RECENT_EVENTS, RECENT_EVENTS))
 
@@ -186,9 +183,9 @@ class EventLog:
 
     def refused(self, problem: P2PTrainError, address: tuple[str, int]) -> None:
         if isinstance(problem, Refused | ProtocolError):
-            reason = problem.message.replace(format_address(*address), "")  # the port is another one each time
+            reason = problem.message.replace(format_address(*address), "")  # the port differs each time
             text = self._told(address[0], reason, told_of(address, problem.message), self._clock.now())
-            # Commands on this machine ask in plain whether the seed is: no reason to warn anybody.
+            # Commands on this machine probe without TLS whether the seed runs. This needs no warning.
             asked = getattr(problem, "code", "") == "tls-required" and is_loopback(address[0])
             if text is not None:
                 self.note("info" if asked else "warning", "refused", text, "", "")
