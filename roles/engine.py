@@ -116,8 +116,7 @@ class Engine(Protocol):
         """Number of validation micro-batches, the same on every member."""
 
     def state(self) -> list[Blob]:
-        """Parameters and optimizer moments: all bytes that later steps depend on. Every member has equal names and
-        sizes."""
+        """All bytes that later steps depend on: parameters, moments. Names and sizes are equal on every member."""
 
     def load_initial(self) -> None:
         """Load the state of step 0, a pure function of the job's seed and model (or the model directory's weights)."""
@@ -134,7 +133,7 @@ class Engine(Protocol):
         ``state()`` at ``step``. Raises ``StorageError``."""
 
     def load(self, directory: Path) -> None:
-        """Load a checkpoint of ``checkpoint_files``. Raises ``StorageError`` if it does not fit this model."""
+        """Load a checkpoint with the files of ``checkpoint_files``. Raises ``StorageError`` if it does not fit."""
 
 
 class PartEngine(Protocol):
@@ -194,7 +193,7 @@ class PipelineEngine(Engine, PartEngine, Protocol):
 
     def validation_forward(self, index: int, inputs: Payload | None) -> tuple[Payload | None, float]:
         """Run validation micro-batch ``index``. Returns the activations for the next stage, and the sum of the losses
-        (nats) on the last stage, else 0. Raises ``ProtocolError`` if ``inputs`` are no activations."""
+        (nats) on the last stage, else 0. Raises as ``forward``."""
 
     def contributed_square_sum(self, start: int, stop: int) -> float:
         """As ``partial_square_sum``, but of this member's own contribution. For a weight that the first and the last

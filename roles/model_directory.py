@@ -31,7 +31,7 @@ MAX_CACHE_BYTES = 64 << 20
 _CACHED_FILES = 256
 MAX_TENSOR_BYTES = 4 << 30
 """Larger tensors are refused: a record, with a digest per range, must fit into a control frame."""
-_MAX_CONFIG_BYTES = 48 << 10  # it travels in a request
+_MAX_CONFIG_BYTES = 48 << 10  # the text of config.json is sent in a request
 
 Stamp = tuple[int, int]
 """A file's size in bytes and modification time in ns. If neither changes, the file counts as unchanged."""
@@ -110,10 +110,7 @@ class ModelDirectory:
         return self.directory.name
 
     def read(self, name: str, start: int, stop: int) -> bytearray:
-        """Read bytes [start, stop) of a tensor or small file. Blocking.
-
-        Raises ``StorageError`` if there are no such bytes, or the file changed.
-        """
+        """Read bytes [start, stop) of a tensor or small file. Blocking. Raises ``StorageError`` if the file changed."""
         entry = self.entries.get(name)
         if entry is None or not 0 <= start <= stop <= entry.size_bytes:
             raise StorageError(f"{self.directory} has no bytes {start} to {stop} of {name[:80]!r}")

@@ -179,7 +179,7 @@ class SeedLink:
     def _met(self, place: Address, welcome: Welcome) -> None:
         self._seeds = list(dict.fromkeys([place, *self._seeds]))
         self._cluster, before = welcome.cluster_id, self._terms.pop(welcome.cluster_id, None)
-        self._terms[welcome.cluster_id] = welcome.term  # the newest is the last
+        self._terms[welcome.cluster_id] = welcome.term  # the dict's order is from oldest to newest
         if before != welcome.term:
             self._on_term()
 

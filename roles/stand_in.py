@@ -120,7 +120,7 @@ class StandInEngine:
 
     def validate(self, first: int, count: int) -> tuple[float, int]:
         squares = [np.sum((self._parameters - self._target(-1, index)) ** 2) for index in range(first, first + count)]
-        targets = 0 if self._part.start else count * self.tokens_per_micro_batch  # counted once
+        targets = 0 if self._part.start else count * self.tokens_per_micro_batch  # only the first part counts them
         return float(np.sum(squares)) / self._whole * self.tokens_per_micro_batch, targets
 
     def validation_batches(self) -> int:

@@ -24,11 +24,9 @@ PERIOD = 1000
 
 
 def write_timed_model(directory: Path, pass_s: float, *, alpha: float = 1.0) -> Path:
-    """Write a model directory without a tokenizer.
+    """Write a model directory without a tokenizer. ``pass_s``: duration of a forward pass.
 
-    Args:
-        pass_s: duration of a forward pass.
-        alpha: share of positions at which the model samples the right token.
+    ``alpha``: share of positions at which the model samples the right token.
     """
     header = json.dumps({"none": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     config = {"model_type": KIND, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT}

@@ -21,14 +21,9 @@ from wire.records import CheckpointInfo
 
 
 class Catalogue:
-    """All known checkpoints.
+    """All known checkpoints. A job's controller (``desks``) is notified when the checkpoints of the job change.
 
-    Args:
-        desks: job id → controller, which is notified when the checkpoints of its job change.
-        links: peer id → link of each connected peer.
-
-    Attributes:
-        known: checkpoint id → record.
+    ``known``: checkpoint id → record.
     """
 
     def __init__(
@@ -171,10 +166,7 @@ class Catalogue:
     async def delete(self, checkpoint: CheckpointInfo) -> bool:
         """Delete it at its holder, and its record. Returns whether the holder still had it.
 
-        Raises:
-            Refused: the holder is not connected, or refuses.
-            DeadlineExceeded, ConnectionLost: the holder does not answer.
-            StorageError: the record cannot be deleted.
+        Raises ``Refused``, ``DeadlineExceeded`` or ``ConnectionLost`` if the holder does not do it, ``StorageError``.
         """
         was_there = True
         try:

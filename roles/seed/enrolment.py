@@ -85,10 +85,7 @@ class EnrolmentPolicy:
     # -------------------------------------------------------------------------------------------------------- enrolment
 
     async def enrol(self, connection: Connection, hello: Hello) -> None:
-        """Serve one connection of a peer without a certificate, within ``HANDSHAKE_TIMEOUT_S``.
-
-        Raises ``P2PTrainError`` if the peer gets no certificate, after telling it the same reason.
-        """
+        """Enrol a peer within ``HANDSHAKE_TIMEOUT_S``. Refusals are sent to it, and raised as ``P2PTrainError``."""
         authority = self._of_the_run("to enrol")
         nonce = secrets.token_bytes(NONCE_BYTES)
         connection.send(EnrolOffer(authority.ca_der, nonce))

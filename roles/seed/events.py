@@ -60,12 +60,7 @@ class Subscription:
         self._news.set()
 
     async def run(self, connection: Connection) -> None:
-        """Send updates until cancelled.
-
-        Raises:
-            DeadlineExceeded: the subscriber reads too slowly.
-            ConnectionLost: the subscriber is gone.
-        """
+        """Send updates until cancelled. Raises ``DeadlineExceeded`` if the reader is too slow, ``ConnectionLost``."""
         while True:
             await self._news.wait()
             self._news.clear()

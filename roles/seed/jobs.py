@@ -52,10 +52,9 @@ def seen_for(device: str, peer: Peer) -> Peer:
 
 
 def training_of(profile: Profile | None, shape: object, cuts: Sequence[int] = ()) -> Training | None:
-    """A split job as placement sees it; None if the job is not split, or the model's sizes are not known.
+    """A split job as placement sees it; None if it is not split, or the model's sizes are not known.
 
-    Args:
-        cuts: the planned cuts; if empty, those of the profile.
+    ``cuts``: the planned cuts; if empty, those of the profile.
     """
     try:
         known = shape_untrusted(shape) if shape else None
@@ -324,7 +323,7 @@ class JobController:
         return known_link(self._seed.survey.table.known, view.members[rank].peer_id, view.right_of(rank).peer_id)
 
     def retire(self) -> None:
-        """Stop handling events, because the job is to be forgotten. The job must have ended."""
+        """Stop handling events of a job that has ended and will be forgotten."""
         assert not self.live
         self.post(co.Signal.TICK)  # wakes ``run``
         self._retired.set()

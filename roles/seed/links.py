@@ -69,12 +69,7 @@ class LinkTable:
 
 
 class Survey:
-    """Requests measurements from workers. A seed has one.
-
-    Args:
-        links: the connected workers.
-        changed: called with the peers that have new measurements.
-    """
+    """Requests measurements from workers. ``changed`` is called with the peers that have new measurements."""
 
     def __init__(self, clock: Clock, links: Mapping[str, Link], changed: Callable[[Collection[str]], None]) -> None:
         self.table = LinkTable()

@@ -103,10 +103,9 @@ def checked_shape(params: Mapping[str, Any], profile: Profile) -> ModelShape | N
 
 
 async def planned(profile: Profile, shape: ModelShape, links: Mapping[str, Link], survey: Survey) -> dict[str, Any]:
-    """Plan a new job on the workers that are free now. Returns the maps of ``plan_maps``.
+    """Plan a new job on the workers that are free now. Returns the result of ``plan_maps``.
 
-    Raises:
-        Refused: too few workers are free, or the model does not fit. The message has the numbers.
+    Raises ``Refused``, with the numbers, if too few workers are free or the model does not fit.
     """
     from ring.training_placement import plan
 

@@ -143,7 +143,7 @@ class Acceptor:
         return closed or silent_s > 2 * old.heartbeat_s or (old.host, old.port) == (host, port)
 
     async def dial_back(self, host: str, port: int, peer_id: str = "") -> None:
-        """Check that a peer can be reached. Raises ``P2PTrainError``."""
+        """Check that a peer can be reached. Raises ``P2PTrainError`` if it cannot."""
         hello = self.introduction("probe", 0)
         connection, welcome = await dial(
             self._seed.world.network, host, port, hello, timeout_s=3.0, expect_peer=peer_id
@@ -176,7 +176,7 @@ class Acceptor:
 
 
 class Seed:
-    """The seed's state and tasks. Created by ``open``, run by ``run_seed``."""
+    """The seed's state and tasks. Created by ``open``; ``run_seed`` runs it."""
 
     def __init__(
         self,
@@ -222,12 +222,7 @@ class Seed:
         authority: Authority | None,
         ticket_host: str,
     ) -> Seed:
-        """Create a seed from its store. Raises ``StorageError``.
-
-        Args:
-            authority: None on a plain seed.
-            ticket_host: the address that tickets carry.
-        """
+        """Create a seed from its store. ``authority``: None on a plain seed. Raises ``StorageError``."""
         term = int(await store.call(Records.known_fact, TERM_FACT) or 0)
         seed = cls(world, store, await cluster_id(store), name[:NAME_CHARS], beats, authority, ticket_host, term)
         await seed.diary.load()
