@@ -1,13 +1,13 @@
 """Forward requests (``ForwardRequest``) of split models: what a session on a stage takes, keeps and replays.
 
-``StageSession`` decides without computing. A ``ForwardRequest`` is *checked* before a byte of its payload is allocated,
-*admitted* when the payload is there, and *done* when it was computed. A session has an epoch; what is of an older one
-is read off the wire and forgotten. Where the chain broke nothing more is admitted until the client raises the epoch.
-What a stage gave on is kept as it was sent, so that a replay is the same bytes in fewer, longer requests.
+``StageSession`` is the pure part. It *checks* a ``ForwardRequest`` before a byte of its payload is allocated, *admits*
+it when the payload is there, and marks it *done* when it is computed. A session has an epoch. Requests of an older
+epoch are read off the wire and dropped. After the chain breaks, a session admits nothing until the client raises the
+epoch. A stage keeps its outputs as it sent them, so a replay sends the same bytes in fewer, longer requests.
 
-``ForwardRequests`` is the shell. An admitted work waits in its session's queue, the session has its turn, the engine
-runs on the compute thread, and what comes of it goes to the next stage, or the tokens to the client. A session whose
-next stage takes nothing has no turns; a stage before it is held back by not being read.
+``ForwardRequests`` is the shell. Sessions with queued requests take turns. The engine runs one request at a time on the
+compute thread. The outputs go to the next stage, or the tokens to the client. A session gets no turn while its next
+stage accepts nothing; it then stops reading, which holds back the stage before it.
 """
 
 from __future__ import annotations
@@ -35,26 +35,23 @@ from wire.handshake import local_hello
 from wire.messages import Hello, Message
 
 WORK_POSITIONS = 2048
-"""In one ``ForwardRequest`` at most: longer prompts come in several, which flow through the chain one behind the
-other."""
+"""Positions in one ``ForwardRequest`` at most. Longer prompts come as several requests that flow through the chain."""
 MOST_QUEUED = 256
-"""Requests of a session that wait on its first stage: ids are small, and a client's requests must not wait behind
-them."""
+"""Requests that one session may queue. Ids are small, and one connection carries the requests of all sessions."""
 QUEUED_FROM_STAGE, QUEUED_BYTES = 4, 32 << 20
-"""Requests, and bytes, of a session that a stage before may have sent ahead of their turn; more stay with the
-sender."""
+"""Requests and bytes that a session queues from the stage before; beyond, the stage stops reading."""
 STALE = "stale-epoch"
 LINK_UNSENT_BYTES = 4 << 20
-"""Bytes to the next stage that may wait unsent; beyond, the session that they are of computes no further."""
+"""Bytes to the next stage that may wait unsent; beyond, the session computes no further request."""
 REPLAY_S = 600.0
-"""For one work of a replay, which waits until the next stage has computed earlier ones. How long all of it may take is
-for the client to say, who knows how many positions there are."""
+"""Deadline for sending one request of a replay, while the next stage computes earlier ones. The client, which knows the
+number of positions, limits the whole replay."""
 NEXT_STAGE, UNKNOWN_SESSION, DUPLICATE = "next-stage", "unknown-session", "duplicate"
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What was given on at positions [start, start + count)."""
+    """Outputs that a stage sent for positions [start, start + count)."""
 
     start: int
     count: int
@@ -63,7 +60,7 @@ class Kept:
 
 
 class History:
-    """What a stage gave on, position by position."""
+    """Outputs that a stage sent, position by position."""
 
     def __init__(self) -> None:
         self._kept: list[Kept] = []
@@ -80,11 +77,11 @@ class History:
             self._kept.append(self._part(cut, keep - cut.start))
 
     def append(self, encoding: str, count: int, payload: memoryview) -> None:
-        """``payload`` is what was sent for the next ``count`` positions; it stays unchanged."""
+        """Keep ``payload``, sent for the next ``count`` positions. It must not change."""
         self._kept.append(Kept(self.positions, count, encoding, payload))
 
     def runs(self, stop: int, most: int = WORK_POSITIONS) -> Iterator[Kept]:
-        """The first ``stop`` positions, in runs of at most ``most`` of one encoding, in order."""
+        """Yield the first ``stop`` positions in order, in runs of at most ``most`` positions of one encoding."""
         gathered: list[Kept] = []
         count = 0
         for kept in self._kept:
@@ -113,31 +110,31 @@ class History:
 
 
 def _planes(kept: Kept) -> tuple[memoryview, memoryview]:
-    """What each position has beside its elements, and the elements: they lie apart (``core.activations``)."""
+    """Split a payload into the data that each position has beside its elements (scales), and the elements."""
     beside = ENCODINGS[kept.encoding][1] * kept.count
     return kept.payload[:beside], kept.payload[beside:]
 
 
 @dataclass(eq=False)
 class Caller:
-    """A client's connection, and what is there for its sake."""
+    """A client's connection, on which it opens sessions."""
 
     line: Line
     peer_id: str
 
     def say(self, message: Message) -> None:
-        with suppress(ConnectionLost):  # then its end is on its way, and with it the end of its sessions
+        with suppress(ConnectionLost):  # the reader of this connection notices too, and closes its sessions
             self.line.connection.send(message)
 
 
 @dataclass(slots=True, eq=False)
 class StageSession:
-    """One session on one stage: what it was opened for, what it took, and what it holds on to.
+    """One session on one stage.
 
     Attributes:
-        epoch: of the client; what is of an older one is forgotten.
-        position: how much history the next work may keep.
-        broken: nothing more is admitted until the client raises the epoch.
+        epoch: set by the client; requests of an older epoch are dropped.
+        position: length of the history; the next request may keep at most this much.
+        broken: the session admits nothing until the client raises the epoch.
         queue: admitted requests and their payloads, in order.
     """
 
@@ -176,15 +173,15 @@ class StageSession:
 
     @property
     def kept_position_bytes(self) -> int:
-        """Of what is kept for a replay (``History``), of one position at most."""
+        """Bytes that ``History`` keeps for one position, at most."""
         given_on = {self.asked.encoding, self.asked.prefill_encoding}
         return 0 if self.last else max(activation_bytes(each, 1, self.part.engine.width) for each in given_on)
 
     def payload_bytes_untrusted(self, work: ForwardRequest) -> int:
-        """Bytes of the payload that comes behind ``work``.
+        """Check ``work`` and return the size of the payload that follows it. Allocates nothing.
 
         Raises:
-            ProtocolError: no correct client or stage sends such a request to this stage. Nothing was allocated for it.
+            ProtocolError: no correct client or stage sends such a request to this stage.
         """
         if not 0 < work.count <= WORK_POSITIONS:
             raise ProtocolError(f"a request of {work.count} positions; 1 to {WORK_POSITIONS} are allowed")
@@ -218,10 +215,10 @@ class StageSession:
         return len(self.queue) >= QUEUED_FROM_STAGE or queued_bytes >= QUEUED_BYTES
 
     def admit(self, work: ForwardRequest, payload: bytearray) -> bool:
-        """Take a checked work in; False where it is forgotten.
+        """Queue a checked request. Returns False if the request is dropped.
 
         Raises:
-            ProtocolError: it is of an epoch that the client has not told of, or more than may wait.
+            ProtocolError: the epoch is newer than the client's, or the queue is full.
         """
         if work.epoch > self.epoch:
             raise ProtocolError(f"a request of epoch {work.epoch}, and the client told of {self.epoch}")
@@ -265,10 +262,10 @@ class StageSession:
         return self.position
 
     def replay(self, *, number: int, stop: int, last: int) -> Iterator[tuple[ForwardRequest, memoryview]]:
-        """The requests that bring the next stage to position ``stop``, from the first one on, ending at stage ``last``.
+        """Yield requests that bring the next stage from position 0 to ``stop``; they end at stage ``last``.
 
         Raises:
-            Refused: this stage does not have them.
+            Refused: this stage does not have these positions.
         """
         if self.last or not self.index < last < self.asked.stages or stop > self.history.positions:
             have = 0 if self.last else self.history.positions
@@ -292,11 +289,11 @@ class StageSession:
 
 
 class NextStage:
-    """This stage's link to the next one of a session.
+    """This stage's link to the next stage of a session.
 
     Args:
-        on_lost: called once, when it ends and was not closed here.
-        on_room: called when what waited unsent is gone.
+        on_lost: called once when the link ends, unless ``close`` ended it.
+        on_room: called when all unsent bytes are sent.
     """
 
     def __init__(
@@ -319,19 +316,18 @@ class NextStage:
         return self._line.connection.unsent_bytes > LINK_UNSENT_BYTES
 
     def give(self, work: ForwardRequest, payload: memoryview) -> None:
-        """Hand over what the next stage takes; ``payload`` stays unchanged. Raises ``ConnectionLost``."""
+        """Send ``work`` and ``payload``, which must not change. Raises ``ConnectionLost``."""
         self._line.connection.send_with_bulk(work, payload, generation=0, stream=CHAIN_STREAM)
 
     async def room(self) -> None:
-        """Wait until all that was given is in the kernel. That may take long, as long as the next stage lives.
+        """Wait until the kernel has taken all bytes. There is no deadline while the next stage lives.
 
         Raises:
-            ConnectionLost, DeadlineExceeded, ProtocolError, Refused: it does not.
+            ConnectionLost, DeadlineExceeded, ProtocolError, Refused: the link failed.
         """
         await self._line.sent()
 
     def close(self) -> None:
-        """Let go of it. Nobody is told."""
         self.closed = True
         self._line.connection.abort()
         self._task.cancel()
@@ -355,10 +351,10 @@ def of_session(hello: Hello) -> tuple[str, int]:
 
 
 class ForwardRequests:
-    """The sessions of a worker's stages, computed in turn, one work at a time.
+    """The sessions of a worker's stages. They take turns; one request is computed at a time.
 
     Args:
-        on_change: called when a session begins or ends, and after each work.
+        on_change: called when a session begins or ends, and after each request.
     """
 
     def __init__(
@@ -383,10 +379,10 @@ class ForwardRequests:
     # ------------------------------------------------------------------------------------------------------- requests
 
     async def open(self, caller: Caller, request: OpenRequest) -> None:
-        """Begin a session on a part.
+        """Open a session on a part.
 
         Raises:
-            Refused: the part is not there, full, or has not the memory; or the next stage was not reached.
+            Refused: the part is absent or full, memory is short, or the next stage cannot be reached.
         """
         part = self._cache.get(request.part)
         session = StageSession(request, part, caller)
@@ -418,10 +414,10 @@ class ForwardRequests:
         self._on_change()
 
     async def resume(self, caller: Caller, request: ResumeRequest) -> int:
-        """Begin another epoch: how much history is here.
+        """Begin a new epoch. Returns the number of positions that are kept here, at most ``request.keep``.
 
         Raises:
-            Refused: there is no such session, the epoch is not newer, or the next stage was not reached.
+            Refused: the session is unknown, the epoch is not newer, or the next stage cannot be reached.
         """
         session = self._find(caller, request)
         if (request.next is None) != session.last:
@@ -429,17 +425,16 @@ class ForwardRequests:
         session.raise_epoch(request.epoch)
         self._turns.drop(session)
         session.changed.set()
-        position = session.cut(request.keep)  # what is being computed now is dropped: it is of an older epoch
+        position = session.cut(request.keep)  # a pass that runs now is of an older epoch: its result is dropped
         await self._link(session, request.next)
         session.part.next = request.next.peer if request.next else ""
         return position
 
     async def replay(self, caller: Caller, request: ReplayRequest) -> None:
-        """Give the next stage what it was given once, or should have been.
+        """Send the session's kept outputs to the next stage again.
 
         Raises:
-            Refused: there is no such session or history, or it goes no further.
-            NetworkError: the next stage does not take it.
+            Refused: the session or its history is unknown, the epoch is old, or the next stage is lost or too slow.
         """
         session = self._find(caller, request)
         try:
@@ -462,7 +457,7 @@ class ForwardRequests:
             self.close(self._find(caller, which))
 
     def close(self, session: StageSession) -> None:
-        """Forget a session. What is computed for it now is dropped."""
+        """Forget a session. The result of a pass that runs now is dropped."""
         if self.sessions.get((session.id, session.index)) is not session:
             return
         del self.sessions[session.id, session.index]
@@ -474,7 +469,7 @@ class ForwardRequests:
             session.incoming.abort()
         self._cache.leave(session.part, session, self._world.clock.now())
         session.changed.set()
-        # Queued now: a client that opens it again at once asks for that behind this.
+        # Queued at once, so that it runs before a new ``open`` of the same session.
         closing = self._compute.submit(session.part.engine.close, session.id)
         self._background.start(_ended(closing), "close session")
         self._on_change()
@@ -496,7 +491,7 @@ class ForwardRequests:
         return len(self._of(part))
 
     async def _link(self, session: StageSession, place: PeerAddress | None) -> None:
-        """See to it that the session's link leads to ``place``. Raises ``Refused``."""
+        """Make the session's link lead to ``place``. Raises ``Refused``."""
         async with session.linking:
             link = session.link
             if link is not None and link.place == place and not link.closed:
@@ -507,7 +502,7 @@ class ForwardRequests:
             if place is None:
                 return
             try:
-                # The hello's generation is the index of the stage that is dialled: one worker may have several.
+                # The hello's generation is the index of the dialled stage: one worker may hold several stages.
                 hello = local_hello(
                     peer_id=self._peer_id,
                     name=self._name,
@@ -535,14 +530,14 @@ class ForwardRequests:
     # ------------------------------------------------------------------------------------------------------- requests
 
     async def take(self, line: Line, work: ForwardRequest, session: StageSession | None) -> None:
-        """Take a request in, and its payload behind it.
+        """Read a request's payload and queue the request.
 
         Args:
-            session: that it is of; None where that was closed a moment ago, on its first stage.
+            session: None if the first stage's session was closed just before; then the payload is read and dropped.
 
         Raises:
             ProtocolError: no correct peer sends such a request.
-            NetworkError: the payload did not come.
+            NetworkError: the payload did not arrive.
         """
         if session is None:
             if work.encoding != IDS or not 0 < work.count <= WORK_POSITIONS:
@@ -556,7 +551,7 @@ class ForwardRequests:
             self._wake.set()
 
     async def serve_stage(self, connection: Connection, session: StageSession) -> None:
-        """Take the requests of the stage before, as fast as they are computed. Raises as ``take``."""
+        """Serve the stage before: read its requests as fast as they are computed. Raises as ``take``."""
         if session.incoming is not None:
             session.incoming.abort()  # the stage before was replaced
         session.incoming = connection
@@ -611,7 +606,7 @@ class ForwardRequests:
         elif session.link is not None:
             session.part.out_position_bytes = ran.payload.nbytes / work.count
             onward = replace(work, encoding=encoding, spent_us=spent_us)
-            with suppress(ConnectionLost):  # who listens on it tells
+            with suppress(ConnectionLost):  # ``NextStage`` reports the loss
                 session.link.give(onward, ran.payload)
 
     def _broken(self, session: StageSession, lost: int, code: str, problem: P2PTrainError) -> None:
@@ -632,7 +627,7 @@ class ForwardRequests:
     # -------------------------------------------------------------------------------------------------------- helpers
 
     async def unload(self, parts: list[Part]) -> None:
-        """Let the last reference to each end on the compute thread, where a device's memory is given back."""
+        """Drop the last references on the compute thread, where a device frees its memory."""
         while parts:
             await self._compute.run(_let_go, parts)
             self._on_change()

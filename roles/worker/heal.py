@@ -1,11 +1,11 @@
-"""Bringing a member to the others' state: within a ring, where all wait for it, or beside one, where nobody does.
+"""Healing: bring a member to the others' state, within a ring that waits for it or beside a ring that does not wait.
 
-Within: the view's healthy members give their live state, or, where they have logged them, only the steps that the
-member lacks. Beside: ``Follower`` fetches a snapshot, replays the steps since, and goes on step by step with the ring,
-so that the ring waits for nothing but a new view when this worker is let in.
+Within: the view's healthy members send their live state. If they have logged the steps that the member lacks, they send
+only those. Beside: ``Follower`` fetches a snapshot, replays the steps since, and then follows the ring step by step.
+So the ring waits only for a new view when this worker is admitted.
 
-``Fetch`` asks several sources at a time. Most of them decide which table of digests is right, and what each step was.
-Then chunks land in the state's own memory, and the reduced bytes of the steps that lead on from it in buffers.
+``Fetch`` asks several sources at a time. A majority of them decides which table of digests is right, and what each step
+was. Then chunks land in the state's own memory, and the reduced bytes of the following steps land in buffers.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from wire.job_messages import CatchUp, HealOffer, HealRequest, MemberRecord, Rep
 from wire.messages import Message
 
 STEPS_AHEAD = 2
-"""Reduced steps in memory: one that is applied, and one that arrives meanwhile."""
+"""Reduced steps in memory: one is applied while the next arrives."""
 
 News = tuple[bytes, float, bytes]
-"""Of a step: digest, squared norm, and the digests of all stages of a split model."""
+"""A step's digest, its squared norm, and the digests of all stages of a split model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A state, and the value that those who give it agree on. Without a root: the one that this member holds."""
+    """A state that sources offer. ``root`` is the digest of its table; empty if it is the state held here already."""
 
     step: int
     lineage: str
@@ -52,8 +52,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class ReceiverIdentity:
-    """Who fetches, and what its own model is like: offers that differ are refused. ``stage``: the part of it that it
-    holds, and takes."""
+    """The member that fetches, and the layout of its model. ``stage``: the part that it holds and fetches."""
 
     peer_id: str
     name: str
@@ -64,7 +63,7 @@ class ReceiverIdentity:
 
 
 def base_untrusted(offer: HealOffer, request: HealRequest, me: ReceiverIdentity) -> Base:
-    """The state that a source offers to ``me``, who asked for it with ``request``.
+    """Return the state that a source offers to ``me`` in answer to ``request``.
 
     Raises:
         ProtocolError: no correct source of this member's model offers this.
@@ -88,10 +87,10 @@ def base_untrusted(offer: HealOffer, request: HealRequest, me: ReceiverIdentity)
 
 
 def news_untrusted(news: StepLogged, me: ReceiverIdentity) -> News:
-    """What a source says of a step that its ring committed.
+    """Return what a source reports about a step that its ring committed.
 
     Raises:
-        ProtocolError: no correct source of this member's model says this.
+        ProtocolError: no correct source of this member's model reports this.
     """
     if len(news.digest) != DIGEST_BYTES or news.size_bytes != me.reduce_bytes:
         raise ProtocolError(f"it tells of step {news.step} what cannot be")
@@ -104,7 +103,7 @@ def news_untrusted(news: StepLogged, me: ReceiverIdentity) -> News:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A committed step, fetched and verified. ``lineage``: after it. ``data`` may be overwritten once it was used."""
+    """A committed step, fetched and verified. ``lineage``: after it. ``data`` is valid until ``Fetch.used``."""
 
     step: int
     lineage: str
@@ -113,15 +112,16 @@ class Step:
 
 
 class StepsGone(NetworkError):
-    """The steps that lead on from what this member holds are kept by nobody any more."""
+    """No source keeps the steps that follow this member's state any more."""
 
 
 class Sender(Source):
-    """A member that gives a state, steps, or both.
+    """A member that sends a state, steps, or both.
 
     Attributes:
-        offer: None before it has answered. first, last: of the steps that it keeps.
-        said: of steps to come.
+        offer: None until the sender has answered.
+        first, last: range of the steps that the sender keeps.
+        said: reported steps that are still to be applied.
     """
 
     def __init__(self, id: str, name: str, line: Line) -> None:
@@ -136,16 +136,16 @@ async def _digest(data: memoryview) -> bytes:
 
 
 class Fetch:
-    """See the module's docstring.
+    """One fetch of a state and the steps after it. The module's docstring describes it.
 
     Args:
-        request: what is asked of every source; what it says that this member holds is given up with the first chunk.
-        members: who may have it, the best first.
+        request: sent to every source. The state that it reports as held here is overwritten from the first chunk on.
+        members: possible sources, the best first.
         on_torn: called once, before the state is overwritten.
         on_progress: called after every chunk.
 
     Attributes:
-        problems: member's name → why it gives no more.
+        problems: member's name → why it stopped sending.
     """
 
     def __init__(
@@ -168,11 +168,11 @@ class Fetch:
         self.receiver = Receiver(world.clock.now, _digest, on_landed=self._landed, on_gone=self._gone)
         self.senders: dict[str, Sender] = {}
         self._lanes = self._unanswered = 0
-        self._root, self._table = b"", bytearray()  # of the state that is fetched: its digest, and the digests
+        self._root, self._table = b"", bytearray()  # of the state that is fetched: digest of the table, and the table
         self._base: Base | None = None
         self._buffers = [memoryview(bytearray(me.reduce_bytes)) for _ in range(STEPS_AHEAD)]
-        self._done: dict[int, News] = {}  # what was applied, as far back as a log can reach
-        self._agreed: dict[int, News] = {}  # what is known of the steps that are wanted
+        self._done: dict[int, News] = {}  # applied steps, as far back as a log can reach
+        self._agreed: dict[int, News] = {}  # what most senders report about the wanted steps
         self._next = -1  # the step to apply next; -1: the state is not complete
         self._lineage = ""
         self._torn = False
@@ -189,24 +189,24 @@ class Fetch:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Fetch]:
-        # Members that are asked at a time; each hashes its whole state for it. More are asked as these fail.
+        # Members asked at a time. Each hashes its whole state for this one. When one fails, another is asked.
         self._lanes = self._unanswered = min(4, len(self._candidates))
         lanes = [asyncio.create_task(self._lane(), name="heal") for _ in range(self._lanes)]
         try:
             yield self
         finally:
             for sender in self.senders.values():
-                sender.line.connection.abort()  # first: nothing may be written into the state from now on
+                sender.line.connection.abort()  # first: nothing may be written into the state from here on
             for lane in lanes:
                 lane.cancel()
             await asyncio.gather(*lanes, return_exceptions=True)
 
     async def state(self) -> Base:
-        """Wait for the state. What is given has no root where it is what this member holds already.
+        """Wait for the state. The result has no root if it is the state that this member holds already.
 
         Raises:
-            NetworkError: nobody could give it; the message names what each one said.
-            StepsGone: sources went on so far meanwhile that the steps since are not to be had.
+            NetworkError: no source could send it; the message has each source's problem.
+            StepsGone: the ring is so far ahead that the logs no longer lead on from this state.
         """
         await self._until(self._has_state)
         assert self._base is not None
@@ -215,10 +215,10 @@ class Fetch:
         return self._base
 
     async def step(self) -> Step:
-        """Wait for the next step, verified by its digest, which makes the lineage. ``used`` follows.
+        """Wait for the next step, verified by its digest. The caller applies it and then calls ``used``.
 
         Raises:
-            StepsGone: no source has it any more.
+            StepsGone: no source has the step any more.
             NetworkError: no source is left.
         """
         await self._until(lambda: self.receiver.has(self._next))
@@ -227,7 +227,7 @@ class Fetch:
         return Step(self._next, lineage, square_sum, self._buffer(self._next))
 
     def used(self, step: Step) -> None:
-        self._done[step.step] = self._agreed.pop(step.step)  # what its sources said: they may be gone by now
+        self._done[step.step] = self._agreed.pop(step.step)  # its senders may be gone when another reports the step
         self._done.pop(step.step - self._log_steps - 1, None)
         self.receiver.forget(step.step)
         self._next, self._lineage = step.step + 1, step.lineage
@@ -289,7 +289,7 @@ class Fetch:
         if held in offers and not self._torn:
             self._base = held
             return
-        self._base = base = most_said(offer for offer in offers if offer.root)  # who offers steps alone has no say
+        self._base = base = most_said(offer for offer in offers if offer.root)  # offers of steps only do not count
         if base is None:
             return
         if not self._torn:
@@ -313,12 +313,12 @@ class Fetch:
             self.receiver.offers(sender, keys if sender.offer == base else ())
 
     def _may_begin(self, offers: Sequence[Base]) -> bool:
-        """Whether what is still unanswered cannot change what is fetched: one who is frozen is not waited for."""
+        """Whether the missing answers cannot change what is fetched. So a frozen source is not waited for."""
         request = self._request
         if not self._unanswered or Base(request.have_step, request.have_lineage) in offers:
             return True
         if request.have_step >= 0 and 0 <= request.step - request.have_step <= self._log_steps:
-            return False  # somebody may have the steps: far less than the state
+            return False  # a source that has not answered may have the steps: far fewer bytes than the state
         states = [offer for offer in offers if offer.root]
         return 2 * max((states.count(offer) for offer in states), default=0) > self._lanes
 
@@ -353,7 +353,7 @@ class Fetch:
         if self._done.get(news.step, value) != value:
             raise ProtocolError(f"its step {news.step} is not the one that others gave: it is on another course")
         most = 2 * self._log_steps + STEPS_AHEAD
-        if news.step >= self._next and (self._next < 0 or news.step < self._next + most):  # else next is kept by nobody
+        if news.step >= self._next and (self._next < 0 or news.step < self._next + most):  # beyond, ``_next`` is gone
             sender.said[news.step] = value
             if self._next < 0 and len(sender.said) > most:
                 del sender.said[min(sender.said)]  # older than any state that can still be used
@@ -410,11 +410,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What a fetch brought.
-
-    Attributes:
-        given: bytes of use, by source's name.
-    """
+    """Result of a fetch. ``given``: useful bytes, by source's name."""
 
     given: Counter[str]
     steps: int
@@ -439,11 +435,7 @@ class Fetched:
 
 
 class Healer:
-    """Fetches for one job's engine.
-
-    Args:
-        progress: called after every piece.
-    """
+    """Fetches states for one job's engine. ``progress`` is called after every chunk and step."""
 
     def __init__(
         self, around: Context, core: Transaction, *, progress: Callable[[], None], stage: Stage = WHOLE
@@ -451,15 +443,15 @@ class Healer:
         self._around, self._core, self._progress, self.stage = around, core, progress, stage
 
     async def within(self, instruction: Heal, engine: Engine) -> Fetched:
-        """Bring the state to that of the view's start.
+        """Bring the state to the start of the view.
 
         Raises:
-            NetworkError: nobody could give it; the message names what each one said.
+            NetworkError: no source could send it; the message has each source's problem.
         """
         core, view = self._core, instruction.view
         rank = view.rank_of(self._around.peer_id) or 0
         alike, own = view.same_stage(rank), view.replica_of(rank)
-        ahead = [*alike[own:], *alike[:own]]  # so that several do not ask the same ones
+        ahead = [*alike[own:], *alike[:own]]  # healing members start with different sources
         sources = [member for member in ahead if member.healthy]
         have = (-1, "") if instruction.torn or core.applied >= view.step else (core.applied, core.lineage)
         silence_s = max(view.death_s, self._around.beats()[1])
@@ -469,7 +461,7 @@ class Healer:
         except NetworkError:
             if have[0] < 0:
                 raise
-        # Whoever had the steps is gone: what was applied of them is overwritten.
+        # No source has the steps any more: fetch the whole state.
         request = HealRequest(core.job, view.step, view.lineage, silence_s, stage=self.stage.index)
         return await self._to_the_start(request, view.generation, sources, engine)
 
@@ -503,7 +495,7 @@ class Healer:
         on_torn: Callable[[], None],
     ) -> Fetch:
         around = self._around
-        # On the compute thread, so after an abandoned micro-batch, which may still be using the state.
+        # On the compute thread, so after an abandoned micro-batch that may still use the state.
         state = await around.compute.run(engine.state)
         return Fetch(
             around.world,
@@ -523,7 +515,7 @@ class Follower:
 
     Args:
         say: sends a report to the seed.
-        handle: takes the core's events.
+        handle: passes an event to the core.
     """
 
     def __init__(
@@ -553,13 +545,13 @@ class Follower:
         return self.active and self._said
 
     def begin(self, message: CatchUp, engine: Engine) -> None:
-        """Fetch from ``message.sources``, then follow their ring. One that follows already says so again."""
+        """Fetch from ``message.sources``, then follow their ring. A worker that follows already reports that again."""
         self._said = False
         if self._task is None:
             self._task = self._tasks.create_task(self._guarded(message, engine), name="follow")
 
     def end(self, event: Event | None = None, *, then: Callable[[], None] | None = None) -> None:
-        """Stop following; ``event`` is handled when the state in memory changes no more, or else ``then`` is called."""
+        """Stop following. Once the state in memory no longer changes, handle ``event``, or else call ``then``."""
         if event is not None:
             self._then.append(event)
         self._last = then
@@ -574,7 +566,7 @@ class Follower:
             if self._core.torn:
                 self._then.insert(0, Unloaded("what was fetched beside the ring is not whole"))
             else:
-                self._say()  # as far as it came: it may be let in, and the rest is fetched there
+                self._say()  # report how far it came: the ring may admit it, and the rest is healed within
         except P2PTrainError as problem:
             self._around.notify("error", "not-following", f"cannot follow the ring: {problem.message}")
             self._then.insert(0, Unloaded("the state may be half applied"))
@@ -596,7 +588,7 @@ class Follower:
 
         def on_torn() -> None:
             nonlocal began
-            began = around.world.clock.now()  # until now it waited for a copy to be made
+            began = around.world.clock.now()  # the time before was spent waiting for a source's snapshot
             self._handle(Torn())
             names = ", ".join(member.name for member in message.sources)
             around.notify("info", "fetching", f"fetches {fetch.total_bytes / 1e6:.1f} MB of state from {names}")
@@ -604,7 +596,7 @@ class Follower:
         fetch = await self._healer.fetch(request, message.generation, message.sources, engine, on_torn=on_torn)
         async with fetch.running():
             base = await fetch.state()
-            self._fetched = fetched(fetch, 0, around.world.clock.now() - began)  # what comes from now on are steps
+            self._fetched = fetched(fetch, 0, around.world.clock.now() - began)  # only steps follow
             if base.root:
                 await self._to_its_end(around.compute.run(engine.state_loaded, base.step))
                 self._handle(Followed(base.step, base.lineage, base.square_sum))
@@ -637,7 +629,7 @@ class Follower:
 
 
 def replay(engine: Engine, step: Step) -> Applied:
-    """Apply a step of which only the reduced bytes are known, as whoever reduced them did. On the compute thread."""
+    """Apply a step from its reduced bytes; the result equals that of its ring. On the compute thread."""
     buffer = engine.reduce_buffer.view(np.uint8).reshape(-1)
     np.copyto(buffer, np.frombuffer(step.data, np.uint8))
     return engine.apply(step.step - 1, step.square_sum)

@@ -1,4 +1,4 @@
-"""The shell around the step transaction: carries out its instructions for one job, and feeds back what came of them."""
+"""Shell of the step transaction: carries out its instructions for one job and feeds the outcomes back as events."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from wire.connection import Connection
 from wire.job_messages import CatchUp, MemberRecord
 from wire.messages import Hello
 
-FORM_TIMEOUT_S = 20.0  # a neighbour may still be aborting a long micro-batch before it turns to the new view
+FORM_TIMEOUT_S = 20.0  # a neighbour may have to abort a long micro-batch before it joins the new view
 
 P = ParamSpec("P")
 
@@ -99,8 +99,8 @@ class JobRunner:
         self._engine: Engine | None = None
         self._strategy: Strategy | None = None
         self._session: RingSession | None = None
-        self._beside: list[RingSession | Chain] = []  # it: what the strategy asked for
-        self._digests = (b"", b"")  # of the step that was reduced last: the joined one, and those of all stages
+        self._beside: list[RingSession | Chain] = []  # further rings and the chain that the strategy asked for
+        self._digests = (b"", b"")  # of the step reduced last: the joined digest, and the digests of all stages
         self._activity: asyncio.Task[None] | None = None
         self._tasks = asyncio.TaskGroup()
         self._released = asyncio.Event()
@@ -138,12 +138,12 @@ class JobRunner:
                 await self._released.wait()
                 self.follower.end()
                 if self.assembler is not None:
-                    await self.assembler.stop()  # the next job may need the memory that this one holds meanwhile
+                    await self.assembler.stop()  # frees memory that the next job may need
                 self._disband("the job was released")
         finally:
             self._disband("this worker ended")
             self.donations.cut("this worker ended")
-            self._engine = self._strategy = self.reports.engine = None  # its memory, now: the next job may need as much
+            self._engine = self._strategy = self.reports.engine = None  # free the memory for the next job
             self.snapshots.close()
 
     def release(self) -> None:
@@ -158,7 +158,7 @@ class JobRunner:
 
     def catch_up(self, message: CatchUp) -> None:
         if self.core.phase is Phase.IDLE and self._engine is not None:
-            if not self.follower.active:  # one that gave its state may be a newcomer now, with the same state in memory
+            if not self.follower.active:  # it may give its state to others, and that state is about to change
                 self.donations.cut("it follows the ring itself")
             self.follower.begin(message, self._engine)
 
@@ -166,8 +166,8 @@ class JobRunner:
         self._handle(FlagRequested(flag, generation))
 
     def restore(self, step: int, holders: Sequence[MemberRecord] = ()) -> None:
-        """Go back to the checkpoint of ``step``; where this member has none, and none of ``holders`` gives it, to an
-        older one: it will be healed."""
+        """Go back to the checkpoint of ``step``. If neither this member nor ``holders`` have it, load an older one; the
+        member is then healed."""
         self._restore_step, self._holders = step, holders
         self._after_following(Unloaded("the job goes back to a checkpoint"))
 
@@ -210,7 +210,7 @@ class JobRunner:
     def _handle(self, event: Event) -> None:
         try:
             instructions = self.core.handle(event)
-        except PeerError as problem:  # a token that is none
+        except PeerError as problem:  # a member sent an invalid token
             generation = self.core.view.generation if self.core.view else 0
             instructions = self.core.handle(Broken(generation, "", problem.message))
         for instruction in instructions:
@@ -305,7 +305,7 @@ class JobRunner:
     def _did_something(self) -> None:
         self.progress += 1
         for session in self._sessions():
-            session.progress += 1  # its beats tell the neighbour that this member is slow, not stuck
+            session.progress += 1  # heartbeats carry it, so neighbours see that this member is slow, not stuck
 
     # ----------------------------------------------------------------------------------------------------- activities
 
@@ -340,7 +340,7 @@ class JobRunner:
         around = self._around
         form_began = around.world.clock.now()
         self._session = session = await self._meet(form.view, Topology.RING)
-        if self.profile.job.exact:  # a spoiled sum would be the same one everywhere
+        if self.profile.job.exact:  # every member would hold the same wrong sum, so equal digests prove nothing
             session.audit()
         here = form.view.members[session.rank].host
         beside = sum(member.host == here for member in form.view.members)
@@ -379,7 +379,7 @@ class JobRunner:
             "heartbeat_s": membership.heartbeat_s or view.heartbeat_s or usual_s[0],
             "death_s": membership.death_s or view.death_s or usual_s[1],
             "streams": view.streams,
-            # A neighbour may be redoing a step: one thread's optimizer, seen at four times that.
+            # A neighbour may be redoing a step: allow four times what the optimizer takes on one thread.
             "timeout_s": FORM_TIMEOUT_S + max(self._state_bytes, view.state_bytes) / 100e6,
         }
 
@@ -408,7 +408,7 @@ class JobRunner:
         began = self._around.world.clock.now()
         with self.clock.phase("compute"):
             await self._ready_strategy().compute(step, first, count, session, patience_s=patience_s)
-        if step > session.view.step or not self.clock.unit_us:  # the first may have waited for a micro-batch given up
+        if step > session.view.step or not self.clock.unit_us:  # the first one may wait for an aborted micro-batch
             self.clock.computed(self._around.world.clock.now() - began, count)
         self.tokens += instruction.count * self._ready_engine().tokens_per_micro_batch
         self._handle(Finished(instruction.ticket))
@@ -480,10 +480,10 @@ class JobRunner:
     # -------------------------------------------------------------------------------------------------------- helpers
 
     def _patience_s(self) -> float:
-        """How long a collective may stand still. Neighbours that beat are alive; this bounds one that is stuck.
+        """Longest time a collective may make no progress. Heartbeats prove that a peer lives; this bounds a stuck one.
 
-        Honest reasons to be slow: a member computes (20 times the longest step that the ring was seen to take; nothing
-        is known before the first one), or heals (the whole state at 1 MB/s; of a split model, the largest stage's).
+        Two causes of slowness are allowed for. A member computes: 20 times the longest step seen, or 600 s before the
+        first one. A member heals: the whole state at 1 MB/s; for a split model, the largest stage's state.
         """
         view = self.core.view
         usual_s = 20.0 * self.clock.longest_s if self.clock.longest_s else 600.0
