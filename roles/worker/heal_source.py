@@ -1,15 +1,14 @@
-"""The giving side of healing: a state and the steps since, for members that heal and for workers that follow the ring.
+"""The sending side of healing: a state and the steps since, for members that heal and workers that follow the ring.
 
-A member of the source's view gets the live state, which stands still: no step commits without the healing member's
-token. It ends with the view. A worker beside the ring gets a *snapshot*, which the ring makes at its next step
-boundary, and then the reduced bytes of every step committed since, from a *log*; that outlasts views, and ends when
-the follower is in, gone, or silent. Whoever holds a state that the log reaches back to is given steps and no state.
+A member of the source's view receives the live state. That state does not change: no step commits without the healing
+member's token. The transfer ends with the view. A worker beside the ring receives a *snapshot*, which the ring makes at
+its next step boundary, and then the reduced bytes of every step committed since, from a *log*. This outlasts views, and
+ends when the follower is admitted, gone, or silent. If the log reaches back to a recipient's state, it gets steps only.
 
-The log is bounded by the size of the state and two steps (``log_limit_bytes``). That is just where catching up stops
-to be possible: while the state is fetched at r bytes/s, a ring that makes G bytes of sums every t seconds logs
-q = G/(t r) of the state's size. With q < 1 the log holds, and each round of fetching leaves q of the one before, so the
-follower is level after 1/(1-q) of the first round's time. With q >= 1 it would never be, and it is told that what it
-wants is gone.
+The log is bounded by the size of the state and two steps (``log_limit_bytes``). This is exactly the limit up to which a
+follower can catch up: while the state is fetched at r bytes/s, a ring that makes G bytes of sums every t seconds logs
+q = G/(t r) of the state's size. With q < 1 the log holds, and each round of fetching leaves q of the one before. So the
+follower is level after 1/(1-q) of the first round's time. With q >= 1 it never is: it is told that its steps are gone.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ CHUNK_BYTES = 1 << 20
 DIGEST_BYTES = 16
 TABLE, STEP = "#table", "#step "
 ANSWER_S = 15.0
-"""To a dial and to the first word: the far-peer death interval. From then on the silence that was agreed on counts."""
+"""Deadline for a dial and for the first message: the far-peer death interval. Then the agreed silence limit applies."""
 MAX_FOLLOWERS = 4
-"""Whom one member serves at a time beside its ring; others ask other members, or heal within the ring."""
+"""Workers beside the ring that one member serves at a time. Others ask other members, or heal within the ring."""
 _NOT_HERE = "not-here"
 
 
@@ -59,15 +58,15 @@ _NOT_HERE = "not-here"
 
 
 def log_limit_bytes(state_bytes: int, reduce_bytes: int) -> int:
-    """How much of the steps since a snapshot a source keeps: see the module's docstring.
+    """Bytes of steps that a source keeps since a snapshot; the module's docstring gives the reason.
 
-    For a small state, of which round trips take longer than bytes, it is a little memory of a fixed size.
+    The minimum serves small states, for which round trips take longer than bytes.
     """
     return max(state_bytes + 2 * reduce_bytes, 16 << 20)
 
 
 def chunks_of(blobs: Sequence[Blob]) -> list[Piece]:
-    """All bytes of all blobs, in order, in chunks of at most ``CHUNK_BYTES``."""
+    """Cut all blobs, in order, into chunks of at most ``CHUNK_BYTES``."""
     places = [(blob, start) for blob in blobs for start in range(0, blob.view.nbytes, CHUNK_BYTES)]
     stops = [min(start + CHUNK_BYTES, blob.view.nbytes) for blob, start in places]
     return [
@@ -77,11 +76,11 @@ def chunks_of(blobs: Sequence[Blob]) -> list[Piece]:
 
 @dataclass(slots=True)
 class SourceState:
-    """A state that can be given: it does not change while this is used.
+    """A state that a source can send. It does not change while it is in use.
 
     Attributes:
-        snapshot: what it is a copy in; None for the live state.
-        table: digests of the chunks, 16 bytes each; empty until somebody asked for it.
+        snapshot: the copy that holds it; None for the live state.
+        table: digests of the chunks, 16 bytes each; empty until it is first asked for.
     """
 
     step: int
@@ -94,7 +93,7 @@ class SourceState:
     making: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def root(self) -> bytes:
-        """The table's digest. The chunks are hashed between other turns of the loop, once for all who ask."""
+        """Return the table's digest. Hashes the chunks once for all callers; the event loop runs between two chunks."""
         async with self.making:
             if not self.table:
                 digests = []
@@ -107,7 +106,7 @@ class SourceState:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """The reduced bytes of a committed step. ``lineage``: after it; ``digests``: of all stages of a split model."""
+    """The reduced bytes of a committed step. ``lineage``: after it. ``digests``: of all stages of a split model."""
 
     step: int
     lineage: str
@@ -122,7 +121,7 @@ class Entry:
 
 
 class StepLog:
-    """The newest committed steps, without a gap. Bounded in bytes; the oldest go first, but one is always kept."""
+    """The newest committed steps, without a gap. Bounded in bytes: the oldest are dropped, but one is always kept."""
 
     def __init__(self) -> None:
         self.limit_bytes = 0
@@ -148,7 +147,7 @@ class StepLog:
         return self._start[0] + len(self._entries)
 
     def since(self, step: int, lineage: str) -> list[Entry] | None:
-        """What leads on from a state; None where the log does not reach back to it, or knows another of that step."""
+        """Return the steps after a state. None if the log does not reach back to it, or has another lineage there."""
         known = self.find(step)
         if (step, lineage) != (self._start if known is None else (known.step, known.lineage)):
             return None
@@ -168,12 +167,12 @@ class StepLog:
 
 @dataclass(slots=True, eq=False)
 class Recipient:
-    """One who is being given to.
+    """A peer that receives a state, steps, or both.
 
     Attributes:
-        inside: it is a member of the view, and all others wait for it.
-        waits: it wants the next copy of the state.
-        told: the newest step that it was told of; -1: it has no offer yet.
+        inside: it is a member of the view, and all other members wait for it.
+        waits: it waits for the next snapshot.
+        told: the newest step reported to it; -1: it has no offer yet.
     """
 
     line: Line
@@ -199,15 +198,14 @@ class Recipient:
                 self.told = entry.step
 
 
-# -------------------------------------------------------------------------------------------------------------- giving
+# -------------------------------------------------------------------------------------------------------------- sending
 
 
 class HealSource:
-    """All that one worker gives in one job. ``core`` is only looked at.
+    """Sends one worker's state and steps in one job. Only reads ``core``.
 
     Args:
-        want_snapshot: ask the ring for one at its next step boundary.
-        stage: the part of the model that this worker holds, and gives.
+        want_snapshot: asks the ring for a snapshot at its next step boundary.
     """
 
     def __init__(
@@ -223,7 +221,7 @@ class HealSource:
         self._kept: memoryview | None = None
         self._applying = False
         self._pace = Pace(CHUNK_BYTES)
-        self._turn = asyncio.Event()  # replaced when it is set: everybody who waits has a turn
+        self._turn = asyncio.Event()  # replaced when it is set, so that it wakes each waiter once
         self._stepped_at: float | None = None
 
     # ----------------------------------------------------------------------------------------- what the runner calls
@@ -242,7 +240,7 @@ class HealSource:
         self._ask_for_snapshot()
 
     def view_ended(self, reason: str) -> None:
-        """The live state may move on: whoever is given it is cut off. What is copied and logged goes on."""
+        """End transfers of the live state, which may change now. Snapshots and the log are still sent."""
         self._pace.ring_ended()
         self._live, self._applying = None, False
         self._next_turn()
@@ -250,7 +248,7 @@ class HealSource:
             taker.end(f"the source's view ended: {reason}")
 
     def cut(self, reason: str) -> None:
-        """The state is replaced by another: nothing that was given leads on from here."""
+        """End all transfers: the state is replaced by another, so no logged step leads on from here."""
         self.view_ended(reason)
         self._logging, self._kept = False, None
         self._log.begin(-1, "")
@@ -258,19 +256,19 @@ class HealSource:
             taker.end(f"the source's state was replaced: {reason}")
 
     async def keep(self, engine: Engine) -> None:
-        """A step is being committed: copy its reduced bytes, if there is somebody who follows."""
+        """Copy the reduced bytes of the step that is being committed, if a worker follows the ring."""
         self._applying = True
         if not self.followers:
-            self._logging = False  # not when they left: who did may be back, as a member that lacks a step or two
+            self._logging = False  # only now: a follower that left may be back as a member that lacks a step or two
             self._log.begin(-1, "")
         if self._logging:
-            # On the compute thread; numpy lets the event loop run meanwhile.
+            # On the compute thread. numpy releases the GIL, so the event loop runs meanwhile.
             copied = self._around.compute.run(lambda: engine.reduce_buffer.view(np.uint8).reshape(-1).copy())
             self._kept = (await copied).data
 
     def committed(self, row: LedgerRow, digests: bytes = b"") -> None:
-        """The step whose reduced bytes were kept is applied; ``row`` and the core tell of it, and of a split model
-        ``digests``, as in ``Contribution``."""
+        """Log the step that was just applied, from the bytes that ``keep`` copied, and report it to the followers.
+        ``digests``: of a split model, as in ``Contribution``."""
         self._applying = False
         now, before = self._around.world.clock.now(), self._stepped_at
         self._stepped_at = now
@@ -285,12 +283,12 @@ class HealSource:
             self._log.add(entry)
             for taker in self._takers:
                 if taker.told >= 0 and not taker.inside:
-                    with suppress(ConnectionLost):  # it has gone: who serves it will notice
+                    with suppress(ConnectionLost):  # ``give``, which serves it, notices too
                         taker.tell([entry])
         self._next_turn()
 
     async def snapshot(self, engine: Engine, snapshots: Snapshots) -> None:
-        """The ring stands between two steps, and some source asked for this: copy the state for those who wait."""
+        """Copy the state between two steps, if recipients still wait for a snapshot."""
         waiting = [taker for taker in self._takers if taker.waits]
         if not waiting:
             return
@@ -298,7 +296,7 @@ class HealSource:
         try:
             copy = await snapshots.take(engine, step=core.applied, lineage=core.lineage, square_sum=core.square_sum)
         except ResourceError:
-            return  # the other copies are being written to disk: after a later step, then
+            return  # both copies are in use, for example by a checkpoint: a later boundary retries
         self._copy = SourceState(copy.step, copy.lineage, copy.square_sum, copy.blobs, copy)
         waiting = [taker for taker in waiting if taker in self._takers]
         for taker in waiting:
@@ -309,10 +307,10 @@ class HealSource:
         self._next_turn()
 
     async def give(self, connection: Connection, hello: Hello, engine: Engine) -> None:
-        """Serve one who heals or follows, until it closes.
+        """Serve one recipient that heals or follows, until it closes the connection.
 
         Raises:
-            NetworkError, PeerError: the connection ended otherwise, or what it asks for is not to be had.
+            NetworkError, PeerError: the connection failed, or the request cannot be met.
         """
         request = await connection.expect(HealRequest, timeout_s=ANSWER_S)
         name = hello.name[:64]
@@ -335,7 +333,7 @@ class HealSource:
             async with line.alive():
                 await self._serve(taker, request, engine)
         except ConnectionLost:
-            pass  # that is how it says that it has enough
+            pass  # the recipient closes the connection when it has enough
         except P2PTrainError:
             if not taker.ended:
                 raise
@@ -348,8 +346,8 @@ class HealSource:
 
     # ------------------------------------------------------------------------------------------------------ internals
 
-    def _has_part(self, request: HealRequest) -> bool:  # a method of its own, which a mutation takes away
-        return request.stage == self._stage.index  # sizes and names of two parts may be alike
+    def _has_part(self, request: HealRequest) -> bool:  # a separate method, so that a mutation test can remove it
+        return request.stage == self._stage.index  # sizes and names alone may be equal for two parts
 
     async def _serve(self, taker: Recipient, request: HealRequest, engine: Engine) -> None:
         try:
@@ -370,7 +368,7 @@ class HealSource:
         entry: Entry | None = None
         if asked.name.startswith(STEP):
             if not taker.inside:
-                self._let_go(taker)  # it has all of the state
+                self._let_go(taker)  # a request for a step means that it has all of the state
             entry = self._log.named(asked.name)
             most_bytes = entry.data.nbytes if entry is not None else asked.stop
         else:
@@ -411,7 +409,7 @@ class HealSource:
 
     async def _offer_beside(self, taker: Recipient, request: HealRequest, engine: Engine) -> None:
         while self._applying:
-            await self._turn_of(taker)  # where the log begins must be known
+            await self._turn_of(taker)  # the log must begin at a known step
         if not self._logging:
             self._begin_log(engine)
         entries = self._log.since(request.have_step, request.have_lineage)
@@ -476,10 +474,11 @@ class HealSource:
 
 
 def piece_untrusted(given: SourceState | None, entry: Entry | None, asked: RangeRequest) -> memoryview:
-    """What is asked for of the state that was offered, or of a step.
+    """Return the requested bytes of the offered state or of a logged step.
 
     Raises:
-        ProtocolError: there are no such bytes. StorageError: the log keeps the step no more.
+        ProtocolError: there are no such bytes.
+        StorageError: the log has dropped the step.
     """
     if asked.name.startswith(STEP):
         if entry is None:
@@ -501,32 +500,32 @@ def piece_untrusted(given: SourceState | None, entry: Entry | None, asked: Range
     return data[asked.start : asked.stop]
 
 
-# ------------------------------------------------------------------------------------------- how much, beside a ring
+# ------------------------------------------------------------------------------------- how much to send beside a ring
 
 
 SHARE = 0.05
-"""Of a usual step: so much longer may a step take because this member gives."""
+"""Of a usual step: how much longer a step may take because this member sends."""
 ROUND = 8
-"""Steps, of which the first is quiet."""
+"""Steps in a round. Nothing is sent in the first one, which is *quiet*."""
 KNOWN_STEPS = 3
-"""So many quiet steps make a usual one; before, nothing is given."""
+"""Quiet steps that are measured before anything is sent."""
 
 
 class Pace:
-    """How much a member may give beside its own ring's work: its steps must not take noticeably longer. Pure.
+    """Limits how much a member sends beside its own ring's work, so that steps take hardly longer. A pure core.
 
-    A step gets an *allowance* of bytes, which doubles from step to step until one takes ``SHARE`` longer than usual.
-    From then on the mean of a *round* of steps judges, for single ones scatter: halved where it took longer, else
-    raised a little. A usual step is measured in steps in which nothing is given; each round begins with one.
+    Each step has an *allowance* of bytes. It doubles from step to step until a step takes ``SHARE`` longer than usual.
+    From then on the mean of a *round* of steps decides, because single steps scatter: the allowance is halved if the
+    mean was too long, else raised a little. A usual step is the median of the quiet ones; each round begins with one.
 
     Args:
-        piece_bytes: the least that a step allows: whoever waits is always served at last.
+        piece_bytes: the least allowance, so that every recipient is served in the end.
     """
 
     def __init__(self, piece_bytes: int) -> None:
         self._piece_bytes = piece_bytes
         self._quiet_s: deque[float] = deque(maxlen=2 * ROUND)
-        self._busy: list[tuple[float, int]] = []  # seconds and bytes given, of this round's steps that were not quiet
+        self._busy: list[tuple[float, int]] = []  # seconds and sent bytes of this round's steps that were not quiet
         self._allowance_bytes = float(piece_bytes)
         self._doubling = True
         self._given_bytes = 0
@@ -544,7 +543,7 @@ class Pace:
 
     @property
     def open(self) -> bool:
-        """Whether the next piece may be given now; what goes over the allowance is taken off the steps to come."""
+        """Whether the next piece may be sent now. Bytes beyond the allowance are taken off later steps."""
         return self.free or self._credit_bytes > 0
 
     def ring_began(self) -> None:
@@ -571,7 +570,7 @@ class Pace:
         self._steps_left -= 1
         if self._busy and (self._doubling or self._steps_left < 0):
             self._judge()
-        # A debt is paid off before anything more is given, or a piece larger than the allowance would go unbounded.
+        # A debt stays and is paid off first, or pieces larger than the allowance would have no bound.
         self._credit_bytes = min(self._credit_bytes, 0.0)
         if self._steps_left < 0 or not self._known:
             self._steps_left = ROUND - 1
@@ -585,5 +584,5 @@ class Pace:
         held = mean_s <= (1 + SHARE) * median(self._quiet_s)
         factor = (2.0 if self._doubling else 1.5) if held else 0.5
         self._doubling = self._doubling and held
-        # Of what was really given: what is not asked for is not measured either.
+        # From the bytes that were really sent: an unused part of the allowance was not measured.
         self._allowance_bytes = max(self._piece_bytes, factor * most_bytes)

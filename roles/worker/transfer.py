@@ -1,11 +1,11 @@
 """Verified transfer: pieces of a named object from several sources, a digest for each, resumable.
 
-``Transfer`` is the pure core: it knows no clock, sockets or memory. All wanted pieces wait in one queue, from which
-every source is served, so a faster source gives more. A piece counts once its bytes have the wanted digest. A source
-that is lost, or gave other bytes, costs what was under way from it: that goes back to the front of the queue.
+``Transfer`` is the pure core. It knows no clock, sockets or memory. All wanted pieces wait in one queue that serves
+every source, so a faster source sends more. A piece counts when its bytes have the wanted digest. When a source is lost
+or sent wrong bytes, the pieces asked of it go back to the front of the queue.
 
-``Receiver`` is its shell: it asks sources for ranges of bytes (``RangeRequest``), which land where they belong.
-``send_range`` is the other side. Healing, models and checkpoint files differ in what they want and whom they believe.
+``Receiver`` is the shell. It asks sources for ranges of bytes (``RangeRequest``), which land in their destination.
+``send_range`` is the sending side. Healing, models and checkpoint files differ in what they want and whom they trust.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from wire.job_messages import RANGE_BYTES, RangeGone, RangeRequest
 from wire.messages import Message
 
 WINDOW = 4
-"""Pieces asked of the fastest source ahead of their arrival: its link stays busy for a round trip."""
+"""Pieces asked of the fastest source at a time: they keep its link busy for a round trip."""
 
 V = TypeVar("V", bound=Hashable)
 
 
 def most_said(values: Iterable[V]) -> V | None:
-    """What most say; of a tie what was said first. None where nobody says anything."""
+    """The most frequent value, of a tie the first one. None if there are no values."""
     counted = Counter(values).most_common(1)  # which keeps the order of insertion
     return counted[0][0] if counted else None
 
@@ -48,15 +48,13 @@ def most_said(values: Iterable[V]) -> V | None:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Ask ``source`` for piece ``key``."""
-
     source: str
     key: Hashable
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Close the connection to ``source``: what it sent was wrong."""
+    """Close the connection to ``source``, which sent wrong bytes."""
 
     source: str
     reason: str
@@ -66,16 +64,16 @@ class GiveUp:
 class _Known:
     has: Container[Hashable] = ()
     under_way: list[Hashable] = field(default_factory=list)  # in the order of asking
-    piece_s: float = 0.0  # between two arrivals, averaged; 0: none arrived yet
-    busy_since: float = 0.0  # when the piece that is due began to be the next one
+    piece_s: float = 0.0  # moving average of the time between two arrivals; 0: none arrived yet
+    busy_since: float = 0.0  # when the source began to send the next piece
 
 
 class Transfer:
-    """See the module's docstring."""
+    """Decides which piece to ask of which source. The module's docstring gives the rules."""
 
     def __init__(self) -> None:
         self._wanted: dict[Hashable, bytes] = {}
-        self._landed: dict[Hashable, bytes] = {}  # what lies in its place, right or wrong
+        self._landed: dict[Hashable, bytes] = {}  # digests of the bytes that landed, right or wrong
         self._waiting: deque[Hashable] = deque()
         self._sources: dict[str, _Known] = {}
 
@@ -88,7 +86,7 @@ class Transfer:
         return wanted is not None and key in self._landed and wanted in (b"", self._landed[key])
 
     def validate(self) -> None:
-        """Raise ``AssertionError`` where an invariant does not hold."""
+        """Raise ``AssertionError`` if an invariant is violated."""
         under_way = [key for known in self._sources.values() for key in known.under_way if key in self._wanted]
         queued = [*under_way, *self._waiting]
         assert len(queued) == len(set(queued)), "a piece is asked for twice"
@@ -127,10 +125,10 @@ class Transfer:
             self._give_back([key])
 
     def arrived(self, source: str, key: Hashable, digest: bytes, now: float) -> list[Ask | GiveUp]:
-        """The bytes of a piece that ``source`` was asked for lie in their place, and have ``digest``."""
+        """Handle the arrival of a piece that was asked of ``source``; its bytes have ``digest``."""
         known = self._sources.get(source)
         if known is None or key not in known.under_way:
-            return []  # of a source that was given up meanwhile
+            return []  # the source was given up in the meantime
         known.under_way.remove(key)
         took_s = max(now - known.busy_since, 0.0)
         known.piece_s = (3 * known.piece_s + took_s) / 4 if known.piece_s else took_s
@@ -146,7 +144,7 @@ class Transfer:
         return list(self.asks(now))
 
     def asks(self, now: float) -> list[Ask]:
-        """Fill the sources' windows from the queue: each piece from whoever would be done with it first."""
+        """Fill the sources' windows from the queue: each piece goes to the source that would finish it first."""
         asks: list[Ask] = []
         while (ask := self._next()) is not None:
             known = self._sources[ask.source]
@@ -162,7 +160,7 @@ class Transfer:
         fastest_s = min((known.piece_s for known in self._sources.values() if known.piece_s), default=0.0)
         order = sorted(self._sources.items(), key=lambda item: (len(item[1].under_way) + 1) * item[1].piece_s)
         for source, known in order:
-            # A slow source, or one that is not known yet, has one piece under way, so the end waits for little.
+            # A slow or unknown source has one piece under way, so the end of the transfer does not wait long for it.
             window = max(1, round(WINDOW * fastest_s / known.piece_s)) if known.piece_s else 1
             if len(known.under_way) < window:
                 key = next((key for key in self._waiting if key in known.has), None)
@@ -183,11 +181,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes [start, stop) of the run ``name``, and where they land.
-
-    Attributes:
-        digest: empty where they are verified as part of something larger.
-    """
+    """Bytes [start, stop) of ``name``, and where they land. An empty ``digest``: a larger unit is verified instead."""
 
     name: str
     start: int
@@ -197,36 +191,38 @@ class Piece:
 
 
 class AllPieces:
-    """What a source has that has all of an object."""
+    """The pieces of a source that has the whole object."""
 
     def __contains__(self, key: object) -> bool:
         return True
 
 
 class Source:
-    """A connection to one who gives. ``name``: for people."""
+    """A connection to a sender. ``name``: for people."""
 
     def __init__(self, id: str, name: str, line: Line) -> None:
         self.id, self.name, self.line = id, name, line
         self.streams = 0
-        self.asked: dict[int, tuple[Hashable, int, asyncio.TimerHandle | None]] = {}  # by stream; with its bytes
+        self.asked: dict[int, tuple[Hashable, int, asyncio.TimerHandle | None]] = {}  # stream → key, bytes, deadline
 
     def end(self, reason: str) -> None:
         self.line.connection.abort(ProtocolError(reason))
 
 
 class Receiver:
-    """Takes pieces from several sources.
+    """Receives pieces from several sources.
 
     Args:
-        now: seconds. digest: of a piece that has landed, as its ``Piece.digest``.
-        on_landed: called with the source and the key of each piece that is verified.
-        on_gone: a source has a piece no more; else it is at fault.
-        slowest_bytes_s: a source that gives less, but for a silence, is given up; 0: any may take its time.
+        now: seconds.
+        digest: hashes a piece that has landed, as ``Piece.digest``.
+        on_landed: called with the source and the key of each verified piece.
+        on_gone: called when a source no longer has a piece. Without it, such a source is at fault.
+        slowest_bytes_s: a source that sends less is given up; 0: no limit.
 
     Attributes:
-        sources: by id. problems: source's name → why it gives no more.
-        changed: set whenever something did.
+        sources: by id.
+        problems: source's name → why it stopped sending.
+        changed: set whenever anything changes.
     """
 
     def __init__(
@@ -275,10 +271,10 @@ class Receiver:
         self._carry_out(self._core.asks(self._now()))
 
     async def serve(self, source: Source, heard: Callable[[Message], None]) -> None:
-        """Listen to ``source`` until it is gone; then what it owes is asked of others.
+        """Listen to ``source`` until it is gone. Then its missing pieces are asked of other sources.
 
         Args:
-            heard: takes what else it says. Raises ``ProtocolError`` where no correct source says that.
+            heard: handles all other messages. Raises ``ProtocolError`` if no correct source sends such a message.
         """
         self.sources[source.id] = source
         connection, problem = source.line.connection, "it closed the connection"
@@ -296,7 +292,7 @@ class Receiver:
         except P2PTrainError as error:
             problem = error.message
         except asyncio.CancelledError:
-            problem = ""  # it was enough
+            problem = ""  # the caller has enough
             raise
         finally:
             del self.sources[source.id]
@@ -311,9 +307,9 @@ class Receiver:
 
     @asynccontextmanager
     async def attached(self, source: Source, heard: Callable[[Message], None]) -> AsyncIterator[None]:
-        """``serve`` beside what is done inside."""
+        """Run ``serve`` in the background while the context is open."""
         serving = asyncio.create_task(self.serve(source, heard), name="receive")
-        await asyncio.sleep(0)  # it is known from now on
+        await asyncio.sleep(0)  # lets ``serve`` register the source
         try:
             yield
         finally:
@@ -322,13 +318,13 @@ class Receiver:
             await asyncio.gather(serving, return_exceptions=True)
 
     async def until(self, satisfied: Callable[[], bool], *, waits: Callable[[], bool] = lambda: False) -> None:
-        """Wait.
+        """Wait until ``satisfied`` returns True.
 
         Args:
-            waits: whether there may be a source yet, though there is none.
+            waits: whether a source may still come while there is none.
 
         Raises:
-            NetworkError: no source is left; the message names what each one said.
+            NetworkError: no source is left; the message has each source's problem.
         """
         while not satisfied():
             if not self.sources and not waits():
@@ -351,7 +347,7 @@ class Receiver:
         piece = self._pieces[key]
         source.streams += 1
         stream = source.streams
-        with suppress(ConnectionLost):  # ``serve`` will notice, and the piece goes back to the queue
+        with suppress(ConnectionLost):  # ``serve`` notices too, and the piece goes back to the queue
             connection = source.line.connection
             landed = partial(self._landed, source, stream)
             connection.post(piece.into, generation=0, stream=stream, done=landed)
@@ -410,11 +406,11 @@ async def send_range(
     *,
     most_bytes: int = RANGE_BYTES,
 ) -> int:
-    """Send what ``read`` gives as the range that was asked for; its bytes, 0 where there are none such any more.
+    """Send the requested range, which ``read`` returns. Returns its size, or 0 if the bytes are no longer there.
 
     Raises:
-        ProtocolError: it asked for what is not given.
-        DeadlineExceeded: it takes no bytes.
+        ProtocolError: the request is out of bounds.
+        DeadlineExceeded: the receiver accepts no bytes.
     """
     size = asked.stop - asked.start
     if not 0 <= asked.start < asked.stop or size > most_bytes or not 0 <= asked.stream < 1 << 31:
@@ -425,5 +421,5 @@ async def send_range(
         line.connection.send(RangeGone(asked.stream, shortened(problem.message)))
         return 0
     line.connection.send_bulk(memoryview(data), generation=0, stream=asked.stream)
-    await line.sent()  # it may be slow, as long as it takes something
+    await line.sent()  # waits for a slow receiver, as long as it accepts something
     return size
