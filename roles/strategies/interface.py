@@ -16,14 +16,14 @@ from roles.engine import Applied, Engine
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What a member says of a step that was reduced.
+    """A member's summary of a reduced step.
 
     Attributes:
         digest: of the reduced bytes, 16 bytes.
-        part: its part of their squared norm. NaN where they are not finite, as far as it looked.
-        own: squared norm of what it contributed itself; NaN where that was not finite, 0 where it had no share.
-        digests: of a split model: those of all stages' reduced bytes, one after the other; ``digest`` is made of them
-            (``ring.token.joined_digest``). Empty where the model is not split.
+        part: this member's part of their squared norm; NaN if a number that it looked at is not finite.
+        own: squared norm of its own contribution; NaN if that was not finite, 0 if it had no share.
+        digests: of a split model: the digests of all stages' reduced bytes, concatenated. ``digest`` is made of them
+            (``ring.token.joined_digest``). Else empty.
     """
 
     digest: bytes
@@ -34,13 +34,13 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """What one stage of a pipeline had to do in its newest step, for people.
+    """What one stage of a pipeline did in its newest step, for people.
 
     Attributes:
-        start, stop, layers: it has layers [start, stop) of ``layers``.
-        micro_batch_s: forward and backward of one micro-batch; 0 where it had none.
+        start, stop, layers: it holds layers [start, stop) of ``layers``.
+        micro_batch_s: forward and backward of one micro-batch; 0 if it had none.
         busy: share of the step's passes in which it computed; the rest is its bubble.
-        token_bytes: that a token of the step takes on the hop to the next stage: there, and its gradient back.
+        token_bytes: bytes per token on the hop to the next stage: activations there, gradients back.
         next: peer id of the next stage; empty on the last one.
     """
 
@@ -54,54 +54,54 @@ class StageLoad:
 
 
 class Strategy(Protocol):
-    """The three activities of a step. Each is cancelled when the ring breaks; only ``commit`` runs to its end.
+    """The activities of a step. A broken ring cancels them, except ``commit``, which runs to its end.
 
     Attributes:
-        exposed_s: how long the last step waited for the ring after this member's own share was computed.
-        communicating_s: how long its operations were under way, behind the computing or not.
+        exposed_s: time that the last step waited for the ring after this member's own share was computed.
+        communicating_s: time that its operations were under way, also during the computing.
     """
 
     exposed_s: float
     communicating_s: float
 
     async def begin(self, session: RingSession, meet: ConnectPeers) -> None:
-        """A view begins, whose ring is ``session``. Whatever other connections between its members this needs is made
-        now; what ``meet`` makes ends with the session, and break it when they break.
+        """Begin a view, whose ring is ``session``, and form further connections with ``meet``. Those end with the
+        session, and when one breaks, the session breaks.
 
         Raises:
             NetworkError, PeerError: as ``RingSession.form``.
         """
 
     async def compute(self, step: int, first: int, count: int, session: RingSession, *, patience_s: float) -> None:
-        """This member's share of step ``step``: micro-batches ``range(first, first + count)``.
+        """Compute this member's share of ``step``: micro-batches ``range(first, first + count)``.
 
-        What it makes may go into the ring of ``session`` at once, so the buffer holds sums when this returns, not
-        contributions; whoever gives the step up closes the session first, and computes it again from zero.
+        The ring may sum gradients in place at once, so afterwards the buffer holds sums, not contributions. To give a
+        step up, close the session first; then compute the step again from zero.
 
         Args:
             patience_s: see ``RingSession.submit``.
         """
 
     async def reduce(self, session: RingSession) -> Contribution:
-        """Wait until the members' contributions were brought together; then all hold the same bytes."""
+        """Wait until the members' contributions are reduced. Then all hold the same bytes."""
 
     async def commit(self, step: int, square_sum: float) -> Applied:
         """Apply the reduced bytes. Must give the same bits on every member."""
 
     async def validate(self, first: int, count: int) -> tuple[float, int]:
-        """Sum of the losses (nats) and number of targets over validation micro-batches [first, first + count): those of
-        this member's replica. Of a split model one of the replica has them, and the others have 0."""
+        """Return the sum of the losses (nats) and the number of targets over validation micro-batches [first, first +
+        count) of this member's replica. In a split model one stage returns them, and the others return 0."""
 
     def stage_load(self) -> StageLoad | None:
-        """None where there is no pipeline, or it has not taken a step in this view."""
+        """Return None if there is no pipeline, or no step was taken in this view."""
 
 
 class ConnectPeers(Protocol):
-    """Forms what some of a view's members need beside its ring, with what the view says of beats and carriage. Raises
+    """Forms further connections between some of a view's members, with the view's heartbeats and link settings. Raises
     as ``RingSession.form`` and ``Chain.form``."""
 
     async def ring(self, view: View, topology: Topology = Topology.RING) -> RingSession:
-        """Of a part of the members: ``view`` is theirs."""
+        """Form a ring of the members of ``view``."""
 
     async def chain(
         self, view: View, order: Sequence[str], *, activation_bytes: int, gradient_bytes: int, in_flight: int
@@ -110,5 +110,5 @@ class ConnectPeers(Protocol):
 
 
 Factory = Callable[[Engine, ComputeThread, Callable[[], None], int], Strategy]
-"""From the engine, its thread, what to call after every piece of work (the heartbeat tells a slow peer from a stuck one
-by it), and the bytes of a bucket (0: by itself)."""
+"""Takes the engine, its thread, a callback for every finished piece of work (heartbeats carry its count, which shows
+that a slow peer is not stuck), and the bytes of a bucket (0: automatic)."""

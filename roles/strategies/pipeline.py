@@ -1,14 +1,14 @@
-"""A model in stages: activations and their gradients go through the replica's chain, gradients are summed by stage.
+"""A model in stages: activations and their gradients travel along the replica's chain; gradients are summed per stage.
 
-Per view, beside the ring of all and the ring of this stage (``staged``): the replica's *chain*, and, where the first
-and the last stage both have the embedding's matrix, the *pair*: the ring of these two, round which their gradients of
-it are summed, after the stage's ring has summed those of the replicas. Two numbers are summed, so both get the same
-bits.
+Each view has the ring of all members, the ring of this stage (``StagedStrategy``), and the replica's *chain*. If the
+first and the last stage both hold the embedding's matrix, these two also form a ring of two, the *pair*. After the
+stage's ring has summed the replicas' gradients, the pair sums its two gradients of the matrix. A sum of two numbers has
+the same bits at both.
 
-Schedule. Each step has its own, the same on all stages of a replica, because all derive it from the same figures: the
-chain's round trips, how many micro-batches each stage has memory for, and how long a micro-batch takes the slowest
-stage, which is told with the digests. Whatever the schedule, backwards run in the order of the micro-batches, so it
-changes no bit of a step's result.
+Schedule. Each step has its own. It is the same on all stages of a replica, because all derive it from the same figures:
+the chain's round trips, how many micro-batches each stage has memory for, and how long the slowest stage takes for a
+micro-batch, which travels with the digests. In every schedule backward passes run in the order of the micro-batches, so
+the schedule changes no bit of a step's result.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from roles.strategies.sync import SyncStrategy
 T = TypeVar("T")
 
 
-QUEUED = 2  # on the compute thread: one that it works on, and the next
+QUEUED = 2  # operations on the compute thread: the running one and the next
 
 
 @dataclass(slots=True)
 class StageStep:
-    """Where the time of one step of one stage went, in seconds.
+    """Where the time of one step at one stage went, in seconds.
 
     Attributes:
-        step_s: from its first operation's turn to the last payload's departure.
-        forward_s, backward_s: on the compute thread, in all, as the event loop saw it.
-        waited_s: nothing could be computed: what was next had not come.
+        step_s: from the first operation's turn to the last payload's departure.
+        forward_s, backward_s: total on the compute thread, as the event loop sees it.
+        waited_s: the thread was idle because the next payload had not arrived.
     """
 
     step_s: float = 0.0
@@ -59,10 +59,10 @@ class StageStep:
 
 
 class StageRunner:
-    """Runs the steps of one stage: the schedule's operations on the compute thread, payloads on the event loop.
+    """Runs the steps of one stage: operations on the compute thread, payloads on the event loop.
 
-    While the thread works on one operation, the next one's payload arrives, the last one's leaves, and the next one is
-    queued behind it. A step that does not come to its end ends the chain: its memory is posted and borrowed.
+    While the thread runs one operation, the next one is queued, its payload arrives, and the last result leaves. A step
+    that does not finish ends the chain, because receives and sends still use the step's memory.
 
     Args:
         on_work: called after every operation.
@@ -83,15 +83,15 @@ class StageRunner:
         self._on_work = on_work
 
     async def run(self, step: int, schedule: Schedule, *, patience_s: float) -> StageStep:
-        """All micro-batches of step ``step``, forward and backward.
+        """Run forward and backward passes of all micro-batches of ``step``.
 
         Args:
             schedule: the same on all stages.
             patience_s: see ``Chain.receive``.
 
         Raises:
-            ConnectionLost, DeadlineExceeded, ProtocolError: a neighbour is lost; ``Chain.broken`` says who.
-            P2PTrainError: the engine's own. In every case the chain has ended.
+            ConnectionLost, DeadlineExceeded, ProtocolError: a neighbour is lost; ``Chain.broken`` names it.
+            P2PTrainError: the engine's own. After any error the chain has ended.
         """
         chain = self._chain
         chain.begin(schedule)
@@ -110,7 +110,7 @@ class StageRunner:
             running.give_up(error)
             assert running.problem is not None
             if isinstance(error, P2PTrainError) and running.problem is not error:
-                raise running.problem from error  # an operation failed first, and this is what came of it
+                raise running.problem from error  # an operation failed first and caused this error
             raise
         finally:
             for task in under_way:
@@ -120,11 +120,7 @@ class StageRunner:
 
 
 class _Running:
-    """One step under way.
-
-    Attributes:
-        problem: what ended it before its time: the first one.
-    """
+    """One step under way. ``problem``: the first error, which ended the step."""
 
     def __init__(
         self,
@@ -140,9 +136,9 @@ class _Running:
         self._step = step
         self._spent = StageStep()
         self._began = self._idle_since = self._clock()
-        self._ended_at = 0.0  # the last call on the thread
+        self._ended_at = 0.0  # when the last call on the thread ended
         self._queued = 0
-        self._failed = False  # on the compute thread: what is queued there is skipped
+        self._failed = False  # on the compute thread: its queued calls are skipped
 
     def ended(self) -> StageStep:
         now = self._clock()
@@ -155,10 +151,10 @@ class _Running:
         if self.problem is None:
             self.problem = error
         what = error.message if isinstance(error, P2PTrainError) else "it was interrupted"
-        self._chain.abandon(f"this stage gave up step {self._step + 1}: {what}")  # where it is not broken already
+        self._chain.abandon(f"this stage gave up step {self._step + 1}: {what}")  # has no effect on a broken chain
 
     async def operate(self, operation: Operation, payload: Payload | None) -> None:
-        """One operation, as soon as the thread is free; what it made is on its way when this returns."""
+        """Run one operation when the thread is free, and send its result."""
         kind, index = operation.kind, operation.index
         try:
             if kind is Kind.FORWARD:
@@ -178,7 +174,7 @@ class _Running:
             self.give_up(failure := self._chain.links.failure())
             raise failure from error
         except BaseException as error:
-            self.give_up(error)  # at once: the step may wait for what never comes
+            self.give_up(error)  # at once: the step may wait for a payload that never comes
             raise
         self._chain.progress += 1
         self._on_work()
@@ -212,30 +208,30 @@ class _Running:
             raise
 
 
-# Digest of this member's sums, sum of the losses that it knows of, seconds that a micro-batch takes it to compute.
+# Digest of this member's sums, sum of the losses that it knows, seconds that it takes for a micro-batch.
 _TOLD = struct.Struct("!16sdd")
 
 
 class StagedStrategy(SyncStrategy):
-    """What every strategy of a split model has in common: each member holds a part, and all commit one step.
+    """Base of all strategies for split models: each member holds a part, and all commit one step.
 
-    Per view two rings. The ring of all members carries votes and small gathers; the *stage ring*, of the members that
-    hold the same part, sums their gradients. A step is reduced in two moves:
+    A view has two kinds of rings. The ring of all members carries votes and small gathers. The *stage ring*, of the
+    members that hold the same part, sums their gradients. A step is reduced in two moves:
 
     1. the stage ring's all-reduce, in buckets behind the computing, as in ``SyncStrategy``;
     2. an all-gather round the ring of all: the digest of each member's sums, and its part of the loss.
 
-    The contribution's digest is a hash over the digests of one replica's stages in order. So members vote for the
-    same digest where nothing was spoiled, the lineage is that of the whole model, and the vote blames the replica of a
-    member whose sums differ from those of its stage.
+    The contribution's digest is a hash over the digests of one replica's stages in order. So all members vote for the
+    same digest if no sum was corrupted, the lineage covers the whole model, and the vote blames the replica of a member
+    whose sums differ from those of its stage.
 
-    This strategy is for engines whose parts need nothing of each other; ``PipelineStrategy`` moves activations.
+    This class serves engines whose parts need nothing from each other; ``PipelineStrategy`` adds activations.
     """
 
-    _ring: RingSession | None = None  # of this member's stage
+    _ring: RingSession | None = None  # the stage ring
     _patience_s = PATIENCE_S
     _loss = math.nan
-    _unit_s = 0.0  # that a micro-batch of the step took this member; 0 where that is not known
+    _unit_s = 0.0  # this member's time for a micro-batch of the step; 0: not known
 
     async def begin(self, session: RingSession, meet: ConnectPeers) -> None:
         self._ring = None
@@ -252,14 +248,14 @@ class StagedStrategy(SyncStrategy):
         view = session.view
         first = view.replica_of(session.rank) * view.stages
         replica = members[first : first + view.stages]
-        # By stage, so that all replicas come to the same sum.
+        # Summed in stage order, so that all replicas get the same bits.
         self._loss = sum(loss for _, loss, _ in replica) / sum(member.count for member in view.members)
         digests = b"".join(digest for digest, _, _ in replica)
         self._heard([unit_s for _, _, unit_s in replica])
         return Contribution(joined_digest(digests), alike.part, alike.own, digests)
 
     def _heard(self, units_s: list[float]) -> None:
-        """What a micro-batch took each stage of this replica, as they say."""
+        """Handle the times that this replica's stages report for a micro-batch."""
 
     async def commit(self, step: int, square_sum: float) -> Applied:
         return replace(await super().commit(step, square_sum), loss=self._loss)
@@ -275,7 +271,7 @@ GPIPE = "gpipe"
 
 
 class _Share:
-    """A replica's micro-batches of one step, counted from 0 as a ``StageRunner`` does."""
+    """A replica's micro-batches of one step, for a ``StageRunner``, which counts from 0."""
 
     def __init__(self, engine: PipelineEngine, first: int, count: int, front_final: OnFinal) -> None:
         self.activation_bytes, self.gradient_bytes = engine.activation_bytes, engine.gradient_bytes
@@ -291,7 +287,7 @@ class _Share:
 
 
 class _HeldOut:
-    """Validation micro-batches from ``first`` on, counted from 0. ``total``: of the losses; 0 before the last stage."""
+    """Validation micro-batches from ``first`` on, counted from 0. ``total``: sum of the losses, on the last stage."""
 
     def __init__(self, engine: PipelineEngine, first: int) -> None:
         self.activation_bytes, self.gradient_bytes = engine.activation_bytes, engine.gradient_bytes
@@ -308,13 +304,13 @@ class _HeldOut:
 
 
 class PipelineStrategy(StagedStrategy):
-    """See the module's docstring.
+    """Trains a model in stages. The module's docstring describes it.
 
     Args:
         engine: a ``PipelineEngine``.
         schedule: ``gpipe`` or ``1f1b``.
-        max_in_flight: micro-batches whose backward pass is still to come, on a stage, at most; 0: by the schedule.
-        ahead: validation micro-batches that the first stage may give on before the last one has taken them: a step's.
+        max_in_flight: limit of micro-batches on a stage between forward and backward; 0: the schedule decides.
+        ahead: micro-batches of one validation run along the chain, as many as in a step.
     """
 
     def __init__(
@@ -334,7 +330,7 @@ class PipelineStrategy(StagedStrategy):
         self._wanted, self._max_in_flight, self._ahead = schedule, max_in_flight, ahead
         self._chain: Chain | None = None
         self._pair: RingSession | None = None
-        self._period_s = math.inf  # of a micro-batch at the slowest stage, in this view
+        self._period_s = math.inf  # time for a micro-batch at the slowest stage, in this view
         self._next = ""  # peer id of the next stage
         self._load: StageLoad | None = None
 
@@ -386,7 +382,7 @@ class PipelineStrategy(StagedStrategy):
     def _heard(self, units_s: list[float]) -> None:
         slowest_s = max(units_s)
         if math.isfinite(slowest_s) and slowest_s > 0:
-            self._period_s = min(self._period_s, slowest_s)  # slower ones were held up by something else
+            self._period_s = min(self._period_s, slowest_s)  # longer times have other causes
 
     async def validate(self, first: int, count: int) -> tuple[float, int]:
         total = 0.0

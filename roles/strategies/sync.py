@@ -1,16 +1,16 @@
 """Synchronous data parallelism: each member computes its micro-batches, one all-reduce, one identical step.
 
-The gradients are reduced in buckets (``compute.gradients``), each as soon as the backward pass of this member's last
-micro-batch has made it, so most of the exchange is hidden behind that pass. A codec may carry the buckets in fewer
-bytes; the loss and the vectors (norms, biases) follow as a small operation of their own, exact whatever the codec.
+The gradients are reduced in buckets (``compute.gradients``). Each bucket is submitted as soon as the backward pass of
+this member's last micro-batch has completed it, so that pass hides most of the exchange. A codec may shrink the
+buckets. The loss and the vectors (norms, biases) follow as a small operation of their own, exact with every codec.
 
-Each piece is measured just before the ring has it, which sums in place: the squared norm of this member's own
-contribution tells who spoiled a sum, and that a contribution is not finite.
+Each piece is measured just before it is submitted, because the ring sums in place. The squared norm of a member's own
+contribution shows whether it is finite, and which member corrupted a sum.
 
-What a lossy codec left out of this member's contributions is kept in its *residual* and goes out with the next step's.
-The residual is no part of the replicated state: it changes what a member contributes, never how the reduced bytes,
-which are equal everywhere, are applied. So it may be dropped at any time at the cost of one step's rounding, and it is:
-with every new view, hence after every step that was aborted.
+What a lossy codec leaves out of this member's contributions stays in its *residual* and is added to the next step's.
+The residual is not part of the replicated state: it changes what a member contributes, never how the reduced bytes,
+equal everywhere, are applied. So it may be dropped at any time, at the cost of one step's rounding. It is dropped with
+every new view, hence after every aborted step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from roles.engine import Applied, Engine
 from roles.strategies.interface import ConnectPeers, Contribution, StageLoad
 
 PLAIN = "fp32"
-"""The codec that changes nothing: gradients travel as they lie in memory."""
+"""The codec that changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Piece:
 
     Attributes:
         array: shape (numel,), a view of the reduce buffer.
-        residual: this member's error feedback for it, float32, where the codec wants one.
+        residual: this member's error feedback for it, float32, if the codec needs one.
     """
 
     array: npt.NDArray[Any]
@@ -54,12 +54,11 @@ class Piece:
 
 
 class Exchange:
-    """One step's gradients on their way round the ring, piece by piece while later pieces are still being computed.
+    """Reduces one step's gradients round the ring, piece by piece while later pieces are still being computed.
 
-    Pieces go out in their order, which is the same on every member. The ring sums a piece in place, so nothing else
-    touches it from its release until the exchange is finished. Use it on the event loop only.
-
-    A step that is given up needs no word here: its session is closed, which fails its operations and takes no more.
+    Pieces are submitted in the same order on every member. The ring sums a piece in place, so nothing else touches it
+    from its release until the exchange is finished. Use it on the event loop only. To give a step up, close its
+    session: that fails all operations.
 
     Args:
         patience_s: see ``RingSession.submit``.
@@ -81,7 +80,7 @@ class Exchange:
         return self._communicating_s + (self._clock() - self._since if self._under_way else 0.0)
 
     def release(self, count: int) -> None:
-        """The first ``count`` pieces are final: submit those of them that are not yet."""
+        """Submit those of the first ``count`` pieces, all final now, that are not submitted yet."""
         for piece in self._pieces[len(self._operations) : count]:
             if self._problem is not None:
                 return
@@ -89,7 +88,7 @@ class Exchange:
                 operation = self._session.submit(
                     piece.array, codec=piece.codec, residual=piece.residual, patience_s=self._patience_s
                 )
-            except P2PTrainError as problem:  # told by ``finished``: this may be a callback, with nobody to hear it
+            except P2PTrainError as problem:  # ``finished`` raises it: this may be a callback, which nobody awaits
                 self._problem = problem
                 return
             if not self._under_way:
@@ -99,14 +98,14 @@ class Exchange:
             operation.add_done_callback(self._ended)
 
     async def finished(self) -> None:
-        """Release what is left, and wait until every piece is reduced.
+        """Release the remaining pieces, and wait until every piece is reduced.
 
         Raises:
             ConnectionLost, DeadlineExceeded, ProtocolError: see ``RingSession.submit``.
         """
         self.release(len(self._pieces))
         if self._operations:
-            # Not gather: whoever gives up waiting here must not cancel what is the session's.
+            # Not gather: cancelling this wait must not cancel the session's operations.
             await asyncio.wait(self._operations, return_when=asyncio.FIRST_EXCEPTION)
         if self._problem is not None:
             raise self._problem
@@ -120,23 +119,23 @@ class Exchange:
 
 
 def codec_of(session: RingSession) -> Codec | None:
-    """A codec for the gradients of this session's view; None where they travel as they are.
+    """Return the gradients' codec in this session's view; None if they travel as they are.
 
     Raises:
-        ConfigError: the view names one that this version does not know.
+        ConfigError: this version does not know the view's codec.
     """
     name = session.view.codec
     return None if name == PLAIN else codec_named(name)
 
 
 class _Outgoing:
-    """This member's contribution to one step on its way out, on the compute thread's side.
+    """Releases this member's contribution to one step, on the compute thread.
 
     Args:
-        measure: the squared norm of what it contributes between two places of the buffer.
+        measure: squared norm of the contribution in a range of the buffer.
 
     Attributes:
-        own: squared norm of what was released.
+        own: squared norm of the released pieces.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class _Outgoing:
         self.own = 0.0
 
     def front_final(self, numel: int) -> None:
-        """See ``roles.engine.OnFinal``: measure and release the pieces that are whole now, if there are more."""
+        """Measure and release the pieces that are complete now; called as ``roles.engine.OnFinal``."""
         for start, stop in self._bounds[self._released : bisect_right(self._stops, numel)]:
             self.own += self._measure(start, stop)
             self._released += 1
@@ -164,14 +163,14 @@ class _Outgoing:
 
 
 class SyncStrategy:
-    """The global batch is fixed; who computes which part of it changes nothing but the time."""
+    """The global batch is fixed. Which member computes which part of it changes only the time."""
 
     def __init__(
         self, engine: Engine, compute: ComputeThread, progress: Callable[[], None], bucket_bytes: int = 0
     ) -> None:
         self._engine = engine
-        # Of what this member brings to the sum. It is the engine's, not a method of this class: what goes out holds it,
-        # and a circle would keep the model in memory after its job.
+        # Squared norm of this member's contribution. It is the engine's method, not one of this class: ``_Outgoing``
+        # refers to it, and a reference cycle would keep the model in memory after its job.
         self._contributed = engine.partial_square_sum
         self._compute = compute
         self._progress = progress
@@ -187,7 +186,7 @@ class SyncStrategy:
         self.exposed_s = self.communicating_s = 0.0
 
     async def begin(self, session: RingSession, meet: ConnectPeers) -> None:
-        """One ring is all it needs."""
+        """No connections are needed besides the ring."""
 
     async def compute(self, step: int, first: int, count: int, session: RingSession, *, patience_s: float) -> None:
         if session is not self._session:
@@ -220,7 +219,7 @@ class SyncStrategy:
         return await self._compute.run(self._summarize, session.rank, session.size, self._outgoing.own)
 
     async def _summed(self) -> None:
-        """The buffer holds the sums of this ring, and is about to be hashed."""
+        """Run between the reduction and the hash of the buffer."""
 
     async def commit(self, step: int, square_sum: float) -> Applied:
         return await self._compute.run(self._engine.apply, step, square_sum)
@@ -249,8 +248,8 @@ class SyncStrategy:
     def _summarize(self, rank: int, size: int, own: float) -> Contribution:
         buffer = self._engine.reduce_buffer
         digest = xxhash.xxh3_128_digest(buffer.view(np.uint8).data)
-        if self._engine.exact:  # where a sum is cut decides its last bit: one member takes it whole
+        if self._engine.exact:  # the split of a sum decides its last bit, so one member computes it whole
             start, stop = (0, buffer.size) if rank == 0 else (0, 0)
-        else:  # each squares only the chunk it owns; the tokens bring the parts together, so clipping costs 1/n
+        else:  # each squares only its own chunk, and the tokens add the parts up: clipping costs 1/n
             start, stop = owned_range(rank, size, buffer.size)
         return Contribution(digest, self._engine.partial_square_sum(start, stop), own)

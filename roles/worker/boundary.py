@@ -1,8 +1,8 @@
-"""What happens between two steps: the members compare their states, validate, and whoever is to saves a checkpoint.
+"""What happens between two steps: the members compare their states, validate, and some of them save a checkpoint.
 
-Of a split model a checkpoint is worth something only where all stages have theirs of the same step. So the members also
-tell one another what they have saved, and whether it is durable by now: where it is not, all go without a new one. So
-no stage is ahead of another, and the newest step that all have saved is kept until all have a newer one.
+For a split model a checkpoint is useful only if all stages have one of the same step. So the members also exchange what
+they have saved and whether a write is still in progress. If one is, all skip the new checkpoint. So all stages stay at
+the same step, and the newest step that all have saved is kept until all have a newer one.
 """
 
 from __future__ import annotations
@@ -24,19 +24,17 @@ from roles.worker.checkpoint_store import Checkpointing, state_digest
 from roles.worker.context import Context
 
 _VALIDATION = struct.Struct("!dQ")  # sum of losses in nats, number of targets
-_SAVING = struct.Struct("!q?16s")  # newest durable checkpoint, whether none is being written, the state's digest
+_SAVING = struct.Struct("!q?16s")  # newest durable checkpoint, whether no write is in progress, the state's digest
 
 
 class BoundaryWork:
-    """One job's work between steps."""
-
     def __init__(self, around: Context, *, profile: Profile, checkpoints: Checkpointing) -> None:
         self._around = around
         self._profile, self._checkpoints = profile, checkpoints
-        self._spared, self._idle, self._all_idle = -1, True, True  # as the members said when they compared last
+        self._spared, self._idle, self._all_idle = -1, True, True  # as exchanged at the last comparison
 
     async def compare(self, engine: Engine, session: RingSession, *, patience_s: float) -> tuple[bytes, ...]:
-        """The digests of all members' states, in rank order. Raises as ``RingSession.all_gather``."""
+        """Gather the digests of all members' states, in rank order. Raises as ``RingSession.all_gather``."""
         digest = await self._around.compute.run(lambda: state_digest(engine.state()))
         if session.view.stages > 1:
             digests = await self._compare_stages(digest, session, patience_s)
@@ -63,8 +61,8 @@ class BoundaryWork:
     async def validate(
         self, boundary: Boundary, engine: Engine, strategy: Strategy, session: RingSession, *, patience_s: float
     ) -> float | None:
-        """Mean loss over the held-out micro-batches, in nats a token, if it is due; the members share them, or the
-        replicas of a split model do."""
+        """Return the mean loss over the held-out micro-batches in nats per token, or None if it is not due. The members
+        share the micro-batches; in a split model the replicas do."""
         every = self._profile.validation.every
         if not (boundary.last or (every and boundary.applied % every == 0)):
             return None
@@ -73,7 +71,7 @@ class BoundaryWork:
         total, targets = await strategy.validate(first, count)
         try:
             gathered = await session.all_gather(_VALIDATION.pack(total, targets), patience_s=patience_s)
-        except (NetworkError, PeerError) as problem:  # whoever was faster may be gone: the step itself is safe
+        except (NetworkError, PeerError) as problem:  # faster members may have left; the step itself is safe
             text = f"validation after step {boundary.applied} skipped: {problem}"
             self._around.notify("warning", "validation", text)
             return None
@@ -81,12 +79,12 @@ class BoundaryWork:
         return math.fsum(float(part) for part, _ in parts) / max(1, sum(int(number) for _, number in parts))
 
     async def keep(self, boundary: Boundary, engine: Engine, replica: int, meta: Meta, *, stopping: bool) -> bool:
-        """The checkpoint of a confirmed step, if it is due and this member's to write; whether it was begun.
+        """Save the checkpoint of a confirmed step if it is due and this member's to save. Returns whether it was begun.
 
         Args:
-            replica: of the model, that this member holds or holds a part of.
+            replica: the replica that this member is, or is part of.
             meta: with the state's lineage and squared norm.
-            stopping: the ring stands still after this.
+            stopping: the ring stops after this boundary.
         """
         if boundary.save and self._saves(replica):
             wait, step = boundary.last or stopping, boundary.applied
@@ -98,12 +96,12 @@ class BoundaryWork:
         return False
 
     async def gathered(self, assembler: CheckpointAssembler, session: RingSession, *, patience_s: float) -> None:
-        going, round_s = True, 2.0  # so often members tell each other whether they still collect
+        going, round_s = True, 2.0  # interval at which members exchange whether they still collect
         while going:
             mine = b"\0" if await assembler.settled(round_s) else b"\1"
             try:
                 going = any(byte != b"\0" for byte in await session.all_gather(mine, patience_s=patience_s))
-            except (NetworkError, PeerError) as problem:  # the others' are their affair: the step itself is safe
+            except (NetworkError, PeerError) as problem:  # only this member's files matter now; the step is safe
                 self._around.notify("warning", "not-gathered", f"the ring broke while files were collected: {problem}")
                 while not await assembler.settled(round_s):
                     pass

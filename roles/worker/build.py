@@ -1,4 +1,4 @@
-"""From a profile to an engine: the one place where a worker meets torch, imported when it is called and not before."""
+"""Builds engines from profiles. Only this module of the worker imports torch, and only inside functions."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from p2ptrain.compute.trainer import TrainingSpec
 
 FREE_SHARE = 0.8
-"""Of the memory that is free when a worker starts, what parts may take where nobody says."""
+"""Share of the free memory at a worker's start that parts may take, if no limit is given."""
 
 
 def capabilities(device: str) -> dict[str, Scalar]:
-    """What this machine has, for people and for placement. Found without torch, so that joining does not wait for it.
+    """Describe this machine for people and for placement. Does not import torch, so that joining does not wait for it.
 
     Args:
-        device: what the person asked for; empty where the profile decides.
+        device: the requested device; empty if the profile decides.
     """
     gpu = gpu_name()
     if device:
@@ -51,11 +51,11 @@ def capabilities(device: str) -> dict[str, Scalar]:
 
 
 def warm_up() -> None:
-    """Load what models and parts of them need (seconds), on the compute thread, while the worker is being let in.
+    """Import what models and parts need (seconds), on the compute thread, while the worker joins.
 
-    What it offers to clients is measured on that thread behind this, so none has a session here, and with it a short
-    patience, while the loading of torch's libraries holds up the event loop (0.8 s at once on a busy machine). What the
-    first part of an architecture loads after this holds it up for 0.02 s.
+    Imports of torch's libraries hold up the event loop (0.8 s at once on a busy machine), and a session's short silence
+    limit would expire. No session can be open yet: the offer to clients is measured on the same thread after this. What
+    the first part of an architecture imports later holds up the loop for 0.02 s.
     """
     import p2ptrain.compute.served_part
     import p2ptrain.compute.trainer  # noqa: F401 - for its cost
@@ -66,7 +66,7 @@ def engine_builder(*, device: str = "", threads: int = 0) -> Callable[[Profile],
         from p2ptrain.compute.device import pick_device
         from p2ptrain.compute.trainer import Trainer
 
-        exact = profile.job.exact  # then the job alone says how many threads: they decide the last bits of a gradient
+        exact = profile.job.exact  # then only the job sets the threads: their number decides a gradient's last bits
         cores = profile.device.threads or 1 if exact else threads or profile.device.threads
         return Trainer(training_spec(profile), pick_device(device or profile.device.kind, cores))
 
@@ -74,10 +74,10 @@ def engine_builder(*, device: str = "", threads: int = 0) -> Callable[[Profile],
 
 
 def stage_builder(*, device: str = "", threads: int = 0, memory_bytes: int = 0) -> Callable[[Profile, Stage], Engine]:
-    """What makes this worker's part of a job's split model; ``device`` and ``threads`` as of ``engine_builder``.
+    """Return the builder of this worker's part of a job's split model. ``device``, ``threads``: see ``engine_builder``.
 
     Args:
-        memory_bytes: that the person gives to it; 0: what there is.
+        memory_bytes: memory that the person allows for it; 0: most of what is free.
     """
 
     def build(profile: Profile, stage: Stage) -> Engine:
@@ -103,11 +103,11 @@ def stage_builder(*, device: str = "", threads: int = 0, memory_bytes: int = 0) 
 
 
 def holding(*, device: str, threads: int, memory_bytes: int) -> Holding:
-    """What it takes to hold parts of split models here.
+    """Return what a worker needs to hold parts of split models.
 
     Args:
-        device, threads: what the person asked for; empty and 0 where he did not.
-        memory_bytes: that parts and their caches may take; 0: most of what the device has free now.
+        device, threads: as requested; empty and 0 for the default.
+        memory_bytes: limit of parts and their caches; 0: most of what the device has free now.
     """
 
     def build_part(spec: PartSpec, names: tuple[str, ...]) -> PartBuilder:

@@ -1,4 +1,4 @@
-"""What a job's runner needs of its worker, and of the world."""
+"""The worker's services that a job's runner uses."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Context:
     """What a runner needs of its worker.
 
     Attributes:
-        seed_at: the host that the seed was dialled at, for members on its own machine.
-        say: sends to the seed, now or when it is back.
-        notify: tells the person, here and at the seed.
-        tell: tells the person here only: the seed knows it already.
-        beats: (heartbeat_s, death_s) between neighbours.
-        disk: the thread of everything that touches the job's directory.
-        build_engine: blocking; called on the compute thread. ``build_part``: the same of a ``Engine``.
-        strategies: of a job's profile (``roles.strategies.pipeline.strategy_of``).
-        on_step: called after every commit with the metrics of the step.
+        seed_at: returns the host at which the seed was dialled; members on the seed's machine are dialled there, too.
+        beats: returns (heartbeat_s, death_s) between neighbours.
+        disk: thread for all access to the job's directory.
+        say: sends a message to the seed, now or when it is back.
+        notify: shows a text to the person here and at the seed.
+        tell: shows a text to the person here only, because the seed knows it already.
+        build_engine, build_part: blocking; called on the compute thread.
+        strategies: returns a job's strategy factory (``roles.strategies.pipeline.strategy_of``).
+        on_step: called after every commit with (applied, total, the step's metrics).
     """
 
     world: World
