@@ -1,14 +1,14 @@
-"""How far and how wide the way to another worker is: measured by the one, with a helping hand from the other.
+"""Measures latency and bandwidth of the link to another worker.
 
-The one that measures dials the other's port with purpose ``probe``. The answering side (``ProbeResponder``) tells the
-time when asked (``probe.clock``), which is a round trip, and takes bulk frames when it is the caller's turn
-(``probe.turn``, then ``probe.sink`` with each), each answered when it is there.
+The measuring worker dials the other's port with purpose ``probe``. The answering side (``ProbeResponder``) answers
+``probe.clock`` requests, each of which makes a round trip. When it is the caller's turn (``probe.turn``), it accepts
+bulk frames, one with each ``probe.sink`` request, and answers each when it has arrived.
 
-Latency is half the shortest of a few round trips on an open connection. Bandwidth is how fast answers come back to
-pieces that were sent all at once: delays on the way, which are in every answer, cancel.
+Latency is half the shortest of a few round trips on an open connection. Bandwidth is the rate of the answers to pieces
+that were sent all at once. Link delays are in every answer, so they cancel out.
 
-None of it may be felt by a step: a push is ``PUSH_BYTES`` at most and given up after ``PUSH_S``; a worker pushes to one
-other at a time, and takes the push of one at a time.
+No measurement may slow a step down. A push is at most ``PUSH_BYTES`` and is given up after ``PUSH_S``. A worker pushes
+to one other at a time, and accepts one push at a time.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from wire.schema import instance_untrusted
 
 PIECE_BYTES = 32 << 10
 PUSH_BYTES = 1 << 20
-"""With ``PUSH_S``, all that one measurement may put on a link: a tenth of a second of 100 Mbit/s."""
+"""With ``PUSH_S``, the limit of one measurement's load on a link: a tenth of a second of 100 Mbit/s."""
 PUSH_S = 0.5
 MAX_ASKED = 16
 """Peers in one request."""
 MAX_DEADLINE_S = 60.0
 MAX_CALLERS = 32
-"""Probe connections that a worker serves at a time; more are told that it is busy."""
+"""Probe connections that a worker serves at a time; further ones are refused as busy."""
 QUIET_S = 5.0
-"""A probe connection that asks nothing for so long is closed: who measures is never that slow."""
+"""A probe connection without a request for so long is closed; no measuring worker is that slow."""
 
 
-# --------------------------------------------------------------------------------------------------------- being asked
+# ----------------------------------------------------------------------------------------------------------- answering
 
 
 class ProbeResponder:
-    """A worker's answering side. One for all of its callers."""
+    """A worker's answering side, shared by all of its callers."""
 
     def __init__(self) -> None:
         self._callers = 0
@@ -56,16 +56,16 @@ class ProbeResponder:
         return self._callers >= MAX_CALLERS
 
     async def serve(self, connection: Connection, hello: Hello) -> None:
-        """Answer one probe connection until it is closed, silent, or has pushed what it may.
+        """Answer one probe connection until it closes, falls silent, or has pushed all its pieces.
 
         Raises:
-            ProtocolError: it asked for what there is not.
+            ProtocolError: the caller sent an invalid request.
         """
         self._callers += 1
         try:
             await self._answer(connection)
         except NetworkError:
-            return  # it is done, in its own way
+            return  # the usual end: the caller closes the connection
         finally:
             self._callers -= 1
 
@@ -101,16 +101,16 @@ class ProbeResponder:
                 for task in waiting:
                     task.cancel()
             if not arrived.is_set():
-                connection.abort()  # the memory is given up: nothing may land in it later
+                connection.abort()  # so that nothing lands in this memory later
                 return
             connection.send(Response(request.id))
 
 
-# -------------------------------------------------------------------------------------------------------------- asking
+# ----------------------------------------------------------------------------------------------------------- measuring
 
 
 def targets_untrusted(params: dict[str, Any]) -> tuple[list[PeerAddress], float]:
-    """The parameters of ``links.measure``: whom to measure, and within how many seconds. Raises ``ProtocolError``."""
+    """Return the targets of ``links.measure`` and its deadline in seconds. Raises ``ProtocolError``."""
     peers, deadline_s = params.get("peers"), params.get("deadline_s")
     if not isinstance(peers, list) or not 0 < len(peers) <= MAX_ASKED:
         raise ProtocolError(f"links.measure needs 1 to {MAX_ASKED} peers")
@@ -121,23 +121,19 @@ def targets_untrusted(params: dict[str, Any]) -> tuple[list[PeerAddress], float]
 
 
 class Prober:
-    """A worker's asking side.
-
-    Args:
-        seed_host: dialled where a target's host is empty.
-    """
+    """A worker's measuring side. ``seed_host`` is dialled if a target's host is empty."""
 
     def __init__(self, world: World, *, peer_id: str, name: str, seed_host: str) -> None:
         self._world = world
         self.seed_host = seed_host
         self._hello = local_hello(peer_id=peer_id, name=name, roles=["worker"], purpose="probe")
-        self._push = asyncio.Lock()  # to one other at a time
+        self._push = asyncio.Lock()  # one push at a time
 
     async def measure(self, targets: Sequence[PeerAddress], *, deadline_s: float) -> dict[str, LinkQuality]:
-        """Peer id → what was measured within ``deadline_s``; who was not reached is not in it.
+        """Return peer id → what was measured within ``deadline_s``. Peers that were not reached are missing.
 
-        The latencies of all are measured side by side, bandwidths one after the other, so what time does not allow is
-        missing at the end of ``targets``.
+        All latencies are measured at once and bandwidths one after the other. If time runs out, the bandwidths of the
+        last ``targets`` are missing.
         """
         found: dict[str, LinkQuality] = {}
         tasks = [asyncio.create_task(self._measure(target, found), name="links.measure") for target in targets]
@@ -174,7 +170,7 @@ class Prober:
 
     async def _latency_s(self, connection: Connection) -> float:
         now, round_trips_s = self._world.clock.now, list[float]()
-        # Far away two are enough: what varies is small beside what does not.
+        # On a far link two are enough: the variation is small beside the latency.
         while len(round_trips_s) < (5 if sum(round_trips_s) < 0.3 else 2):
             began = now()
             connection.send(Request(len(round_trips_s), "probe.clock"))
@@ -183,7 +179,7 @@ class Prober:
         return min(round_trips_s) / 2
 
     async def _pushed_bps(self, connection: Connection, latency_s: float) -> float | None:
-        """Bits per second that it carries of ``PUSH_BYTES``; None where too little came through."""
+        """Push ``PUSH_BYTES`` and return the rate in bits per second. None if too little arrived."""
         pieces, payload, answered = PUSH_BYTES // PIECE_BYTES, memoryview(bytes(PIECE_BYTES)), list[float]()
         connection.send(Request(0, "probe.turn"))
         await connection.expect(Response, timeout_s=MAX_DEADLINE_S)
@@ -191,7 +187,7 @@ class Prober:
         for number in range(pieces):
             connection.send(Request(number, "probe.sink", {"stream": number}))
             connection.send_bulk(payload, generation=0, stream=number)
-        with suppress(NetworkError):  # out of time, or broken off: what came is looked at
+        with suppress(NetworkError):  # out of time or broken: use what arrived
             async with within(PUSH_S + 2 * latency_s):
                 await self._answers(connection, pieces, answered)
         return rate_bps(answered, due_at if 2 * latency_s < NEAR_RTT_S else None)
@@ -214,14 +210,14 @@ async def within(seconds: float) -> AsyncIterator[None]:
 
 
 def rate_bps(answered: Sequence[float], due_at: float | None = None) -> float | None:
-    """Bits per second from the times at which pieces were answered; None where they are too few to tell.
+    """Return bits per second from the times at which pieces were answered. None if there are too few.
 
-    The median over all runs of a quarter of the pieces, but for the first ones, which a flow's slow start holds back. A
-    lost segment makes one pause, and what comes right after it all at once: neither is the rate of the link.
+    The result is the median rate over all runs of a quarter of the pieces. The first runs are left out, because slow
+    start holds them back. A lost segment makes a pause and then a burst; the median ignores both.
 
     Args:
-        due_at: of a fast link, whose pieces may be received, decrypted and answered in lumps: when the first answer
-            could have come. All pieces took at least the time since then.
+        due_at: for a fast link, on which several pieces may be received, decrypted and answered at once: the time at
+            which the first answer could have come. All pieces took at least the time since then.
     """
     if len(answered) < 3:
         return None

@@ -1,6 +1,4 @@
-"""What one job's member tells of itself: the seed, where it stands, what its steps were and who computed them; people,
-what it does and which stage it trains. It decides nothing.
-"""
+"""Reports of one job's member: its state, steps and ledger rows to the seed; progress and its stage to people."""
 
 from __future__ import annotations
 
@@ -27,13 +25,13 @@ from wire.job_messages import LedgerRow, LedgerRows, Report, StepMetrics
 from wire.messages import Message
 
 ROWS = 4096
-"""Newest ones kept: a seed that was away for so many steps does not learn of older ones."""
+"""Newest rows kept. A seed that is away for more steps misses the older ones."""
 BATCH_BYTES = 32 << 10
-"""Of one message, half of what a control frame may have."""
+"""Size of one message: half the limit of a control frame."""
 
 
 class Ledger:
-    """One job's rows, in order and without a gap, each with the lineage before it."""
+    """One job's ledger rows, in order and without a gap, each with the lineage before it."""
 
     def __init__(self, job: str, say: Callable[[LedgerRows], None]) -> None:
         self._job, self._say = job, say
@@ -57,12 +55,12 @@ class Ledger:
             self._say(LedgerRows(self._job, lineage, [row]))
 
     def tell_beyond(self, step: int) -> None:
-        """All rows of later steps than ``step``, in messages of bounded size."""
+        """Send all rows after ``step``, in messages of bounded size."""
         skipped = sum(row.step <= step for _, row in self._rows)
         batch: list[LedgerRow] = []
         first_lineage, size_bytes = "", 0
         for lineage, row in islice(self._rows, skipped, None):
-            row_bytes = 96 + len(row.counts)  # of keys, numbers and digest at most
+            row_bytes = 96 + len(row.counts)  # keys, numbers and digest take at most 96
             if batch and size_bytes + row_bytes > BATCH_BYTES:
                 self._say(LedgerRows(self._job, first_lineage, batch))
                 batch, size_bytes = [], 0
@@ -75,7 +73,7 @@ class Ledger:
 
 
 class StepClock:
-    """Adds up the phases of the step under way, and knows how long a micro-batch takes here."""
+    """Adds up the phases of the current step, and measures how long a micro-batch takes here."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -90,7 +88,7 @@ class StepClock:
 
     @property
     def unit_us(self) -> int:
-        """Microseconds of a micro-batch: the middle one of the last measurements; 0 before the first one."""
+        """Microseconds per micro-batch: the median of the last measurements; 0 before the first one."""
         return max(1, round(median_low(self._units_s) * 1e6)) if self._units_s else 0
 
     def computed(self, seconds: float, count: int) -> None:
@@ -109,14 +107,14 @@ class StepClock:
         self._waited_s += seconds
 
     def exchanged(self, *, exposed_s: float, communicating_s: float) -> None:
-        """The gradients were under way for ``communicating_s``, of which ``exposed_s`` came after the own share."""
+        """Record how long the gradients were on their way, and how much of that came after the own share."""
         self._hidden_s = max(0.0, communicating_s - exposed_s)
 
     def view_began(self, *, formed_s: float | None = None) -> None:
-        """A step that spans two views is not a measurement.
+        """Start measuring anew: a step that spans two views is not measured.
 
         Args:
-            formed_s: how long it took to stand in the view's ring; told with its first step.
+            formed_s: how long the view's ring took to form; reported with its first step.
         """
         self._formed_s = formed_s
         self._spent.clear()
@@ -125,11 +123,11 @@ class StepClock:
         self._began = self._now()
 
     def step_done(self) -> dict[str, float]:
-        """Milliseconds of the step just applied.
+        """Return the times of the step just applied, in milliseconds.
 
-        ``step_ms``; ``compute_ms``; ``communicate_ms`` and ``wait_ms``: what the ring cost after the computing;
-        ``hidden_ms``: what it cost beside the computing, which is no part of the step's time; ``form_ms`` of a view's
-        first step: how long its ring took to form.
+        ``step_ms``; ``compute_ms``; ``communicate_ms`` and ``wait_ms``: the ring's cost after the computing;
+        ``hidden_ms``: its cost beside the computing, not part of ``step_ms``; ``form_ms``, in a view's first step: how
+        long the ring took to form.
         """
         now = self._now()
         step_s = now - self._began
@@ -150,16 +148,15 @@ class StepClock:
 
 
 KEPT = 256
-"""Newest rows that a member remembers for the one that should tell of them."""
+"""Newest steps that a member remembers."""
 
 
 class StepReporter:
-    """Remembers the steps applied last: whoever should have told of them may have died before it did, or before the
-    seed was back.
+    """Reports steps, and remembers the newest: rank 0 may die before it reports one, or while the seed is away.
 
     Args:
-        say: to the seed.
-        on_step: to the person: (applied, total, values).
+        say: sends to the seed.
+        on_step: shows (applied, total, values) to the person.
     """
 
     def __init__(
@@ -174,7 +171,7 @@ class StepReporter:
         self._say, self._on_step = say, on_step
         self._last: Applied | None = None
         self._rows: deque[tuple[int, dict[str, float]]] = deque(maxlen=KEPT)  # steps and their values
-        self._told = 0  # the newest step that this member told of
+        self._told = 0  # the newest step that this member reported
 
     def forget(self) -> None:
         self._last, self._told = None, 0
@@ -189,9 +186,9 @@ class StepReporter:
         return self._last.loss if self._last is not None and self._last.step == applied else None
 
     def tell(self, applied: int, view: View, rank: int, values: dict[str, float]) -> None:
-        """Step ``applied`` is over. ``values``: beside the engine's own."""
+        """Report step ``applied`` when it is over. ``values`` are added to the engine's own."""
         if self._last is None or self._last.step != applied:
-            return  # this member was healed to here: it did not see the step
+            return  # this member was healed to this step and did not compute it
         row = self._rows[-1][1]
         row |= values
         if rank == 0:
@@ -199,8 +196,8 @@ class StepReporter:
         self._on_step(applied, self._steps_total, row)
 
     def tell_what_was_cut_off(self, view: View, rank: int) -> None:
-        """Who told of the steps before this view may have died before it did, or before the seed was back: rank 0 tells
-        of those that it saw. The seed knows which it has."""
+        """Report steps before this view again, from rank 0: the former rank 0 may have died before it did, or the seed
+        was away. The seed drops what it has."""
         if rank == 0:
             for step, values in self._rows:
                 if self._told < step <= view.step:
@@ -222,7 +219,7 @@ def described(view: View, peer_id: str) -> str:
 
 
 class Reports:
-    """One job's. ``engine``: None before the model is built, and after the job."""
+    """All reports of one job. ``engine``: None before the model is built, and after the job."""
 
     def __init__(self, around: Context, core: Transaction, *, job: str, stage: Stage, profile: Profile) -> None:
         self.engine: Engine | None = None
@@ -233,11 +230,11 @@ class Reports:
         self.steps = StepReporter(job=job, steps_total=profile.job.steps, say=around.say, on_step=around.on_step)
         self._timing: dict[str, float] = {}
         self._tokens_per_s = 0.0  # of this member's replica, in the newest step
-        self._fetched: Fetched | None = None  # by the last heal
+        self._fetched: Fetched | None = None  # result of the last heal
         self._done_told = False
-        self._trouble: Report | None = None  # the last report, for a seed that was away when it was made
+        self._trouble: Report | None = None  # the last report; sent again to a seed that was away
 
-    # -------------------------------------------------------------------------------------------------- where it stands
+    # ---------------------------------------------------------------------------------------------- reports to the seed
 
     def send(self, report: Report) -> None:
         if self.engine is not None:
@@ -255,19 +252,20 @@ class Reports:
         if report.status == "healed" and self._fetched is not None:
             report = self._fetched.told_in(report)
         if report.status == "done" and self._rank():
-            self.tell_ledger()  # no view follows in which it would be, had rank 0 not told
+            self.tell_ledger()  # no view follows in which a missing row of rank 0 would be sent
         self.send(report)
-        if report.status == "done" and not self._done_told:  # (a seed that was away may ask again)
+        if report.status == "done" and not self._done_told:  # once: a returning seed asks again
             self._done_told = True
             self._around.tell("info", "done", f"the job is done: all {report.applied:,} steps; waits for another one")
         if report.status == "broken":
             self._around.notify("warning", "ring-broken", f"step {report.applied + 1} aborted: {report.reason}")
 
     def seed_is_back(self, *, follows: bool, level: bool) -> None:
-        """Tell a seed that was away where this member stands.
+        """Report this member's state to a seed that was away.
 
         Args:
-            follows: it fetches the state beside the ring. level: and is level with it.
+            follows: it fetches the state beside the ring.
+            level: it follows and is level with the ring.
         """
         core, view = self._core, self._core.view
         match core.phase:
@@ -276,7 +274,7 @@ class Reports:
             case Phase.IDLE if level:
                 status = "following"
             case Phase.IDLE if core.torn or follows:
-                return  # the report follows when the state is whole, or level with the ring's
+                return  # the report follows when the state is complete, or level with the ring's
             case Phase.HELD:
                 status = "held"
             case Phase.DONE:
@@ -293,7 +291,7 @@ class Reports:
         words = {name: getattr(trouble, name) for name in ("suspect", "reason", "cause", "beside")} if trouble else {}
         self.send(core.report(status, **words))
         if view is not None and (not core.running or self._rank() == 0):
-            self.tell_ledger()  # what was told while it was away is lost
+            self.tell_ledger()  # messages sent while the seed was away are lost
 
     def cannot_go_on(self, problem: P2PTrainError) -> str:
         text = f"{problem.message}; {problem.remedy}" if problem.remedy else problem.message
@@ -357,7 +355,7 @@ class Reports:
             self.ledger.tell_beyond(0 if restored else self._core.view.ledger_step)
 
     def step_over(self, applied: int, session: RingSession, val_loss: float | None) -> None:
-        """Tell of step ``applied``, which all have confirmed."""
+        """Report step ``applied``, which all members have confirmed."""
         assert self.engine is not None
         timing, self._timing = self._timing, {}
         values = {"members": float(session.size), **timing}

@@ -38,7 +38,7 @@ from wire.messages import EventNotice, Hello, Message, Refuse, Request, Response
 
 LEAVE_S = 1.2  # how long a leaving worker waits for the step boundary; with closing, Ctrl+C takes less than 2 s
 JOBS = "jobs"  # directory of the jobs' checkpoints, in a worker's own
-# What people are shown (``wire.records.PeerInfo.state``); every other phase is part of training.
+# What people are shown (``wire.records.PeerInfo.state``). All other phases are shown as training.
 _SHOWN = {
     Phase.EMPTY: "building",
     Phase.IDLE: "waiting",
@@ -63,15 +63,15 @@ def _stage_untrusted(params: dict[str, Any]) -> Stage:
 
 
 class Worker:
-    """See the module's docstring.
+    """One worker process. The module's docstring describes it.
 
     Args:
-        build_engine: makes the engine of a profile; blocking, called on the compute thread.
-        strategies: of a job's profile; as they are but in simulations, whose engines compute otherwise.
-        warm_up: blocking, called there first, while the seed is being dialled.
-        notify: (level, kind, text) for the person at this terminal.
-        member: this worker's membership, whose network is the world's; None in a plain cluster.
-        holding: what it takes to hold parts of split models; None where this worker holds none.
+        build_engine: builds the engine of a profile; blocking, called on the compute thread.
+        strategies: returns a job's strategy factory; simulations replace it.
+        warm_up: blocking, called first on the compute thread, while the seed is dialled.
+        notify: shows (level, kind, text) to the person at this terminal.
+        member: this worker's membership, whose network is the world's; None in a cluster without TLS.
+        holding: what is needed to hold parts of split models; None if this worker holds none.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Worker:
         self._disk = world.threads.start("disk")
         self._files = FileSender(world.disk, self._disk, identity.directory / JOBS, self._saving)
         self._gauges = Gauges(world.clock.now)
-        self._beats = (0.5, 2.0)  # between neighbours before the seed has said how far apart they are
+        self._beats = (0.5, 2.0)  # heartbeat_s, death_s between neighbours until the seed sends its own
         self._runner: JobRunner | None = None
         self._job_task: asyncio.Task[None] | None = None
         self._leaving = False
@@ -153,7 +153,7 @@ class Worker:
         """Work until ``stop`` is set, then leave within two seconds.
 
         Raises:
-            NetworkError, Refused: the seed is not there, or does not want this worker.
+            NetworkError, Refused: the seed cannot be reached, or refuses this worker.
             UserError: the port is in use.
         """
         host, port = self._options.listen
@@ -176,7 +176,7 @@ class Worker:
                     link.cancel()
                     warming.cancel()
                 else:
-                    stopped.cancel()  # the link raised: the group ends with its error
+                    stopped.cancel()  # the link raised, so the group ends with its error
         except* P2PTrainError as group:
             raise first_error(group) from None
         finally:
@@ -242,7 +242,7 @@ class Worker:
         if self._stages is not None:
             self._stages.seed_up()
         if self._runner is not None and (view := self._runner.core.view) and view.term < welcome.term:
-            # The seed was restored, and its copy may be older than this view.
+            # The seed was restored, and its backup may be older than this view.
             self._link.send(view.to_message())
             self._runner.reports.tell_ledger(restored=True)
         if self._runner is not None:
@@ -266,7 +266,7 @@ class Worker:
                 self._runner.release()
                 self._runner = None
                 if self._stages is not None:
-                    self._stages.changed()  # what trained here is gone
+                    self._stages.changed()  # the seed still lists the stage that trained here
             case Request():
                 self._tasks.create_task(self._answer(message), name=f"answer {message.method}")
             case Refuse():
@@ -290,7 +290,7 @@ class Worker:
             self._runner.release()
         try:
             profile = Profile.from_spec_untrusted(message.spec)
-        except ProtocolError as problem:  # a seed of another version: no reason to leave it
+        except ProtocolError as problem:  # the seed has another version: stay connected
             reason = f"this version cannot read the job's profile: {problem.message}"
             self._notify("error", "worker-failed", reason)
             self._link.send(Report(message.job, 0, "failed", 0, 0, "", reason=shortened(reason, REASON_CHARS)))
@@ -364,7 +364,7 @@ class Worker:
         raise Refused("unknown-method", f"a worker does not know {request.method[:80]!r}")
 
     def _in_use(self, job: str, stage: Stage) -> CheckpointFiles | None:
-        """Those of a job that this worker is on: a second store would clear what the first one has not finished."""
+        """Return the store of a job that runs here. A second store would delete the first one's unfinished writes."""
         runner = self._runner if self._runner is not None and self._runner.job == job else None
         if runner is None or runner.stage == stage:
             return runner.checkpoints if runner is not None else None
@@ -440,7 +440,7 @@ class Worker:
                 async with asyncio.timeout(LEAVE_S):
                     await runner.stand_still()
             except TimeoutError:
-                pass  # the step is long: the others abort it and go on without this member
+                pass  # the step is long: the other members abort it and continue without this one
         await self._link.leave("the person stopped it")
         if self._job_task is not None:
-            self._job_task.cancel()  # not waited for: what is half written is cleared by the next start
+            self._job_task.cancel()  # not awaited: the next start deletes unfinished files
