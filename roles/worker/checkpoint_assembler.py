@@ -1,12 +1,12 @@
-"""Checkpoints of a split job's whole model: workers put them together, give files of them, and stages take theirs out.
+"""Checkpoints of a split job's whole model: workers assemble them, send files of them, and extract stages from them.
 
-Each stage saves its own files. *Assemblers* collect those of all stages of their replica, and so have what one process
-would have written: an ordinary Hugging Face directory. Assembler k of ``checkpoint.copies`` is the member of replica
-k mod r at stage k // r, so that different machines each have a whole. It asks each member of its replica (purpose
-``files``), which answers when its own save is durable. One state at a time; newer ones that wait replace older ones.
-Little is on its way beside a training ring, whose activations may share the link.
+Each stage saves its own files. *Assemblers* collect the files of all stages of their replica. The result is what one
+process would have written: an ordinary Hugging Face directory. Assembler k of ``checkpoint.copies`` is the member of
+replica k mod r at stage k // r, so whole checkpoints are on different machines. An assembler asks each member of its
+replica (purpose ``files``), which answers when its own save is durable. It assembles one state at a time; a newer
+waiting state replaces an older one. Little is in flight beside a training ring, whose activations may share the link.
 
-A worker that is to hold a stage takes its files out of a whole checkpoint: its own, or one that another worker has.
+A worker that is to hold a stage extracts the stage's files from a whole checkpoint: its own, or another worker's.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from wire.job_messages import FilesOffer, FilesRequest, MemberRecord, RangeReque
 from wire.messages import Hello, Message, Refuse
 
 PIECE_BYTES = 512 << 10
-"""Of a file that are asked for at a time, also beside a ring that trains."""
+"""Bytes of a file requested at a time, also beside a training ring."""
 MAX_TAKERS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A state that is to be put together, and who saves its parts: by stage."""
+    """A state to assemble, and the members that save its parts, by stage."""
 
     step: int
     lineage: str
@@ -62,7 +62,7 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One stage's files. ``pieces``: of a file by its name and size."""
+    """One stage's files: name → size and digest. ``pieces`` reads a file by its name and size."""
 
     meta: Meta
     files: dict[str, tuple[int, str]]
@@ -75,18 +75,18 @@ def assembles(view: View, rank: int, copies: int) -> bool:
 
 
 def checkpoints_dir(jobs: Path, job: str, stage: Stage) -> Path:
-    """Where a worker's checkpoints of a job are: those of each stage apart; those of the whole model as where it is not
-    split."""
+    """Return a worker's checkpoint directory. Each stage has its own; the whole model's is that of an unsplit job."""
     apart = f"stage-{stage.index}-of-{stage.count}" if stage.split else ""
     return jobs / job / apart / "checkpoints"
 
 
 class CheckpointAssembler:
-    """One worker's side of one job.
+    """Assembles one job's whole checkpoints on one worker, and extracts the worker's stage from them.
 
     Args:
-        parts: the checkpoints of its stage. files: those of the whole model.
-        where: the steps applied here, and what grows while this member gets anywhere.
+        parts: checkpoints of the worker's stage.
+        files: checkpoints of the whole model.
+        where: returns the applied steps and a progress counter of this member.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class CheckpointAssembler:
         self._task: asyncio.Task[None] | None = None
 
     def want(self, view: View, rank: int, step: int, lineage: str, start: Callable[..., asyncio.Task[None]]) -> None:
-        """Put that state together when its parts are durable; older ones that wait are left out."""
+        """Assemble that state when its parts are durable. It replaces an older state that still waits."""
         self._next = _Wanted(step, lineage, view.replica(rank))
         if self._task is None or self._task.done():
             self._task = start(self._work(), name="whole checkpoint")
@@ -164,7 +164,7 @@ class CheckpointAssembler:
             yield await self._parts.at_disk(partial(self._parts.disk.read_range, entry.path / name, start, stop))
 
     async def _offered(self, stack: AsyncExitStack, member: MemberRecord, asked: FilesRequest) -> _Part:
-        """What that member has, while ``stack`` is open. Raises ``P2PTrainError``."""
+        """Ask a member for its files. They can be read while ``stack`` is open. Raises ``P2PTrainError``."""
         around = self._around
         hello = local_hello(peer_id=around.peer_id, name=around.name, roles=["worker"], purpose="files", job=self._job)
         host = member.host or around.seed_host
@@ -197,7 +197,7 @@ class CheckpointAssembler:
         return _Part(meta, files, pieces, member.name)
 
     async def _written(self, into: CheckpointFiles, step: int, meta: Meta, parts: Sequence[_Part]) -> CheckpointEntry:
-        """A checkpoint of all files of these, every byte verified. Raises ``P2PTrainError``; nothing is left then."""
+        """Write a checkpoint from the parts and verify every byte. On ``P2PTrainError`` nothing is left."""
         names = [name for part in parts for name in part.files]
         if len(set(names)) != len(names):
             raise StorageError("two stages have files of the same name")
@@ -213,17 +213,17 @@ class CheckpointAssembler:
                         raise StorageError(f"{name} of {part.whose} is not what its manifest says")
             return await into.publish(draft, meta)
         except BaseException:
-            into.at_disk(draft.discard)  # nobody waits for it
+            into.at_disk(draft.discard)  # not awaited
             raise
 
-    # ----------------------------------------------------------------------------------------- what a stage takes of it
+    # -------------------------------------------------------------------------------------------- extracting a stage
 
     async def bring(self, restore_step: int, holders: Sequence[MemberRecord]) -> None:
-        """See to it that this stage's own checkpoints have what there is to go on from: that of ``restore_step``, where
-        that is not negative, else the newest that lies here. What cannot be had is told.
+        """Make this stage's own checkpoint available: that of ``restore_step``, or the newest here if it is negative.
+        Failures are only reported.
 
         Args:
-            holders: others, who have the whole model's of ``restore_step``.
+            holders: members that have the whole model's checkpoint of ``restore_step``.
 
         Raises:
             StorageError: this worker's directories cannot be read.
@@ -251,7 +251,7 @@ class CheckpointAssembler:
         try:
             return await self._parts.find(step) is not None
         except StorageError:
-            return False  # the one that is taken takes its place
+            return False  # it is damaged: an extracted one replaces it
 
     async def _taken(self, whence: str, take: Coroutine[Any, Any, CheckpointEntry]) -> bool:
         try:
@@ -279,7 +279,7 @@ async def _unverified(data: memoryview) -> bytes:
 
 
 def offered_untrusted(manifest: bytes, asked: FilesRequest) -> tuple[Meta, dict[str, tuple[int, str]]]:
-    """Meta and files of what was asked for, from what a peer sent. Raises ``ProtocolError`` where it is not of that."""
+    """Parse the offered meta and files. Raises ``ProtocolError`` if they do not fit the request."""
     step, meta, files = manifest_untrusted(manifest)
     told = (step, meta.get("job"), meta.get(STAGE), meta.get(STAGES))
     if told != (asked.step, asked.job, asked.stage, asked.stages):
@@ -297,15 +297,15 @@ def offered_untrusted(manifest: bytes, asked: FilesRequest) -> tuple[Meta, dict[
     return meta, files
 
 
-# --------------------------------------------------------------------------------------------------------------- giving
+# -------------------------------------------------------------------------------------------------------------- sending
 
 
 class FileSender:
-    """Gives the files of one stage's checkpoint, from the stage's own or from one of the whole model, to other workers,
-    while this worker is on the job or not.
+    """Sends the files of one stage's checkpoint to other workers, also of jobs that this worker is not on. The files
+    come from the stage's own checkpoint or from one of the whole model.
 
     Args:
-        saving: (job, stage, step, lineage): returns when the checkpoint of that state is durable here, or will not be.
+        saving: (job, stage, step, lineage): returns when that state's checkpoint is durable here, or will not come.
     """
 
     def __init__(
@@ -322,7 +322,7 @@ class FileSender:
         return None
 
     async def serve(self, connection: Connection, hello: Hello) -> None:
-        """Answer one caller until it closes. Raises as ``send_range``."""
+        """Answer one recipient until it closes. Raises as ``send_range``."""
         self._takers += 1
         try:
             connection.tune_for_bulk()
@@ -332,7 +332,7 @@ class FileSender:
 
     async def _give(self, connection: Connection, job: str) -> None:
         line = Line(connection)
-        offered: dict[str, tuple[Path, int]] = {}  # of each file: where it lies, and its size
+        offered: dict[str, tuple[Path, int]] = {}  # name → path and size
 
         async def read(asked: RangeRequest) -> bytes:
             path, size_bytes = offered.get(asked.name, (Path(), 0))

@@ -1,11 +1,11 @@
 """One job's checkpoints on this worker's disk.
 
-A save: the step waits while the compute thread copies the state in memory (``Snapshots``). The disk's thread writes
-the copy beside the steps that follow (``CheckpointFiles``), and the checkpoint is announced when it is durable
-(``Checkpointing``). A disk that is too slow gets fewer checkpoints. If the ring stands still after the step, it waits.
+A save has three parts. The step waits while the compute thread copies the state in memory (``Snapshots``). The disk's
+thread writes the copy while later steps run (``CheckpointFiles``). When the checkpoint is durable it is announced
+(``Checkpointing``). A slow disk gets fewer checkpoints. If the ring stops after the step, the step waits for the write.
 
-Everything that touches the directory runs on one thread, one call after the other: so a run that goes back to an older
-checkpoint never has a newer one appear behind it, and no step waits for the disk.
+Everything that touches the directory runs on one thread, one call after the other. So a run that goes back to an older
+checkpoint never sees a newer one appear later, and no step waits for the disk.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from roles.worker.context import Context
 from wire.job_messages import CheckpointSaved
 
 WRITE_SHARE = 1 / 8
-"""Of one core: what writing a checkpoint takes of it while steps are computed."""
+"""Share of a core that writing a checkpoint may use while steps are computed."""
 STANDSTILL_S = 30.0
-"""A member that gets nowhere for so long will not save what others wait for."""
+"""A member without progress for so long is not expected to save, so others stop waiting for it."""
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class Snapshot:
     """A copy of the state at one step. Each holder calls ``release`` once.
 
     Attributes:
-        blobs: as ``Engine.state``, read-only. Not to be touched after the release.
+        blobs: as ``Engine.state``, read-only; invalid after the release.
         square_sum: the step's squared gradient norm.
     """
 
@@ -66,10 +66,10 @@ class Snapshot:
 
 
 class Snapshots:
-    """Makes one job's snapshots, two at most. Their memory is used again: touching new memory costs more than copying.
+    """Makes one job's snapshots, at most two. Reuses their memory: touching new memory costs more than copying.
 
     Args:
-        compute: the engine's thread; it alone sees a state that stands still.
+        compute: the engine's thread; on it the state does not change.
     """
 
     def __init__(self, compute: ComputeThread) -> None:
@@ -78,12 +78,12 @@ class Snapshots:
         self._copying = 0
 
     async def take(self, engine: Engine, *, step: int, lineage: str, square_sum: float) -> Snapshot:
-        """Copy the state, which is that of ``step``; the caller keeps it from changing until this returns.
+        """Copy the state, which is that of ``step``. The caller keeps it from changing until this returns.
 
-        A snapshot of the same state that is still held is given again.
+        Returns an existing snapshot of the same state if it is still held.
 
         Raises:
-            ResourceError: two older ones are still being read, or there is no memory for one.
+            ResourceError: two older snapshots are still in use, or memory is short.
         """
         held = [each for each in self._made if each.holders]
         for each in held:
@@ -95,7 +95,7 @@ class Snapshots:
         free = [each.blobs for each in self._made if not each.holders]
         self._made, self._copying = held, self._copying + 1
         try:
-            # A call that is cancelled may still copy: the next one runs after it, on the same thread.
+            # A cancelled call may still copy. The next call runs after it, on the same thread.
             blobs = await self._compute.run(_copied, engine, free)
         finally:
             self._copying -= 1
@@ -104,12 +104,12 @@ class Snapshots:
         return taken
 
     def close(self) -> None:
-        """Let go of the memory: at once what nobody reads any more, the rest with its last reader."""
+        """Drop the memory: now if it is not in use, else with the last reader."""
         self._made.clear()
 
 
 def _copied(engine: Engine, free: list[list[Blob]]) -> list[Blob]:
-    """The state in other memory, in that of ``free`` where it fits. numpy lets the event loop run meanwhile."""
+    """Copy the state into the memory of ``free`` if it fits, else into new memory. numpy releases the GIL meanwhile."""
     state = engine.state()
     sizes = [blob.view.nbytes for blob in state]
     memory = next((each for each in free if [blob.view.nbytes for blob in each] == sizes), None)
@@ -137,7 +137,7 @@ class CheckpointFiles:
 
     Args:
         keep: how many are kept.
-        tell: (level, kind, text) for people.
+        tell: shows (level, kind, text) to people.
     """
 
     def __init__(
@@ -145,19 +145,19 @@ class CheckpointFiles:
     ) -> None:
         self._thread, self.disk, self._root, self._keep, self._tell = thread, disk, root, keep, tell
         self._opened: CheckpointStore | None = None
-        self._wanted = -1  # the job may go back to it
+        self._wanted = -1  # a checkpoint that the job may go back to
 
     async def entries(self) -> list[CheckpointEntry]:
         return await self._on_disk(CheckpointStore.entries)
 
     async def go_back(self, step: int) -> None:
-        """Set newer checkpoints than that of ``step`` aside: they are another future's. Raises ``StorageError``."""
+        """Set checkpoints newer than ``step`` aside: the job takes another course. Raises ``StorageError``."""
         self._wanted = -1
         for path in await self._on_disk(lambda store: store.set_aside_after(step)):
             self._tell("info", "checkpoint-superseded", f"a newer checkpoint is kept as {path}")
 
     async def find(self, step: int) -> CheckpointEntry | None:
-        """The checkpoint of ``step``, verified; None where there is none. Raises ``StorageError``: it is damaged."""
+        """Return the verified checkpoint of ``step``; None if there is none. Raises ``StorageError`` if damaged."""
         return await self._on_disk(lambda store: store.find(step))
 
     async def draft(self, step: int, need_bytes: int) -> Draft:
@@ -176,17 +176,17 @@ class CheckpointFiles:
     async def load(
         self, engine: Engine, compute: ComputeThread, *, spec: str, restore_step: int, split: bool = False
     ) -> tuple[int, str, float, CheckpointEntry | None]:
-        """Put the newest good state into ``engine``: a checkpoint's, or the initial one.
+        """Load the newest good state into ``engine``: a checkpoint's, or the initial one.
 
         Args:
             restore_step: the step to go back to, -1 for the newest. Newer checkpoints are set aside.
-            split: the engine is a ``Engine``, and the directory its stage's.
+            split: the engine holds a stage, and the directory is that stage's.
 
         Returns:
-            Steps applied, lineage, the last step's squared gradient norm (0 where it is not known), the checkpoint.
+            Steps applied, lineage, the last step's squared gradient norm (0 if unknown), the checkpoint.
 
         Raises:
-            StorageError: the directory cannot be read, or holds what is not of this program.
+            StorageError: the directory cannot be read, or was not written by this program.
         """
         if restore_step >= 0:
             await self.go_back(restore_step)
@@ -204,14 +204,14 @@ class CheckpointFiles:
     async def save(
         self, snapshot: Snapshot, plan: list[FilePlan], meta: Meta, *, urgent: bool, spared: int = -1
     ) -> CheckpointEntry:
-        """Write the checkpoint of the snapshot's step, which the caller holds until this returned, then prune.
+        """Write the checkpoint of a snapshot, which the caller holds until this returns. Then delete old checkpoints.
 
         Args:
-            urgent: the ring waits for it; else it takes only idle time, and ``WRITE_SHARE`` of a core.
-            spared: the checkpoint of this step is kept, however old it is, as is one that was verified.
+            urgent: the ring waits for it; else it uses only idle time, and ``WRITE_SHARE`` of a core.
+            spared: the checkpoint of this step is kept, however old it is, as is a verified one.
 
         Raises:
-            StorageError, ResourceError: there is no such checkpoint; the older ones are unharmed.
+            StorageError, ResourceError: the write failed; older checkpoints are unharmed.
         """
         blobs = {blob.name: blob.view for blob in snapshot.blobs}
 
@@ -225,9 +225,9 @@ class CheckpointFiles:
         return frozenset({*steps, self._wanted} - {-1})
 
     async def verify(self, step: int) -> CheckpointEntry:
-        """The checkpoint of ``step``, every byte of it compared. Raises ``UserError``, ``StorageError``.
+        """Compare every byte of the checkpoint of ``step``. Raises ``UserError``, ``StorageError``.
 
-        The job is to go back to it: until it does, saves keep it.
+        The job is about to go back to it, so later saves keep it.
         """
         before, self._wanted = self._wanted, step
         try:
@@ -253,11 +253,11 @@ class CheckpointFiles:
 
 
 def _nothing() -> None:
-    """The writer takes what it can get."""
+    """Between two pieces an urgent writer does not pause."""
 
 
 def _pauses() -> Callable[[], None]:
-    """What a writer calls after every piece, so that it takes no more than ``WRITE_SHARE`` of a core's time."""
+    """Return a function that a writer calls after every piece to stay within ``WRITE_SHARE`` of a core."""
     used_s = time.thread_time()
 
     def pause() -> None:
@@ -280,7 +280,7 @@ def state_bytes(state: list[Blob]) -> int:
 
 
 def state_digest(state: list[Blob]) -> bytes:
-    """xxh3-128 over all blobs: equal digests, equal bits. 16 bytes."""
+    """xxh3-128 over all blobs, 16 bytes. Equal digests mean equal bits."""
     digest = xxhash.xxh3_128()
     for blob in state:
         digest.update(blob.view)
@@ -292,15 +292,15 @@ def _initial_digest(engine: Engine, split: bool) -> bytes:
     return engine.initial_digest() if split else state_digest(engine.state())
 
 
-# ------------------------------------------------------------------------------------------------- when, and who hears
+# ------------------------------------------------------------------------------------------ scheduling and announcing
 
 
 class Checkpointing:
-    """Saves one job's checkpoints and tells of them.
+    """Saves one job's checkpoints and announces them.
 
     Args:
-        tasks: a write outlives the ring in which it began: it belongs to this group.
-        stage: whose state it is.
+        tasks: group of the writes, which outlive the ring in which they began.
+        stage: the stage whose state is saved.
     """
 
     def __init__(
@@ -315,19 +315,19 @@ class Checkpointing:
     ) -> None:
         self._around, self._job, self._files, self._stage = around, job, files, stage
         self._snapshots, self._tasks = snapshots, tasks
-        self._saved = (-1, "")  # step and lineage of what is on disk
-        self._failed = (-1, "")  # of what was to be saved last, where that failed
+        self._saved = (-1, "")  # step and lineage of the newest durable checkpoint
+        self._failed = (-1, "")  # of the newest failed save
         self._writing: dict[tuple[int, str], asyncio.Task[None]] = {}
         self._news = asyncio.Event()
 
     async def resumed(self, entry: CheckpointEntry | None) -> None:
-        """The state was loaded, from ``entry`` or as it was at first: tell the seed what there is."""
+        """Report the checkpoints to the seed after the state was loaded, from ``entry`` or initially."""
         self._saved = (-1, "")
         if entry is not None:
             self._saved = (entry.step, str(entry.meta.get("lineage")))
             self._around.notify("info", "checkpoint-loaded", f"resuming from {entry.path} (step {entry.step})")
         for known in await self._files.entries():
-            announce(self._around, self._job, known, self._stage)  # the seed may have lost its record, or not know us
+            announce(self._around, self._job, known, self._stage)  # the seed may have lost its record of it
 
     @property
     def newest(self) -> int:
@@ -342,20 +342,20 @@ class Checkpointing:
         self._around.notify("error", "checkpoint-failed", text)
 
     async def save(self, engine: Engine, meta: Meta, *, step: int, wait: bool, spared: int = -1) -> None:
-        """Save the state, which is that of ``step`` and stands still until this returns. A failure is told, not raised.
+        """Save the state, which is that of ``step`` and does not change until this returns. Failures are only reported.
 
         Args:
             meta: with the state's ``lineage`` and the step's ``square_sum``.
-            wait: return when it is durable, or failed, and not before.
-            spared: a step whose checkpoint is kept, however old it is.
+            wait: return only when the checkpoint is durable or failed.
+            spared: the checkpoint of this step is kept, however old it is.
         """
         key = step, str(meta["lineage"])
         if wait:
             await self.settled()
         if self._saved == key or key in self._writing:
             return
-        # A ring that breaks meanwhile abandons the boundary, not the checkpoint. Whatever changes the state then is
-        # called on the compute thread, too, and so after the copying.
+        # A ring that breaks now abandons the boundary, not the checkpoint. Later changes of the state run on the
+        # compute thread, too, and so after the copy.
         copied = asyncio.Event()
         saving = self._save(engine, meta, key, copied, urgent=wait, spared=spared)
         self._writing[key] = self._tasks.create_task(saving, name=f"save {step}")
@@ -363,10 +363,10 @@ class Checkpointing:
         await (self.settled() if wait else copied.wait())
 
     async def outcome(self, step: int, lineage: str, where: Callable[[], tuple[int, int]]) -> None:
-        """Wait until the state's checkpoint is durable, or there will be none.
+        """Wait until the state's checkpoint is durable, or is known not to come.
 
         Args:
-            where: the steps applied here, and what grows while this member gets anywhere: one that stands still before
+            where: returns the applied steps and a progress counter of this member. A member without progress before
                 that step is not waited for.
         """
         key = step, lineage

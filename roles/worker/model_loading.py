@@ -1,8 +1,8 @@
-"""A model's tensors, given and taken: its table by pages, its bytes by ranges; and parts of models, loaded from them.
+"""Sending and receiving a model's tensors: its table in pages, its bytes in ranges; and loading parts from them.
 
-The receiver verifies every range against a table that leads to the model's id. Of what a part owns it reads what this
-worker's own copy has, if that is the same, and takes the rest from whoever gives the model. A client gives over a
-connection that it dialled (purpose ``give``), a worker to whoever dials it (purpose ``model``).
+The receiver verifies every range against a table, and the table by the model's id. For a part it reads this worker's
+own copy if that has the same bytes, and fetches the rest from a sender. A client dials and then sends (purpose
+``give``); a worker sends to peers that dial it (purpose ``model``).
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from wire.job_messages import RANGE_BYTES, RangeGone, RangeRequest
 from wire.messages import Message
 
 SLOWEST_BYTES_S = 64 << 10
-"""Who gives less keeps memory, and a place, from others. An uplink of 10 Mbit/s gives so much to 16 at once."""
+"""A slower sender is dropped: it keeps memory and a place from others. 10 Mbit/s serve 16 loads at this rate."""
 BEHIND_S = QUIET_S + RANGE_BYTES / SLOWEST_BYTES_S
-"""So long a range may take, and a model's table."""
+"""Deadline for a range, and for a model's table."""
 MAX_LOADS = 4
-"""Parts on their way at a time: each has, beside what it reserves, the tensors in memory that are being received."""
+"""Parts loaded at a time. Beside its reserved memory, each keeps the tensors that are being received."""
 SENDER = "sender"
-"""Code of the refusal that says that whoever gives the tensors is at fault."""
+"""Refusal code: the sender of the tensors is at fault."""
 GIVEN_NO_MORE = "the model is not given here any more: whoever had it given is gone"
 
 OnBytes = Callable[[int, int], None]
-"""Told of (bytes placed, bytes in all)."""
+"""Called with (bytes placed, bytes in all)."""
 
 
-# --------------------------------------------------------------------------------------------------------------- giving
+# -------------------------------------------------------------------------------------------------------------- sending
 
 
 async def give(
@@ -69,15 +69,15 @@ async def give(
     silence_s: float = QUIET_S,
     still: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Answer one receiver until it closes; bytes of tensors given.
+    """Answer one receiver until it closes. Returns the bytes of tensors sent.
 
     Args:
         disk: the thread that reads.
-        still: whether it is to be given; what is asked for afterwards is refused.
+        still: whether the model may still be sent; later requests are refused.
 
     Raises:
-        ProtocolError: it asked for what there is not.
-        DeadlineExceeded: it was silent for too long, or takes no bytes.
+        ProtocolError: the receiver sent an invalid request.
+        DeadlineExceeded: it was silent for too long, or accepts no bytes.
     """
     line, given_bytes = Line(connection, silence_s), 0
 
@@ -102,15 +102,11 @@ async def give(
     return given_bytes
 
 
-# --------------------------------------------------------------------------------------------------------------- taking
+# ------------------------------------------------------------------------------------------------------------ receiving
 
 
 class ModelReceiver:
-    """Takes one model's tensors from those who give it, for several loads at a time.
-
-    Args:
-        thread: hashes what has come.
-    """
+    """Receives one model's tensors from its senders, for several loads at a time. ``thread`` hashes the bytes."""
 
     def __init__(self, now: Callable[[], float], model: str, thread: Thread) -> None:
         self._model = model
@@ -147,10 +143,10 @@ class ModelReceiver:
         return source, heard
 
     async def table(self, config: str) -> dict[str, TensorRecord]:
-        """What the model has, by name, verified by its id.
+        """Return the model's table, by tensor name, verified by the model's id.
 
         Raises:
-            Refused: everybody who gives it lies, refuses, or is gone; they are named.
+            Refused: every sender failed or refused; the message names them.
         """
         while self._receiver.sources:
             source = next(iter(self._receiver.sources.values()))
@@ -183,11 +179,11 @@ class ModelReceiver:
         return taker.records
 
     async def tensors(self, records: Sequence[TensorRecord]) -> AsyncIterator[tuple[TensorRecord, bytearray]]:
-        """The bytes of each, in order, verified.
+        """Yield each record and its verified bytes, in order.
 
         Raises:
-            Refused: those who give it have them no more, lie, or are gone; they are named.
-            ResourceError: no memory for one.
+            Refused: every sender failed or no longer has the bytes; the message names them.
+            ResourceError: no memory for a tensor.
         """
         self._loads += 1
         load, receiver = self._loads, self._receiver
@@ -195,7 +191,7 @@ class ModelReceiver:
         rest, ahead_bytes = deque(records), 0
         try:
             while rest or ahead:
-                # Of tensors in memory behind the one that is being placed: the wire is busy meanwhile.
+                # Request up to 32 MiB beyond the tensor that is placed next, which keeps the link busy.
                 while rest and (not ahead or ahead_bytes + rest[0].size_bytes <= (32 << 20)):
                     record = rest.popleft()
                     ahead.append((record, *self._wanted(load, record)))
@@ -243,7 +239,7 @@ class ModelReceiver:
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A part that is being loaded, and those who wait for it. ``told``: how far it is."""
+    """A part that is being loaded. ``told``: progress callbacks of all clients that wait for it."""
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     told: list[OnBytes] = field(default_factory=list)
@@ -254,13 +250,13 @@ class _UnderWay:
 
 
 class Loader:
-    """Makes parts. Loads of different parts do not wait for one another, for how long one takes its sender decides; who
-    wants a part that is on its way waits for it, as long as its sender is fast enough.
+    """Loads parts. Different parts load at the same time, because the sender decides how long one takes. A client whose
+    part is already being loaded waits for it, as long as its sender is fast enough.
 
     Args:
         disk: the thread that reads and hashes.
-        device: that parts compute on.
-        unload: lets parts go that are in the way.
+        device: the device on which parts compute.
+        unload: frees parts that are in the way.
     """
 
     def __init__(
@@ -279,16 +275,16 @@ class Loader:
 
     @asynccontextmanager
     async def turn(self, request: LoadRequest, on_bytes: OnBytes) -> AsyncIterator[OnBytes]:
-        """Nobody else loads the same part inside: who came first may have done so, meanwhile.
+        """Serialize the loads of one part. A load before may have finished it: check the cache inside.
 
         Args:
-            on_bytes: told of the part while it is on its way, whoever loads it.
+            on_bytes: told the progress of this part, whichever client loads it.
 
         Yields:
-            what is to be told by who loads it.
+            the callback that the loading client calls with its progress.
 
         Raises:
-            Refused: ``MAX_LOADS`` other parts are on their way.
+            Refused: ``MAX_LOADS`` other parts are being loaded.
         """
         key = part_key(request.model, request.spec(self._device))
         if key not in self._under_way and len(self._under_way) >= MAX_LOADS:
@@ -306,12 +302,12 @@ class Loader:
                 del self._under_way[key]
 
     async def load(self, request: LoadRequest, receiver: ModelReceiver, *, on_bytes: OnBytes) -> tuple[Part, int, int]:
-        """Put the part into the cache; how many bytes were read from this worker's own copy, and how many received.
+        """Put the part into the cache. Returns it, the bytes read from the own copy, and the bytes received.
 
-        The caller holds the part at once, before it awaits anything: an idle one may go again.
+        The caller must hold the part before it awaits anything, because an idle part may be unloaded.
 
         Raises:
-            Refused: no room; the sender lies or is gone; the model is another one than the config says.
+            Refused: no room; the sender failed; the model does not fit its config.
             ConfigError, ResourceError: as ``roles.engine.BuildPart``.
         """
         spec = request.spec(self._device)
@@ -323,7 +319,7 @@ class Loader:
         need_bytes = builder.weights_bytes + request.sessions_bytes(builder.cache_position_bytes)
         me = object()
         try:
-            # All of it before the first byte is taken: who hears later that the caches have no room loaded in vain.
+            # Reserve everything before the first byte is received, so that no load fails late for lack of room.
             await self._make_room(me, need_bytes, f"{what} and {request.positions} positions of sessions")
             own = await self._own(request.path)
             read_bytes, received_bytes = await self._place_all(builder, wanted, own, receiver, on_bytes)
@@ -335,7 +331,7 @@ class Loader:
         return part, read_bytes, received_bytes
 
     async def _make_room(self, who: object, need_bytes: int, what: str) -> None:
-        """Reserve room for ``who`` at once: others ask for memory, too, while parts that are in the way are let go."""
+        """Reserve room for ``who`` before parts are unloaded, because others ask for memory meanwhile."""
         self._cache.release(who)
         gone = self._cache.check_number()
         try:
@@ -392,10 +388,10 @@ class Loader:
 
 
 def _owned_untrusted(builder: PartBuilder, records: dict[str, TensorRecord]) -> list[TensorRecord]:
-    """The records of what ``builder`` wants.
+    """Return the records of the tensors that ``builder`` wants. Allocates nothing for them.
 
     Raises:
-        ProtocolError: the model has other tensors than its config says. No memory was taken for them.
+        ProtocolError: the model's tensors do not fit its config.
     """
     owned = []
     for name, shape in builder.wanted.items():

@@ -1,7 +1,7 @@
-"""The parts of models that a worker holds: what they take of the memory that it gives, and which must go for another.
+"""The parts of models that a worker holds: their memory, and which parts are unloaded to make room for another.
 
-A pure core. A part is *in use* while a session is open on it, or a client that asked for it is connected; else it is
-idle: kept for the next client, until its memory is wanted or it was idle for ``IDLE_S``.
+A pure core. A part is *in use* while a session is open on it, or a client that asked for it is connected. Else it is
+idle: kept for the next client until its memory is needed or it has been idle for ``IDLE_S``.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from wire.chain_messages import HeldPart
 
 MAX_PARTS = 16
 MAX_SESSIONS = 64
-"""Of one part."""
+"""Sessions on one part."""
 IDLE_S = 600.0
 WINDOW_S = 3.0
-"""Over which rates are told."""
+"""Window over which rates are reported."""
 FULL, MEMORY, UNKNOWN_PART = "full", "memory", "unknown-part"
 
 
 class Pace:
-    """What was computed within the last seconds."""
+    """Measures the computing within the last ``WINDOW_S``."""
 
     def __init__(self) -> None:
         self._works: deque[tuple[float, float, int]] = deque(maxlen=4096)
@@ -49,13 +49,13 @@ class Pace:
 
 @dataclass(eq=False)
 class Part:
-    """One part, loaded.
+    """A loaded part.
 
     Attributes:
-        users: sessions and clients for whom it stays.
-        promised: session to the bytes that it may grow to: its cache, and what it keeps to replay it.
+        users: sessions and clients that keep it loaded.
+        promised: session → bytes that it may grow to: its cache, and its outputs kept for a replay.
         next: peer id of the next stage of the newest session.
-        out_position_bytes: what one position took on its way there.
+        out_position_bytes: size of one position's output on the way there.
     """
 
     id: str
@@ -83,11 +83,7 @@ def part_key(model: str, spec: PartSpec) -> PartKey:
 
 
 class PartCache:
-    """See the module's docstring.
-
-    Args:
-        limit_bytes: for weights and promised caches together.
-    """
+    """Accounts for the loaded parts. ``limit_bytes``: for weights and promised caches together."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -95,7 +91,7 @@ class PartCache:
         self._reserved: dict[Hashable, int] = {}
 
     def validate(self) -> None:
-        """Raises ``AssertionError`` where more was promised than there is."""
+        """Raise ``AssertionError`` if an invariant is violated, for example if more is promised than available."""
         assert sum(part.bytes for part in self.parts.values()) + sum(self._reserved.values()) <= self.limit_bytes
         assert len(self.parts) <= MAX_PARTS
         assert all(part.users or not part.promised for part in self.parts.values())
@@ -116,14 +112,14 @@ class PartCache:
         return next((part for part in self.parts.values() if part_key(part.model, part.spec) == wanted), None)
 
     def make_room(self, need_bytes: int, what: str, *, keep: Part | None = None) -> list[Part]:
-        """The idle parts, longest idle first, that must go so that ``need_bytes`` more can be had. They are forgotten.
+        """Forget and return the idle parts, longest idle first, whose memory is needed for ``need_bytes`` more.
 
         Args:
             what: the need, in words.
-            keep: stays, whatever happens.
+            keep: a part that stays in any case.
 
         Raises:
-            Refused: there is no such room even without them; nothing was forgotten.
+            Refused: there is no such room even without all idle parts; nothing was forgotten.
         """
         idle = sorted(
             (part for part in self.parts.values() if not part.users and part is not keep),
@@ -154,7 +150,7 @@ class PartCache:
         self._reserved.pop(who, None)
 
     def check_number(self) -> list[Part]:
-        """The parts that must go for one more, by their number, those on their way included. Raises ``Refused``."""
+        """Forget and return a part if ``MAX_PARTS`` leaves no place for one more. Counts loads. Raises ``Refused``."""
         if len(self.parts) + len(self._reserved) < MAX_PARTS:
             return []
         idle = [part for part in self.parts.values() if not part.users]

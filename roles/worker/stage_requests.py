@@ -1,4 +1,4 @@
-"""What a client of a split model asks of a worker, as it comes off the wire: the parameters of the chain's requests."""
+"""Requests of a split model's client to a worker, parsed from the wire."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Encoding = Annotated[str, Bound(one_of=tuple(ENCODINGS))]
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
-    """Where a peer is dialled. An empty ``host`` is the seed's."""
+    """Address of a peer. If ``host`` is empty, the seed's host is dialled."""
 
     peer: Id
     host: Host
@@ -37,12 +37,12 @@ class PeerAddress:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """``part.load``.
+    """Request ``part.load``.
 
     Attributes:
-        positions: that there must be memory for besides the weights, of all sessions together.
-        activation_bytes: of one position, as it will travel to the next stage.
-        path: of this worker's own copy; empty where it has none.
+        positions: number for which memory is reserved, of all sessions together.
+        activation_bytes: of one position, as sent to the next stage.
+        path: this worker's own copy of the model; empty if it has none.
         sender: ``caller``, or ``peer``: the worker at ``sender_host`` and ``sender_port``.
     """
 
@@ -82,7 +82,7 @@ class LoadRequest:
         return PartSpec(self.config, self.start, self.stop, self.layers, self.dtype, device)
 
     def sessions_bytes(self, cache_position_bytes: int) -> int:
-        """Of the sessions to come: their caches, and what they keep of what they gave on. As placement counts it."""
+        """Bytes that sessions will need for caches and for kept outputs. Placement counts the same."""
         kept_bytes = self.activation_bytes if self.stop < self.layers else 0
         return self.positions * (cache_position_bytes + kept_bytes)
 
@@ -96,7 +96,7 @@ class FreeRequest:
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """``model.open``. ``path``: of a directory of this machine."""
+    """``model.open``. ``path``: a directory on this machine."""
 
     path: Path
 
@@ -106,12 +106,12 @@ class ModelRequest:
 
 @dataclass(frozen=True, slots=True)
 class OpenRequest:
-    """``session.open``.
+    """Request ``session.open``.
 
     Attributes:
-        index: of the stage, of ``stages``.
-        next: None on the last stage.
-        encoding, prefill_encoding: of what is given on; the second where the client says that a work is of a prompt.
+        index: of this stage, of ``stages``.
+        next: address of the next stage; None on the last one.
+        encoding, prefill_encoding: of the outputs; the second for requests that the client marks as prefill.
     """
 
     session: Id
@@ -144,7 +144,7 @@ class OpenRequest:
 
 @dataclass(frozen=True, slots=True)
 class ResumeRequest:
-    """``session.resume``. ``index``: of the stage that is meant."""
+    """``session.resume``. ``index``: of the addressed stage."""
 
     session: Id
     index: Index
@@ -186,10 +186,10 @@ _REQUESTS: dict[str, type[StageRequest]] = {
 
 
 def request_untrusted(method: str, params: dict[str, Any]) -> StageRequest:
-    """What a client asks for.
+    """Parse a client's request.
 
     Raises:
-        ProtocolError: the parameters are not those of the method.
+        ProtocolError: the parameters do not fit the method.
         Refused: there is no such method.
     """
     kind = _REQUESTS.get(method)

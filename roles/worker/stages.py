@@ -1,16 +1,16 @@
-"""A worker's side of split models: it holds parts, computes works as a stage, and gives what it has.
+"""A worker's side of split models: it holds parts, computes forward requests as a stage, and sends models.
 
-Who dials, and why (the ``Hello``'s purpose):
+The ``Hello``'s purpose says which peer dials, and for what:
 
-``chain``   a client: asks for parts and sessions, gives the first stage its works, and hears of tokens.
+``chain``   a client: requests parts and sessions, sends the first stage its forward requests, receives tokens.
 ``stage``   the stage before this one in a session (``Hello.job``); ``Hello.generation`` is the index of this stage.
-``model``   another worker, or a client, for the tensors of a model (``Hello.job``) that a client has this worker give.
-``give``    a client, to give the tensors of a model (``Hello.job``) over this second connection of its own.
+``model``   a worker or client that fetches a model (``Hello.job``) which this worker sends on behalf of a client.
+``give``    a client, to send the tensors of a model (``Hello.job``) over this second connection.
 
-What is there for a client's sake ends with its ``chain`` connection: its sessions, and its right to give. Parts stay
+When a client's ``chain`` connection ends, so do its sessions and its right to send a model. Parts stay
 (``roles.worker.part_cache``).
 
-Who knows a session's id may give its stage works: ids are secrets between a client and its stages.
+A session's id is a secret between a client and its stages: a worker that knows it may send the stage requests.
 """
 
 from __future__ import annotations
@@ -56,27 +56,27 @@ from wire.messages import Hello, Message, Refuse, Request, Response
 
 PURPOSES = frozenset({"chain", "stage", "model", "give"})
 MAX_CALLERS = 64
-"""Of each kind: clients, those who give models, and those who take them, each with a range in memory at a time."""
+"""Limit for each kind of peer: clients, model senders, model receivers. Each has one range in memory at a time."""
 MAX_REQUESTS = 32
-"""Of one client that are being answered at a time."""
+"""Requests of one client that are answered at a time."""
 MAX_MODELS = 16
-"""Directories that a client has this worker give at a time."""
+"""Model directories that one client may have open for sending."""
 BEAT_S = 0.5
-"""A client hears from this worker so often, before it has said what silence means to it."""
+"""Heartbeat interval to a client that has not stated its silence limit yet."""
 GIVE_WAIT_S = 10.0
 TELL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What it takes to hold parts.
+    """What a worker needs to hold parts.
 
     Attributes:
-        limit_bytes: what this worker gives to parts and their caches.
-        device: asked for, as of ``compute.device.pick_device``.
-        stream_bps: how fast a matrix-vector pass reads weights here; called once, on the compute thread.
-        free_bytes: of the device's memory, now.
-        compute_flops: how fast it multiplies matrices; called once, on the compute thread, when that has warmed up.
+        limit_bytes: memory for parts and their caches.
+        stream_bps: measures the rate at which a matrix-vector pass reads weights; called once, on the compute thread.
+        free_bytes: returns the device's free memory.
+        device: the requested device, as for ``compute.device.pick_device``.
+        compute_flops: measures matrix multiplication; called once, on the compute thread, after the warm-up.
     """
 
     build_part: BuildPart
@@ -89,11 +89,11 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class StageContext:
-    """What the stages of a worker need of it.
+    """What the stages need of their worker.
 
     Attributes:
         shown: the device, for people.
-        training: the stages that train here, which the seed is told of with the parts.
+        training: returns the stages that train here; they are reported to the seed with the parts.
     """
 
     world: World
@@ -110,7 +110,7 @@ class StageContext:
 
 @dataclass(eq=False)
 class _Client(Caller):
-    """A client, the parts that stay for it, and the directories that are given for it. ``loading``: one at a time."""
+    """A client, the parts it holds, and the directories that are sent for it. ``loading``: one load at a time."""
 
     parts: set[Part] = field(default_factory=set)
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -119,7 +119,7 @@ class _Client(Caller):
 
 
 class Stages:
-    """See the module's docstring."""
+    """All parts, sessions and models of one worker. The module's docstring gives the rules."""
 
     def __init__(self, around: StageContext, holding: Holding) -> None:
         self._around, self._holding = around, holding
@@ -135,7 +135,7 @@ class Stages:
             on_change=self.changed,
         )
         self._disk = around.world.threads.start("model files")
-        self._hasher = around.world.threads.start("model digests")  # for minutes, while others are given what they ask
+        self._hasher = around.world.threads.start("model digests")  # apart, because hashing takes minutes
         self._loader = Loader(
             around.world, self.cache, around.compute, self._disk, holding.build_part, holding.device, self.works.unload
         )
@@ -164,7 +164,7 @@ class Stages:
             self._tell()
 
     async def job_assigned(self) -> None:
-        """A job needs memory too: idle parts go where less than half of what they may have is free."""
+        """Unload idle parts for a job if less than half of the parts' limit is free."""
         if self._holding.free_bytes() < self.cache.limit_bytes / 2:
             await self.works.unload(self.cache.expired(self._now(), idle_s=0.0))
 
@@ -191,13 +191,13 @@ class Stages:
         return None
 
     async def serve(self, connection: Connection, hello: Hello) -> None:
-        """Serve who was let in, until it is gone. Raises ``P2PTrainError``: what it did wrong."""
+        """Serve an accepted peer until it is gone. Raises ``P2PTrainError``: the peer's error."""
         match hello.purpose:
             case "chain":
                 await self._serve_client(connection, hello)
             case "stage" if (session := self.works.sessions.get(of_session(hello))) is not None:
                 connection.tune_for_bulk()
-                with suppress(NetworkError):  # the client sees to it
+                with suppress(NetworkError):  # the client repairs the chain
                     await self.works.serve_stage(connection, session)
             case "model" if (model := self._given(hello.job)) is not None:
                 await self._give(connection, model)
@@ -214,11 +214,11 @@ class Stages:
                 async for message in client.line.messages():
                     await self._heard(client, message)
         except NetworkError:
-            return  # it is gone, in its own way
+            return  # the usual end: the client closes the connection
         finally:
             self._clients.discard(client)
             try:
-                await client.answers.stop()  # first: what they begin must not outlive the client
+                await client.answers.stop()  # first: they may open sessions, which must not outlive the client
             finally:
                 self.works.close_all_of(client)
                 for part in client.parts:
@@ -371,9 +371,9 @@ class Stages:
             yield receiver
 
     async def _given_by(self, client: _Client, model: str) -> ModelReceiver:
-        """That of the connections of purpose ``give`` that this client has dialled, or dials now. Raises ``Refused``.
+        """Return the receiver for the client's ``give`` connections; waits until the first one. Raises ``Refused``.
 
-        A client may be several programs of one person, which go by one id: where one stops giving, the others do.
+        Several programs may share a client id. If one stops sending, the others continue.
         """
         try:
             async with asyncio.timeout(GIVE_WAIT_S), self._sender_came:
@@ -390,18 +390,18 @@ class Stages:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(receiver.serve(connection, printable(hello.name)))
-                await asyncio.sleep(0)  # it is a source from now on
+                await asyncio.sleep(0)  # lets ``serve`` register the source
                 async with self._sender_came:
                     self._sender_came.notify_all()
         finally:
             if not receiver.sources and self._senders.get(key) is receiver:
                 del self._senders[key]
 
-    # ---------------------------------------------------------------------------------------------------------- giving
+    # --------------------------------------------------------------------------------------------------------- sending
 
     async def _open_model(self, client: _Client, path: str) -> dict[str, Any]:
         async with self._hashing:
-            if len(client.models) >= MAX_MODELS:  # by now: others that it asked for were hashed before
+            if len(client.models) >= MAX_MODELS:  # checked under the lock: earlier requests are counted
                 raise Refused(RefusalCode.FULL, f"{MAX_MODELS} models are given for this client already")
             model = await self._hasher.submit(partial(open_model, Path(path), self._digests))
             client.models[model.model] = model
@@ -417,10 +417,10 @@ class Stages:
     def _given(self, model: str) -> ModelDirectory | None:
         return next((client.models[model] for client in self._clients if model in client.models), None)
 
-    # --------------------------------------------------------------------------------------------------------- telling
+    # ------------------------------------------------------------------------------------------------------- reporting
 
     async def _tend(self) -> None:
-        """Tell the seed what there is: when it changes, and while works come, once a second. Unload what is idle."""
+        """Report the parts to the seed when they change, and every second while requests run. Unload idle parts."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._nothing_to_do_s()):
