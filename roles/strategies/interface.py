@@ -66,20 +66,14 @@ class Strategy(Protocol):
 
     async def begin(self, session: RingSession, meet: ConnectPeers) -> None:
         """Begin a view, whose ring is ``session``, and form further connections with ``meet``. Those end with the
-        session, and when one breaks, the session breaks.
-
-        Raises:
-            NetworkError, PeerError: as ``RingSession.form``.
-        """
+        session, and when one breaks, the session breaks. Raises as ``RingSession.form``."""
 
     async def compute(self, step: int, first: int, count: int, session: RingSession, *, patience_s: float) -> None:
         """Compute this member's share of ``step``: micro-batches ``range(first, first + count)``.
 
         The ring may sum gradients in place at once, so afterwards the buffer holds sums, not contributions. To give a
-        step up, close the session first; then compute the step again from zero.
-
-        Args:
-            patience_s: see ``RingSession.submit``.
+        step up, close the session first; then compute the step again from zero. ``patience_s``: see
+        ``RingSession.submit``.
         """
 
     async def reduce(self, session: RingSession) -> Contribution:

@@ -62,10 +62,8 @@ class StageRunner:
     """Runs the steps of one stage: operations on the compute thread, payloads on the event loop.
 
     While the thread runs one operation, the next one is queued, its payload arrives, and the last result leaves. A step
-    that does not finish ends the chain, because receives and sends still use the step's memory.
-
-    Args:
-        on_work: called after every operation.
+    that does not finish ends the chain, because receives and sends still use the step's memory. ``on_work`` is called
+    after every operation.
     """
 
     def __init__(

@@ -58,10 +58,7 @@ class Exchange:
 
     Pieces are submitted in the same order on every member. The ring sums a piece in place, so nothing else touches it
     from its release until the exchange is finished. Use it on the event loop only. To give a step up, close its
-    session: that fails all operations.
-
-    Args:
-        patience_s: see ``RingSession.submit``.
+    session: that fails all operations. ``patience_s``: see ``RingSession.submit``.
     """
 
     def __init__(self, session: RingSession, pieces: Sequence[Piece], *, patience_s: float) -> None:
@@ -98,11 +95,7 @@ class Exchange:
             operation.add_done_callback(self._ended)
 
     async def finished(self) -> None:
-        """Release the remaining pieces, and wait until every piece is reduced.
-
-        Raises:
-            ConnectionLost, DeadlineExceeded, ProtocolError: see ``RingSession.submit``.
-        """
+        """Release the remaining pieces, and wait until every piece is reduced. Raises as ``RingSession.submit``."""
         self.release(len(self._pieces))
         if self._operations:
             # Not gather: cancelling this wait must not cancel the session's operations.
@@ -119,11 +112,7 @@ class Exchange:
 
 
 def codec_of(session: RingSession) -> Codec | None:
-    """Return the gradients' codec in this session's view; None if they travel as they are.
-
-    Raises:
-        ConfigError: this version does not know the view's codec.
-    """
+    """Return the codec of the session's view; None for plain gradients. Raises ``ConfigError`` if it is unknown."""
     name = session.view.codec
     return None if name == PLAIN else codec_named(name)
 
@@ -131,11 +120,7 @@ def codec_of(session: RingSession) -> Codec | None:
 class _Outgoing:
     """Releases this member's contribution to one step, on the compute thread.
 
-    Args:
-        measure: squared norm of the contribution in a range of the buffer.
-
-    Attributes:
-        own: squared norm of the released pieces.
+    ``measure`` returns the squared norm of a range of the buffer. ``own`` adds it up over the released pieces.
     """
 
     def __init__(

@@ -28,10 +28,7 @@ FREE_SHARE = 0.8
 
 def capabilities(device: str) -> dict[str, Scalar]:
     """Describe this machine for people and for placement. Does not import torch, so that joining does not wait for it.
-
-    Args:
-        device: the requested device; empty if the profile decides.
-    """
+    ``device``: the requested one; empty if the profile decides."""
     gpu = gpu_name()
     if device:
         shown = device
@@ -74,11 +71,8 @@ def engine_builder(*, device: str = "", threads: int = 0) -> Callable[[Profile],
 
 
 def stage_builder(*, device: str = "", threads: int = 0, memory_bytes: int = 0) -> Callable[[Profile, Stage], Engine]:
-    """Return the builder of this worker's part of a job's split model. ``device``, ``threads``: see ``engine_builder``.
-
-    Args:
-        memory_bytes: memory that the person allows for it; 0: most of what is free.
-    """
+    """Return the builder of this worker's part of a job's split model. ``memory_bytes``: memory that the person allows
+    for it; 0: most of what is free."""
 
     def build(profile: Profile, stage: Stage) -> Engine:
         from p2ptrain.compute.device import pick_device

@@ -66,11 +66,7 @@ class Snapshot:
 
 
 class Snapshots:
-    """Makes one job's snapshots, at most two. Reuses their memory: touching new memory costs more than copying.
-
-    Args:
-        compute: the engine's thread; on it the state does not change.
-    """
+    """Makes one job's snapshots, at most two. Reuses their memory: touching new memory costs more than copying."""
 
     def __init__(self, compute: ComputeThread) -> None:
         self._compute = compute
@@ -133,12 +129,7 @@ def _writable(blob: Blob) -> npt.NDArray[np.uint8]:
 
 
 class CheckpointFiles:
-    """Saves, loads, verifies and deletes one job's checkpoints.
-
-    Args:
-        keep: how many are kept.
-        tell: shows (level, kind, text) to people.
-    """
+    """Saves, loads, verifies and deletes one job's checkpoints. ``tell`` shows (level, kind, text) to people."""
 
     def __init__(
         self, thread: Thread, disk: Disk, root: Path, keep: int, tell: Callable[[str, str, str], None]
@@ -151,7 +142,7 @@ class CheckpointFiles:
         return await self._on_disk(CheckpointStore.entries)
 
     async def go_back(self, step: int) -> None:
-        """Set checkpoints newer than ``step`` aside: the job takes another course. Raises ``StorageError``."""
+        """Set checkpoints newer than ``step`` aside: the run restarts from there. Raises ``StorageError``."""
         self._wanted = -1
         for path in await self._on_disk(lambda store: store.set_aside_after(step)):
             self._tell("info", "checkpoint-superseded", f"a newer checkpoint is kept as {path}")
@@ -296,12 +287,7 @@ def _initial_digest(engine: Engine, split: bool) -> bytes:
 
 
 class Checkpointing:
-    """Saves one job's checkpoints and announces them.
-
-    Args:
-        tasks: group of the writes, which outlive the ring in which they began.
-        stage: the stage whose state is saved.
-    """
+    """Saves one job's checkpoints and announces them. ``tasks`` holds the writes, which outlive their ring."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ epoch. A stage keeps its outputs as it sent them, so a replay sends the same byt
 
 ``ForwardRequests`` is the shell. Sessions with queued requests take turns. The engine runs one request at a time on the
 compute thread. The outputs go to the next stage, or the tokens to the client. A session gets no turn while its next
-stage accepts nothing; it then stops reading, which holds back the stage before it.
+stage accepts nothing. When its queue is full, it stops reading, which holds back the stage before it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from wire.messages import Hello, Message
 WORK_POSITIONS = 2048
 """Positions in one ``ForwardRequest`` at most. Longer prompts come as several requests that flow through the chain."""
 MOST_QUEUED = 256
-"""Requests that one session may queue. Ids are small, and one connection carries the requests of all sessions."""
+"""Requests that a first stage may queue. It never stops reading: the client's other requests use this connection."""
 QUEUED_FROM_STAGE, QUEUED_BYTES = 4, 32 << 20
 """Requests and bytes that a session queues from the stage before; beyond, the stage stops reading."""
 STALE = "stale-epoch"
@@ -178,11 +178,7 @@ class StageSession:
         return 0 if self.last else max(activation_bytes(each, 1, self.part.engine.width) for each in given_on)
 
     def payload_bytes_untrusted(self, work: ForwardRequest) -> int:
-        """Check ``work`` and return the size of the payload that follows it. Allocates nothing.
-
-        Raises:
-            ProtocolError: no correct client or stage sends such a request to this stage.
-        """
+        """Check ``work`` and return its payload's size. Allocates nothing. Raises ``ProtocolError`` if it is invalid."""
         if not 0 < work.count <= WORK_POSITIONS:
             raise ProtocolError(f"a request of {work.count} positions; 1 to {WORK_POSITIONS} are allowed")
         if not 0 <= work.keep <= self.asked.positions - work.count:
@@ -215,11 +211,7 @@ class StageSession:
         return len(self.queue) >= QUEUED_FROM_STAGE or queued_bytes >= QUEUED_BYTES
 
     def admit(self, work: ForwardRequest, payload: bytearray) -> bool:
-        """Queue a checked request. Returns False if the request is dropped.
-
-        Raises:
-            ProtocolError: the epoch is newer than the client's, or the queue is full.
-        """
+        """Queue a checked request; False if it is dropped. Raises ``ProtocolError``: unknown epoch, or full queue."""
         if work.epoch > self.epoch:
             raise ProtocolError(f"a request of epoch {work.epoch}, and the client told of {self.epoch}")
         if work.epoch < self.epoch or self.broken or self.closed:
@@ -262,11 +254,8 @@ class StageSession:
         return self.position
 
     def replay(self, *, number: int, stop: int, last: int) -> Iterator[tuple[ForwardRequest, memoryview]]:
-        """Yield requests that bring the next stage from position 0 to ``stop``; they end at stage ``last``.
-
-        Raises:
-            Refused: this stage does not have these positions.
-        """
+        """Yield requests that bring the next stage from position 0 to ``stop``; they end at stage ``last``. Raises
+        ``Refused`` if this stage does not have these positions."""
         if self.last or not self.index < last < self.asked.stages or stop > self.history.positions:
             have = 0 if self.last else self.history.positions
             raise Refused("no-history", f"stage {self.index} has {have} positions to replay, not {stop} to {last}")
@@ -320,11 +309,7 @@ class NextStage:
         self._line.connection.send_with_bulk(work, payload, generation=0, stream=CHAIN_STREAM)
 
     async def room(self) -> None:
-        """Wait until the kernel has taken all bytes. There is no deadline while the next stage lives.
-
-        Raises:
-            ConnectionLost, DeadlineExceeded, ProtocolError, Refused: the link failed.
-        """
+        """Wait until the kernel has taken all bytes. This may take long. Raises only if the link fails."""
         await self._line.sent()
 
     def close(self) -> None:
@@ -353,8 +338,7 @@ def of_session(hello: Hello) -> tuple[str, int]:
 class ForwardRequests:
     """The sessions of a worker's stages. They take turns; one request is computed at a time.
 
-    Args:
-        on_change: called when a session begins or ends, and after each request.
+    ``on_change`` is called when a session begins or ends, and after each request.
     """
 
     def __init__(

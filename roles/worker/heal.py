@@ -4,8 +4,8 @@ Within: the view's healthy members send their live state. If they have logged th
 only those. Beside: ``Follower`` fetches a snapshot, replays the steps since, and then follows the ring step by step.
 So the ring waits only for a new view when this worker is admitted.
 
-``Fetch`` asks several sources at a time. A majority of them decides which table of digests is right, and what each step
-was. Then chunks land in the state's own memory, and the reduced bytes of the following steps land in buffers.
+``Fetch`` asks several sources at a time. Their most frequent answer decides which table of digests is right, and what
+each step was. Then chunks land in the state's own memory, and the reduced bytes of later steps land in buffers.
 """
 
 from __future__ import annotations
@@ -63,11 +63,8 @@ class ReceiverIdentity:
 
 
 def base_untrusted(offer: HealOffer, request: HealRequest, me: ReceiverIdentity) -> Base:
-    """Return the state that a source offers to ``me`` in answer to ``request``.
-
-    Raises:
-        ProtocolError: no correct source of this member's model offers this.
-    """
+    """Return the state that a source offers to ``me`` in answer to ``request``. Raises ``ProtocolError`` if no correct
+    source of this member's model offers this."""
     if offer.chunk_bytes != CHUNK_BYTES:
         raise ProtocolError(f"it gives chunks of {offer.chunk_bytes} bytes, this version takes {CHUNK_BYTES}")
     if not is_lineage(offer.lineage) or offer.step < 0:
@@ -87,11 +84,7 @@ def base_untrusted(offer: HealOffer, request: HealRequest, me: ReceiverIdentity)
 
 
 def news_untrusted(news: StepLogged, me: ReceiverIdentity) -> News:
-    """Return what a source reports about a step that its ring committed.
-
-    Raises:
-        ProtocolError: no correct source of this member's model reports this.
-    """
+    """Return what a source reports about a committed step. Raises ``ProtocolError`` if no correct source reports it."""
     if len(news.digest) != DIGEST_BYTES or news.size_bytes != me.reduce_bytes:
         raise ProtocolError(f"it tells of step {news.step} what cannot be")
     stage, size_bytes = me.stage, DIGEST_BYTES * me.stage.count if me.stage.split else 0
@@ -443,11 +436,7 @@ class Healer:
         self._around, self._core, self._progress, self.stage = around, core, progress, stage
 
     async def within(self, instruction: Heal, engine: Engine) -> Fetched:
-        """Bring the state to the start of the view.
-
-        Raises:
-            NetworkError: no source could send it; the message has each source's problem.
-        """
+        """Bring the state to the start of the view. Raises ``NetworkError`` with each source's problem."""
         core, view = self._core, instruction.view
         rank = view.rank_of(self._around.peer_id) or 0
         alike, own = view.same_stage(rank), view.replica_of(rank)

@@ -58,10 +58,8 @@ _NOT_HERE = "not-here"
 
 
 def log_limit_bytes(state_bytes: int, reduce_bytes: int) -> int:
-    """Bytes of steps that a source keeps since a snapshot; the module's docstring gives the reason.
-
-    The minimum serves small states, for which round trips take longer than bytes.
-    """
+    """Bytes of steps that a source keeps since a snapshot; the module's docstring gives the reason. The minimum serves
+    small states, for which round trips take longer than bytes."""
     return max(state_bytes + 2 * reduce_bytes, 16 << 20)
 
 
@@ -204,8 +202,7 @@ class Recipient:
 class HealSource:
     """Sends one worker's state and steps in one job. Only reads ``core``.
 
-    Args:
-        want_snapshot: asks the ring for a snapshot at its next step boundary.
+    ``want_snapshot`` asks the ring for a snapshot at its next step boundary.
     """
 
     def __init__(
@@ -307,11 +304,8 @@ class HealSource:
         self._next_turn()
 
     async def give(self, connection: Connection, hello: Hello, engine: Engine) -> None:
-        """Serve one recipient that heals or follows, until it closes the connection.
-
-        Raises:
-            NetworkError, PeerError: the connection failed, or the request cannot be met.
-        """
+        """Serve one recipient that heals or follows, until it closes the connection. Raises ``NetworkError`` or
+        ``PeerError`` if the connection fails or the request cannot be met."""
         request = await connection.expect(HealRequest, timeout_s=ANSWER_S)
         name = hello.name[:64]
         if not SHORTEST_SILENCE_S <= request.silence_s <= LONGEST_SILENCE_S:
@@ -474,12 +468,8 @@ class HealSource:
 
 
 def piece_untrusted(given: SourceState | None, entry: Entry | None, asked: RangeRequest) -> memoryview:
-    """Return the requested bytes of the offered state or of a logged step.
-
-    Raises:
-        ProtocolError: there are no such bytes.
-        StorageError: the log has dropped the step.
-    """
+    """Return the requested bytes of the offered state or of a logged step. Raises ``ProtocolError`` if there are no
+    such bytes, ``StorageError`` if the log has dropped the step."""
     if asked.name.startswith(STEP):
         if entry is None:
             raise StorageError("that step is kept no more")
@@ -504,7 +494,7 @@ def piece_untrusted(given: SourceState | None, entry: Entry | None, asked: Range
 
 
 SHARE = 0.05
-"""Of a usual step: how much longer a step may take because this member sends."""
+"""How much longer a step may take because this member sends, as a share of a usual step."""
 ROUND = 8
 """Steps in a round. Nothing is sent in the first one, which is *quiet*."""
 KNOWN_STEPS = 3
@@ -514,12 +504,10 @@ KNOWN_STEPS = 3
 class Pace:
     """Limits how much a member sends beside its own ring's work, so that steps take hardly longer. A pure core.
 
-    Each step has an *allowance* of bytes. It doubles from step to step until a step takes ``SHARE`` longer than usual.
+    Each step has an *allowance* of bytes, at least ``piece_bytes``, so that every recipient is served in the end. It
+    doubles from step to step until a step takes ``SHARE`` longer than usual.
     From then on the mean of a *round* of steps decides, because single steps scatter: the allowance is halved if the
     mean was too long, else raised a little. A usual step is the median of the quiet ones; each round begins with one.
-
-    Args:
-        piece_bytes: the least allowance, so that every recipient is served in the end.
     """
 
     def __init__(self, piece_bytes: int) -> None:

@@ -56,11 +56,7 @@ class ProbeResponder:
         return self._callers >= MAX_CALLERS
 
     async def serve(self, connection: Connection, hello: Hello) -> None:
-        """Answer one probe connection until it closes, falls silent, or has pushed all its pieces.
-
-        Raises:
-            ProtocolError: the caller sent an invalid request.
-        """
+        """Answer one probe connection until it closes, falls silent, or has pushed all. Raises ``ProtocolError``."""
         self._callers += 1
         try:
             await self._answer(connection)

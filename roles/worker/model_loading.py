@@ -143,11 +143,8 @@ class ModelReceiver:
         return source, heard
 
     async def table(self, config: str) -> dict[str, TensorRecord]:
-        """Return the model's table, by tensor name, verified by the model's id.
-
-        Raises:
-            Refused: every sender failed or refused; the message names them.
-        """
+        """Return the model's table, by tensor name, verified by the model's id. Raises ``Refused`` if every sender
+        failed or refused; the message names them."""
         while self._receiver.sources:
             source = next(iter(self._receiver.sources.values()))
             try:
@@ -388,11 +385,8 @@ class Loader:
 
 
 def _owned_untrusted(builder: PartBuilder, records: dict[str, TensorRecord]) -> list[TensorRecord]:
-    """Return the records of the tensors that ``builder`` wants. Allocates nothing for them.
-
-    Raises:
-        ProtocolError: the model's tensors do not fit its config.
-    """
+    """Return the records of the tensors that ``builder`` wants. Allocates nothing for them. Raises ``ProtocolError`` if
+    the model's tensors do not fit its config."""
     owned = []
     for name, shape in builder.wanted.items():
         record = records.get(name)

@@ -91,7 +91,6 @@ class PartCache:
         self._reserved: dict[Hashable, int] = {}
 
     def validate(self) -> None:
-        """Raise ``AssertionError`` if an invariant is violated, for example if more is promised than available."""
         assert sum(part.bytes for part in self.parts.values()) + sum(self._reserved.values()) <= self.limit_bytes
         assert len(self.parts) <= MAX_PARTS
         assert all(part.users or not part.promised for part in self.parts.values())
@@ -150,7 +149,7 @@ class PartCache:
         self._reserved.pop(who, None)
 
     def check_number(self) -> list[Part]:
-        """Forget and return a part if ``MAX_PARTS`` leaves no place for one more. Counts loads. Raises ``Refused``."""
+        """Forget and return a part if ``MAX_PARTS`` leaves no place for one more; loads count. Raises ``Refused``."""
         if len(self.parts) + len(self._reserved) < MAX_PARTS:
             return []
         idle = [part for part in self.parts.values() if not part.users]

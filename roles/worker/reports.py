@@ -111,11 +111,8 @@ class StepClock:
         self._hidden_s = max(0.0, communicating_s - exposed_s)
 
     def view_began(self, *, formed_s: float | None = None) -> None:
-        """Start measuring anew: a step that spans two views is not measured.
-
-        Args:
-            formed_s: how long the view's ring took to form; reported with its first step.
-        """
+        """Start measuring anew: a step that spans two views is not measured. ``formed_s``: how long the ring took to
+        form; reported with the view's first step."""
         self._formed_s = formed_s
         self._spent.clear()
         self._waited_s = 0.0
@@ -154,9 +151,7 @@ KEPT = 256
 class StepReporter:
     """Reports steps, and remembers the newest: rank 0 may die before it reports one, or while the seed is away.
 
-    Args:
-        say: sends to the seed.
-        on_step: shows (applied, total, values) to the person.
+    ``say`` sends to the seed. ``on_step`` shows (applied, total, values) to the person.
     """
 
     def __init__(
@@ -196,8 +191,8 @@ class StepReporter:
         self._on_step(applied, self._steps_total, row)
 
     def tell_what_was_cut_off(self, view: View, rank: int) -> None:
-        """Report steps before this view again, from rank 0: the former rank 0 may have died before it did, or the seed
-        was away. The seed drops what it has."""
+        """Report steps before this view again, from rank 0: the former rank 0 may have died before it reported them, or
+        the seed was away. The seed ignores steps that it has."""
         if rank == 0:
             for step, values in self._rows:
                 if self._told < step <= view.step:
@@ -261,12 +256,8 @@ class Reports:
             self._around.notify("warning", "ring-broken", f"step {report.applied + 1} aborted: {report.reason}")
 
     def seed_is_back(self, *, follows: bool, level: bool) -> None:
-        """Report this member's state to a seed that was away.
-
-        Args:
-            follows: it fetches the state beside the ring.
-            level: it follows and is level with the ring.
-        """
+        """Report this member's state to a seed that was away. ``follows``: it fetches the state beside the ring.
+        ``level``: it follows and is level with the ring."""
         core, view = self._core, self._core.view
         match core.phase:
             case Phase.EMPTY:

@@ -89,8 +89,6 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class FreeRequest:
-    """``part.free``."""
-
     part: Id
 
 
@@ -155,8 +153,6 @@ class ResumeRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReplayRequest:
-    """``session.replay``."""
-
     session: Id
     index: Index
     epoch: Epoch
@@ -167,8 +163,6 @@ class ReplayRequest:
 
 @dataclass(frozen=True, slots=True)
 class CloseRequest:
-    """``session.close``."""
-
     session: Id
     index: Index
 
@@ -186,12 +180,7 @@ _REQUESTS: dict[str, type[StageRequest]] = {
 
 
 def request_untrusted(method: str, params: dict[str, Any]) -> StageRequest:
-    """Parse a client's request.
-
-    Raises:
-        ProtocolError: the parameters do not fit the method.
-        Refused: there is no such method.
-    """
+    """Parse a client's request. Raises ``ProtocolError``: wrong parameters; ``Refused``: unknown method."""
     kind = _REQUESTS.get(method)
     if kind is None:
         raise Refused("unknown-method", f"a stage does not know {method[:80]!r}")

@@ -76,7 +76,7 @@ class Holding:
         stream_bps: measures the rate at which a matrix-vector pass reads weights; called once, on the compute thread.
         free_bytes: returns the device's free memory.
         device: the requested device, as for ``compute.device.pick_device``.
-        compute_flops: measures matrix multiplication; called once, on the compute thread, after the warm-up.
+        compute_flops: measures the rate of matrix products; called once, on the compute thread, after the warm-up.
     """
 
     build_part: BuildPart
@@ -119,8 +119,6 @@ class _Client(Caller):
 
 
 class Stages:
-    """All parts, sessions and models of one worker. The module's docstring gives the rules."""
-
     def __init__(self, around: StageContext, holding: Holding) -> None:
         self._around, self._holding = around, holding
         self._world, self._now = around.world, around.world.clock.now

@@ -69,8 +69,6 @@ class _Known:
 
 
 class Transfer:
-    """Decides which piece to ask of which source. The module's docstring gives the rules."""
-
     def __init__(self) -> None:
         self._wanted: dict[Hashable, bytes] = {}
         self._landed: dict[Hashable, bytes] = {}  # digests of the bytes that landed, right or wrong
@@ -86,7 +84,6 @@ class Transfer:
         return wanted is not None and key in self._landed and wanted in (b"", self._landed[key])
 
     def validate(self) -> None:
-        """Raise ``AssertionError`` if an invariant is violated."""
         under_way = [key for known in self._sources.values() for key in known.under_way if key in self._wanted]
         queued = [*under_way, *self._waiting]
         assert len(queued) == len(set(queued)), "a piece is asked for twice"
@@ -271,11 +268,8 @@ class Receiver:
         self._carry_out(self._core.asks(self._now()))
 
     async def serve(self, source: Source, heard: Callable[[Message], None]) -> None:
-        """Listen to ``source`` until it is gone. Then its missing pieces are asked of other sources.
-
-        Args:
-            heard: handles all other messages. Raises ``ProtocolError`` if no correct source sends such a message.
-        """
+        """Listen to ``source`` until it is gone. Then its missing pieces are asked of other sources. ``heard`` handles
+        all other messages and raises ``ProtocolError`` if no correct source sends them."""
         self.sources[source.id] = source
         connection, problem = source.line.connection, "it closed the connection"
         try:
@@ -318,14 +312,8 @@ class Receiver:
             await asyncio.gather(serving, return_exceptions=True)
 
     async def until(self, satisfied: Callable[[], bool], *, waits: Callable[[], bool] = lambda: False) -> None:
-        """Wait until ``satisfied`` returns True.
-
-        Args:
-            waits: whether a source may still come while there is none.
-
-        Raises:
-            NetworkError: no source is left; the message has each source's problem.
-        """
+        """Wait until ``satisfied`` returns True. Raises ``NetworkError`` with each source's problem if no source is
+        left. ``waits``: whether a source may still come while there is none."""
         while not satisfied():
             if not self.sources and not waits():
                 said = "; ".join(f"{name}: {problem}" for name, problem in self.problems.items())
