@@ -178,7 +178,7 @@ class StageSession:
         return 0 if self.last else max(activation_bytes(each, 1, self.part.engine.width) for each in given_on)
 
     def payload_bytes_untrusted(self, work: ForwardRequest) -> int:
-        """Check ``work`` and return its payload's size. Allocates nothing. Raises ``ProtocolError`` if it is invalid."""
+        """Check ``work`` and return its payload's size. Allocates nothing. Raises ``ProtocolError``."""
         if not 0 < work.count <= WORK_POSITIONS:
             raise ProtocolError(f"a request of {work.count} positions; 1 to {WORK_POSITIONS} are allowed")
         if not 0 <= work.keep <= self.asked.positions - work.count:
