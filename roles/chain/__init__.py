@@ -1,7 +1,7 @@
 """The client of a split model: plans a chain of stages over workers, has them load their parts, and generates with it.
 
-``plan`` finds who is there and who holds which layers, ``client.Chain`` loads and mends, ``generation`` computes;
-``session`` is the core behind it, ``peer`` a connection to a worker. Used by a command line as::
+``plan`` finds the workers and decides which one holds which layers. ``client.Chain`` loads and mends the chain.
+``generation`` computes, ``session`` is the core behind it, and ``peer`` is a connection to a worker. Usage::
 
     pool = await WorkerPool.connect(context, await workers_of(seed.request))
     model = await local_model(context, directory)            # or await pool.model_at(path)

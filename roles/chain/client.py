@@ -1,4 +1,4 @@
-"""A chain of stages, loaded: opens sessions, finds who takes a lost stage's place, once for all of its sessions, and
+"""A loaded chain of stages. It opens sessions, finds a replacement for a lost stage once for all of its sessions, and
 takes in workers that come later."""
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ from roles.chain.plan import Loaded, Model, Plan, Request, WorkerPool, giving, w
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the loading of a part is.
-
-    ``received_bytes``, over the wire, are known at its end only.
-    """
+    """Progress of loading a part. ``received_bytes``, over the wire, is known at its end only."""
 
     index: int
     name: str
@@ -41,7 +38,7 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True)
 class StageAssignment:
-    """Who holds a stage now. ``number`` grows with each who does."""
+    """The holder of a stage. ``number`` is its seat, which grows with each new holder."""
 
     number: int
     peer: Peer
@@ -52,9 +49,9 @@ class Chain:
     """A chain whose stages hold their parts. Made by ``load``.
 
     Attributes:
-        plan: who holds what, now.
-        lacking: stages that nobody can hold, as far as is known. Sessions fail meanwhile, new ones too.
-        recruits: workers that come, or come back, are looked for (``recruiting``).
+        plan: which worker holds which part now.
+        lacking: stages for which no worker was found. Sessions fail meanwhile, new ones too.
+        recruits: a ``PoolUpdater`` looks for workers that come or return.
     """
 
     def __init__(self, pool: WorkerPool, model: Model, plan: Plan, on_progress: OnProgress) -> None:
@@ -66,8 +63,8 @@ class Chain:
         self._sessions: set[GenerationSession] = set()
         self.lacking: set[int] = set()
         self.recruits = False
-        self._about: Loaded | None = None  # of any stage: what all of them say alike
-        self._useless: set[str] = set()  # peers that are lost, or were of no use: they get no other stage
+        self._about: Loaded | None = None  # of any stage: the fields that are equal for all
+        self._useless: set[str] = set()  # lost or unusable peers: they get no other stage
         self._filling: dict[int, asyncio.Task[None]] = {}
         self._tasks = Background(self._mistaken)
         self._closed = False
@@ -78,10 +75,10 @@ class Chain:
     async def load(
         cls, pool: WorkerPool, model: Model, plan: Plan, *, on_progress: OnProgress = lambda progress: None
     ) -> Self:
-        """Have each worker of the plan load its part, side by side; who cannot is replaced by a spare.
+        """Have each worker of the plan load its part, concurrently. A spare replaces a worker that cannot.
 
         Raises:
-            P2PTrainError: of the first stage that nobody can hold; it names the peers, their reasons and the remedy.
+            P2PTrainError: no worker can hold a stage; names the peers, their reasons and the remedy.
         """
         chain = cls(pool, model, plan, on_progress)
         try:
@@ -107,12 +104,12 @@ class Chain:
 
     @property
     def loaded(self) -> list[Loaded]:
-        """Of each stage, what its peer said of the loading. Raises ``ConnectionLost``: one is lost, just now."""
+        """Each stage's answer to the load. Raises ``ConnectionLost``: a stage is lost at the moment."""
         return [self.seated(index).loaded for index in range(self.stages)]
 
     @property
     def encoding(self) -> str:
-        """Of hidden states where nobody asks for another: what the model computes in."""
+        """Default encoding of hidden states: the dtype in which the model computes."""
         return self._known.encoding
 
     @property
@@ -126,15 +123,15 @@ class Chain:
     async def open(
         self, *, positions: int, sampling: Sampling, encoding: str = "", prefill_encoding: str = ""
     ) -> GenerationSession:
-        """Open a session over all stages, for ``GenerationSession.run``.
+        """Open a session over all stages.
 
         Args:
-            positions: what the session may grow to.
-            encoding, prefill_encoding: of hidden states; the second for those of prompts. Empty: the chain's own.
+            positions: largest length of the session.
+            encoding, prefill_encoding: of hidden states; the second one for prompts. Empty: the chain's default.
 
         Raises:
             UserError: the chain is closed.
-            P2PTrainError: a stage refuses, or is lost without a spare.
+            P2PTrainError: a stage refuses, or is lost and no spare replaces it.
         """
         if self._closed:
             raise UserError("this chain is closed", remedy="load another one")
@@ -152,8 +149,8 @@ class Chain:
         return session
 
     def recruit(self, peers: Iterable[Peer]) -> None:
-        """Workers of the pool that came, came back, or have room now: they are spares from now on, and stages that
-        nobody holds are given away again."""
+        """Add workers of the pool that came, came back, or have room now to the spares. Fill stages that have no
+        holder."""
         if self._closed:
             return
         held = {stage.peer.id for stage in self.plan.stages}
@@ -181,7 +178,7 @@ class Chain:
     # ------------------------------------------------------------------------------------------------- for its sessions
 
     def check_ids(self, ids: Sequence[int]) -> None:
-        """Raises ``UserError`` where these are no ids of the model's tokens, or none at all."""
+        """Raise ``UserError`` if there are no ids, or some are not token ids of the model."""
         if not ids:
             raise UserError("the prompt is empty", remedy="give at least one token")
         if not 0 <= min(ids) <= max(ids) < self.vocab_size:
@@ -189,7 +186,7 @@ class Chain:
             raise UserError(text, remedy="use the tokenizer of this model")
 
     def peer_in(self, index: int, number: int) -> Peer | None:
-        """The peer in that seat; None where another has taken it, or it is lost."""
+        """The peer in that seat; None: another peer has taken it, or the peer is lost."""
         seat = self.seats[index]
         return seat.peer if seat is not None and seat.number == number and not seat.peer.lost else None
 
@@ -197,10 +194,10 @@ class Chain:
         return [index for index, seat in enumerate(self.seats) if seat is not None and seat.peer is peer]
 
     def place_after(self, index: int, peer: Peer, number: int) -> dict[str, Any] | None:
-        """Where ``peer`` finds the stage after ``index``; None for the last one.
+        """Address at which ``peer`` reaches the stage after ``index``; None for the last stage.
 
         Raises:
-            ConnectionLost: whoever was in that seat is so no more.
+            ConnectionLost: the peer of that seat no longer holds the stage.
         """
         if index + 1 == self.stages:
             return None
@@ -211,7 +208,7 @@ class Chain:
         return {"peer": following.peer_id, "host": following.seen_from(peer.worker), "port": following.port}
 
     def replace(self, session: GenerationSession, index: int, number: int, reason: str) -> None:
-        """A session has no use for who is in a seat. ``number``: -1 where it knows that nobody is."""
+        """Handle a session's report that the peer in seat ``number`` is unusable; -1: the session knows of no peer."""
         seat = self.seats[index]
         if seat is not None and seat.number == number:
             self._vacate(index, reason)
@@ -281,7 +278,7 @@ class Chain:
 
     async def _refill(self, index: int) -> None:
         began = self.context.world.clock.now()
-        self._on_progress = lambda progress: None  # whoever began to generate looks at other things
+        self._on_progress = lambda progress: None  # the first load is over: progress is not shown any more
         try:
             await self._fill(index)
         except P2PTrainError as problem:
@@ -295,7 +292,7 @@ class Chain:
             del self._filling[index]
         seat = self.seats[index]
         if seat is None:
-            return  # lost again already, which begins this anew
+            return  # lost again already: that loss starts another refill
         took_s = self.context.world.clock.now() - began
         text = f"{seat.peer.name} holds {self._named(index)} now, after {took_s:.1f} s"
         self.context.notify("info", "stage-replaced", text)
@@ -303,10 +300,10 @@ class Chain:
             session.event(ev.StageAssigned(index, seat.number))
 
     async def _fill(self, index: int) -> None:
-        """Have somebody load the part of a stage: whom the plan names, else whoever is the best of those left.
+        """Have a worker load the part of a stage: the worker of the plan, else the best one left.
 
         Raises:
-            P2PTrainError: nobody can; it says why for each that was asked.
+            P2PTrainError: no worker can; has the reason of each that was asked.
         """
         reasons: list[str] = []
         while True:
@@ -381,21 +378,21 @@ class Chain:
         return loaded
 
 
-_NOBODY = "-"  # no peer's id begins so
+_NOBODY = "-"  # no peer id begins with it
 
 LOOK_S = 1.0
-"""Between two looks at who is there."""
+"""Interval between two looks at the list of workers."""
 
 
 class PoolUpdater:
-    """Keeps the worker pool of a chain up to date that is used for long: workers that come later become spares, and a
-    chain that lacks a stage goes on when somebody can hold it.
+    """Keeps the worker pool of a long-lived chain up to date. New workers become spares, and a chain that lacks a stage
+    continues when a worker can hold it.
 
-    Who is not connected is dialled, side by side, so that one that cannot be reached holds up none, again after longer
-    and longer. While a stage is lacking, those that hold none are asked again what they have.
+    Workers that are not connected are dialled concurrently, so an unreachable one delays no other, and again with
+    back-off. While a stage is lacking, connected workers without a stage are asked for their offers again.
 
     Args:
-        ask: of the seed. Where it fails nobody is new.
+        ask: sends a request to the seed. While it fails only lost workers are dialled again.
     """
 
     def __init__(self, chain: Chain, ask: Request) -> None:
@@ -403,7 +400,7 @@ class PoolUpdater:
         self._now = chain.context.world.clock.now
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._found: list[Peer] = []
-        self._asked_before: dict[str, tuple[WorkerAt, float, float]] = {}  # waited, and until when
+        self._asked_before: dict[str, tuple[WorkerAt, float, float]] = {}  # back-off in seconds, and its end
         self._tasks = Background()
         chain.recruits = True
 
@@ -424,7 +421,7 @@ class PoolUpdater:
     async def _look(self) -> None:
         try:
             workers = await workers_of(self._ask)
-        except P2PTrainError:  # the seed is away: whoever it told of may be there all the same
+        except P2PTrainError:  # the seed is away: dial the lost workers again
             workers = [peer.worker for peer in self._pool.peers.values() if peer.lost]
         for worker in workers:
             peer = self._pool.peers.get(worker.peer_id)
@@ -446,10 +443,10 @@ class PoolUpdater:
         wait_s = min(2 * before[1], 60.0) if before is not None and before[0] == worker else 1.0
         self._asked_before[worker.peer_id] = worker, wait_s, self._now() + wait_s
         try:
-            with suppress(P2PTrainError):  # it is asked again later
+            with suppress(P2PTrainError):  # _look asks it again later
                 peer = await asking
                 if self._chain.lacking:
-                    self._found.append(peer)  # two that are ready at the same time get two stages
+                    self._found.append(peer)  # recruit both at once, so that they get two stages
                 else:
                     self._chain.recruit([peer])  # a stage may be lost before the next look
         finally:
@@ -457,6 +454,6 @@ class PoolUpdater:
 
     async def _dial(self, worker: WorkerAt) -> Peer:
         peer = await self._pool.admit(worker)
-        del self._asked_before[worker.peer_id]  # the next time that it is lost it is not asked later than the first
+        del self._asked_before[worker.peer_id]  # forget the back-off: the next loss starts anew
         self._chain.context.notify("info", "spare", f"{worker.name} is there, and may hold a stage")
         return peer

@@ -1,7 +1,7 @@
-"""The shell of one session over a chain: carries out what its core wants.
+"""The shell of one session over a chain: carries out the instructions of its core.
 
-Who generates submits a prompt, in chunks that are under way together, then token after token, or several positions with
-a sample for each, of which the next request's ``keep`` cuts off what was wrong.
+The caller submits a prompt in chunks, several of them under way at once. Then it submits one token at a time, or
+several positions with a sample for each. The next request's ``keep`` cuts off the wrong ones.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 class GenerationSession:
-    """Forward requests through all stages, for who says what is computed (``run``). Lost stages are replaced meanwhile,
-    and the same tokens come. Made by ``Chain.open``.
+    """Runs forward requests through all stages. Lost stages are replaced meanwhile, and the tokens stay the same. Made
+    by ``Chain.open``.
 
     Args:
-        opening: of ``session.open``, what every stage is told alike.
+        opening: parameters of ``session.open`` that are equal for all stages.
 
     Attributes:
-        mendings: for each loss: (what was lost, seconds until the requests went on).
+        mendings: (what was lost, seconds until the requests went on) for each mending.
     """
 
     def __init__(self, chain: Chain, opening: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ class GenerationSession:
         self._chain, self._opening = chain, opening
         self._now = chain.context.world.clock.now
         self._core = Session([seat.number if seat is not None else -1 for seat in chain.seats], self._now())
-        self._waiting: dict[int, asyncio.Future[ev.Done]] = {}  # for requests, by their index
+        self._waiting: dict[int, asyncio.Future[ev.Done]] = {}  # by index of the request
         self._pending: deque[ev.Event] = deque()
         self._handling = False
         self._news = asyncio.Event()
@@ -81,13 +81,12 @@ class GenerationSession:
         return list(self._core.ids)
 
     async def run(self, request: ev.Submit) -> ev.Done:
-        """Have one request computed. Others may be under way: they are computed in the order in which they were asked
-        for, as stages become free. However many stages are lost meanwhile, its samples are the same. Where it is
-        cancelled the session is only to be closed.
+        """Compute one request. Several may be under way; they are computed in the order of the calls. Its samples stay
+        the same however many stages are lost meanwhile. After a cancelled call the session can only be closed.
 
         Raises:
-            UserError: ids are none of the model's, or more than the session was opened for.
-            ValueError: it cannot be: ``keep`` beyond the history, too many ids, samples or requests.
+            UserError: ids are not the model's, or more than the session was opened for.
+            ValueError: ``keep`` is beyond the history, or there are too many ids, samples or requests.
             NetworkError: a stage was lost and cannot be replaced.
         """
         self._chain.check_ids(request.ids)
@@ -100,11 +99,11 @@ class GenerationSession:
             raise self._failure()
         index = self._core.submitted
         answered: asyncio.Future[ev.Done] = asyncio.get_running_loop().create_future()
-        # At once, also from within ``event``: the next one's index depends on it.
+        # At once, even from within ``event``: the next request's index depends on it.
         self._carry_out(self._core.handle(request, self._now()))
         self._waiting[index] = answered
         self._set_timer()
-        return await answered  # the core ends it: each of its waits has a deadline
+        return await answered  # the core ends this wait: each of its waits has a deadline
 
     async def close(self) -> None:
         if self._closed:
@@ -126,11 +125,11 @@ class GenerationSession:
     # -------------------------------------------------------------------------------------------------- for the chain
 
     async def opened(self) -> None:
-        """Wait until every stage has the session. Raises ``P2PTrainError`` where that cannot be."""
+        """Wait until every stage has the session. Raises ``P2PTrainError`` if that fails."""
         self.event(ev.Tick())
         while not self._opened and self._error is None:
             self._news.clear()
-            await self._news.wait()  # the core ends it
+            await self._news.wait()  # the core ends this wait
         if self._error is not None:
             raise self._error
 
@@ -151,9 +150,9 @@ class GenerationSession:
         self._set_timer()
 
     def heard(self, peer: Peer, message: Sampled | ChainBroken) -> None:
-        """A stage of the session at ``peer`` said this. Raises ``ProtocolError`` where no correct stage does."""
+        """Process a message from a stage at ``peer``. Raises ``ProtocolError``: no correct stage sends it."""
         if message.epoch != self._core.epoch:
-            return  # of an older one: who says it may hold another stage by now, or none
+            return  # an older epoch: the sender may hold another stage by now, or none
         if isinstance(message, ChainBroken):
             sender = self._sender_untrusted(peer, message)
             if sender is None:
@@ -164,18 +163,18 @@ class GenerationSession:
         else:
             arrived = arrived_untrusted(message, self._chain.vocab_size)
             last = len(arrived.spent_us) - 1
-            if last not in self._chain.held_by(peer):  # else any stage could have another one blamed
+            if last not in self._chain.held_by(peer):  # a stage must not put the blame on another one
                 raise ProtocolError(f"{peer.name} answers for stage {last}, which is not its own")
             self.event(arrived)
 
     # ------------------------------------------------------------------------------------------------------ internals
 
     def _sender_untrusted(self, peer: Peer, message: ChainBroken) -> int | None:
-        """The stage that speaks; None where ``peer`` holds none any more. Raises ``ProtocolError``."""
+        """The stage that sent it; None: ``peer`` holds no stage any more. Raises ``ProtocolError``."""
         held = self._chain.held_by(peer)
         if not held:
             return None
-        # A peer with two stages, one behind the other, means the first where the next one is lost.
+        # A peer with two consecutive stages means the first one if the next stage is lost.
         wanted = (message.lost - 1, message.lost) if message.code == ev.NEXT_LOST else (message.lost,)
         for index in wanted:
             if index in held:
@@ -210,7 +209,7 @@ class GenerationSession:
 
     def _send(self, send: ev.Send) -> None:
         peer = self._chain.peer_in(0, send.seat)
-        if peer is not None:  # else its loss is about to be told
+        if peer is not None:  # otherwise ``Lost`` follows
             count, what = len(send.ids), (send.last, send.samples, send.sample_index)
             work = ForwardRequest(
                 self.id, send.epoch, send.number, send.keep, count, "ids", *what, prefill=send.prefill
@@ -220,19 +219,19 @@ class GenerationSession:
     async def _ask(self, asked: ev.Ask) -> None:
         peer = self._chain.peer_in(asked.stage, asked.seat)
         if peer is None:
-            return  # its loss is about to be told
+            return  # ``Lost`` follows
         try:
             method, params = self._request(asked, peer)
         except ConnectionLost as problem:
             self.event(ev.Declined(asked.stage, asked.ask, ev.NEXT_LOST, problem.message))
             return
         peer.listeners[self.id] = self.heard
-        peer.watch_closely()  # before the answer, for that is the last that may come late
+        peer.watch_closely()  # before the answer: only the answer may be late
         try:
             answer = await peer.ask(method, params, timeout_s=asked.timeout_s)
             position = _position_untrusted(answer) if asked.kind == "resume" else 0
         except ConnectionLost:
-            return  # which the peer's end tells
+            return  # ``Lost`` follows
         except DeadlineExceeded as problem:
             self.event(ev.Declined(asked.stage, asked.ask, ev.TOO_SLOW, problem.message, problem.remedy))
         except P2PTrainError as problem:
@@ -275,7 +274,7 @@ class GenerationSession:
 
 
 def arrived_untrusted(message: Sampled, vocab_size: int) -> ev.Arrived:
-    """What a stage says of a request that ended there. Raises ``ProtocolError``."""
+    """Check a ``Sampled`` message. Raises ``ProtocolError``."""
     spent_us = tuple(message.spent_us)
     if len(spent_us) > MAX_STAGES or not all(0 <= each < 1 << 53 for each in spent_us):
         raise ProtocolError("a request of which stages took an impossible time")

@@ -1,7 +1,6 @@
-"""A client's connection to one worker: requests and their answers, forward requests, and what the
-worker's stages say of them.
+"""A client's connection to one worker: requests and answers, forward requests, and messages of the worker's stages.
 
-One for each worker, however many stages and sessions it has a part in. Silence on it is the worker's death.
+There is one per worker, for all of its stages and sessions. A worker that stays silent on it counts as dead.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ from wire.handshake import dial, local_hello
 from wire.messages import Message, Refuse, Response
 
 LOADING_QUIET_S = 240.0
-"""A part that is being loaded gets on within this time: another client's may be in front, a disk may be slow, and at
-its end the self-test of its architecture is run."""
+"""Longest time without progress while a part is loaded. Another client's load may come first, a disk may be slow, and
+the load ends with a self-test of the architecture."""
 Notify = Callable[[str, str, str], None]
-"""(level, kind, text) for the person: ``info`` or ``warning``; what was lost, replaced, mended."""
+"""Callback (level, kind, text) with news for people: what was lost, replaced or mended. Level: ``info`` or
+``warning``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Where this operator stands.
+    """Identity and settings of the operator that uses a chain.
 
     Attributes:
-        world: its network is the operator's own: over TLS in an encrypted cluster (``cli.access.Access.network``).
-        peer_id: whom the operator's certificate names; any id in a plain cluster.
-        name: for people.
-        seed_host: the host under which this operator dials the seed; peers on the seed's own machine are there.
-        state: a directory for digests of model files; None: they are not kept.
-        notify: told of what happens to the chain.
-        silence_s: after which a peer that says nothing counts as dead; grows with the longest round trip.
-        role: that it calls workers as: ``operator`` or ``verifier``.
+        world: its network is the operator's own, with TLS in an encrypted cluster (``cli.access.Access.network``).
+        peer_id: the peer that the operator's certificate names; any id in a plain cluster.
+        seed_host: host at which this operator dials the seed, and peers on the seed's machine.
+        state: directory for digests of model files; None: they are not kept.
+        notify: receives news about the chain.
+        silence_s: silence after which a peer counts as dead; it grows with the longest round trip.
+        role: role towards workers: ``operator`` or ``verifier``.
     """
 
     world: World
@@ -59,7 +58,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAt:
-    """A worker that may hold a stage. ``host`` is as the seed sees it."""
+    """A worker that may hold a stage. ``host`` is its host as the seed sees it."""
 
     peer_id: str
     name: str
@@ -68,11 +67,11 @@ class WorkerAt:
     device: str = ""
 
     def dialled(self, seed_host: str) -> str:
-        """The host at which this operator dials it: a loopback address of the seed's means the seed's machine."""
+        """The host at which this operator dials it. A loopback address means the seed's machine."""
         return seed_host if is_loopback(self.host) else self.host
 
     def seen_from(self, other: WorkerAt) -> str:
-        """The host that ``other`` is told: empty means the seed's machine."""
+        """The host that ``other`` dials; empty: the seed's machine."""
         return "" if is_loopback(self.host) and not is_loopback(other.host) else self.host
 
 
@@ -80,11 +79,11 @@ class Peer:
     """See the module's docstring.
 
     Attributes:
-        latency_s: one way, the shortest that was seen; 0 before ``measure``.
+        latency_s: shortest one-way latency so far; 0 before ``measure``.
         problem: why the connection ended; None while it lives.
-        on_lost: called once, with the reason, when the connection ended other than by ``close``.
-        listeners: session id → who hears what its stages there say.
-        turn: held by who has a part loaded there: one at a time.
+        on_lost: called once, with the reason, when the connection ends other than by ``close``.
+        listeners: session id → callback for messages of its stages there.
+        turn: lock for loading a part: one load at a time.
     """
 
     def __init__(self, context: Context, worker: WorkerAt, connection: Connection) -> None:
@@ -98,9 +97,9 @@ class Peer:
         self._connection = connection
         self._line = Line(connection, QUIET_S, beat_s=context.silence_s / 4)
         self._calls = PendingCalls()
-        # A worker refuses more requests at a time, and when a stage is lost all sessions want something.
+        # A worker refuses more concurrent requests, and after a loss all sessions ask at once.
         self._asking = asyncio.Semaphore(16)
-        self._on_bytes: Callable[[int, int], None] | None = None  # of the part that is being loaded there
+        self._on_bytes: Callable[[int, int], None] | None = None  # progress callback of the part being loaded
         self._loading_due = 0.0
         self.turn = asyncio.Lock()
         self._closed = False
@@ -109,7 +108,7 @@ class Peer:
 
     @classmethod
     async def dial(cls, context: Context, worker: WorkerAt, *, timeout_s: float) -> Self:
-        """Raises as ``wire.handshake.dial``."""
+        """Connect to the worker. Raises as ``wire.handshake.dial``."""
         hello = local_hello(peer_id=context.peer_id, name=context.name, roles=[context.role], purpose="chain")
         connection, welcome = await dial(
             context.world.network,
@@ -141,26 +140,27 @@ class Peer:
         self._line.silence_s = min(self._line.silence_s, self.silence_s)
 
     async def ask(self, method: str, params: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        """A request, in its turn. Raises ``Refused``, ``DeadlineExceeded``, ``ConnectionLost``; the worker is named."""
-        async with self._asking:  # those in front have deadlines of their own
+        """Send a request and wait for its answer. Raises ``Refused``, ``DeadlineExceeded``, ``ConnectionLost``, each
+        naming the worker."""
+        async with self._asking:  # requests ahead of it have deadlines too
             self._check()
             return await self._calls.ask(self._connection.send, method, params, whom=self.name, timeout_s=timeout_s)
 
     async def measure(self) -> float:
-        """The way there, one direction, in seconds. Raises as ``ask``."""
+        """Measure the one-way latency in seconds. Raises as ``ask``."""
         for _ in range(3):
             began = self._now()
-            with suppress(Refused):  # a worker that does not know this request answers as fast
+            with suppress(Refused):  # a refusal of an unknown method takes as long
                 await self.ask("probe.clock", {}, timeout_s=QUIET_S)
             took_s = (self._now() - began) / 2
             self.latency_s = min(self.latency_s or took_s, took_s)
         return self.latency_s
 
     async def load(self, params: dict[str, Any], on_bytes: Callable[[int, int], None]) -> dict[str, Any]:
-        """``part.load``, for who holds ``turn``. ``on_bytes``: told of (done, in all).
+        """Send ``part.load``. The caller holds ``turn``. ``on_bytes`` is called with (done, total).
 
         Raises:
-            DeadlineExceeded: nothing moved for ``LOADING_QUIET_S``. Refused, ConnectionLost: as ``ask``.
+            DeadlineExceeded: no progress for ``LOADING_QUIET_S``. Refused, ConnectionLost: as ``ask``.
         """
         assert self.turn.locked()
         self._on_bytes, self._loading_due = on_bytes, self._now() + LOADING_QUIET_S
@@ -190,9 +190,9 @@ class Peer:
         self._tasks.start(ask(), method)
 
     async def close(self) -> None:
-        """Let go: its sessions end there, its parts stay loaded. Never raises, may be called twice."""
+        """Disconnect. Its sessions end there, its parts stay loaded. Never raises; may be called twice."""
         self._closed = True
-        await self._tasks.settle(timeout_s=0.2, but=self._hearing)  # what it was told last
+        await self._tasks.settle(timeout_s=0.2, but=self._hearing)  # wait for the last requests
         await self._connection.close(timeout_s=0.5)
         await self._tasks.stop()
 
@@ -210,7 +210,7 @@ class Peer:
                     self._take_untrusted(await self._line.receive())
         except P2PTrainError as error:
             problem = error
-        except Exception as mistake:  # of this program: nobody shall wait for what the worker says
+        except Exception as mistake:  # a defect of this program: end the calls that wait for the worker
             self._end(ConnectionLost(f"this client failed over what it said: {type(mistake).__name__}"))
             raise
         self._end(problem)
@@ -226,13 +226,13 @@ class Peer:
                 tell(self, problem)
 
     def _take_untrusted(self, message: Message) -> None:
-        """Raises ``ProtocolError`` where no correct worker says this."""
+        """Raises ``ProtocolError``: no correct worker sends this."""
         match message:
             case Response():
                 self._calls.answered(message)
             case Sampled() | ChainBroken():
                 listener = self.listeners.get(message.session)
-                if listener is not None:  # else its session was closed a moment ago
+                if listener is not None:  # otherwise the session was closed just now
                     listener(self, message)
             case PartLoading(done_bytes, total_bytes):
                 if not 0 <= done_bytes <= total_bytes < 1 << 60:

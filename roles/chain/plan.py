@@ -1,5 +1,5 @@
-"""Who holds which layers: the model, workers that are there, what they offer, the links between them, and the chain
-made of it."""
+"""Planning of a chain: the model, the workers, their offers, the links between them, and which worker holds which
+layers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ from wire.records import PeerInfo
 from wire.schema import Bound, Count, Id, Record
 
 Request = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
-"""As ``SeedClient.request``."""
+"""A request to the seed, such as ``SeedClient.request``."""
 
 OFFER_S = 30.0
-"""A worker measures how fast it reads memory before its first offer, and may compute for others meanwhile."""
+"""Timeout of ``part.offer``. Before its first offer a worker measures its memory speed, and it may be busy with
+others."""
 MODEL_OPEN_S = 600.0
-"""A worker hashes a model that it never gave before: seconds per gigabyte."""
+"""Timeout of ``model.open``. A worker hashes a model before it first sends it: seconds per gigabyte."""
 
 
 # ----------------------------------------------------------------------------------------------------------- the model
@@ -48,11 +49,10 @@ class Model:
 
     Attributes:
         id: hex of blake2b over its config and the name, dtype, shape and digest of each tensor.
-        name: for people.
-        config: its ``config.json``.
-        source: of this machine, from which this client gives; None where ``sender`` does.
-        sender: the worker that gives, for as long as this client is connected to it.
-        path: where workers may have it themselves, which saves the wire; empty where nobody says so.
+        config: text of its ``config.json``.
+        source: its directory on this machine, from which this client sends it; None: ``sender`` sends it.
+        sender: the worker that sends it while this client is connected to that worker.
+        path: directory where workers may have the model themselves, which saves a transfer; empty: unknown.
     """
 
     id: str
@@ -63,7 +63,7 @@ class Model:
     path: str = ""
 
     def load_params(self, worker: WorkerAt) -> dict[str, Any]:
-        """Of ``part.load``: what the model is, and who gives it to ``worker``."""
+        """Parameters of ``part.load``: what the model is, and which peer sends it to ``worker``."""
         about = {"model": self.id, "name": self.name, "config": self.config, "path": self.path}
         if self.sender is None:
             return about | {"sender": "caller", "sender_peer": "", "sender_host": "", "sender_port": 0}
@@ -72,12 +72,12 @@ class Model:
 
 
 async def local_model(context: Context, directory: Path) -> Model:
-    """The model in a directory of this machine; this client gives its tensors to the stages that lack them.
+    """Open the model in a directory of this machine. This client sends its tensors to the stages that lack them.
 
-    Its tensors are hashed, once: digests are kept in ``context.state`` by size and time of the files.
+    Tensors are hashed once. Digests are cached in ``context.state`` by size and time of the files.
 
     Raises:
-        ConfigError: there is no model in safetensors. StorageError: it cannot be read.
+        ConfigError: the directory has no model in safetensors. StorageError: it cannot be read.
     """
     cache = DigestCache(context.world.disk, context.state / CACHE_FILE) if context.state is not None else None
     async with _disk(context) as disk:
@@ -87,7 +87,7 @@ async def local_model(context: Context, directory: Path) -> Model:
 
 @asynccontextmanager
 async def giving(context: Context, source: ModelDirectory, worker: WorkerAt) -> AsyncIterator[None]:
-    """Give this client's own copy of a model to ``worker`` inside. Raises as ``wire.handshake.dial``."""
+    """Send this client's copy of a model to ``worker`` within the block. Raises as ``wire.handshake.dial``."""
     connection = await _dialled(context, worker, "give", source.model)
     connection.tune_for_bulk()
     async with _disk(context) as disk:
@@ -96,13 +96,13 @@ async def giving(context: Context, source: ModelDirectory, worker: WorkerAt) -> 
             yield
         finally:
             task.cancel()
-            with suppress(P2PTrainError, asyncio.CancelledError):  # the load that wanted it tells what went wrong
+            with suppress(P2PTrainError, asyncio.CancelledError):  # the load reports what went wrong
                 await task
             connection.abort()
 
 
 async def tensor_table(context: Context, model: Model) -> Mapping[str, TensorRecord]:
-    """All tensors of a model and its small files, by name. Raises ``NetworkError``, ``PeerError``, ``UserError``."""
+    """All tensors and small files of a model, by name. Raises ``NetworkError``, ``PeerError``, ``UserError``."""
     if model.source is not None:
         return {record.name: record for record in model.source.records}
     async with _receiving(context, model) as receiver:
@@ -141,7 +141,7 @@ async def _disk(context: Context) -> AsyncIterator[Thread]:
 
 
 async def workers_of(ask: Request) -> list[WorkerAt]:
-    """The workers that a seed knows to be there. Raises what ``ask`` raises."""
+    """The workers that the seed reports as reachable. Raises what ``ask`` raises."""
     answer = await ask("peers.list", {})
     peers = answer.get("peers")
     if not isinstance(peers, list):
@@ -174,7 +174,7 @@ class HeldPart(Record):
 
 @dataclass(frozen=True, slots=True)
 class Offer(Record):
-    """The answer to ``part.offer``. ``memory_bytes``: of the worker's limit, what is not in use or promised."""
+    """The answer to ``part.offer``. ``memory_bytes``: what is neither used nor promised of ``limit_bytes``."""
 
     memory_bytes: Count
     limit_bytes: Count
@@ -205,8 +205,8 @@ class Plan:
     """A chain that can be loaded.
 
     Attributes:
-        wanted: for what it was made, links included: a lost stage's place is given away by the same measure.
-        loaded: all parts are loaded there already.
+        wanted: the requirements it was made for, with links. A lost stage is placed by the same requirements.
+        loaded: the workers hold all of its parts already.
     """
 
     dtype: str
@@ -229,10 +229,7 @@ class Plan:
 
 
 class WorkerPool:
-    """The workers that are dialled: those of a chain and their spares. Kept connected until ``close``.
-
-    ``refused`` tells by name why a worker is not in it.
-    """
+    """The connected workers: those of a chain and its spares. ``refused``: worker name → why it is not in the pool."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -243,10 +240,10 @@ class WorkerPool:
 
     @classmethod
     async def connect(cls, context: Context, workers: Sequence[WorkerAt], *, timeout_s: float = 5.0) -> Self:
-        """Dial all, side by side, and hear what they offer; who does not answer in time is left out.
+        """Dial all workers concurrently and get their offers. Workers that do not answer in time are left out.
 
         Raises:
-            NetworkError: nobody answered; it says why for each.
+            NetworkError: no worker answered; the message has the reason of each.
             UserError: there is no worker.
         """
         if not workers:
@@ -265,7 +262,7 @@ class WorkerPool:
             self.refused[worker.name] = problem.message
 
     async def admit(self, worker: WorkerAt, *, timeout_s: float = 5.0) -> Peer:
-        """Dial one more, or one that was lost. Raises ``P2PTrainError``: it cannot be used."""
+        """Dial one more worker, or a lost one again. Raises ``P2PTrainError``: it cannot be used."""
         peer = await Peer.dial(self.context, worker, timeout_s=timeout_s)
         try:
             latency_s = await peer.measure()
@@ -281,7 +278,7 @@ class WorkerPool:
         return peer
 
     async def renew(self, peer: Peer) -> Peer:
-        """What a peer offers now. Raises ``P2PTrainError``."""
+        """Get the current offer of a peer. Raises ``P2PTrainError``."""
         self.offers[peer.worker.peer_id] = Offer.from_map_untrusted(await peer.ask("part.offer", {}, timeout_s=OFFER_S))
         return peer
 
@@ -300,13 +297,13 @@ class WorkerPool:
         stages: int | None = None,
         measure_s: float = 2.0,
     ) -> Plan:
-        """Measure the links that matter and place the model: a chain of parts that are loaded already is used again.
+        """Measure the relevant links and place the model. A chain of parts that are loaded already is used again.
 
         Args:
-            positions: to have cache for, of all sessions together.
-            activation_bytes: of one position between stages.
-            stages: how many; None for the best number.
-            measure_s: what measuring may take.
+            positions: cache positions of all sessions together.
+            activation_bytes: size of one position's hidden state between stages.
+            stages: number of stages; None: the best number.
+            measure_s: time limit of the measurement.
 
         Raises:
             UserError, ResourceError: as ``ring.placement.place``.
@@ -325,13 +322,13 @@ class WorkerPool:
         return Plan(dtype, wanted, made, spares, is_loaded)
 
     async def model_at(self, path: str, *, worker: str = "") -> Model:
-        """A model that lies on a worker, which gives it from now on: for as long as this client is connected.
+        """Open a model on a worker. The worker sends it to others while this client is connected.
 
         Args:
-            path: of its directory there. worker: its name or id; empty: whoever has it.
+            path: its directory there. worker: the worker's name or id; empty: any worker that has the model.
 
         Raises:
-            Refused: nobody has a model there. UserError: there is no such worker.
+            Refused: no worker has a model there. UserError: there is no such worker.
         """
         asked = [peer for peer in self.peers.values() if worker in ("", peer.name, peer.worker.peer_id)]
         if not asked:
@@ -353,10 +350,11 @@ class WorkerPool:
         raise Refused("no-model", text, remedy="name a directory with config.json and *.safetensors on one of them")
 
     async def files(self, model: Model, names: Sequence[str]) -> dict[str, bytes]:
-        """Files that come with a model, such as its tokenizer's; those that it does not have are not in the answer.
+        """Read files that come with a model, such as its tokenizer's. Missing files are left out of the result.
 
         Raises:
-            NetworkError, PeerError: the worker that gives them cannot, or lies. StorageError: they cannot be read here.
+            NetworkError, PeerError: the sender cannot send them, or sends wrong data. StorageError: they cannot be read
+                here.
         """
         found: dict[str, bytes] = {}
         if model.source is not None:
@@ -374,7 +372,7 @@ class WorkerPool:
         return found
 
     async def close(self) -> None:
-        """Let all go. Parts stay loaded there. Never raises."""
+        """Disconnect all workers. Their parts stay loaded. Never raises."""
         await asyncio.gather(*(peer.close() for peer in self.peers.values()))
 
     # ------------------------------------------------------------------------------------------------------ internals
@@ -387,16 +385,16 @@ class WorkerPool:
 
     async def _measure_from(self, here: str, others: Sequence[str], measure_s: float) -> None:
         me = self.peers[here]
-        # Each pair is measured from one side: a link is taken to be alike both ways until it is known better.
+        # Each pair is measured from one side: a link is assumed to be symmetric.
         wanted = [self.peers[other].worker for other in others if here < other and (here, other) not in self.links]
         if not wanted:
             return
         peers = [{"id": each.peer_id, "host": each.seen_from(me.worker), "port": each.port} for each in wanted]
-        params = {"peers": peers, "deadline_s": measure_s - 0.5}  # the answers' way back
+        params = {"peers": peers, "deadline_s": measure_s - 0.5}  # 0.5 s remain for the answers
         try:
             answer = await me.ask("links.measure", params, timeout_s=measure_s)
             found = measured_untrusted(answer, {each.peer_id for each in wanted})
-        except P2PTrainError as problem:  # what is not known counts as the median
+        except P2PTrainError as problem:  # an unknown link counts as the median
             self.context.notify("info", "links", f"{me.name} did not measure its links: {problem.message}")
             return
         for there, link in found.items():
@@ -413,7 +411,7 @@ class WorkerPool:
     def _loaded(self, wanted: Wanted, model: Model, dtype: str, seats: Sequence[placing.Peer]) -> Placement | None:
         layers = wanted.sizes.layers
         held = [(seat, start, stop) for seat in seats for start, stop in self._holds(seat.id, model, dtype, layers)]
-        chains: dict[int, list[tuple[placing.Peer, int, int]]] = {layers: []}  # from a layer to the end
+        chains: dict[int, list[tuple[placing.Peer, int, int]]] = {layers: []}  # first layer -> parts up to the end
         for part in sorted(held, key=lambda part: -part[1]):
             seat, start, stop = part
             behind = chains.get(stop)

@@ -1,34 +1,37 @@
-"""The core of one session over a chain of stages: forward requests go through it one after another, and through the
-loss of any stage at any moment. Pure.
+"""The core of one session over a chain of stages. It answers forward requests in order, whenever stages are lost. Pure.
 
 Theory of operation
 -------------------
-The client *submits* forward requests: so many more token ids, after the history was cut to its first ``keep``, and for
-how many of the last positions a token is to be sampled. Requests are answered in their order. What lies behind the last
-answered request, and is not cut off by one that is under way, every stage holds: it is *committed*. The client keeps
-the token ids, and every stage what it gave on, which is the next stage's input: so any stage that is lost can be made
-again from the one before. Stages are numbered from 0; a *seat* numbers the peers that held a stage, and grows.
+The client *submits* forward requests. Each one cuts the history to its first ``keep`` positions, appends token ids, and
+has a token sampled for each of the last ``samples`` positions. Requests are answered in the order of their submission.
 
-Whatever goes wrong raises the session's *epoch* and begins a *mending*; what stages still do for an older epoch is
-dropped by whoever comes to see it, this core included. A mending does not follow a script. It compares, after each
-event, what every stage should be with what it is, and asks for what is missing, so that a second loss in the middle of
-it is nothing special, and a session that is only being opened is one of which all stages are missing:
+A position is *committed* when its request was answered and no request under way cuts it off. Every stage holds the
+committed positions. The client keeps the token ids, and each stage keeps its outputs, which are the next stage's
+inputs. So a lost stage is rebuilt from the stage before it. Stages are numbered from 0. A *seat* number identifies a
+holder of a stage; each new holder gets a higher number.
 
-    a stage has no peer                             Replace, once; Seated or NoSeat answers
-    it has not opened the session                   Ask open, when the next stage is ready: it is dialled then
-    it does not know the epoch, or its link to      Ask resume: history cut to what is committed; the answer tells what
-      the next stage's peer is not the one it had     it holds (less, where it was still being filled)
-    all are ready, some hold less than committed    Ask replay of the last stage before them that has it, through them
-                                                      only; where the first is among them, requests from the token ids
-    all hold what is committed                      the requests under way are sent again: RUNNING
+Any failure raises the session's *epoch* and begins a *mending*. Stages and this core drop whatever belongs to an older
+epoch. A mending has no script. After each event it compares the state of every stage with what it should be, and asks
+for what is missing. So a second loss during a mending needs no special case, and opening a session is a mending in
+which all stages are missing:
 
-Before the first of them, positions between what is committed and where it begins are sent again as a request of their
-own (a request under way cut the history below what was answered already). Samples are numbered: the same tokens come.
+    state of a stage                                instruction
+    it has no peer                                  Replace, once; StageAssigned or StageUnassigned answers
+    it has not opened the session                   Ask open, once the next stage is ready: the stage dials it then
+    it does not know the epoch, or its link does    Ask resume: cut the history to the committed positions; the answer
+      not lead to the next stage's current peer       tells how many it holds (fewer if it was still being rebuilt)
+    all are ready, some hold fewer positions than   Ask replay of the last complete stage before them, through these
+      are committed                                   stages only; if stage 0 is among them, Send from the token ids
+    all hold the committed positions                Send the requests under way again: RUNNING
 
-A stage whose own request failed is closed and opened again at the same peer; a second time before any request was
-answered it is replaced. A stage that cannot reach the next one costs the next one its place, and a second time itself.
-Too many setbacks without an answer end the session. All stages alive and yet no answer in time: the epoch is raised,
-which costs a hung stage its place, for it does not answer that; after ``MOST_STALLS`` in a row the session ends.
+A later request may have cut the history below the start of the first request under way. The positions in between are
+sent again first, in requests of their own. Repeated requests give the same tokens, because samples are numbered.
+
+If a stage's own request fails, the stage is closed and opened again at the same peer. If it fails again before any
+request was answered, its peer is replaced. If a stage cannot reach the next one, the next stage's peer is replaced; the
+second time its own peer is. Too many setbacks without an answer end the session. If no stage is lost and an answer is
+overdue, the epoch is raised. A stage that hangs does not answer the resume that follows, and is replaced. After
+``MOST_STALLS`` stalls in a row the session ends.
 """
 
 from __future__ import annotations
@@ -41,21 +44,21 @@ from enum import Enum, auto
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, PeerError
 
 NEXT_LOST = "next-stage"
-"""Code of a refusal, or of ``ChainBroken``: the next stage cannot be reached."""
+"""Code of a refusal or of ``ChainBroken``: the next stage cannot be reached."""
 UNKNOWN_SESSION = "unknown-session"
-"""Code of a refusal: the stage does not have the session (any more)."""
+"""Code of a refusal: the stage does not have the session, or not any more."""
 UNKNOWN_PART = "unknown-part"
-"""Code of a refusal: the peer does not have the part (any more)."""
+"""Code of a refusal: the peer does not have the part, or not any more."""
 TOO_SLOW = "too-slow"
-"""Code of what was not answered in time: this side's own word for it."""
+"""Code of ``Declined``, set by the client: no answer came in time."""
 
 CHUNK = 2048
-"""Positions in one request, at most."""
+"""Largest number of positions in one request."""
 WINDOW = 8
-"""Requests under way at a time, at most: more than a chain has stages would only wait in queues, and take memory."""
+"""Most requests under way at a time. More than a chain has stages would only wait in queues and take memory."""
 ANSWER_S, POSITION_S = 120.0, 0.2
-"""How long an answer may take, and besides for each position before it (a large model's prompt on slow processors, of
-other sessions, too). Death is not noticed by this but by the end of a connection, or by silence."""
+"""Deadline of an answer, and what each position ahead of it adds (long prompts of a large model on slow processors).
+Lost peers are detected by a closed connection or by silence instead."""
 MOST_STALLS = 3
 
 # -------------------------------------------------------------------------------------------------------------- events
@@ -75,7 +78,7 @@ class StageUnassigned:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The peer in ``seat`` is gone, for whatever reason."""
+    """The peer in ``seat`` is gone, or its loss was decided."""
 
     stage: int
     seat: int
@@ -84,7 +87,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An ``Ask`` was answered. ``position``: of a resume, what the stage holds now."""
+    """An ``Ask`` was answered. ``position``: what the stage holds now (resume only)."""
 
     stage: int
     ask: int
@@ -104,7 +107,7 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """``Sampled`` from the stage at which a request ended."""
+    """A ``Sampled`` message from the stage at which a request ended."""
 
     epoch: int
     number: int
@@ -114,7 +117,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """``ChainBroken`` of stage ``sender``. That a peer is known to be lost is told before it."""
+    """A ``ChainBroken`` message of stage ``sender``. If a peer is known to be lost, ``Lost`` comes first."""
 
     sender: int
     epoch: int
@@ -126,12 +129,12 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Take ``ids`` after the first ``keep`` positions of what was submitted.
+    """Cut the history to its first ``keep`` positions, then append ``ids``.
 
     Attributes:
-        samples: for so many of the last positions a token is sampled.
-        sample_index: number of the first one: 0 for the first new token of a generation.
-        prefill: it is of a prompt.
+        samples: number of last positions for which a token is sampled.
+        sample_index: sample index of the first of them; 0 is the first new token of a generation.
+        prefill: the ids belong to a prompt.
     """
 
     ids: tuple[int, ...]
@@ -143,7 +146,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed. ``end``: the client has enough."""
+    """Time has passed. ``end``: the client closes the session."""
 
     end: bool = False
 
@@ -156,7 +159,7 @@ Event = StageAssigned | StageUnassigned | Lost | Answered | Declined | Arrived |
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A forward request for the first stage; fields as of ``wire.chain_messages.ForwardRequest``."""
+    """A forward request for the first stage. Fields are those of ``wire.chain_messages.ForwardRequest``."""
 
     seat: int
     epoch: int
@@ -174,11 +177,11 @@ class Ask:
     """A request to the stage's peer.
 
     Attributes:
-        kind: ``open`` the session; ``resume`` it in another epoch with what the stage holds of the first ``keep``
-            positions; ``replay``: give the first ``keep`` positions on once more, up to stage ``last``.
-        ask: its number.
-        next_seat: of the stage that it is to dial, -1 on the last one.
-        number: of the first request of a replay.
+        kind: ``open`` the session; ``resume`` it in a new epoch with the first ``keep`` positions at most; ``replay``
+            the outputs of the first ``keep`` positions, up to stage ``last``.
+        ask: number of this request.
+        next_seat: seat of the next stage, which the stage dials; -1 for the last stage.
+        number: number of a replay's first forward request.
     """
 
     kind: str
@@ -201,7 +204,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """The peer in ``seat`` is of no use: find another one. -1: there is none."""
+    """Find another peer for the stage: the one in ``seat`` is unusable. -1: the stage has none."""
 
     stage: int
     seat: int
@@ -213,9 +216,9 @@ class Done:
     """A submitted request was answered.
 
     Attributes:
-        index: of the submitted requests, from 0.
-        spent_us: of each stage.
-        took_s: since it was sent first.
+        index: index of the submitted request, from 0.
+        spent_us: compute time of each stage.
+        took_s: time since the request was first sent.
         mended: the chain was mended meanwhile.
     """
 
@@ -228,12 +231,8 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class SessionReady:
-    """The session runs; the first time because it was opened, and then nothing was lost.
-
-    Attributes:
-        lost: stages that were lost, and why.
-        took_s: since the first loss was known.
-    """
+    """The session runs: it was opened or mended. ``lost``: lost stages with reasons. ``took_s``: since the first
+    loss."""
 
     lost: tuple[tuple[int, str], ...]
     took_s: float
@@ -261,10 +260,9 @@ class Request:
     """A forward request under way.
 
     Attributes:
-        index: of the submitted ones; -1 where the session made it itself, to bring back what stages held.
-        number: of now; it has another one each time that it is sent.
-        due: when its answer is missed; 0: it was not sent in this epoch.
-        sent: in any epoch.
+        index: index of the submitted request; -1: the session made it itself, to rebuild stages.
+        number: current number; each sending gets a new one.
+        due: time by which its answer is expected; 0: not sent in this epoch.
     """
 
     index: int
@@ -283,18 +281,18 @@ class Request:
 
 @dataclass(slots=True)
 class _Stage:
-    """What is known of a stage.
+    """What the session knows of a stage.
 
     Attributes:
-        seat: -1: it has no peer.
-        sought: a peer is being looked for.
+        seat: seat of its peer; -1: it has none.
+        sought: a replacement was requested.
         opened: its peer has the session.
-        epoch: that its peer was told last.
-        next_seat: of the stage that it is linked to; None: it must dial anew.
-        has: positions it holds, since ``epoch``.
-        ask: the open or resume that is under way.
-        replay: the one of this epoch.
-        failures: of its requests, or to reach the next stage, since a request was answered.
+        epoch: the last epoch that its peer confirmed.
+        next_seat: seat of the next stage to which its link leads; None: it must dial again.
+        has: positions that it holds in ``epoch``.
+        ask: the open or resume under way.
+        replay: the replay under way.
+        failures: failures of its requests or of reaching the next stage, since a request was last answered.
     """
 
     seat: int = -1
@@ -309,18 +307,14 @@ class _Stage:
 
 
 class Session:
-    """One session over a chain; see the module's docstring. The first event, whichever, begins it.
+    """One session over a chain; see the module's docstring. The first event starts it.
 
     Args:
-        seats: of each stage in order, who holds it now; -1 where that is nobody.
+        seats: current seat of each stage, in order; -1: the stage has no peer.
 
     Attributes:
-        epoch: of now.
-        phase: where it stands.
         ids: token ids of all positions, as submitted.
         flight: requests under way, in order.
-        submitted: requests so far.
-        last_number: of a request.
     """
 
     def __init__(self, seats: Sequence[int], now: float) -> None:
@@ -333,12 +327,12 @@ class Session:
         self.submitted = 0
         self.last_number = 0
         self._answered: list[int] = []
-        self._prefilled = bytearray()  # of each answered position: whether it was a prompt's
+        self._prefilled = bytearray()  # 1 for each answered position of a prompt
         self._stages = [_Stage(seat=seat) for seat in seats]
-        self._feed: deque[Request] | None = None  # requests that fill lost first stages again; None: not begun
+        self._feed: deque[Request] | None = None  # requests that rebuild lost first stages; None: not begun
         self._mending_since: float | None = now
-        self._lost: dict[int, str] = {}  # in this mending
-        self._owed = 0  # positions that are being replayed: they are computed before what is sent after
+        self._lost: dict[int, str] = {}  # stage -> reason, in this mending
+        self._owed = 0  # positions being replayed: stages compute them before later requests
         self._last_ask = 0
         self._setbacks = 0
         self._stalls = 0
@@ -355,20 +349,20 @@ class Session:
 
     @property
     def committed(self) -> int:
-        """Positions that every stage holds which was not lost since, and that will not change."""
+        """Positions that every stage holds, unless it was lost since, and that no request under way cuts off."""
         return min([len(self._answered), *(request.keep for request in self.flight if request.sent)])
 
     def next_deadline(self) -> float | None:
-        """When ``Tick`` is due, if nothing comes before; None where nothing is waited for that has no deadline of its
-        own."""
+        """Time at which ``Tick`` is due if no event comes first. None: nothing is awaited that lacks its own
+        deadline."""
         requests = self._waited_for
         return requests[0].due if requests and requests[0].sent and self.phase is not Phase.ENDED else None
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
-        """Take ``event`` in.
+        """Process ``event``.
 
         Raises:
-            ValueError: what is submitted cannot be: no ids, too many, or ``keep`` beyond the history.
+            ValueError: an invalid ``Submit``: no ids, too many ids or requests, or ``keep`` beyond the history.
         """
         out: list[Instruction] = []
         if self.phase is Phase.ENDED:
@@ -380,7 +374,7 @@ class Session:
                 self._arrived(event, now, out)
             case StageAssigned(index, seat):
                 if self._stages[index].seat < seat:
-                    if self._stages[index].seat >= 0:  # its loss was not told
+                    if self._stages[index].seat >= 0:  # its loss was not reported
                         self._vacate(index, "another peer has its place", now)
                     self._stages[index] = _Stage(seat=seat)
             case Lost(index, seat, reason):
@@ -426,7 +420,7 @@ class Session:
     def _arrived(self, event: Arrived, now: float, out: list[Instruction]) -> None:
         requests = self._waited_for
         if event.epoch != self.epoch or not requests:
-            return  # of an older epoch; or the end of a stage's replay, whose order all that follows keeps anyway
+            return  # an older epoch, or the end of a replay: later requests follow it in order
         request = requests[0]
         if event.number != request.number:
             if event.number > self.last_number or any(event.number == other.number for other in requests):
@@ -439,7 +433,7 @@ class Session:
             return
         requests.popleft()
         self._stalls = 0
-        if requests:  # which had to wait for this one
+        if requests:  # the next request had to wait for this one
             requests[0].due = max(requests[0].due, now + self._patience_s(len(requests[0].ids)))
         if self.phase is not Phase.RUNNING:
             if not self._feed:
@@ -475,7 +469,7 @@ class Session:
             return
         if asked is stage.ask:
             stage.ask = None
-        self._begin_mending(now)  # it may know the epoch, and would not be told of it again
+        self._begin_mending(now)  # the stage may already be in this epoch, and would get no resume
         self._set_back(f"stage {event.stage} refuses to {asked.kind}: {event.reason}", event.remedy, out)
         if event.code == NEXT_LOST and asked.kind == "replay":
             stage.next_seat = None
@@ -486,7 +480,7 @@ class Session:
             self._unlink(event.stage - 1)
         elif event.code in (TOO_SLOW, UNKNOWN_PART):
             self._give_up(event.stage, event.reason, now, out)
-        elif asked.kind == "open":  # no memory for it, or the model knows fewer positions: another peer says the same
+        elif asked.kind == "open":  # no memory, or the model has fewer positions: any peer would refuse
             self._fail(PeerError(event.reason, remedy=event.remedy), out)
         else:
             self._failed_itself(event.stage, event.reason, now, out)
@@ -500,7 +494,7 @@ class Session:
         if event.lost == event.sender:
             self._failed_itself(event.sender, event.reason, now, out)
         else:
-            sender.next_seat = None  # it dials again; where that fails the next stage is given up
+            sender.next_seat = None  # it dials again; if that fails the next stage is given up
 
     def _tick(self, now: float, out: list[Instruction]) -> None:
         due, requests = self.next_deadline(), self._waited_for
@@ -546,7 +540,7 @@ class Session:
         out.append(Replace(index, seat, reason))
 
     def _failed_itself(self, index: int, reason: str, now: float, out: list[Instruction]) -> None:
-        """What a stage holds of the session is spoilt: it is opened again, the second time elsewhere."""
+        """Reopen a stage whose state is invalid: at the same peer first, then at another one."""
         stage = self._stages[index]
         if stage.failures or self.phase is Phase.ENDED or stage.seat < 0:
             self._give_up(index, reason, now, out)
@@ -569,7 +563,7 @@ class Session:
         stage = self._stages[index]
         stage.next_seat = None
         if self._next_seat(index) != next_seat:
-            return  # the one that it could not dial is given up already
+            return  # the peer that it could not dial is given up already
         stage.failures += 1
         self._give_up(index if stage.failures > 1 else index + 1, reason, now, out)
 
@@ -623,7 +617,7 @@ class Session:
             if dials and not self._ready(index + 1):
                 continue
             kind, keep = ("resume", self.committed) if stage.opened else ("open", 0)
-            timeout_s = self._patience_s(CHUNK)  # a request of another session may have to end before
+            timeout_s = self._patience_s(CHUNK)  # a request of another session may have to end first
             self._last_ask += 1
             stage.ask = Ask(kind, index, stage.seat, self._last_ask, self.epoch, timeout_s, next_seat, keep)
             out.append(stage.ask)
@@ -664,7 +658,8 @@ class Session:
         self._lost = {}
 
     def _again(self, start: int, stop: int, last: int) -> list[Request]:
-        """Requests that bring answered positions [start, stop) to stages [0, last] once more, a prompt's as such."""
+        """Requests that send answered positions [start, stop) to stages [0, last] again. None mixes prompt and
+        generated ids."""
         requests: list[Request] = []
         while start < stop:
             end = min(start + CHUNK, stop)
