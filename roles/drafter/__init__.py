@@ -1,1 +1,1 @@
-"""The role that guesses ahead for verifiers."""
+"""The drafter: guesses tokens ahead for verifiers."""

@@ -1,11 +1,11 @@
-"""The drafter: a whole small model that guesses ahead for the sessions of verifiers.
+"""The drafter: a whole small model that guesses tokens ahead for the sessions of verifiers.
 
-Verifiers dial (purpose ``draft``), one connection each for all of their sessions, and number these: the ``stream`` of
-a frame. A session begins with all ids so far. From then on its core (``roles.speculation.drafting``) says what the
-engine runs next, and what is sent; verdicts go into it as soon as they come.
+A verifier dials once (purpose ``draft``) for all of its sessions. It numbers them: the ``stream`` of a frame. A session
+begins with all ids so far. Then its core (``roles.speculation.drafting``) decides what the engine runs and what is
+sent. Verdicts go to the core as soon as they arrive.
 
-One engine computes for all, one step at a time, in turns. A long prompt is taken in by pieces, so that other sessions'
-drafts wait for a few short steps at most.
+One engine computes for all sessions in turn, one step at a time. A long prompt is processed in pieces, so that other
+sessions' drafts wait for a few short steps at most.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ PURPOSES = frozenset({"draft"})
 MAX_CALLERS = 64
 MAX_SESSIONS = 32
 BEAT_S = 0.5
-"""A verifier hears from this drafter so often, before it has said what silence means to it."""
+"""Interval of heartbeats to a verifier that has not told its silence limit yet."""
 SHARED_PIECE = 256
-"""Positions of a prompt that are taken in at a time where other sessions wait for their next draft."""
+"""Positions of a prompt that are processed at a time while there are other sessions."""
 LONGER = "draft with a model of a longer context"
 
 
@@ -76,9 +76,8 @@ class Serves:
     """What a drafter drafts with.
 
     Attributes:
-        model: its name, for people. context: positions that it knows; 0: any number, or nobody says.
-        tokenizer: a digest.
-        limit_bytes: of the caches of all sessions together; 0: no limit.
+        model: name for people. context: positions that it knows; 0: unlimited or unknown. tokenizer: a digest.
+        limit_bytes: limit of the caches of all sessions together; 0: none.
     """
 
     engine: StageEngine
@@ -90,8 +89,8 @@ class Serves:
 
 @dataclass(eq=False)
 class _Caller:
-    """A verifier's connection. ``last``: the highest number of a session that it opened. ``right``: tokens of its texts
-    that were drafted here."""
+    """A verifier's connection. ``last``: highest session number it opened. ``right``: accepted drafts of this
+    drafter."""
 
     line: Line
     name: str
@@ -100,7 +99,7 @@ class _Caller:
     right: int = 0
 
     def say(self, message: Message, *, generation: int = 0, stream: int = 0) -> None:
-        with suppress(ConnectionLost):  # then its end is on its way, and with it the end of its sessions
+        with suppress(ConnectionLost):  # the end of the connection ends its sessions
             self.line.connection.send(message, generation=generation, stream=stream)
 
 
@@ -109,11 +108,11 @@ class _Session:
     """One session.
 
     Attributes:
-        name: with the engine. positions: that it may have; its cache takes ``cache_bytes``.
-        drafted: position behind the drafts that were sent last; 0 before the first.
-        wanted: what the core wants run; None while it wants nothing.
+        name: name at the engine. positions: largest length; its cache takes ``cache_bytes``.
+        drafted: position after the drafts that were sent last; 0 before the first.
+        wanted: the run that the core requested; None: none.
         taken: positions of ``wanted`` that were run already, in pieces.
-        opened: the engine knows it. ready: the verifier was told that the ids so far are taken in.
+        opened: the engine has the session. ready: ``DraftReady`` was sent.
     """
 
     name: str
@@ -132,13 +131,12 @@ class _Session:
 
 
 class Gauge:
-    """What a drafter does, in figures: of the last seconds, and totals.
+    """A drafter's figures: of the last seconds, and totals.
 
     Attributes:
         draft: time of a draft.
-        tokens: drafted, a second. busy: seconds that the engine computes, a second.
-        drafts: sent, of all sessions since the start. right: those that were verified. wrong: those that were
-            contradicted, without what was drafted behind them.
+        tokens: drafted tokens per second. busy: share of the time that the engine computes.
+        drafts: all drafts sent. right: accepted ones. wrong: contradicted ones, without the drafts after them.
     """
 
     def __init__(self) -> None:
@@ -160,10 +158,10 @@ class Drafter:
     """See the module's docstring.
 
     Args:
-        tell: told, for people, of verifiers that come and go.
+        tell: gets lines for people about verifiers that come and go.
 
     Attributes:
-        gauge: what it does, in figures.
+        gauge: figures of its work.
     """
 
     def __init__(
@@ -203,13 +201,14 @@ class Drafter:
     # ----------------------------------------------------------------------------------------------------- connections
 
     def decide(self, hello: Hello) -> Refuse | None:
-        """Whether a caller of purpose ``draft`` is served; None: yes."""
+        """Decide whether a caller of purpose ``draft`` is served; None: yes."""
         if len(self._callers) >= MAX_CALLERS:
             return Refuse(RefusalCode.FULL, f"{MAX_CALLERS} verifiers are served already", "start another drafter")
         return None
 
     async def serve(self, connection: Connection, hello: Hello) -> None:
-        """Draft for one verifier, until its connection ends. Raises ``ProtocolError``, ``Refused``: for cause."""
+        """Draft for one verifier until its connection ends. Raises ``ProtocolError``, ``Refused``: the verifier is at
+        fault."""
         caller = _Caller(Line(connection, QUIET_S, beat_s=BEAT_S), printable(hello.name) or "a verifier")
         self._callers.add(caller)
         self._tell(f"{caller.name} is there: its texts are drafted for")
@@ -218,7 +217,7 @@ class Drafter:
                 while True:
                     await self._heard(caller, await caller.line.frame())
         except NetworkError:
-            return  # it is gone, in its own way
+            return  # the connection ended
         finally:
             self._callers.discard(caller)
             self._tell(f"the connection to {caller.name} has ended; {caller.right} of its tokens were drafted here")
@@ -247,14 +246,14 @@ class Drafter:
                 raise ProtocolError(f"a verifier sent {type(message).__name__}")
 
     def _find_untrusted(self, caller: _Caller, stream: int) -> _Session | None:
-        """None where it is over: what was on its way then. Raises ``ProtocolError``: there never was one."""
+        """The session; None: it is over. Raises ``ProtocolError``: it was never opened."""
         if not 0 < stream <= caller.last:
             raise ProtocolError(f"session {stream} was not opened")
         return caller.sessions.get(stream)
 
     async def _open_untrusted(self, caller: _Caller, stream: int, opening: DraftOpen) -> None:
-        """Raises ``ProtocolError``: no correct verifier opens a session like this. ``NetworkError``: its ids did not
-        come."""
+        """Open a session. Raises ``ProtocolError``: the opening is invalid. ``NetworkError``: its ids did not
+        arrive."""
         check_opening_untrusted(opening)
         if stream <= caller.last:
             raise ProtocolError(f"session {stream} after session {caller.last}")
@@ -275,7 +274,7 @@ class Drafter:
         self._feed(session, Began())
 
     def _admitted(self, opening: DraftOpen) -> tuple[int, int]:
-        """Positions that the session may have here, and the bytes of its cache. Raises ``Refused``."""
+        """Largest length of the session here, and the bytes of its cache. Raises ``Refused``."""
         serves = self.serves
         if opening.tokenizer != serves.tokenizer:  # vocabularies may be padded differently
             text = f"{serves.model} has another tokenizer than the verifier's model"
@@ -309,13 +308,13 @@ class Drafter:
         self._sessions.discard(session)
         session.caller.sessions.pop(session.stream, None)
         self._turns.drop(session)
-        if session.opened:  # else the thread need not hear of it: a verifier may open and close faster than it works
+        if session.opened:  # else the engine does not have it; verifiers may open and close fast
             self._background.start(_ended(self._compute.submit(self._engine.close, session.name)), "close session")
 
     # -------------------------------------------------------------------------------------------------------- the core
 
     def _told_untrusted(self, session: _Session, told: VerdictReceived) -> None:
-        """Raises ``ProtocolError``: a verdict that no correct verifier says."""
+        """Process a verdict. Raises ``ProtocolError``: no correct verifier sends it."""
         epoch, right = session.core.epoch, told.start - session.core.known
         self._feed(session, told)
         session.caller.right += right
@@ -323,7 +322,7 @@ class Drafter:
         self.gauge.wrong += session.core.epoch != epoch
 
     def _feed(self, session: _Session, event: Began | VerdictReceived | RunDone) -> None:
-        """Raises ``ProtocolError`` as the core."""
+        """Give the core an event, and carry out its instructions. Raises ``ProtocolError``."""
         instructions = session.core.handle(event, self._now())
         if session.core.ready and not session.ready:
             session.ready = True
@@ -351,7 +350,7 @@ class Drafter:
                 continue
             try:
                 await self._step(session)
-            except Exception as mistake:  # of this program: others shall not lose their drafter by it  # noqa: BLE001
+            except Exception as mistake:  # a defect of this program must not end other sessions  # noqa: BLE001
                 context = {"message": "a session failed", "exception": mistake}
                 asyncio.get_running_loop().call_exception_handler(context)
                 if not session.closed:
@@ -380,10 +379,10 @@ class Drafter:
         self._feed(session, RunDone(tuple(token for token in samples if token < session.opening.vocab_size)))
 
     async def _compute_piece(self, session: _Session, run: Run, piece: int, *, last: bool) -> tuple[int, ...]:
-        """The pick of a piece of a run, behind the last one.
+        """Run one piece. Return the sample after the last piece, else nothing.
 
         Raises:
-            P2PTrainError: the engine cannot, or the session is too long for it.
+            P2PTrainError: the engine fails, or the session is too long for it.
         """
         keep = run.keep + session.taken
         if keep + piece > session.positions:
@@ -394,7 +393,7 @@ class Drafter:
             session.opened = True
             sampling = sampling_of(session.opening)
             await self._compute.run(self._engine.open, session.name, positions=session.positions, sampling=sampling)
-        # The verifier's vocabulary may be padded to more: a token that only it has is taken for another one.
+        # The verifier's vocabulary may be padded to more: a token that only it has is replaced by another one.
         ids = [min(token, self._engine.vocab_size - 1) for token in run.ids[session.taken : session.taken + piece]]
         ran = await self._compute.run(
             self._engine.run,

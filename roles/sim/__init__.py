@@ -1,1 +1,1 @@
-"""The simulator: the real seed and real workers on virtual time, in one process, under seeded faults."""
+"""The simulator: the real seed and real workers on virtual time, in one process, with reproducible faults."""

@@ -1,4 +1,4 @@
-"""A cluster of simulated machines: the real seed, the real workers, a person, and what can be done to them."""
+"""A cluster of simulated machines: the real seed, the real workers, a person, and what faults can do to them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SEED, PERSON, LISTEN = "seed", "person", "127.0.0.1"
 SEED_PORT = 7700
 STATE, BACKUP = Path("/state"), Path("/backup")
 SHAPE = ModelShape(ModelSizes((1 << 20,) * 4, (0,) * 4, 1 << 20, 1 << 20), 64, 64, 64)
-"""Of the model that is split, as who creates the job says it."""
-AGAIN_S = 3.0  # how soon a person starts a program again that ended with an error
+"""Shape of the split model, as the creator of the job reports it."""
+AGAIN_S = 3.0  # delay before a person restarts a program that ended with an error
 
 
 class SimClock(LoopClock):
-    """The loop's virtual time; the wall clock is a fixed day."""
+    """The loop's virtual time. The wall clock starts at a fixed date."""
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -45,14 +45,14 @@ class SimClock(LoopClock):
 
 
 class Machine:
-    """A computer with a disk, on which at most one program of the cluster runs at a time.
+    """A computer with a disk. At most one program of the cluster runs on it at a time.
 
     Attributes:
-        call_s: what one call on a thread of it takes on average.
-        announced: step → digest of the newest checkpoint of that step that its worker told of, since it last went back.
-        wholes: the same of those that have all parts of a split model.
-        flips: the next reduction ends with a flipped bit in this byte of its buffer; 0: it does not.
-        lies: so many steps to come have a contribution of the kind ``lie``.
+        call_s: mean virtual time of one call on its threads.
+        announced: step → digest of the newest checkpoint that its worker reported, since its last restore.
+        wholes: the same for checkpoints with all parts of a split model.
+        flips: byte of the reduce buffer in which the next reduction flips a bit; 0: none.
+        lies: number of steps to come with a contribution of the kind ``lie``.
     """
 
     def __init__(self, simulation: Simulation, host: str, call_s: float) -> None:
@@ -68,7 +68,7 @@ class Machine:
         self.announced: dict[int, str] = {}
         self.wholes: dict[int, str] = {}
         self.flips = self.lies = 0
-        self._lied = False  # and is to lie again
+        self._lied = False  # it lied and will lie again
         self.lie = ""
 
     @property
@@ -86,7 +86,7 @@ class Machine:
 
     @property
     def following(self) -> bool:
-        """Whether its worker keeps up with a ring that it is not in, or fetches the state for that."""
+        """Whether its worker follows a ring that it is not in, or heals for that."""
         runner = self.worker._runner if self.worker is not None else None
         return runner is not None and runner.follower.active
 
@@ -108,7 +108,7 @@ class Machine:
         self.task.add_done_callback(self._ended)
 
     def kill(self) -> None:
-        """SIGKILL: nothing is said, the kernel resets every connection."""
+        """End the process as by SIGKILL: the kernel resets every connection."""
         process = self.process
         if process.alive:
             self._simulation.loop.kill(process)
@@ -199,8 +199,8 @@ class Machine:
         return self.engine
 
     def _spoil(self, buffer: Buffer) -> None:
-        """What a liar does to its contribution. The third lie of one that has no witness would rightly fail the job: so
-        says data that cannot be computed."""
+        """Spoil the next ``lies`` contributions. A lone member stops before its third lie: the job would rightly fail,
+        because it cannot tell that member from bad data."""
         if self.lies:
             self.lies -= 1
             if not self.lies and self._lied and self._simulation.observer.alone(self.host):
@@ -209,7 +209,7 @@ class Machine:
             huge = 1 << 40 if buffer.dtype.kind == "i" else 1e12
             if self.lie == "huge":
                 buffer[:] = huge
-                # Legitimate while the others have seen too few steps to know better, or were told that it must be so.
+                # A huge value is accepted while the others have seen too few steps, or were told to accept it.
                 self._simulation.observer.believed_a_liar = True
             elif buffer.dtype.kind == "f":
                 buffer[7] = float("nan")
@@ -257,11 +257,11 @@ class Simulation:
             host = f"w{index}"
             self.machines[host] = Machine(self, host, 0.01 * self.random.choice((1, 1, 1, 2, 5)))
         self._verbose = verbose
-        # Of every fourth split model the sizes are known, and what each gives: the seed has the ways between them
-        # measured, and cuts it by that.
+        # Every fourth split model has known sizes and memory limits: the seed has its links measured, and cuts it by
+        # them.
         self._is_placed = profile.stages > 1 and number % 4 == 1
         self.said: dict[str, Scalar] = {"parts_memory_bytes": (1 << 40)} if self._is_placed else {}
-        self.copies: list[tuple[int, bytes]] = []  # of the seed, each with the generation that was minted last
+        self.copies: list[tuple[int, bytes]] = []  # backup copies of the seed, each with the newest generation then
         self.job = ""
         self.complaints: list[str] = []
 
@@ -286,13 +286,13 @@ class Simulation:
         self.observer.tell(f"{machine.host} ended: {problem!r}")
 
     def complaint(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What reached the loop's exception handler. What a killed process says does not count."""
+        """The loop's exception handler. Errors of a killed process do not count."""
         process = PROCESS.get()
         if process is None or process.alive:
             self.complaints.append(f"{context.get('message')}: {context.get('exception')!r}")
 
     async def ask(self, method: str, **params: Any) -> dict[str, Any]:
-        """A person's request. Where the job ended before, or the seed is out of reach, nothing happens."""
+        """Send a person's request. Returns {} if it is refused or the seed cannot be reached."""
         try:
             client = await SeedClient.connect(self.network.at(PERSON), SEED, SEED_PORT, name=PERSON)
         except P2PTrainError:

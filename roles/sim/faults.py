@@ -1,4 +1,4 @@
-"""What can happen to a cluster: each kind of fault, when it strikes, and how it is taken back."""
+"""Faults of a simulated cluster: the kinds, when each one strikes, and how it ends."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ KINDS = {
     "restore": 1,
 }
 KINDS_OF_PARTS = {"lose-disk": 3}
-"""Of a job whose model is split, too: nobody else may have that part of it in memory."""
+"""Further kinds for a job whose model is split: a lost disk may hold the only copy of a part."""
 PHASES = (
     Phase.FORMING,
     Phase.HEALING,
@@ -58,9 +58,9 @@ PHASES = (
     Phase.HELD,
 )
 PATIENCE_S = 5.0
-"""A fault that waits for a phase that does not come strikes anyhow after so long."""
+"""Longest wait for a phase; then the fault strikes anyway."""
 LASTS_S = (0.3, 0.3, 1.0, 1.0, 3.0, 3.0, 8.0, 35.0)
-"""How long what lasts may last: less and more than the deadlines of beats (2 s), and of a grace (30 s)."""
+"""Durations of lasting faults: below and above the deadlines of heartbeats (2 s) and of the grace (30 s)."""
 
 
 class Faults:
@@ -71,7 +71,7 @@ class Faults:
         self._lasting: list[asyncio.Task[None]] = []
 
     async def strike(self, kind: str) -> None:
-        """Do one of ``KINDS``; where nobody is there to do it to, nothing happens."""
+        """Inject one of ``KINDS``. Without a possible victim nothing happens."""
         if kind != "join":
             self._simulation.observer.kept = (0, set())
         simulation, rng = self._simulation, self._random
@@ -131,12 +131,12 @@ class Faults:
             case "seed-lost":
                 await self._lose_seed()
             case "bit-flip" if victims:
-                victims[0].flips = rng.randrange(1, 4 * NUMEL)  # two equal ones would be no difference
+                victims[0].flips = rng.randrange(1, 4 * NUMEL)  # random: equal flips at two members would not differ
                 self._tell(f"a bit flips in the memory of {victims[0].host}, after the next reduction")
-            # Two that bring the same to one step are believed: a job whose gradient is not finite fails by design.
+            # Two liars in one step are believed: a job whose gradient is not finite fails by design.
             case "liar" if victims and not any(one.lies for one in victims):
                 self._lie(victims[0])
-            # Before there is a view, a job that nobody can begin is failed: by design.
+            # A job that no worker can begin before its first view fails by design.
             case "disk-full" if simulation.observer.line.generation:
                 self._disk_full(rng.choice([simulation.seed, *victims]))
             case "pause" | "save" | "restore":
@@ -149,9 +149,9 @@ class Faults:
         await self._when(victim, lambda: victim.process.moments >= due, act)
 
     async def _in_phase(self, victim: Machine, phase: Phase, act: Callable[[Machine], None]) -> None:
-        """Some callbacks after the victim came to be in ``phase``, if it is still in it; else when it is again. Most
-        phases are over after a few callbacks, and some last for dozens."""
-        # Callbacks in a phase before it is struck, on average.
+        """Act some callbacks after the victim entered ``phase``, if it is still in it; else at its next time there.
+        Most phases last a few callbacks, some last dozens."""
+        # callbacks in the phase before the fault, on average 5
         moments, seen = int(self._random.expovariate(1 / 5.0)), 0
 
         def there() -> bool:
@@ -163,8 +163,8 @@ class Faults:
         await self._when(victim, there, act)
 
     async def _in_vote(self, victim: Machine, ahead: Machine) -> None:
-        """``ahead`` has seen all tokens, and applies the step; the victim dies before it passed on the token of
-        ``ahead``, which comes late: so the others have not seen all, and have the step to redo."""
+        """Kill ``victim`` after ``ahead`` has all tokens and applies the step. The slow link keeps the token of
+        ``ahead`` from the victim, so it is not passed on, and the others must redo the step."""
         self._slow(victim.host, ahead.host, lasts_s=2 * PATIENCE_S)
         self._tell(f"wait for {victim.host} to vote while {ahead.host} applies")
         await self._when(victim, lambda: victim.phase is Phase.VOTING and ahead.phase is Phase.APPLYING, self._kill)
@@ -262,7 +262,7 @@ class Faults:
         def inject() -> None:
             PROCESS.set(victim.process)
             if connection._ended or not connection._decoder.between_frames:
-                return  # something came meanwhile
+                return  # a frame arrived meanwhile
             rest = memoryview(noise)
             while rest and not connection._ended:
                 room = connection.get_buffer(-1)
@@ -292,7 +292,7 @@ class Faults:
 
     async def _lose_seed(self) -> None:
         simulation, line = self._simulation, self._simulation.observer.line
-        self.join()  # a view that the copy lacks
+        self.join()  # causes a view that the copy lacks
 
         def behind() -> list[bytes]:
             return [copy for generation, copy in simulation.copies if 0 < generation < line.generation]
@@ -360,7 +360,7 @@ class Faults:
         self._lasting.append(asyncio.create_task(wait()))
 
     async def calm(self, least: int) -> None:
-        """Wait until what lasts has passed; then let the seed run, and ``least`` workers."""
+        """Wait until lasting faults have ended. Then start the seed, and ``least`` workers in all."""
         for task in self._lasting:
             await task
         self._lasting.clear()

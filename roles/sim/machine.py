@@ -1,20 +1,21 @@
-"""A simulated machine: processes that can be frozen and killed, threads that take virtual time, a disk that forgets.
+"""A simulated machine: processes that can be frozen and killed, threads that take virtual time, and a disk that loses
+unflushed writes.
 
-Every callback belongs to the *process* whose context it was scheduled in (``PROCESS``); contexts are inherited by tasks
-and timers, and ``wire.memory`` keeps them apart at its pipes. So a whole process can be made to stand still, as SIGSTOP
-does it: its callbacks wait, its timers ring late, and the others see silence. A *moment* of a process is one callback.
+Every callback belongs to the *process* in whose context it was scheduled (``PROCESS``). Tasks and timers inherit the
+context, and ``wire.memory`` separates contexts at its pipes. So a whole process can be frozen, as by SIGSTOP: its
+callbacks wait, its timers fire late, and other processes see silence. A *moment* of a process is one callback.
 
-What survives a *power cut*, by the rules that journalling file systems keep and not one more:
+A *power cut* keeps what journalling file systems guarantee, and no more:
 
 - a file's content, if the file was flushed after it was written; else the old content, the new, or part of the new;
-- a directory's entries as of its last flush, and of what was done to them since a *prefix* in the order of doing, of
-  any length: entries are journalled in order, and a rename is one entry of the journal;
+- a directory's entries as of its last flush, plus a *prefix* of the changes since, of any length: entries are
+  journalled in order, and a rename is one entry of the journal;
 - a directory that was made, if its parent kept the entry.
 
-A process that is *killed* loses nothing that a call had done, but the call it died in may be done in part. A database
-(SQLite) keeps what was committed.
+A *kill* loses nothing that a completed call had done. The call in which the process dies may be done in part. A
+database (SQLite) keeps what was committed.
 
-The engine keeps its files on that disk, and counts its steps.
+``SimEngine`` keeps its files on that disk, and counts its steps.
 """
 
 from __future__ import annotations
@@ -46,11 +47,10 @@ from wire.memory import VirtualClockLoop
 
 
 class Process:
-    """One life of one program on one machine.
+    """One run of a program on a machine.
 
     Attributes:
-        host: the machine's name in the network.
-        alive: False once it was killed or has ended: then nothing that it does has an effect.
+        alive: False once the process was killed or has ended; then nothing that it does has an effect.
         on_moment: called after each of its callbacks, outside its context.
     """
 
@@ -64,7 +64,7 @@ class Process:
         self.tasks: dict[asyncio.Task[Any], None] = {}
 
     def add(self, task: asyncio.Task[Any]) -> None:
-        # ended tasks are forgotten when so many are known
+        # forget ended tasks now and then
         if len(self.tasks) >= 256:
             self.tasks = {known: None for known in self.tasks if not known.done()}
         self.tasks[task] = None
@@ -101,13 +101,13 @@ class SimLoop(VirtualClockLoop):
         process.frozen = True
 
     def thaw(self, process: Process) -> None:
-        """It goes on where it stood; what it waited for and what is overdue happens at once."""
+        """Resume a frozen process. Its waiting callbacks and overdue timers run at once."""
         process.frozen = False
         self._ready.extend(process.waiting)
         process.waiting.clear()
 
     def kill(self, process: Process) -> None:
-        """It does nothing any more that has an effect. Its tasks are unwound, to leave nothing behind."""
+        """End a process without further effects. Its tasks are cancelled, so that nothing is left behind."""
         process.alive, process.on_moment = False, None
         self.thaw(process)
         for task in process.tasks:
@@ -130,10 +130,10 @@ T = TypeVar("T")
 
 
 class SimThreads:
-    """A thread of one process, which starts others like it.
+    """A thread of one process. ``start`` makes others like it.
 
     Args:
-        call_s: what a call takes on average; every machine has its own.
+        call_s: mean virtual time of a call on this machine.
     """
 
     def __init__(self, process: Process, rng: random.Random, call_s: float) -> None:
@@ -158,13 +158,13 @@ class SimThreads:
         return future
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there is no real thread."""
 
     def _begin(self, call: Callable[[], Any], future: asyncio.Future[Any], end_at: float) -> None:
         if future.cancelled():
-            return  # it had not begun
+            return  # cancelled before it began
         loop = asyncio.get_running_loop()
-        # What the call does is seen at its begin or at its end: others' callbacks run between in either case.
+        # The effects appear at the call's begin or at its end; other callbacks run in between.
         if self._random.random() < 0.25:
             loop.call_soon(self._call, call, future, end_at)
         else:
@@ -182,7 +182,7 @@ Entries = dict[str, "_File | _Dir"]
 
 
 class Died(BaseException):
-    """The process was killed inside this call. Not an ``Exception``: nothing handles it."""
+    """The process was killed inside this call. Not an ``Exception``, so that no handler catches it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -196,7 +196,7 @@ class _File:
 class _Dir:
     entries: Entries = field(default_factory=dict)
     flushed: Entries = field(default_factory=dict)
-    since: list[Callable[[Entries], object]] = field(default_factory=list)  # what was done to entries since the flush
+    since: list[Callable[[Entries], object]] = field(default_factory=list)  # changes since the flush
 
     def do(self, change: Callable[[Entries], object]) -> None:
         change(self.entries)
@@ -204,7 +204,7 @@ class _Dir:
 
 
 class _Database(sqlite3.Connection):
-    """Outlives the process that uses it; closing it only ends what was not committed."""
+    """Outlives the process that uses it. Closing it only rolls back what was not committed."""
 
     full = False
 
@@ -222,9 +222,8 @@ class MachineDisk:
     """The disk of one machine. ``seen_by`` gives the view of one process.
 
     Attributes:
-        full: nothing more can be written.
-        calls: changing calls so far.
-        die_in: when ``calls`` gets there, the process is killed in the middle of the call.
+        calls: number of changing calls so far.
+        die_in: value of ``calls`` at which the process is killed in the middle of the call.
         killed: called then, before the call raises.
     """
 
@@ -282,7 +281,7 @@ class MachineDisk:
         return node
 
     def dies_now(self) -> bool:
-        """Count a changing call; whether its process dies in it."""
+        """Count a changing call. Return whether the process dies in it."""
         self.calls += 1
         if self.die_in is None or self.calls < self.die_in:
             return False
@@ -302,7 +301,7 @@ class _SimLock:
 
 
 class ProcessDisk:
-    """``core.disk.Disk`` for one process; once it is dead every call raises ``Died``."""
+    """``core.disk.Disk`` for one process. After the process died every call raises ``Died``."""
 
     def __init__(self, machine: MachineDisk, process: Process) -> None:
         self._machine, self._process = machine, process
@@ -377,7 +376,7 @@ class ProcessDisk:
 
     def make_dir(self, path: Path, *, mode: int = 0o755) -> None:
         if isinstance(self._machine.find(path), _Dir):
-            self.sync_dir(path.parent)  # who made it may have died before it was durable
+            self.sync_dir(path.parent)  # its maker may have died before it was durable
             return
         if path.parent != path:
             self.make_dir(path.parent, mode=mode)
@@ -387,7 +386,7 @@ class ProcessDisk:
         made = _Dir()
         parent = self._dir(path.parent)
         parent.do(lambda entries: entries.__setitem__(path.name, made))
-        if not dies or self._machine.share(1):  # durable when it returns
+        if not dies or self._machine.share(1):  # the call returns when the entry is durable
             parent.flushed, parent.since = dict(parent.entries), []
         self._die_if(dies)
 
@@ -433,10 +432,10 @@ class ProcessDisk:
         self._check()
         database = self._machine.database(path)
         node = self._machine.find(path)
-        if isinstance(node, _File):  # it was put there as a file
+        if isinstance(node, _File):  # a database file was copied there
             database.deserialize(node.data)
             self._dir(path.parent).do(lambda entries: entries.pop(path.name, None))
-        if database.in_transaction:  # what a process that was killed had not committed
+        if database.in_transaction:  # a killed process had not committed
             database.rollback()
         return database
 
@@ -479,10 +478,10 @@ NUMEL = 320
 
 
 class SimEngine(StandInEngine):
-    """Keeps, as a part of its state, how many steps went into it: so a step that is applied twice shows.
+    """A stand-in engine whose state counts the steps applied to it, so that a step applied twice is visible.
 
     Args:
-        spoil: called with this member's contribution to every step before it goes out: what a liar does to it.
+        spoil: called with this member's contribution to each step before it is sent; a faulty member changes it.
     """
 
     def __init__(self, profile: Profile, disk: Disk, spoil: Callable[[Buffer], None], stage: Stage = WHOLE) -> None:
@@ -508,7 +507,7 @@ class SimEngine(StandInEngine):
 
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
         super().micro_batch(step, index, None)
-        if on_final is not None:  # the last one of this member's share, and nothing of it has gone out yet
+        if on_final is not None:  # last micro-batch of the share; nothing was sent yet
             self._spoil(self.reduce_buffer)
             on_final(self.exact_from // 2)
 
@@ -539,7 +538,7 @@ def bits_of(data: bytes) -> bytes:
 
 
 def undisturbed(profile: Profile) -> list[npt.NDArray[np.float32]]:
-    """The parameters after 0, 1, 2, … steps of one process alone."""
+    """The parameters after 0, 1, 2, … steps of a single process."""
     engine = StandInEngine(profile, numel=NUMEL)
     engine.load_initial()
     found = [engine._parameters.copy()]

@@ -1,18 +1,17 @@
-"""What must be true of every run, checked while it runs: the first thing that is not ends it with ``Violation``.
+"""Invariants of every run, checked while it runs. The first violation ends the run with ``Violation``.
 
 - *same bits*: states of equal step and lineage are bit-equal, on every machine, at any time, on disk too;
-- *exactly once*: a state counts the steps that went into it, and that is the step it says it is; its parameters are
-  those of a run that nothing disturbed, but for rounding, and not even that where sums are exact (so no micro-batch
-  was left out or taken twice);
-- *no fork*: members of one generation commit one lineage per step; a view begins on the line of commits that the
-  generations before it left, and takes back no step whose checkpoint the seed has noted, unless the job went back;
-- *old generations change nothing*: what a member of a generation commits after a newer one was minted never enters the
-  line;
+- *exactly once*: a state counts the steps applied to it, and the count equals its step number. Its parameters equal
+  those of an undisturbed run but for rounding; with exact sums they are equal to the bit. So no micro-batch was left
+  out or taken twice;
+- *no fork*: members of one generation commit one lineage per step. A view begins on the line of commits that earlier
+  generations left. It takes back no step whose checkpoint the seed has recorded, unless the job was restored;
+- *old generations change nothing*: once a newer generation was minted, commits of an older one never enter the line;
 - *confirmed*: a checkpoint is of a step that every member of its generation has applied;
-- *ledger*: the seed's rows are of the steps that were committed, and whoever may know of one that lacks has told of it;
-- *verified*: who has verified a checkpoint for the job to go back to still has it when the job does;
-- *durable*: what was noted as saved is there after a kill or a power cut; what is loaded was once committed;
-- *one cut*: whoever builds a part of a split model, and whenever, is told to cut it in the same places.
+- *ledger*: the seed's rows are committed steps, and no live member knows the first step that is missing;
+- *verified*: a worker that verified a checkpoint for a restore still has it when the job is restored;
+- *durable*: a checkpoint recorded as saved survives a kill and a power cut; a loaded state was once committed;
+- *one cut*: every worker that builds a part of a split model, at any time, gets the same cuts.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ if TYPE_CHECKING:
     from roles.sim.cluster import Machine
 
 ROUNDING = 1e-4
-"""Of the largest parameter: how far the order of sums may move a run of this length; shown by the undisturbed one."""
+"""Relative to the largest parameter: how far the order of sums may move a run of this length (measured)."""
 
 MOST_VIEWS = 150
-"""Of a split model's short job: one that needs more begins again and again."""
+"""Views of a short job of a split model. A job that needs more restarts over and over."""
 
 
 class Violation(AssertionError):
@@ -55,9 +54,9 @@ class Line:
 
     Attributes:
         lineages: step → lineage, as of the newest generation.
-        saved_step: the newest step of it whose checkpoint the seed has noted.
-        saved_stages: step of the line → stages of which the seed has noted a checkpoint.
-        left_at: where views began with another past than the line's: a side that was cut off was all that is left.
+        saved_step: newest step of the line whose checkpoint the seed has recorded.
+        saved_stages: step of the line → stages of which the seed has recorded a checkpoint.
+        left_at: steps at which a view began with another lineage: only a side that was cut off survived.
     """
 
     generation: int = 0
@@ -68,16 +67,14 @@ class Line:
 
 
 class Observer:
-    """Told of what happens anywhere in the cluster.
+    """Receives every relevant event of the cluster and checks the invariants.
 
     Args:
         now: virtual seconds.
         expected: parameters after 0, 1, 2, … steps, undisturbed. stages: parts that the model is split into.
 
     Attributes:
-        wanted: steps that a person wanted to go back to.
-        here: the machines whose worker is linked to the seed now.
-        stages: as given.
+        wanted: steps that a person asked to restore. here: machines whose worker is connected to the seed now.
     """
 
     def __init__(self, now: Callable[[], float], expected: list[np.ndarray[Any, Any]], stages: int = 1) -> None:
@@ -92,22 +89,22 @@ class Observer:
         self.kept: tuple[int, set[str]] = (
             0,
             set(),
-        )  # step and members that the next view has, if only the seed was lost
+        )  # step and members of the next view if only the seed was lost
         self.commits = 0
         self.believed_a_liar = False
         self._bits: dict[tuple[int, str, int], bytes] = {}  # step, lineage, stage
-        self._holders: dict[tuple[int, str], set[str]] = {}  # step, lineage → who ever held that state
+        self._holders: dict[tuple[int, str], set[str]] = {}  # step, lineage → hosts that ever held that state
         self._members: dict[int, set[str]] = {}  # generation → hosts
         self._committed: dict[tuple[int, int], str] = {}  # generation, step → lineage
         self._manifests: dict[str, tuple[int, str, frozenset[int]]] = {}  # digest of a manifest → step, lineage, stages
-        self._witnesses: dict[str, tuple[Process, int, int]] = {}  # host → its life, and the run of steps it committed
-        self._announced: dict[tuple[str, int], int] = {}  # host, stage → newest step announced since it last went back
-        self._promised: dict[tuple[str, int], int] = {}  # host, stage → step that it said the job could go back to
+        self._witnesses: dict[str, tuple[Process, int, int]] = {}  # host → process, first and last step it committed
+        self._announced: dict[tuple[str, int], int] = {}  # host, stage → newest step announced since its last restore
+        self._promised: dict[tuple[str, int], int] = {}  # host, stage → step that it verified for a restore
         self._replicas = 0  # in the newest view
-        self._cuts: tuple[int, ...] | None = None  # of the model, once somebody was told; () is by weights
+        self._cuts: tuple[int, ...] | None = None  # cuts of the model, once known; () is by weights
 
     def alone(self, who: str) -> bool:
-        """Whether the newest view has no other member, or nobody else who holds the same part of the model."""
+        """Whether the newest view has no other member that holds the same part of the model."""
         return self._replicas == 1 and who in self._members.get(max(self._members, default=0), set())
 
     def tell(self, text: str) -> None:
@@ -126,7 +123,8 @@ class Observer:
     # ----------------------------------------------------------------------------------------------------- the members
 
     def moved(self, machine: Machine, core: Transaction, view: View | None, before: tuple[int, str]) -> None:
-        """The state in a member's memory is of another step or lineage now. ``view``: the one it happened in."""
+        """A member's state in memory has a new step or lineage. ``view``: the view in which it committed; None: it was
+        given."""
         engine = machine.engine
         if engine is None or not core.lineage:
             return
@@ -223,14 +221,15 @@ class Observer:
         line.lineages[view.step] = view.lineage
 
     def restored(self, live: Sequence[str]) -> None:
-        """The seed begins again from a copy: a ring whose members all live goes on with all of them."""
+        """The seed starts from a backup copy. If all members of a ring live, the next view keeps all of them."""
         members = self._members.get(self.line.generation, set())
         begun = any(generation == self.line.generation for generation, _ in self._committed)  # then all know the view
         if begun and members <= set(live):
             self.kept = max(self.line.lineages, default=0), members
 
     def _no_further_than_must_be(self, view: View) -> None:
-        """A split model that went back by itself did so for want of a later step that is there in all its parts."""
+        """Check that no later step was available in all parts when a split model went back without a person's
+        request."""
         if self.stages == 1 or view.step in self.wanted:
             self.wanted.clear()
             return
@@ -249,7 +248,7 @@ class Observer:
             )
 
     def ledger(self, head: LedgerHead | None, rows: Sequence[LedgerRow], micro_batches: int) -> None:
-        """What the seed has in its ledger at the end, when all can reach it."""
+        """Check the seed's ledger at the end, when all members can reach the seed."""
         if head is None:
             return
         lineage, step = head.base_lineage, head.base_step
@@ -278,7 +277,7 @@ class Observer:
         self._witnesses.pop(host, None)
 
     def saved(self, machine: Machine, step: int, digest: str, meta: Meta, bits: Sequence[bytes]) -> None:
-        """A manifest is written: from now on there may be such a checkpoint. ``bits``: of its parts."""
+        """A manifest is written: the checkpoint may exist from now on. ``bits``: hashes of its parts."""
         lineage, told = str(meta.get("lineage")), meta.get("stage")
         stages = frozenset({told}) if isinstance(told, int) else frozenset(range(self.stages))
         self._manifests[digest] = (step, lineage, stages)
@@ -294,7 +293,7 @@ class Observer:
             self._same_bits(f"{machine.host}'s checkpoint", step, lineage, stage, those)
 
     def announced(self, machine: Machine, step: int, digest: str) -> None:
-        """A member told the seed of a checkpoint, for the first time or again."""
+        """A member reported a checkpoint to the seed, for the first time or again."""
         known = self._manifests.get(digest)
         self.check("loaded was saved", known is not None, lambda: f"{machine.host} announces an unknown checkpoint")
         if known is None:
@@ -311,7 +310,7 @@ class Observer:
             self._announced[key] = max(self._announced.get(key, 0), step)
 
     def recorded(self, step: int, digest: str) -> None:
-        """The seed has written down that there is a checkpoint: from now on the job counts on it."""
+        """The seed has recorded a checkpoint: from now on the job relies on it."""
         known = self._manifests.get(digest)
         if known is not None and self.line.lineages.get(step) == known[1]:
             stages = self.line.saved_stages.setdefault(step, set())
@@ -320,7 +319,7 @@ class Observer:
                 self.line.saved_step = max(self.line.saved_step, step)
 
     def promised(self, machine: Machine, stage: int, step: int) -> None:
-        """A worker has verified a checkpoint because the job is to go back to it."""
+        """A worker has verified a checkpoint that the job is to be restored to."""
         self._promised[machine.host, stage] = step
 
     def loaded(self, machine: Machine, entry: CheckpointEntry | None, restore_step: int) -> None:
@@ -340,8 +339,8 @@ class Observer:
             self._announced[key] = step
             machine.announced = {at: digest for at, digest in machine.announced.items() if at <= restore_step}
             machine.wholes = {at: digest for at, digest in machine.wholes.items() if at <= restore_step}
-            back = step if self.stages == 1 else restore_step  # a part of a model may have no checkpoint of that step
-            self.line.saved_step = min(self.line.saved_step, back)  # a person wants it so, even if the seed forgets it
+            back = step if self.stages == 1 else restore_step  # a stage may have no checkpoint of that step
+            self.line.saved_step = min(self.line.saved_step, back)  # restored by a person, even if the seed forgets it
             self.line.lineages = {at: lineage for at, lineage in self.line.lineages.items() if at <= back}
             return
         least = self._announced.get(key, 0)

@@ -1,4 +1,4 @@
-"""Schedules of the simulator: one from a number to a verdict, and many in several processes."""
+"""Runs schedules of the simulator: one number decides one schedule. Many run in several processes."""
 
 from __future__ import annotations
 
@@ -25,31 +25,30 @@ from roles.sim.watching import watched, without
 
 STEPS = 20
 CALM_S = 1200.0
-"""Virtual seconds from the last fault to the end of the job; see ``ring.coordination`` for what may be waited for."""
+"""Virtual time limit from the last fault to the end of the job; ``ring.coordination`` has the waits."""
 MOST_PEERS, MOST_FAULTS = 16, 8
 _PROFILE: dict[str, Any] = {
     "job": {"steps": STEPS, "workers": 2},
     "batch": {"micro_batches": 8},
     "validation": {"every": 7, "batches": 3},
     "checkpoint": {"every": 4},
-    "ring": {"bucket_bytes": 1024},  # two buckets, the first of which is sent while the step is being computed
+    "ring": {"bucket_bytes": 1024},  # two buckets; the first is sent while the step is computed
 }
-SETTLE_S = 3.0  # until what was said at the end has arrived
+SETTLE_S = 3.0  # until the last messages have arrived
 
 Conduct = Callable[[Simulation, Faults, random.Random, Sequence[str]], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of one schedule.
+    """The result of one schedule.
 
     Attributes:
-        number: the schedule's.
-        violated: name of the invariant that did not hold, empty where all did.
-        checks: how often each invariant was looked at.
-        virtual_s, real_s: how long it took.
-        steps: commits, each member's counted.
-        fingerprint: digest of the timeline, and of how many callbacks ran: equal runs, equal fingerprints.
+        number: number of the schedule.
+        violated: name of the violated invariant; empty: none.
+        checks: how often each invariant was checked.
+        steps: commits, summed over members.
+        fingerprint: digest of the timeline and the number of callbacks; equal runs have equal fingerprints.
     """
 
     number: int
@@ -86,14 +85,14 @@ def run_schedule(
     conduct: Conduct | None = None,
     steps: int = STEPS,
 ) -> Verdict:
-    """Run the schedule that ``number`` decides.
+    """Run the schedule of ``number``.
 
     Args:
-        peers: machines for workers; 0: 2 to 16, few more often.
-        kinds: of faults; empty: all.
+        peers: machines for workers; 0: 2 to 16, fewer are likelier.
+        kinds: kinds of faults; empty: all.
         mutation: the safeguard to switch off.
-        stages: parts that the model is split into; 1: it is not.
-        conduct: decides what happens when, instead of chance.
+        stages: parts that the model is split into; 1: it is whole.
+        conduct: decides the events instead of the random generator.
     """
     kinds = kinds or list(KINDS if stages == 1 else KINDS | KINDS_OF_PARTS)
     profile, expected = _prepared(number % 2 == 0, steps, stages)
@@ -105,7 +104,7 @@ def run_schedule(
     loop = SimLoop()
     simulation = Simulation(loop, profile, expected, number, peers=peers, verbose=verbose)
     loop.set_exception_handler(simulation.complaint)
-    gc.disable()  # for speed, and because a collection at any moment is no part of the schedule
+    gc.disable()  # for speed; and a collection at an arbitrary moment would not be reproducible
     try:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             problem = runner.run(_simulate(simulation, mutation, rng, kinds, conduct or _conduct))
@@ -145,7 +144,7 @@ async def _simulate(
         finally:
             faults.cancel()
             simulation.close()
-            await asyncio.sleep(1)  # what was killed is unwound
+            await asyncio.sleep(1)  # killed tasks are unwound
     if not problem[0] and simulation.observer.job_state != "done":
         problem = ("progress", f"the job is {simulation.observer.job_state}")
     if not problem[0] and simulation.complaints:
@@ -173,15 +172,15 @@ async def _conduct(simulation: Simulation, faults: Faults, rng: random.Random, k
 
 async def _to_the_end(simulation: Simulation, faults: Faults) -> None:
     observer = simulation.observer
-    # Of a split model each machine may have the only checkpoints of a part.
+    # In a split model each machine may have the only checkpoints of a part.
     least = min(2, len(simulation.workers)) if simulation.profile.stages == 1 else len(simulation.workers)
     await faults.calm(least)
     async with asyncio.timeout(CALM_S):
         while observer.job_state not in ("done", "failed", "cancelled") and not observer.violation:
-            if observer.job_state != "running":  # a pause may be what it waits for, and a seed that dies forgets to say
+            if observer.job_state != "running":  # it may be paused, and a restarted seed forgets to say
                 await simulation.ask("jobs.resume", job=simulation.job)
             await _wait(simulation, 30.0)
-        # Who lost the seed tells what it knows as it finds it again.
+        # A worker that lost the seed reports what it knows when it reconnects.
         while not observer.violation and not all(machine.linked for machine in simulation.live):
             await _wait(simulation, 1.0)
 
@@ -197,13 +196,13 @@ async def _wait(simulation: Simulation, seconds: float) -> None:
 
 @dataclass
 class Summary:
-    """Of a batch.
+    """Sums over a batch of schedules.
 
     Attributes:
-        checks: how often each invariant was looked at, in all schedules.
+        checks: how often each invariant was checked.
         violations: verdicts of the schedules that violated one.
-        virtual_s: time that passed in the simulated worlds.
-        steps: commits of members, over all schedules.
+        virtual_s: virtual time of all schedules.
+        steps: commits, summed over members.
     """
 
     schedules: int = 0
@@ -230,12 +229,12 @@ def run_batch(
     summary: Summary | None = None,
     **options: Any,
 ) -> Summary:
-    """Run the schedules of ``numbers``; without a safeguard, until the first violation.
+    """Run the schedules of ``numbers``. With a mutation, stop at the first violation.
 
     Args:
-        jobs: processes.
-        on_verdict: called after each, in no order that means anything.
-        summary: what is returned, for a caller that may be interrupted before.
+        jobs: number of processes.
+        on_verdict: called after each schedule.
+        summary: the object to fill, for callers that may be interrupted.
         options: see ``run_schedule``.
     """
     summary, began = summary or Summary(), time.perf_counter()

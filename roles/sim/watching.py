@@ -1,9 +1,9 @@
-"""How the simulator looks into the product, takes the chance out of it, and switches safeguards off.
+"""How the simulator observes the product, makes it deterministic, and switches safeguards off.
 
-All of it is patches of classes for the time of a run. The product has no hooks for this, and needs none.
+It patches classes for the time of a run. The product has no hooks for this, and needs none.
 
-A mutation is a safeguard switched off: a simulator that does not notice would prove nothing. Each names the faults that
-bring it to light soonest.
+A mutation is one safeguard switched off. A simulator that does not notice a mutation would prove nothing. Each mutation
+names the faults that reveal it soonest.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """``owner.name`` is ``make(what it was)`` within the block."""
+    """Within the block ``owner.name`` is ``make(original)``."""
     before = owner.__dict__[name]
     setattr(owner, name, make(before))
     try:
@@ -67,7 +67,7 @@ def _then(tell: Callable[..., object]) -> Callable[[Any], Any]:
 
 @contextmanager
 def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
-    """Tell the simulation's observer of everything, and make random names, and nothing else, from ``names``."""
+    """Report all events to the simulation's observer, and take random names from ``names``."""
     observer = simulation.observer
 
     def here() -> Machine | None:
@@ -75,7 +75,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
         return simulation.machines.get(process.host) if process is not None and process.alive else None
 
     def stage_of(path: Path) -> int | None:
-        """Whose checkpoints lie there; None: those of all stages of a split model."""
+        """The stage whose checkpoints lie there; None: checkpoints of all stages of a split model."""
         found = re.search(r"/stage-(\d+)-of-", str(path))
         return int(found[1]) if found else None if observer.stages > 1 else 0
 
@@ -85,7 +85,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             result = original(self, event)
             if (self.applied, self.lineage) != before:
                 machine = here()
-                if machine is not None:  # what it is given it did not commit, be it one step that it lacked
+                if machine is not None:  # a member does not commit the steps it is given
                     given = healing or isinstance(event, Followed)
                     observer.moved(machine, self, None if given else view, before)
             return result
@@ -101,10 +101,10 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
     def publish(original: Any) -> Any:
         def call(self: CheckpointStore, temporary: Path, target: Path) -> None:
             machine = here()
-            if machine is not None:  # from now on there may be such a checkpoint, wherever the process dies
+            if machine is not None:  # the checkpoint may exist from now on, wherever the process dies
                 encoded = self._disk.read(temporary / MANIFEST, max_bytes=1 << 20)
                 step, meta, files = manifest_untrusted(encoded)
-                states = sorted(name for name in files if name.endswith(".bin"))  # of a whole in parts: by stage
+                states = sorted(name for name in files if name.endswith(".bin"))  # a split model's: by stage
                 bits = [bits_of(self._disk.read(temporary / name, max_bytes=1 << 20)) for name in states]
                 observer.saved(machine, step, hashlib.sha256(encoded).hexdigest(), meta, bits)
             original(self, temporary, target)
@@ -122,7 +122,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             found = await original(self, step)
             machine = here()
             stage = stage_of(self._root)
-            if machine is not None and stage is not None:  # what stages take of a whole may find no room
+            if machine is not None and stage is not None:  # a stage may have no room for its share of a whole one
                 observer.promised(machine, stage, step)
             return found
 
@@ -150,9 +150,9 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
     def summarize(original: Any) -> Any:
         def call(self: SyncStrategy, rank: int, size: int, *rest: Any) -> Any:
             machine = here()
-            if machine is not None and machine.flips and size > 1:  # alone, nobody could notice
+            if machine is not None and machine.flips and size > 1:  # a lone member's flip cannot be noticed
                 memory = self._engine.reduce_buffer.view("u1")
-                memory[machine.flips % memory.size] ^= 1  # of a part there is less
+                memory[machine.flips % memory.size] ^= 1  # a part's buffer is smaller
                 machine.flips = 0
             return original(self, rank, size, *rest)
 
@@ -188,7 +188,7 @@ Patch = tuple[Any, str, Callable[[Any], Any]]
 
 
 def _no_fence() -> list[Patch]:
-    """A generation's number is forgotten with the seed's memory, and nobody tells an old one from the present one."""
+    """The seed forgets a generation's number on restart, and no member rejects messages of an old generation."""
 
     def is_current(original: Any) -> Any:
         def call(self: Coordinator, peer_id: str, generation: int) -> bool:
@@ -225,22 +225,22 @@ def _disband(original: Any) -> Any:
 
 
 MUTATIONS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
-    # A generation's number is forgotten with the seed's memory, and no old one is told from the present one.
+    # The seed forgets a generation's number on restart, and no member rejects an old generation.
     "fence": (_no_fence(), ("seed-kill", "seed-restart", "cut", "join")),
-    # Members commit whatever the others' tokens say of the reduced bytes.
+    # Members commit without comparing the digests of the reduced bytes.
     "digest": ([(transaction, "verdict", _any_digest)], ("bit-flip",)),
     # The redo buffer is not kept until the outcome is known.
     "redo": ([(JobRunner, "_disband", _disband)], ("kill-in-vote", "join")),
     # Directories are not flushed after their entries changed.
     "dir-sync": ([(ProcessDisk, "sync_dir", lambda original: lambda self, path: None)], ("power-cut", "save")),
-    # What was told while the seed was away is not told again.
+    # Reports lost while the seed was away are not repeated.
     "ledger": (
         [(Ledger, "tell_beyond", lambda original: lambda self, step: None)],
         ("seed-kill", "seed-freeze", "silence", "cut", "one-way", "seed-away"),
     ),
-    # A restored seed goes on in the term of its copy.
+    # A restored seed continues in the term of its copy.
     "term": ([(backup, "next_term", lambda original: lambda term: term)], ("seed-lost", "join", "kill")),
-    # A restored seed goes on from the newest view in its copy, whatever the members are in.
+    # A restored seed continues from the newest view in its copy, whatever view the members are in.
     "adopt": ([(JobController, "_newest_told", lambda original: lambda self: None)], ("seed-lost", "join")),
     # A checkpoint is written as soon as this member has applied its step.
     "confirm": (
@@ -248,10 +248,10 @@ MUTATIONS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
         ("kill-in-phase", "kill-two", "join", "save", "cut", "freeze"),
     ),
 }
-"""Name → what is patched, and kinds of faults that are apt to show that it is missing."""
+"""Name → (patches, kinds of faults that are likely to reveal the missing safeguard)."""
 
 STAGED: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
-    # A member that heals takes the state of any other, whichever part of the model that holds.
+    # A member that heals accepts the state of any other member, whichever stage that one holds.
     "stage": (
         [
             (View, "same_stage", lambda original: lambda self, rank: self.members),
@@ -259,25 +259,25 @@ STAGED: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
         ],
         ("kill", "join", "power-cut", "cut-in-follow"),
     ),
-    # Where a part of the newest state is gone, the run begins anew.
+    # If a part of the newest state is lost, the run starts from the beginning.
     "back": (
         [(replicas, "newest_kept", lambda original: lambda by_stage, wholes=(): 0)],
         ("lose-disk", "save", "join"),
     ),
-    # Nobody is told who has the whole model's checkpoint that the run goes back to.
+    # Workers are not told which worker has the whole model's checkpoint that the run goes back to.
     "files": (
         [(replicas.ReplicaCoordinator, "_holders", lambda original: lambda self, worker, step: ())],
         ("lose-disk", "save", "join"),
     ),
-    # The lineage is made of the first stage's sums alone.
+    # The lineage covers only the first stage's sums.
     "joined": ([(pipeline, "joined_digest", lambda original: lambda digests: digests[:16])], ("bit-flip",)),
-    # At a checkpoint every member's state is compared with everybody's.
+    # At a checkpoint each member's state is compared with all others, across stages.
     "alike": (
         [(transaction, "odd_ones_out", lambda original: lambda digests, stages=1: original(digests))],
         ("save", "join"),
     ),
 }
-"""The same, of jobs whose model is split."""
+"""The same for jobs whose model is split."""
 
 
 @contextmanager

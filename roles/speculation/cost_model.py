@@ -1,9 +1,9 @@
-"""What drafts are worth: moving averages of what a verifier measures, and the decisions that follow from them. Pure.
+"""The value of drafts: moving averages of what a verifier measures, and the decisions made from them. Pure.
 
-With ``alpha``, the chance that a draft is right if those before it are, a pass with ``k`` drafts is expected to give
+``alpha`` is the chance that a draft is right if all drafts before it are. A pass with ``k`` drafts is expected to give
 ``E(k) = 1 + alpha + ... + alpha^k`` tokens (Leviathan et al. 2211.17192). ``choose`` weighs that against time, at the
-rate of tokens that is reached at present. ``CostModel`` is the guard: it compares what tokens take while drafters work
-with what they take the verifier alone, measured while all drafters rest, and has the drafters rest if they are no gain.
+current rate of tokens. ``CostModel`` limits the loss. It compares the time per token while drafters work with the time
+of the verifier alone, measured while all drafters rest. If drafters do not save time, they rest for a while.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import math
 from collections.abc import Callable, Sequence
 
 MOST_DRAFTS = 64
-"""In a pass."""
+"""Most drafts in a pass."""
 FIRST_BUDGET, MOST_BUDGET = 0.8, 6.0
-"""Plain steps that may be lost at first, and after gains."""
+"""Limits of the loss, in steps of the verifier alone: at first, and after gains."""
 TRY_TOKENS = 32
-"""Tokens after which it is judged whether drafters are a gain; as long is the first rest of those that are none."""
+"""Tokens after which drafters are judged. Also the length of the first rest, in tokens."""
 BASELINE_STEPS = 4
-"""Steps of which a baseline is the mean, at least."""
+"""Least number of steps in a baseline."""
 FAR_OFF = 4.0
-"""No measurement counts as more than so many times the average: one that stood still says nothing of the next."""
+"""A measurement counts as at most this multiple of the average: an outlier does not predict the next one."""
 SHORTEST_S = 1e-6
 
 
 class Average:
-    """Moving average of a time. ``prior_s`` is its value until something was measured."""
+    """Moving average of a time in seconds. ``prior_s`` is its value before the first measurement."""
 
     def __init__(self, prior_s: float = 0.0, *, weight: float = 0.15) -> None:
         self.seconds = prior_s
@@ -41,10 +41,10 @@ class Average:
 
 
 class PassTimes:
-    """Time of a pass by its number of drafts: a line through the passes of late, the newest counting most."""
+    """Time of a pass as a linear function of its number of drafts, fitted with weights that favour recent passes."""
 
     FADE = 0.97
-    PRIOR_SLOPE = 0.1  # of a pass, for each draft; it counts as one pass with one draft
+    PRIOR_SLOPE = 0.1  # in passes, for each draft; the prior has the weight of one pass with one draft
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5  # weight, drafts, seconds, drafts squared, drafts times seconds
@@ -70,7 +70,7 @@ class PassTimes:
 
     @property
     def most_drafts(self) -> int:
-        """Drafts of a pass that is not far from what was measured: one more may cost as much as a step."""
+        """Most drafts for which the fit is trusted: beyond measured sizes one more draft may cost as much as a step."""
         return max(2, 4 * self._most)
 
     def seconds(self, drafts: int) -> float:
@@ -78,13 +78,13 @@ class PassTimes:
 
 
 class DrafterModel:
-    """Moving averages of one drafter, which all texts that it drafts for share.
+    """Moving averages of one drafter, shared by all texts that it drafts for.
 
     Attributes:
-        latency_s: one way. draft: time of a draft.
+        latency_s: one-way latency. draft: time of a draft.
     """
 
-    FADE = 0.97  # weight of a comparison when the next one comes: the last thirty count most
+    FADE = 0.97  # decay per comparison: about the last thirty count
 
     def __init__(self, latency_s: float = 0.0, draft_s: float = 0.005) -> None:
         self.latency_s = latency_s
@@ -92,7 +92,7 @@ class DrafterModel:
         self._agreed = self._tried = 0.0
 
     def compared(self, agreed: int, *, failed: bool) -> None:
-        """So many drafts were right, and then one was not (``failed``)."""
+        """Count ``agreed`` right drafts, followed by a wrong one if ``failed``."""
         for right in (1,) * agreed + (0,) * failed:
             self._agreed = self.FADE * self._agreed + right
             self._tried = self.FADE * self._tried + 1
@@ -103,7 +103,8 @@ class DrafterModel:
 
     @property
     def alpha(self) -> float:
-        """Acceptance; below 1. At first it is 0.8, as three drafts would tell: so high that others are tried."""
+        """Acceptance, below 1. The prior is 0.8 with the weight of three drafts: high, so that new drafters are
+        tried."""
         return (self._agreed + 3 * 0.8) / (self._tried + 3)
 
     @property
@@ -112,13 +113,13 @@ class DrafterModel:
 
     @property
     def depth(self) -> int:
-        """Drafts beyond what is verified that are of use with a chance of 3 % or more: fewer leave a far drafter too
-        short a line, more waste bytes."""
+        """Drafts ahead of the verified text that are used with a chance of 3 % or more. Fewer leave a distant drafter
+        too short a line; more waste bytes."""
         return max(1, min(MOST_DRAFTS, int(math.log(0.03) / math.log(min(self.alpha, 0.999)))))
 
     def token_s(self, step_s: float, *, sessions: int = 0) -> float:
-        """About what a token costs with it, beside so many other sessions: a draft, or, if that is wrong, a new line
-        and somewhat more than a pass."""
+        """Approximate time per token beside ``sessions`` other sessions: a draft, or after a wrong one a new line and a
+        pass."""
         draft_s = (1 + sessions) * self.draft.seconds
         return self.alpha * draft_s + (1 - self.alpha) * (self.restart_s + 1.4 * step_s)
 
@@ -136,16 +137,16 @@ def choose(
 
         E(k) - rate * (wait + pass_s(k)) + alpha^(k+1) * rate * line_s
 
-    and a pass without drafts, which waits for nothing, is always one of the choices.
+    A pass without drafts, which waits for nothing, is always one of the choices.
 
     Returns:
-        Worth in tokens, drafts, and the wait.
+        Worth in tokens, number of drafts, and the wait in seconds.
 
     Args:
-        waits_s: until one draft is there, two, and so on; 0 if it is there now.
-        rate: tokens a second, the price of time.
-        line_s: what it is worth that the drafter's line goes on.
-        most_loss_s: that may be lost, against a plain step, if no draft is right.
+        waits_s: seconds until one draft is there, two, and so on; 0: it is there now.
+        rate: tokens per second, the price of time.
+        line_s: time saved if the drafter's line goes on.
+        most_loss_s: time that may be lost against a plain step if no draft is right.
     """
     line = rate * line_s * alpha
     best = 1.0 - rate * pass_s(0) + line, 0, 0.0
@@ -163,33 +164,33 @@ def choose(
 
 
 class CostModel:
-    """What a verifier's sessions learn together, and the guard of what speculation may lose.
+    """What all sessions of a verifier learn, and the limit of what speculation may lose.
 
     Args:
-        step_s: a step of the verifier alone, if it was measured before.
+        step_s: time of a step of the verifier alone; 0: not measured yet.
 
     Attributes:
-        sessions: that write now.
         passes: times of passes while drafters work.
-        resting: all drafters are to rest.
+        resting: all drafters shall rest.
     """
 
     def __init__(self, step_s: float = 0.0) -> None:
         self.sessions = 0
         self.passes = PassTimes()
         self._alone = Average(step_s)  # a step while all drafters rest
-        self._beside = Average()  # a step without drafts while drafters work, since the last rest
+        self._beside = Average()  # steps without drafts while drafters work, since the last rest
         self._budget = FIRST_BUDGET  # steps
-        self._tokens = self._seconds = 0.0  # while drafters work, the newest counting most
-        self._tried = 0  # tokens since they began, or were found a gain
+        self._tokens = self._seconds = 0.0  # while drafters work, with decay
+        self._tried = 0  # tokens since drafters began or were last found useful
         self._rest = TRY_TOKENS
-        self._left = 0 if step_s else BASELINE_STEPS  # tokens of the rest
-        self._quiet_from = 0.0  # drafters work on for a moment when they are told to rest
+        self._left = 0 if step_s else BASELINE_STEPS  # tokens left of the rest
+        self._quiet_from = 0.0  # drafters still work for a moment after they were sent to rest
         self.resting = not step_s
 
     @property
     def step_s(self) -> float:
-        """Of a step of the verifier alone; 0 before one was measured. It takes no longer than one beside drafters."""
+        """Time of a step of the verifier alone; 0: not measured. It is never above the time of a step beside
+        drafters."""
         if self._beside.count >= BASELINE_STEPS:
             return min(self._alone.seconds, self._beside.seconds)
         return self._alone.seconds
@@ -202,7 +203,7 @@ class CostModel:
         self._quiet_from = max(self._quiet_from, when)
 
     def passed(self, drafts: int, tokens: int, seconds: float, *, began_at: float) -> None:
-        """A pass gave tokens, so long after the session's result before it."""
+        """Record a pass. ``seconds``: time since the session's previous result."""
         if self.resting:
             if not drafts and began_at >= self._quiet_from:
                 self._alone.add(seconds)
@@ -228,7 +229,7 @@ class CostModel:
             self._tried, self._rest = 0, TRY_TOKENS
 
     def _refill(self, tokens: int) -> None:
-        """In the long run 3 % of the time that plain decoding takes may be lost."""
+        """Let the budget grow by 3 % of plain decoding time: so much may be lost in the long run."""
         self._budget = max(self._budget, min(FIRST_BUDGET, self._budget + 0.03 * tokens))
 
     def _begin(self) -> None:

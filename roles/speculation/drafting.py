@@ -1,11 +1,11 @@
-"""The core of a drafter: one session. It drafts behind what is verified, and is told by verdicts what that is.
+"""The core of a drafter: one session. It drafts ahead of the verified text, and verdicts tell it what is verified.
 
-What it has of the session's tokens is ``verified`` and, behind that, its *line*: what it drafted. A verdict that agrees
-with the line, or tells what lies beyond it, leaves the line's *epoch* as it is. One that contradicts it cuts it there,
-and its number is the new epoch. So both sides know which drafts stand on what, whatever was under way meanwhile.
+Its tokens are the ``verified`` ones followed by its *line*, the tokens that it drafted. A verdict that agrees with the
+line, or continues beyond its end, keeps the line's *epoch*. A verdict that contradicts the line cuts it there, and the
+verdict's number is the new epoch. So both sides know on which tokens a draft is based, whatever was on its way.
 
-The pick of a run stands on all tokens that the run saw. If one of these was cut off while it ran, the pick is nothing
-worth, and what the model holds is right only up to the cut: the next run's ``keep`` says so.
+A run's sample is based on all tokens that the run saw. If one of these tokens was cut off during the run, the sample is
+dropped, and the model's cache is valid only up to the cut. The next run's ``keep`` says so.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from p2ptrain.core.errors import ProtocolError
 from roles.speculation.events import Began, Run, RunDone, Send, VerdictReceived
 
 CHUNK = 2048
-"""Positions in one run, at most."""
+"""Largest number of positions in one run."""
 GROUP = 2
 """Drafts that are sent together: a message costs more than a token."""
 
@@ -26,13 +26,13 @@ class Drafting:
 
     Args:
         ids: tokens so far.
-        prompt: how many of the session's tokens are the prompt: the pick at this position has draw 0.
-        positions: that the session may grow to.
-        depth: drafts beyond what is verified, at most.
+        prompt: length of the prompt; the sample at this position has sample index 0.
+        positions: largest length of the session.
+        depth: most drafts ahead of the verified text.
 
     Attributes:
-        epoch: of the line. number: of the last verdict.
-        ready: the ids from the opening are taken in.
+        epoch: epoch of the line. number: number of the last verdict.
+        ready: the model has processed the ids from the opening.
     """
 
     def __init__(self, ids: Sequence[int], *, prompt: int, positions: int, depth: int) -> None:
@@ -44,12 +44,12 @@ class Drafting:
         self._prompt = prompt
         self._positions = positions
         self._depth = depth
-        self._ids = list(ids)  # verified, then the line
+        self._ids = list(ids)  # verified tokens, then the line
         self._verified = len(ids)
         self._opened = len(ids)
-        self._sent = len(ids)  # positions that the verifier has or will have without our saying more
-        self._held = 0  # positions that the model holds, and that are right
-        self._reach = 0  # positions that the model will hold after the run under way
+        self._sent = len(ids)  # positions that the verifier has, or will have, without a further message
+        self._held = 0  # valid positions in the model's cache
+        self._reach = 0  # valid positions after the run under way
         self._running = False
 
     @property
@@ -61,10 +61,10 @@ class Drafting:
         return tuple(self._ids[: self._verified])
 
     def handle(self, event: Began | VerdictReceived | RunDone, now: float) -> list[Run | Send]:
-        """Take an event; what is to be done.
+        """Process an event and return instructions.
 
         Raises:
-            ProtocolError: a verdict that no correct verifier says.
+            ProtocolError: a verdict that no correct verifier sends.
         """
         match event:
             case Began():
@@ -106,13 +106,13 @@ class Drafting:
 
     def _runs(self) -> list[Run | Send]:
         size = len(self._ids)
-        if self._running or self._held == size:  # nothing new since the model picked what the verifier does not know
+        if self._running or self._held == size:  # the last sample is no token of the verifier
             return []
         if self.ready and size >= self._limit:
             if self._depth:
                 return []
-            # At rest: all but the last token is taken in, and a pick made for nothing, so that it is soon done when
-            # drafts are asked for: some models' draws are made one after the other.
+            # At rest the model takes in all but the last token, so that drafting can start soon. The sample is unused:
+            # for some models samples must be taken in order.
             size = self._verified - 1
             if self._held >= size:
                 return []
@@ -128,7 +128,7 @@ class Drafting:
         if not self._running:
             return
         self._running = False
-        self._held = self._reach  # less than was asked for, if tokens that the run saw were cut off meanwhile
+        self._held = self._reach  # fewer than requested if tokens were cut off meanwhile
         self.ready = self.ready or self._held >= self._opened
         if self._held == len(self._ids) < self._positions:
             self._ids += samples
@@ -139,8 +139,8 @@ class Drafting:
 
     def _sends(self) -> list[Run | Send]:
         stop = min(len(self._ids), self._limit)
-        bare = self._sent == self._verified  # the verifier has no draft: it is better to have few than none
-        ended = self._held == len(self._ids) and not self._running  # the model picked what the verifier does not know
+        bare = self._sent == self._verified  # the verifier has no draft: a few are better than none
+        ended = self._held == len(self._ids) and not self._running  # the last sample is no token of the verifier
         if stop <= self._sent or (stop - self._sent < GROUP and not ended and not (bare and stop == self._limit)):
             return []
         send = Send(self.epoch, self._sent, tuple(self._ids[self._sent : stop]))
@@ -148,7 +148,7 @@ class Drafting:
         return [send]
 
     def validate(self) -> None:
-        """Raises ``AssertionError`` where what must always hold does not."""
+        """Raise ``AssertionError`` if an invariant does not hold."""
         assert self._prompt <= self._verified <= len(self._ids) <= self._positions
         assert self._verified <= self._sent <= len(self._ids)
         assert self._held <= len(self._ids)

@@ -1,4 +1,4 @@
-"""What goes into the cores of speculation, and what they want done."""
+"""Events into the cores of speculative decoding, and the instructions that come out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roles.speculation.cost_model import DrafterModel
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """The session begins: the first ``Run`` comes out."""
+    """The session begins; the first ``Run`` follows."""
 
 
 # ---------------------------------------------------------------------------------------- into ``verifying.Verifying``
@@ -20,7 +20,7 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class PassDone:
-    """The ``Run`` that was asked for: its picks, and how long the target computed."""
+    """The requested ``Run`` is done. ``tokens``: its samples. ``took_s``: time that the target computed."""
 
     tokens: tuple[int, ...]
     took_s: float
@@ -28,11 +28,9 @@ class PassDone:
 
 @dataclass(frozen=True, slots=True)
 class DrafterReady:
-    """A drafter has taken in the ids that it was opened with, in a new session.
+    """A drafter has processed the first ``known`` ids of ``Verifying.history``, with which its session was opened.
 
-    Attributes:
-        known: how many ids those were: the first of ``Verifying.history`` as it was then.
-        model: averages of this drafter; whoever measures its latency writes it there.
+    ``model``: averages of this drafter; its link writes the latency there.
     """
 
     drafter: int
@@ -42,14 +40,14 @@ class DrafterReady:
 
 @dataclass(frozen=True, slots=True)
 class DrafterLost:
-    """It is gone, or refuses to go on."""
+    """The drafter is gone, or refuses to continue."""
 
     drafter: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """Tokens from a drafter: unchecked numbers of the line that began with verdict ``epoch``."""
+    """Unchecked tokens from a drafter, of the line that began with verdict ``epoch``."""
 
     drafter: int
     epoch: int
@@ -59,12 +57,12 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """No more is wanted."""
+    """No more tokens are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """``next_deadline`` has come."""
+    """``next_deadline`` has passed."""
 
 
 # ------------------------------------------------------------------------------------------ into ``drafting.Drafting``
@@ -72,7 +70,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class VerdictReceived:
-    """A verdict; as of ``wire.text_messages.Verdict``, with its number."""
+    """A verdict with its number. ``start``: position of its first token. See ``wire.text_messages.Verdict``."""
 
     number: int
     start: int
@@ -82,7 +80,7 @@ class VerdictReceived:
 
 @dataclass(frozen=True, slots=True)
 class RunDone:
-    """The pick of the ``Run`` that was asked for; none if none was asked for, or it is no token of the verifier."""
+    """The sample of the requested ``Run``. Empty: none was requested, or it is not a token of the verifier."""
 
     samples: tuple[int, ...]
 
@@ -92,9 +90,9 @@ class RunDone:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Cut the model's history to ``keep`` positions, take ``ids`` more, and pick for the last ``samples`` of them.
+    """Cut the model's history to ``keep`` positions, append ``ids``, and sample at the last ``samples`` of them.
 
-    One at a time: the next one is asked for when this one is done. ``sample_index``: sample index of the first pick.
+    One run at a time. ``sample_index``: index of the first sample.
     """
 
     keep: int
@@ -106,7 +104,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class SendVerdict:
-    """Verifying: a verdict to a drafter. ``right``: drafts that it finds right: from what was told up to ``start``."""
+    """Verifying: a verdict to a drafter. ``right``: drafts accepted before ``start``, since the last verdict."""
 
     drafter: int
     number: int
@@ -118,7 +116,7 @@ class SendVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Verifying: this drafter says what no correct one says. It is forgotten; its session is to be closed."""
+    """Verifying: the drafter sent what no correct drafter sends. The core forgets it; its session is to be closed."""
 
     drafter: int
     reason: str
@@ -133,7 +131,7 @@ class Give:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Verifying: no more come: ``length``, ``stop`` or ``cancelled``."""
+    """Verifying: the text ends. Reason: ``length``, ``stop`` or ``cancelled``."""
 
     reason: str
 

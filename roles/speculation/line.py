@@ -1,9 +1,9 @@
-"""What a verifier knows of one drafter's session: its line of drafts, and what it was told. Pure.
+"""What a verifier knows of one drafter's session: its line of drafts, and the verdicts sent to it. Pure.
 
-A line is what a drafter drafted behind what it knew to be verified. Its *epoch* is the number of the verdict that began
-it, 0 for the opening. The verifier compares the line with the text as both grow. If they differ the line is *dead*: the
-drafter hears of it, cuts its line, and begins the next one with that verdict's number as the epoch, where what that
-verdict told ends or later. Until then whatever it sends stands on a wrong token and is dropped.
+A line is what a drafter drafted after the tokens that it knew to be verified. Its *epoch* is the number of the verdict
+that began it, 0 for the opening. The verifier compares the line with the text as both grow. If they differ, the line is
+*dead*. A verdict tells the drafter, which cuts its line and begins a new one. The new line's epoch is that verdict's
+number, and it starts where that verdict's tokens end or later. Until then the drafts of the dead line are dropped.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from roles.speculation.cost_model import DrafterModel
 from roles.speculation.drafting import GROUP
 
 SHORTEST_WAIT_S = 0.0005
-"""For drafts that are not there: a wait that rounds to nothing would never end."""
+"""Shortest wait for a missing draft: a wait that rounds to zero would never end."""
 
 
 class Line:
     """One drafter's line and verdicts in one text.
 
     Args:
-        told: tokens that the drafter was opened with. depth: drafts beyond them that it may make.
-        model: averages of the drafter, which this line adds to.
+        told: number of tokens that the drafter was opened with. depth: drafts beyond them that it may make.
+        model: averages of the drafter, which this line updates.
 
     Attributes:
-        told: tokens of the text that the drafter has, or will have when it hears what it was told.
-        depth: that it was told last; 0: it rests. number: of the last verdict.
-        epoch: of the line. dead: the line contradicts the text.
+        told: tokens of the text that were sent to the drafter.
+        depth: depth in the last verdict; 0: the drafter rests. number: number of the last verdict.
+        epoch: epoch of the line. dead: the line contradicts the text.
         ahead: drafts of the line from the end of the text on.
-        wasted: drafts that were wrong or stood on such.
+        wasted: drafts that were wrong or based on a wrong token.
     """
 
     def __init__(self, told: int, depth: int, model: DrafterModel, now: float = 0.0) -> None:
@@ -39,20 +39,20 @@ class Line:
         self.dead = False
         self.ahead: deque[int] = deque()
         self.wasted = 0
-        self._end = self._matched = told  # position of the line's next draft; up to there it agrees with the text
-        self._sizes = [told]  # of the text, by the number of the verdict that told of it
-        self._reach = depth  # positions beyond ``told`` that it may have drafted by the time that it is told more
-        self._heard_at = self._told_at = now  # drafts came last, and the last verdict was sent
-        self._cut_at: float | None = None  # the verdict was sent that ended the line
-        self._cut_size = 0  # and what was told by it
-        self._free = told + depth  # up to here it may have drafted before it hears the last verdict
+        self._end = self._matched = told  # next draft's position; position up to which line and text agree
+        self._sizes = [told]  # size of the text at each verdict, by its number
+        self._reach = depth  # drafts beyond ``told`` that may still arrive
+        self._heard_at = self._told_at = now  # times of the last drafts and of the last verdict
+        self._cut_at: float | None = None  # time of the verdict that ended the line
+        self._cut_size = 0  # size of the text in that verdict
+        self._free = told + depth  # it may draft up to here before the last verdict arrives
 
     # --------------------------------------------------------------------------------------------------------- drafts
 
     def receive_untrusted(
         self, epoch: int, position: int, tokens: Sequence[int], text: Sequence[int], now: float
     ) -> str:
-        """Take drafts, and compare them with ``text``. Returns what is wrong with them; empty if nothing is."""
+        """Add drafts, and compare them with ``text``. Returns what is wrong with the message; empty if nothing is."""
         if not 0 <= epoch <= self.number:
             return f"drafts after verdict {epoch}, with {self.number} sent"
         if not tokens:
@@ -92,7 +92,7 @@ class Line:
         return ""
 
     def grew(self, tokens: Sequence[int]) -> None:
-        """The text has ``tokens`` more."""
+        """The text has grown by ``tokens``."""
         agreed, failed = 0, False
         for token in tokens:
             if not self.ahead or failed:
@@ -114,11 +114,10 @@ class Line:
     # ------------------------------------------------------------------------------------------------------- verdicts
 
     def verdict(self, size: int, depth: int, now: float) -> tuple[int, int, int]:
-        """The text, of ``size`` tokens, is told.
+        """Make a verdict that brings the drafter to ``size`` tokens of the text.
 
         Returns:
-            The verdict's number, the position from which its tokens are to be told, and how many drafts before that
-            are found right by it.
+            The verdict's number, the position of its first token, and the number of drafts before it that it accepts.
         """
         rested = not self.depth
         self._free = self.told + self.depth
@@ -140,7 +139,8 @@ class Line:
         return self.model.restart_s + 2 * GROUP * self.model.draft.seconds
 
     def waits_s(self, size: int, most: int, now: float) -> list[float]:
-        """Until there is one draft behind the text's ``size`` tokens, two, and so on, as far as it is known."""
+        """Expected seconds until one draft beyond the text's ``size`` tokens is there, two, and so on, as far as
+        predictable."""
         draft_s = self.model.draft.seconds
         waits = [0.0] * min(len(self.ahead), most)
         if self.dead:
@@ -154,13 +154,13 @@ class Line:
             due = since + (position - first + 1) * draft_s
             if position >= self._free:
                 due = max(due, self._told_at + 2 * self.model.latency_s)
-            if due <= now:  # it was expected by now: the longer ago, the longer it will take yet
+            if due <= now:  # overdue: expect it to be as late again
                 overdue = max(overdue, now - due, SHORTEST_WAIT_S)
             waits.append(max(due - now, SHORTEST_WAIT_S) + overdue)
         return waits
 
     def validate(self, size: int) -> None:
-        """Raise ``AssertionError`` if what must always hold does not. ``size``: tokens of the text."""
+        """Raise ``AssertionError`` if an invariant does not hold. ``size``: tokens of the text."""
         assert self.told <= size
         assert self._matched <= min(size, self._end)
         assert self.depth <= self._reach

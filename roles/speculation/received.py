@@ -1,6 +1,6 @@
-"""What drafters and verifiers say to each other, as it comes off the wire: checked, and in the words of the cores.
+"""Checks and converts messages between drafters and verifiers into events of the cores.
 
-Only numbers are looked at. Whether drafts and verdicts fit what was said before is for the cores to see.
+Only ranges of values are checked here. The cores check whether drafts and verdicts fit the conversation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from roles.worker.stage_requests import MAX_POSITIONS
 from wire.text_messages import DraftOpen, DraftReady, Drafts, StreamRefused, Verdict
 
 MAX_DEPTH = 256
-"""Drafts beyond what is verified: what a fast drafter makes during a round trip around the world, and more."""
+"""Most drafts ahead of the verified text: more than a fast drafter makes during a round trip around the world."""
 MAX_NUMBER = 1 << 53
 MOST_TOKEN_BYTES = 3
 MAX_VOCAB = 1 << 8 * MOST_TOKEN_BYTES
@@ -28,7 +28,7 @@ REFUSALS = (OTHER_TOKENIZER, TOO_LONG, FULL, ENGINE)
 
 
 def check_opening_untrusted(message: DraftOpen) -> None:
-    """Raises ``ProtocolError``: no correct verifier opens a session like this."""
+    """Raise ``ProtocolError`` if no correct verifier opens a session like this."""
     if not 0 < message.prompt <= message.count <= message.positions <= MAX_POSITIONS:
         raise ProtocolError(
             f"a session with {message.count} ids, {message.prompt} of them its prompt's, of {message.positions} at most"
@@ -49,7 +49,7 @@ def sampling_of(opening: DraftOpen) -> Sampling:
 
 
 def ids_untrusted(data: bytes | bytearray, *, vocab_size: int) -> tuple[int, ...]:
-    """Token ids as they travel. Raises ``ProtocolError``: they are none of a vocabulary of that size."""
+    """Decode token ids. Raises ``ProtocolError``: they are not in the vocabulary."""
     if len(data) % ID_BYTES:
         raise ProtocolError(f"{len(data)} bytes are no whole token ids")
     ids = decode_ids(bytes(data))
@@ -59,7 +59,7 @@ def ids_untrusted(data: bytes | bytearray, *, vocab_size: int) -> tuple[int, ...
 
 
 def token_bytes(vocab_size: int) -> int:
-    """Of a token in drafts and verdicts: there are so many of these messages that one more is much."""
+    """Bytes per token in drafts and verdicts. These messages are so frequent that one byte matters."""
     return 2 if vocab_size <= 1 << 16 else MOST_TOKEN_BYTES
 
 
@@ -69,7 +69,7 @@ def packed(tokens: Iterable[int], vocab_size: int) -> bytes:
 
 
 def tokens_untrusted(data: bytes, *, vocab_size: int) -> tuple[int, ...]:
-    """Tokens of drafts or of a verdict. Raises ``ProtocolError``: they are none of a vocabulary of that size."""
+    """Decode the tokens of drafts or of a verdict. Raises ``ProtocolError``: they are not in the vocabulary."""
     size = token_bytes(vocab_size)
     if len(data) % size:
         raise ProtocolError(f"{len(data)} bytes are no whole tokens")
@@ -80,10 +80,10 @@ def tokens_untrusted(data: bytes, *, vocab_size: int) -> tuple[int, ...]:
 
 
 def told_untrusted(message: Verdict, number: int, *, verified: int, vocab_size: int) -> VerdictReceived:
-    """Raises ``ProtocolError``: no correct verifier says this.
+    """Check a verdict. Raises ``ProtocolError``: no correct verifier sends it.
 
     Args:
-        number: of the verdict, from its header. verified: positions that were verified before it.
+        number: number of the verdict, from the header. verified: positions verified before it.
     """
     if not 0 < number <= MAX_NUMBER or not 0 <= message.right <= MAX_POSITIONS:
         raise ProtocolError(f"verdict {number}, by which {message.right} drafts are right")
@@ -93,7 +93,7 @@ def told_untrusted(message: Verdict, number: int, *, verified: int, vocab_size: 
 
 
 def drafts_untrusted(message: Drafts, epoch: int, *, vocab_size: int) -> tuple[int, ...]:
-    """The tokens. Raises ``ProtocolError``: no correct drafter sends this. ``epoch``: from the header."""
+    """Decode drafts. ``epoch``: from the header. Raises ``ProtocolError``: no correct drafter sends them."""
     if not 0 <= epoch <= MAX_NUMBER or not 0 <= message.position <= MAX_POSITIONS:
         raise ProtocolError(f"drafts of epoch {epoch} from position {message.position}")
     if not 0 < len(message.tokens) <= token_bytes(vocab_size) * MAX_DEPTH:
@@ -102,14 +102,14 @@ def drafts_untrusted(message: Drafts, epoch: int, *, vocab_size: int) -> tuple[i
 
 
 def step_untrusted(message: DraftReady) -> float:
-    """Seconds that a draft takes; 0 where it is not known. Raises ``ProtocolError``."""
+    """Seconds that a draft takes; 0: unknown. Raises ``ProtocolError``."""
     if not (math.isfinite(message.step_ms) and 0 <= message.step_ms <= 3.6e6):
         raise ProtocolError(f"a draft that takes {message.step_ms:g} ms")
     return message.step_ms / 1e3
 
 
 def refused_untrusted(message: StreamRefused) -> Refused:
-    """What a drafter says when it does not draft, fit to be shown. Never raises."""
+    """A drafter's refusal, made printable. Never raises."""
     return Refused(printable(message.code, 64), printable(message.reason), remedy=printable(message.remedy))
 
 

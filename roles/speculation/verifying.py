@@ -1,11 +1,11 @@
-"""The core of a verifier: one session. It says what the target is to compute next, and what drafters are to be told.
+"""The core of a verifier: one session. It decides what the target computes next, and what is sent to drafters.
 
-The text is the target's alone: each pass takes the last token and the drafts behind it, and picks behind each of them.
-The first pick is right whatever the drafts are; a next one is right while the drafts before it equal the picks before
-it. So the text is that of plain decoding, whatever drafters say; they decide only how much of it a pass gives.
+The text is the target's alone. Each pass takes the last token and the drafts after it, and samples after each of them.
+The first sample is right whatever the drafts are. A later sample is right if all drafts before it equal the samples
+before it. So the text is that of plain decoding, whatever drafters send; they decide only how much of it a pass gives.
 
-The target is never idle for long: a pass without drafts is a step of plain decoding. Drafts that come too late, because
-the text is there already, are compared with it, and the line goes on where they agree.
+The target is never idle for long: a pass without drafts is a step of plain decoding. Late drafts, for positions that
+the text has already, are compared with the text, and the line goes on if they agree.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from roles.speculation.events import (
 from roles.speculation.line import Line
 
 CHUNK, SHARED_CHUNK = 2048, 256
-"""Positions of a prompt in one pass: by itself, and while other texts wait for their next token."""
+"""Positions of a prompt in one pass: with one session, and while other texts wait for their next token."""
 PLACES = 16
-"""Places in a pass that are counted one by one."""
+"""Places in a pass that have counters of their own."""
 
 
 @dataclass(slots=True)
 class Stats:
-    """Sums of one session, or of many.
+    """Sums over one session, or over many.
 
     Attributes:
-        passes: of the target behind the prompt. self_steps: those of them without drafts.
-        tokens: of new text. verified: drafts that were in passes. accepted: those of them that were right.
-        drafted: drafts that came. wasted: those that were wrong or stood on such.
-        tried_at, accepted_at: by place in the pass: drafts there with all before them right, and those that were right.
-        verify_s: in passes behind the prompt. wait_s: in which no pass was under way.
+        passes: passes of the target after the prompt. self_steps: passes without drafts.
+        tokens: new tokens of the text. verified: drafts in passes. accepted: right drafts in passes.
+        drafted: drafts received. wasted: drafts that were wrong or based on a wrong one.
+        tried_at, accepted_at: by place in the pass: drafts whose predecessors were right, and the right ones of these.
+        verify_s: time in passes after the prompt. wait_s: time of waits for drafts between passes.
     """
 
     passes: int = 0
@@ -67,7 +67,7 @@ class Stats:
 
     @property
     def alpha(self) -> float:
-        """Acceptance: of drafts with all before them right, those that were right; 0 if none was tried."""
+        """Acceptance: share of right drafts among those whose predecessors were right; 0 if none was tried."""
         return sum(self.accepted_at) / max(1, sum(self.tried_at))
 
     def add(self, other: Stats) -> None:
@@ -82,16 +82,15 @@ class Verifying:
 
     Args:
         ids: the prompt.
-        max_new_tokens: it ends after so many.
-        stop_ids: it ends after one of these.
+        max_new_tokens, stop_ids: the text ends after so many tokens, or after one of these.
         vocab_size: token ids are below it.
-        cached: positions of the prompt that the target has already; the last one is computed in any case.
-        model: of the verifier, which all its sessions share.
-        most_drafts: that a pass takes; at least 1.
+        cached: positions of the prompt that the target has already; the last position is always computed.
+        model: cost model that all sessions of the verifier share.
+        most_drafts: most drafts in a pass; at least 1.
 
     Attributes:
-        ended: why there are no more tokens: ``length``, ``stop``, ``cancelled``; empty while there are.
-        stats: of this session. right_of: drafts of each drafter that were right and in a pass.
+        ended: why the text ended: ``length``, ``stop``, ``cancelled``; empty while it goes on.
+        stats: sums of this session. right_of: right drafts in passes, by drafter.
     """
 
     def __init__(
@@ -117,9 +116,9 @@ class Verifying:
         self._stop_ids = frozenset(stop_ids)
         self._vocab_size = vocab_size
         self._most_drafts = max(1, most_drafts)
-        self._held = min(cached, len(ids) - 1)  # positions that the target has and that are right
+        self._held = min(cached, len(ids) - 1)  # valid positions in the target's cache
         self._pass: Run | None = None  # under way
-        self._guide: int | None = None  # whose drafts it has
+        self._guide: int | None = None  # the drafter whose drafts it contains
         self._lines: dict[int, Line] = {}  # by drafter
         self._drafts: int | None = None  # the drafter that drafts; the others rest
         self._idle_since = 0.0
@@ -127,7 +126,7 @@ class Verifying:
         self._due: float | None = None
         self._began = False
         self._between = Average()  # from a result to the next pass, without waiting for drafts
-        self._rate = (0.0, 0.0)  # tokens and seconds, the newest counting most
+        self._rate = (0.0, 0.0)  # tokens and seconds, with decay
         self.opening_depth = 0 if self._model.resting else 8
 
     @property
@@ -139,11 +138,11 @@ class Verifying:
         return tuple(self._text[self._prompt :])
 
     def line(self, drafter: int) -> Line:
-        """What is known of a drafter. Raises ``KeyError``: it is none of this session's."""
+        """The line of a drafter. Raises ``KeyError``: the session has no such drafter."""
         return self._lines[drafter]
 
     def handle(self, event: VerifierEvent, now: float) -> list[VerifierInstruction]:
-        """Take an event; return what is to be done. After ``Finished`` that is nothing."""
+        """Process an event and return instructions. After ``Finished`` there are none."""
         if self.ended:
             return []
         out = self._handled(event, now)
@@ -174,7 +173,7 @@ class Verifying:
         return []
 
     def leave(self, now: float) -> None:
-        """The session ends, perhaps in the middle: its target or its reader is lost. May be called twice."""
+        """End the session, perhaps early because its target or reader is lost. May be called twice."""
         self.ended = self.ended or "cancelled"
         if self._began:
             self._began = False
@@ -229,7 +228,7 @@ class Verifying:
 
     def _tells(self, now: float) -> list[VerifierInstruction]:
         out = self._review(now)
-        for drafter, line in self._lines.items():  # one at rest takes the text in all the same, 32 tokens at a time
+        for drafter, line in self._lines.items():  # a resting drafter gets the text, too, 32 tokens at a time
             if len(self._text) - line.told >= (1 if line.depth else 32):
                 out.append(self._tell(drafter, line, now))
         return out
@@ -241,7 +240,7 @@ class Verifying:
         return SendVerdict(drafter, number, start, tuple(self._text[start:]), depth, right)
 
     def _works(self, line: Line, now: float) -> None:
-        """A drafter that drafts works until it hears that it is to rest, and has done what it is at."""
+        """A drafting drafter works until it gets the next verdict and ends its current draft."""
         if line.depth:
             self._model.works_until(now + line.model.latency_s + min(2 * line.model.draft.seconds, 1.0))
 
@@ -325,7 +324,7 @@ class Verifying:
         step_s = model.step_s or took_s
         if not model.resting:
             model.passes.add(drafts, took_s)
-        # Whoever reads may be slow, and a machine may sleep. With several texts the other ones' passes are in between.
+        # The reader may be slow, and a machine may sleep. With several texts other passes lie between.
         between_s = min(max(since_s - self._waited_s - took_s, 0.0), step_s) if model.sessions <= 1 else 0.0
         self._between.add(between_s)
         self._rate = 0.9 * self._rate[0] + tokens, 0.9 * self._rate[1] + max(since_s, 1e-6)
@@ -356,7 +355,7 @@ class Verifying:
             stats.accepted_at[place] += place < accepted
 
     def validate(self) -> None:
-        """Raise ``AssertionError`` if what must always hold does not."""
+        """Raise ``AssertionError`` if an invariant does not hold."""
         assert self._prompt <= len(self._text) <= self._stop
         assert self.ended or len(self._text) < self._stop
         for line in self._lines.values():
