@@ -314,7 +314,6 @@ class Drafter:
     # -------------------------------------------------------------------------------------------------------- the core
 
     def _told_untrusted(self, session: _Session, told: VerdictReceived) -> None:
-        """Process a verdict. Raises ``ProtocolError``: no correct verifier sends it."""
         epoch, right = session.core.epoch, told.start - session.core.known
         self._feed(session, told)
         session.caller.right += right
@@ -322,7 +321,6 @@ class Drafter:
         self.gauge.wrong += session.core.epoch != epoch
 
     def _feed(self, session: _Session, event: Began | VerdictReceived | RunDone) -> None:
-        """Give the core an event, and carry out its instructions. Raises ``ProtocolError``."""
         instructions = session.core.handle(event, self._now())
         if session.core.ready and not session.ready:
             session.ready = True

@@ -319,7 +319,6 @@ class Observer:
                 self.line.saved_step = max(self.line.saved_step, step)
 
     def promised(self, machine: Machine, stage: int, step: int) -> None:
-        """A worker has verified a checkpoint that the job is to be restored to."""
         self._promised[machine.host, stage] = step
 
     def loaded(self, machine: Machine, entry: CheckpointEntry | None, restore_step: int) -> None:

@@ -20,7 +20,7 @@ TRY_TOKENS = 32
 BASELINE_STEPS = 4
 """Least number of steps in a baseline."""
 FAR_OFF = 4.0
-"""A measurement counts as at most this multiple of the average: an outlier does not predict the next one."""
+"""A measurement counts as at most this multiple of the average, because outliers do not predict."""
 SHORTEST_S = 1e-6
 
 
@@ -78,11 +78,7 @@ class PassTimes:
 
 
 class DrafterModel:
-    """Moving averages of one drafter, shared by all texts that it drafts for.
-
-    Attributes:
-        latency_s: one-way latency. draft: time of a draft.
-    """
+    """Moving averages of one drafter, shared by its texts. ``latency_s``: one way. ``draft``: time of a draft."""
 
     FADE = 0.97  # decay per comparison: about the last thirty count
 
@@ -92,7 +88,7 @@ class DrafterModel:
         self._agreed = self._tried = 0.0
 
     def compared(self, agreed: int, *, failed: bool) -> None:
-        """Count ``agreed`` right drafts, followed by a wrong one if ``failed``."""
+        """Count ``agreed`` right drafts, then a wrong one if ``failed``."""
         for right in (1,) * agreed + (0,) * failed:
             self._agreed = self.FADE * self._agreed + right
             self._tried = self.FADE * self._tried + 1

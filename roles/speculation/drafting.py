@@ -148,7 +148,6 @@ class Drafting:
         return [send]
 
     def validate(self) -> None:
-        """Raise ``AssertionError`` if an invariant does not hold."""
         assert self._prompt <= self._verified <= len(self._ids) <= self._positions
         assert self._verified <= self._sent <= len(self._ids)
         assert self._held <= len(self._ids)

@@ -160,7 +160,6 @@ class Line:
         return waits
 
     def validate(self, size: int) -> None:
-        """Raise ``AssertionError`` if an invariant does not hold. ``size``: tokens of the text."""
         assert self.told <= size
         assert self._matched <= min(size, self._end)
         assert self.depth <= self._reach

@@ -355,7 +355,6 @@ class Verifying:
             stats.accepted_at[place] += place < accepted
 
     def validate(self) -> None:
-        """Raise ``AssertionError`` if an invariant does not hold."""
         assert self._prompt <= len(self._text) <= self._stop
         assert self.ended or len(self._text) < self._stop
         for line in self._lines.values():

@@ -1,1 +1,1 @@
-"""The role that owns a model and writes with it, the sooner with drafters."""
+"""The verifier: owns a model and writes text with it, faster with drafters."""

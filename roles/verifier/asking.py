@@ -1,7 +1,7 @@
-"""The text service: questions in, pieces of text out, wherever the model is.
+"""The interface of a text service: a request in, pieces of text out, wherever the model is.
 
-``service.VerifierService`` writes with a model of this process or of workers; ``client.VerifierClient`` has a verifier
-of the cluster write. ``generate``, ``chat``, a verifier's connections and its HTTP endpoint all use this interface.
+``service.VerifierService`` writes with a model in this process or on workers. ``client.VerifierClient`` has a verifier
+of the cluster write. ``generate``, ``chat``, a verifier's connections and its HTTP endpoint use this interface.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from p2ptrain.core.serving import SamplingOptions
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """What is to be written.
+    """What to write.
 
     Attributes:
-        prompt: the text to go on from; or
-        turns: a conversation, whose next turn is the assistant's. One of the two is empty.
-        max_new_tokens: None: as many as the model's context has room for.
-        stop: the text ends before the first of these.
+        prompt, turns: the text to continue, or a conversation whose next turn is the assistant's. One of them is empty.
+        max_new_tokens: None: as many as fit the model's context.
+        stop: the text ends before the first of these strings.
         speculate: whether drafters may help.
     """
 
@@ -38,7 +37,7 @@ class TextRequest:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New text, whole characters only, nothing of a stop string; and the tokens that came since the last piece."""
+    """New text in whole characters, without any stop string, and the tokens since the last piece."""
 
     text: str
     tokens: tuple[int, ...]
@@ -48,9 +47,9 @@ class Writing(Protocol):
     """A text under way.
 
     Attributes:
-        prompt_tokens: of the prompt.
+        prompt_tokens: length of the prompt.
         left_out: turns of the conversation that did not fit the context.
-        ended: ``stop``, ``end``, ``length``, ``cancelled``; empty while it goes on.
+        ended: ``stop``, ``end``, ``length`` or ``cancelled``; empty while the text goes on.
     """
 
     prompt_tokens: int
@@ -58,20 +57,20 @@ class Writing(Protocol):
     ended: str
 
     def __aiter__(self) -> AsyncIterator[Piece]:
-        """Pieces as they come. Raises ``P2PTrainError`` where it cannot go on."""
+        """Pieces as they come. Raises ``P2PTrainError``: the text cannot go on."""
 
     def stats(self) -> dict[str, Any]:
-        """How it came about until now: tokens, seconds, acceptance, time by what it was spent on."""
+        """Figures so far: tokens, seconds, acceptance, and where the time went."""
 
     async def close(self) -> None:
-        """End it, whether it is whole or not. Never raises."""
+        """End the text, complete or not. Never raises."""
 
 
 class TextService(Protocol):
-    """Writes what is asked for.
+    """Writes texts on request.
 
     Attributes:
-        model: its name. context: positions at most; None: not known. created: Unix seconds, of the model's files.
+        model: its name. context: most positions; None: unknown. created: Unix time of the model's files.
     """
 
     @property
@@ -82,18 +81,18 @@ class TextService(Protocol):
     def created(self) -> int: ...
 
     async def write(self, request: TextRequest) -> Writing:
-        """Begin.
+        """Begin a text.
 
         Raises:
-            TooLong: prompt and new tokens are more than the context.
-            UserError: what is asked for cannot be: empty, out of range.
-            Refused: it is too busy; ``remedy`` says what to do.
-            P2PTrainError: the model cannot.
+            TooLong: prompt and new tokens exceed the context.
+            UserError: an empty or invalid request.
+            Refused: too busy; ``remedy`` says what to do.
+            P2PTrainError: the model fails.
         """
 
 
 def failed(mistake: Exception) -> JobFailed:
-    """Report a mistake of this program to the loop's exception handler; returns what the asker is told."""
+    """Report a defect to the loop's exception handler. Return the error that the client gets."""
     context = {"message": "a text failed", "exception": mistake}
     asyncio.get_running_loop().call_exception_handler(context)
     text = f"the verifier failed over this text: {type(mistake).__name__}: {mistake}"

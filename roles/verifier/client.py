@@ -1,7 +1,7 @@
-"""The client of a verifier: a question over a connection, and the text as it comes.
+"""The client of a verifier: sends questions over a connection and receives the text as it is written.
 
-The seed knows which verifiers there are (``serving.list``). When one is lost in the middle of a text, no other can take
-that text up: the client says how much had come, and the person asks again.
+The seed lists the verifiers (``serving.list``). If a verifier is lost in the middle of a text, no other one can
+continue that text. The client reports how much arrived, and the person asks again.
 """
 
 from __future__ import annotations
@@ -31,25 +31,21 @@ DIAL_S = 5.0
 VERIFIER = "verifier"
 ENDS = ("stop", "end", "length", "cancelled")
 MOST_PIECES = 1 << 16
-"""Pieces of one text that may wait here: far more than a correct verifier sends to somebody who reads."""
+"""Most unread pieces of one text: far more than a correct verifier sends ahead of the reader."""
 MOST_CHARS = 1 << 28
 IF_LOST = "ask again when it is back, or ask another one: p2ptrain generate --verifier NAME"
 
 
 def dialled_host(verifier: ServingInfo, seed_host: str) -> str:
-    """The host to dial: where it told none that others can use, it is on the seed's machine."""
+    """The host to dial. A verifier without a host that others can use is on the seed's machine."""
     host = verifier.host
     return seed_host if not host or (is_loopback(host) and not is_loopback(seed_host)) else host
 
 
 class VerifierClient:
-    """A connection to a verifier, for any number of questions: a ``TextService``.
+    """A ``TextService``: a connection to one verifier, for any number of questions."""
 
-    Attributes:
-        verifier: who it is.
-    """
-
-    created = 0  # of a model's files, which are the verifier's
+    created = 0  # unknown: the model's files are the verifier's
 
     def __init__(self, verifier: ServingInfo, connection: Connection, if_lost: str = IF_LOST) -> None:
         self.verifier = verifier
@@ -73,7 +69,7 @@ class VerifierClient:
         name: str,
         if_lost: str = IF_LOST,
     ) -> Self:
-        """``if_lost``: what a person can do where it is lost. Raises as ``wire.handshake.dial``."""
+        """Connect to the verifier. ``if_lost``: remedy for people if it is lost. Raises as ``wire.handshake.dial``."""
         hello = local_hello(peer_id=peer_id, name=name, roles=["operator"], purpose="generate")
         connection, welcome = await dial(
             network,
@@ -102,11 +98,11 @@ class VerifierClient:
         return self._problem is not None
 
     async def write(self, request: TextRequest) -> Text:
-        """Ask, and wait until it begins to write: others may be in front.
+        """Ask, and wait until the verifier begins to write; others may come first.
 
         Raises:
-            UserError: the question is too large; or what the verifier says of it.
-            Refused, ResourceError, ...: what it answered. NetworkError: it is lost.
+            UserError: the question is too large, or the verifier rejects it.
+            Refused, ResourceError, ...: the verifier's answer. NetworkError: the verifier is lost.
         """
         if self._problem is not None:
             raise self._lost(None)
@@ -127,14 +123,14 @@ class VerifierClient:
         return text
 
     async def close(self) -> None:
-        """Its texts end. Never raises."""
+        """End all texts and disconnect. Never raises."""
         self._end(ConnectionLost("this client closed the connection"))
         await self._connection.close(timeout_s=0.5)
         await self._tasks.stop()
 
     def stop(self, stream: int) -> None:
         if self._texts.pop(stream, None) is not None:
-            with suppress(ConnectionLost):  # then nothing comes, either
+            with suppress(ConnectionLost):  # a lost verifier sends nothing
                 self._connection.send(wire.StreamClose(), stream=stream)
 
     def _lost(self, text: Text | None) -> NetworkError:
@@ -172,7 +168,7 @@ class VerifierClient:
             raise ProtocolError(f"a verifier does not say {type(message).__name__} to a client")
         if not 0 < stream < self._next:
             raise ProtocolError(f"an answer to question {stream}, which was not asked")
-        if (text := self._texts.get(stream)) is None:  # nobody reads it any more
+        if (text := self._texts.get(stream)) is None:  # the text was closed
             return
         text.take_untrusted(message)
         if isinstance(message, wire.Written | wire.StreamRefused):
@@ -180,10 +176,10 @@ class VerifierClient:
 
 
 class Text:
-    """What a verifier writes: a ``Writing``.
+    """A ``Writing``: text that a verifier writes.
 
     Attributes:
-        chars: that came. count: tokens of them.
+        chars: characters that arrived. count: tokens of them.
     """
 
     def __init__(self, client: VerifierClient, stream: int) -> None:
@@ -212,11 +208,10 @@ class Text:
         return self._stats
 
     async def close(self) -> None:
-        """End it. Never raises."""
         self._client.stop(self._stream)
 
     async def begun(self) -> None:
-        """Wait until it is being written. Raises as ``VerifierClient.write``."""
+        """Wait until the text begins. Raises as ``VerifierClient.write``."""
         while not self._began:
             if self._error is not None:
                 raise self._error
@@ -227,7 +222,7 @@ class Text:
         self._news.set()
 
     def take_untrusted(self, message: wire.QuestionAccepted | wire.Piece | wire.Written | wire.StreamRefused) -> None:
-        """Raises ``ProtocolError`` where no correct verifier says this."""
+        """Process a message. Raises ``ProtocolError``: no correct verifier sends it."""
         if self.ended or self._error is not None:
             raise ProtocolError(f"{type(message).__name__} after the end of a text")
         match message:
@@ -257,7 +252,7 @@ class Text:
 
     async def _more(self) -> None:
         self._news.clear()
-        await self._news.wait()  # silence of the verifier ends it
+        await self._news.wait()  # a silent verifier ends this wait
 
 
 def _plain(value: Any) -> Any:

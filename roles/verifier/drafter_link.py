@@ -1,8 +1,7 @@
-"""A verifier's link to one drafter: one connection for all sessions that it drafts for, dialled again when it ends.
+"""A verifier's link to one drafter: one connection for all sessions, dialled again when it ends.
 
-Whatever goes wrong with a drafter ends the connection, and with it its part in all sessions. It is dialled again with
-back-off; after it said what no correct drafter says, only after a minute. How far away it is, is measured by a request
-that it answers at once.
+Any failure of a drafter ends the connection, and with it the drafter's part in all sessions. The link dials again with
+back-off, and after a protocol violation only after a minute. Requests that are answered at once measure the latency.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from wire.messages import Message, Refuse, Response
 from wire.text_messages import DrafterAt, DraftOpen, DraftReady, Drafts, StreamClose, StreamRefused, Verdict
 
 FIRST_WAIT_S = 0.5
-"""Until a drafter is dialled again; it doubles up to ``MISBEHAVED_S`` while it is not reached."""
+"""First wait before a drafter is dialled again. It doubles up to ``MISBEHAVED_S`` while the drafter is not reached."""
 MISBEHAVED_S, LONGEST_S = 60.0, 3600.0
-"""The wait after it said what no correct drafter says; people hear of the same fault again after the longest."""
+"""Wait after a drafter violated the protocol, and interval in which people are told of the same fault once."""
 READY_S = 120.0
-"""For a drafter to take in the ids of an opening: a long prompt, and a drafter with much to do."""
+"""Time limit for a drafter to process the ids of an opening: the prompt may be long and the drafter busy."""
 PING_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What the ids of a verifier's sessions mean. ``tokenizer``: a digest."""
+    """The vocabulary of a verifier's sessions. ``tokenizer``: a digest."""
 
     vocab_size: int
     tokenizer: str
@@ -58,10 +57,10 @@ class Opening:
     """What a session begins with.
 
     Attributes:
-        ids: all that is known. A drafter that comes later begins with the same ids, and is told by its first verdict
-            what was verified since.
-        prompt: the pick at this position has sample index 0. positions: that the session may grow to.
-        depth: drafts beyond what is verified, until a verdict says otherwise.
+        ids: all known ids. A later drafter begins with the same ids; its first verdict adds what was verified since.
+        prompt: length of the prompt; the sample at this position has sample index 0.
+        positions: largest length of the session.
+        depth: most drafts ahead of the verified text, until a verdict changes it.
     """
 
     ids: tuple[int, ...]
@@ -76,8 +75,8 @@ class DrafterFacts:
     """A drafter of one session, for people and programs.
 
     Attributes:
-        drafter: its number in the session's events. model: what it drafts with. latency_ms: one way.
-        bytes_in, bytes_out: of message bodies of this session, from and to it.
+        drafter: its number in the session's events. model: its model. latency_ms: one-way latency.
+        bytes_in, bytes_out: sizes of the session's message bodies from and to it.
     """
 
     drafter: int
@@ -91,7 +90,7 @@ class DrafterFacts:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A drafter to which there is a connection. ``alpha``: acceptance; None before any draft was compared."""
+    """A connected drafter. ``alpha``: acceptance; None before any draft was compared."""
 
     peer_id: str
     alpha: float | None
@@ -103,9 +102,9 @@ class DraftSession:
 
     Attributes:
         drafter: its number in the text. stream: the session's number on the connection.
-        ready: the drafter has taken in the opening. over: nothing more is told of it.
-        drafted: position behind the drafts that came last; 0 before the first.
-        bytes_in, bytes_out: of bodies.
+        ready: the drafter has processed the opening. over: the session has ended.
+        drafted: position after the drafts that came last; 0 before the first.
+        bytes_in, bytes_out: sizes of message bodies.
     """
 
     def __init__(
@@ -121,30 +120,30 @@ class DraftSession:
         return DrafterFacts(self.drafter, at.peer_id, at.name, at.model, latency_ms, self.bytes_in, self.bytes_out)
 
     def tell(self, tell: SendVerdict) -> None:
-        """Give it a verdict. Never raises."""
+        """Send a verdict. Never raises."""
         try:
             tokens = packed(tell.tokens, self.link.tokens.vocab_size)
             self.say(Verdict(tell.right, tell.depth, tokens), generation=tell.number)
-        except (UserError, ValueError):  # more tokens than a frame holds: it came late to a long text
+        except (UserError, ValueError):  # more tokens than a frame holds: the drafter joined a long text late
             asyncio.get_running_loop().call_soon(self.link.lose, self)
 
     def say(self, message: Message, *, generation: int = 0) -> None:
-        """Raises ``UserError``: it is longer than a frame may be."""
+        """Send a message. Raises ``UserError``: it is longer than a frame."""
         if self.over or self.link.line is None:
             return
-        with suppress(ConnectionLost):  # its end is on its way
+        with suppress(ConnectionLost):  # the end of the connection ends the session
             self.bytes_out += self.link.line.connection.send(message, generation=generation, stream=self.stream)
 
 
 class DrafterLink:
-    """See the module's docstring. ``run`` is its life.
+    """See the module's docstring. ``run`` keeps it connected.
 
     Args:
-        on_change: told when a session may be opened there, and when that ends.
+        on_change: called when sessions can be opened there, and when they no longer can.
 
     Attributes:
-        at: where it is. model: how good it is. line: while there is a connection.
-        there: it answers. not_before: it is not dialled until then.
+        at: address of the drafter. model: its averages. line: the connection; None: there is none.
+        there: the drafter answers. not_before: time of the next dial.
     """
 
     def __init__(
@@ -165,9 +164,9 @@ class DrafterLink:
         self._calls = PendingCalls()
         self._sessions: dict[int, DraftSession] = {}  # by stream
         self._last_stream = 0
-        self._refused_until = 0.0  # it refused a session: it is asked for no other one until then
-        self._dropped: P2PTrainError | None = None  # why this side ended the connection
-        self._said: dict[str, float] = {}  # by class of fault, when people heard of it
+        self._refused_until = 0.0  # after a refused session no other one is opened until then
+        self._dropped: P2PTrainError | None = None  # why this verifier ended the connection
+        self._said: dict[str, float] = {}  # by class of fault: when people were told
 
     @property
     def free(self) -> bool:
@@ -196,7 +195,7 @@ class DrafterLink:
             self.not_before = self._now() + wait_s * self._around.world.random.uniform(1.0, 1.2)
 
     async def _connected(self) -> None:
-        """One connection, until it ends. Raises ``P2PTrainError``: why it did."""
+        """Connect, and receive until the connection ends. Raises ``P2PTrainError``: the reason."""
         around, at = self._around, self.at
         hello = local_hello(peer_id=around.peer_id, name=around.name, roles=["verifier"], purpose="draft")
         host = around.seed_host if is_loopback(at.host) else at.host
@@ -264,7 +263,7 @@ class DrafterLink:
     # -------------------------------------------------------------------------------------------------------- sessions
 
     def open(self, drafter: int, opening: Opening, on_event: Callable[[DrafterState], None]) -> DraftSession:
-        """Have the drafter take in a session, for which it must be ``there``. No event comes from within this call."""
+        """Open a session at the drafter, which must be ``there``. No event comes from within this call."""
         line = self.line
         assert line is not None
         self._last_stream += 1
@@ -294,7 +293,7 @@ class DrafterLink:
         return session
 
     def close(self, session: DraftSession) -> None:
-        """Its text needs it no more. Never raises."""
+        """End a session. Never raises."""
         if not session.over:
             session.say(StreamClose())
             self._forget(session)
@@ -322,7 +321,7 @@ class DrafterLink:
     # ------------------------------------------------------------------------------------------------------- listening
 
     def _take_untrusted(self, received: Received) -> None:
-        """Raises ``ProtocolError`` for what no correct drafter says, ``Refused`` if it refuses this verifier."""
+        """Raises ``ProtocolError``: no correct drafter sends this. ``Refused``: the drafter refuses this verifier."""
         stream, message = received.stream, received.message
         match message:
             case Response():
@@ -337,7 +336,7 @@ class DrafterLink:
             case _:
                 raise ProtocolError(f"it sent {type(message).__name__} to a verifier")
         session = self._sessions.get(stream)
-        if session is None:  # the session was over when this was on its way
+        if session is None:  # the session ended while the message was on its way
             return
         session.bytes_in += received.body_bytes
         match message:
@@ -358,6 +357,6 @@ class DrafterLink:
             case StreamRefused():
                 refused = refused_untrusted(message)
                 self._tell_why(refused)
-                if refused.code != TOO_LONG:  # that is about this session
+                if refused.code != TOO_LONG:  # ``TOO_LONG`` concerns this session only
                     self._refused_until = self._now() + PING_S
                 self.lose(session)

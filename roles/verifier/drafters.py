@@ -1,8 +1,8 @@
-"""The drafters that a verifier's sessions draft with: those that the seed tells of.
+"""The drafters of a verifier's sessions, as the seed lists them.
 
-A session is opened at the best two drafters, by the same cost model by which its core chooses the one that drafts; the
-other one takes the text in, and takes over when the first is lost. One that comes later is made use of by sessions that
-have fewer.
+A session is opened at the best two drafters, ranked by the cost model by which its core selects the one that drafts.
+The other one follows the text, and takes over when the first is lost. A new drafter is used by sessions that have fewer
+than two.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from roles.verifier.drafter_link import Connected, DrafterFacts, DrafterLink, Dr
 from wire.text_messages import MAX_DRAFTERS, DrafterAt
 
 DRAFTERS = 2
-"""Of one session."""
+"""Most drafters of one session."""
 USUAL_PASS_S = 0.05
-"""Of a verifier, to compare drafters by."""
+"""Assumed time of a verifier's pass, for the comparison of drafters."""
 
 
 class Drafters:
-    """The drafters of a verifier. It needs a running loop.
+    """The drafters of a verifier. Needs a running loop.
 
     Args:
-        tokens: of the verifier's model.
-        most: drafters of one session.
+        tokens: vocabulary of the verifier's model.
+        most: most drafters of one session.
     """
 
     def __init__(self, around: Context, tokens: Tokens, *, most: int = DRAFTERS) -> None:
@@ -36,13 +36,14 @@ class Drafters:
         self._links: dict[str, DrafterLink] = {}  # by peer id
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._listed: set[str] = set()
-        self._unfit = ""  # the peer of another tokenizer that people were told of last
+        self._unfit = ""  # the peer with another tokenizer that was reported last
         self.sessions: set[SessionDrafters] = set()
         self._tasks = Background()
         self._closed = False
 
     def here(self, drafters: Iterable[DrafterAt]) -> None:
-        """All drafters that there are now, as the seed says. One that it tells of no more is kept while it lives."""
+        """Update the list of drafters from the seed. A connected drafter that is no longer listed is kept while it
+        lives."""
         listed = {at.peer_id: at for at in list(drafters)[:MAX_DRAFTERS] if self._fits(at)}
         self._listed = set(listed)
         for peer_id, at in listed.items():
@@ -52,13 +53,13 @@ class Drafters:
             if link is None:
                 link = self._links[peer_id] = DrafterLink(self._around, at, self._tokens, on_change=self._changed)
                 self._lives[peer_id] = self._tasks.start(link.run(), f"drafter {at.name}")
-            link.at = at  # where it is dialled the next time
+            link.at = at  # address of the next dial
         for peer_id in self._links.keys() - listed.keys():
             self._let_go(self._links[peer_id])
 
     def open(self, opening: Opening, on_event: Callable[[DrafterState], None]) -> SessionDrafters:
-        """Have drafters take in what a session begins with. Waits for none: what a drafter does is told to
-        ``on_event`` on the event loop, never from within ``open`` or ``tell``."""
+        """Open a session at drafters, without waiting for them. ``on_event`` gets their events on the event loop, never
+        from within ``open`` or ``tell``."""
         session = SessionDrafters(self, opening, on_event, self._most)
         self.sessions.add(session)
         session.fill()
@@ -72,14 +73,14 @@ class Drafters:
         ]
 
     async def close(self) -> None:
-        """Let go of all drafters. Never raises."""
+        """Disconnect all drafters. Never raises."""
         self._closed = True
         for session in list(self.sessions):
             session.close()
         await self._tasks.stop()
 
     def best(self) -> list[DrafterLink]:
-        """Drafters at which a session may be opened, the best first: each session of others delays its drafts."""
+        """Drafters at which a session may be opened, best first. Sessions that a drafter has already count as delay."""
         there = [link for link in self._links.values() if link.free]
         return sorted(there, key=lambda link: link.model.token_s(USUAL_PASS_S, sessions=link.sessions))
 
@@ -93,8 +94,8 @@ class Drafters:
         return False
 
     def _let_go(self, link: DrafterLink) -> None:
-        """Dial a drafter no more that is neither there nor listed. One that misbehaved is kept: it does not begin anew
-        by another name."""
+        """Stop dialling a drafter that is neither connected nor listed. One that misbehaved is kept until its wait
+        ends, so that it cannot come back at once."""
         if not link.there and link.not_before <= self._around.world.clock.now():
             self._links.pop(link.at.peer_id, None)
             self._lives.pop(link.at.peer_id).cancel()
@@ -108,16 +109,15 @@ class Drafters:
 
 
 class SessionDrafters:
-    """The drafters of one session; it knows each by a number that is never used again in it. Nothing here blocks or
-    raises."""
+    """The drafters of one session, by numbers that are never reused in it. Its methods neither block nor raise."""
 
     def __init__(
         self, drafters: Drafters, opening: Opening, on_event: Callable[[DrafterState], None], most: int
     ) -> None:
         self._drafters, self._opening, self._on_event, self._most = drafters, opening, on_event, most
-        self._last = 0  # number of a drafter
+        self._last = 0  # number of the newest drafter
         self._open: dict[int, DraftSession] = {}  # by drafter
-        self._tried: set[DrafterLink] = set()  # each is asked once for one session
+        self._tried: set[DrafterLink] = set()  # each link is asked once per session
         self._were_ready: list[DraftSession] = []
         self._closed = False
 
@@ -138,7 +138,7 @@ class SessionDrafters:
                 self._were_ready.append(self._open[drafter])
             case DrafterLost(drafter):
                 link = self._open.pop(drafter).link
-                if not link.there:  # else the drafter refused this session
+                if not link.there:  # otherwise the drafter refused this session
                     self._tried.discard(link)
                 asyncio.get_running_loop().call_soon(self.fill)
         self._on_event(event)
@@ -152,11 +152,11 @@ class SessionDrafters:
             session.link.drop(ProtocolError(f"it drafts what cannot be: {reason}"))
 
     def facts(self) -> list[DrafterFacts]:
-        """Of every drafter that became ready in this session, also of those that were lost, and after ``close``."""
+        """Facts of every drafter that ever became ready in this session, also after ``close``."""
         return [session.facts() for session in self._were_ready]
 
     def close(self) -> None:
-        """Tell every drafter; no event comes any more. May be called twice."""
+        """Close the sessions at all drafters. No event comes any more. May be called twice."""
         if not self._closed:
             self._closed = True
             self._drafters.sessions.discard(self)

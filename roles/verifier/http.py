@@ -1,10 +1,10 @@
-"""The HTTP endpoint of a verifier: a listening socket, and what strangers may cost there.
+"""The HTTP endpoint of a verifier: a listening socket, and limits on what unknown clients may cost.
 
-Requests are answered by ``http_app`` in the running event loop; uvicorn speaks HTTP. Its ``Server.serve`` is not used:
-that would take the signals, which belong to whoever runs the process.
+``http_app`` answers requests in the running event loop; uvicorn speaks HTTP. ``Server.serve`` of uvicorn is not used,
+because it would take over the signals of the process.
 
-Bounds: connections in number; headers, bodies and answers in time (a client that does not read is cut off); headers and
-bodies in bytes. Nothing is logged, so no key is.
+Limits: number of connections; time for headers, bodies and answers (a client that does not read is cut off); size of
+headers and bodies. Nothing is logged, so no key is.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from wire.transport import TcpNetwork
 MOST_CONNECTIONS = 256
 MOST_HEADER_BYTES = 16 << 10
 HEADERS_S = 10.0
-"""Within which a connection's first request is here, and the rest of a request's headers."""
+"""Time limit for a connection's first request, and for the rest of a request's headers."""
 KEEP_ALIVE_S = 15
-"""How long a connection may be idle between two requests."""
+"""Longest idle time of a connection between two requests."""
 SEND_S = 30.0
-"""How long a client may leave unread what it is sent, once 64 KiB wait."""
+"""Longest time in which a client reads nothing while 64 KiB wait for it."""
 STOP_S = 1
-"""Within which clients hear that all ends."""
+"""Time limit for telling clients that the endpoint stops."""
 
 KEY_CHARS = range(16, 513)
 _MAKE_KEY = "make one: python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > FILE; chmod 600 FILE"
@@ -50,15 +50,15 @@ _MAKE_KEY = "make one: python3 -c 'import secrets; print(secrets.token_urlsafe(3
 async def serving_http(
     service: TextService, host: str, port: int, key: str | None = None, *, world: World
 ) -> AsyncIterator[tuple[str, int]]:
-    """Answer HTTP on ``host:port`` (port 0: any free one) while the body runs. Yields the address that was bound.
+    """Answer HTTP on ``host:port`` while the body runs. Yields the bound address. Port 0: any free port.
 
-    In the end texts under way are ended, and their clients told; that takes ``STOP_S`` at most.
+    At the end texts under way are ended and their clients told, within ``STOP_S``.
 
     Args:
-        key: what clients must show, as of ``read_key``. None is for the loopback only.
+        key: API key of clients, as from ``read_key``. None is allowed on the loopback only.
 
     Raises:
-        UserError: it cannot listen there, or may not without a key.
+        UserError: the address cannot be used, or needs a key.
     """
     sock = await listening(host, port, key)
     address: tuple[str, int] = sock.getsockname()[:2]
@@ -93,13 +93,13 @@ async def serving_http(
         app.stop()
         await server.shutdown(sockets=[sock])
         for connection in list(server.server_state.connections):
-            connection.transport.abort()  # of clients that do not read how it ended
+            connection.transport.abort()  # clients that do not read the last answer
         await app.settle(timeout_s=STOP_S)
 
 
 async def listening(host: str, port: int, key: str | None) -> socket.socket:
-    """A socket that listens. Arguments and errors as of ``serving_http``."""
-    # A machine that answers no more is given up by the kernel after a minute.
+    """A listening socket. Arguments and errors as of ``serving_http``."""
+    # The kernel gives up a machine that no longer answers after a minute.
     sock = await TcpNetwork(user_timeout_s=60.0).bound(host, port, option="--http")
     if not is_loopback(sock.getsockname()[0]) and key is None:
         sock.close()
@@ -111,18 +111,18 @@ async def listening(host: str, port: int, key: str | None) -> socket.socket:
 
 
 async def check_place(host: str, port: int, key_file: Path | None) -> None:
-    """Raise ``UserError`` where nothing could be answered at ``host:port`` with the key in this file; None: without."""
+    """Raise ``UserError`` if ``host:port`` cannot be served with the key in this file. None: without a key."""
     (await listening(host, port, None if key_file is None else read_key(key_file, lambda _: None))).close()
 
 
 def read_key(path: Path, warn: Callable[[str], None]) -> str:
-    """The API key in the file ``path``: its only line.
+    """Read the API key, the only line of the file ``path``.
 
     Args:
-        warn: told where other users of this machine may read it.
+        warn: called if other users of this machine may read the file.
 
     Raises:
-        UserError: there is none, or it is no key.
+        UserError: the file cannot be read or holds no key.
     """
     try:
         with path.open("rb") as file:
@@ -141,7 +141,7 @@ def read_key(path: Path, warn: Callable[[str], None]) -> str:
 
 
 class _Connection(H11Protocol):
-    """uvicorn's, with the deadlines that it lacks. Relied on: what asyncio calls."""
+    """uvicorn's connection with the deadlines that it lacks. Relies only on the methods that asyncio calls."""
 
     def __init__(self, *, app_state: dict[str, Any], **given: Any) -> None:
         super().__init__(app_state=app_state | {"connection": self}, **given)
@@ -159,8 +159,7 @@ class _Connection(H11Protocol):
         self._lost.set()
 
     async def cut_off(self) -> None:
-        """Raises ``CancelledError`` once the connection is lost: uvicorn answers what is no HTTP by itself, and
-        could not bear a second answer."""
+        """Abort, and raise ``CancelledError`` once the connection is lost: uvicorn must not send a second answer."""
         self.transport.abort()
         await self._lost.wait()
         raise asyncio.CancelledError
@@ -182,7 +181,7 @@ def _timed(app: ASGIApp) -> ASGIApp:
         connection: _Connection = scope["state"]["connection"]
 
         async def sent(message: Message) -> None:
-            if connection.transport.is_closing():  # nobody is there any more: there is nothing to answer
+            if connection.transport.is_closing():  # the client has left
                 await connection.cut_off()
             try:
                 async with asyncio.timeout(SEND_S):

@@ -1,7 +1,7 @@
-"""OpenAI's HTTP interface over a ``TextService``: what is answered to which request, and to whom nothing is.
+"""OpenAI's HTTP interface over a ``TextService``, as an ASGI application: routes, access, and answers.
 
-An ASGI application. A text is written while its client is there: when the connection ends, whatever is under way for it
-is cancelled, and its ``Writing`` closed at once.
+A text is written while its client is connected. When the connection ends, its work is cancelled and its ``Writing``
+closed at once.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from roles.verifier.http_requests import (
 from wire.address import is_loopback, parse_address
 
 MOST_BODY_BYTES = 2 << 20
-"""Of a request: a prompt of half a million tokens. JSON of so many bytes keeps the loop for some tenths of a
-second, if its author means harm."""
+"""Largest request body: a prompt of half a million tokens. Malicious JSON of this size blocks the loop for some tenths
+of a second."""
 BODY_S = 60.0
-"""Within which a body is here, once its headers are."""
+"""Time limit for a body after its headers."""
 STOPPING = "stopping"
 _HEALTH, _CHAT = "/health", "/v1/chat/completions"
 
 _EVENTS = {"content-type": "text/event-stream; charset=utf-8", "x-accel-buffering": "no"}
-"""Proxies that would collect events until there are many are told not to."""
+"""Headers of a stream. The second one tells proxies not to buffer events."""
 DONE = b"data: [DONE]\n\n"
 _ENDED = {"stop": "stop", "end": "stop", "length": "length"}
-"""Why a text ended, in OpenAI's words: it knows no difference between a stop string and the model's own end."""
+"""``Writing.ended`` → OpenAI's reason, which is the same for a stop string and the model's own end."""
 
 
 def event(said: dict[str, Any]) -> bytes:
@@ -61,13 +61,13 @@ def event(said: dict[str, Any]) -> bytes:
 
 
 def fingerprint(service: TextService) -> str:
-    """Changes with what may change the text: the model's files, and this program."""
+    """A digest of what may change the text: the model's files and the version of this program."""
     said = f"{__version__}\n{service.model}\n{service.created}"
     return "fp_" + hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()
 
 
 def model_card(service: TextService) -> dict[str, Any]:
-    """The model, as ``GET /v1/models`` tells of it; ``context_length`` is an extra."""
+    """The model as in ``GET /v1/models``; ``context_length`` is an extension."""
     card = {"id": service.model, "object": "model", "created": service.created, "owned_by": "p2ptrain"}
     return card | {"context_length": service.context}
 
@@ -80,10 +80,9 @@ class HttpApp:
     """The application.
 
     Args:
-        key: what clients must show; None: nothing.
-        local: only programs of this machine reach it. Then, without a key, requests are refused that a browser sends
-            for a page from elsewhere.
-        random: seeds for clients that name none.
+        key: API key of clients; None: none is needed.
+        local: only this machine reaches it. Without a key, browsers' requests for foreign pages are then refused.
+        random: source of seeds for requests without one.
     """
 
     def __init__(
@@ -118,18 +117,18 @@ class HttpApp:
             await self._app(scope, receive, send)
         except Problem as problem:
             await problem.response()(scope, receive, send)
-        except Exception as error:  # noqa: BLE001 - a mistake, which the client was told of as one
+        except Exception as error:  # a defect; Starlette has answered the client  # noqa: BLE001
             _tell(error)
 
     def stop(self) -> None:
-        """End all texts under way: their clients are told. Take no more."""
+        """End all texts under way and tell their clients. Refuse new requests."""
         self._stopping.set()
 
     async def settle(self, *, timeout_s: float) -> None:
         await self._closing.settle(timeout_s=timeout_s)
         await self._closing.stop()
 
-    # who may ask
+    # access
 
     def _let_in(self, request: HttpRequest) -> None:
         if self._stopping.is_set():
@@ -146,21 +145,22 @@ class HttpApp:
                 code="missing_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-        # Digests are of one length, and tell nothing of how much of a key was right.
+        # Digests have equal lengths, so the comparison does not reveal how much of a key was right.
         right = hmac.compare_digest(_digest(shown.strip().encode("latin-1", "replace")), self._key)
         if scheme.lower() != "bearer" or not right:
             raise Problem(401, "that is not the API key of this endpoint", code="invalid_api_key")
 
     def _refuse_pages(self, request: HttpRequest) -> None:
-        """A page from anywhere may make its reader's browser send requests to this machine (with its ``Origin``), and
-        call this machine by a name of its own, to read the answers (``Host``: DNS rebinding). Programs do neither."""
+        """Refuse requests that a browser sends for a foreign page. A page may make a browser send requests to this
+        machine (with its ``Origin``), and rename this machine to read the answers (``Host``: DNS rebinding). Programs
+        do neither."""
         remedy = "give the endpoint an API key if that is meant to be"
         if not _names_loopback(request.headers.get("host", "")):
             raise Problem(403, f"Host names another machine than this one: {remedy}", code="host_refused")
         if not all(_names_loopback(origin.partition("://")[2]) for origin in request.headers.getlist("origin")):
             raise Problem(403, f"pages from elsewhere may not ask here: {remedy}", code="origin_refused")
 
-    # what may be asked
+    # routes
 
     async def _health(self, request: HttpRequest) -> Response:
         return json_response({"status": "ok"})
@@ -185,8 +185,8 @@ class HttpApp:
             raise Problem(404, here, code="model_not_found", param="model")
 
     async def _body(self, request: HttpRequest) -> bytes:
-        """Raises ``Problem``: it is too large or too slow. One that is too large is read on, so that its sender hears
-        why."""
+        """Read the body. Raises ``Problem``: too large or too slow. A large one is read to its end, so that the client
+        gets the answer."""
         body, size = bytearray(), 0
         try:
             async with asyncio.timeout(BODY_S):
@@ -202,13 +202,14 @@ class HttpApp:
             raise Problem(413, large, code="request_too_large", headers={"connection": "close"})
         return bytes(body)
 
-    # while it is written
+    # writing
 
     async def close(self, writing: Writing) -> None:
         await asyncio.wait({self._closing.start(writing.close(), "close a writing")})
 
     async def while_wanted(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-        """``work``, cancelled where its client leaves. Raises what it raises, and ``Problem`` where all is to end."""
+        """Run ``work``; cancel it if its client leaves. Raises what it raises, and ``Problem`` if the endpoint
+        stops."""
         task = asyncio.create_task(work, name="write a text")
         left = asyncio.create_task(_left(receive), name="wait for a client to leave")
         stopping = asyncio.create_task(self._stopping.wait(), name="wait for the end of all")
@@ -226,8 +227,7 @@ class HttpApp:
 
 
 class _Reply:
-    """The answer to one request, an ASGI application: a client may leave at any point of it. ``created``: Unix
-    seconds."""
+    """The answer to one request, an ASGI application. Its client may leave at any point. ``created``: Unix seconds."""
 
     def __init__(self, app: HttpApp, asked: Request, *, chat: bool, created: int) -> None:
         self._app, self._asked, self._chat, self._created = app, asked, chat, created
@@ -243,7 +243,7 @@ class _Reply:
                 raise
             if not isinstance(error, P2PTrainError | Problem):
                 _tell(error)
-            # No [DONE]: the text is not whole.
+            # No [DONE]: the text is incomplete.
             await _send(send, event(problem_of(error).as_json()), more=False)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -269,7 +269,7 @@ class _Reply:
         for index, text in enumerate(self._asked.texts):
             writing = await self._app.service.write(text)
             try:
-                if not self._began:  # only now is it known that there will be something to stream
+                if not self._began:  # only now is it certain that the text begins
                     self._began = True
                     headers = HEADERS | _EVENTS | _left_out(writing)
                     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
@@ -290,7 +290,7 @@ class _Reply:
             await _send(send, event(self._frame("chat.completion.chunk") | usage))
         await _send(send, DONE, more=False)
 
-    # what is said
+    # formats
 
     def _whole_said(self, texts: list[tuple[str, str]], usage: dict[str, int]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
@@ -315,7 +315,7 @@ class _Reply:
 
 
 def _reason(writing: Writing) -> str:
-    """Why it ended. Raises ``Problem``: not by itself."""
+    """OpenAI's reason for the end of the text. Raises ``Problem``: the text was cancelled."""
     reason = _ENDED.get(writing.ended)
     if reason is None:
         raise _stops()
@@ -340,7 +340,7 @@ async def _told(request: HttpRequest, error: Exception) -> Response:
 
 
 async def _gone(request: HttpRequest, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody hears it
+    return Response(status_code=499)  # the client has left
 
 
 async def _not_routed(request: HttpRequest, error: HTTPException) -> Response:

@@ -1,9 +1,9 @@
-"""What a program may ask for over HTTP: the bodies of OpenAI's requests, as far as they mean something here.
+"""Requests over HTTP: the bodies of OpenAI's requests, as far as they apply here.
 
-Three kinds of parameters: those that are obeyed are fields; those that change nothing about the text are ignored
-(``IGNORED``); all others are refused with the reason, but for values that ask for nothing (``NOT_OBEYED``). To leave
-out silently what would have changed the text would be worse than to refuse. A ``Problem`` is what goes wrong, in the
-form in which OpenAI's clients expect it.
+There are three kinds of parameters. Obeyed ones are fields. Those that do not change the text are ignored
+(``IGNORED``). All others are refused with the reason, except for values that request nothing (``NOT_OBEYED``): ignoring
+a parameter that changes the text would be worse than a refusal. A ``Problem`` is an error in the form that OpenAI's
+clients expect.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ IGNORED = frozenset(
         "verbosity",
     }
 )
-"""Parameters that are about OpenAI's house or are hints: without them it is the same text."""
+"""Parameters for OpenAI's own service, and hints: the text is the same without them."""
 _PICKED = "a token is picked by temperature, top_k and top_p alone"
 _TEXT_ONLY = "text is all that is written"
 _NO_TOOLS = "this model is given no tools"
@@ -64,24 +64,24 @@ NOT_OBEYED: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), _TEXT_ONLY),
     "web_search_options": ((), "nothing is looked up"),
 }
-"""Parameters that would change the text: values of them that ask for nothing, and why others are refused."""
+"""Parameters that would change the text → values that request nothing, and why others are refused."""
 
 
 RETRY_AFTER_S = 2
-"""What a client is told to wait where it is too busy here: a text takes seconds, so a place is free soon."""
+"""Wait that is suggested to a client when all places are taken: a text takes seconds."""
 
 HEADERS = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
-"""Of every answer: no browser is to guess what it is, nobody to keep it."""
+"""Headers of every answer: browsers shall not guess the type, and caches shall not keep it."""
 
 
 class Problem(Exception):
-    """What a client is told instead of an answer.
+    """An error that a client receives.
 
     Args:
-        status: of HTTP.
-        message: for people, with what to do about it.
-        code: a stable word for programs, OpenAI's where it has one.
-        param: of the request, where one is at fault.
+        status: HTTP status.
+        message: text for people, with the remedy.
+        code: stable word for programs, OpenAI's if there is one.
+        param: the parameter at fault, if any.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class Problem(Exception):
 
 
 def json_bytes(said: Mapping[str, Any]) -> bytes:
-    """``said`` as JSON of ASCII letters only.
+    """Encode ``said`` as JSON in ASCII.
 
-    Half a surrogate pair has no UTF-8, and some clients take U+2028 for the end of a line, which is one of an event.
+    Half a surrogate pair has no UTF-8, and some clients take U+2028 for a line end, which would end an event.
     """
     return json.dumps(said, separators=(",", ":"), allow_nan=False).encode("ascii")
 
@@ -113,7 +113,7 @@ def json_response(said: Mapping[str, Any], *, status: int = 200, headers: Mappin
 
 
 def problem_of(error: Exception) -> Problem:
-    """What a client is told of ``error``: of one that nobody expected, nothing but that it was one."""
+    """The ``Problem`` for ``error``. Unexpected errors show no details."""
     if isinstance(error, Problem):
         return error
     if not isinstance(error, P2PTrainError):
@@ -132,12 +132,12 @@ def problem_of(error: Exception) -> Problem:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One that can be obeyed.
+    """A valid request.
 
     Attributes:
-        model: whose text is wanted.
-        texts: one for each, in order.
-        include_usage: the last event of a stream says how many tokens it were.
+        model: name of the wanted model.
+        texts: one per prompt, in order.
+        include_usage: the stream's last event has the token counts.
     """
 
     model: str
@@ -147,10 +147,10 @@ class Request:
 
 
 def read_completion(body: bytes, draw_seed: Callable[[], int]) -> Request:
-    """What the body of ``POST /v1/completions`` asks for. Raises ``Problem``.
+    """Parse the body of ``POST /v1/completions``. Raises ``Problem``.
 
     Args:
-        draw_seed: a seed for who names none.
+        draw_seed: makes a seed for a request without one.
     """
     given = _read(_Completion, body)
     prompts = [given.prompt] if isinstance(given.prompt, str) else given.prompt
@@ -158,11 +158,11 @@ def read_completion(body: bytes, draw_seed: Callable[[], int]) -> Request:
 
 
 def read_chat(body: bytes, draw_seed: Callable[[], int]) -> Request:
-    """What the body of ``POST /v1/chat/completions`` asks for; as ``read_completion``."""
+    """Parse the body of ``POST /v1/chat/completions``; as ``read_completion``."""
     given = _read(_Chat, body)
     for index, message in enumerate(given.messages):
         for name, value in (message.model_extra or {}).items():
-            if name != "name" and value not in (None, []):  # an answer of before may have empty fields of other kinds
+            if name != "name" and value not in (None, []):  # earlier answers may have empty fields
                 raise _refused(f"messages.{index}.{_shown(name)}", _TEXT_ONLY)
     if given.messages[-1].role != "user":
         raise _wrong("messages", "the last message must be a user's: the next one is written")
@@ -170,7 +170,7 @@ def read_chat(body: bytes, draw_seed: Callable[[], int]) -> Request:
 
 
 class _Given(BaseModel):
-    """What the body may say. No silent conversions; what is no field is looked at by ``_check_others``."""
+    """Fields of a body, without silent conversions. ``_check_other`` checks all other parameters."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -214,7 +214,7 @@ _SomeBody = TypeVar("_SomeBody", bound=_Body)
 
 
 class _Completion(_Body):
-    # Written one after the other.
+    # Prompts are written one after the other.
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=16, fail_fast=True)]
 
 
@@ -226,9 +226,9 @@ def _read(schema: type[_SomeBody], body: bytes) -> _SomeBody:
     try:
         given = schema.model_validate_json(body)
     except ValidationError as error:
-        # Of a list only its first mistake is told, so these are few.
+        # Lists report their first error only, so there are few.
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        # Of a union pydantic also names the type that it tried, which is no part of the request.
+        # For a union pydantic also names the type that it tried, which is not in the request.
         where = ".".join(
             str(part) for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part != "str")
         )

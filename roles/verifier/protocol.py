@@ -1,4 +1,4 @@
-"""Questions and refusals as they travel between a client and a verifier (``wire.text_messages``)."""
+"""Encoding of questions and refusals between a client and a verifier (``wire.text_messages``)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from roles.verifier.asking import TextRequest
 from wire import text_messages as wire
 
 MOST_BYTES = 4 << 20
-"""Of a question: a prompt of a million tokens."""
+"""Largest question: a prompt of a million tokens."""
 MOST_TURNS = 1024
 MOST_STOPS, STOP_CHARS = 16, 1024
 
@@ -35,11 +35,11 @@ _CODES: dict[str, type[P2PTrainError]] = {
     "failed": JobFailed,
     "protocol-error": ProtocolError,
 }
-"""The most particular class comes last of those that an error is one of."""
+"""Code → class. If an error has several of these classes, the last one counts, so subclasses come last."""
 
 
 def question(request: TextRequest) -> tuple[wire.Ask, bytes]:
-    """Encode a request. Raises ``UserError`` where it is more than a verifier takes."""
+    """Encode a request. Raises ``UserError``: it exceeds the limits."""
     texts = [turn.text.encode() for turn in request.turns] or [request.prompt.encode()]
     if (size_bytes := sum(map(len, texts))) > MOST_BYTES or len(texts) > MOST_TURNS:
         raise UserError(
@@ -64,7 +64,7 @@ def question(request: TextRequest) -> tuple[wire.Ask, bytes]:
 
 
 def size_untrusted(ask: wire.Ask) -> int:
-    """Bytes of the texts behind a question, before they are allocated. Raises ``ProtocolError``."""
+    """Size in bytes of a question's texts, checked before allocation. Raises ``ProtocolError``."""
     if not (len(ask.sizes) == len(ask.roles) <= MOST_TURNS or (len(ask.sizes) == 1 and not ask.roles)):
         raise ProtocolError(f"a question of {len(ask.sizes)} texts and {len(ask.roles)} turns")
     if not ask.sizes or min(ask.sizes) < 0 or (size_bytes := sum(ask.sizes)) > MOST_BYTES:
@@ -73,7 +73,7 @@ def size_untrusted(ask: wire.Ask) -> int:
 
 
 def request_untrusted(ask: wire.Ask, data: bytes | bytearray) -> TextRequest:
-    """Decode a question; ``data`` has ``size_untrusted`` bytes. Raises ``ProtocolError``: no client asks for that."""
+    """Decode a question. ``data`` has ``size_untrusted`` bytes. Raises ``ProtocolError``: no client sends it."""
     if len(ask.stop) > MOST_STOPS or not all(0 < len(text) <= STOP_CHARS for text in ask.stop):
         raise ProtocolError(f"{len(ask.stop)} stop strings; {MOST_STOPS} of {STOP_CHARS} characters are the most")
     if not 0 <= ask.max_new_tokens < 1 << 31:
@@ -110,7 +110,7 @@ def refused(error: P2PTrainError) -> wire.StreamRefused:
 
 
 def error_untrusted(message: wire.StreamRefused, who: str, more: str = "") -> P2PTrainError:
-    """What a verifier said, as the error that a person is shown. Never raises. ``more``: what is known beside it."""
+    """A verifier's refusal as an error for people. ``more``: text to add. Never raises."""
     text, remedy = f"{who}: {printable(message.reason)}{more}", printable(message.remedy)
     kind = _CODES.get(message.code)
     if kind is None or kind is ProtocolError:

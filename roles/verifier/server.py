@@ -1,6 +1,6 @@
-"""Answers clients that want text (purpose ``generate``): several questions of each at a time.
+"""Answers clients that want text (purpose ``generate``), several questions of each at a time.
 
-A caller that goes away takes its texts with it. One that reads slowly is sent no faster than it reads; its texts wait.
+When a client leaves, its texts end. A slow client is sent no faster than it reads; its texts wait.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from wire.handshake import RefusalCode
 from wire.messages import Hello, Message
 
 MOST_ASKED = 16
-"""Questions of one caller that are under way."""
+"""Most questions of one client under way."""
 UNSENT_BYTES = 1 << 16
-"""That may wait for a slow reader, before the next piece does."""
+"""Unsent bytes above which the next piece waits for a slow client."""
 READ_S = 60.0
-"""A caller that takes nothing for so long is dropped."""
+"""A client that reads nothing for so long is disconnected."""
 SENT_CHARS = 8192
-"""Of a piece, so that it fits a frame in any script."""
+"""Most characters in one message: a frame holds them in any script."""
 
 
 async def serve_texts(service: TextService, connection: Connection, hello: Hello) -> None:
-    """Answer one caller until it goes. Raises ``P2PTrainError`` where that was no goodbye."""
+    """Answer one client until it leaves. Raises ``P2PTrainError``: it did not leave in order."""
     caller = _Caller(service, connection)
     try:
         await caller.listen()
@@ -40,7 +40,7 @@ async def serve_texts(service: TextService, connection: Connection, hello: Hello
 
 
 class _CallerGone(Exception):
-    """The caller's connection is lost, which ``listen`` finds too. (A model may lose connections of its own.)"""
+    """The client's connection is lost; ``listen`` notices it, too. (A model may lose connections of its own.)"""
 
 
 class _Caller:
@@ -59,7 +59,6 @@ class _Caller:
                     await self._take(received.message, received.stream)
 
     async def _take(self, message: Message, stream: int) -> None:
-        """Raises ``ProtocolError`` where no correct client says this."""
         match message:
             case wire.Ask():
                 size_bytes = size_untrusted(message)
@@ -70,12 +69,12 @@ class _Caller:
                 if len(self._asked) >= MOST_ASKED:
                     text = f"{MOST_ASKED} questions of yours are under way"
                     error = Refused(RefusalCode.BUSY, text, remedy="wait for one")
-                    self._connection.send(refused(error), stream=stream)  # ``listen`` expects its loss
+                    self._connection.send(refused(error), stream=stream)  # ``listen`` handles a lost connection
                     return
                 self._asked[stream] = self.tasks.start(self._answer(stream, request), f"question {stream}")
                 self._asked[stream].add_done_callback(lambda _: self._forget(stream))
             case wire.StreamClose():
-                # The asker cannot know that it has ended; then nothing is done.
+                # The client may not know yet that the text has ended.
                 if (task := self._asked.get(stream)) is not None and stream not in self._stopped:
                     self._stopped.add(stream)
                     task.cancel()
@@ -83,7 +82,7 @@ class _Caller:
                 raise ProtocolError(f"a client does not say {type(message).__name__} to a verifier")
 
     def _forget(self, stream: int) -> None:
-        if self._asked.pop(stream).cancelled() and stream in self._stopped:  # before it began to be written
+        if self._asked.pop(stream).cancelled() and stream in self._stopped:  # cancelled before it began
             with suppress(_CallerGone):
                 self._say(wire.Written("cancelled", {}), stream)
         self._stopped.discard(stream)
@@ -105,7 +104,7 @@ class _Caller:
                 last = refused(error)
             except _CallerGone:
                 return
-            except Exception as mistake:  # of this program: nobody shall wait for the rest of its text  # noqa: BLE001
+            except Exception as mistake:  # a defect of this program: the client must not wait  # noqa: BLE001
                 last = refused(failed(mistake))
             with suppress(_CallerGone):
                 self._say(last, stream)

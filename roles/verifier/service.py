@@ -1,7 +1,7 @@
-"""Texts from a model and its drafters, for whoever asks: the ``TextService`` over a target.
+"""The ``TextService`` over a target: writes texts with a model and its drafters.
 
-So many texts are written at a time; others wait, and are told when that takes too long. A conversation's next question
-begins with what the model has computed for the one before: that is kept for a while, and is not computed again.
+A limited number of texts is written at a time. Others wait, and are refused if that takes too long. What the model
+computed for a conversation is kept for a while, so that the next question does not compute it again.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from roles.verifier.targets import Target, TargetSession
 from wire.handshake import RefusalCode
 
 CONVERSATION_POSITIONS = 4096
-"""Of a conversation's session, at least, where the model knows as many: the next question fits, too."""
+"""Least length of a conversation's session, if the context allows it, so that the next question fits, too."""
 WARM_UP = (8, 9)
-"""Positions of a prompt, and steps of which the median counts, before anybody asks."""
+"""Before the first request: positions of a prompt, and steps whose median is measured."""
 LEAST_KEPT = 16
-"""Positions that are worth to be found again."""
+"""Least number of computed positions that is worth keeping."""
 _ROLES = (SYSTEM, USER, ASSISTANT)
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
-    """What a person chose.
+    """Settings that a person chooses.
 
     Attributes:
-        sessions: texts written at a time. waiting: more of them that wait, each for ``wait_s`` at most.
-        positions: that one may have, prompt included; 0: as many as the model knows.
-        kept: conversations whose computed part is kept for the next question. kept_s: for so long.
-        most_drafts: that a pass takes; how many are of use it finds out by itself.
+        sessions: texts written at a time. waiting: most requests that wait, each for ``wait_s`` at most.
+        positions: largest length of a text, prompt included; 0: the model's context.
+        kept: most conversations whose computed part is kept. kept_s: for how long.
+        most_drafts: most drafts in a pass; the cost model may use fewer.
     """
 
     sessions: int = 4
@@ -61,7 +61,7 @@ class ServiceOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request, as token ids and numbers. ``grows``: it is a conversation, and goes on."""
+    """A request as token ids and numbers. ``grows``: it is a conversation, which may continue."""
 
     ids: list[int]
     max_new_tokens: int
@@ -73,7 +73,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptSession:
-    """A target's session, what it was opened for, and the ids that it has computed."""
+    """A target's session with the ids that it has computed, and the arguments of its opening."""
 
     session: TargetSession
     positions: int
@@ -81,7 +81,8 @@ class KeptSession:
     ids: tuple[int, ...] = ()
 
     def usable(self, ids: Sequence[int], positions: int, sampling: Sampling) -> int:
-        """How much of the beginning of ``ids`` it has; 0 where another conversation may still want it."""
+        """Length of the prefix of ``ids`` that it has; 0: it does not fit, or another conversation may still need
+        it."""
         same = common_prefix(self.ids, ids)
         fits = self.positions >= positions and self.sampling == sampling and not self.session.lost
         return same if fits and same >= LEAST_KEPT and 2 * same >= len(self.ids) else 0
@@ -89,7 +90,7 @@ class KeptSession:
 
 @dataclass(slots=True)
 class _Running:
-    """A text under way, and what it is written in. ``came_before``: tokens that the rate has seen."""
+    """A text under way, and its target session. ``came_before``: tokens already counted in the rate."""
 
     opened: KeptSession
     speculates: bool
@@ -100,13 +101,13 @@ class VerifierService:
     """A ``TextService``.
 
     Args:
-        text: the model's text side; its context becomes what a session may have here.
-        form: of conversations; None: it is read when the first one comes.
-        model: its name, for people and programs. created: Unix seconds, of its files.
+        text: the model's tokenizer side; its context is set to the largest length of a session here.
+        form: format of conversations; None: read with the first conversation.
+        model: name for people and programs. created: Unix time of its files.
         on_change: called when a text begins or ends.
 
     Attributes:
-        kept: sessions that nobody uses now, the oldest first. cost_model: what its texts have learned of drafters.
+        kept: unused sessions, oldest first. cost_model: what its texts have learned of drafters.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class VerifierService:
         self._target, self._text, self._form = target, text, form
         self._drafters = drafters
         self._now = world.clock.now
-        self._thread = world.threads.start("text")  # a long prompt takes a second to become ids
+        self._thread = world.threads.start("text")  # tokenizing a long prompt takes a second
         self._places, self._waiting = asyncio.Semaphore(self._options.sessions), 0
         self.kept: list[KeptSession] = []
         self._closing = Background()
@@ -144,8 +145,8 @@ class VerifierService:
         self._on_change = on_change
 
     async def warm_up(self) -> None:
-        """Compute a little before anybody asks: what drafters are worth is held against what a step takes now, while
-        none works. Raises ``P2PTrainError``: the model cannot."""
+        """Measure a step before the first request, while no drafter works, to judge drafters by. Raises
+        ``P2PTrainError``."""
         prompt, steps = WARM_UP
         if self.context is not None and self.context < prompt + steps:
             return
@@ -181,7 +182,7 @@ class VerifierService:
             raise
 
     def figures(self) -> dict[str, float]:
-        """How it fares, by name: totals, the rate of the last seconds, and of late ``stats.figures_of``."""
+        """Figures by name: totals, the rate of the last seconds, and recent values as of ``stats.figures_of``."""
         now = self._now()
         running = list(self._running)
         for session in running:
@@ -195,7 +196,7 @@ class VerifierService:
         return figures | counts | figures_of(self._recent.grown, self.cost_model.step_s)
 
     def drafters(self) -> list[tuple[Connected, float | None]]:
-        """Those that there are, and which share of the right drafts of late was theirs; None where none was right."""
+        """Connected drafters, each with its share of the recent right drafts; None: there were none."""
         shares = shares_of(self._recent.grown)
         there = self._drafters.connected() if self._drafters is not None else []
         return [(each, shares.get(each.peer_id, 0.0) if shares else None) for each in there]
@@ -208,7 +209,7 @@ class VerifierService:
         return self._target.facts()
 
     async def close(self) -> None:
-        """End all texts. The target stays. Never raises."""
+        """End all texts. The target stays open. Never raises."""
         self._closed = True
         if self._running:
             await asyncio.gather(*(session.end(_leaving()) for session in list(self._running)))
@@ -220,7 +221,7 @@ class VerifierService:
     # ------------------------------------------------------------------------------------------------------- beginning
 
     async def _enter(self) -> None:
-        """Take a place among those that write, in the order in which they ask. Raises ``Refused``: it is too busy."""
+        """Wait for a place, in the order of requests. Raises ``Refused``: too busy."""
         options = self._options
         busy = f"{options.sessions} texts are being written, and {self._waiting} wait"
         remedy = "try again in a few seconds, or start another verifier"
@@ -255,16 +256,12 @@ class VerifierService:
         return Prepared(ids, most, left_out, writer, sampling, grows=True)
 
     def _most(self, taken: int) -> int:
-        """New tokens that there is room for; one at least, so that who asks hears what is too long."""
+        """New tokens that fit. At least one, so that the check of the length reports a prompt that is too long."""
         return max(1, (self.context or CONVERSATION_POSITIONS + taken) - taken)
 
     async def _opened(self, prepared: Prepared) -> tuple[KeptSession, int]:
-        """A session of the target, and how much of the prompt it has. Where memory is short, kept sessions are closed
-        for it, and texts under way are waited for.
-
-        Raises:
-            P2PTrainError: as ``Target.open``.
-        """
+        """A session of the target, and the number of prompt positions that it has. If memory is short, close kept
+        sessions, then wait for texts. Raises as ``Target.open``."""
         ids, needs, sampling = prepared.ids, len(prepared.ids) + prepared.max_new_tokens, prepared.sampling
         for lost in [kept for kept in self.kept if kept.session.lost]:
             self._let_go(lost)
@@ -289,8 +286,8 @@ class VerifierService:
                 return KeptSession(session, room, sampling), 0
 
     async def _free_memory(self, problem: P2PTrainError) -> None:
-        """Close the oldest kept session, else wait until a text ends. Raises ``problem`` where neither can help, and
-        ``Refused`` where it takes too long."""
+        """Close the oldest kept session, else wait until a text ends. Raises ``problem``: neither is possible.
+        ``Refused``: the wait is too long."""
         if self.kept:
             self._let_go(self.kept[0])
         if len(self._closing):

@@ -1,7 +1,7 @@
-"""One text under way: carries out what the session's core wants, and gives pieces of text out as they come.
+"""One text under way: carries out the instructions of the session's core, and yields pieces of text as they come.
 
-The core says what the target is to compute, one pass at a time. Events of drafters reach the core at once.
-Where nobody takes the pieces, the next pass waits: a slow reader holds back its own text, and no memory grows.
+The core decides what the target computes, one pass at a time. Events of drafters reach the core at once. While the
+pieces are not read, the next pass waits. So a slow reader delays only its own text, and memory stays bounded.
 """
 
 from __future__ import annotations
@@ -25,23 +25,20 @@ from roles.verifier.stats import Sums, WritingStats, sums_of
 from roles.verifier.targets import TargetSession
 
 MOST_PIECES = 64
-"""That may wait for who reads them."""
+"""Unread pieces after which the next pass waits."""
 PATIENCE_S = 2.0
-"""For a pass under way when no more is wanted: when it ended, its session can be used again."""
+"""Time for a pass under way to end after a cancel: then its session can be used again."""
 READER_S = 120.0
-"""Who takes nothing for so long does not read any more."""
+"""A text whose reader takes nothing for so long is ended."""
 
 
 class TextSession:
-    """A ``Writing``; see there.
+    """A ``Writing``.
 
     Args:
-        prompt: its ids. cached: the first so many of them the target's session has already.
+        prompt: ids of the prompt. cached: the first so many of them are in the target's session already.
         model, most_drafts: as of ``Verifying``.
-        on_end: called once, when nothing is computed any more: whether the target's session can be used again.
-
-    Attributes:
-        core: for who asks how far it is.
+        on_end: called once, when no pass is under way any more, with whether the target's session can be used again.
     """
 
     def __init__(
@@ -75,7 +72,7 @@ class TextSession:
         self._pieces: deque[Piece] = deque()
         self._pending: deque[ev.VerifierEvent] = deque()
         self._handling = False
-        self._run: ev.Run | None = None  # asked for by the core
+        self._run: ev.Run | None = None  # requested by the core
         self._news, self._taken, self._asked = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._error: P2PTrainError | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -84,8 +81,7 @@ class TextSession:
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, drafters: Drafters | None, *, positions: int, sampling: Sampling) -> None:
-        """Compute from now on. ``drafters``: None: the model writes alone. ``positions``: that the session may grow
-        to."""
+        """Start computing. ``drafters``: None: the model writes alone. ``positions``: largest length of the session."""
         assert self._task is None
         if drafters is not None:
             opening = Opening(self.core.history, self.prompt_tokens, positions, sampling, self.core.opening_depth)
@@ -105,7 +101,7 @@ class TextSession:
             if self.ended:
                 raise StopAsyncIteration
             self._news.clear()
-            await self._news.wait()  # each pass has its deadline
+            await self._news.wait()  # each pass has a deadline
         self._taken.set()
         return self._pieces.popleft()
 
@@ -116,7 +112,7 @@ class TextSession:
         return sums_of(self.core.stats, self._stats.spent_s, self._facts(), self.core.right_of)
 
     async def end(self, error: P2PTrainError) -> None:
-        """``close``, where whoever reads it did not want that: it is told so. Never raises."""
+        """Close with an error for the reader. Never raises."""
         if not self._over:
             self._error = error
         await self.close()
@@ -143,7 +139,7 @@ class TextSession:
             while self._pending:
                 for instruction in self.core.handle(self._pending.popleft(), self._now()):
                     self._carry_out(instruction)
-        except Exception as mistake:  # of this program: nobody shall wait for what it was to do  # noqa: BLE001
+        except Exception as mistake:  # a defect of this program: the reader must not wait  # noqa: BLE001
             self._fail(failed(mistake))
         finally:
             self._handling = False
@@ -175,7 +171,7 @@ class TextSession:
         self._pieces.append(Piece(text, tuple(tokens[:taken])))
         self._news.set()
         if self._writer.ended == "stop":
-            self._pending.append(ev.Cancel())  # a stop string: the core knows ids only
+            self._pending.append(ev.Cancel())  # a stop string, which the core does not know
 
     def _finish(self, reason: str) -> None:
         if rest := self._writer.finish():
@@ -215,7 +211,7 @@ class TextSession:
                 self.event(ev.PassDone(passed.tokens, passed.took_s))
         except P2PTrainError as error:
             self._fail(error)
-        except Exception as mistake:  # of this program: the reader is to hear of it  # noqa: BLE001
+        except Exception as mistake:  # a defect of this program: the reader gets the error  # noqa: BLE001
             self._fail(failed(mistake))
         finally:
             self._leave()
@@ -232,15 +228,15 @@ class TextSession:
         self._on_end(self, clean and bool(self.core.tokens))
 
     async def _next_run(self) -> ev.Run | None:
-        """What is to be computed, as soon as there is room for what comes of it; None where nothing is any more.
+        """The next run, once there is room for its tokens; None: the text has ended.
 
         Raises:
-            DeadlineExceeded: nobody reads.
+            DeadlineExceeded: the pieces are not read.
         """
         while not self._over:
             if self._run is None:
                 self._asked.clear()
-                await self._asked.wait()  # the core ends it: it always has a pass to ask for, or a deadline
+                await self._asked.wait()  # the core ends this wait: it has a pass or a deadline
             elif len(self._pieces) >= MOST_PIECES:
                 self._taken.clear()
                 try:

@@ -1,4 +1,4 @@
-"""How a text came about, and how a verifier fares, in figures for people and programs."""
+"""Figures of one text and of a verifier, for people and programs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from roles.speculation.verifying import PLACES, Stats
 from roles.verifier.drafter_link import DrafterFacts
 
 MOST_TOLD = 32
-"""Drafters of one text, those that were right most often: figures have to fit a message, whoever came."""
+"""Most drafters in the figures of a text, the most often right ones: the figures must fit a message."""
 RECENT_TOKENS = 512
-"""Figures of late are of about so many."""
+"""Approximate window of recent figures, in tokens."""
 BY = "by "
-"""Before the peer id of a drafter: drafts of its that were right and in a pass."""
+"""Prefix of a drafter's peer id: its right drafts in passes."""
 PARTS = ("verify", "draft", "wait")
 _COUNTS = ("passes", "self_steps", "drafted", "verified", "accepted", "wasted")
 
 Sums = Mapping[str, float]
-"""Of one text, or of all of them: they only grow."""
+"""Sums of one text or of all texts. They never decrease."""
 
 
 class WritingStats:
-    """Of one text.
+    """Figures of one text.
 
     Args:
-        core: its session's sums.
-        cached_tokens: of the prompt, that were there already.
+        core: sums of its session.
+        cached_tokens: tokens of the prompt that were computed before.
     """
 
     def __init__(self, core: Stats, *, began_at: float, prompt_tokens: int, cached_tokens: int) -> None:
@@ -37,13 +37,13 @@ class WritingStats:
         self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
         self._tokens = 0
         self._asked_at = 0.0
-        self._turns_s = 0.0  # behind the first token; of others, or of whoever reads
+        self._turns_s = 0.0  # after the first token: turns of other texts, or the reader
 
     def asked(self, now: float) -> None:
         self._asked_at = now
 
     def passed(self, now: float, took_s: float, *, prefill: bool) -> None:
-        """The pass is done. What it took longer than the model was others' turn, or that of whoever reads."""
+        """Record the end of a pass. Time beyond the model's own was spent on other texts' turns or on the reader."""
         if not prefill:
             self._turns_s += max(0.0, now - self._asked_at - took_s)
 
@@ -55,8 +55,8 @@ class WritingStats:
 
     @property
     def spent_s(self) -> dict[str, float]:
-        """Seconds of the tokens behind the first: all of them, and by what they were spent on: computing, waiting for
-        drafts, and waiting for the model's turn or the reader."""
+        """Seconds of the tokens after the first: in all, computing, waiting for drafts, and waiting for a turn or the
+        reader."""
         core = self._core
         writing_s = self._last_at - self._first_at
         return {"all": writing_s, "verify": core.verify_s, "draft": core.wait_s, "wait": self._turns_s}
@@ -65,8 +65,8 @@ class WritingStats:
         self._ended_at = now if self._ended_at is None else self._ended_at
 
     def as_map(self, now: float, drafters: Sequence[DrafterFacts], right_of: Mapping[int, int]) -> dict[str, Any]:
-        """All of it. Milliseconds are of a token behind the first, which is the prompt's; None if there is none.
-        ``right_of``: drafts of each drafter that were right and in a pass."""
+        """All figures. Milliseconds are per token after the first, which belongs to the prompt; None: there is none.
+        ``right_of``: right drafts in passes, by drafter."""
         core, after, writing_s = self._core, self._tokens - 1, self.spent_s["all"]
         figures = figures_of(sums_of(core, self.spent_s, drafters, right_of), 0.0)
         named = (
@@ -97,7 +97,7 @@ def _told(drafters: Sequence[DrafterFacts], right_of: Mapping[int, int]) -> list
     found: dict[str, dict[str, Any]] = {}
     for each in drafters:
         told = asdict(each) | {"accepted": right_of.get(each.drafter, 0)}
-        del told["drafter"]  # a number of this session only
+        del told["drafter"]  # a number within this session
         if (before := found.get(each.peer_id)) is not None:
             told |= {name: told[name] + before[name] for name in ("bytes_in", "bytes_out", "accepted")}
         found[each.peer_id] = told
@@ -110,7 +110,7 @@ def sums_of(
 ) -> Sums:
     sums: dict[str, float] = {
         "tokens": core.tokens,
-        "after": core.tokens - bool(core.tokens),  # behind the first one, which is the prompt's
+        "after": core.tokens - bool(core.tokens),  # after the first token, which belongs to the prompt
         "passes": core.passes,
         "alone": core.self_steps,
         "drafted": core.drafted,
@@ -135,14 +135,14 @@ def added(sums: Iterable[Sums]) -> dict[str, float]:
 
 
 class Recent:
-    """What the sums of all texts with drafters grew by of late: what was long ago fades as tokens come."""
+    """Recent growth of the sums of all texts with drafters. Older growth fades as tokens come."""
 
     def __init__(self) -> None:
         self.grown: dict[str, float] = {}
         self._known: Sums = {}
 
     def note(self, sums: Sums, step_s: float) -> None:
-        """The sums as they are now. ``step_s``: of a step of the verifier alone, now; 0: it is not known."""
+        """Add the current sums. ``step_s``: current time of a step of the verifier alone; 0: unknown."""
         more = {name: value - self._known.get(name, 0.0) for name, value in sums.items()}
         self._known = sums
         if step_s > 0:
@@ -156,16 +156,16 @@ class Recent:
 
 
 def figures_of(grown: Sums, step_s: float) -> dict[str, float]:
-    """Figures for people and programs, of what is known.
+    """Figures for people and programs, as far as known.
 
     Args:
-        step_s: of a step of the verifier alone, now; 0: it is not known.
+        step_s: current time of a step of the verifier alone; 0: unknown.
 
     Returns:
-        ``alpha``, and by place in the pass ``right_at_1`` and so on; ``accepted_length`` in tokens a pass;
-        ``alone_share`` of the passes that had no drafts; ``wasted_share`` of the drafts; ``bytes_per_token``;
-        ``token_ms`` and its parts, as of ``WritingStats.as_map``; ``alone_ms`` that each would have taken without
-        drafts, and ``speed_up``: how many times as fast the model's passes gave tokens.
+        ``alpha``, and by place in the pass ``right_at_1`` and so on; ``accepted_length`` in tokens per pass;
+        ``alone_share``: passes without drafts; ``wasted_share`` of the drafts; ``bytes_per_token``;
+        ``token_ms`` and its parts, as of ``WritingStats.as_map``; ``alone_ms``: time per token without drafts;
+        ``speed_up``: rate of tokens from the model's passes, relative to that without drafts.
     """
     found: dict[str, float] = {}
 
@@ -189,7 +189,7 @@ def figures_of(grown: Sums, step_s: float) -> dict[str, float]:
     if after > 0:
         found["rest_ms"] = max(0.0, found["token_ms"] - sum(found[f"{name}_ms"] for name in PARTS))
     compared, alone_s = grown.get("compared", 0.0), grown.get("alone_s", 0.0)
-    if compared >= 16:  # of fewer tokens a single slow pass would decide it
+    if compared >= 16:  # with fewer tokens one slow pass would dominate
         share("speed_up", alone_s, grown.get("compared_s", 0.0))
         share("alone_ms", 1e3 * alone_s, compared)
     elif step_s > 0:

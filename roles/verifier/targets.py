@@ -27,13 +27,13 @@ from wire.handshake import RefusalCode
 T = TypeVar("T")
 
 OnBytes = Callable[[int, int], None]
-"""Told of (bytes placed, bytes in all)."""
+"""Callback (bytes placed, total bytes)."""
 _CLOSE_REMEDY = "try again when other texts are finished"
 
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """What came of a pass: its picks, and how long it took from when its turn came."""
+    """The result of a pass: its samples, and its duration from the begin of its turn."""
 
     tokens: tuple[int, ...]
     took_s: float
@@ -44,20 +44,20 @@ class TargetSession(Protocol):
 
     @property
     def lost(self) -> bool:
-        """It failed, whether it was used or not, and is only to be closed."""
+        """The session has failed, in use or not, and can only be closed."""
 
     async def run(self, *, keep: int, ids: Sequence[int], samples: int, sample_index: int, prefill: bool) -> Passed:
-        """Cut the history to ``keep`` positions, take ``ids`` more (2048 at most), pick for the last ``samples`` of
-        them.
+        """Cut the history to ``keep`` positions, append up to 2048 ``ids``, and sample at the last ``samples``
+        positions.
 
-        One at a time. Cancelling it leaves the session unusable but for ``close``.
+        One pass at a time. After a cancelled pass the session can only be closed.
 
         Raises:
-            P2PTrainError: it could not be computed; the session is to be closed.
+            P2PTrainError: the pass failed; the session is to be closed.
         """
 
     async def close(self) -> None:
-        """Forget it. Never raises."""
+        """Release the session. Never raises."""
 
 
 class Target(Protocol):
@@ -65,8 +65,8 @@ class Target(Protocol):
 
     Attributes:
         vocab_size: token ids are below it.
-        context: positions that it knows; None: nobody says.
-        label: its name, for people.
+        context: most positions; None: unknown.
+        label: name for people.
     """
 
     vocab_size: int
@@ -74,20 +74,20 @@ class Target(Protocol):
     label: str
 
     async def open(self, *, positions: int, sampling: Sampling) -> TargetSession:
-        """Begin a session of at most so many positions.
+        """Open a session of at most ``positions`` positions.
 
         Raises:
-            UserError: the model knows fewer positions, or the memory for caches is smaller than this one.
-            Refused: too many sessions are open, or their caches leave too little.
+            UserError: more positions than the model's context, or than fit the memory for caches.
+            Refused: too many sessions are open, or their caches leave too little memory.
             ResourceError: there is too little memory.
             NetworkError: a stage is lost without a spare; it may come back.
         """
 
     def facts(self) -> dict[str, Any]:
-        """What is known of where and how it computes, for programs."""
+        """Where and how the model computes, for programs."""
 
     async def close(self) -> None:
-        """Let it go. Never raises."""
+        """Release the model. Never raises."""
 
 
 def _check_positions(positions: int, context: int | None) -> None:
@@ -104,13 +104,13 @@ def _check_positions(positions: int, context: int | None) -> None:
 
 
 class WholeTarget:
-    """A ``Target`` on one compute thread. Its sessions take turns, one pass each, in the order in which they ask.
+    """A ``Target`` on one compute thread. Its sessions take turns in the order of their requests, one pass each.
 
     Args:
-        engine: of all layers. compute: the thread on which it was made; it ends with this target.
-        context: positions that the model knows; None: nobody says.
-        max_sessions: at a time.
-        cache_bytes: of all sessions together; 0: what the engine finds free.
+        engine: engine of all layers. compute: the thread on which it was made; it ends with this target.
+        context: most positions; None: unknown.
+        max_sessions: most sessions at a time.
+        cache_bytes: limit of all sessions' caches together; 0: what the engine finds free.
     """
 
     def __init__(
@@ -127,20 +127,20 @@ class WholeTarget:
         self.vocab_size, self.context, self.label = engine.vocab_size, context, label
         self.engine, self._compute, self._clock = engine, compute, clock
         self._max_sessions, self._cache_bytes = max_sessions, cache_bytes
-        self._promised: dict[str, int] = {}  # by session, of its cache; until the engine has let it go
+        self._promised: dict[str, int] = {}  # cache bytes by session, until the engine has closed it
         self.sessions: set[WholeSession] = set()
-        self._turn = asyncio.Lock()  # who waits for it is served in order
+        self._turn = asyncio.Lock()  # the lock serves its waiters in order
         self._closed = False
 
     async def open(self, *, positions: int, sampling: Sampling) -> WholeSession:
-        """As ``Target.open``; the session's cache is allocated now."""
+        """As ``Target.open``. Allocates the session's cache."""
         name, need_bytes = new_id(), positions * self.engine.cache_position_bytes
         self._check(positions, need_bytes)
         self._promised[name] = need_bytes
         try:
             await self.in_turn(partial(self.engine.open, name, positions=positions, sampling=sampling))
         except BaseException:
-            await self.forget(name)  # it may be open by now, where the caller was cancelled
+            await self.forget(name)  # after a cancel it may be open
             raise
         session = WholeSession(self, name)
         self.sessions.add(session)
@@ -165,7 +165,7 @@ class WholeTarget:
             self._compute.close()
 
     async def forget(self, name: str) -> None:
-        """Close a session behind what is under way. Never raises."""
+        """Close a session after the call under way. Never raises."""
         closing = asyncio.ensure_future(self.in_turn(partial(self.engine.close, name)))
         closing.add_done_callback(lambda done: self._forgotten(name, done))
         await asyncio.wait([closing])
@@ -188,8 +188,8 @@ class WholeTarget:
             raise Refused(RefusalCode.BUSY, text, remedy=_CLOSE_REMEDY)
 
     async def in_turn(self, call: Callable[[], T]) -> tuple[T, float]:
-        """Run ``call`` on the compute thread; returns its result and the seconds that it took. The turn lasts until the
-        call is over, whether anybody still waits for it or not: else the next call's seconds would include its rest."""
+        """Run ``call`` on the compute thread; return its result and its duration in seconds. The turn lasts until the
+        call ends, even if the caller was cancelled: else the next call's duration would include its rest."""
         await self._turn.acquire()
         began, ended = self._clock.now(), 0.0
 
@@ -198,7 +198,7 @@ class WholeTarget:
             ended = self._clock.now()
             self._turn.release()
             if not done.cancelled():
-                done.exception()  # asked for, so that nobody misses it where the caller was cancelled
+                done.exception()  # retrieved, so that asyncio does not warn after a cancel
 
         future = self._compute.submit(call)
         future.add_done_callback(over)
@@ -212,16 +212,14 @@ class WholeTarget:
 
 
 class WholeSession:
-    """A session of a ``WholeTarget``, which makes it."""
-
-    lost = False  # nothing fails but a pass, and who asked for it is told
+    lost = False  # only a pass can fail, and its caller gets the error
 
     def __init__(self, target: WholeTarget, name: str) -> None:
         self._target, self._name = target, name
         self._running = self._closed = False
 
     async def run(self, *, keep: int, ids: Sequence[int], samples: int, sample_index: int, prefill: bool) -> Passed:
-        """See ``TargetSession``; ``prefill`` makes no difference here."""
+        """See ``TargetSession``. ``prefill`` has no effect here."""
         if self._running or self._closed:
             raise RuntimeError("a session that is closed, or runs already, was given a pass")
         self._running = True
@@ -230,11 +228,10 @@ class WholeSession:
         engine = self._target.engine
         wanted = Pass(keep, memoryview(encode_ids(ids)), len(ids), IDS, engine.encoding, samples, sample_index)
         ran, took_s = await self._target.in_turn(partial(engine.run, self._name, wanted))
-        self._running = False  # not where it failed or was cancelled: then it is only to be closed
+        self._running = False  # stays True after an error or a cancel: then it can only be closed
         return Passed(ran.tokens, took_s)
 
     async def close(self) -> None:
-        """Forget it, behind a pass that is under way. Never raises."""
         if not self._closed:
             self._closed = True
             self._target.sessions.discard(self)
@@ -249,10 +246,10 @@ async def load_whole_engine(
     dtype: str = "",
     on_bytes: OnBytes = lambda done_bytes, total_bytes: None,
 ) -> tuple[StageEngine, int | None]:
-    """Load the model in ``directory``; returns its engine and its context. Cancelling it ends it at the next piece.
+    """Load the model in ``directory``; return its engine and its context. A cancel stops it at the next piece.
 
     Args:
-        compute: the thread on which it computes from now on.
+        compute: the thread on which the model computes.
         device, dtype: as of ``compute.served_part.load_whole``.
         on_bytes: called in the event loop.
 
@@ -269,7 +266,7 @@ async def load_whole_engine(
     def load() -> tuple[StageEngine, int | None]:
         if (timed := timed_model_in(directory)) is not None:
             return timed, timed.context
-        from p2ptrain.compute.served_part import load_whole  # here: torch takes seconds
+        from p2ptrain.compute.served_part import load_whole  # imported here: torch takes seconds to load
 
         part = load_whole(directory, device=device, dtype=dtype, on_bytes=told)
         return part, part.context
@@ -286,7 +283,7 @@ async def load_whole_engine(
 
 @dataclass(slots=True)
 class PassTimes:
-    """Sums over the passes of a chain. Those that compute a prompt count apart; those that were mended do not."""
+    """Sums over the passes of a chain. Prompts are counted separately, and passes with a mending are not counted."""
 
     tokens: int = 0
     took_s: float = 0.0
@@ -309,18 +306,18 @@ class PassTimes:
 class ChainTarget:
     """A ``Target`` whose model is split over workers: the verifier is the client of a chain of stages.
 
-    Several sessions are in the chain at once, each at another stage. A stage that is lost is replaced while a pass is
-    under way, and its picks are the same; the pass takes as long as that takes.
+    Several sessions are in the chain at once, at different stages. If a stage is lost during a pass, the pass takes
+    longer and gives the same samples.
 
     Args:
-        chain: loaded; it is closed with this target, its replica is not.
-        context: positions that the model knows; None: nobody says.
-        max_sessions: at a time.
-        encoding, prefill_encoding: of hidden states, as of ``Chain.open``. Smaller ones than the chain's own change
-            the text.
+        chain: a loaded chain. It is closed with this target; the workers keep their parts.
+        context: most positions; None: unknown.
+        max_sessions: most sessions at a time.
+        encoding, prefill_encoding: of hidden states, as of ``Chain.open``. Smaller ones than the default change the
+            text.
 
     Attributes:
-        times: of all passes of its sessions.
+        times: sums over all passes of its sessions.
     """
 
     def __init__(
@@ -341,7 +338,6 @@ class ChainTarget:
         self.sessions: set[ChainSession] = set()
 
     async def open(self, *, positions: int, sampling: Sampling) -> ChainSession:
-        """As ``Target.open``, at every stage."""
         _check_positions(positions, self.context)
         if len(self.sessions) + self._opening >= self._max_sessions:
             raise Refused(RefusalCode.BUSY, f"{self._max_sessions} sessions are open", remedy=_CLOSE_REMEDY)
@@ -349,7 +345,7 @@ class ChainTarget:
         try:
             opened = await self._chain.open(positions=positions, sampling=sampling, **self._encodings)
         except ResourceError as problem:
-            if self._chain.lacking:  # not for lack of room here: none is made by ending other texts
+            if self._chain.lacking:  # a missing stage: ending other texts would free nothing
                 raise NetworkError(problem.message, remedy=problem.remedy) from problem
             raise
         finally:
@@ -370,12 +366,10 @@ class ChainTarget:
 
     async def close(self) -> None:
         self.sessions.clear()
-        await self._chain.close()  # with all of its sessions
+        await self._chain.close()  # closes its sessions, too
 
 
 class ChainSession:
-    """A session of a ``ChainTarget``, which makes it."""
-
     def __init__(self, target: ChainTarget, session: GenerationSession) -> None:
         self._target, self._session = target, session
         self._over, self._mended = False, 0
@@ -385,14 +379,13 @@ class ChainSession:
         return self._session.failed
 
     async def run(self, *, keep: int, ids: Sequence[int], samples: int, sample_index: int, prefill: bool) -> Passed:
-        """See ``TargetSession``. It took from when it was sent until its answer was there: the way counts, and so do
-        other sessions' works at a stage."""
+        """See ``TargetSession``. The duration includes the transfer and other sessions' requests at a stage."""
         if self._over:
             raise RuntimeError("a session that failed was given a pass")
         try:
             done = await self._session.run(Submit(tuple(ids), keep, samples, sample_index, prefill))
         except BaseException:
-            self._over = True  # cancelled, too: then it is only to be closed
+            self._over = True  # after a cancel, too
             raise
         times = self._target.times
         times.mendings += self._session.mendings[self._mended :]
