@@ -1,8 +1,8 @@
-"""Hidden states and token ids as bytes. ``p2ptrain.core.activations`` says what each encoding is.
+"""Encoders and decoders of hidden states and token ids. ``p2ptrain.core.activations`` defines the encodings.
 
-fp32, bf16 and fp16 lose nothing where the model computes in the same. int8 is symmetric, with a scale for each position
-such that its largest element is 127: each element errs by at most half a scale (0.4 % of the largest), and the
-positions of a chunk do not disturb each other. Where an element is not finite, all of its position becomes NaN.
+fp32, bf16 and fp16 are lossless if the model computes in the same dtype. int8 is symmetric, with one scale per position
+that maps the position's largest magnitude to 127. Each element errs by at most half a scale (0.4 % of the largest), and
+positions do not affect one another. If an element is not finite, its whole position becomes NaN.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from p2ptrain.core.activations import ENCODINGS, IDS, activation_bytes
 from p2ptrain.core.errors import ProtocolError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Of the encodings that are a dtype: what a part may compute in."""
+"""Encodings that are a plain dtype. A part computes in one of these."""
 _LARGEST = 127
 
 
 def encode(hidden: Tensor, encoding: str) -> memoryview:
-    """The bytes of hidden states (rows, width), on the host. They stay as they are as long as ``hidden`` does.
+    """Encode hidden states (rows, width) to bytes on the host. The result may share memory with ``hidden``.
 
     Raises:
-        ProtocolError: there is no such encoding.
+        ProtocolError: the encoding is unknown.
     """
     activation_bytes(encoding, *hidden.shape)
     hidden = hidden.detach()
@@ -34,8 +34,8 @@ def encode(hidden: Tensor, encoding: str) -> memoryview:
     exact = hidden.to("cpu", torch.float32)
     scales = exact.abs().amax(dim=1, keepdim=True) / _LARGEST
     scales = torch.where(scales.isfinite(), scales, torch.nan)
-    # A scale of 0 (all zero, or so small that the division gave 0) divides nothing. Numbers that are not finite have no
-    # int8: their position is NaN by its scale.
+    # A scale of 0 (all elements are zero or tiny) or NaN (an element is not finite) gives zeros. A NaN scale then makes
+    # the decoded position NaN.
     quotients = torch.where(scales > 0, exact / scales, torch.zeros(()))
     values = quotients.round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
     return memoryview(b"".join((_bytes_of(scales), _bytes_of(values))))
@@ -44,10 +44,10 @@ def encode(hidden: Tensor, encoding: str) -> memoryview:
 def decode_untrusted(
     payload: memoryview | bytes, encoding: str, rows: int, width: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Hidden states (rows, width) of ``dtype`` on the host; ``payload`` is not used any more when it returns.
+    """Decode hidden states (rows, width) to ``dtype`` on the host. The result does not share memory with ``payload``.
 
     Raises:
-        ProtocolError: there is no such encoding, or the payload has another size.
+        ProtocolError: the encoding is unknown, or the payload has the wrong size.
     """
     if encoding not in ENCODINGS:
         raise ProtocolError(f"no hidden states travel as {encoding[:32]!r}; known are {', '.join(ENCODINGS)}")
@@ -59,7 +59,7 @@ def decode_untrusted(
 
 
 def ids_untrusted(payload: memoryview | bytes, rows: int, vocab_size: int) -> Tensor:
-    """Token ids (rows,), int64, each below ``vocab_size``. Raises ``ProtocolError``."""
+    """Decode token ids (rows,), int64, each below ``vocab_size``. Raises ``ProtocolError``."""
     ids = _tensor_of(_checked_untrusted(payload, IDS, rows, 0), torch.int32, (rows,)).to(torch.int64)
     if rows and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise ProtocolError(f"token ids from {int(ids.min())} to {int(ids.max())}, of a vocabulary of {vocab_size}")
@@ -67,8 +67,8 @@ def ids_untrusted(payload: memoryview | bytes, rows: int, vocab_size: int) -> Te
 
 
 def fill(target: Tensor, data: memoryview | bytes, source: torch.dtype) -> None:
-    """Copy little-endian elements of dtype ``source`` to the front of ``target`` (n,), of any dtype and device. Where
-    it is of another, a copy of ``data`` is made on the way."""
+    """Copy little-endian elements of dtype ``source`` to the front of ``target`` (n,), of any dtype and device. A
+    conversion or another device needs a temporary copy of ``data``."""
     view = memoryview(data).cast("B")
     front = target[: len(view) // source.itemsize]
     if front.dtype == source and front.device.type == "cpu":
@@ -87,7 +87,7 @@ def _checked_untrusted(payload: memoryview | bytes, encoding: str, rows: int, wi
 
 
 def _tensor_of(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A tensor with a copy of ``data``: it may lie anywhere, and belongs to the connection."""
+    """A tensor with a copy of ``data``, which may be unaligned and belongs to the connection."""
     tensor = torch.empty(shape, dtype=dtype)
     if tensor.numel():
         tensor.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8)

@@ -1,14 +1,13 @@
-"""What a checkpoint of a model, or of one stage's part of it, holds, as plans: literal bytes, and ranges of the flat
-state; and how its weights are read again.
+"""Plans for the files of a checkpoint, of a model or of one stage, and the reading of its weights.
 
-The files are those of transformers' ``save_pretrained`` and the optimizer's beside them. A safetensors file is eight
-bytes (the header's length, little-endian), a JSON header, and the tensors' bytes one after the other
-(https://github.com/huggingface/safetensors#format): so it can be written without torch, from a copy of the state.
+A plan lists literal bytes and ranges of the flat state. The files are those of transformers' ``save_pretrained``, and
+the optimizer's. A safetensors file is eight bytes (the header's length, little-endian), a JSON header, and the tensors'
+bytes one after the other (https://github.com/huggingface/safetensors#format). So it can be written without torch, from
+a copy of the state.
 
-All stages' files in one directory are an ordinary Hugging Face model: the first stage writes what is not of one stage
-(configuration, tokenizer, index). Where the first and the last stage both have the embedding's matrix it is in the
-first stage's file only; the last one keeps its copy beside its moments, so that each stage can go on from its own files
-alone.
+The files of all stages in one directory are an ordinary Hugging Face model. The first stage writes the files of the
+whole model (configuration, tokenizer, index). A tied embedding matrix is only in the first stage's weights file. The
+last stage stores its copy beside its moments, so that each stage can resume from its own files alone.
 """
 
 from __future__ import annotations
@@ -54,20 +53,20 @@ _DTYPES = {
 }
 
 PlannedTensor = tuple[str, str, tuple[int, ...], list[bytes | BlobRange]]
-"""Name, safetensors' dtype, shape, bytes."""
+"""Name, safetensors' dtype, shape, content."""
 
 
 class CheckpointFiles:
-    """The plans of one model's, or one stage's, checkpoints. All but the step is the same each time, and made once.
+    """Plans the checkpoints of one model or stage. All plans except that with the step are made once.
 
     Args:
-        part: of which ``flat`` holds the parameters; None for a whole model.
-        config: of the whole model.
-        corpus: digest of the text.
-        tied: the parameter that first and last stage both have.
+        part: the part whose parameters ``flat`` holds; None for a whole model.
+        config: configuration of the whole model.
+        corpus: digest of the corpus.
+        tied: the parameter that the first and the last stage share.
 
     Attributes:
-        weights, optimizer, training: the files' names.
+        weights, optimizer, training: names of the files.
     """
 
     def __init__(
@@ -99,10 +98,10 @@ class CheckpointFiles:
         """The files of a checkpoint after ``step`` applied steps.
 
         Args:
-            moments: names of the other arrays of the state, each as long as the parameters.
+            moments: names of the state's other arrays, each as long as the parameters.
 
         Raises:
-            StorageError: there is no room for temporary files (some KB; a tokenizer has MB).
+            StorageError: there is no room for temporary files (some KB, but MB for a tokenizer).
         """
         if not self._fixed:
             self._fixed = self._plans(moments)
@@ -112,10 +111,8 @@ class CheckpointFiles:
         return [*self._fixed, FilePlan(self.training, (json.dumps(notes, indent=1).encode(),))]
 
     def weights_in(self, directory: Path) -> dict[str, Tensor]:
-        """The parameters in a checkpoint, by their names in the module.
-
-        It raises ``StorageError`` where they are of other shapes, and what reading raises.
-        """
+        """The parameters in a checkpoint, by name in the module. Raises ``StorageError`` if shapes differ, and the
+        readers' own errors."""
         if self._part is None:
             return dict(load_model(directory).named_parameters())
         found: dict[str, Tensor] = {}
@@ -156,11 +153,10 @@ class CheckpointFiles:
         ]
 
     def _of_all_stages(self) -> list[FilePlan]:
-        """What stands once for all stages. The index follows from the configuration: every stage names its tensors as
-        the whole model does."""
+        """The files of the whole model. The index follows from the configuration alone."""
         with torch.device("meta"):
             model: PreTrainedModel = _Auto.from_config(self._config, attn_implementation=ATTENTION, dtype=torch.float32)
-        model.config.use_cache = False  # as a model in training, see ``build_model``
+        model.config.use_cache = False  # as ``build_model`` sets it
         names = list(dict(model.named_parameters()))  # tied ones once
         placed: set[str] = set()
         shards: dict[str, dict[str, int]] = {}

@@ -1,7 +1,7 @@
-"""The corpus: text found, read, checked, tokenized once, and cut into windows to train on and windows held out.
+"""The corpus: text that is read, checked, tokenized once, and cut into training and validation windows.
 
-Every member reads its own copy, so what is read must be the same everywhere: files in the order of their relative
-paths, line ends made ``\\n``. The digest tells whether it was.
+Every member reads its own copy of the text, and all must get the same tokens. So files are read in the order of their
+relative paths, and line ends become ``\\n``. Members compare the digest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TEXT_SUFFIXES = frozenset(
     {".txt", ".md", ".rst", ".tex", ".jsonl", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".rs", ".go", ".java"}
     | {".kt", ".js", ".ts", ".rb", ".sh", ".sql", ".toml"}
 )
-"""What a directory is searched for; a file or a glob may have any suffix."""
+"""Suffixes of the files that are read from a directory; a file or a glob may have any suffix."""
 
 _STDLIB_SKIPPED = frozenset(
     {"__pycache__", "site-packages", "dist-packages"}  # not the library itself
@@ -43,11 +43,11 @@ class DataSpec:
     """The ``[data]`` table.
 
     Attributes:
-        path: ``stdlib`` (the running Python's own sources), a file, a directory, a glob, or ``.jsonl``.
+        path: ``stdlib`` (the running Python's own sources), a file, a directory, a glob, or a ``.jsonl`` file.
         sequence_tokens: targets in one window, T; a window has T + 1 tokens.
         text_key: the field of each ``.jsonl`` line that holds the text.
-        limit_bytes: read no more than that much text (UTF-8 bytes); 0 for all.
-        validation_fraction: share of the windows that is held out.
+        limit_bytes: most bytes of UTF-8 text to read; 0 for all.
+        validation_fraction: fraction of the windows that is held out.
     """
 
     path: str = STDLIB
@@ -59,18 +59,18 @@ class DataSpec:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Tokenized text, and which windows of it are for what.
+    """Tokenized text, divided into training and validation windows.
 
-    Window ``w`` is ``tokens[w T : w T + T + 1]``: neighbours share one token, the last target of the one and the first
-    input of the other, so every token but the first is a target exactly once.
+    Window ``w`` is ``tokens[w T : w T + T + 1]``. The last target of a window is the first input of the next one, so
+    every token but the first is a target exactly once.
 
     Attributes:
         tokens: shape (n,), uint8, uint16 or int32.
-        digest: SHA-256 over the type's name, the vocabulary's size and the tokens (little-endian), hex.
-        training, validation: window numbers, disjoint. Held out are blocks of 16 neighbouring windows, chosen pseudo-
-            randomly over the whole corpus (the same ones for every seed): blocks, so that a window's own surroundings
-            were not trained on; all over, so that they represent it. ``validation`` begins with one window of each
-            block, so that a few batches represent it too.
+        digest: SHA-256 over the dtype's name, the vocabulary's size and the tokens (little-endian), hex.
+        training, validation: disjoint window numbers. The held-out windows are blocks of 16 consecutive windows, so
+            that their neighbouring text is not trained on. The blocks are pseudo-random over the whole corpus, and the
+            same for every seed. ``validation`` starts with one window of each block, so that a few batches represent
+            the corpus.
     """
 
     tokens: Tokens
@@ -88,12 +88,12 @@ class Corpus:
 
 
 def load_corpus(spec: DataSpec, tokenizer: Tokenizer) -> Corpus:
-    """Find, read and tokenize what ``spec`` names.
+    """Find, read and tokenize the text that ``spec`` names.
 
     Raises:
-        ConfigError: a key of ``[data]`` is wrong, or there is too little text for it.
+        ConfigError: a key of ``[data]`` is invalid, or there is too little text.
         UserError: a file cannot be read or is not text.
-        ResourceError: it does not fit into memory.
+        ResourceError: the text does not fit into memory.
     """
     if spec.sequence_tokens < 1:
         raise ConfigError(f"data.sequence_tokens = {spec.sequence_tokens} is not positive")
@@ -113,9 +113,9 @@ def load_corpus(spec: DataSpec, tokenizer: Tokenizer) -> Corpus:
 
 
 def split_windows(spec: DataSpec, token_count: int) -> tuple[Indices, Indices]:
-    """Window numbers to train on, ascending, and window numbers held out (see ``Corpus``). Raises ``ConfigError``."""
+    """Training and validation window numbers (see ``Corpus``); the former ascend. Raises ``ConfigError``."""
     windows = max(0, token_count - 1) // spec.sequence_tokens
-    block = min(_BLOCK_WINDOWS, max(1, windows // 8))  # a tiny corpus has tiny blocks
+    block = min(_BLOCK_WINDOWS, max(1, windows // 8))  # smaller blocks for a tiny corpus
     blocks = windows // block
     if blocks < 2:
         raise ConfigError(
@@ -162,7 +162,7 @@ def _stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     sources: list[Path] = []
     for place, directories, names in os.walk(root):
-        directories[:] = [name for name in directories if name not in _STDLIB_SKIPPED]  # do not even look there
+        directories[:] = [name for name in directories if name not in _STDLIB_SKIPPED]  # os.walk skips them
         sources += [Path(place, name) for name in names if name.endswith(".py") and not name.startswith(_STDLIB_LOCAL)]
     found = _sorted_below(root, sources)
     if not found:
@@ -226,7 +226,7 @@ def _jsonl_texts(text: str, file: Path, text_key: str) -> Iterator[str]:
 
 
 def _limited(texts: Iterator[str], limit_bytes: int) -> Iterator[str]:
-    """``texts`` until ``limit_bytes`` of UTF-8 are reached, the last one cut between two characters; 0 for all."""
+    """At most ``limit_bytes`` of UTF-8 of ``texts``, without cutting a character; 0 for all."""
     if not limit_bytes:
         yield from texts
         return

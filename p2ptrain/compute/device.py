@@ -1,4 +1,4 @@
-"""Where tensors live: found by itself or as asked, its memory checked before it is filled, its speed measured."""
+"""Compute devices: their selection, free memory, thread settings and measured speed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from p2ptrain.core.errors import ConfigError, ResourceError, UserError
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A torch device, and its name for people, such as ``"cpu (2 threads)"`` or ``"cuda:0 NVIDIA H100"``.
+    """A torch device.
 
     Attributes:
-        threads: of CPU kernels, as a person asked for; 0 where nobody did.
+        label: name for people, such as ``"cpu (2 threads)"`` or ``"cuda:0 NVIDIA H100"``.
+        threads: configured number of threads of CPU kernels; 0 if not configured.
     """
 
     torch_device: torch.device
@@ -36,14 +37,15 @@ class Device:
 
 
 def pick_device(kind: str, threads: int = 0) -> Device:
-    """The device to compute on. Sets torch's thread count for the whole process.
+    """Choose the device to compute on, and set torch's thread count for the whole process.
 
     Args:
         kind: ``"auto"`` (CUDA, then MPS, then the CPU), ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``.
-        threads: of CPU kernels; 0 leaves the choice to torch (every core).
+        threads: number of threads of CPU kernels; 0 leaves torch's default (every core).
 
     Raises:
-        UserError: a device was named that this machine does not have.
+        ConfigError: ``kind`` or ``threads`` is invalid.
+        UserError: this machine does not have the device.
     """
     if threads < 0 or threads > 1024:
         raise ConfigError(
@@ -78,9 +80,9 @@ def _cuda(index: int, kind: str) -> Device:
 
 
 def share_cores(device: Device, workers: int) -> None:
-    """Take this process' part of the cores that ``workers`` processes compute on, unless a person chose the threads.
+    """Use 1/``workers`` of the machine's cores, unless the number of threads is configured.
 
-    Twice as many threads as cores are far slower than half as many: they wait for one another's turn.
+    Twice as many threads as cores are far slower than half as many, because they wait for one another.
     """
     if device.kind == "cpu" and not device.threads:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(1, workers)))
@@ -88,10 +90,10 @@ def share_cores(device: Device, workers: int) -> None:
 
 @contextmanager
 def flushed_denormals() -> Iterator[None]:
-    """Treat numbers below 1e-38 as zero on the calling thread, and on the kernels' threads that it starts meanwhile.
+    """Treat numbers below 1e-38 as zero on the calling thread, and on kernel threads that start inside the block.
 
-    The gradients of a model that becomes sure of itself are full of them, and a CPU takes a hundred times as long for
-    each: training slows down by half. Members that flush and members that do not would differ in the last bit.
+    The gradients of a model with confident predictions have many such numbers. A CPU takes a hundred times as long for
+    each, which slows training down by half. All members must flush them, or they differ in the last bit.
     """
     torch.set_flush_denormal(True)
     try:
@@ -102,7 +104,7 @@ def flushed_denormals() -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let CPU kernels run on the calling thread alone meanwhile."""
+    """Run CPU kernels on the calling thread only."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -112,13 +114,10 @@ def one_thread() -> Iterator[None]:
 
 
 def check_memory(need_bytes: int, device: Device, what: str) -> None:
-    """Refuse a load that does not fit, before anything is allocated.
+    """Raise ``ResourceError``, which names both numbers, if ``need_bytes`` exceed the free memory.
 
     Args:
-        what: is about to be loaded, such as ``"training 124 M parameters"``.
-
-    Raises:
-        ResourceError: with both numbers.
+        what: description of the load, such as ``"training 124 M parameters"``.
     """
     available = available_bytes(device)
     if need_bytes > available:
@@ -129,41 +128,41 @@ def check_memory(need_bytes: int, device: Device, what: str) -> None:
 
 
 def available_bytes(device: Device) -> int:
-    """That may still be allocated there."""
+    """Free memory of the device."""
     return int(torch.cuda.mem_get_info(device.torch_device)[0]) if device.kind == "cuda" else _host_available()
 
 
 def _host_available() -> int:
-    """Bytes that may be allocated: the machine's, or what a container's limit (cgroup v2) leaves."""
+    """Free memory of the machine, or of the container (cgroup v2) if that is less."""
     available, left = int(psutil.virtual_memory().available), memory_left_bytes()
     return available if left is None else min(available, left)
 
 
 HOST = Device(torch.device("cpu"), f"this machine ({os.cpu_count()} cores)")
-"""The host's memory, whatever the device of the computation."""
+"""The host's memory, for checks that do not depend on the compute device."""
 
 
 # --------------------------------------------------------------------------------------------------------------- speed
 
 
 def compute_flops(kind: str, threads: int = 0) -> float:
-    """Multiplications and additions of fp32 per second in a product of square matrices, at best: what bounds training.
+    """Peak fp32 FLOP/s (multiplications and additions) of a matrix product, which bounds training.
 
-    On a CPU it is that of one thread, by the time that it had a core, times the threads. With all of them at once, and
-    by the clock, it would depend on who else computes at that moment: of alike workers that started together on two
-    cores one had twice the speed of another, and a model was cut 3 to 1 between them.
+    On a CPU this is one thread's rate, by its CPU time, times the number of threads. A measurement with all threads and
+    by the clock would depend on other processes. It once gave two equal workers, started together on two cores, speeds
+    that differed twofold, and their model was cut 3 to 1.
 
     Args:
-        kind, threads: as of ``pick_device``.
+        kind, threads: as in ``pick_device``.
 
     Raises:
-        UserError: there is no such device. RuntimeError: too little memory, as torch says it.
+        UserError: this machine does not have the device. RuntimeError: torch's, for too little memory.
     """
     device = pick_device(kind, threads).torch_device
-    if device.type != "cpu":  # wide enough to fill an accelerator
+    if device.type != "cpu":  # 4096 rows keep an accelerator busy
         return _flops(device, 4096, time.perf_counter)
     threads = torch.get_num_threads()
-    with one_thread():  # as wide as a layer of a small model
+    with one_thread():  # 384: the width of a small model
         return threads * _flops(device, 384, time.thread_time)
 
 
@@ -173,14 +172,14 @@ def _flops(device: torch.device, rows: int, clock: Callable[[], float]) -> float
 
 
 def stream_bps(kind: str, *, size_bytes: int = 256 << 20) -> float:
-    """Bytes of weights per second that a matrix-vector product reads, at best: what bounds the decoding of one token.
+    """Peak bytes per second that a matrix-vector product reads, which bounds decoding.
 
     Args:
-        kind: as of ``pick_device``.
-        size_bytes: of the matrix: more than any cache holds.
+        kind: as in ``pick_device``.
+        size_bytes: size of the matrix, larger than any cache.
 
     Raises:
-        UserError: there is no such device. RuntimeError: too little memory, as torch says it.
+        UserError: this machine does not have the device. RuntimeError: torch's, for too little memory.
     """
     device = pick_device(kind).torch_device
     matrix = torch.ones(4096, size_bytes // (4 * 4096), dtype=torch.float32, device=device)
@@ -189,12 +188,12 @@ def stream_bps(kind: str, *, size_bytes: int = 256 << 20) -> float:
 
 
 def _best_s(operate: Callable[[], Tensor], clock: Callable[[], float], *, least_s: float) -> float:
-    """The shortest of some passes, for ``least_s`` at least, in seconds of ``clock``."""
+    """Shortest time of a call, in seconds of ``clock``. Measures for at least ``least_s``."""
     best_s, until_s = float("inf"), time.perf_counter() + least_s
     for number in range(200):
         began = clock()
-        float(operate())  # which waits for the device
-        if number:  # the first one pays for the start of kernels and pages
+        float(operate())  # float() waits for the device
+        if number:  # the first call also starts kernels and maps pages
             best_s = min(best_s, clock() - began)
             if number >= 3 and time.perf_counter() >= until_s:
                 break

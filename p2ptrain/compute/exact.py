@@ -1,10 +1,10 @@
-"""Gradients whose bits depend on their micro-batch alone, and their sum in fixed point (``compute.gradients``).
+"""Exact mode: gradients whose bits depend only on their micro-batch, and their sum in fixed point
+(``compute.gradients``).
 
-A micro-batch's gradient is computed into zeroed memory, whatever was computed before, and by a constant number of
-threads: where the work is cut decides the order of float sums, so the number must follow neither from the machine nor
-from who else computes on it. On a CPU all else is constant by itself: torch's memory is aligned alike everywhere, and
-denormals are flushed on all threads. On a GPU torch is held to its deterministic algorithms. Equal bits still need
-equal hardware and the same torch.
+Each micro-batch's gradient is computed into zeroed memory, by a constant number of threads. The number of threads
+decides the order of float sums, so it must depend neither on the machine nor on other processes there. Nothing else
+varies on a CPU: torch aligns memory equally everywhere, and denormals are flushed on all threads. On a GPU torch uses
+only deterministic algorithms. Equal bits still need equal hardware and the same torch version.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import Tensor
 from p2ptrain.compute.gradients import UNIT, largest
 from p2ptrain.core.errors import ConfigError
 
-_HOST_BLOCK_NUMEL = 1 << 15  # its integers and its floats stay within a core's cache
-_DEVICE_BLOCK_NUMEL = 1 << 22  # a GPU wants few and large ones
+_HOST_BLOCK_NUMEL = 1 << 15  # integers and floats of a block fit into a core's cache
+_DEVICE_BLOCK_NUMEL = 1 << 22  # a GPU works best with few, large blocks
 _REFUSED = 2  # torch: an operation without a deterministic algorithm is an error
 
 
 class FixedSum:
-    """The sum of a step's micro-batches in fixed point, on the gradients' device (Apple's GPUs: on the host).
+    """The sum of a step's contributions in fixed point, on the gradients' device (for Apple GPUs: on the host).
 
     Args:
-        gradients: shape (numel,), fp32: where each micro-batch's contribution is made.
-        kind: of their device.
+        gradients: shape (numel,), fp32; backward writes each micro-batch's contribution here.
+        kind: kind of the gradients' device.
 
     Attributes:
-        total: shape (numel,), int64.
-        on_host: where that is.
+        total: the sum, shape (numel,), int64.
+        on_host: whether ``total`` is in host memory.
     """
 
     def __init__(self, gradients: Tensor, kind: str, micro_batches: int) -> None:
@@ -49,26 +49,26 @@ class FixedSum:
 
     @property
     def fits(self) -> bool:
-        """Whether all that was added since ``begin`` was in range; else ``total`` is worth nothing. Waits for a GPU."""
+        """Whether every contribution since ``begin`` was in range; if not, ``total`` is invalid. Waits for a GPU."""
         return bool(self._inside)
 
     def begin(self) -> None:
-        """A step begins: nothing was added."""
+        """Start a step with an empty sum."""
         self.total.zero_()
         self._inside.fill_(True)
         self.begin_micro_batch()
 
     def begin_micro_batch(self) -> None:
-        """Zero the gradients: what this one leaves there must not depend on those before it."""
+        """Zero the gradients, so that this micro-batch's do not depend on earlier ones."""
         self._gradients.zero_()
         self._added = 0
 
     def add(self, numel: int) -> None:
-        """The micro-batch's contribution is made in elements [0, ``numel``): add what was not added yet."""
+        """Add those of the micro-batch's elements [0, ``numel``), which are final, that were not added yet."""
         if numel <= self._added:
             return
         values = self._gradients[self._added : numel].to(self.total.device)
-        low, high = torch.aminmax(values)  # both are NaN where any is
+        low, high = torch.aminmax(values)  # both are NaN if any element is
         self._inside &= (low >= -self._largest) & (high <= self._largest)
         for start in range(0, len(values), self._block_numel):
             part = values[start : start + self._block_numel]
@@ -83,13 +83,13 @@ def constant_arithmetic(threads: int) -> Iterator[None]:
     """Compute with ``threads`` threads, and with deterministic algorithms only.
 
     Raises:
-        ConfigError: something in the model has no deterministic algorithm on this device.
+        ConfigError: an operation of the model has no deterministic algorithm on this device.
     """
     before = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.set_num_threads(threads)
     torch.set_deterministic_debug_mode(_REFUSED)
-    # That is for finding defects, and costs a pass over all memory.
+    # Filling is a debugging aid of torch's, and costs a pass over all memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
@@ -107,6 +107,6 @@ def constant_arithmetic(threads: int) -> Iterator[None]:
 
 
 def prepare_device(kind: str) -> None:
-    """What must be so before a device's first use: cuBLAS sums in a fixed order with a workspace of its own only."""
+    """Call before the first use of a device: cuBLAS sums in a fixed order only with a fixed workspace."""
     if kind == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,16 +1,16 @@
-"""A model as a few flat arrays, and AdamW over them.
+"""A model stored in flat arrays, and AdamW over them.
 
 All parameters are views of one array and all gradients views of another, in two segments::
 
     parameters   | matrices (weight-decayed)          | vectors: norms, biases (not decayed) |
     gradients    | the same                           | the same                             | loss |
 
-So the ring reduces one array, healing copies three, the optimizer makes two calls, and zeroing is one. Each parameter
-starts on a 64-byte boundary; the padding stays zero.
+So the ring reduces one array, healing copies three, and the optimizer makes two calls. Each parameter starts on a
+64-byte boundary; the padding stays zero.
 
-Both segments hold the parameters in the reverse of the order in which the model registered them, which is about the
-order in which a backward pass makes their gradients: the output's and the last layer's first, the embedding's last. So
-the front of the array is final early, and the ring may have it while the rest is still being computed.
+Both segments hold the parameters in reverse order of their registration in the model. This is roughly the order in
+which a backward pass produces their gradients: output and last layer first, embedding last. So the front of the array
+is final early, and the ring can reduce it while backward computes the rest.
 """
 
 from __future__ import annotations
@@ -45,15 +45,14 @@ class Segment:
 
 
 class FlatModel:
-    """``model`` on ``device``, its parameters and gradients made views of flat fp32 arrays. Tied parameters appear
-    once.
+    """``model`` on ``device``, with parameters and gradients as views of flat fp32 arrays. Tied parameters appear once.
 
     Attributes:
         parameters: shape (numel,).
         gradients: shape (numel + 1,); the last element is the sum of losses.
-        numel: elements of the parameters, padding included.
-        decayed_numel: of them, those under weight decay, which come first.
-        layout: SHA-256 over names, offsets and shapes: flat arrays of equal layout mean the same.
+        numel: elements of ``parameters``, padding included.
+        decayed_numel: length of the first segment, the weight-decayed matrices.
+        layout: SHA-256 over names, offsets and shapes. Flat arrays of equal layout are interchangeable.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -69,7 +68,7 @@ class FlatModel:
             view.copy_(parameter.detach())
             parameter.data = view
             parameter.grad = self._view(self.gradients, segment)
-        model.to(device)  # the buffers, such as rotary frequencies; parameters are there already
+        model.to(device)  # moves the buffers, such as rotary frequencies; the parameters are there already
         self.model = model
 
     @property
@@ -82,11 +81,11 @@ class FlatModel:
 
     @property
     def loss_sum(self) -> Tensor:
-        """The loss slot, shape ()."""
+        """View of the loss slot, shape ()."""
         return self.gradients[self.numel]
 
     def copy_tensors(self, source: Mapping[str, Tensor]) -> None:
-        """Take over parameters, by name. Raises ``ValueError`` where they are those of another model."""
+        """Copy parameters by name. Raises ``ValueError`` if their names or shapes differ from this model's."""
         if {name: tuple(tensor.shape) for name, tensor in source.items()} != self.shapes:
             raise ValueError("the models have different parameters")
         for segment in self.segments:
@@ -97,7 +96,7 @@ class FlatModel:
 
 
 def _placed(shapes: dict[str, tuple[int, ...]]) -> tuple[list[Segment], int, int]:
-    """Segments of parameters in this order, matrices before vectors; elements of the matrices, and of all."""
+    """Segments in the order of ``shapes``, matrices before vectors; numel of the matrices; total numel."""
     segments: list[Segment] = []
     ends = []
     numel = 0
@@ -115,8 +114,8 @@ class OptimizerSpec:
     """The ``[optimizer]`` table: AdamW (Loshchilov and Hutter, arXiv 1711.05101), linear warm-up, cosine decay.
 
     Attributes:
-        min_lr_ratio: the last learning rate, as a part of ``lr``.
-        clip_norm: the greatest global L2 norm of a gradient; 0 for no clipping.
+        min_lr_ratio: the last learning rate as a fraction of ``lr``.
+        clip_norm: largest global L2 norm of a gradient; 0 for no clipping.
     """
 
     lr: float = 3e-3
@@ -129,8 +128,7 @@ class OptimizerSpec:
     clip_norm: float = 1.0
 
     def lr_at(self, step: int, steps: int) -> float:
-        """Learning rate of the step after ``step`` applied ones: up to ``lr`` in ``warmup_steps``, down to its part at
-        ``steps``."""
+        """Learning rate of step ``step``, counted from 0, of a run of ``steps`` steps."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         progress = min(1.0, (step - self.warmup_steps) / max(1, steps - self.warmup_steps))
@@ -140,8 +138,8 @@ class OptimizerSpec:
 class FlatAdamW:
     """``torch.optim.AdamW`` over the two segments of a ``FlatModel``.
 
-    The same gradients give the same bits whatever the thread count: on a CPU the update runs on one thread, because
-    where the work is cut decides which elements the vectorized loop leaves to the scalar one. It is 1 % of a step.
+    Equal gradients give equal bits for every thread count. For this a CPU makes the update on one thread: the division
+    of the work decides which elements the scalar loop computes instead of the vectorized one. It is 1 % of a step.
 
     Attributes:
         exp_avg, exp_avg_sq: the two moments, shape (numel,).
@@ -152,7 +150,7 @@ class FlatAdamW:
         self.exp_avg_sq = torch.zeros_like(flat.parameters)
         self._numel = flat.numel
         on_cpu = flat.parameters.device.type == "cpu"
-        # On a CPU the gradients are the reduce buffer, which a redo needs unchanged: clipping makes a copy.
+        # On a CPU the gradients are the reduce buffer, which a redo needs unchanged. So clipping makes a copy.
         self._clipped = torch.zeros_like(flat.parameters) if on_cpu else flat.gradients[: flat.numel]
         self._parameters: list[nn.Parameter] = []
         groups = []
@@ -171,8 +169,8 @@ class FlatAdamW:
             }
 
     def apply(self, gradients: Tensor, *, step: int, lr: float, scale: float) -> None:
-        """One update with ``scale * gradients`` (numel,), after ``step`` earlier ones. ``gradients`` stay as they are
-        on a CPU."""
+        """Make one update with ``scale * gradients`` (numel,), after ``step`` earlier ones. On a CPU ``gradients`` stay
+        unchanged."""
         for group, parameter in zip(self._adamw.param_groups, self._parameters, strict=True):
             group["lr"] = lr
             self._adamw.state[parameter]["step"].fill_(step)
@@ -181,16 +179,13 @@ class FlatAdamW:
             self._adamw.step()
 
     def reset(self) -> None:
-        """The moments of an untrained model."""
+        """Zero the moments."""
         self.exp_avg.zero_()
         self.exp_avg_sq.zero_()
 
 
 def square_sum(values: npt.NDArray[np.generic]) -> float:
-    """Sum of squares in fp64, blockwise in a fixed order and on one thread: the same bits whatever the thread count.
-
-    NaN where one of them is not finite.
-    """
+    """Sum of squares in fp64, or NaN if a value is not finite. The order is fixed: equal bits for any thread count."""
     total = 0.0
     for start in range(0, len(values), _SQUARE_BLOCK):
         block = values[start : start + _SQUARE_BLOCK].astype(np.float64)

@@ -1,31 +1,31 @@
-"""Gradients on their way to the ring, without torch: which part of them goes when, and sums in fixed point.
+"""Gradients between backward and the ring, without torch: when each bucket is sent, and fixed-point arithmetic.
 
 Buckets
 -------
-The flat gradients are laid out in the order in which a backward pass makes them (``compute.flat``): the last layer's
-first. So what is *final* at any moment of the last micro-batch's backward pass is a front part of the array, but for
-the few parameters that come out of turn. A ``BackwardProgress`` follows how far it reaches. The array is cut into
-*buckets*, and a bucket is handed to the ring when the front has passed its end. The cuts follow from sizes alone and
-buckets go out in their order, so all members hand over the same operations in the same order, whatever each one's
-backward pass did first and whatever its share of the work is.
+The flat gradients are in the order in which a backward pass produces them (``compute.flat``): the last layer comes
+first. So during the backward pass of the last micro-batch, the *final* gradients are a front part of the array, except
+for a few parameters that finish out of order. A ``BackwardProgress`` tracks the length of this front. The array is cut
+into *buckets*, and a bucket is submitted to the ring when the front has passed its end. The cuts depend only on sizes,
+and buckets are submitted in order. So all members submit the same operations in the same order, independent of their
+shares and of the order within their backward passes.
 
-On a GPU the gradients must come to the host before the ring can have them: a ``HostCopier`` starts a copy of each piece
-as soon as the front has passed it, and tells which pieces have landed. It never blocks the thread that runs backward.
+On a GPU the ring needs the gradients on the host. A ``HostCopier`` starts the copy of each piece as soon as the front
+has passed it, and reports which pieces have arrived. It never blocks the thread that runs backward.
 
 Fixed point
 -----------
 A micro-batch's contribution v (the gradient of its mean loss / M, fp32) becomes the integer round(v * 2^44), ties to
-even, in an int64. Integers add without rounding, so it does not matter who adds what to what, and when.
+even, in an int64. Integer addition does not round, so the order and the grouping of the additions do not matter.
 
-**Range.** |v| <= 2^18 / M: then no sum over any of a step's M micro-batches is beyond 2^62, and none overflows on the
-way. That is a micro-batch's own gradient (not divided by M) of 262,144 in one element, whatever M is: with clipping at
-1 a run is lost long before. What is beyond, or not finite, does not *fit*: the contribution is void, and its step must
-not be committed.
+**Range.** A contribution *fits* if |v| <= 2^18 / M in every element. Then no sum of a step's M contributions exceeds
+2^62, and no partial sum overflows. The limit is a gradient of 262,144 in one element of a micro-batch (not divided by
+M), for every M. With clipping at 1 a run has diverged long before. A contribution that is larger or not finite does not
+fit: it is void, and its step must not be committed.
 
-**Error.** What is 2^-20 or larger in magnitude keeps all 24 bits of fp32. What is smaller is rounded to a multiple of
-2^-44 (5.7e-14): half of that each, hence M * 2^-45 in a sum, at most. AdamW divides by sqrt(v) + 1e-8, beside which
-that is nothing; a sum in fp32 errs by up to (M - 1) * 2^-24 of its largest partial sum. The sum is rounded to fp32 as
-it is applied, once.
+**Error.** A value of magnitude 2^-20 or more keeps all 24 bits of fp32. A smaller value is rounded to a multiple of
+2^-44 (5.7e-14), so its error is at most 2^-45, and the error of a sum at most M * 2^-45. This is negligible beside the
+sqrt(v) + 1e-8 by which AdamW divides. A sum in fp32 errs by up to (M - 1) * 2^-24 of its largest partial sum. The
+fixed-point sum is rounded to fp32 once, when it is applied.
 """
 
 from __future__ import annotations
@@ -40,45 +40,44 @@ import numpy as np
 import numpy.typing as npt
 
 OnFinal = Callable[[int], None]
-"""Told how many elements from the buffer's start on are final; see ``roles.engine``."""
+"""Called with the number of final elements at the front of the buffer; see ``roles.engine``."""
 FRACTION_BITS = 44
 UNIT = 2.0**-FRACTION_BITS
-"""What an integer's 1 stands for."""
+"""The value of the integer 1."""
 
 
 def bucket_bounds(numel: int, itemsize: int, bucket_bytes: int = 0) -> list[tuple[int, int]]:
     """Cut ``range(numel)`` into equal runs [start, stop), in order; the same on every member.
 
     Args:
-        bucket_bytes: of a bucket, about; 0 for 1/16 of the whole, 1 MiB at least: more and smaller ones save less than
-            1/16 of the exchange, and cost as much as they send. There are 256 at most, for operations under way cost
-            memory at both neighbours.
+        bucket_bytes: approximate size; 0 for 1/16 of the array, at least 1 MiB: smaller buckets save less than they
+            cost. There are at most 256 buckets, because each operation in progress takes memory at both neighbours.
     """
     total_bytes = numel * itemsize
     count = min(-(-total_bytes // bucket_bytes), 256) if bucket_bytes else min(total_bytes >> 20, 16)
     count = max(count, 1)
-    # On boundaries of 64 bytes of fp32, as the parameters in the flat arrays.
+    # 16 fp32 elements are 64 bytes, the alignment of the parameters in the flat arrays.
     cuts = [numel * number // count // 16 * 16 for number in range(count)] + [numel]
     return [(start, stop) for start, stop in pairwise(cuts) if start < stop]
 
 
 class PendingCopy(Protocol):
-    """A copy that was started, as ``torch.cuda.Event``."""
+    """A copy that was started; ``torch.cuda.Event`` has this interface."""
 
     def query(self) -> bool:
-        """Whether it has landed."""
+        """Whether the copy is complete."""
 
     def synchronize(self) -> None:
-        """Block until it has."""
+        """Block until the copy is complete."""
 
 
 class HostCopier:
-    """Copies pieces of a device's array to the host, in order, each as soon as it is final.
+    """Copies an array from the device to the host in pieces, in order, each piece as soon as it is final.
 
     Args:
-        copy: starts the copy of elements [start, stop) behind everything that the device was given so far, and
-            returns at once.
-        stops: where the pieces end, ascending.
+        copy: starts the copy of elements [start, stop), to run after all work that the device has queued, and returns
+            at once.
+        stops: the end of each piece, ascending.
     """
 
     def __init__(self, copy: Callable[[int, int], PendingCopy], stops: Sequence[int]) -> None:
@@ -87,13 +86,13 @@ class HostCopier:
         self.begin()
 
     def begin(self) -> None:
-        """Nothing was copied. What is still under way is of a step that was given up; later copies overwrite it."""
+        """Start a step: nothing is copied. Copies of an aborted step may still run; later copies overwrite them."""
         self._next = 0
         self._under_way: deque[tuple[int, PendingCopy]] = deque()
         self._landed = 0
 
     def final(self, numel: int) -> int:
-        """Elements [0, numel) are final on the device. Those that have landed on the host, [0, returned)."""
+        """Start copies of elements [0, ``numel``), final on the device. Elements [0, returned) are on the host."""
         while self._next < len(self._stops) and self._stops[self._next] <= numel:
             start = self._stops[self._next - 1] if self._next else 0
             stop = self._stops[self._next]
@@ -104,7 +103,7 @@ class HostCopier:
         return self._landed
 
     def finish(self, on_final: OnFinal) -> None:
-        """All is final on the device: copy what is left, and tell ``on_final`` of each piece as it lands."""
+        """Copy the rest, as all is final on the device. Call ``on_final`` when each piece has arrived."""
         on_final(self.final(self._stops[-1]))
         while self._under_way:
             stop, landing = self._under_way.popleft()
@@ -114,15 +113,15 @@ class HostCopier:
 
 
 class BackwardProgress:
-    """Follows one step's backward passes, and tells of the last one how far the reduce buffer is final.
+    """Tracks, during a step's last backward pass, how far the reduce buffer is final.
 
-    It is what the hooks on the parameters hold: it must not hold the parameters, or a job's memory would wait for the
-    garbage collector.
+    Hooks on the parameters refer to it. It must not refer to the parameters: such a reference cycle would keep a job's
+    memory until the garbage collector runs.
 
     Args:
-        stops: where each parameter's elements end in the flat array, ascending.
-        ferry: where the reduce buffer is in other memory than what backward writes.
-        convert: where it holds the gradients in another form: told how much of the front to bring into it.
+        stops: the end of each parameter in the flat array, ascending.
+        ferry: copies to the reduce buffer, if that is not the memory to which backward writes.
+        convert: called with the number of final elements, to bring them into a reduce buffer of another format.
     """
 
     def __init__(self, stops: Sequence[int], ferry: HostCopier | None, convert: OnFinal | None = None) -> None:
@@ -133,7 +132,6 @@ class BackwardProgress:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins: nothing is final."""
         self._final = [False] * len(self._stops)
         self._reached = 0  # parameters before this one are final
         if self._ferry is not None:
@@ -141,7 +139,7 @@ class BackwardProgress:
 
     @contextmanager
     def telling(self, on_final: OnFinal | None) -> Iterator[None]:
-        """Inside runs the backward pass that makes gradients final, if there is an ``on_final`` to tell."""
+        """Report progress to ``on_final``, if given, while the last backward pass runs inside the block."""
         self._on_final = on_final
         try:
             yield
@@ -149,10 +147,10 @@ class BackwardProgress:
             self._on_final = None
 
     def gradient_final(self, index: int, parameter: object) -> None:
-        """Autograd's hook: all that this pass adds to the gradient of parameter ``index`` was added.
+        """Autograd's hook: this pass has added everything to the gradient of parameter ``index``.
 
         Raises:
-            ValueError: it was final already: what the ring was given changed afterwards.
+            ValueError: the gradient was already final, so it changed after the ring may have read it.
         """
         if self._on_final is None:
             return
@@ -171,12 +169,12 @@ class BackwardProgress:
 
 
 def largest(micro_batches: int) -> float:
-    """The largest magnitude of a contribution that fits, where a step has so many."""
+    """Largest magnitude of a contribution that fits, for a step of ``micro_batches`` contributions."""
     return 2.0 ** (62 - FRACTION_BITS) / micro_batches
 
 
 def to_fixed(values: npt.NDArray[np.float32], micro_batches: int) -> tuple[npt.NDArray[np.int64], bool]:
-    """Contribution ``values`` in fixed point, of the same shape, and whether all fit; zeros where they do not."""
+    """Contribution ``values`` in fixed point, same shape, and whether all fit. If one does not fit, all are zeros."""
     fits = bool(np.all(np.abs(values) <= largest(micro_batches)))
     if not fits:
         return np.zeros(values.shape, np.int64), False
@@ -184,5 +182,5 @@ def to_fixed(values: npt.NDArray[np.float32], micro_batches: int) -> tuple[npt.N
 
 
 def to_float(fixed: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """The nearest fp32 values, of the same shape."""
+    """The nearest fp32 values, same shape."""
     return fixed.astype(np.float32) * np.float32(UNIT)

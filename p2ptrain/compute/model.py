@@ -1,11 +1,11 @@
-"""Models: Hugging Face causal language models, from a ``[model]`` table or from a local directory.
+"""Hugging Face causal language models, from a ``[model]`` table or from a local directory.
 
-Nothing is downloaded and no code of a model directory is run. Dropout is off: every member must compute the same
-gradient for the same micro-batch, whoever it is.
+Nothing is downloaded, and no code of a model directory is run. Dropout is off, because every member must compute the
+same gradient for the same micro-batch.
 
-First weights are a pure function of (seed, module's name): transformers' ``_init_weights`` of the architecture runs on
-each module behind a generator that was seeded by both. So a part of a model draws exactly the whole model's weights for
-its modules, without the rest (``compute.stage.initial_tensors``).
+Initial weights are a pure function of (seed, module's name): the architecture's ``_init_weights`` runs on each module
+with a generator seeded by both. So a part gets exactly the whole model's weights for its modules, without initializing
+the rest (``compute.stage.initial_tensors``).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
 
 _LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
-_DRAWING = Lock()  # there is one generator for all threads of a process
+_DRAWING = Lock()  # torch's default generator is shared by all threads
 
 ATTENTION = "sdpa"
-"""On a CPU with the demo's model it is as fast as ``eager`` at 128 tokens and 10 to 30 % faster at 256."""
+"""With the demo's model on a CPU, ``sdpa`` is as fast as ``eager`` at 128 tokens and 10 to 30 % faster at 256."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,9 @@ class ModelSpec:
     """The ``[model]`` table.
 
     Attributes:
-        architecture: a ``model_type`` of transformers with a causal language model, such as ``llama``, ``qwen3``,
-            ``gpt2``.
+        architecture: a ``model_type`` of transformers with a causal language model, such as ``llama`` or ``gpt2``.
         path: a local model directory (``config.json`` and safetensors); it overrides every other field.
-        context: the most positions the model is told of, in tokens.
+        context: the model's maximum number of positions, in tokens.
         extra: further fields of the architecture's configuration.
     """
 
@@ -65,13 +64,13 @@ class ModelSpec:
 
 
 def model_config(spec: ModelSpec, vocab_size: int) -> PretrainedConfig:
-    """The configuration of the model, checked; nothing is allocated.
+    """The checked configuration of the model; nothing is allocated.
 
     Args:
-        vocab_size: of the tokenizer; the model's may be larger.
+        vocab_size: the tokenizer's vocabulary size; the model's may be larger.
 
     Raises:
-        ConfigError: names the key of ``[model]`` that cannot be.
+        ConfigError: a key of ``[model]``, which the message names, is invalid.
     """
     if spec.path is not None:
         return _directory_config(spec.path, vocab_size)
@@ -89,12 +88,12 @@ def model_config(spec: ModelSpec, vocab_size: int) -> PretrainedConfig:
         "intermediate_size": spec.intermediate_size,
         "n_inner": spec.intermediate_size,
         "max_position_embeddings": spec.context,
-        "initializer_range": spec.hidden_size**-0.5,  # the usual 0.02 is that of a width of 2,500
+        "initializer_range": spec.hidden_size**-0.5,  # the usual 0.02 fits a width of 2,500
     }
     chosen = {key: value for key, value in sizes.items() if key in known}
     if "num_key_value_heads" not in known and spec.kv_heads != spec.heads:
         raise ConfigError(f"{spec.architecture!r} has no model.kv_heads", remedy="set kv_heads to the value of heads")
-    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # defaults are of other vocabularies
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # defaults are for other vocabularies
     try:
         config = AutoConfig.for_model(
             spec.architecture, **{**chosen, "tie_word_embeddings": spec.tie_embeddings, **special, **spec.extra}
@@ -105,7 +104,7 @@ def model_config(spec: ModelSpec, vocab_size: int) -> PretrainedConfig:
 
 
 def parameter_count(config: PretrainedConfig) -> int:
-    """Trainable numbers, shared ones once. Computed on the meta device: no memory is allocated.
+    """Number of parameters; shared ones count once. It uses the meta device, so no memory is allocated.
 
     Raises:
         ConfigError: the architecture cannot be built with these sizes.
@@ -126,16 +125,15 @@ def build_model(
     *,
     config: PretrainedConfig | None = None,
 ) -> PreTrainedModel:
-    """The model on the CPU, in training mode: random weights from ``seed``, or the directory's.
+    """The model on the CPU, in training mode, with random weights from ``seed`` or with the directory's weights.
 
-    Equal arguments give equal bits (same torch version). The global random state is left as it was.
+    Equal arguments give equal bits with the same torch version. The global random state is unchanged.
 
     Args:
-        config: where the caller already has that of ``model_config(spec, vocab_size)``.
+        config: result of ``model_config(spec, vocab_size)``, if the caller has it.
 
     Raises:
-        ConfigError: see ``model_config``; the directory has no readable safetensors; the architecture cannot be
-            trained here.
+        ConfigError: see ``model_config``, ``load_model``; or the architecture cannot be initialized here.
     """
     config = config or model_config(spec, vocab_size)
     if spec.path is not None:
@@ -144,7 +142,7 @@ def build_model(
         remedy = "use another architecture, such as llama, qwen3 or gpt2"
         with _DRAWING, torch.random.fork_rng(devices=[]):
             try:
-                with no_init_weights():  # they are drawn by name, below
+                with no_init_weights():  # ``initialize`` does that below
                     model = cast(PreTrainedModel, _Auto.from_config(config, attn_implementation=ATTENTION, dtype=dtype))
                 model.tie_weights()
             except Exception as error:  # each architecture validates in its own way and with its own exceptions
@@ -167,13 +165,13 @@ def build_model(
 def initialize(
     model: PreTrainedModel, module: nn.Module, seed: int, name: str, *, skipped: nn.Module | None = None
 ) -> None:
-    """Give ``module`` the first weights that its architecture wants, and before it each module inside, as transformers'
-    ``initialize_weights`` does, each from ``seed`` and its own name.
+    """Initialize the modules inside ``module``, then ``module``, each from ``seed`` and its name. The order is that of
+    transformers' ``initialize_weights``.
 
     Args:
-        model: whose ``_init_weights`` is asked.
-        name: of ``module`` in the whole model.
-        skipped: a module that has its weight from another one: an output that is tied to the input.
+        model: the model whose ``_init_weights`` is called.
+        name: name of ``module`` in the whole model.
+        skipped: a module not to initialize: an output that is tied to the input.
     """
     model = module if isinstance(module, PreTrainedModel) else model
     for child_name, child in module.named_children():
@@ -188,7 +186,7 @@ def initialize(
 def load_model(
     directory: Path, dtype: torch.dtype = torch.float32, *, config: PretrainedConfig | None = None
 ) -> PreTrainedModel:
-    """The model of a local directory, on the CPU, from safetensors only. Raises ``ConfigError``."""
+    """Load a model from a local directory to the CPU, from safetensors only. Raises ``ConfigError``."""
     try:
         model, report = _Auto.from_pretrained(
             directory,
@@ -246,7 +244,7 @@ def _check_sizes(spec: ModelSpec) -> None:
 
 
 def check_architecture(name: str) -> None:
-    """Raises ``ConfigError`` where transformers has no causal language model of that ``model_type``."""
+    """Raise ``ConfigError`` if transformers has no causal language model of ``model_type`` ``name``."""
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         close = difflib.get_close_matches(name, list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), n=3)
         raise ConfigError(
@@ -258,7 +256,7 @@ def check_architecture(name: str) -> None:
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
-    """``config``, with every dropout of it set to 0."""
+    """Set every dropout in ``config`` to 0, and return it."""
     for key, value in config.to_dict().items():
         if isinstance(value, float) and ("dropout" in key or "pdrop" in key):
             setattr(config, key, 0.0)
@@ -266,6 +264,6 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def first_line(error: BaseException) -> str:
-    """What a foreign error says, short enough to be shown."""
+    """First line of another library's error message, at most 300 characters."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__

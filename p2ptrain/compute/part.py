@@ -1,17 +1,17 @@
-"""A run of consecutive layers of a causal language model, computed as the whole model computes them, to the last bit.
+"""A part: consecutive layers of a causal language model that compute the same bits as in the whole model.
 
 ``ModelLayout`` builds the whole model with transformers' own classes on the meta device, where nothing is allocated,
-and takes all but the part out. Some things must be set right then, for the result is silently wrong otherwise:
+and removes everything but the part. The result would be silently wrong without these rules:
 
-- ``layer_idx`` of every submodule counts from 0 in the part: the cache is indexed with it. Whatever a layer took from
-  its index when it was made (its kind of attention, a scale) it keeps, which is why the whole model is built first.
-- ``num_hidden_layers`` and what the configuration lists for each layer (``layer_types``) are the part's: the cache and
+- ``layer_idx`` of every submodule counts from 0 in the part, because it indexes the cache. A layer keeps what it
+  derived from its index at construction (its kind of attention, a scale). So the whole model is built first.
+- ``num_hidden_layers`` and the configuration's per-layer lists (``layer_types``) describe the part only. The cache and
   the masks are made from them.
-- Only the first stage has an embedding, only the last one norm and head. Where input and output share one matrix both
-  stages have it. Learned positions (GPT-2) are added on the first stage only.
+- Only the first stage has an embedding, and only the last stage has norm and head. If input and output share one
+  matrix, both stages have it. Only the first stage adds learned positions (GPT-2).
 
-``PartAssembly`` takes the part's weights in; rotary frequencies, which are in no file, are made anew from the
-configuration. ``compute.split_check`` compares parts and whole for each architecture before it is used.
+``PartAssembly`` collects the part's weights. Rotary frequencies are in no file; it computes them from the
+configuration. Before an architecture is used, ``compute.split_check`` compares its parts with the whole model.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _Auto: Any = AutoModelForCausalLM  # its annotations are partial
 FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _REMEDY = "use config.json and *.safetensors of one model, as save_pretrained writes them"
 OnBytes = Callable[[int, int], None]
-"""Told of (bytes placed, bytes in all)."""
+"""Called with (bytes placed, total bytes)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Layers [start, stop) of ``layers``. Raises ``ConfigError`` where there are none such."""
+    """Layers [start, stop) of ``layers``. Raises ``ConfigError`` if the range is empty or out of bounds."""
 
     start: int
     stop: int
@@ -74,7 +74,7 @@ def refused(config: PretrainedConfig, why: str) -> ConfigError:
 
 
 def part_config(config: PretrainedConfig, part: Part) -> PretrainedConfig:
-    """A copy of ``config`` that tells of the layers of ``part`` only."""
+    """A copy of ``config`` that describes only the layers of ``part``."""
     sliced = copy.deepcopy(config)
     for key, values in per_layer_lists(config).items():
         setattr(sliced, key, values[part.start : part.stop])
@@ -83,7 +83,7 @@ def part_config(config: PretrainedConfig, part: Part) -> PretrainedConfig:
 
 
 def per_layer_lists(config: PretrainedConfig) -> dict[str, list[Any]]:
-    """What ``config`` says of each layer, by key, such as ``layer_types``."""
+    """The lists in ``config`` with one entry per layer, such as ``layer_types``, by key."""
     layers = config.num_hidden_layers
     return {
         key: list(value)
@@ -93,13 +93,13 @@ def per_layer_lists(config: PretrainedConfig) -> dict[str, list[Any]]:
 
 
 class ModelLayout:
-    """A whole model on the meta device, and which of its modules is what.
+    """A whole model on the meta device, with the roles of its modules.
 
     Attributes:
-        base_prefix: of the names of all but the head.
-        tied: names of the tensor that input and output share, the embedding's first; empty where they do not.
-        units: the modules that hold all weights, by their names in the whole model: embedding, learned positions, each
-            layer, norm, and the head where its matrix is its own. No part has less than a whole unit.
+        base_prefix: prefix of all tensor names except the head's.
+        tied: names of the tensor that input and output share, the embedding's first; empty for an untied model.
+        units: the modules that together hold all weights, by name in the whole model: embedding, learned positions,
+            each layer, norm, and an untied head. Parts are made of whole units.
     """
 
     def __init__(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
@@ -139,7 +139,7 @@ class ModelLayout:
         return found[0]
 
     def cut(self, part: Part) -> dict[str, str]:
-        """Leave the modules of ``part`` only, in place. Name of each tensor that is left, to its name in the whole."""
+        """Remove all modules outside ``part``, in place. Returns name in the part → name in the whole model."""
         if part.layers != len(self.layers):
             raise ConfigError(f"the model has {len(self.layers)} layers, not {part.layers}")
         kept = list(self.layers)[part.start : part.stop]
@@ -148,7 +148,7 @@ class ModelLayout:
                 if hasattr(module, "layer_idx"):
                     module.layer_idx = index
         setattr(self.base, self._layers_name, nn.ModuleList(kept))
-        self.model.config = self.base.config = part_config(self.model.config, part)  # with the attention it was built
+        self.model.config = self.base.config = part_config(self.model.config, part)  # it keeps the attention setting
         if not part.first:
             self.base.set_input_embeddings(nn.Identity())
             if self.positions is not None:
@@ -170,17 +170,17 @@ def _whole_name(name: str, layers_prefix: str, start: int) -> str:
 
 
 class _NoPositions(nn.Module):
-    """Learned positions of a stage that is not the first: nothing is added, and no matrix of zeros allocated."""
+    """Replaces learned positions on stages after the first: adds zero without a matrix of zeros."""
 
     def forward(self, positions: Tensor) -> Tensor:
-        return torch.zeros((), device=positions.device)  # of no dimension: it leaves the other's dtype as it is
+        return torch.zeros((), device=positions.device)  # zero-dimensional: the sum keeps the other operand's dtype
 
 
 # --------------------------------------------------------------------------------------------------------------- sizes
 
 
 def layer_sizes(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> ModelSizes:
-    """What placement needs to know; nothing is allocated. Raises ``ConfigError``: the architecture does not split."""
+    """The sizes that placement needs; nothing is allocated. Raises ``ConfigError`` if the model cannot be split."""
     whole = ModelLayout(config, dtype)
     per_layer = tuple(_bytes(layer) for layer in whole.layers)
     embedding = _bytes(whole.embedding) + (_bytes(whole.positions) if whole.positions is not None else 0)
@@ -190,7 +190,7 @@ def layer_sizes(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
 
 
 def part_bytes(config: PretrainedConfig, part: Part, dtype: torch.dtype) -> int:
-    """Bytes of the weights of ``part``; nothing is allocated. Raises ``ConfigError``, see ``layer_sizes``."""
+    """Bytes of the part's weights; nothing is allocated. Raises as ``layer_sizes``."""
     return layer_sizes(config, dtype).weights_bytes(part.start, part.stop)
 
 
@@ -202,10 +202,10 @@ def _bytes(module: nn.Module) -> int:
 
 
 class PartAssembly:
-    """A part on its way. Nothing but the tensors that were placed is allocated.
+    """Builds a part from tensors that arrive one by one. Only placed tensors are allocated.
 
     Attributes:
-        wanted: every tensor that the part owns, by its name in the model's files, with its shape.
+        wanted: shape of every tensor that the part owns, by its name in the model's files.
     """
 
     def __init__(
@@ -219,11 +219,11 @@ class PartAssembly:
     ) -> None:
         """
         Args:
-            config: of the whole model, without dropout (see ``compute.model.without_dropout``).
-            names: of all tensors in the model's files.
+            config: configuration of the whole model, without dropout (see ``compute.model.without_dropout``).
+            names: names of all tensors in the model's files.
 
         Raises:
-            ConfigError: the files lack a tensor, or the architecture is none that splits.
+            ConfigError: the files lack a tensor, or the architecture cannot be split.
         """
         self._config, self._part = config, part
         self._dtype, self._device = dtype, torch.device(device)
@@ -231,7 +231,7 @@ class PartAssembly:
         self._names = whole.cut(part)
         self._model = whole.model
         self._base_prefix, self._tied = whole.base_prefix, whole.tied
-        self._partial: dict[str, tuple[Tensor, int]] = {}  # with how many bytes of each are there
+        self._partial: dict[str, tuple[Tensor, int]] = {}  # with the bytes received so far
         self._places: dict[str, list[str]] = {}
         self.wanted: dict[str, tuple[int, ...]] = {}
         for place, tensor in self._model.state_dict(keep_vars=True).items():
@@ -240,10 +240,10 @@ class PartAssembly:
             self.wanted[written] = tuple(tensor.shape)
 
     def place(self, name: str, tensor: Tensor) -> None:
-        """Take over a copy of ``tensor``, converted to the computing dtype.
+        """Place a copy of ``tensor``, converted to the computing dtype.
 
         Raises:
-            ConfigError: it has another shape than the configuration says, or is none of real numbers.
+            ConfigError: the shape differs from the configuration's, or the dtype is not floating point.
         """
         expected = self._shape(name)
         shape = tuple(tensor.shape)
@@ -252,16 +252,16 @@ class PartAssembly:
                 f"{name} is of shape {shape} and {tensor.dtype}; by config.json it has real numbers, {expected}",
                 remedy=_REMEDY,
             )
-        # A copy always: a view would keep whatever it is a view of, such as a whole file, alive or mapped.
+        # Always a copy: a view would keep its base, such as a whole file, alive or mapped.
         self._adopt(name, tensor.detach().to(self._device, self._dtype, copy=True))
 
     def place_bytes(self, name: str, dtype: str, data: memoryview, start: int = 0) -> None:
-        """Take over bytes [start, ...) of a tensor in safetensors' ``dtype``; pieces come in order, of any size that is
-        whole elements. With the last one the tensor is the part's.
+        """Place bytes [start, ...) of a tensor in safetensors' ``dtype``. Pieces come in order, each of whole elements;
+        the last one completes the tensor.
 
         Raises:
-            ConfigError: the part has no such tensor, the dtype cannot be used, or there are bytes beyond its end.
-            ValueError: it is not the piece that comes next, or cuts an element.
+            ConfigError: the part has no such tensor, the dtype is not usable, or the piece exceeds the tensor.
+            ValueError: the piece is out of order or cuts an element.
         """
         shape = self._shape(name)
         if dtype not in FILE_DTYPES:
@@ -288,10 +288,10 @@ class PartAssembly:
             self._adopt(name, tensor)
 
     def place_all(self, table: TensorTable, on_bytes: OnBytes = lambda done_bytes, total_bytes: None) -> None:
-        """Read the part's tensors from a model directory, of which exactly their bytes are read, in small pieces.
+        """Read the part's tensors, and no other bytes, from a model directory, in small pieces.
 
         Raises:
-            ConfigError: a tensor has another shape or dtype than it should. StorageError: a file cannot be read.
+            ConfigError: a tensor has a wrong shape or dtype. StorageError: a file cannot be read.
         """
         self._check_tied(table)
         sizes = {name: table.entries[name].size_bytes for name in self.wanted}
@@ -308,8 +308,8 @@ class PartAssembly:
                 on_bytes(done_bytes, total_bytes)
 
     def _check_tied(self, table: TensorTable) -> None:
-        """Files may hold both of two tied tensors. Where these differ they are two parameters to transformers; stages
-        that take them for one would train, or serve, another model."""
+        """Refuse files that hold both of two tied tensors with different values. transformers loads these as two
+        parameters, so stages that treat them as one would compute another model."""
         names = {name for tied in self._tied for name in (tied, tied.removeprefix(self._base_prefix))}
         stored = sorted(names & table.entries.keys())
         if len(stored) < 2 or self.wanted.keys().isdisjoint(stored):
@@ -321,7 +321,7 @@ class PartAssembly:
             )
 
     def finish(self) -> PartModel:
-        """The part. Raises ``ConfigError`` where a tensor was not placed, or one that is in no file cannot be made."""
+        """Return the part. Raises ``ConfigError`` if a tensor was not placed, or a buffer cannot be computed."""
         for name, places in self._places.items():
             owner, leaf = self._owner(places[0])
             if getattr(owner, leaf).is_meta:
@@ -335,7 +335,7 @@ class PartAssembly:
         return self.wanted[name]
 
     def _adopt(self, name: str, tensor: Tensor) -> None:
-        """Make ``tensor`` itself the part's: of the right shape, dtype and device, and nobody else's."""
+        """Install ``tensor`` without a copy. It has the right shape, dtype and device, and no other owner."""
         parameter = nn.Parameter(tensor)
         for place in self._places[name]:
             owner, leaf = self._owner(place)
@@ -356,12 +356,12 @@ class PartAssembly:
             try:
                 fresh = type(module)(config=self._config)
                 module._buffers.update({name: fresh.get_buffer(name).to(self._device) for name in lacking})
-            except Exception as error:  # whatever it needs that is not known here
+            except Exception as error:  # a module's constructor may raise anything
                 raise refused(self._config, f"{type(module).__name__} cannot be made alone") from error
 
     def _in_files(self, name: str, names: Collection[str]) -> str:
-        """How the tensor ``name`` of a whole model is called in the files. Those of a bare base model lack its prefix.
-        Two tied tensors are one: every stage takes the first of their names that the files have."""
+        """Name in the files of the whole model's tensor ``name``. Files of a bare base model lack the base prefix. All
+        stages use the first tied name that the files have."""
         for candidate in self._tied if name in self._tied else (name,):
             for written in (candidate, candidate.removeprefix(self._base_prefix)):
                 if written in names:
@@ -373,7 +373,7 @@ class PartAssembly:
 
 
 def build_part(config: PretrainedConfig, part: Part, weights: Mapping[str, Tensor]) -> PartModel:
-    """The part with copies of its own of ``weights``, those of a whole model in fp32. Raises ``ConfigError``."""
+    """The part with copies of a whole model's fp32 ``weights``. Raises ``ConfigError``."""
     assembly = PartAssembly(config, part, weights)
     for name in assembly.wanted:
         assembly.place(name, weights[name])
@@ -383,7 +383,7 @@ def build_part(config: PretrainedConfig, part: Part, weights: Mapping[str, Tenso
 def load_part(
     config: PretrainedConfig, part: Part, table: TensorTable, *, dtype: torch.dtype = torch.float32
 ) -> PartModel:
-    """The part on the CPU with the weights of a model directory. Raises as ``PartAssembly.place_all``."""
+    """The part on the CPU, with weights from a model directory. Raises as ``PartAssembly.place_all``."""
     assembly = PartAssembly(config, part, table.entries, dtype=dtype)
     assembly.place_all(table)
     return assembly.finish()
@@ -396,12 +396,11 @@ class PartModel:
     """A part, ready to compute.
 
     Attributes:
-        module: transformers' model without what the part does not have.
-        names: name of each parameter in ``module`` to its name in a whole model's ``state_dict``. Tied ones once.
+        module: transformers' model, reduced to the part.
+        names: name of each parameter in ``module`` → its name in a whole model's ``state_dict``. Tied ones once.
         width: elements of the hidden state of one position.
-        tied: whether the model's input and output share one matrix: the first and the last stage have a copy each.
-        context: the most positions that the model knows, and that are the same however many are computed at a time;
-            None where it does not say.
+        tied: whether the model's input and output share one matrix. The first and the last stage then each hold a copy.
+        context: most positions for which results do not depend on how many are computed at once; None: no limit set.
     """
 
     def __init__(
@@ -422,21 +421,18 @@ class PartModel:
         return _bytes(self.module)
 
     def new_cache(self, positions: int, *, batch: int = 1) -> PartCache:
-        """An empty cache with room for so many positions. Raises ``ConfigError`` where what a layer keeps cannot be
-        taken back."""
+        """An empty cache for ``positions`` positions. Raises as ``PartCache``."""
         parameter = next(self.module.parameters())
         return PartCache(self.config, positions, parameter.dtype, parameter.device, batch=batch)
 
     def forward(self, x: Tensor, positions: Tensor, cache: PartCache | None = None, *, logits: int = 0) -> Tensor:
-        """The part's layers over new positions.
+        """Run the part's layers over new positions.
 
         Args:
-            x: on the first stage token ids, int64 (B, T); else the hidden states that the stage before gave, (B, T,
-                width).
-            positions: int64 (T,), the same for every sequence; they go on from those in ``cache``.
-            cache: what it has is seen by the new positions, which are added. None: the new ones see each other only
-                (training).
-            logits: on the last stage, for so many of the last positions; 0 for all.
+            x: on the first stage token ids, int64 (B, T); else the previous stage's hidden states (B, T, width).
+            positions: int64 (T,), the same for every sequence; they continue those in ``cache``.
+            cache: new positions attend to its positions and are added to it. None (training): no earlier positions.
+            logits: on the last stage, the number of final positions to compute logits for; 0 for all.
 
         Returns:
             hidden states (B, T, width); on the last stage logits (B, T or ``logits``, vocab).
@@ -454,10 +450,10 @@ class PartModel:
 
 
 def _context(config: PretrainedConfig) -> int | None:
-    """See ``PartModel``. Where rotary frequencies are others beyond a length (``longrope``), what a position is depends
-    on how far the forward pass goes that computes it: keys that are cached, or computed again, would not agree."""
+    """See ``PartModel.context``. ``longrope`` changes the rotary frequencies beyond a length. A key would depend on the
+    length of the forward pass that computes it, so cached and recomputed keys would differ."""
     said = cast("dict[str, Any]", getattr(config, "rope_parameters", None) or {})
-    ropes = [said, *(each for each in said.values() if isinstance(each, dict))]  # of all layers, or of each kind
+    ropes = [said, *(each for each in said.values() if isinstance(each, dict))]  # for all layers, or per kind of layer
     changes = [each.get("original_max_position_embeddings") for each in ropes if each.get("rope_type") == "longrope"]
     knows = [getattr(config, "max_position_embeddings", None), *changes]
     return min((each for each in knows if isinstance(each, int)), default=None)
@@ -467,14 +463,14 @@ def _context(config: PretrainedConfig) -> int | None:
 
 
 class _Room:
-    """Keys and values of one layer, each of shape (batch, heads, positions, width of a head)."""
+    """Keys and values of one layer, each of shape (batch, heads, positions, head width)."""
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)  # not empty(): so that the memory is really there
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)  # not empty(): zeros() commits the memory
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 
     def write(self, start: int, keys: Tensor, values: Tensor) -> int:
-        """Put new positions behind the first ``start``; returns how many there are now."""
+        """Write new positions after the first ``start``. Returns the new number of positions."""
         stop = start + keys.shape[-2]
         if stop > self.keys.shape[2]:
             raise ValueError(f"a cache of {self.keys.shape[2]} positions cannot hold {stop}")
@@ -504,8 +500,8 @@ class _FullLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 class _WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
-    """The last positions are seen, and all are kept: those before the window are needed again when some are taken
-    back. ``get_mask_sizes`` is transformers' own; it tells the mask of what ``update`` gives."""
+    """Attends to the last positions but keeps all: a rollback needs those before the window again. transformers' own
+    ``get_mask_sizes`` makes a mask that fits the result of ``update``."""
 
     def __init__(self, room: _Room, sliding_window: int) -> None:
         super().__init__(sliding_window)
@@ -522,14 +518,14 @@ class _WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
 
 
 class PartCache(DynamicCache):
-    """Keys and values of one session: room for ``positions`` in each layer of ``config``, which is a part's.
+    """Keys and values of one session: ``positions`` positions in each layer of ``config``, a part's configuration.
 
-    transformers' own caches grow by copying all that they hold for each token, and forget what lies before a sliding
-    window. Here the memory that a session was promised is there when it begins, a token is written behind the last one,
-    and taking positions back moves an end. What attention sees are the same numbers in the same order.
+    transformers' own caches copy their whole content for each token, and drop what is before a sliding window. This
+    cache allocates all memory when the session opens, writes a token after the last one, and rolls back by moving the
+    end. Attention gets the same numbers in the same order.
 
     Raises:
-        ConfigError: a layer keeps a state of another kind, from which nothing can be taken back.
+        ConfigError: a layer keeps another kind of state, which cannot be rolled back.
     """
 
     def __init__(
@@ -558,7 +554,7 @@ class PartCache(DynamicCache):
         return sum(layer.room.keys.nbytes + layer.room.values.nbytes for layer in self._own)
 
     def cut(self, keep: int) -> None:
-        """Keep the first ``keep`` positions. Raises ``ValueError`` where a layer has fewer."""
+        """Keep the first ``keep`` positions. Raises ``ValueError`` if a layer has fewer."""
         fewest = min(layer.get_seq_length() for layer in self._own)
         if not 0 <= keep <= fewest:
             raise ValueError(f"cannot keep {keep} of {fewest} positions")
@@ -566,11 +562,11 @@ class PartCache(DynamicCache):
             layer.cut(keep)
 
     def cut_to_at_most(self, keep: int) -> None:
-        """Make all layers equally long again, and no longer than ``keep``: after a forward pass that failed."""
+        """After a failed forward pass: cut all layers to the same length, at most ``keep``."""
         self.cut(min(keep, *(layer.get_seq_length() for layer in self._own)))
 
 
 def kv_shape(config: PretrainedConfig, positions: int) -> tuple[int, int, int]:
-    """Heads, positions, and width of a head, of the keys of one layer. Of the values, too, in what splits."""
+    """Shape (heads, positions, head width) of one layer's keys. Values have the same shape in models that split."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return heads, positions, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,18 +1,18 @@
-"""The next token, as transformers' ``generate`` picks it: the same warpers in the same order, the same draws.
+"""Sampling of the next token as in transformers' ``generate``: the same warpers in the same order, the same noise.
 
-``generate`` draws once for each new token from a generator that was seeded once. So a draw has a number, 0 for the
-first new token, and whoever is to make draw n first brings a generator there. Then it does not matter who picks, or
-whether some tokens were picked before and thrown away: the same logits and the same number give the same token.
+``generate`` seeds a generator once and samples once per new token. So each sample has an index, 0 for the first new
+token. To make sample n, a picker first advances its generator to n. So the same logits and the same sample index give
+the same token on every peer, even if other tokens were sampled before and discarded.
 
-A draw of one token is noise, as many exponential numbers as the vocabulary has, and the token whose probability divided
-by its noise is the largest; so ``torch.multinomial`` does it. The noise is the draw's, whatever the probabilities are:
-that of recent draws is kept, for who verifies drafts makes many of them twice. Models of one tokenizer often have
-vocabularies that are padded to different sizes; then the drafter makes the draws of the verifier's size
-(``Sampling.vocab_size``), and a token's noise is the same on both sides.
+To sample one token, ``torch.multinomial`` makes noise, one exponential number per vocabulary entry, and takes the token
+with the largest probability / noise. The noise depends on the sample index alone, not on the probabilities. Recent
+noise is cached, because a verifier of drafts makes many samples twice. Models of one tokenizer often have vocabularies
+padded to different sizes. Then the drafter makes noise of the verifier's size (``Sampling.vocab_size``), so that each
+token has the same noise on both sides.
 
-Generators of different devices draw different numbers from one seed. Rows are therefore brought to the CPU and all of
-it is done there, as transformers does on a CPU: a last stage that is replaced by one of another kind goes on with the
-same text, as far as its logits are the same. (It is one row of 4 bytes an entry of the vocabulary, for one token.)
+Generators of different devices produce different numbers from one seed. So all work is done on the CPU, as transformers
+does on a CPU. A last stage that is replaced by one on another device continues the same text, if its logits are the
+same. One token costs the transfer of one row, 4 bytes per vocabulary entry.
 """
 
 from __future__ import annotations
@@ -34,23 +34,25 @@ from p2ptrain.compute.device import one_thread
 from p2ptrain.core.errors import JobFailed
 from p2ptrain.core.serving import COLDEST, Sampling, check_sampling
 
-_NO_IDS = cast(torch.LongTensor, torch.empty(0, dtype=torch.int64))  # these warpers do not look at what was said
+_NO_IDS = cast(torch.LongTensor, torch.empty(0, dtype=torch.int64))  # these warpers ignore earlier tokens
 REMEMBERED = 128
-"""States of the generator, 5 KB each, so that going back so many draws costs no more than going on."""
+"""Cached generator states, 5 KB each: going back by up to so many samples is as fast as going on."""
 NOISE_BYTES = 8 << 20
-"""Of noise that is kept: of 40 draws where the vocabulary has 50,000 entries."""
+"""Size of the noise cache: 40 samples of a vocabulary of 50,000 entries."""
 _MANY = 4096
-"""Entries from which on ``_exponential`` is worth its operations."""
+"""Entries from which ``_at_once`` is faster than torch's ``exponential_``."""
 _FEW = 4096
-"""Entries of a row that are left, at most, for ``_nucleus`` to be worth it."""
+"""Most remaining entries of a row for which ``_nucleus`` is faster than a full sort."""
 
 
 class Picker:
     """Picks the tokens of one session.
 
     Args:
-        sampling: checked here; raises ``UserError``.
-        remembered, noise_bytes: as of ``REMEMBERED`` and ``NOISE_BYTES``. They change the time that it takes only.
+        remembered, noise_bytes: sizes of the caches. They affect speed only.
+
+    Raises:
+        UserError: ``sampling`` has an invalid value.
     """
 
     def __init__(self, sampling: Sampling, *, remembered: int = REMEMBERED, noise_bytes: int = NOISE_BYTES) -> None:
@@ -61,20 +63,20 @@ class Picker:
         self._warp = _warpers(sampling, top_p=not self._few)
         self._remembered, self._noise_bytes = remembered, noise_bytes
         self._generator: torch.Generator | None = None
-        self._next = 0  # the draw that the generator is about to make
-        self._states: OrderedDict[int, Tensor] = OrderedDict()  # draw to the state before it
-        self._noise: OrderedDict[int, Tensor] = OrderedDict()  # draw to its noise
+        self._next = 0  # sample index of the generator's next noise
+        self._states: OrderedDict[int, Tensor] = OrderedDict()  # sample index → generator state before it
+        self._noise: OrderedDict[int, Tensor] = OrderedDict()  # sample index → noise
 
     def pick(self, logits: Tensor, sample_index: int) -> tuple[int, ...]:
-        """A token for each row.
+        """Pick a token for each row.
 
         Args:
-            logits: (rows, entries), of any device and dtype; row i is of draw ``sample_index + i``.
+            logits: (rows, entries), any device and dtype; row i has sample index ``sample_index + i``.
 
         Raises:
-            JobFailed: there are logits that are not numbers.
+            JobFailed: a logit is not finite.
         """
-        # Rows are short work for many threads, which would wait for one another at each operation on a busy machine.
+        # A row is little work. On a busy machine several threads would spend the time waiting for one another.
         with one_thread():
             scores = self._scores(logits)
             if not self._sampled:
@@ -85,10 +87,10 @@ class Picker:
             )
 
     def _scores(self, logits: Tensor) -> Tensor:
-        """(rows, entries that may be picked), float32, on the CPU: warpers may write into them."""
+        """A copy that warpers may write into: (rows, entries that may be picked), float32, on the CPU."""
         scores = logits.to(device="cpu", dtype=torch.float32, copy=True)
         scores = scores[:, : self._sampling.vocab_size or None]
-        if not scores.amax(-1).isfinite().all():  # NaN where one of them is
+        if not scores.amax(-1).isfinite().all():  # a row's maximum is NaN if any entry is
             raise JobFailed(
                 "the model gave logits that are not numbers, so there is no next token",
                 remedy="compute in fp32 or bf16 (fp16 overflows in some models), and check the model's files",
@@ -101,7 +103,6 @@ class Picker:
         return tuple((probabilities / noise[:, : probabilities.shape[1]]).argmax(-1).tolist())
 
     def _noise_of(self, sample_index: int, entries: int) -> Tensor:
-        """(entries,). The generator is asked where it is not kept."""
         known = self._noise.get(sample_index)
         if known is not None and len(known) == entries:
             self._noise.move_to_end(sample_index)
@@ -135,11 +136,8 @@ class Picker:
 
 
 def _exponential(entries: int, generator: torch.Generator) -> Tensor:
-    """As ``torch.empty(entries).exponential_(1, generator=generator)``, in a third of the time where there are many.
-
-    That takes a logarithm of one number after the other: for 150,000 entries several milliseconds, as long as a pass of
-    a small model. Here it is of all at once.
-    """
+    """Equals ``torch.empty(entries).exponential_(1, generator=generator)``, in a third of the time if ``entries`` is
+    large. torch takes the logarithms one by one: for 150,000 entries this takes as long as a pass of a small model."""
     if entries >= _MANY and _same_at_once():
         return _at_once(entries, generator)
     return torch.empty(entries).exponential_(1, generator=generator)
@@ -152,21 +150,21 @@ def _at_once(entries: int, generator: torch.Generator) -> Tensor:
 
 @functools.cache
 def _same_at_once() -> bool:
-    """Whether this build of torch draws its exponential numbers like that: tried once in a process, bit by bit."""
+    """Whether ``_at_once`` gives the bits of this torch build's ``exponential_``; tested once per process."""
     ours, theirs = (torch.Generator("cpu").manual_seed(1) for _ in range(2))
     same = torch.equal(_at_once(_MANY, ours), torch.empty(_MANY).exponential_(1, generator=theirs))
     return same and torch.equal(ours.get_state(), theirs.get_state())
 
 
 def _nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """As ``TopPLogitsWarper``, bit by bit, where few entries of each row are left: it would sort all of them.
+    """Equals ``TopPLogitsWarper`` bit by bit, but sorts only the entries that are not minus infinity.
 
-    Sums of the same numbers in another order differ in the last bit. So the few stand where a sorted row has them,
-    behind all that are minus infinity.
+    Sums of the same numbers in another order differ in the last bit. So the sorted entries are placed where a fully
+    sorted row has them: after all entries that are minus infinity.
     """
     entries = scores.shape[-1]
     left = [(row > -torch.inf).nonzero()[:, 0] for row in scores]
-    if max(map(len, left)) > _FEW:  # many are exactly as likely as the last of the ``top_k``
+    if max(map(len, left)) > _FEW:  # many entries tie with the last of the ``top_k``
         return _sorted_nucleus(scores, top_p)
     ordered = torch.full_like(scores, -torch.inf)
     places = []
@@ -179,7 +177,7 @@ def _nucleus(scores: Tensor, top_p: float) -> Tensor:
         tail = cumulative[row, entries - len(indices) :].cumsum(-1)
         removed = min(int((tail <= 1 - top_p).sum()), len(indices) - 1)
         values = ordered[row, entries - len(indices) :]
-        if removed and values[removed - 1] == values[removed]:  # which of equals stays depends on how all were sorted
+        if removed and values[removed - 1] == values[removed]:  # the full sort decides which of the ties stays
             scores[row] = _sorted_nucleus(scores[row][None], top_p)[0]
         else:
             scores[row, indices[:removed]] = -torch.inf

@@ -1,9 +1,9 @@
-"""What this project is compared with: torch's own collectives (Gloo), DistributedDataParallel on them, and
-transformers' generation with one model or two in one process.
+"""Baselines for benchmarks: torch's collectives (Gloo), DistributedDataParallel on them, and transformers' generation
+with one model or with an assistant.
 
-The only home of ``torch.distributed``, which nothing else needs. Rivals get the best that their documentation offers:
-fused AdamW, gradients that are views of DDP's buckets, no exchange before the last micro-batch, and losses that are
-brought together after the measured steps, where ours travel with the gradients.
+Only this module uses ``torch.distributed``. The baselines use the best settings that their documentation offers: fused
+AdamW, gradients as views of DDP's buckets, and no exchange before the last micro-batch. Their losses are gathered after
+the measured steps; ours are reduced with the gradients.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ GenerationConfig: Any = _GenerationConfig  # its annotations are partial
 
 
 def why_no_gloo() -> str:
-    """Why this torch has no Gloo; empty where it has."""
+    """Why this torch has no Gloo; empty if it has."""
     if not dist.is_available():
         return "this torch was built without torch.distributed"
     return "" if dist.is_gloo_available() else "this torch was built without Gloo"
 
 
 class GlooGroup:
-    """This process' place in a Gloo process group on the loopback. One a process, until it ends.
+    """This process's membership in a Gloo process group on the loopback. A process can have only one.
 
     Args:
-        store_port: where rank 0 keeps the rendezvous; rank 0 gives 0, and tells the others ``store_port``.
-        timeout_s: of every operation, the rendezvous included.
+        store_port: port of rank 0's rendezvous store. Rank 0 passes 0; the others get its attribute ``store_port``.
+        timeout_s: deadline of every operation, including the rendezvous.
     """
 
     def __init__(self, rank: int, size: int, store_port: int, *, timeout_s: float) -> None:
@@ -66,7 +66,7 @@ class GlooGroup:
         self.store_port = self._store.port
 
     def join(self) -> None:
-        """Wait for the others. Raises ``ConnectionLost``."""
+        """Wait for the other members. Raises ``ConnectionLost``."""
         try:
             dist.init_process_group(
                 "gloo", store=self._store, rank=self.rank, world_size=self.size, timeout=self._timeout
@@ -83,7 +83,7 @@ class GlooGroup:
 
 
 class DdpTrainer:
-    """The training of ``compute.trainer.Trainer`` as DistributedDataParallel does it: same weights, same samples.
+    """Trains like ``compute.trainer.Trainer``, with the same weights and samples, but with DistributedDataParallel.
 
     Raises:
         ConfigError, UserError, ResourceError: see ``model_config`` and ``load_corpus``.
@@ -108,7 +108,7 @@ class DdpTrainer:
         self._losses: list[torch.Tensor] = []
 
     def step(self, step: int, first: int, count: int) -> None:
-        """One whole step, of which this member computes micro-batches ``range(first, first + count)``.
+        """Run one step; this member computes micro-batches ``range(first, first + count)``.
 
         Raises:
             ConnectionLost: Gloo lost another member.
@@ -122,7 +122,7 @@ class DdpTrainer:
             raise ConnectionLost(f"the DDP step failed: {_line(error)}") from error
 
     def losses(self) -> list[float]:
-        """The mean losses of the steps since the last call: every member calls it at the same time."""
+        """Mean losses of the steps since the last call. This is a collective: all members must call it together."""
         if not self._losses:
             return []
         total = torch.stack(self._losses)
@@ -140,7 +140,7 @@ class DdpTrainer:
                 with nullcontext() if index == first + count - 1 else self._ddp.no_sync():
                     logits = self._ddp(input_ids=tokens[:, :-1], use_cache=False).logits
                     loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-                    # DDP gives the mean over the members; the global batch wants the mean over its micro-batches.
+                    # DDP averages over the members, but the step needs the mean over the micro-batches.
                     (loss * (self._group.size / self._spec.micro_batches)).backward()  # type: ignore[no-untyped-call]
                 loss_sum += loss.detach()
             if self._spec.optimizer.clip_norm:
@@ -162,20 +162,20 @@ def _line(error: RuntimeError) -> str:
 
 
 class AssistedPair:
-    """Transformers' ``generate`` with a verifier's model, and with a drafter's beside it, on the CPU. Each is computed
-    in what its files hold, as parts are.
+    """Transformers' ``generate`` on the CPU with a verifier's model and, as assistant, a drafter's. Each model uses
+    the dtype of its configuration, as a served part does.
 
     Args:
-        verifier, drafter: directories with models of the same tokenizer; drafter None: there is none.
-        threads: of CPU kernels.
+        verifier, drafter: model directories with the same tokenizer; ``drafter`` may be None.
+        threads: number of threads of CPU kernels.
 
     Attributes:
-        text: the verifier's text side.
-        can_assist: transformers does not assist where vocabularies are padded to different sizes.
+        text: the verifier's ``ModelText``.
+        can_assist: whether the vocabularies are padded to the same size, which transformers' assistance requires.
 
     Raises:
-        ConfigError: a directory holds no model, or they do not know the same tokens.
-        ResourceError: they do not fit into memory.
+        ConfigError: a directory holds no model, or the vocabularies differ.
+        ResourceError: the models do not fit into memory.
     """
 
     def __init__(self, verifier: Path, drafter: Path | None, *, threads: int) -> None:
@@ -203,8 +203,8 @@ class AssistedPair:
     def write(
         self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling, *, assisted: bool = False
     ) -> tuple[list[int], float]:
-        """New tokens, and the seconds that they took, the prompt's pass included. Greedily an assisted text is the same
-        as one that is not; sampled it is another one of equal probability."""
+        """Return new tokens and the seconds they took, including the prompt's pass. With greedy decoding the assistant
+        does not change the text; with sampling it gives another text of the same distribution."""
         sampled = sampling.temperature > COLDEST
         shape = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
         settings = GenerationConfig(

@@ -1,10 +1,10 @@
-"""Which text a micro-batch reads: a pure function of (seed, epoch, step, micro-batch). No state, nothing to coordinate.
+"""The order of the samples: a pure function of (seed, epoch, step, micro-batch), without state or coordination.
 
-Samples are counted through the whole run: micro-batch ``m`` of step ``s`` takes samples ``(s M + m) B ... + B - 1``.
-Sample ``c`` is position ``c mod N`` of epoch ``c div N``, and each epoch visits the N training windows in the order of
-a keyed permutation: a balanced Feistel network over the next even power of two, cycle-walked back into range (Black
-and Rogaway, "Ciphers with arbitrary finite domains", 2002). So each window is read exactly once per epoch, and any
-sample is found without the others.
+Samples are numbered through the whole run: micro-batch ``m`` of step ``s`` reads samples ``(s M + m) B ... + B - 1``.
+Sample ``c`` is position ``c mod N`` of epoch ``c div N``. Each epoch visits the N training windows in the order of a
+keyed permutation: a balanced Feistel network over the next even power of two, cycle-walked back into range (Black and
+Rogaway, "Ciphers with arbitrary finite domains", 2002). So an epoch reads each window exactly once, and any sample can
+be computed without the others.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy.typing as npt
 Indices = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
 
-_ROUNDS = 6  # four make it pseudo-random (Luby and Rackoff); the halves are short, so two more
+_ROUNDS = 6  # four suffice for pseudo-randomness (Luby and Rackoff); two more because the halves are short
 
 
 def permuted(positions: Indices, size: int, key: int) -> Indices:
-    """Where each of ``positions`` (below ``size``) goes under permutation ``key`` of ``range(size)``. Same shape."""
+    """Images of ``positions``, each below ``size``, under permutation ``key`` of ``range(size)``. Same shape."""
     half_bits = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     result = _feistel(positions.astype(np.uint64), half_bits, key)
-    while (outside := result >= size).any():  # at most 4 size in the domain: four rounds of this on average
+    while (outside := result >= size).any():  # the domain has at most 4 size numbers: four rounds on average
         result[outside] = _feistel(result[outside], half_bits, key)
     return result.astype(np.int64)
 
@@ -54,9 +54,9 @@ class WindowSampler:
     """The order of the samples of one run.
 
     Attributes:
-        windows: training windows, N.
-        micro_batches: in a global batch, M.
-        sequences: in a micro-batch, B.
+        windows: number of training windows, N.
+        micro_batches: micro-batches in a global batch, M.
+        sequences: sequences in a micro-batch, B.
     """
 
     windows: int
@@ -65,11 +65,11 @@ class WindowSampler:
     sequences: int
 
     def sample(self, step: int, micro_batch: int) -> Indices:
-        """The windows, each below ``windows``, of one micro-batch, shape (B,)."""
+        """Window numbers of one micro-batch, shape (B,)."""
         return self.numbered((step * self.micro_batches + micro_batch) * self.sequences, self.sequences)
 
     def numbered(self, first: int, count: int) -> Indices:
-        """The windows of samples ``range(first, first + count)`` of the run, shape (count,)."""
+        """Window numbers of samples ``range(first, first + count)`` of the run, shape (count,)."""
         epochs, positions = np.divmod(np.arange(first, first + count, dtype=np.int64), self.windows)
         result = np.empty_like(positions)
         for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):

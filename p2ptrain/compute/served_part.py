@@ -1,9 +1,8 @@
-"""A part of a model, loaded, with the sessions that run through it: what a stage computes.
+"""A loaded part of a model and its sessions: the computation of one stage of a served model.
 
-It is ``roles.engine.StageEngine``, and its builder ``PartBuilder``, by their shape: compute imports no roles.
-
-A session is a cache of keys and values with room for the positions that it was opened for, and, on the last stage, who
-picks its tokens. A ``run`` that fails leaves the session at the positions that it was told to keep.
+``ServedPart`` and its builder implement ``roles.engine.StageEngine`` and ``PartBuilder`` structurally, because compute
+imports no roles. A session is a KV cache for the positions that it was opened for and, on the last stage, a ``Picker``.
+A failed ``run`` leaves the session cut to ``keep`` positions.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ class _Session:
 
 
 def begin_part(spec: PartSpec, names: Collection[str]) -> ServedPartBuilder:
-    """A part on its way: ``roles.engine.BuildPart``.
+    """Start building a part. Implements ``roles.engine.BuildPart``.
 
     Raises:
-        ConfigError: the configuration is none, the architecture does not split, the files lack a tensor of the part.
-        UserError: there is no such device here.
+        ConfigError: the configuration is invalid, the architecture cannot be split, or the files lack a tensor.
+        UserError: this machine has no such device.
         ResourceError: there is too little memory for the weights.
     """
     config = config_of(spec.config)
@@ -60,18 +59,17 @@ def load_whole(
     dtype: str = "",
     on_bytes: OnBytes = lambda done_bytes, total_bytes: None,
 ) -> ServedPart:
-    """All layers of the model in ``directory`` as one part: what a verifier or a drafter computes with. Blocking.
+    """Load all layers of the model in ``directory`` as one part, for a verifier or a drafter. Blocking.
 
     Args:
-        device: as of ``compute.device.pick_device``.
-        dtype: of weights, cache and arithmetic: ``fp32``, ``bf16`` or ``fp16``; empty: what the files hold.
-        on_bytes: called on this thread after each piece; what it raises ends the loading.
+        device: as in ``compute.device.pick_device``.
+        dtype: dtype of weights, cache and arithmetic, as in ``PartSpec``.
+        on_bytes: called on this thread after each piece; an exception from it ends the loading.
 
     Raises:
-        ConfigError: there is no model, or none that splits; it is quantized.
+        ConfigError: there is no model, it cannot be split, or it is quantized.
         StorageError: a file cannot be read.
-        UserError: there is no such device.
-        ResourceError: there is too little memory for the weights.
+        UserError, ResourceError: see ``begin_part``.
     """
     path, remedy = directory / "config.json", "a model directory is what save_pretrained writes"
     try:
@@ -92,10 +90,10 @@ def load_whole(
 
 
 def config_of(text: str) -> PretrainedConfig:
-    """The configuration in a ``config.json`` that a peer sent. No code of the model's is run.
+    """The configuration in a ``config.json`` that a peer sent. No code of the model is run.
 
     Raises:
-        ConfigError: it is none, or of a model that is computed with nothing that is here.
+        ConfigError: it is invalid, or its model is not supported.
     """
     try:
         table = config_untrusted(text)
@@ -123,19 +121,14 @@ def _dtype(spec: PartSpec, config: PretrainedConfig) -> torch.dtype:
 
 
 def dtype_of(config: PretrainedConfig) -> torch.dtype:
-    """What a model is computed in where nobody says: what its configuration says that its files hold."""
+    """Default dtype of the computation: the configuration's ``dtype``, or fp32."""
     said = str(getattr(config, "dtype", None)).removeprefix("torch.")
-    # A stage that has none of the files must come to the same answer as one that has them.
+    # Only the configuration counts, because a stage without the files must get the same result.
     return next((dtype for dtype in DTYPES.values() if str(dtype) == f"torch.{said}"), torch.float32)
 
 
 class ServedPartBuilder:
-    """Takes the tensors of a part, one at a time.
-
-    Attributes:
-        wanted: every tensor that the part owns, by its name in the model's files, with its shape.
-        weights_bytes, cache_position_bytes: what the part will say of itself; weights that are tied may be fewer.
-    """
+    """Implements ``roles.engine.PartBuilder``."""
 
     def __init__(self, spec: PartSpec, config: PretrainedConfig, part: Part, names: Collection[str]) -> None:
         self._spec, self._dtype, self._device = spec, _dtype(spec, config), pick_device(spec.device)
@@ -146,21 +139,15 @@ class ServedPartBuilder:
         check_memory(self.weights_bytes, self._device, f"a part of {len(part)} of {part.layers} layers")
 
     def place(self, name: str, dtype: str, data: memoryview, start: int = 0) -> None:
-        """Take over bytes [start, ...) of a tensor in safetensors' ``dtype``, which are copied before this returns: all
-        at once, or piece by piece in order, so that no whole tensor need be anywhere else.
-
-        Raises:
-            ConfigError: the part has no tensor of that name, the dtype cannot be used, or it has another size.
-            ValueError: it is not the piece that comes next, or cuts an element.
-        """
+        """Copy bytes [start, ...) of a tensor. Pieces come in order. Raises as ``PartAssembly.place_bytes``."""
         self._assembly.place_bytes(name, dtype, data, start)
 
     def place_all(self, table: TensorTable, on_bytes: OnBytes) -> None:
-        """Take all of them from a model directory. Raises as ``PartAssembly.place_all``."""
+        """Read all tensors from a model directory. Raises as ``PartAssembly.place_all``."""
         self._assembly.place_all(table, on_bytes)
 
     def finish(self) -> ServedPart:
-        """The part, ready. Raises ``ConfigError`` where a tensor is missing."""
+        """Return the part. Raises ``ConfigError`` if a tensor is missing."""
         return ServedPart(self._spec, self._assembly.finish(), self._dtype, self._device)
 
 
@@ -169,10 +156,10 @@ def _cache_position_bytes(config: PretrainedConfig, part: Part, dtype: torch.dty
 
 
 class ServedPart:
-    """See the module's text, and ``roles.engine.StageEngine`` for what the attributes mean.
+    """Implements ``roles.engine.StageEngine``, which documents the attributes.
 
     Attributes:
-        context: as of ``PartModel``.
+        context: as in ``PartModel``.
     """
 
     def __init__(self, spec: PartSpec, model: PartModel, dtype: torch.dtype, device: Device) -> None:
@@ -188,15 +175,15 @@ class ServedPart:
 
     @property
     def cache_bytes(self) -> int:
-        """Of all open sessions: what they were promised, which is allocated."""
+        """Allocated cache memory of all open sessions."""
         return sum(session.cache.nbytes for session in self._sessions.values())
 
     def open(self, session: str, *, positions: int, sampling: Sampling) -> None:
-        """Begin a session of at most ``positions`` positions. Its cache is allocated here, whole.
+        """Open a session of at most ``positions`` positions, and allocate its whole cache.
 
         Raises:
-            UserError: the model knows fewer positions, the sampling cannot be, or there is such a session.
-            ResourceError: there is too little memory for the cache.
+            UserError: the model's context is shorter, ``sampling`` is invalid, or the session exists already.
+            ResourceError: there is too little memory for the cache, or there are ``MAX_SESSIONS`` sessions.
         """
         if session in self._sessions:
             raise UserError(f"there is a session {session[:64]!r} on this part", remedy="close it, or use another name")
@@ -222,20 +209,21 @@ class ServedPart:
         """See ``StageEngine.run``.
 
         Raises:
-            ProtocolError: what was asked cannot be; the session is as it was.
-            ResourceError, JobFailed: it could not be computed, or there is no next token. The session is at ``keep``.
+            ProtocolError: ``work`` is invalid; the session is unchanged.
+            ResourceError, JobFailed: the computation or the sampling failed; the session is cut to ``keep``.
         """
         state = self._checked(session, work)
         activation_bytes(work.out_encoding, 0, self.width)
         with self._forward(state, work) as out:
-            if state.picker is not None:  # (a head's work is wasted where nothing is picked, but 0 would be all)
+            if state.picker is not None:  # the last stage; without samples it drops the logits
                 return Ran(memoryview(b""), state.picker.pick(out, work.sample_index) if work.samples else ())
             return Ran(encode(out, work.out_encoding), ())
 
     @contextmanager
     def _forward(self, state: _Session, work: Pass) -> Iterator[Tensor]:
-        """The logits of the positions that are picked for (of one at least), or the hidden states of all: (rows,
-        entries). What fails in here or inside leaves the session at ``keep``."""
+        """Yield logits of the last max(1, samples) positions, or hidden states of all: (rows, entries). An exception
+        here or in the block cuts the session to ``keep``."""
+        # The last stage computes one row even without samples, because ``logits=0`` would mean all rows.
         x, keep = self._input(work), work.keep
         state.cache.cut(keep)
         try:
@@ -244,7 +232,7 @@ class ServedPart:
                 positions = torch.arange(keep, keep + work.count, device=self._place.torch_device)
                 yield self._model.forward(x[None], positions, state.cache, logits=max(1, work.samples))[0]
         except BaseException:
-            state.cache.cut_to_at_most(keep)  # some layers may have taken the positions, and others not
+            state.cache.cut_to_at_most(keep)  # only some layers may have the new positions
             raise
 
     def close(self, session: str) -> None:
@@ -264,7 +252,7 @@ class ServedPart:
             raise ProtocolError("tokens are picked on the last stage only")
         if not 0 <= samples <= count:
             raise ProtocolError(f"{samples} tokens to be picked for {count} positions")
-        if not 0 <= sample_index <= most:  # a draw is for a position; and to skip to it takes time
+        if not 0 <= sample_index <= most:  # one sample per position; skipping ahead takes time
             raise ProtocolError(f"draw {sample_index} in a session of {most} positions")
         return state
 
@@ -279,7 +267,7 @@ class ServedPart:
 
 @contextmanager
 def _told_of_memory(what: str, place: Device) -> Iterator[None]:
-    """Turns torch's errors of too little memory into ``ResourceError``. On a CPU they have no name of their own."""
+    """Translate torch's out-of-memory errors to ``ResourceError``. On a CPU they are plain ``RuntimeError``s."""
     try:
         yield
     except RuntimeError as error:

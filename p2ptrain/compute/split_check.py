@@ -1,4 +1,4 @@
-"""Does a model of this architecture compute the same bits in parts as it does whole? Tried before a part is used."""
+"""A test, before a part is used, that an architecture computes the same bits in parts and as a whole."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ _SMALL = {
     "sliding_window": 6,
     "attention_chunk_size": 6,
 }
-"""Sizes of the model that is tried. What the architecture does not have stays away."""
+"""Sizes of the test model. Keys that the architecture does not have are ignored."""
 
 
 def check_splits(config: PretrainedConfig) -> None:
-    """Compare whole and parts, bit by bit, on a small model with random weights that is otherwise as ``config`` says:
-    a prompt, single tokens, several at once, others after some were taken back, and a batch as in training.
+    """Compare parts and whole, bit by bit, on a small model with random weights that otherwise follows ``config``.
 
-    Takes some 0.2 s, once for each configuration in a process.
+    The test runs a training batch, a prompt, single tokens, several tokens at once, and other tokens after a rollback.
+    It takes about 0.2 s, once per configuration and process.
 
     Raises:
-        ConfigError: a model of this architecture is none that splits.
+        ConfigError: this architecture cannot be split.
     """
     heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
-    if heads and kv_heads and heads % kv_heads:  # the small model below has other numbers
+    if heads and kv_heads and heads % kv_heads:  # the small model would hide this
         raise refused(config, f"{heads} heads of queries cannot share {kv_heads} heads of keys and values")
     _checked(config.model_type, config.to_json_string(use_diff=False))
 
@@ -57,11 +57,11 @@ def _checked(model_type: str, text: str) -> None:
         tiny = _tiny(config)
         if sum(weight.numel() for weight in ModelLayout(tiny, torch.float32).model.parameters()) > 1 << 26:
             raise refused(config, "with so wide heads or so long a table of positions it cannot be tried first")
-        with one_thread():  # more gain nothing from tensors as small, and wait for each other on a busy machine
+        with one_thread():  # more do not speed up such small tensors, and slow down a busy machine
             same = _same(tiny)
     except ConfigError:
         raise
-    except Exception as error:  # whatever the architecture needs that is not known here
+    except Exception as error:  # an architecture may fail in any way
         raise refused(config, first_line(error)) from error
     if not same:
         raise refused(config, "its parts together compute something else than the whole")
@@ -91,7 +91,7 @@ def _same_cached(whole: Any, parts: Sequence[Any], ids: Tensor) -> bool:
         9,
         1,
         1,
-    ]  # of the calls before the rollback whose positions stay: the first has more than a window
+    ]  # positions of the calls before the rollback; the first exceeds a window
     for calls in ([*kept, 3, 1], [*kept, 2, 1]):
         reference = DynamicCache(config=whole.config)
         done = 0
@@ -126,13 +126,13 @@ def _tiny(config: PretrainedConfig) -> PretrainedConfig:
     for key, value in _SMALL.items():
         if key in known and getattr(config, key) is not None:
             setattr(tiny, key, value)
-    tiny.pad_token_id = tiny.bos_token_id = tiny.eos_token_id = None  # they may be beyond the small vocabulary
+    tiny.pad_token_id = tiny.bos_token_id = tiny.eos_token_id = None  # they may exceed the small vocabulary
     return tiny
 
 
 def _chosen_layers(kinds: Sequence[str]) -> list[int]:
-    """Of the layers of these kinds: each kind's first, and others up to a few, in order. Some twice where there are
-    too few."""
+    """Layer indices for the test model, in order: the first of each kind, at most 8, and at least 4 in total. A model
+    with few layers repeats some."""
     chosen = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:8]
     while len(chosen) < 4:
         chosen.append(len(kinds) * len(chosen) // 4)
@@ -140,7 +140,7 @@ def _chosen_layers(kinds: Sequence[str]) -> list[int]:
 
 
 def _random_model(config: PretrainedConfig) -> Any:
-    """All of its weights differ, norms and biases included: what is taken for another shows."""
+    """All weights are random, norms and biases too, so that a swapped tensor changes the result."""
     with torch.random.fork_rng(devices=[]):
         model = _Auto.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(1)

@@ -1,6 +1,5 @@
-"""Which part of a model a worker trains, whether there is memory for it, and its first weights.
-
-A whole model is the only stage of one: all layers, as ``PartModel`` if its architecture splits, else as it is.
+"""The stage of a model that a worker trains: its layers, its initial weights and its memory. A whole model is a single
+stage with all layers.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ from p2ptrain.core.texts import human_bytes
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """Which part of the model it is, and how it is trained.
+    """Which part of the model a worker trains, and how.
 
     Attributes:
-        stage: counted from 0.
+        stage: index of the stage, from 0.
         bounds: stage s has layers [bounds[s], bounds[s + 1]).
-        activations: how they travel, a key of ``core.activations.ENCODINGS``.
-        gradients: how those by the activations travel: ``fp32`` or ``bf16``.
+        activations: encoding of activations between stages, a key of ``core.activations.ENCODINGS``.
+        gradients: encoding of gradients by the activations: ``fp32`` or ``bf16``.
         recompute: see ``compute.trainer``.
-        in_flight: micro-batches whose backward pass is still to come, that the schedule asks for at least; memory is
-            checked for as many.
-        memory_bytes: that a person gives to the part; 0: most of what is free.
+        in_flight: fewest micro-batches between forward and backward pass that the schedule needs. Memory is checked
+            for as many.
+        memory_bytes: the operator's memory limit for the part; 0: most of the free memory.
     """
 
     stage: int
@@ -64,7 +63,7 @@ class StageSpec:
         return len(self.bounds) == 2
 
     def check(self, layers: int) -> Part:
-        """This stage's part of a model of so many layers. Raises ``ConfigError``."""
+        """This stage's part of a model of ``layers`` layers. Raises ``ConfigError``."""
         bounds = ", ".join(map(str, self.bounds))
         if self.bounds[:1] != (0,) or self.bounds[-1] != layers or any(a >= b for a, b in pairwise(self.bounds)):
             raise ConfigError(
@@ -90,7 +89,7 @@ class StageSpec:
 
 
 def build_training_part(config: PretrainedConfig, part: Part, directory: Path | None, seed: int) -> PartModel:
-    """The part on the CPU, in training mode: the same weights as ``build_model``'s whole model has.
+    """The part on the CPU, in training mode, with the weights that ``build_model`` gives the whole model.
 
     Raises:
         ConfigError, StorageError: see ``part.load_part``, ``initial_tensors``.
@@ -112,13 +111,13 @@ def build_training_part(config: PretrainedConfig, part: Part, directory: Path | 
 
 
 def initial_tensors(whole: ModelLayout, seed: int, wanted: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """First weights as ``build_model`` draws them from ``seed``, by name, one unit of the model in memory at a time.
+    """Initial weights by name, equal to ``build_model``'s. Only one unit of the model is in memory at a time.
 
     Args:
-        wanted: only these; None for all.
+        wanted: names to yield; None for all.
 
     Raises:
-        ConfigError: not all of a module's weights are drawn by its ``_init_weights``.
+        ConfigError: ``_init_weights`` does not set all weights of a unit.
         ResourceError: there is too little memory for a unit.
     """
     for name, unit in whole.units.items():
@@ -140,8 +139,8 @@ def initial_tensors(whole: ModelLayout, seed: int, wanted: set[str] | None = Non
 
 
 def initial_digest(config: PretrainedConfig, directory: Path | None, seed: int, bounds: tuple[int, ...]) -> bytes:
-    """Of the whole initial model, and of how it is cut: equal on all stages, which agree on both or do not train
-    together. All of the model is drawn, or read, piece after piece. 16 bytes.
+    """Digest of the whole initial model and of ``bounds``, 16 bytes. Stages with different digests do not train
+    together. This initializes or reads the whole model, piece by piece.
 
     Raises:
         ConfigError, StorageError, ResourceError: see ``TensorTable.read``, ``initial_tensors``.
@@ -166,7 +165,7 @@ def initial_digest(config: PretrainedConfig, directory: Path | None, seed: int, 
 
 
 def kept_bytes(config: PretrainedConfig, tokens: int, part: Part) -> int:
-    """Of a micro-batch, from its forward pass to its backward pass: see ``core.footprint``. A lower bound."""
+    """Bytes kept from a micro-batch's forward pass to its backward pass: a lower bound, see ``core.footprint``."""
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     kept = len(part) * layer_kept_bytes(tokens, width=config.hidden_size, inner=inner)
     return kept + (head_kept_bytes(tokens, vocab=config.vocab_size) if part.last else 0)
@@ -175,13 +174,13 @@ def kept_bytes(config: PretrainedConfig, tokens: int, part: Part) -> int:
 def check_training_memory(
     config: PretrainedConfig, spec: StageSpec, device: Device, *, micro_batch_tokens: int, exact: bool = False
 ) -> None:
-    """Refuse a part, or a whole model, that cannot be trained here.
+    """Refuse a part, or a whole model, that does not fit into memory. ``core.footprint`` explains the count.
 
-    Counted as in ``core.footprint``. ``exact``: the reduce buffer is one of int64 beside the gradient, wherever that
-    is, and has a copy on the host.
+    Args:
+        exact: count an int64 reduce buffer beside the gradients, and its copy on the host.
 
     Raises:
-        ResourceError: with the numbers.
+        ResourceError: the part does not fit; the message has the numbers.
         ConfigError: see ``parameter_count``, ``part_bytes``.
     """
     part = spec.parts[spec.stage]
@@ -199,22 +198,22 @@ def check_training_memory(
         f"training layers {part.start} to {part.stop} ({weights / 4e6:.2f} M parameters) with {spec.in_flight} "
         f"micro-batches of {micro_batch_tokens:,} tokens in flight"
     )
-    if spec.memory_bytes and need > spec.memory_bytes:  # placed by other sizes than it has, or by none
+    if spec.memory_bytes and need > spec.memory_bytes:  # placement used no sizes, or wrong ones
         raise ResourceError(
             f"{what} needs about {human_bytes(need)}, and this worker gives {human_bytes(spec.memory_bytes)}",
             remedy="give it more (--memory), smaller parts (pipeline.cuts, pipeline.stages) or pipeline.recompute=true",
         )
     check_memory(need, device, what)
-    if device.kind != "cpu":  # the reduce buffer, and the weights while they are built
+    if device.kind != "cpu":  # reduce buffer, and weights during the build
         check_memory(weights * (3 if exact else 2), HOST, what)
 
 
 def most_in_flight(
     config: PretrainedConfig, spec: StageSpec, device: Device, *, micro_batch_tokens: int, most: int
 ) -> int:
-    """Micro-batches that may be in flight here, so that slow links are hidden as far as there is memory: what the
-    schedule asks for at least, ``most`` at most. Asked for before anything is allocated."""
-    room = 0.8 * available_bytes(device)  # the rest is for what is not counted, and for others
+    """Micro-batches that may be in flight here, from ``spec.in_flight`` to ``most``: as many as memory allows, to hide
+    slow links. Call before anything is allocated."""
+    room = 0.8 * available_bytes(device)  # the rest is for uncounted memory and other programs
     if spec.memory_bytes:
         room = min(room, spec.memory_bytes)
     weights, inputs = _sizes(config, spec, micro_batch_tokens)

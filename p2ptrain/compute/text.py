@@ -1,11 +1,11 @@
-"""The text side of generation: a prompt's token ids, text from the ids that come, and conversations, whoever computes.
+"""The text side of generation: token ids of a prompt, text from generated ids, and conversations.
 
-Reads a model directory's small files only. Torch is not loaded with this module, so that a client of peers that hold
-the weights starts in a fraction of a second.
+It reads only the small files of a model directory. It does not import torch, so that a client of peers that hold the
+weights starts in a fraction of a second.
 
-A tokenizer that brings a chat template says how a conversation's turns are written (a Jinja template, run in a sandbox
-as transformers does it; no code of the directory is run). For any other model, such as one that was trained here from
-nothing, they are written plainly, and an answer ends before the next ``User:``::
+A tokenizer's chat template defines the format of a conversation. It is a Jinja template, and runs in a sandbox as in
+transformers; no code of the directory is run. A model without a template, such as one trained here from scratch, uses
+this plain format, in which an answer ends before the next ``User:``::
 
     the text of --system
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     import tokenizers
 
 TEXT_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
-"""Small files of a model directory that its text side reads."""
+"""Files of a model directory that this module reads."""
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-_SEEN_BEFORE = 8  # ids of the prompt that the first new one is decoded behind
+_SEEN_BEFORE = 8  # ids of the prompt to decode with the first new one
 _SHAPING = {
     "repetition_penalty": 1,
     "encoder_repetition_penalty": 1,
@@ -55,20 +55,19 @@ _SHAPING = {
     "sequence_bias": None,
     "exponential_decay_length_penalty": None,
 }
-"""Settings of a ``generation_config.json`` that would change which token is picked, and that nothing here applies; each
-with the value that changes nothing, beside none."""
+"""Unsupported settings of ``generation_config.json`` that would change sampling, with their neutral values (beside
+None)."""
 
 
 class ModelText:
-    """What a model directory says without its weights.
+    """The text side of a model directory.
 
     Attributes:
-        tokenizer: its vocabulary.
-        context: the most positions that the model knows; None where its configuration does not say.
+        context: the model's maximum number of positions; None if its configuration has no limit.
         end_tokens: ids that end a text.
 
     Raises:
-        ConfigError: there is no readable configuration or tokenizer.
+        ConfigError: the configuration or the tokenizer is missing or not readable.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -78,12 +77,12 @@ class ModelText:
         own = directory / "generation_config.json"
         self._generation = _json_map(own) if own.is_file() else None
         self.context = self._context()
-        said = self._said.get("eos_token_id")  # of generation_config.json where there is one, as transformers
+        said = self._said.get("eos_token_id")  # generation_config.json wins, as in transformers
         ids = said if isinstance(said, list) else [said]
         self.end_tokens = frozenset(item for item in ids if isinstance(item, int))
 
     def prompt_ids(self, text: str) -> list[int]:
-        """The ids of a prompt, with the special tokens that the model's tokenizer puts around a text."""
+        """Token ids of a prompt, with the tokenizer's special tokens."""
         if self.tokenizer.is_bytes:
             return [int(token) for token in self.tokenizer.encode([text])]
         return list(self.tokenizer.backend.encode(text, add_special_tokens=True).ids)
@@ -92,7 +91,7 @@ class ModelText:
         return [int(token) for token in self.tokenizer.encode([text])]
 
     def checked(self, ids: list[int], max_new_tokens: int) -> list[int]:
-        """``ids``, where they and so many new ones fit the model's context. Raises ``UserError``."""
+        """Return ``ids`` if they and ``max_new_tokens`` fit into the context. Raises ``UserError``."""
         if not ids:
             raise UserError("the prompt is empty", remedy="give the model something to go on with")
         if self.context is not None and len(ids) + max_new_tokens > self.context:
@@ -105,22 +104,22 @@ class ModelText:
         return ids
 
     def until_end(self, tokens: Sequence[int]) -> list[int]:
-        """``tokens`` up to the first that ends a text, itself included."""
+        """``tokens`` up to and including the first end token."""
         return list(tokens[: next((at for at, token in enumerate(tokens, 1) if token in self.end_tokens), len(tokens))])
 
     def writer(
         self, prompt: Sequence[int] = (), *, stop: Iterable[str] = (), end_tokens: frozenset[int] | None = None
     ) -> TextWriter:
-        """What makes text of the tokens that follow ``prompt``. Raises ``UserError`` for an empty stop string."""
+        """A writer for the tokens that follow ``prompt``. Raises ``UserError`` for an empty stop string."""
         ends = self.end_tokens if end_tokens is None else end_tokens
         return TextWriter(self.tokenizer.backend, prompt, stop=stop, end_tokens=ends)
 
     def sampling(self, wish: SamplingOptions) -> Sampling:
-        """How the next token is picked where a person wants that much. Raises ``ConfigError``."""
+        """Sampling with the person's options, and the model's defaults for the rest. Raises ``ConfigError``."""
         return wish.of(self._said)
 
     def unused_settings(self) -> dict[str, Any]:
-        """What the directory's ``generation_config.json`` asks for and nothing here applies, by name."""
+        """Unsupported settings in the directory's ``generation_config.json`` that are not neutral, by name."""
         said = self._generation or {}
         return {key: said[key] for key, neutral in _SHAPING.items() if said.get(key) not in (None, neutral)}
 
@@ -138,14 +137,14 @@ class ModelText:
 
 
 class TextWriter:
-    """Token ids in, text out, as it comes: whole characters only, and nothing of a stop string.
+    """Turns token ids into text as they arrive. It returns only whole characters, and no part of a stop string.
 
     Attributes:
-        text: everything that was given out.
-        tokens: how many were taken, the end token included.
-        end_tokens: ids that end it.
-        ended: why no more text comes: ``"stop"`` (a stop string) or ``"end"`` (the model said so); empty while it goes
-            on, and ``"length"`` where it was finished from outside.
+        text: all text returned so far.
+        tokens: number of tokens taken, including the end token.
+        end_tokens: ids that end the text.
+        ended: why the text ended: ``"stop"`` (stop string), ``"end"`` (end token) or ``"length"`` (``finish`` was
+            called). Empty before that.
     """
 
     def __init__(
@@ -162,14 +161,14 @@ class TextWriter:
         self._backend = backend
         self._stops = StopStrings(stop)
         self.end_tokens = end_tokens
-        # Some decoders leave out the space before the first word, so the first new id must not be the first one.
+        # Some decoders drop the space before the first word. So new ids are decoded after some ids of the prompt.
         self._ids = list(prompt[-_SEEN_BEFORE:])
         while self._ids and backend.decode(self._ids, skip_special_tokens=True).startswith("\ufffd"):
-            del self._ids[0]  # it begins within a character
+            del self._ids[0]  # the text would start inside a character
         self._start, self._known = 0, len(self._ids)
 
     def take(self, token: int) -> str:
-        """One more id. Returns the text that it makes certain; what comes after the end is left out."""
+        """Take the next id. Returns the text that is now certain; empty after the end."""
         if self.ended:
             return ""
         self.tokens += 1
@@ -179,7 +178,7 @@ class TextWriter:
         return self._give(self._stops.feed(self._decoded(whole_characters=True)))
 
     def finish(self) -> str:
-        """No more tokens come. Returns the rest: a character that was never finished, what might have become a stop."""
+        """End the text. Returns the held-back rest: an incomplete character, or the start of a stop string."""
         return "" if self.ended else self._close("length")
 
     def _close(self, why: str) -> str:
@@ -196,10 +195,8 @@ class TextWriter:
         return piece
 
     def _decoded(self, *, whole_characters: bool) -> str:
-        """The text of the ids that are not given out yet, empty while their last character is not whole.
-
-        They are decoded behind the ids of the piece before, because what an id means depends on what stands before it.
-        """
+        """Text of the new ids; empty while the last character is incomplete. The previous piece's ids are decoded with
+        them, because an id's text depends on the ids before it."""
         known = self._backend.decode(self._ids[self._start : self._known], skip_special_tokens=True)
         text = self._backend.decode(self._ids[self._start :], skip_special_tokens=True)
         if len(text) <= len(known) or (whole_characters and text.endswith("\ufffd")):
@@ -209,7 +206,6 @@ class TextWriter:
 
 
 def _json_map(path: Path) -> dict[str, Any]:
-    """Raises ``ConfigError``."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -231,20 +227,19 @@ _TEMPLATE_FILE, _TOKENIZER_FILE = "chat_template.jinja", "tokenizer_config.json"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one side said. ``role``: ``system``, ``user`` or ``assistant``."""
+    """One turn of a conversation. ``role`` is ``system``, ``user`` or ``assistant``."""
 
     role: str
     text: str
 
 
 class ChatFormat:
-    """How turns become the ids that a model goes on from.
+    """Converts the turns of a conversation to a model's prompt.
 
     Attributes:
-        text: the model's text side.
-        is_plain: there is no chat template.
-        stop: strings that end an answer, beside the end tokens.
-        end_tokens: ids that end an answer, beside the model's: the one that its tokenizer names.
+        is_plain: whether the model has no chat template.
+        stop: strings that end an answer.
+        end_tokens: ids that end an answer, in addition to the model's: the tokenizer's own end token.
 
     Raises:
         ConfigError: the directory's tokenizer cannot be read.
@@ -259,7 +254,7 @@ class ChatFormat:
         self.end_tokens = frozenset(() if end is None else (int(end),))
 
     def ids(self, turns: Sequence[Turn]) -> list[int]:
-        """The ids after which the model's next answer comes. Raises ``UserError`` where the template refuses."""
+        """Prompt ids for the model's next answer. Raises ``UserError`` if the template refuses the turns."""
         if self.is_plain:
             return self.text.prompt_ids(written(turns) + f"\n{_PLAIN_NAMES[ASSISTANT]}")
         from jinja2 import TemplateError
@@ -276,26 +271,26 @@ class ChatFormat:
 
 
 def written(turns: Sequence[Turn]) -> str:
-    """Turns in the plain form."""
+    """Turns in the plain format."""
     parts = [f"{_PLAIN_NAMES[turn.role]} {turn.text}" if turn.role != SYSTEM else f"{turn.text}\n" for turn in turns]
     return "\n".join(parts)
 
 
 class Conversation:
-    """Turns so far, and the part of them that the model is still given.
+    """The turns of a conversation, and which of them still go into the prompt.
 
     Attributes:
-        turns: all of them, the system's first where there is one.
+        turns: all turns; the system's turn, if there is one, comes first.
     """
 
     def __init__(self, system: str = "") -> None:
         self.turns: list[Turn] = []
         self._system = system
-        self._first = 0  # of the turns that the model is given, beside the system's
+        self._first = 0  # index of the first turn in the prompt after the system's
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, with the same system text."""
+        """Start over with the same system text."""
         self.turns = [Turn(SYSTEM, self._system)] if self._system else []
         self._first = len(self.turns)
 
@@ -306,15 +301,15 @@ class Conversation:
         self.turns.append(Turn(ASSISTANT, text))
 
     def take_back(self) -> None:
-        """Forget the question that is not answered."""
+        """Remove the last question, which has no answer."""
         assert self.turns[-1].role == USER
         self.turns.pop()
 
     def fit(self, form: ChatFormat, context: int | None, answer_tokens: int) -> tuple[list[int], int, int]:
-        """The ids to go on from, how many tokens the answer may have, and how many turns were dropped for that.
+        """Return the prompt's ids, the most tokens of the answer, and the number of turns dropped now.
 
-        The oldest questions are dropped, each with its answer, until there is room for an answer of ``answer_tokens``,
-        or of a quarter of the context where that is less. What was dropped stays so.
+        The oldest questions and their answers are dropped until the answer has room for ``answer_tokens``, or for a
+        quarter of the context if that is less. Dropped turns stay dropped.
 
         Raises:
             UserError: the last question alone is too long; or as ``ChatFormat.ids``.
@@ -329,7 +324,7 @@ class Conversation:
             return ids, answer_tokens, 0
         room, dropped = min(answer_tokens, max(1, context // 4)), 0
         if len(ids) + room > context:
-            # Halved, not one by one: somebody may send thousands of turns, and all of them are made into ids each time.
+            # A binary search: there may be thousands of turns, and each try tokenizes all of them.
             firsts = [at for at in range(self._first + 1, len(self.turns) - 1) if self.turns[at].role == USER]
             firsts.append(len(self.turns) - 1)
             found = bisect_left(firsts, True, key=lambda first: len(ids_from(first)) + room <= context)
@@ -346,7 +341,7 @@ class Conversation:
 
 
 def _templated(directory: Path) -> Any:
-    """The tokenizer that writes chats, or None where the directory brings no template. Raises ``ConfigError``."""
+    """The tokenizer with the chat template, or None if the directory has none. Raises ``ConfigError``."""
     brings = (directory / _TEMPLATE_FILE).is_file()
     settings = directory / _TOKENIZER_FILE
     try:

@@ -1,7 +1,7 @@
-"""Text to token ids and back: bytes by default, or the ``tokenizer.json`` that a model directory brings.
+"""Conversion of text to token ids: byte-level by default, or with a model directory's ``tokenizer.json``.
 
-The byte-level vocabulary is the 256 byte values, id = byte. It needs no file; in a checkpoint it is written as the
-equivalent ``tokenizer.json`` (byte-level BPE without merges), so that ``AutoTokenizer`` opens the directory anywhere.
+The byte-level vocabulary is the 256 byte values, id = byte. It needs no file. A checkpoint stores it as an equivalent
+``tokenizer.json`` (byte-level BPE without merges), which ``AutoTokenizer`` can open.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from p2ptrain.core.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
-    import tokenizers  # at run time where one is made: whoever knows texts only need not load it
+    import tokenizers  # imported late at run time, to start faster
 
 Tokens = npt.NDArray[np.generic]
 
@@ -40,9 +40,9 @@ class Tokenizer:
     """One vocabulary.
 
     Attributes:
-        vocab_size: ids are below it.
+        vocab_size: all ids are below this number.
         backend: the equivalent tokenizer of the ``tokenizers`` library.
-        is_bytes: id = byte value.
+        is_bytes: whether this is the byte-level vocabulary.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, source: Path | None = None) -> None:
@@ -54,7 +54,6 @@ class Tokenizer:
 
     @classmethod
     def of_bytes(cls) -> Tokenizer:
-        """The byte-level vocabulary."""
         import tokenizers
         from tokenizers.decoders import ByteLevel as ByteLevelDecoder
         from tokenizers.models import BPE
@@ -81,10 +80,10 @@ class Tokenizer:
 
     @property
     def digest(self) -> str:
-        """Of what ids mean: which token each one is. Hexadecimal; equal for tokenizers whose ids mean the same.
+        """Digest of the map from ids to tokens, hex.
 
-        How a text is cut into tokens counts not: who guesses ids from ids never sees the text. So files that differ in
-        their chat template, or in how a library's version writes merges, agree.
+        It ignores how text is split into tokens, because a drafter gets only ids. So files that differ in the chat
+        template, or in the format of merges, have equal digests.
         """
         if self._digest is None:
             found = hashlib.blake2b(digest_size=16)
@@ -96,12 +95,12 @@ class Tokenizer:
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
-        """The smallest type that holds every id: uint8, uint16 or int32."""
+        """Smallest dtype for every id: uint8, uint16 or int32."""
         size = self.vocab_size
         return np.dtype(np.uint8 if size <= 1 << 8 else np.uint16 if size <= 1 << 16 else np.int32)
 
     def encode(self, texts: Iterable[str]) -> Tokens:
-        """All texts' ids, one after the other, shape (tokens,), no special tokens added."""
+        """Ids of all texts, concatenated, shape (tokens,). No special tokens are added."""
         if self.is_bytes:
             return np.frombuffer(b"".join(text.encode() for text in texts), dtype=np.uint8)
         parts: list[Tokens] = []
@@ -114,10 +113,10 @@ class Tokenizer:
         return np.concatenate([*parts, self._encode_batch(batch)])
 
     def save(self, directory: Path) -> None:
-        """Write it where ``AutoTokenizer.from_pretrained`` finds it. Raises ``StorageError``."""
+        """Write the files that ``AutoTokenizer.from_pretrained`` reads. Raises ``StorageError``."""
         try:
             if self._source is None:
-                from transformers import PreTrainedTokenizerFast  # here: whoever only reads one need not wait for it
+                from transformers import PreTrainedTokenizerFast  # slow to import, and only needed here
 
                 fast: Any = PreTrainedTokenizerFast  # its annotations are partial
                 fast(tokenizer_object=self.backend, clean_up_tokenization_spaces=False).save_pretrained(directory)
@@ -134,8 +133,7 @@ class Tokenizer:
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """The printable stand-in of each byte → the byte (GPT-2's ``bytes_to_unicode``): the form ``ByteLevel`` works
-    in."""
+    """The printable character that ``ByteLevel`` uses for each byte → the byte (GPT-2's ``bytes_to_unicode``)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     vocabulary = {chr(byte): byte for byte in plain}
     others = (byte for byte in range(256) if byte not in set(plain))

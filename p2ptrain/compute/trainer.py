@@ -1,27 +1,28 @@
-"""The real engine (``roles.engine``): a model, or one stage's part of it, with its optimizer and its data.
+"""The training engine that uses torch (``roles.engine``): a model or one stage of it, its optimizer and its data.
 
 Memory. Weights, gradients and moments are flat arrays (``compute.flat``). On a CPU the reduce buffer *is* the gradient
-memory: nothing is copied between backward and the ring. On a GPU the gradients live there and are copied to a (pinned,
-for CUDA) host buffer, and back once it is reduced. With CUDA the copies run on a stream of their own, piece by piece
-while backward still computes. In the last micro-batch of a share a hook on each parameter tells how far the gradients
-are final (``compute.gradients``), so that the ring may begin with the front of the buffer. The hooks run on autograd's
-thread, inside backward. In *exact* mode the reduce buffer holds the sum of the micro-batches' gradients in fixed point
-(``compute.exact``), beside the gradients; the rest is the same.
+memory: nothing is copied between backward and the ring. On a GPU the gradients are copied to a host buffer, which is
+pinned for CUDA, and copied back after the reduction. With CUDA a separate stream copies them piece by piece while
+backward runs. In the last micro-batch of a share a hook on each parameter reports how far the gradients are final
+(``compute.gradients``), so the ring can start with the front of the buffer. The hooks run on autograd's thread, inside
+backward. In *exact* mode the reduce buffer is a separate array: the gradients' sum in fixed point (``compute.exact``).
 
-Data. Which text a micro-batch reads is a pure function (``compute.sampling``), so no token travels: the first stage
-takes the inputs from its own corpus and the last one the targets from its own.
+Data. A pure function (``compute.sampling``) decides which text a micro-batch reads, so no token is sent between stages:
+the first stage takes the inputs from its own corpus, the last stage the targets from its own.
 
-Gradients between stages. The last stage's loss is a micro-batch's mean / M, as in one process; every other stage goes
-on from the gradient that it is sent, so nothing is scaled anywhere else. They travel as fp32 or bf16 (an error of 0.2 %
-in the first of eight layers, cut at each; int8 made 0.9 % of it, and fp16 has no numbers for 4 % of the elements).
+Gradients between stages. The last stage's loss is a micro-batch's mean / M, as in one process. Every other stage
+continues from the gradient that it receives and scales nothing. The gradients are sent as fp32 or bf16. With bf16, and
+a cut at each of eight layers, the error in the first layer is 0.2 %. int8 gave 0.9 %; fp16 cannot represent 4 % of the
+elements.
 
-Tied models. First and last stage each have the embedding's matrix, with the gradient of their own use of it. After both
-are summed (a + b is b + a, so the bits are the same) both make the same update of the same weights. In the global norm
-the matrix counts once, on the first stage.
+Tied models. The first and the last stage each hold the embedding matrix, and the gradient of their own use of it. Both
+gradients are summed (a + b equals b + a, so the bits are equal); then both stages make the same update of the same
+weights. The global norm counts the matrix once, on the first stage.
 
-Recomputing. With ``recompute`` a micro-batch's inputs are kept, as they came, instead of what autograd keeps, and its
-forward pass runs again before its backward pass. Of the latest micro-batch alone the graph is kept until another one
-needs the memory: where its backward pass is next, as always on the last stage with 1F1B, nothing runs twice.
+Recomputing. With ``recompute`` a stage keeps the inputs of a micro-batch, as they were received, instead of autograd's
+graph, and repeats the forward pass before the backward pass. Only the latest micro-batch keeps its graph, until another
+forward pass needs the memory. If its backward pass comes next, as always on the last stage with 1F1B, nothing is
+computed twice.
 """
 
 from __future__ import annotations
@@ -68,30 +69,30 @@ from p2ptrain.core.training import Applied, Blob, FilePlan
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 Payload = npt.NDArray[np.uint8]
-"""Shape (bytes,), contiguous, on the host: activations or gradients of one micro-batch as they travel."""
+"""Encoded activations or gradients of one micro-batch: shape (bytes,), contiguous, on the host."""
 
 
 @dataclass(slots=True)
 class _Flight:
     step: int
     index: int
-    inputs: Payload | None  # to run it again: as they came; none on the first stage, and none where that is not wanted
-    graph: tuple[Tensor | None, Tensor] | None  # what went in, where that has a gradient, and what came out
+    inputs: Payload | None  # for recomputing, still encoded; None on the first stage or without recomputing
+    graph: tuple[Tensor | None, Tensor] | None  # (inputs, None on the first stage; outputs)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSpec:
-    """What decides the numbers of a training, whoever runs it.
+    """Everything that determines the result of a training run, independent of the cluster.
 
     Attributes:
-        steps: of the whole run; the learning rate's schedule ends there.
-        seed: of the initial weights and of the samples' order.
-        micro_batches: in a global batch, M, whoever computes them.
-        micro_batch_sequences: B; its shape never depends on the cluster.
-        validation_batches: at most; fewer where less text is held out.
+        steps: optimizer steps of the whole run; the learning rate schedule ends there.
+        seed: seed of the initial weights and of the order of the samples.
+        micro_batches: micro-batches in a global batch, M.
+        micro_batch_sequences: sequences in a micro-batch, B.
+        validation_batches: most micro-batches in a validation; there are fewer if less text is held out.
         precision: ``fp32``, or ``bf16`` for autocast (weights, gradients and moments stay fp32).
-        exact: the same bits whoever computes which micro-batch; of a whole model. Kernels of a CPU get
-            ``device.threads``, which must be the same at all members, or one thread, never as many as there are cores.
+        exact: exact mode, for a model that is not split. CPU kernels use ``device.threads`` threads, which must be the
+            same at all members, or one thread if it is 0. They never use one thread per core by default.
     """
 
     model: ModelSpec
@@ -110,7 +111,7 @@ class TrainingSpec:
         return self.micro_batch_sequences * self.data.sequence_tokens
 
     def check(self) -> None:
-        """Raises ``ConfigError``, which names the key that cannot be."""
+        """Raise ``ConfigError``, which names the key, if a value is out of range."""
         if self.precision not in PRECISIONS:
             text = f"device.precision = {self.precision!r} is not known"
             raise ConfigError(text, remedy=f"use {' or '.join(PRECISIONS)}")
@@ -125,11 +126,11 @@ class TrainingSpec:
 
 
 class Trainer:
-    """See ``roles.engine`` for the methods. All block; call them on one thread.
+    """Trains one stage of a model. ``roles.engine`` documents the methods. All block; call them on one thread.
 
     Args:
-        stage: the part of the model that it holds; None for all of it. With parts ``apply`` wants the sum of the
-            losses, which only the last stage makes, in ``reduce_buffer[-1]`` of every stage.
+        stage: the stage to hold; None for the whole model. Only the last stage computes losses, but ``apply`` expects
+            their sum in ``reduce_buffer[-1]`` of every stage.
 
     Raises:
         ConfigError, UserError, ResourceError: see ``model_config``, ``load_corpus``, ``check_training_memory``.
@@ -170,12 +171,12 @@ class Trainer:
         if exact:
             prepare_device(device.kind)
         self._model_part: PartModel | None = None
-        with self._arithmetic():  # the kernels' threads start here, and inherit that denormals are flushed
+        with self._arithmetic():  # kernel threads start here and inherit that denormals are flushed
             self._flat = FlatModel(self._build(), device.torch_device)
         self._model = self._flat.model
         self._optimizer = FlatAdamW(self._flat, spec.optimizer)
         self._fixed = FixedSum(self._flat.gradients, device.kind, spec.micro_batches) if exact else None
-        self._summed = self._fixed.total if self._fixed else self._flat.gradients  # the ring's buffer is it, or a copy
+        self._summed = self._fixed.total if self._fixed else self._flat.gradients  # on the device
         on_host = self._fixed.on_host if self._fixed else self._is_host
         self._host = self._summed if on_host else _host_buffer(self._summed)
         self._ferry = _ferry(self._summed, self._host, device.kind)
@@ -183,7 +184,7 @@ class Trainer:
         for index, segment in enumerate(self._flat.segments):
             hook = partial(self._watch.gradient_final, index)
             self._model.get_parameter(segment.name).register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        self._mirrors: list[tuple[Tensor, Tensor]] = []  # (on the device, what state() gave out) on a GPU
+        self._mirrors: list[tuple[Tensor, Tensor]] = []  # (array on a GPU, its copy from state())
         self._is_initial = True
         self._positions = torch.arange(spec.data.sequence_tokens, device=self._device)
         self._flights: dict[int, _Flight] = {}
@@ -206,7 +207,7 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------------- a step
 
     def begin_step(self, step: int) -> None:
-        """Zero the gradients and the loss slot; let go of what a step that was given up has kept."""
+        """Zero the gradients and the loss slot, and drop what an aborted step left."""
         self._flights.clear()
         if self._fixed is not None:
             self._fixed.begin()
@@ -215,26 +216,15 @@ class Trainer:
         self._watch.begin()
 
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
-        """Forward and backward of one micro-batch of a whole model; adds its mean loss' gradient / M.
-
-        Args:
-            on_final: given with the last one only: called on the way with how much of the buffer's front is final.
-        """
         self.forward(step, index, None)
         self.backward(index, None, on_final)
 
     def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
-        """Run micro-batch ``index`` of step ``step`` through the part. On the last stage its loss is added up.
-
-        Args:
-            inputs: activations of the stage before, shape (activation_bytes,); None on the first stage.
-
-        Returns:
-            activations for the next stage, shape (activation_bytes,); None on the last stage.
+        """See ``roles.engine``. The last stage adds its loss to the loss slot.
 
         Raises:
-            ProtocolError: ``inputs`` are no activations.
-            ValueError: out of turn.
+            ProtocolError: ``inputs`` are not valid activations.
+            ValueError: this micro-batch already had its forward pass.
         """
         if index in self._flights:
             raise ValueError(f"forward of micro-batch {index} of step {step} for a second time")
@@ -252,18 +242,11 @@ class Trainer:
         return None
 
     def backward(self, index: int, gradient: Payload | None, on_final: OnFinal | None = None) -> Payload | None:
-        """Add the micro-batch's gradients, and let go of what was kept for it.
-
-        Args:
-            gradient: of the loss by what ``forward`` made, shape (gradient_bytes,); None on the last stage.
-            on_final: as in ``micro_batch``.
-
-        Returns:
-            the gradient by the inputs, shape (gradient_bytes,); None on the first stage.
+        """See ``roles.engine``.
 
         Raises:
-            ProtocolError: ``gradient`` is none.
-            ValueError: out of turn.
+            ProtocolError: ``gradient`` is not a valid gradient.
+            ValueError: there was no forward pass; ``gradient`` is given on the last stage or missing on another one.
         """
         flight = self._flights.get(index)
         if flight is None:
@@ -293,7 +276,7 @@ class Trainer:
         return _payload(inputs.grad, self._stage.gradients)
 
     def finish_gradients(self, on_final: OnFinal | None = None) -> None:
-        """Bring what is left of the gradients, and the loss, into ``reduce_buffer``."""
+        """Copy the rest of the gradients, and the loss, into ``reduce_buffer``."""
         if self._flights:
             raise ValueError(f"micro-batches {sorted(self._flights)} have had no backward")
         if self._ferry is not None:
@@ -302,26 +285,26 @@ class Trainer:
             self._host.copy_(self._summed)  # blocks until the device is done
 
     def tied_gradient(self) -> npt.NDArray[np.float32] | None:
-        """In ``reduce_buffer``, the gradient of the matrix that first and last stage both have, shape (numel,); None
-        where there is none, or it is in one part."""
+        """View of ``reduce_buffer``: the gradient of the matrix that the first and the last stage share, shape
+        (numel,). None on other stages, in an untied model, and if one part holds all layers."""
         if self._tied is None:
             return None
         view: npt.NDArray[np.float32] = self.reduce_buffer[self._tied.offset : self._tied.offset + self._tied.numel]
         return view
 
     def contributed_square_sum(self, start: int, stop: int) -> float:
-        """Sum of squares, in fp64, of ``reduce_buffer[start:stop]`` without the loss slot; before the tied gradients
-        are summed both stages count theirs.
+        """Sum of squares, in fp64, of ``reduce_buffer[start:stop]`` without the loss slot.
 
-        NaN where one of them is not finite. Where the loss slot is among them, also where the loss is not, or, in exact
-        mode, where something that this member has added in this step did not fit.
+        Before the tied gradients are summed, both stages count their own. NaN if an element is not finite. If the range
+        includes the loss slot: also NaN if the loss is not finite, or, in exact mode, if a contribution of this member
+        in this step did not fit.
         """
         if stop > self._flat.numel and not (self._fixed.fits if self._fixed else math.isfinite(float(self._host[-1]))):
             return math.nan
         return square_sum(self.reduce_buffer[start : min(stop, self._flat.numel)]) * self._unit**2
 
     def partial_square_sum(self, start: int, stop: int) -> float:
-        """The same for the global norm: a matrix that the first stage has, too, is counted there."""
+        """``contributed_square_sum`` for the global norm: only the first stage counts the tied matrix."""
         if self._tied is None or self._part.first:
             return self.contributed_square_sum(start, stop)
         before = min(stop, self._tied.offset)
@@ -330,10 +313,10 @@ class Trainer:
         return total + self.contributed_square_sum(after, stop) if after < stop else total
 
     def apply(self, step: int, square_sum: float) -> Applied:
-        """Clip, then one optimizer step.
+        """Clip the gradient to the global norm, then take one optimizer step.
 
         Raises:
-            JobFailed: the loss or the norm is not finite: a last guard, for such a step is not committed.
+            JobFailed: the loss or the norm is not finite. This is a last guard: such a step is not committed.
         """
         norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
         loss = float(self._host[-1]) * UNIT if self.exact else float(self._host[-1]) / self._spec.micro_batches
@@ -357,15 +340,18 @@ class Trainer:
         return self._validation_batches
 
     def validate(self, first: int, count: int) -> tuple[float, int]:
-        """Of a whole model: sum of the losses (nats) and number of targets over validation micro-batches ``range(first,
-        first + count)``."""
+        """Run validation micro-batches ``range(first, first + count)`` through a whole model: sum of the losses (nats)
+        and number of targets."""
         indices = range(first, min(first + count, self._validation_batches))
         losses = sum((self.validation_forward(index, None)[1] for index in indices), 0.0)
         return losses, len(indices) * self.tokens_per_micro_batch
 
     def validation_forward(self, index: int, inputs: Payload | None) -> tuple[Payload | None, float]:
-        """Run validation micro-batch ``index`` through the part: activations for the next stage, or, on the last stage,
-        None and the sum of the losses (nats) over ``tokens_per_micro_batch`` targets. Raises ``ProtocolError``."""
+        """Run validation micro-batch ``index`` through the part. Raises ``ProtocolError``.
+
+        Returns activations for the next stage and 0; on the last stage None and the sum of the losses (nats) over
+        ``tokens_per_micro_batch`` targets.
+        """
         sequences = self._spec.micro_batch_sequences
         with torch.no_grad(), self._arithmetic(), _out_of_memory_told():
             tokens = self._tokens(self._corpus.validation[index * sequences : (index + 1) * sequences])
@@ -375,8 +361,8 @@ class Trainer:
     # ----------------------------------------------------------------------------------------------------------- state
 
     def state(self) -> list[Blob]:
-        """The parameters and the two moments. On a GPU these are host copies of now, brought back by
-        ``state_loaded``."""
+        """The parameters and the two moments. On a GPU these are fresh host copies; ``state_loaded`` copies them
+        back."""
         arrays = self._state_arrays()
         if self._is_host:
             return [_blob(name, array) for name, array in arrays.items()]
@@ -392,7 +378,7 @@ class Trainer:
             self._is_initial = True
 
     def state_loaded(self, step: int) -> None:
-        """The bytes of ``state()`` are those of ``step`` now."""
+        """Use the state of ``step``, which the caller has written into the blobs of ``state()``."""
         for array, host in self._mirrors:
             array.copy_(host)
         self._moved_to()
@@ -401,15 +387,15 @@ class Trainer:
         return initial_digest(self._config, self._spec.model.path, self._spec.seed, self._stage.bounds)
 
     def checkpoint_files(self, step: int) -> list[FilePlan]:
-        """A Hugging Face model directory, or this stage's files of it, and the optimizer beside it, made of ranges of
-        ``state()``'s blobs. Raises ``StorageError``: there is no room for temporary files."""
+        """Plan a Hugging Face model directory, or this stage's files of it, and the optimizer's file, from ranges of
+        ``state()``'s blobs. Raises ``StorageError`` if there is no room for temporary files."""
         return self._files.of_step(step, [name for name in self._state_arrays() if name != PARAMETERS])
 
     def load(self, directory: Path) -> None:
-        """Restore a checkpoint: this stage's own files, whatever else is in ``directory``.
+        """Restore this stage from its own files in ``directory``. Other files are ignored.
 
         Raises:
-            StorageError: it does not fit this part, or cannot be read; nothing is changed then.
+            StorageError: the checkpoint does not fit this part, or cannot be read. The state is unchanged.
         """
         moments = {name: array for name, array in self._state_arrays().items() if name != PARAMETERS}
         try:
@@ -467,17 +453,17 @@ class Trainer:
         return next(segment for segment in self._flat.segments if segment.name == name)
 
     def _tokens(self, windows: Indices) -> Tensor:
-        """The tokens of ``windows`` (B,): (B, T + 1)."""
+        """Tokens of ``windows`` (B,), shape (B, T + 1)."""
         return torch.from_numpy(self._corpus.window_tokens(windows)).to(self._device, non_blocking=True)
 
     def _entering(self, tokens: Tensor, inputs: Payload | None) -> Tensor:
-        """What goes into the first layer: ids (B, T), or hidden states (B, T, width) as they arrived."""
+        """Inputs of the part: token ids (B, T) on the first stage, else hidden states (B, T, width)."""
         if (inputs is None) != self._part.first:
             raise ValueError(f"the forward of stage {self._stage.stage} with activations of a stage before, or without")
         return tokens[:, :-1] if inputs is None else self._decoded(inputs, self._stage.activations)
 
     def _through(self, x: Tensor, tokens: Tensor, reduction: str) -> Tensor:
-        """Hidden states (B, T, width); on the last stage the loss in nats over the targets: their mean or their sum."""
+        """Hidden states (B, T, width); on the last stage the loss in nats, mean or sum over the targets."""
         kind = self._autocast_dtype
         with nullcontext() if kind is None else torch.autocast(self._device.type, dtype=kind):
             if self._model_part is not None:
@@ -487,7 +473,7 @@ class Trainer:
         if not self._part.last:
             return outputs
         targets = tokens[:, 1:].flatten()
-        return F.cross_entropy(outputs.flatten(0, 1).float(), targets, reduction=reduction)  # of (B T, vocabulary)
+        return F.cross_entropy(outputs.flatten(0, 1).float(), targets, reduction=reduction)  # (B T, vocab)
 
     def _run(self, flight: _Flight, inputs: Payload | None) -> Tensor:
         with self._arithmetic(), _out_of_memory_told():
@@ -508,10 +494,10 @@ class Trainer:
 
 
 def stage_bounds(model: ModelSpec, stages: int, cuts: Sequence[int] = ()) -> tuple[int, ...]:
-    """Bounds (``StageSpec``) of a model that is not built yet: at ``cuts``, or about as many layers for each stage.
+    """Bounds (``StageSpec``) of a model that is not built yet: ``cuts``, or about equally many layers for each stage.
 
     Raises:
-        ConfigError: there are not so many layers; see also ``model_config``.
+        ConfigError: the model has fewer layers than stages; see also ``model_config``.
     """
     layers = _tokenizer_and_config(model)[1].num_hidden_layers
     if not 1 <= stages <= layers:
@@ -525,7 +511,7 @@ def _tokenizer_and_config(model: ModelSpec) -> tuple[Tokenizer, PretrainedConfig
 
 
 def _payload(hidden: Tensor, encoding: str) -> Payload:
-    """Hidden states, or their gradient, (B, T, width) as they travel."""
+    """Encode hidden states, or their gradient, of shape (B, T, width)."""
     return np.frombuffer(encode(hidden.flatten(0, 1), encoding), np.uint8)
 
 
@@ -549,13 +535,13 @@ def _host_buffer(like: Tensor) -> Tensor:
 
 
 def _ferry(gradients: Tensor, host: Tensor, kind: str) -> HostCopier | None:
-    """Copies gradients to pinned memory on a stream of its own while backward runs, where there is CUDA."""
+    """With CUDA: a copier of gradients to pinned memory, on a separate stream, while backward runs."""
     if kind != "cuda":
         return None
     stream = torch.cuda.Stream(gradients.device)  # type: ignore[no-untyped-call]
 
     def copy(start: int, stop: int) -> torch.cuda.Event:
-        # In a hook, the current stream is the one that backward computes this gradient on.
+        # In a hook the current stream is the one on which backward computes this gradient.
         stream.wait_stream(torch.cuda.current_stream(gradients.device))
         with torch.cuda.stream(stream):
             host[start:stop].copy_(gradients[start:stop], non_blocking=True)

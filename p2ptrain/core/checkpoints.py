@@ -1,19 +1,20 @@
-"""Checkpoints on disk: directories that are whole or are not there.
+"""Checkpoints on disk: a checkpoint directory is complete or does not exist.
 
-How one comes to be, and why a crash at any moment leaves the old ones or the new one, never half of one::
+The order of the calls makes sure that a crash at any moment leaves the old checkpoints, and the new one whole or not at
+all::
 
-    write     .new-00000100-<random>/      the files, each flushed: else a power cut could keep the name and lose the
-                                           content
-              manifest.json written last   size and SHA-256 of every file, step, what the caller says about it; flushed
+    write     .new-00000100-<random>/      the files, each flushed: a power cut could otherwise keep the name and lose
+                                           the content
+              manifest.json written last   size and SHA-256 of every file, the step, the caller's meta; flushed
               directory flushed            now the temporary directory is durable as a whole
-              renamed to step-00000100/    the one atomic moment
+              renamed to step-00000100/    the atomic moment
               parent flushed
-              older ones pruned            moved aside first: a half-removed directory never bears a checkpoint's name
+              older ones pruned            renamed first: a half-removed directory never has a checkpoint's name
 
-A checkpoint of the same step is moved aside (``.old-step-00000100``) for the moment between two renames; a crash in
-that moment is undone when the store is opened again. What else a crash left is renamed before it is removed, so a
-writer that outlived its worker by a moment finds its directory gone, instead of publishing one that is half removed.
-Reading trusts nothing: names, sizes and sums are checked first.
+An existing checkpoint of the same step is renamed to ``.old-step-00000100`` until the new one has its name. If a crash
+comes between these two renames, the next store renames it back. Other leftovers of a crash are renamed before they are
+removed. So a writer thread that outlives its worker does not find its directory, and cannot publish a half-removed one.
+Readers check names, sizes and sums first.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_INTEGER = 1 << 63
 WRITE_BYTES = 4 << 20
-"""At most so much in one call: between two calls a writer may pause."""
+"""Most bytes in one write call. A writer may pause between two calls."""
 MIN_KEEP = 2
-"""The newest may turn out damaged; then there must be one before it."""
+"""If the newest checkpoint is damaged, an older one is needed."""
 
 _STEP_DIR = re.compile(r"step-(\d{8,12})")
 _NEW, _OLD, _DEAD = ".new-", ".old-", ".dead-"
@@ -51,9 +52,9 @@ class CheckpointEntry:
     """One committed checkpoint.
 
     Attributes:
-        size_bytes: of all files, the manifest not counted.
-        digest: SHA-256 of the manifest, hex; it names every other file's sum, so it stands for the whole.
-        meta: what the caller said of it: lineage, job, generation, corpus, val_loss, ...
+        size_bytes: total size of all files except the manifest.
+        digest: SHA-256 of the manifest, hex. The manifest has every file's sum, so it identifies the whole checkpoint.
+        meta: the caller's values: lineage, job, generation, corpus, val_loss, ...
         files: name → (size in bytes, SHA-256 hex).
     """
 
@@ -69,14 +70,13 @@ class CheckpointStore:
     """The checkpoints of one job under one directory. Calls block; one process owns the directory.
 
     Args:
-        keep: how many to keep; raised to 2 where it is less.
-        spared: see the attribute.
+        keep: number of newest checkpoints to keep, at least 2.
 
     Attributes:
-        spared: steps whose checkpoints are kept beside the newest, however old they are.
+        spared: steps whose checkpoints are never pruned.
 
     Raises:
-        StorageError: ``root`` cannot be made, or what a crash left there cannot be cleared.
+        StorageError: ``root`` cannot be made, or a crash's leftovers cannot be removed.
     """
 
     def __init__(self, disk: Disk, root: Path, keep: int, *, spared: frozenset[int] = frozenset()) -> None:
@@ -95,17 +95,15 @@ class CheckpointStore:
         *,
         between: Callable[[], None] = lambda: None,
     ) -> CheckpointEntry:
-        """Make ``files`` the durable checkpoint of ``step``, then prune older ones.
-
-        An existing checkpoint of the same step is replaced.
+        """Write ``files`` as the durable checkpoint of ``step``, replacing an existing one. Then prune older ones.
 
         Args:
-            files: their ranges are of ``blobs``, which do not change meanwhile.
+            files: files whose ranges refer to ``blobs``; these must not change during the call.
             between: called after every piece of ``WRITE_BYTES``.
 
         Raises:
-            ResourceError: less is free than the files take.
-            StorageError: something cannot be written or flushed, the disk is full. The older checkpoints are unharmed.
+            ResourceError: the free space is smaller than the files.
+            StorageError: a write or a flush fails, or the disk is full. Older checkpoints are unharmed.
         """
         if not files:
             raise StorageError(f"the checkpoint of step {step} has no files")
@@ -123,11 +121,11 @@ class CheckpointStore:
             raise
 
     def draft(self, step: int, need_bytes: int) -> Draft:
-        """A checkpoint of ``step`` to be, whose files come piece by piece. It is ``publish``ed, or ``discard``ed.
+        """Start a checkpoint whose files are written piece by piece. ``publish`` or ``discard`` it.
 
         Raises:
-            ResourceError: less is free than ``need_bytes``.
-            StorageError: nothing can be written.
+            ResourceError: less than ``need_bytes`` is free.
+            StorageError: the directory cannot be made.
         """
         free = self._disk.free_bytes(self._root)
         if free < need_bytes:
@@ -138,33 +136,33 @@ class CheckpointStore:
         return Draft(self._disk, self._root / f"{_NEW}{step:08d}-{secrets.token_hex(4)}", step)
 
     def publish(self, draft: Draft, meta: Meta) -> CheckpointEntry:
-        """Make it the durable checkpoint of its step, then prune older ones. Raises ``StorageError``: it is not."""
+        """Make ``draft`` the durable checkpoint of its step, then prune older ones. Raises ``StorageError``."""
         step, target = draft.step, self._path(draft.step)
         encoded = self._write_manifest(draft.path, step, meta, draft.sums)
         self._disk.sync_dir(draft.path)
         self._publish(draft.path, target)
-        with suppress(StorageError):  # it is there; what is one too many goes with the next one
+        with suppress(StorageError):  # the new one is durable; the next call prunes what is left now
             self._disk.remove_tree(self._aside(target))
-            for old, path in self._directories()[self._keep :]:  # the new one stays: a restored run writes older steps
+            for old, path in self._directories()[self._keep :]:  # a restored run writes lower steps
                 if old not in self.spared | {step}:
                     self._remove(path)
         return _entry(target, step, encoded, meta, draft.sums)
 
     def entries(self) -> list[CheckpointEntry]:
-        """Checkpoints with a readable manifest, newest first. Sizes and sums are not checked."""
+        """All checkpoints with a readable manifest, newest first. Sizes and sums are not checked."""
         found = []
         for _, path in self._directories():
             try:
                 found.append(read_checkpoint(self._disk, path))
             except StorageError:
-                continue  # newest_good names the damaged ones
+                continue  # newest_good reports damaged checkpoints
         return found
 
     def newest_good(self, on_damaged: Callable[[Path, str], None]) -> CheckpointEntry | None:
-        """The newest checkpoint whose every byte is as it was written.
+        """The newest checkpoint whose sizes and sums match its manifest.
 
         Args:
-            on_damaged: told the path and the cause of each damaged one passed over; they are left in place.
+            on_damaged: called with path and cause of each damaged checkpoint that is skipped. They stay in place.
         """
         for _, path in self._directories():
             try:
@@ -177,7 +175,7 @@ class CheckpointStore:
         return None
 
     def find(self, step: int) -> CheckpointEntry | None:
-        """The checkpoint of ``step``, None where there is none. Raises ``StorageError`` where it is damaged."""
+        """The checkpoint of ``step``, or None. Raises ``StorageError`` if it is damaged."""
         path = self._path(step)
         if not self._disk.is_dir(path):
             return None
@@ -193,9 +191,9 @@ class CheckpointStore:
         return True
 
     def set_aside_after(self, step: int) -> list[Path]:
-        """Rename every checkpoint newer than ``step``: the run goes back to it, and they are another future's.
+        """Rename every checkpoint newer than ``step``, because the run goes back to ``step``.
 
-        They stay on disk for a person to look at or remove, under names that no run resumes from.
+        They stay on disk for a person to inspect or remove. No run resumes from their new names.
         """
         moved = []
         for found, path in self._directories():
@@ -238,9 +236,9 @@ class CheckpointStore:
         self._disk.remove_tree(dead)
 
     def _recover(self) -> None:
-        """Undo or finish what a crash interrupted, and flush it: from now on everybody counts on what is found here."""
+        """Undo or finish what a crash interrupted, and flush it."""
         found = [name for name in self._disk.list_dir(self._root) if name.startswith((_NEW, _OLD, _DEAD))]
-        self._disk.sync_dir(self._root)  # what replaced an old one must be durable before that goes
+        self._disk.sync_dir(self._root)  # a replacement must be durable before the old one is removed
         for name in found:
             path, original = self._root / name, self._root / name.removeprefix(_OLD)
             if name.startswith(_OLD) and not self._disk.is_dir(original):
@@ -253,7 +251,7 @@ class CheckpointStore:
 
 
 def verify_checkpoint(disk: Disk, entry: CheckpointEntry) -> None:
-    """Compare every file with the manifest, sizes first. Raises ``StorageError`` naming the first that differs."""
+    """Compare every file with the manifest, sizes first. Raises ``StorageError``, which names the first mismatch."""
     for name, (size_bytes, _) in entry.files.items():
         actual = disk.size(entry.path / name)
         if actual != size_bytes:
@@ -264,11 +262,11 @@ def verify_checkpoint(disk: Disk, entry: CheckpointEntry) -> None:
 
 
 class Draft:
-    """The files of a checkpoint that is not there yet, written one after the other. Calls block.
+    """An unpublished checkpoint, whose files are written one after the other. Calls block.
 
     Attributes:
-        path: the directory that they are in meanwhile.
-        sums: of the files that are complete: name → (size in bytes, SHA-256 hex), of what was to be written.
+        path: the temporary directory.
+        sums: complete files: name → (size in bytes, SHA-256 hex) of the bytes given to ``add``.
     """
 
     def __init__(self, disk: Disk, path: Path, step: int) -> None:
@@ -293,7 +291,7 @@ class Draft:
         return self.sums[self._name]
 
     def discard(self) -> None:
-        with suppress(StorageError):  # why is the problem to tell; who opens the directory next clears what is left
+        with suppress(StorageError):  # the caller reports the first error; the next store removes leftovers
             self._disk.remove_tree(self.path)
 
 
@@ -303,7 +301,7 @@ def manifest_of(step: int, meta: Meta, sums: Mapping[str, tuple[int, str]]) -> b
 
 
 def manifest_untrusted(encoded: bytes) -> tuple[int, Meta, dict[str, tuple[int, str]]]:
-    """Step, meta and files of a manifest that a peer sent. Raises ``ProtocolError``."""
+    """Parse a peer's manifest: step, meta, files. Raises ``ProtocolError``."""
     try:
         return _parse_manifest(encoded, Path("what was sent"))
     except StorageError as error:
@@ -311,7 +309,7 @@ def manifest_untrusted(encoded: bytes) -> tuple[int, Meta, dict[str, tuple[int, 
 
 
 def read_checkpoint(disk: Disk, path: Path) -> CheckpointEntry:
-    """The entry that the manifest in ``path`` describes. Raises ``StorageError`` where there is no sane one."""
+    """Read the manifest in ``path``. Raises ``StorageError`` if it is missing or not valid."""
     encoded = disk.read(path / MANIFEST, max_bytes=MAX_MANIFEST_BYTES)
     step, meta, files = _parse_manifest(encoded, path / MANIFEST)
     if path.name != step_name(step):
@@ -324,7 +322,7 @@ def step_name(step: int) -> str:
 
 
 def _pieces(file: FilePlan, blobs: Mapping[str, memoryview]) -> Iterator[memoryview]:
-    """What the file is to hold, in pieces that are not copied. Raises ``StorageError`` for a range that is missing."""
+    """The file's content in pieces, without copying. Raises ``StorageError`` if a range is missing."""
     for part in file.parts:
         if isinstance(part, BlobRange):
             blob = blobs.get(part.blob)
@@ -345,7 +343,7 @@ def _entry(path: Path, step: int, encoded: bytes, meta: Meta, files: dict[str, t
 
 
 def _parse_manifest(encoded: bytes, path: Path) -> tuple[int, Meta, dict[str, tuple[int, str]]]:
-    """Step, meta and files of a manifest. Raises ``StorageError`` on anything that ``commit`` does not write."""
+    """Step, meta and files of a manifest. Raises ``StorageError`` for anything that ``manifest_of`` does not make."""
     try:
         manifest = json.loads(encoded)
         step, meta = manifest["step"], manifest["meta"]
@@ -369,7 +367,7 @@ def _parse_manifest(encoded: bytes, path: Path) -> tuple[int, Meta, dict[str, tu
 
 
 def _sane_value(value: object) -> bool:
-    """JSON has whole numbers of any length: one that no float can be made of would end whoever makes one."""
+    """JSON integers have any length; converting a huge one to float would raise."""
     return value is None or isinstance(value, str | float) or (isinstance(value, int) and abs(value) < MAX_INTEGER)
 
 
