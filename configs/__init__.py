@@ -1,1 +1,1 @@
-"""Profiles: the typed schema, the layered loader, and the TOML files that ship."""
+"""Profiles: the typed schema, the layered loader, and the shipped TOML files."""

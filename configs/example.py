@@ -1,7 +1,4 @@
-"""The documented example profile, made from the schema::
-
-python -m configs.example > configs/profiles/example.toml
-"""
+"""Generator of the example profile: ``python -m configs.example > configs/profiles/example.toml``."""
 
 from __future__ import annotations
 

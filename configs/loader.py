@@ -1,10 +1,9 @@
-"""Profiles in layers, each one stronger than the last::
+"""The loader of profiles. It merges layers, and each layer overrides those before it::
 
     defaults < shipped profile < file < environment (P2PTRAIN__OPTIMIZER__LR=3e-3) < --set optimizer.lr=3e-3
 
-A file may name the shipped profile that it stands on with ``base = "tiny"``. Every key remembers where its value
-came from, so that a wrong one is refused with the file and line, the variable, or the override that holds it, and what
-would be right.
+A file may name a shipped profile as its base with ``base = "tiny"``. The loader records the source of every value. So
+an error names the file and line, the variable or the override, and a correct value.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class Loaded:
     """An effective profile.
 
     Attributes:
-        sources: for every dotted key, where its value came from: ``default``, ``profile tiny``, a path with a line, the
-            name of a variable, or the override.
+        sources: source of every dotted key's value: ``default``, ``profile tiny``, a path with a line, the name of a
+            variable, or the override.
     """
 
     profile: Profile
@@ -51,7 +50,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """One value that somebody wrote, how to name the place in an error, and how to name it in a list."""
+    """One value of a layer, its place for error messages, and its source for ``Loaded.sources``."""
 
     value: object
     place: str
@@ -59,27 +58,27 @@ class _Setting:
 
 
 def shipped() -> dict[str, Path]:
-    """The profiles that ship, by name."""
+    """Paths of the shipped profiles, by name."""
     return {path.stem: path for path in sorted(PROFILES_DIR.glob("*.toml"))}
 
 
 def is_shipped(source: str) -> bool:
-    """Whether a value's source (``Loaded.sources``) is this project, and not the person."""
+    """Whether a source (``Loaded.sources``) is a default or a shipped profile."""
     return source == DEFAULT_SOURCE or source.startswith(_SHIPPED_SOURCE)
 
 
 def describe(path: Path) -> str:
-    """What a profile is for: its first line, which is a comment."""
+    """The purpose of a profile: the comment in its first line."""
     first = path.read_text(encoding="utf-8").partition("\n")[0]
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
 def load(profile: str, environ: Mapping[str, str], sets: Sequence[str]) -> Loaded:
-    """The effective profile and where each value came from.
+    """Load the effective profile.
 
     Args:
         profile: name of a shipped profile, or the path of a TOML file (recognised by its suffix or a separator).
-        environ: variables; only those that begin with ``P2PTRAIN__`` count.
+        environ: environment variables; only those that begin with ``P2PTRAIN__`` count.
         sets: overrides, ``table.key=value``.
 
     Raises:
@@ -88,7 +87,7 @@ def load(profile: str, environ: Mapping[str, str], sets: Sequence[str]) -> Loade
     layers = chain(_profile_layers(profile), _environment_layer(environ), _override_layer(sets))
     settings: dict[str, _Setting] = {}
     for key, setting in layers:
-        settings.pop(key, None)  # inserted anew, so that the order of the map is the order of strength
+        settings.pop(key, None)  # reinsert, so that the map stays in order of precedence
         settings[key] = setting
     sources = {key: settings[key].source if key in settings else DEFAULT_SOURCE for key in _FIELDS}
     return Loaded(_validated(settings), sources)
@@ -111,7 +110,7 @@ def _profile_layers(profile: str) -> Iterator[tuple[str, _Setting]]:
 
 
 def _file_layers(path: Path, source: str) -> Iterator[tuple[str, _Setting]]:
-    """Settings of the file's base, then its own. ``source`` is empty where each line is to be named instead."""
+    """Settings of the file's base, then of the file. An empty ``source`` means: use each setting's line."""
     text = _read(path)
     try:
         document = tomli.loads(text)
@@ -160,12 +159,12 @@ def _override_layer(sets: Sequence[str]) -> Iterator[tuple[str, _Setting]]:
 def _read(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            content = file.read(_FILE_LIMIT_BYTES + 1)  # not its size: a pipe and a device have none
+            content = file.read(_FILE_LIMIT_BYTES + 1)  # a pipe or a device has no size to check
         if len(content) > _FILE_LIMIT_BYTES:
             raise ConfigError(
                 f"{path} is larger than a profile may be ({_FILE_LIMIT_BYTES} bytes)", remedy="is this the right file?"
             )
-        return content.decode("utf-8-sig")  # some editors begin a file with a byte order mark
+        return content.decode("utf-8-sig")  # some editors write a byte order mark
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text", remedy="is this the right file?") from None
     except OSError as error:
@@ -183,9 +182,9 @@ def _flatten(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _key_lines(text: str) -> dict[str, int]:
-    """Line, from 1, on which each key or table of a TOML text first stands.
+    """Number of the first line, from 1, of each key or table in a TOML text.
 
-    A scan of lines, because the parser keeps no positions: enough for tables, dotted keys and heads of inline tables.
+    The parser keeps no positions. This scan handles tables, dotted keys and the first line of inline tables.
     """
     found: dict[str, int] = {}
     table = ""
@@ -203,11 +202,11 @@ def _bare(key: str) -> str:
 
 
 def _parsed(key: str, text: str) -> object:
-    """The text of a variable or override as the type that its key wants; the text itself where it is none."""
+    """Convert the text of a variable or override to its key's type; return the text if that fails."""
     kind = _FIELDS[key].annotation
     if kind is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
-    if get_origin(kind) is list:  # of whole numbers: 2,3 or [2, 3]
+    if get_origin(kind) is list:  # a list of whole numbers: 2,3 or [2, 3]
         parts = [part.strip() for part in text.strip().removeprefix("[").removesuffix("]").split(",") if part.strip()]
         return [int(part) if part.isascii() and part.isdigit() else part for part in parts]
     if kind not in (int, float):
@@ -217,7 +216,7 @@ def _parsed(key: str, text: str) -> object:
     except ValueError:
         pass
     try:
-        return float(text)  # also for a key that wants a whole number: the schema then says so
+        return float(text)  # for an int key, too: the schema then reports the error
     except ValueError:
         return text
 
@@ -226,7 +225,7 @@ def _parsed(key: str, text: str) -> object:
 
 
 def _check_key(key: str, place: str, spell: Callable[[str], str] = str) -> None:
-    """Raise ``ConfigError`` where the schema has no such key. ``spell`` writes a key the way that this layer does."""
+    """Raise ``ConfigError`` if the schema has no such key. ``spell`` formats a key in the layer's notation."""
     if key in _FIELDS:
         return
     if key in _TABLES:

@@ -1,7 +1,6 @@
-"""The typed schema of a profile. The description under each field is its documentation: ``profiles/example.toml`` and
-``p2ptrain profiles show`` are made from it.
+"""The typed schema of a profile. ``profiles/example.toml`` and ``p2ptrain profiles show`` are generated from it.
 
-A profile says what a job is, never where it runs: every member of a job gets the same one, as JSON.
+A profile defines a job but not where it runs. Every member of a job gets the same profile, as JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from p2ptrain.core.errors import ProtocolError
 
 LinkPresetName = Literal["", "lan", "wifi", "metro", "wan", "transcontinental", "satellite", "lossy"]
 LINK_PRESETS = tuple(name for name in get_args(LinkPresetName) if name)
-"""Names of ``wire.emulate.PRESETS``; a test keeps the two equal, because configs may not import wire."""
+"""Names of ``wire.emulate.PRESETS``. configs may not import wire, so a test compares the two."""
 
 SPEC_LIMIT_BYTES = 32 * 1024
 
@@ -25,12 +24,12 @@ Text = Annotated[str, Field(max_length=1024)]
 
 
 class Conflict(ValueError):
-    """Settings that cannot all hold.
+    """Settings that contradict each other.
 
     Args:
-        keys: the dotted keys that take part, such as ``model.heads``.
-        problem: what is wrong, naming keys and values.
-        remedy: what would be right.
+        keys: the dotted keys involved, such as ``model.heads``.
+        problem: what is wrong, with keys and values.
+        remedy: how to correct it.
     """
 
     def __init__(self, *keys: str, problem: str, remedy: str) -> None:
@@ -39,7 +38,7 @@ class Conflict(ValueError):
 
 
 class Table(BaseModel):
-    """Base of all tables: no unknown keys, no silent conversions, no change after the checks."""
+    """Base of all tables: strict types, no unknown keys, immutable."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -70,7 +69,7 @@ class Job(Table):
 
 
 class Model(Table):
-    """The model: a transformers architecture with these sizes, or a local directory."""
+    """The model: a transformers architecture with these sizes, or a model from a local directory."""
 
     architecture: str = Field(
         default="llama",
@@ -95,7 +94,7 @@ class Model(Table):
 
 
 class Data(Table):
-    """The text to learn from. Every worker needs the same text: members compare its SHA-256."""
+    """The training text. Every worker needs the same text: members compare its SHA-256."""
 
     path: Text = Field(
         default="stdlib",
@@ -115,7 +114,7 @@ class Data(Table):
 
 
 class Batch(Table):
-    """The global batch of a step: fixed, whoever takes part. Members share its micro-batches."""
+    """The global batch of a step. Its size does not depend on the members, who share its micro-batches."""
 
     micro_batches: int = Field(
         default=8, ge=1, le=65536, description="Micro-batches in a step: the most workers that can share one."
@@ -126,8 +125,8 @@ class Batch(Table):
 
 
 class Pipeline(Table):
-    """A model in parts, for what no worker can hold alone. One worker for each part makes a replica of the model, and
-    replicas share the micro-batches."""
+    """Split a model that is too large for one worker. Workers that hold one part each form a replica of the model.
+    Replicas share the micro-batches."""
 
     stages: int = Field(
         default=0, ge=0, le=256, description="Parts of the model: each worker holds one of them. 0: not split."
@@ -155,8 +154,8 @@ class Pipeline(Table):
 
 
 class Drafter(Table):
-    """A smaller model, which `p2ptrain up` trains in a job of its own, on the same text, and then lets draft for the
-    model. A setting here is the drafter's alone; all else is as in the model's job."""
+    """A smaller model that drafts for the main model. `p2ptrain up` trains it in a separate job on the same text. All
+    settings that are not in this table are those of the main model's job."""
 
     layers: int = Field(
         default=0,
@@ -194,7 +193,7 @@ class Optimizer(Table):
 
 
 class Validation(Table):
-    """How often the held-out text is looked at. Members share this work too."""
+    """How often the loss on the held-out text is measured. Members share this work."""
 
     every: int = Field(
         default=50, ge=0, le=10**9, description="Steps between two validations; 0: only after the last step."
@@ -205,7 +204,7 @@ class Validation(Table):
 
 
 class Checkpoint(Table):
-    """What is kept on disk, and by whom."""
+    """How often checkpoints are written, how many are kept, and on how many members."""
 
     every: int = Field(
         default=100, ge=0, le=10**9, description="Steps between two checkpoints; 0: only after the last step."
@@ -226,7 +225,7 @@ DEVICE_KIND = r"^(auto|cpu|mps|cuda(:\d{1,2})?)$"
 
 
 class Device(Table):
-    """What each worker computes on. The first fitting device is found where kind is 'auto'."""
+    """The device on which each worker computes. With kind 'auto' each worker finds its own."""
 
     kind: str = Field(default="auto", pattern=DEVICE_KIND, description="auto, cpu, cuda, cuda:1, ... or mps.")
     threads: int = Field(
@@ -241,7 +240,7 @@ class Device(Table):
 
 
 class Ring(Table):
-    """The exchange between members. What is left to itself is chosen from the measured links, with every new view."""
+    """The exchange between members. Automatic settings are chosen again from the measured links for every new view."""
 
     order: Literal["auto", "joined"] = Field(
         default="auto",
@@ -285,7 +284,7 @@ class Ring(Table):
 
 
 class Guard(Table):
-    """What a step must not be made of. Contributions that are not finite never count."""
+    """Protection against bad gradients. Gradients that are not finite are never applied."""
 
     outlier_factor: float = Field(
         default=1000.0,
@@ -297,7 +296,7 @@ class Guard(Table):
 
 
 class Link(Table):
-    """Emulation of a slow network between the workers of `p2ptrain up`, for trying things out on one machine."""
+    """Emulation of a slow network between the workers of `p2ptrain up`, for experiments on one machine."""
 
     preset: LinkPresetName = Field(
         default="", description=f"Kind of link: {', '.join(LINK_PRESETS)}. Empty: the network as it is."
@@ -305,7 +304,7 @@ class Link(Table):
 
 
 class Membership(Table):
-    """How a silent member is told from a slow one. A closed connection counts at once, whatever stands here."""
+    """When a silent member counts as dead. A member whose connection is closed counts as dead at once."""
 
     heartbeat_s: float = Field(
         default=0.0, ge=0, le=3600, description="Seconds between two heartbeats; 0: from the measured round trip."
@@ -319,7 +318,7 @@ class Membership(Table):
 
 
 class Profile(Table):
-    """Everything that defines a job. Immutable; equal profiles mean equal results."""
+    """All settings of a job. Immutable. Equal profiles give equal results."""
 
     job: Job = Job()
     model: Model = Model()
@@ -343,7 +342,7 @@ class Profile(Table):
 
     @property
     def stages(self) -> int:
-        """Parts of the model; 1 where it is not split."""
+        """Number of parts of the model; 1 if it is not split."""
         return max(self.pipeline.stages, 1)
 
     def value(self, key: str) -> Any:
@@ -352,11 +351,11 @@ class Profile(Table):
         return getattr(getattr(self, table), name)
 
     def alone(self) -> Profile:
-        """The profile without the drafter: what the job of the model itself is."""
+        """The profile of the main model's job, without the drafter."""
         return self.model_copy(update={"drafter": Drafter()})
 
     def of_drafter(self) -> Profile:
-        """The profile of the drafter's own job, where ``drafter.layers`` says that there is one. It is never split."""
+        """The profile of the drafter's job; call it only if ``drafter.layers`` is not 0. A drafter is never split."""
         own = self.drafter
         sizes = {
             name: getattr(own, name) for name in ("layers", "hidden_size", "heads", "kv_heads", "intermediate_size")
@@ -371,12 +370,12 @@ class Profile(Table):
         return self.alone().model_copy(update=tables)
 
     def to_spec(self) -> str:
-        """What a job carries to its workers: JSON, at most ``SPEC_LIMIT_BYTES`` long. A drafter is another job."""
+        """The profile that a job's workers get: JSON without the drafter, at most ``SPEC_LIMIT_BYTES`` long."""
         return self.alone().model_dump_json()
 
     @classmethod
     def from_spec_untrusted(cls, text: str) -> Profile:
-        """The profile in a peer's JSON. Raises ``ProtocolError``."""
+        """Parse a profile from a peer's JSON. Raises ``ProtocolError``."""
         if len(text.encode(errors="replace")) > SPEC_LIMIT_BYTES:
             raise ProtocolError(f"a job's profile of more than {SPEC_LIMIT_BYTES} bytes")
         try:
@@ -387,13 +386,13 @@ class Profile(Table):
             raise ProtocolError(f"a job's profile is not valid: {where}: {first['msg']}") from error
 
 
-# ---------------------------------------------------------------------------------- settings that cannot all hold
+# ----------------------------------------------------------------------------------------- contradictory settings
 
 
 def _check(profile: Profile) -> None:
-    """Raise ``Conflict`` where settings of a profile, each of them possible, cannot all hold."""
+    """Raise ``Conflict`` if settings that are valid alone contradict each other."""
     new, split, stages = not profile.model.path, profile.job.strategy == "pipeline", profile.pipeline.stages
-    if new:  # a directory brings its own sizes; compute checks those
+    if new:  # compute checks the sizes of a model directory
         _check_divides(profile, "model.hidden_size", "model.heads")
         _check_divides(profile, "model.heads", "model.kv_heads")
         _check_at_most(profile, "data.sequence_tokens", "model.context")

@@ -1,3 +1,3 @@
-"""p2ptrain: a few ordinary machines, made one model trainer and one model server."""
+"""p2ptrain: train and serve a model with a few ordinary machines."""
 
 __version__ = "0.1.0"

@@ -1,1 +1,1 @@
-"""The only home of torch: models, data, training, checkpoints, generation."""
+"""Models, data, training, checkpoints, generation: the only package that imports torch."""

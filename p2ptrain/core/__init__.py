@@ -1,1 +1,1 @@
-"""The floor of the house: errors, the injected world, ids, telemetry. Standard library only."""
+"""Errors, the injected world, ids, checkpoints and shared types. Standard library only."""

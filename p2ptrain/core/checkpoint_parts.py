@@ -1,7 +1,7 @@
-"""The checkpoints of a split model's stages, put together: one directory that holds the whole model.
+"""Rules that join the checkpoints of a split model's stages into one directory with the whole model.
 
-Each stage saves a directory of its own. Their files have names of their own, and those that describe the whole model
-are the first stage's, so together they are a checkpoint as one process writes it, in several files.
+Each stage saves its own directory, with file names that no other stage uses. The first stage also saves the files that
+describe the whole model. So the files of all stages together are an ordinary checkpoint.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ from p2ptrain.core.checkpoints import CheckpointEntry, Meta
 from p2ptrain.core.errors import StorageError
 
 STAGE, STAGES, LINEAGE = "stage", "stages", "lineage"
-"""Keys of a part's meta: whose it is, of how many, and of which state of the whole model."""
-
+"""Keys of a part's meta: the stage, the number of stages, and the lineage of the whole model's state."""
 
 _OF_STAGE = re.compile(r".*-(\d{5})-of-(\d{5})\.\w+")
 
 
 def is_of_stage(name: str, stage: int, stages: int) -> bool:
-    """Whether a file is that stage's: ``model-00002-of-00003.safetensors`` is the second's, what bears no such mark
-    describes the whole model, and is the first stage's."""
+    """Whether a file belongs to the stage: ``model-00002-of-00003.safetensors`` is the second stage's. A name without
+    such a mark belongs to the first stage, because the file describes the whole model."""
     mark = _OF_STAGE.fullmatch(name)
     return (int(mark[1]), int(mark[2])) == (stage + 1, stages) if mark is not None else stage == 0
 
 
 def part_of(entry: CheckpointEntry, stage: int, stages: int) -> tuple[Meta, dict[str, tuple[int, str]]]:
-    """Meta and files of one stage, of its own checkpoint or of one of the whole model. Raises ``StorageError``."""
+    """Meta and files of one stage, from its own checkpoint or from a whole one. Raises ``StorageError``."""
     if is_part(entry) and (entry.meta.get(STAGE), entry.meta.get(STAGES)) != (stage, stages):
         raise StorageError(f"{entry.path} is not of stage {stage} of {stages}")
     files = {name: facts for name, facts in entry.files.items() if is_of_stage(name, stage, stages)}

@@ -1,10 +1,10 @@
-"""What a container leaves of the machine's memory."""
+"""The memory limit of a container."""
 
 from __future__ import annotations
 
 
 def memory_left_bytes() -> int | None:
-    """Bytes that this process' control group (cgroup v2) may still have; None where nothing limits it."""
+    """Bytes that this process's control group (cgroup v2) may still allocate; None without a limit."""
     try:
         with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
             return max(0, int(limit.read()) - int(used.read()))

@@ -1,7 +1,7 @@
-"""The disk, reduced to the calls whose order decides whether a file survives a power cut.
+"""The disk interface: the calls whose order decides whether a file survives a power cut.
 
-Everything durable is written the same way: to a temporary name beside its place, flushed, renamed over the place, and
-the directory flushed. A reader therefore sees the old or the new content, never a mixture.
+Every durable file is written in the same way: write it under a temporary name in the same directory, flush it, rename
+it over the target, flush the directory. So a reader sees the old or the new content, never a mixture.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOT_OURS = frozenset({errno.EACCES, errno.EPERM, errno.EINVAL, errno.EROFS})
 
 
 class Disk(Protocol):
-    """The file operations that the project uses for durable state. Raises ``StorageError``."""
+    """The file operations for durable state. All raise ``StorageError``."""
 
     def read(self, path: Path, *, max_bytes: int) -> bytes: ...
     def read_range(self, path: Path, start: int, stop: int) -> bytes: ...
@@ -53,7 +53,7 @@ class RealDisk:
     """The operating system's disk."""
 
     def read(self, path: Path, *, max_bytes: int) -> bytes:
-        """The whole file, refused (before reading) where it is larger than ``max_bytes``."""
+        """Read the whole file. A file larger than ``max_bytes`` is refused before it is read."""
         try:
             if path.stat().st_size > max_bytes:
                 raise StorageError(f"{path} is larger than the {max_bytes} bytes it may have")
@@ -62,7 +62,7 @@ class RealDisk:
             raise _translated("read", path, error) from error
 
     def read_range(self, path: Path, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of the file, refused where it is shorter."""
+        """Read bytes [start, stop) of the file. A shorter file is an error."""
         try:
             with path.open("rb", buffering=0) as file:
                 file.seek(start)
@@ -74,7 +74,7 @@ class RealDisk:
         return data
 
     def hash_file(self, path: Path) -> str:
-        """SHA-256 of the file, hex, read in pieces: the file may be larger than memory."""
+        """SHA-256 of the file, hex. The file may be larger than memory."""
         try:
             with path.open("rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
@@ -106,11 +106,11 @@ class RealDisk:
         self._sync(path, os.O_RDWR)
 
     def sync_dir(self, path: Path) -> None:
-        if os.name == "posix":  # Windows has no handle on a directory; its rename is durable with the journal
+        if os.name == "posix":  # Windows cannot flush a directory; its journal makes the rename durable
             self._sync(path, os.O_RDONLY)
 
     def _sync_if_ours(self, path: Path) -> None:
-        """A directory that this user may not read is not his to make durable, nor one that no flush is meant for."""
+        """Flush a directory, unless the user may not read it or it does not support a flush."""
         try:
             self.sync_dir(path)
         except StorageError as error:
@@ -129,10 +129,10 @@ class RealDisk:
             raise _translated("flush", path, error) from error
 
     def make_dir(self, path: Path, *, mode: int = 0o755) -> None:
-        """Make ``path`` and what leads to it where it is not there, all with ``mode``, which the umask may narrow.
+        """Make ``path`` and its missing parents durably, with ``mode``, which the umask may narrow.
 
-        Durable when it returns: a file is flushed in vain where the power cut takes the directory that it is in. So is
-        one that was there already: who made it may have died in the call.
+        A flushed file is lost in a power cut if its directory is not durable. An existing directory is flushed too,
+        because its maker may have died before the flush.
         """
         try:
             missing = list(itertools.takewhile(lambda each: not each.exists(), (path, *path.parents)))
@@ -140,7 +140,7 @@ class RealDisk:
             for each in dict.fromkeys((*reversed(missing), path)):
                 each.mkdir(mode=mode, exist_ok=True)
                 if missing:
-                    self.sync_dir(each.parent)  # before the next one: a kill leaves one at most that is not durable
+                    self.sync_dir(each.parent)  # at once: a kill leaves at most one that is not durable
         except OSError as error:
             raise _translated("make the directory", path, error) from error
 
@@ -182,7 +182,7 @@ class RealDisk:
             raise _translated("measure the free space of", path, error) from error
 
     def try_lock(self, path: Path) -> Lock | None:
-        """A lock on the file ``path``, which is made; None where another process holds it."""
+        """Lock the file ``path``, and create it if necessary. None if another process holds the lock."""
         try:
             handle = path.open("a+")
         except OSError as error:
@@ -202,17 +202,17 @@ class RealDisk:
         return handle
 
     def connect(self, path: Path) -> sqlite3.Connection:
-        """The SQLite database in the file ``path``, without implicit transactions. Raises ``sqlite3.Error``."""
-        import sqlite3  # not for everyone who writes a file
+        """Open the SQLite database ``path`` without implicit transactions. Raises ``sqlite3.Error``."""
+        import sqlite3  # most users of a disk do not need it
 
         return sqlite3.connect(path, isolation_level=None)
 
 
 def write_atomic(disk: Disk, path: Path, data: bytes, *, private: bool = False) -> None:
-    """Replace ``path`` by ``data`` so that a crash at any moment leaves the old or the new file, whole.
+    """Replace ``path`` by ``data``. A crash at any moment leaves the whole old or the whole new file.
 
     Args:
-        private: nobody but this user may read it, at any moment.
+        private: only this user may read the file, from the first moment.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     if private:

@@ -1,23 +1,23 @@
-"""Every error a person can meet, under one root, named by whose fault it is.
+"""All expected errors, under one root, named by whose fault they are.
 
     P2PTrainError
-    ├── UserError          you: an argument, a file, a state that was asked for and cannot be
-    │   ├── ConfigError      a profile: carries the file, the key, and what would be right
-    │   └── TooLong          a text and what is to follow it have no room in the model's context
-    ├── PeerError          the other side
+    ├── UserError          the user: an argument, a file or a request is invalid
+    │   ├── ConfigError      a profile or a setting is wrong
+    │   └── TooLong          a text and its continuation exceed the model's context
+    ├── PeerError          the other peer
     │   ├── ProtocolError    it sent bytes that no correct peer sends
-    │   └── Refused          it said no, with a typed reason and a remedy
-    ├── NetworkError       the wire between
-    │   ├── Unreachable      nothing answered
+    │   └── Refused          it refused a request, with a typed reason and a remedy
+    ├── NetworkError       the network between two peers
+    │   ├── Unreachable      nothing answered at an address
     │   ├── ConnectionLost   an established connection ended
-    │   └── DeadlineExceeded the peer was silent for longer than it may be
-    │       └── NeighbourAway    the next one in the ring was not reached in time
-    ├── ResourceError      memory, disk space, a device
-    ├── StorageError       a file or directory is damaged or cannot be written
-    └── JobFailed          the work itself ended badly (every member refused, loss not finite, ...)
+    │   └── DeadlineExceeded a peer was silent for too long
+    │       └── NeighbourAway    the next member of the ring was not reached in time
+    ├── ResourceError      too little memory, disk space or device
+    ├── StorageError       a file or a directory is damaged, missing or cannot be written
+    └── JobFailed          the job itself failed (every member refused, loss not finite, ...)
 
-Foreign exceptions (OSError, msgpack's, torch's) are translated once, at the edge where they appear. The command line
-prints ``message`` and ``remedy`` and leaves with ``exit_code``; it never shows a traceback for these.
+Exceptions of other libraries (OSError, msgpack's, torch's) are translated once, where they appear. The command line
+prints ``message`` and ``remedy`` and exits with ``exit_code``. It shows no traceback for these errors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 EXIT_INTERRUPTED = 130
-"""Of a command that Ctrl+C ended: 128 + SIGINT, as shells count."""
+"""Exit code after Ctrl+C: 128 + SIGINT, as in shells."""
 
 
 class P2PTrainError(Exception):
@@ -33,7 +33,7 @@ class P2PTrainError(Exception):
 
     Args:
         message: what happened and where, one line, without a trailing full stop.
-        remedy: what the person can do about it, one line; empty when there is nothing to say.
+        remedy: what the person can do, one line; may be empty.
     """
 
     exit_code: ClassVar[int] = 1
@@ -45,7 +45,7 @@ class P2PTrainError(Exception):
 
 
 def first_error(group: BaseExceptionGroup[P2PTrainError]) -> P2PTrainError:
-    """The one to show of a task group's errors: the first, which made the others."""
+    """The error of a task group to show: the first, which caused the others."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -54,17 +54,17 @@ def first_error(group: BaseExceptionGroup[P2PTrainError]) -> P2PTrainError:
 
 
 class UserError(P2PTrainError):
-    """The person asked for something that cannot be."""
+    """The user's argument, file or request is invalid."""
 
     exit_code = 2
 
 
 class ConfigError(UserError):
-    """A profile, a setting or an override is wrong."""
+    """A profile, a setting or an override is wrong. The message names the key."""
 
 
 class TooLong(UserError):
-    """The text, with what is to be written behind it, is longer than the model's context."""
+    """A text and its continuation exceed the model's context."""
 
 
 class PeerError(P2PTrainError):
@@ -74,17 +74,17 @@ class PeerError(P2PTrainError):
 
 
 class ProtocolError(PeerError):
-    """Bytes that no correct peer sends. The connection that carried them is closed.
+    """A peer sent bytes that no correct peer sends. Its connection is closed.
 
-    This is the only exception that a parser of peer bytes may raise.
+    This is the only exception that a parser of a peer's bytes may raise.
     """
 
 
 class Refused(PeerError):
-    """The other side said no.
+    """The other peer refused a request.
 
     Args:
-        code: a stable word for programs, such as ``"version-mismatch"`` (see ``wire.handshake.RefusalCode``).
+        code: a stable code for programs, such as ``"version-mismatch"`` (see ``wire.handshake.RefusalCode``).
     """
 
     def __init__(self, code: str, message: str, *, remedy: str = "") -> None:
@@ -93,7 +93,7 @@ class Refused(PeerError):
 
 
 class NetworkError(P2PTrainError):
-    """The wire between two peers is at fault."""
+    """The network between two peers is at fault."""
 
     exit_code = 3
 
@@ -103,19 +103,15 @@ class Unreachable(NetworkError):
 
 
 class ConnectionLost(NetworkError):
-    """An established connection ended before its time."""
+    """An established connection ended unexpectedly."""
 
 
 class DeadlineExceeded(NetworkError):
-    """A peer was silent for longer than it may be."""
+    """A peer was silent for too long."""
 
 
 class NeighbourAway(DeadlineExceeded):
-    """The next member of the ring was not reached in time.
-
-    Args:
-        peer_id: which one.
-    """
+    """The next member of the ring, ``peer_id``, was not reached in time."""
 
     def __init__(self, message: str, *, peer_id: str, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
@@ -135,6 +131,6 @@ class StorageError(P2PTrainError):
 
 
 class JobFailed(P2PTrainError):
-    """The job ended badly."""
+    """The job itself failed."""
 
     exit_code = 5

@@ -1,9 +1,9 @@
-"""The memory that training a part of a model takes, from its sizes alone: what the worker that builds it checks, and
-what the seed places it by. Standard library only.
+"""An estimate of the memory for training a part, from sizes alone. Workers check it before they build a part, and the
+seed uses it for placement. Standard library only.
 
-Counted per parameter, in fp32 (``compute.flat``): the weight, the gradient and two moments, where the model computes.
-On a CPU the gradient is the reduce buffer, and a clipped copy of it is made; with an accelerator that copy is not
-needed, and the host has the buffer instead. Beside that, what is kept of each micro-batch in flight.
+The compute device holds, per parameter, in fp32 (``compute.flat``): the weight, the gradient and two moments. On a CPU
+the gradient is also the reduce buffer, and clipping makes a copy of it. An accelerator needs no such copy; there the
+reduce buffer is on the host. Each micro-batch in flight needs memory for what its backward pass uses.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 
 HOST_COPIES = 5
 DEVICE_COPIES = 4
-"""How often a part's weights are held where it computes: on a CPU, on an accelerator."""
+"""Arrays of the size of the part's weights on the compute device: on a CPU, on an accelerator."""
 GPIPE = "gpipe"
 
 
 def layer_kept_bytes(tokens: int, *, width: int, inner: int) -> int:
-    """Of a micro-batch of so many tokens, from a layer's forward pass to its backward pass: about 16 times its width,
-    and 3 times that of its feed-forward part. A lower bound: attention comes on top."""
+    """Bytes that a layer keeps for a micro-batch's backward pass: in fp32, per token, about 16 times its width and 3
+    times that of its feed-forward layer. A lower bound: attention adds to it."""
     return 4 * tokens * (16 * width + 3 * inner)
 
 
 def head_kept_bytes(tokens: int, *, vocab: int) -> int:
-    """The same of the head: the logits, their softmax and its gradient."""
+    """Bytes that the head keeps for the backward pass: the logits, their softmax and its gradient."""
     return 12 * tokens * vocab
 
 
@@ -32,9 +32,9 @@ def least_in_flight(schedule: str, micro_batches: int, to_end: int, most: int) -
 
     Args:
         schedule: ``1f1b`` or ``gpipe``.
-        micro_batches: of a step.
-        to_end: stages from this one to the last, both counted.
-        most: what a person allows; 0: what the schedule asks for.
+        micro_batches: micro-batches in a step.
+        to_end: number of stages from this one to the last, including both.
+        most: configured maximum; 0: no maximum.
     """
     return min(most, micro_batches) or (micro_batches if schedule == GPIPE else min(to_end, micro_batches))
 
@@ -42,37 +42,37 @@ def least_in_flight(schedule: str, micro_batches: int, to_end: int, most: int) -
 def part_training_bytes(
     weights_bytes: int, kept_bytes: int, inputs_bytes: int, *, in_flight: int, recompute: bool, on_host: bool
 ) -> int:
-    """What training a part takes where it computes.
+    """Bytes on the compute device for training a part.
 
     Args:
-        weights_bytes: in fp32.
-        kept_bytes: of one micro-batch: of the part's layers, and of the head where it has that.
-        inputs_bytes: of one micro-batch, as they came from the stage before; 0 on the first.
-        in_flight: micro-batches between their forward and their backward pass. With ``recompute`` all is kept of one,
-            and the inputs of all.
-        on_host: it computes on a CPU.
+        weights_bytes: size of the weights in fp32.
+        kept_bytes: bytes kept for one micro-batch by the part's layers, and by the head on the last stage.
+        inputs_bytes: encoded inputs of one micro-batch; 0 on the first stage.
+        in_flight: micro-batches between forward and backward pass. With ``recompute`` the part keeps the inputs of
+            all, and ``kept_bytes`` of one.
+        on_host: whether the compute device is a CPU.
     """
     held = weights_bytes * (HOST_COPIES if on_host else DEVICE_COPIES)
     return held + (kept_bytes + in_flight * inputs_bytes if recompute else in_flight * kept_bytes)
 
 
 def in_flight_that_fit(memory_bytes: int, kept_bytes: int, inputs_bytes: int, *, recompute: bool, most: int) -> int:
-    """Micro-batches that fit into the memory that the weights leave: 1 at least, ``most`` at most. Arguments as of
-    ``part_training_bytes``."""
+    """Micro-batches, from 1 to ``most``, that fit into ``memory_bytes``, the memory left beside the weights. Other
+    arguments are as in ``part_training_bytes``."""
     each = inputs_bytes if recompute else kept_bytes
     return max(1, min(most, (memory_bytes - (kept_bytes if recompute else 0)) // each)) if each else most
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What a model's parts weigh.
+    """Sizes of a model's weights and KV cache.
 
     Attributes:
         layers_bytes: weights of each layer.
-        cache_bytes: of each layer, the KV cache of one position.
-        first_bytes: what the first stage holds besides layers: the embedding.
-        last_bytes: what the last stage holds besides layers: norm and head, be the head's matrix the embedding or not.
-        tied_bytes: of ``last_bytes``, what the first stage holds as well. A peer that is both holds it once.
+        cache_bytes: KV cache of one position in each layer.
+        first_bytes: weights of the first stage besides layers: the embedding.
+        last_bytes: weights of the last stage besides layers: norm and head, including a tied head's matrix.
+        tied_bytes: share of ``last_bytes`` that the first stage also holds. A single stage holds it once.
     """
 
     layers_bytes: tuple[int, ...]
@@ -94,7 +94,7 @@ class ModelSizes:
         return len(self.layers_bytes)
 
     def weights_bytes(self, start: int, stop: int) -> int:
-        """What a stage with layers [start, stop) holds."""
+        """Bytes of the weights of a stage with layers [start, stop)."""
         size_bytes = sum(self.layers_bytes[start:stop])
         if start == 0:
             size_bytes += self.first_bytes
@@ -103,5 +103,5 @@ class ModelSizes:
         return size_bytes
 
     def streamed_bytes(self, start: int, stop: int) -> int:
-        """What such a stage reads of its weights for one token."""
+        """Bytes of weights that such a stage reads to compute one token."""
         return sum(self.layers_bytes[start:stop]) + (self.last_bytes if stop == self.layers else 0)

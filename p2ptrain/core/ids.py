@@ -1,4 +1,4 @@
-"""Identifiers: short, printable, unguessable enough not to collide by accident."""
+"""Identifiers: short, printable, and random enough to avoid collisions."""
 
 from __future__ import annotations
 

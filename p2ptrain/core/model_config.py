@@ -1,4 +1,4 @@
-"""A model's ``config.json`` as a peer sends it: checked before anything is made from it. Standard library only."""
+"""The check of a ``config.json`` that a peer sent. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from p2ptrain.core.errors import ProtocolError
 
 MAX_CONFIG_BYTES = 64 << 10
 _MAX_LAYERS = 1024
-_MOST_EXPERTS = 1024  # each may be a module
+_MOST_EXPERTS = 1024  # each expert may be a module
 _MOST = 1 << 24
-"""Larger than any model's vocabulary or context."""
+"""A bound above any model's vocabulary or context."""
 _LAYERS = ("num_hidden_layers", "n_layer")
 _CODE = ("auto_map", "trust_remote_code")
 
 
 def config_untrusted(text: str) -> dict[str, Any]:
-    """The table in a ``config.json``: of a model with a ``model_type``, whose sizes are such that it can be made on
-    torch's meta device in little time and memory. What would choose code to run is left out.
+    """Parse a ``config.json``. Its sizes are bounded, so that the model can be built on torch's meta device in little
+    time and memory. Keys that select code to run are removed.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: the text is not a valid configuration.
     """
     if len(text) > MAX_CONFIG_BYTES:
         raise ProtocolError(f"a model's configuration of more than {MAX_CONFIG_BYTES} characters")

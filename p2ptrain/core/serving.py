@@ -1,4 +1,4 @@
-"""What passes between whatever computes a stage of a split model and whatever moves its bytes."""
+"""Types shared by the code that computes a stage of a split model and the code that moves its bytes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from p2ptrain.core.errors import ConfigError, UserError
 
 COLDEST = 1e-4
-"""Below this temperature the scaled logits overflow and sampling has no distribution: it is the likeliest token."""
+"""Up to this temperature the likeliest token is taken: scaled logits would overflow, and leave no distribution."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartSpec:
-    """Which part of which model, and how it is computed.
+    """A part of a model to serve, and how to compute it.
 
     Attributes:
-        config: the model's ``config.json``, as text.
+        config: text of the model's ``config.json``.
         start, stop: layers [start, stop) of ``layers``.
-        dtype: of weights, cache and arithmetic: ``fp32``, ``bf16`` or ``fp16``; empty: what the model's files hold.
-        device: as of ``compute.device.pick_device``.
+        dtype: dtype of weights, cache and arithmetic: ``fp32``, ``bf16`` or ``fp16``; empty: the configuration's.
+        device: as in ``compute.device.pick_device``.
     """
 
     config: str
@@ -34,14 +34,14 @@ class PartSpec:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the last stage picks a token, as transformers' ``generate`` does.
+    """How the last stage samples tokens, as in transformers' ``generate``.
 
     Attributes:
-        temperature: 0 for the likeliest token each time.
-        top_k: sample from the k likeliest only; 0 for all.
-        top_p: sample from the fewest that have this probability together; 1 for all.
-        vocab_size: that draws are made for, where it is not that of the model which picks: a drafter draws as the
-            verifier does. Tokens beyond it are not picked. 0: the model's own.
+        temperature: 0 always takes the likeliest token.
+        top_k: sample only from the k likeliest tokens; 0 for all.
+        top_p: sample only from the fewest tokens with this total probability; 1 for all.
+        vocab_size: vocabulary size of the noise. A drafter uses its verifier's size. Tokens beyond it are never
+            sampled. 0: the model's own size.
     """
 
     temperature: float = 1.0
@@ -52,14 +52,14 @@ class Sampling:
 
 
 MOST_TOP_K = 2**31
-"""As a number, it travels to the last stage."""
+"""A bound on ``top_k``, which is sent to the last stage as an integer."""
 USUAL = Sampling(temperature=1.0, top_k=50, top_p=1.0)
-"""How transformers draws where neither its caller nor the model says."""
+"""transformers' defaults."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """What a person asks for, as of ``Sampling``; None: what the model says. Raises ``UserError``: it cannot be."""
+    """A person's options, as in ``Sampling``; None: the model's default. Raises ``UserError`` for an invalid value."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -71,12 +71,12 @@ class SamplingOptions:
         check_sampling(Sampling(self.temperature or 0.0, self.top_k or 0, top_p, self.seed))
 
     def of(self, said: Mapping[str, Any]) -> Sampling:
-        """How tokens are picked of a model whose ``generation_config.json`` is ``said``: as transformers' ``generate``
-        does it, with what was asked for in place of what the model says. Without both it is the likeliest token. Who
-        asks for a temperature above 0, a ``top_k`` or a ``top_p`` wants tokens drawn.
+        """Combine these options with a model's ``generation_config.json``, ``said``, as in transformers' ``generate``.
+        Options override the model's settings. Temperature 0 takes the likeliest token. Any other option enables
+        sampling. Without options the model's ``do_sample`` decides.
 
         Raises:
-            ConfigError: it says what cannot be.
+            ConfigError: a value in ``said`` is invalid.
         """
         given = (self.temperature, self.top_k, self.top_p)
         draws = said.get("do_sample") is True if given == (None, None, None) else self.temperature != 0
@@ -107,7 +107,7 @@ def _number(said: Mapping[str, Any], name: str, usual: float) -> float:
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raises ``UserError`` for what cannot be."""
+    """Raise ``UserError`` for an invalid value."""
     if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
         raise UserError(f"temperature = {sampling.temperature} cannot be", remedy="use 0 (the likeliest token) or more")
     if sampling.top_k < 0:
@@ -122,12 +122,12 @@ def check_sampling(sampling: Sampling) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What a part is to compute for a session: cut the history to its first ``keep`` positions, take ``count`` more.
+    """A forward request of a session: cut the history to its first ``keep`` positions, then append ``count`` positions.
 
     Attributes:
         payload: on the first stage ``count`` token ids, int32 little-endian; else hidden states in ``encoding``.
-        samples: for so many of the last positions a token is picked; only on the last stage.
-        sample_index: number of the first pick's draw: 0 for the first new token of the session.
+        samples: number of final positions to sample a token for; only on the last stage.
+        sample_index: index of the first sample; the first new token of the session has index 0.
     """
 
     keep: int
@@ -141,11 +141,11 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What came of one ``StageEngine.run``.
+    """Result of ``StageEngine.run``.
 
     Attributes:
-        payload: hidden states of the new positions in ``out_encoding``; empty on the last stage. It stays unchanged.
-        tokens: picked for the last ``samples`` positions, in order; empty but on the last stage.
+        payload: hidden states of the new positions in ``out_encoding``; empty on the last stage. It never changes.
+        tokens: sampled tokens of the last ``samples`` positions, in order; empty except on the last stage.
     """
 
     payload: memoryview

@@ -1,8 +1,7 @@
-"""Where a text that comes in pieces ends: before the first of some strings that is complete.
+"""Stop strings in a text that arrives in pieces. The text ends before the first stop string that is complete.
 
-Pure. What was cut into which pieces makes no difference: the string that is complete first counts, of several that end
-at the same letter the longest. What may yet become one of them is held back, so that whoever shows the text never shows
-a part of a string that it ends before.
+A pure state machine. The division into pieces does not matter. The string that is complete first wins; of several that
+end at the same character, the longest. A tail that may become a stop string is held back, so no part of one is shown.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from p2ptrain.core.errors import UserError
 
 
 class StopStrings:
-    """One text, as it comes.
+    """The stop strings of one text.
 
     Attributes:
-        found: the string that ended it, or None while it goes on.
+        found: the stop string that ended the text, or None.
 
     Raises:
-        UserError: one of the strings is empty: every text ends before that.
+        UserError: a string is empty.
     """
 
     def __init__(self, strings: Iterable[str] = ()) -> None:
@@ -30,7 +29,7 @@ class StopStrings:
             raise UserError("a stop string is empty", remedy="name the text before which to end, or leave --stop out")
 
     def feed(self, piece: str) -> str:
-        """Take the next piece. Returns what can be shown now: all that is certain to be part of the text."""
+        """Take the next piece. Returns what is now certain to be part of the text."""
         if self.found is not None:
             return ""
         text = self._held + piece
@@ -44,7 +43,7 @@ class StopStrings:
         return text[:certain]
 
     def finish(self) -> str:
-        """The text is over: what was held back is part of it after all."""
+        """End the text. Returns what was held back."""
         rest, self._held = self._held, ""
         return rest
 

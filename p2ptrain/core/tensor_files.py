@@ -1,10 +1,10 @@
-"""Where each tensor of a model directory lies, so that exactly the bytes of one can be read.
+"""Positions of the tensors in a model directory, so that the bytes of a single tensor can be read.
 
-A safetensors file is 8 bytes (little-endian: how long the header is), a JSON header that names every tensor's dtype,
-shape and place, and the tensors' bytes (https://github.com/huggingface/safetensors#format). A model is one such file,
-``model.safetensors``, or several with an index of which tensor is in which, ``model.safetensors.index.json``.
+A safetensors file has 8 bytes (the header's length, little-endian), a JSON header with every tensor's dtype, shape and
+position, and the tensors' bytes (https://github.com/huggingface/safetensors#format). A model is one such file,
+``model.safetensors``, or several files with an index from tensor to file, ``model.safetensors.index.json``.
 
-A directory may have come from anywhere: its headers are checked as a peer's bytes are, before anything is allocated.
+A directory may come from anywhere. So its headers are checked like a peer's bytes, before anything is allocated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from p2ptrain.core.errors import ConfigError, ProtocolError, StorageError
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 16 << 20
-"""A hundred thousand tensors take some 12 MB; the largest models in one file have fewer."""
+"""The header of a hundred thousand tensors takes about 12 MB; the largest single-file models have fewer."""
 MAX_TENSORS = 1 << 17
 MAX_DIMS = 8
 _T = TypeVar("_T")
@@ -40,13 +40,12 @@ ITEM_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("I32", "U32", "F32"), 4),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
 }
-"""safetensors' dtypes of whole bytes. A file with another one (half-byte floats) is refused: nobody here computes with
-it."""
+"""Bytes per element of each supported safetensors dtype. Half-byte floats are refused: nothing here uses them."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies: bytes [start, stop) of ``file``. ``dtype`` is safetensors' name, a key of ``ITEM_BYTES``."""
+    """Position of a tensor: bytes [start, stop) of ``file``. ``dtype`` is a key of ``ITEM_BYTES``."""
 
     file: str
     dtype: str
@@ -60,10 +59,10 @@ class TensorEntry:
 
 
 def header_entries_untrusted(header: bytes | memoryview, file: str, file_bytes: int) -> dict[str, TensorEntry]:
-    """The tensors that the JSON ``header`` (without its length) of a file of ``file_bytes`` names.
+    """Parse the JSON ``header`` (without its length) of a file of ``file_bytes`` bytes.
 
     Raises:
-        ProtocolError: it is not a header, or what it names does not fill the file's bytes exactly, without overlap.
+        ProtocolError: it is not a header, or its tensors overlap or do not fill the file exactly.
     """
     named = _json_object_untrusted(header, f"the header of {file}")
     metadata = named.pop("__metadata__", None)
@@ -82,10 +81,10 @@ def header_entries_untrusted(header: bytes | memoryview, file: str, file_bytes: 
 
 
 def index_files_untrusted(encoded: bytes) -> dict[str, str]:
-    """Tensor name to file name, of a ``model.safetensors.index.json``.
+    """Parse a ``model.safetensors.index.json``: tensor name → file name.
 
     Raises:
-        ProtocolError: it is not an index, or a file's name is none of a file beside it.
+        ProtocolError: it is not an index, or a file name is not a plain name of a safetensors file.
     """
     where = _json_object_untrusted(encoded, INDEX_FILE).get("weight_map")
     if not isinstance(where, dict) or not where:
@@ -102,15 +101,15 @@ class TensorTable:
     """Every tensor of a model directory, by its name in the files.
 
     Attributes:
-        entries: where each one lies.
-        bytes_read: so far, headers and index included.
+        entries: position of each tensor.
+        bytes_read: bytes read so far, including headers and index.
     """
 
     def __init__(self, directory: Path) -> None:
         """Read the headers.
 
         Raises:
-            ConfigError: there is no model in safetensors.
+            ConfigError: the directory has no safetensors model.
             StorageError: a file is damaged, missing or cannot be read.
         """
         self.directory = directory
@@ -126,11 +125,11 @@ class TensorTable:
             )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytearray:
-        """The bytes of a tensor, or [start, stop) of them, and no others of its file.
+        """Read only bytes [start, stop) of a tensor; all of its bytes by default.
 
         Raises:
-            KeyError: there is none of that name.
-            ValueError: it does not have these bytes.
+            KeyError: there is no such tensor.
+            ValueError: the range is not inside the tensor.
             StorageError: the file cannot be read, or became shorter.
         """
         entry = self.entries[name]
@@ -140,9 +139,9 @@ class TensorTable:
         return self._read(entry.file, entry.start + start, end - start)
 
     def fingerprint(self) -> str:
-        """Tells these weights from others that somebody calls by the same name: 32 hex digits, in milliseconds.
+        """A fingerprint that distinguishes weights with the same name: 32 hex digits, in milliseconds.
 
-        It is taken of a few bytes of each tensor, so it proves nothing of who means to deceive. Raises as ``read``.
+        It samples a few bytes of each tensor, so it does not protect against a malicious peer. Raises as ``read``.
         """
         total = hashlib.blake2b(digest_size=16)
         for name, entry in sorted(self.entries.items()):
@@ -219,7 +218,7 @@ def _entry_untrusted(name: str, item: Any, file: str, data_start: int) -> Tensor
 
 
 def _are_sizes(values: Any) -> TypeGuard[list[int]]:
-    """Whether it is a list of whole numbers that a size can have; their product of ``MAX_DIMS`` is quick to take."""
+    """Whether ``values`` is a list of plausible sizes. The bound keeps the product of ``MAX_DIMS`` of them cheap."""
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 48 for value in values)
 
 

@@ -1,4 +1,4 @@
-"""Texts for people: sizes and ranges as they are written, and short, printable versions of what a peer said."""
+"""Texts for people: formatted sizes and ranges, and short, printable versions of a peer's texts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from p2ptrain.core.errors import UserError
 
 TEXT_CHARS = 1000
-"""Of a message, or of a remedy: with a path in it. A control frame holds sixteen of them in any script."""
+"""Longest message or remedy, in characters: enough for a path. A control frame holds sixteen in any script."""
 
 
 def shortened(text: str, most_chars: int = TEXT_CHARS) -> str:
@@ -15,7 +15,7 @@ def shortened(text: str, most_chars: int = TEXT_CHARS) -> str:
 
 
 def printable(text: str, most_chars: int = TEXT_CHARS) -> str:
-    """The same, without what a terminal would obey."""
+    """``shortened`` text, without control characters for a terminal."""
     short = shortened(text, most_chars)
     return short if short.isprintable() else "".join(each if each.isprintable() else "?" for each in short)
 

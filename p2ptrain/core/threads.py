@@ -1,8 +1,8 @@
-"""Threads that run blocking calls one after another, behind a seam: in a simulation the calls run on the event loop's
-own thread and take virtual time.
+"""Threads that run blocking calls one after another. In a simulation the calls run on the event loop's thread and take
+virtual time.
 
-A thread of its own rather than an executor's: it must be the same one for the life of the process (CUDA contexts,
-thread counts, SQLite), and a long call must not keep the process from leaving, so it is a daemon.
+An executor is not suitable: CUDA contexts, thread counts and SQLite need the same thread for the life of the process.
+The thread is a daemon, so that a long call does not keep the process from exiting.
 """
 
 from __future__ import annotations
@@ -21,25 +21,24 @@ _Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[[], Any]
 
 
 class Thread(Protocol):
-    """One thread, fed by one event loop."""
+    """One thread that takes calls from one event loop."""
 
     def submit(self, call: Callable[[], T], *, idle: bool = False) -> asyncio.Future[T]:
-        """Queue ``call``; the future has what it returned or raised.
+        """Queue ``call``; the future gets its result or exception.
+
+        If the future is cancelled before the call starts, the call is skipped. A call that has started runs to its end.
 
         Args:
-            idle: it takes only the time that nobody else wants, where the system lets threads differ.
-
-        A cancelled future is no longer waited for; a call that has not begun is then skipped, one that has runs to its
-        end.
+            idle: run the call only in CPU time that no other thread wants, if the system supports that.
         """
 
     def close(self) -> None:
-        """Let the thread end after what is queued."""
+        """End the thread after the queued calls."""
 
 
 class Threads(Protocol):
     def start(self, name: str) -> Thread:
-        """A thread of that name, which people see in debuggers and profilers."""
+        """Start a thread. Debuggers and profilers show its name."""
 
 
 class RealThreads:
@@ -65,14 +64,14 @@ class _DaemonThread:
         while (job := self._jobs.get()) is not None:
             if not _carried_out(*job):
                 return
-            del job  # while it waits for the next one it must not keep alive what this one was about: a whole model
+            del job  # while waiting, the thread must not keep a job's objects, such as a model, alive
 
 
 class LoopThreads:
     """Threads whose calls run on the event loop, one after another; for virtual time.
 
     Attributes:
-        call_s: what a call of the thread of that name takes, in the loop's time.
+        call_s: thread name → seconds of the loop's time per call.
     """
 
     def __init__(self) -> None:
@@ -96,7 +95,7 @@ class _LoopThread:
         return future
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to release."""
 
     def _begin(self, call: Callable[[], Any], future: asyncio.Future[Any], end_at: float) -> None:
         if future.cancelled():
@@ -105,7 +104,7 @@ class _LoopThread:
 
 
 def _carried_out(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], call: Callable[[], Any]) -> bool:
-    """Call, and hand over what came of it; False where the loop is closed, and so nobody waits any more."""
+    """Run ``call`` and give its outcome to ``future``. False if the loop is closed."""
     if future.cancelled():
         return True
     try:
@@ -116,7 +115,7 @@ def _carried_out(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], c
 
 
 def _idly(call: Callable[[], T]) -> T:
-    """What ``call`` gives on a thread that yields to everybody. It is a new one: Linux gives no urgency back."""
+    """Run ``call`` on a new thread of idle priority. Linux does not let a thread raise its priority again."""
     outcomes: list[tuple[Any, BaseException | None]] = []
 
     def run() -> None:
@@ -135,7 +134,8 @@ def _idly(call: Callable[[], T]) -> T:
 
 
 def outcome_of(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """What ``call`` gives, or raises. No frame keeps what was raised, whose traceback would hold the frame in turn."""
+    """Result and exception of ``call``. The exception is in no local variable of this frame: that would be a reference
+    cycle through its traceback."""
     try:
         return call(), None
     except BaseException as raised:  # noqa: BLE001 - carried to the caller, who decides
@@ -143,7 +143,7 @@ def outcome_of(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 
 def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    """Give the future what came of its call, if anybody still waits."""
+    """Set the future's result or exception, unless it is done."""
     if future.done():
         return
     if error is not None:

@@ -1,4 +1,4 @@
-"""What passes between whatever computes and whatever moves bytes. Neither side imports the other; both import this."""
+"""Types shared by the code that trains and the code that moves bytes. Neither imports the other; both import this."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A named, writable, C-contiguous run of bytes of the live training state. Healing reads and writes it in place."""
+    """Named, writable, C-contiguous bytes of the live training state. Healing reads and writes them in place."""
 
     name: str
     view: memoryview
@@ -15,7 +15,7 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class BlobRange:
-    """Bytes [start, stop) of the blob of that name."""
+    """Bytes [start, stop) of the blob named ``blob``."""
 
     blob: str
     start: int
@@ -24,10 +24,8 @@ class BlobRange:
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One file of a checkpoint: its parts, one after the other, are what it is to hold.
-
-    Bytes stand for themselves; ranges are of a state's blobs. So whoever writes it needs to know nothing of tensors.
-    """
+    """One file of a checkpoint: its content is the concatenation of ``parts``, literal bytes and ranges of the state's
+    blobs. So the writer needs to know nothing about tensors."""
 
     name: str
     parts: tuple[bytes | BlobRange, ...]
@@ -39,11 +37,11 @@ class FilePlan:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What one optimizer step did.
+    """Result of one optimizer step.
 
     Attributes:
-        step: steps applied now, this one included.
-        loss: the global batch's mean in nats per token, before the step.
+        step: number of applied steps, including this one.
+        loss: mean loss of the global batch in nats per token, before the step.
         lr: learning rate of the step.
         grad_norm: global L2 norm of the gradient, before clipping.
     """

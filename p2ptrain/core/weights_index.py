@@ -1,6 +1,6 @@
-"""The index of a model in several files: ``model.safetensors.index.json``, which says which tensor is in which.
+"""The index of a model in several files, ``model.safetensors.index.json``: tensor → file.
 
-The stages of a split model each write the tensors that they hold. With this index their files are one model, as
+Each stage of a split model writes the tensors that it holds. With this index their files are one model, as
 ``save_pretrained`` would write it. Standard library only.
 """
 
@@ -13,19 +13,18 @@ from p2ptrain.core.errors import StorageError
 
 
 def shard_name(kind: str, stage: int, stages: int, suffix: str = ".safetensors") -> str:
-    """Name of a file of stage ``stage``, counted from 0, as Hugging Face names those of a model:
-    ``model-00001-of-00002.safetensors``."""
+    """Hugging Face's name for the file of stage ``stage``, from 0: ``model-00001-of-00002.safetensors`` for stage 0."""
     return f"{kind}-{stage + 1:05d}-of-{stages:05d}{suffix}"
 
 
 def weights_index(shards: Mapping[str, Mapping[str, int]]) -> bytes:
-    """The index's bytes.
+    """Encode the index.
 
     Args:
-        shards: of each file, the bytes of each of its tensors.
+        shards: file name → tensor name → size in bytes.
 
     Raises:
-        StorageError: a tensor is in two files: which of them counts is not known.
+        StorageError: a tensor is in two files.
     """
     places: dict[str, str] = {}
     total = 0

@@ -1,9 +1,9 @@
-"""The world a peer lives in: time, randomness, network, disk and threads, injected as one value.
+"""A peer's environment: time, randomness, network, disk and threads, injected as one value.
 
-Nothing outside this file and the real implementations it names reads a clock, draws a random number, opens a socket or
-a file of the state directory, or starts a thread. The real world is ``real_world()`` with
-``wire.transport.TcpNetwork``; the simulated one (``roles.sim``) swaps the event loop's clock, the network, the disk and
-the threads, and runs the same shells.
+Only this file and the real implementations that it names read a clock, make a random number, open a socket or a file of
+the state directory, or start a thread. The real world is ``real_world()`` with ``wire.transport.TcpNetwork``. The
+simulator (``roles.sim``) replaces the event loop's clock, the network, the disk and the threads, and runs the same
+shells.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from p2ptrain.core.threads import RealThreads, Threads
 
 ProtocolFactory = Callable[[], asyncio.BufferedProtocol]
 OnProblem = Callable[[P2PTrainError, tuple[str, int]], None]
-"""Told of an error, and of the address that it came from."""
+"""Called with an error and the address that it came from."""
 
 
 class Clock(Protocol):
-    """Two clocks: one that only goes forward, one that people read."""
+    """A monotonic clock and a wall clock."""
 
     def now(self) -> float:
-        """Monotonic seconds: the running event loop's, so that timeouts and ``now`` agree (and both can be virtual)."""
+        """Monotonic seconds of the running event loop. So timeouts and ``now`` agree, and both can be virtual."""
 
     def wall(self) -> float:
-        """Unix seconds. For people and logs; never compared between machines."""
+        """Unix seconds, for people and logs. Never compare them between machines."""
 
 
 class Listener(Protocol):
@@ -39,20 +39,20 @@ class Listener(Protocol):
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port that were really bound (port 0 is replaced by the one given)."""
+        """The bound host and port. Port 0 is replaced by the port that the system chose."""
 
     async def close(self) -> None:
-        """Stop listening. Established connections live on."""
+        """Stop listening. Established connections stay open."""
 
 
 class Network(Protocol):
-    """Streams of bytes between peers, as asyncio transports and buffered protocols.
+    """Byte streams between peers, as asyncio transports and buffered protocols.
 
-    Raises ``Unreachable`` where an address does not answer and ``UserError`` where it cannot be bound.
+    Raises ``Unreachable`` if an address does not answer, and ``UserError`` if it cannot be bound.
     """
 
     async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
-        """Dial ``host:port``; on success the factory's protocol has been given its transport."""
+        """Dial ``host:port``. On success the factory's protocol has its transport."""
 
     async def listen(
         self, host: str, port: int, factory: ProtocolFactory, on_problem: OnProblem | None = None
@@ -60,7 +60,7 @@ class Network(Protocol):
         """Accept connections on ``host:port`` (port 0: any free one).
 
         Args:
-            on_problem: told of callers that never became a connection, on networks where that can be.
+            on_problem: called for an incoming connection that failed before it was established.
         """
 
 
@@ -69,7 +69,7 @@ class LoopClock:
 
     def now(self) -> float:
         loop = asyncio.get_running_loop()
-        # uvloop's time has whole milliseconds, too coarse for a round trip on a LAN; both count CLOCK_MONOTONIC.
+        # uvloop's time() has a resolution of 1 ms, too coarse for a LAN's round trip. Both use CLOCK_MONOTONIC.
         return time.monotonic() if type(loop).__module__.startswith("uvloop") else loop.time()
 
     def wall(self) -> float:
@@ -78,11 +78,11 @@ class LoopClock:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Everything outside the process that a shell may touch.
+    """Everything outside the process that a shell may use.
 
     Attributes:
-        random: the one source of non-cryptographic randomness (jitter, tie-breaks). Training randomness never comes
-            from here: it is a pure function of the job's seed.
+        random: the only source of non-cryptographic randomness (jitter, tie-breaks). Training does not use it: its
+            randomness is a pure function of the job's seed.
     """
 
     clock: Clock
@@ -93,5 +93,5 @@ class World:
 
 
 def real_world(network: Network) -> World:
-    """The world outside: the loop's clock, the given network, the disk, an unseeded generator."""
+    """The real world with ``network`` and an unseeded generator."""
     return World(clock=LoopClock(), network=network, disk=RealDisk(), random=random.Random())  # noqa: S311 - jitter only
