@@ -114,7 +114,7 @@ class Data(Table):
 
 
 class Batch(Table):
-    """The global batch of a step. Its size does not depend on the members, who share its micro-batches."""
+    """The global batch of a step. Its size is the same for any number of members; they share its micro-batches."""
 
     micro_batches: int = Field(
         default=8, ge=1, le=65536, description="Micro-batches in a step: the most workers that can share one."
@@ -225,7 +225,7 @@ DEVICE_KIND = r"^(auto|cpu|mps|cuda(:\d{1,2})?)$"
 
 
 class Device(Table):
-    """The device on which each worker computes. With kind 'auto' each worker finds its own."""
+    """The device on which each worker computes. Kind 'auto' takes CUDA, then MPS, then the CPU."""
 
     kind: str = Field(default="auto", pattern=DEVICE_KIND, description="auto, cpu, cuda, cuda:1, ... or mps.")
     threads: int = Field(
@@ -240,7 +240,7 @@ class Device(Table):
 
 
 class Ring(Table):
-    """The exchange between members. Automatic settings are chosen again from the measured links for every new view."""
+    """The exchange between members. Automatic settings are chosen from the measured links for every new view."""
 
     order: Literal["auto", "joined"] = Field(
         default="auto",
