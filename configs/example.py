@@ -19,7 +19,6 @@ _HEAD = """\
 
 
 def render() -> str:
-    """The text of ``profiles/example.toml``."""
     parts = [_HEAD]
     for table, model in tables():
         parts.append("\n" + _comment(model.__doc__ or "") + f"[{table}]\n")

@@ -58,7 +58,6 @@ class _Setting:
 
 
 def shipped() -> dict[str, Path]:
-    """Paths of the shipped profiles, by name."""
     return {path.stem: path for path in sorted(PROFILES_DIR.glob("*.toml"))}
 
 

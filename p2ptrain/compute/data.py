@@ -162,7 +162,7 @@ def _stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     sources: list[Path] = []
     for place, directories, names in os.walk(root):
-        directories[:] = [name for name in directories if name not in _STDLIB_SKIPPED]  # os.walk skips them
+        directories[:] = [name for name in directories if name not in _STDLIB_SKIPPED]  # os.walk does not enter them
         sources += [Path(place, name) for name in names if name.endswith(".py") and not name.startswith(_STDLIB_LOCAL)]
     found = _sorted_below(root, sources)
     if not found:

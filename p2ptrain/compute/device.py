@@ -104,7 +104,6 @@ def flushed_denormals() -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run CPU kernels on the calling thread only."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -128,7 +127,6 @@ def check_memory(need_bytes: int, device: Device, what: str) -> None:
 
 
 def available_bytes(device: Device) -> int:
-    """Free memory of the device."""
     return int(torch.cuda.mem_get_info(device.torch_device)[0]) if device.kind == "cuda" else _host_available()
 
 

@@ -53,7 +53,6 @@ class FixedSum:
         return bool(self._inside)
 
     def begin(self) -> None:
-        """Start a step with an empty sum."""
         self.total.zero_()
         self._inside.fill_(True)
         self.begin_micro_batch()

@@ -33,7 +33,7 @@ _SQUARE_BLOCK = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Where one parameter lies in the flat arrays."""
+    """Position of one parameter in the flat arrays."""
 
     name: str
     offset: int
@@ -179,7 +179,6 @@ class FlatAdamW:
             self._adamw.step()
 
     def reset(self) -> None:
-        """Zero the moments."""
         self.exp_avg.zero_()
         self.exp_avg_sq.zero_()
 

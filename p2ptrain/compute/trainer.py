@@ -176,7 +176,7 @@ class Trainer:
         self._model = self._flat.model
         self._optimizer = FlatAdamW(self._flat, spec.optimizer)
         self._fixed = FixedSum(self._flat.gradients, device.kind, spec.micro_batches) if exact else None
-        self._summed = self._fixed.total if self._fixed else self._flat.gradients  # on the device
+        self._summed = self._fixed.total if self._fixed else self._flat.gradients
         on_host = self._fixed.on_host if self._fixed else self._is_host
         self._host = self._summed if on_host else _host_buffer(self._summed)
         self._ferry = _ferry(self._summed, self._host, device.kind)

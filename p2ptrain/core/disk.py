@@ -24,7 +24,7 @@ _NOT_OURS = frozenset({errno.EACCES, errno.EPERM, errno.EINVAL, errno.EROFS})
 
 
 class Disk(Protocol):
-    """The file operations for durable state. All raise ``StorageError``."""
+    """The file operations for durable state. They raise ``StorageError`` unless they say otherwise."""
 
     def read(self, path: Path, *, max_bytes: int) -> bytes: ...
     def read_range(self, path: Path, start: int, stop: int) -> bytes: ...
@@ -50,8 +50,6 @@ class Lock(Protocol):
 
 
 class RealDisk:
-    """The operating system's disk."""
-
     def read(self, path: Path, *, max_bytes: int) -> bytes:
         """Read the whole file. A file larger than ``max_bytes`` is refused before it is read."""
         try:

@@ -68,7 +68,7 @@ class TooLong(UserError):
 
 
 class PeerError(P2PTrainError):
-    """The other side is at fault."""
+    """The other peer is at fault."""
 
     exit_code = 4
 

@@ -93,5 +93,4 @@ class World:
 
 
 def real_world(network: Network) -> World:
-    """The real world with ``network`` and an unseeded generator."""
     return World(clock=LoopClock(), network=network, disk=RealDisk(), random=random.Random())  # noqa: S311 - jitter only
