@@ -1,11 +1,11 @@
-"""How a command reaches a seed: by ticket, by what an earlier ticket left, or on this machine by neither.
+"""How a command reaches a seed: with a ticket, with the credentials of an earlier ticket, or locally without either.
 
-What a person gives is an address, a ticket, or ``@FILE`` that holds one. The outcome is a network to dial with.
+The user gives an address, a ticket, or ``@FILE`` with one of them. The result is a network to dial with.
 
-* A *ticket* is spent once: what it gave is kept, found again by the run's pin, and used while it is valid.
-* An *address of this machine* needs none. A plain seed says that it is one; an encrypted one has left tickets in its
-  state directory, for the same user.
-* *Another machine's address* needs what an earlier ticket left, found by the address.
+* A *ticket* is spent once. The credentials that it gave are stored, found by the run's pin, and used while valid.
+* An *address of this machine* needs no ticket. A plain seed answers without encryption. An encrypted seed has left
+  tickets in its state directory, for the same user.
+* An *address of another machine* needs the credentials of an earlier ticket, which are found by the address.
 """
 
 from __future__ import annotations
@@ -33,20 +33,16 @@ if TYPE_CHECKING:
     from wire.enrol import Ask, Member
 
 CONNECT_TIMEOUT_S = 5.0
-ADDRESS_FILE = "seed"  # beside the credentials: the address that they lead to
+ADDRESS_FILE = "seed"  # beside the credentials; has the address of their seed
 MAX_TARGET_BYTES = 4096
 EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
 MENDED_BY_A_TICKET = frozenset({"ticket-revoked", "ticket-unknown", "certificate-expired", "certificate-untrusted"})
-"""Why a seed may honour a certificate no longer, and yet take a new ticket."""
+"""Reasons for which a seed refuses a certificate, but may accept a new ticket."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """A way to a seed.
-
-    Attributes:
-        member: this caller's membership, where the network is encrypted.
-    """
+    """A way to a seed. ``member``: this caller's membership; None if the network is not encrypted."""
 
     host: str
     port: int
@@ -63,20 +59,20 @@ class Access:
             await self.member.renew(ask)
 
     async def keep_fresh(self, ask: Ask) -> None:
-        """Renew again and again, until cancelled. Raises what ``ask`` raises."""
+        """Renew the certificate again and again, until cancelled. Raises what ``ask`` raises."""
         if self.member is not None:
             await self.member.keep_fresh(ask)
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who wants to reach a seed.
+    """The peer that wants to reach a seed.
 
     Attributes:
         role: ``worker``, ``verifier``, ``drafter``, ``operator`` or ``seed``.
-        store: where credentials of this caller are kept.
+        store: directory of this caller's credentials.
         states: state directories in which a seed on this machine may have left tickets.
-        peer_id: of who joins; an operator is a new peer with each ticket.
+        peer_id: id of a peer that joins; empty for an operator, which is a new peer with each ticket.
     """
 
     role: str
@@ -89,14 +85,14 @@ Target: TypeAlias = "Ticket | tuple[str, int]"
 
 
 def read_targets(text: str) -> list[Target]:
-    """Several of them, with commas between: seeds that are tried in this order. Raises as ``read_target``."""
+    """Read a list of seeds with commas between; they are tried in this order. Raises as ``read_target``."""
     return [read_target(part) for part in text.split(",")]
 
 
 async def reach_one(targets: Sequence[Target], caller: Caller, base: Network, *, afresh: bool = False) -> Access:
-    """The way to the first of several seeds of one cluster that can be reached. Raises what the first one raised.
+    """Reach the first seed of a cluster that answers. Raises what the first target raised.
 
-    A ticket is as good at the next seed of its cluster, which has the same book.
+    All seeds of a cluster accept the same tickets.
     """
     ticket = next((target for target in targets if not isinstance(target, tuple)), None)
     problems: list[P2PTrainError] = []
@@ -112,7 +108,7 @@ async def reach_one(targets: Sequence[Target], caller: Caller, base: Network, *,
 
 
 def read_target(text: str) -> Ticket | tuple[str, int]:
-    """The ticket or the address that a person gave, or that the file holds which they named with ``@``.
+    """Read a ticket or an address, or the one in the file that is named with ``@``.
 
     Raises:
         UserError: it is neither.
@@ -137,7 +133,7 @@ def shown_address(target: Ticket | tuple[str, int]) -> str:
 def _is_file(text: str) -> bool:
     try:
         return Path(text).is_file()
-    except (OSError, ValueError):  # too long, or a name that cannot be
+    except (OSError, ValueError):  # too long, or an invalid name
         return False
 
 
@@ -150,9 +146,9 @@ def _read(path: Path) -> str:
         if len(data) > MAX_TARGET_BYTES:
             raise UserError(f"{path} is longer than a ticket can be", remedy="name a file that holds a ticket")
         return data.decode().strip()
-    except (OSError, ValueError) as error:  # the latter: bytes that are no text, or a path that is none
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or an invalid path
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        shown = without_secrets(str(path))  # who writes @ before a ticket names no file
+        shown = without_secrets(str(path))  # the user may have put @ before a ticket
         remedy = "name a file that holds a ticket"
         if shown != str(path):
             remedy += ", or leave the @ out: a ticket itself is given without it"
@@ -160,15 +156,15 @@ def _read(path: Path) -> str:
 
 
 async def reach(target: Ticket | tuple[str, int], caller: Caller, base: Network, *, afresh: bool = False) -> Access:
-    """Find the way to a seed, spending a ticket where need be.
+    """Find the way to a seed, and spend a ticket if necessary.
 
     Args:
-        afresh: spend the ticket even where there are credentials: the seed honours them no longer.
+        afresh: spend the ticket even if there are credentials, because the seed no longer honours them.
 
     Raises:
-        UserError: a ticket is needed, or another one.
-        NetworkError, Refused, ProtocolError: the seed could not be reached, or does not take the ticket.
-        StorageError: credentials could not be kept.
+        UserError: a ticket is needed, or it is the wrong one.
+        NetworkError, Refused, ProtocolError: the seed is unreachable, or does not accept the ticket.
+        StorageError: the credentials could not be stored.
     """
     from wire.address import Ticket
 
@@ -235,13 +231,13 @@ def _local_ticket(caller: Caller, port: int) -> Ticket | None:
         try:
             ticket = Ticket.parse_untrusted(_read(local_ticket_path(state, caller.role)))
         except (UserError, ProtocolError):
-            continue  # no seed was ever there, or it is another user's
+            continue  # no seed ran there, or it is another user's
         if ticket.port == port:
             return ticket
     return None
 
 
-# ------------------------------------------------------------------------------------------------------ what was kept
+# -------------------------------------------------------------------------------------------------- stored credentials
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,12 +260,12 @@ def _kept(caller: Caller, fits: Callable[[_Kept], bool]) -> _Kept | None:
             credentials = Credentials.load(disk, directory)
             address = parse_address(disk.read(directory / ADDRESS_FILE, max_bytes=MAX_TARGET_BYTES).decode())
         except (StorageError, UserError, UnicodeDecodeError):
-            continue  # half written, or damaged: what a ticket gives is as good
+            continue  # half written or damaged; a ticket gives new ones
         identity = credentials.identity
         if identity.not_after <= time.time():
             disk.remove_tree(directory)
         if caller.role not in identity.roles:
-            continue  # of another role: a ticket gives what this one may be
+            continue  # a ticket gives credentials for this role
         if identity.not_after - SKEW_S <= time.time() or caller.peer_id not in ("", identity.peer_id):
             continue  # the seed's clock may be ahead
         item = _Kept(credentials, hashlib.sha256(der_of(credentials.ca_pem)).digest(), address)
@@ -295,7 +291,7 @@ def _own_address() -> str:
 
 
 async def is_own(host: str, port: int) -> bool:
-    """Whether ``host`` is this machine. Raises ``Unreachable`` where the name is not known."""
+    """Whether ``host`` is this machine. Raises ``Unreachable`` if the name cannot be resolved."""
     if is_loopback(host):
         return True
     try:
@@ -316,10 +312,10 @@ def _is_bindable(family: int, address: Any) -> bool:
 
 
 async def _plain_host(host: str, port: int, base: Network) -> str:
-    """The loopback's address at which a seed of this machine speaks without encryption; empty where none does.
+    """The loopback address at which a local seed speaks without encryption; empty if there is none.
 
-    A name is not asked twice: it may lead elsewhere by then, and nobody but this machine may be trusted unencrypted.
-    Raises what dialling raises.
+    It is an address and not a name, because a name may lead elsewhere later, and only this machine is trusted without
+    encryption. Raises what dialling raises.
     """
     from wire.handshake import RefusalCode, dial, local_hello
 

@@ -1,9 +1,9 @@
-"""``p2ptrain jobs audit``: the ledger of a job, read page by page and checked from the first step to the last.
+"""``p2ptrain jobs audit``: reads the ledger of a job page by page, and checks it from the first step to the last.
 
-What is checked: every step stands in the surviving course exactly once; the shares of each cover the global batch; the
-digests chain from each view's lineage to the next one's; each step was computed by the view that ran then; and with the
-sampler's own arithmetic, that no sample was seen twice in an epoch and none was left out. Nothing of it is taken from
-the job's progress, metrics or events.
+It checks that the surviving history has every step exactly once; that the shares of each step cover the global batch;
+that the digests chain from each view's lineage to that of the next; that the view of its time computed each step; and,
+with the sampler's own arithmetic, that each epoch used every sample exactly once. It does not use the job's progress,
+metrics or events.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Verdict:
     """What an audit found.
 
     Attributes:
-        steps: the newest step on record. first: the first one that still has a row of its own.
-        epochs, samples: complete ones, and all; 0 where the number of windows is not known.
-        computed: peer id → micro-batches; of a split model, those of its replica, each of which it computed a stage of.
-        stages: of the model.
-        fault: the first one; None where all is well.
+        steps: the newest step on record. first: the first step that still has a row of its own.
+        epochs, samples: complete epochs, and all samples; 0 if the number of windows is unknown.
+        computed: peer id → micro-batches; in a split model all those of its replica.
+        stages: stages of the model.
+        fault: the first one; None if there is none.
     """
 
     first: int
@@ -52,10 +52,10 @@ class Verdict:
 
 
 class Epochs:
-    """Were all windows read once an epoch? Takes global batches in order.
+    """Checks that every window is used once per epoch. Takes global batches in order.
 
     Args:
-        step: steps before the first batch that will come: an epoch that began earlier is not judged complete.
+        step: steps before the first batch. An epoch that began earlier never counts as complete.
     """
 
     def __init__(self, *, windows: int, seed: int, batch: int, step: int) -> None:
@@ -67,7 +67,7 @@ class Epochs:
         self._whole = self._next % windows == 0
 
     def take(self, steps: int) -> Fault | None:
-        """The next ``steps`` global batches."""
+        """Check the next ``steps`` global batches."""
         last = self._next + steps * self._batch
         while self._next < last:
             epoch, position = divmod(self._next, self._windows)
@@ -97,13 +97,13 @@ async def audit(seed: SeedClient, job: str, profile: Profile, progress: Callable
     """Read and check a job's ledger.
 
     Args:
-        profile: the job's. progress: (step, of).
+        profile: the job's. progress: called with the step and the last step.
 
     Raises:
-        ProtocolError: the seed's answers are no ledger.
+        ProtocolError: the seed's answers are not a ledger.
     """
     verdict = None
-    # a job that runs may take steps back while they are read: then all is read again
+    # a running job may take back steps that were just read; then read all again
     for _ in range(3):
         views = await _views(seed, job)
         verdict = await _audit_once(seed, job, profile, views, progress)
@@ -140,7 +140,7 @@ async def _audit_once(
         if fault is None and epochs is not None:
             fault = epochs.take(checks.step - before)
         if fault is None and checks.step == before:
-            break  # nothing further stands there
+            break  # there are no more rows
         progress(checks.step, head.step)
         if fault is None and checks.step < head.step:
             page = await seed.ledger(job, checks.step)

@@ -1,7 +1,7 @@
 """``p2ptrain chat``: a conversation at a terminal, or over a pipe.
 
-The terminal's own thread reads questions and writes answers; the text service lives on the event loop of another one,
-so that its connections say that they live while the person types, and Ctrl+C is heard whatever is being computed.
+The main thread reads questions and writes answers. The text service runs on the event loop of a second thread. So its
+connections send heartbeats while the user types, and Ctrl+C works during a computation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ HELP = """\
   /quit        leave, as Ctrl+D does
   Ctrl+C cancels an answer; what was said so far stays. A line that begins with a space is never a command."""
 PERSON_WAITS_S, PIPE_WAITS_S = 3600.0, 60.0
-"""For a verifier that was lost. A person sees it, and may leave."""
+"""Seconds to wait for a lost verifier: at a terminal, where the user can leave, and over a pipe."""
 _THINKING = "…"
 _LONGEST = 1 << 24  # characters: a longer line is most likely no question
 
@@ -68,21 +68,21 @@ def chat(
 ) -> None:
     """Talk with a checkpoint, or with a verifier of the cluster.
 
-    Without --checkpoint and --job a verifier answers (p2ptrain join --role verifier). When it is lost, what it had
-    said stays on the screen, and the next question waits for it, an hour at most.
+    Without --checkpoint and --job a verifier answers (p2ptrain join --role verifier). If it is lost, its text so far
+    stays on the screen, and the next question waits for it for up to an hour.
 
-    Where none of --temperature, --top-k and --top-p is given, the model's generation_config.json decides, as in
-    transformers: the likeliest token each time, unless it says do_sample. What is given goes before what it says.
+    Without --temperature, --top-k and --top-p the model's generation_config.json decides, as in transformers: greedy
+    decoding, unless it sets do_sample. Each of these options overrides the file.
 
-    Where its tokenizer brings a chat template, that writes the turns; else they are written "User: ..." and
-    "Assistant: ...". The oldest turns are dropped, and it is said, when they no longer fit the model's context.
+    If the tokenizer has a chat template, it formats the turns. Otherwise they are written "User: ..." and "Assistant:
+    ...". If the turns no longer fit the model's context, the oldest are dropped, with a message.
 
-    Ctrl+C cancels an answer and keeps the conversation; a second one leaves, as Ctrl+D and /quit do. /help lists the
-    commands. Where standard input is no terminal, each line is a question or a command; what fails ends the chat, and a
-    verifier that was lost between two answers is waited for a minute.
+    Ctrl+C cancels an answer and keeps the conversation. A second one leaves, as Ctrl+D and /quit do. /help lists the
+    commands. Without a terminal each line of standard input is a question or a command, an error ends the chat, and a
+    lost verifier is waited for up to a minute.
 
-    With --split the model is computed by workers that joined the seed, some layers each, whole on none of them. The
-    files of --checkpoint are this machine's and are given to them; those of --job may lie on any of them.
+    With --split, workers that joined the seed compute the model; each holds some layers, none holds all. The files of
+    --checkpoint are on this machine and are sent to the workers. The files of --job may be on any worker.
 
     \b
     Examples:
@@ -136,10 +136,10 @@ def _converse(
 
 
 class ServiceThread(Generic[T]):
-    """Something that is entered on the event loop of a thread of its own, and left there in the end.
+    """Enters an async context manager on the event loop of a new thread; ``close`` leaves it.
 
     Attributes:
-        value: what entering gave. Entering raises here what it raised there.
+        value: the result of entering. If entering raises, the constructor raises the same error.
     """
 
     def __init__(self, opened: Callable[[], AbstractAsyncContextManager[T]]) -> None:
@@ -155,11 +155,11 @@ class ServiceThread(Generic[T]):
             raise
 
     def call(self, work: Coroutine[Any, Any, T2]) -> T2:
-        """Run ``work`` there, and wait for it. Ctrl+C, which is raised here, cancels it."""
+        """Run ``work`` on that loop and wait for it. Ctrl+C raises here and cancels the work."""
         assert self._serving is not None
         future = asyncio.run_coroutine_threadsafe(work, self._serving[0])
         try:
-            # Python notices a Ctrl+C that comes just before a wait only when that wait has ended.
+            # Python handles a Ctrl+C that comes just before a wait only after the wait. So the waits are short.
             while not futures.wait([future], timeout=0.1).done:
                 pass
             return future.result()
@@ -168,17 +168,17 @@ class ServiceThread(Generic[T]):
             raise
 
     def close(self) -> None:
-        """Leave it, and wait a little until that is done."""
+        """Leave the context manager; wait up to 4 s for that."""
         if self._serving is not None:
             loop, serving = self._serving
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(serving.cancel)
-        self._thread.join(4.0)  # what is entered gives its goodbyes less than that
+        self._thread.join(4.0)  # longer than the clean-up of what was entered
 
     def _run(self, ready: Future[T]) -> None:
         try:
             run(self._serve(ready))
-        except BaseException as error:  # noqa: BLE001 - raised again by whoever waits for it
+        except BaseException as error:  # noqa: BLE001 - the constructor raises it
             if not ready.done():
                 ready.set_exception(error)
 
@@ -203,7 +203,7 @@ async def _next(pieces: AsyncIterator[Piece]) -> Piece | None:
 
 
 async def _stats(writing: Writing) -> dict[str, Any]:
-    return writing.stats()  # the service's clock is its loop's
+    return writing.stats()  # on the service's loop, whose clock it reads
 
 
 # ------------------------------------------------------------------------------------------------- the conversation
@@ -224,16 +224,15 @@ class ChatSession:
         self._stats: dict[str, Any] = {}
         self._quiet = options.as_json
         self._at_terminal = sys.stdin.isatty()
-        self._left_out = 0  # turns that the model was not given with the last question
+        self._left_out = 0  # turns that no longer fit with the last question
         self._saved: set[Path] = set()
 
     def run(self) -> None:
-        """Until the person leaves, or the input ends.
+        """Converse until the user leaves or the input ends. At a terminal an error is printed, and the loop goes on.
 
         Raises:
-            P2PTrainError: a mistake of the person's, or the model cannot go on; at a terminal it is told, and the talk
-                goes on.
-            KeyboardInterrupt: Ctrl+C where no terminal is read.
+            P2PTrainError: without a terminal: the user made a mistake, or the model failed.
+            KeyboardInterrupt: Ctrl+C without a terminal.
         """
         for line in self._typed() if self._at_terminal else self._piped():
             try:
@@ -241,21 +240,20 @@ class ChatSession:
                     return
                 if line.strip() and not line.startswith("/"):
                     self._ask(line.strip())
-            except P2PTrainError as error:  # be it that the model is lost: what was said is not, and may be saved
+            except P2PTrainError as error:  # even without a model, /save works
                 if not self._at_terminal:
                     raise
                 typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
                 typer.echo(f"{printable(error.message)}" + f"\n  → {error.remedy}" * bool(error.remedy), err=True)
 
     def document(self) -> dict[str, Any]:
-        """All of it, for programs."""
         turns = [{"role": turn.role, "content": turn.text} for turn in self.conversation.turns]
         said = {"turns": turns, "answers": [asdict(answer) for answer in self.answers], "stats": self._stats}
         return self._source.identity | self._source.facts() | said
 
     def show_stats(self) -> None:
-        """Raises ``UserError`` where there are none."""
-        if not self._stats and "split" not in self._source.facts():  # a chain measures every pass
+        """Raises ``UserError`` if there are none."""
+        if not self._stats and "split" not in self._source.facts():  # a split model always has figures
             raise UserError("no answer is whole yet", remedy="/stats tells of the last one")
         self._source.show_stats([self._stats])
 
@@ -306,7 +304,7 @@ class ChatSession:
         if answer.text:
             self.conversation.answer(answer.text)
         else:
-            self.conversation.take_back()  # a question without an answer would stand before the next one
+            self.conversation.take_back()  # the next question must not follow an unanswered one
         self.answers.append(answer)
 
     def _answered(self, question: str) -> Answer:
@@ -338,7 +336,7 @@ class ChatSession:
         finally:
             shown.end()
             if writing is not None:
-                self._thread.call(writing.close())  # Ctrl+C again, while it is still being computed, leaves
+                self._thread.call(writing.close())  # Ctrl+C during this call leaves
         answer = Answer(question, text.strip(), tokens, time.perf_counter() - began, first_s, ended)
         self._tell(answer, 0 if writing is None else writing.prompt_tokens)
         return answer
@@ -371,7 +369,7 @@ class ChatSession:
     # ---------------------------------------------------------------------------------------------------- commands
 
     def _obey(self, line: str) -> bool:
-        """Returns whether the talk goes on. Raises ``UserError`` for what is no command."""
+        """Carry out a command; return False to leave. Raises ``UserError`` for an unknown one."""
         name, _, rest = line.strip().partition(" ")
         if name in ("/quit", "/exit", "/bye"):
             return False
@@ -382,7 +380,7 @@ class ChatSession:
             self._left_out = 0
             self._say("a new conversation")
         elif name == "/stats":
-            if not self._quiet:  # one document has all of it
+            if not self._quiet:  # the JSON document has them
                 self.show_stats()
         elif name == "/save":
             self._save(rest.strip())
@@ -404,7 +402,7 @@ class ChatSession:
         else:
             content = written(turns) + "\n"
         try:
-            # What was there before this talk is somebody's; what this talk wrote it may write again.
+            # Only a file that this conversation wrote may be overwritten.
             with path.open("w" if path in self._saved else "x", encoding="utf-8") as handle:
                 handle.write(content)
         except FileExistsError as error:
@@ -416,7 +414,7 @@ class ChatSession:
 
 
 class _Shown:
-    """An answer on standard output, without the white space that it begins with, and a sign of life before it."""
+    """Prints an answer without leading white space; shows a placeholder until text arrives."""
 
     def __init__(self, *, live: bool, quiet: bool) -> None:
         self._quiet = quiet
@@ -446,18 +444,16 @@ class _Shown:
             sys.stderr.flush()
 
 
-# -------------------------------------------------------------------------------------------------- what is typed
+# -------------------------------------------------------------------------------------------------- terminal input
 
 
 def typed_line(prompt: str) -> str:
-    """As ``input``, with the keys for editing and the history where this Python has them, and no Ctrl+C missed.
+    """Read a line as ``input`` does, with editing and history if available, and without missing a Ctrl+C.
 
-    Python's wait for a line on top of GNU readline looks at signals only when one interrupts it: a Ctrl+C between its
-    writing of the prompt and its wait stays unheard until the next key. So each is followed by a signal to which
-    nothing is bound, until the wait has ended.
+    With GNU readline, Python handles a signal only if it interrupts the wait for a key. A Ctrl+C between the prompt and
+    this wait has no effect until the next key. So SIGURG signals follow each SIGINT; they only interrupt the wait.
 
-    Raises:
-        EOFError, UnicodeDecodeError, KeyboardInterrupt: as ``input``.
+    Raises ``EOFError``, ``UnicodeDecodeError`` and ``KeyboardInterrupt`` as ``input`` does.
     """
     with contextlib.suppress(ImportError):  # Windows, or an interpreter that was built without it
         import readline  # noqa: F401 - input() uses it from now on
@@ -479,7 +475,7 @@ def typed_line(prompt: str) -> str:
 
 
 def _wake(heard: socket.socket, ended: threading.Event) -> None:
-    """Interrupt the main thread's wait after each SIGINT whose number came by ``heard``, until it has ``ended``."""
+    """After each SIGINT that ``heard`` reports, interrupt the main thread's wait until it has ``ended``."""
     waiting = threading.main_thread().ident
     assert waiting is not None
     with heard:

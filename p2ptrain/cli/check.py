@@ -1,7 +1,6 @@
-"""``p2ptrain check``: from the name of a seed to a working worker, one line per thing that can go wrong.
+"""``p2ptrain check``: probes everything from the seed's name to a working worker, and prints a line for each probe.
 
-The first three probes carry all others: where one of them fails the rest is skipped, because its answer would mean
-nothing.
+If an essential probe fails, the rest is skipped, because its result would mean nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ PINGS = 10
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """The outcome of one probe. ``ok`` is None where it was skipped."""
+    """The outcome of one probe. ``ok`` is None if it was skipped."""
 
     name: str
     ok: bool | None
@@ -54,7 +53,7 @@ class ProbeResult:
 
 
 Probe: TypeAlias = "tuple[str, bool, Callable[[], Awaitable[str]]]"
-"""Its name; whether all later ones need it; and its work, which returns what it saw, or raises."""
+"""Its name; whether all later probes need it; and its work, which returns what it saw, or raises."""
 
 
 def check(
@@ -70,7 +69,7 @@ def check(
 ) -> None:
     """Find out why this machine cannot join a seed: one line for each thing that can go wrong.
 
-    A ticket of who joins is good for joining; what is measured besides takes an operator's.
+    A ticket for joining tests only the connection and the ticket. The other measurements need an operator's access.
 
     \b
     Examples:
@@ -114,7 +113,7 @@ def _print(line: ProbeResult) -> None:
 
 
 async def run_probes(probes: list[Probe], report: Callable[[ProbeResult], None]) -> P2PTrainError | None:
-    """Run the probes in order, a line for each. Returns the first failure."""
+    """Run the probes in order and report each. Returns the first failure."""
     failure: P2PTrainError | None = None
     blocked = False
     for name, essential, work in probes:
@@ -130,21 +129,21 @@ async def run_probes(probes: list[Probe], report: Callable[[ProbeResult], None])
 
 
 class ProbeContext:
-    """What one run of the probes holds open: a connection to the seed, and a port to be dialled back on."""
+    """The resources of one run: a connection to the seed, and a port for its dial-back."""
 
     def __init__(self, network: Network, clock: Clock, target: Ticket | tuple[str, int], dialback_port: int) -> None:
         self._network, self._clock, self._target = network, clock, target
         self._host, self._port = target if isinstance(target, tuple) else (target.host, target.port)
         self._role = "operator" if isinstance(target, tuple) else target.role
         self._dialback_port = dialback_port
-        self._peer_id = new_id()  # the seed wants the worker that it dials back to be the one that called
+        self._peer_id = new_id()  # the seed checks that the peer that it dials back is the caller
         self._access: dict[str, Access] = {}
         self._client: SeedClient | None = None
         self._server: Server | None = None
         self._pings: list[tuple[float, float]] = []
 
     def probes(self, *, join: bool) -> list[Probe]:
-        """The probes, in the order in which each needs the ones before it."""
+        """The probes; each may need the ones before it."""
         probes: list[Probe] = [("DNS", True, self.resolve), ("TCP", True, self.reach)]
         if self._role == "operator":
             probes += [
@@ -164,7 +163,7 @@ class ProbeContext:
             await self._server.close()
 
     async def resolve(self) -> str:
-        """Name → addresses."""
+        """Resolve the seed's name."""
         import socket
 
         loop = asyncio.get_running_loop()
@@ -180,7 +179,7 @@ class ProbeContext:
         return f"{self._host} is " + ", ".join(dict.fromkeys(str(item[4][0]) for item in found))
 
     async def reach(self) -> str:
-        """A TCP connection, closed at once."""
+        """Open a TCP connection and close it."""
         started, call = self._clock.now(), _Call()
         await self._network.connect(self._host, self._port, lambda: call, timeout_s=CONNECT_TIMEOUT_S)
         answered = self._clock.now()
@@ -188,19 +187,19 @@ class ProbeContext:
         return f"port {self._port} answered in {1000 * (answered - started):.1f} ms"
 
     async def shake_hands(self) -> str:
-        """Hello and Welcome, as an operator."""
+        """Connect as an operator: Hello and Welcome."""
         self._client = await connect_operator(await self._reach("operator"))
         welcome = self._client.welcome
         return f"{welcome.name} runs {welcome.software} (protocol {welcome.version}), cluster {welcome.cluster_id}"
 
     async def enrol(self) -> str:
-        """A certificate for the ticket of a role; what is measured besides is for operators."""
+        """Get a certificate with the ticket. The other measurements need an operator."""
         until = (await self._reach(self._role)).member
         assert until is not None, "a ticket leads to an encrypted seed"
         return f"it is good; this machine has a certificate until {human_time(until.credentials.identity.not_after)}"
 
     async def compare_clocks(self) -> str:
-        """The seed's wall clock against ours, at the middle of the quickest round trip."""
+        """Compare the seed's wall clock with ours, at the middle of the quickest round trip."""
         trip_s, skew_s = min(await self._ping())
         seen = f"{abs(skew_s):.2f} s {'ahead of' if skew_s > 0 else 'behind'} this machine (± {trip_s / 2:.3f} s)"
         if abs(skew_s) > 30.0:
@@ -221,13 +220,13 @@ class ProbeContext:
         return self._pings
 
     async def be_dialled_back(self) -> str:
-        """The seed dials a port of ours, as other workers would."""
+        """Let the seed dial a port of ours, as other workers would."""
         port = await self._listen(await self._reach("operator"))
         await self._connected().request("probe.dialback", {"port": port}, timeout_s=REQUEST_TIMEOUT_S)
         return f"the seed reached port {port} here"
 
     async def join_and_leave(self) -> str:
-        """Register as what the ticket is for, else as a worker, and leave before there is anything to do."""
+        """Join in the ticket's role, else as a worker, and leave before there is anything to do."""
         from wire.handshake import PERMITTED, dial, local_hello
         from wire.messages import Leave
 
@@ -304,4 +303,4 @@ async def _hold_until_closed(connection: Connection, hello: Hello) -> None:
 
 
 def _not_ours(error: P2PTrainError, remote: tuple[str, int]) -> None:
-    """A stranger that knocked on our port: nothing that this check is about."""
+    """Ignore strangers that dial our port."""

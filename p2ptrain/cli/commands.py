@@ -1,7 +1,7 @@
-"""The names of all commands, and what ``p2ptrain`` says of itself.
+"""The list of all commands, and the top-level help.
 
-A command's module is imported only when it is called: ``p2ptrain --help`` and every light command start in a fraction
-of a second.
+A command's module is imported only when the command is called, so that ``p2ptrain --help`` and light commands start in
+a fraction of a second.
 """
 
 from __future__ import annotations
@@ -21,12 +21,7 @@ from p2ptrain.core.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One command.
-
-    Attributes:
-        target: ``module:attribute`` of a function or a ``typer.Typer``.
-        section: the heading of the help under which it stands.
-    """
+    """One command, listed under the heading ``section``. ``target``: ``module:attribute`` of a function or a Typer."""
 
     name: str
     target: str
@@ -43,9 +38,9 @@ class Entry:
 
 
 class LazyGroup(TyperGroup):
-    """The group over ``entries``, which a subclass names.
+    """A command group that loads its ``entries``, which a subclass sets, on demand.
 
-    ``Any`` stands for types of the parser: some versions of Typer bring their own, others use click's.
+    ``Any`` stands for parser types: some versions of Typer have their own, others use click's.
     """
 
     entries: ClassVar[tuple[Entry, ...]] = ()
@@ -68,14 +63,14 @@ class LazyGroup(TyperGroup):
 
 
 def unknown_command(name: str, names: Iterable[str], *, path: str = "p2ptrain") -> UserError:
-    """The error for a command that does not exist, with the one that was probably meant."""
+    """The error for an unknown command. It suggests the closest name."""
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     return UserError(f"no such command: {name}", remedy=f"{hint}`{path} --help` lists what there is")
 
 
 def new_typer(**settings: Any) -> typer.Typer:
-    """A ``Typer`` with this project's manners: plain help (Rich would double the start), errors left to ``main``."""
+    """A ``Typer`` with plain help (Rich would double the start-up time). ``main`` handles its errors."""
     return typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False, **settings)
 
 

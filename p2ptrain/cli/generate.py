@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from p2ptrain.compute.text import ModelText
 
 STDIN = "-"
-PROMPTS_BYTES = 1 << 24
-"""A file of prompts that is larger is most likely none."""
-COMPARED_TOKENS = 16
-"""Of fewer tokens it is not told how fast they came: one that was late would decide it."""
+PROMPTS_BYTES = 1 << 24  # a larger file is most likely not a file of prompts
+COMPARED_TOKENS = 16  # with fewer tokens one late token would decide the speed
 ROUNDING = (
     "as they may where two tokens are as good as equally likely: a pass of several positions rounds otherwise than a "
     "step, in bf16 far more than in fp32"
@@ -63,17 +61,17 @@ def generate(
     *,
     options: TextOptions,
 ) -> None:
-    """Write text with a checkpoint, or with a verifier of the cluster, as it comes.
+    """Write text with a checkpoint, or with a verifier of the cluster, and print it as it arrives.
 
-    Without --checkpoint and --job a verifier writes (p2ptrain join --role verifier): the text is its model's own, and
-    comes the sooner the more often its drafters are right.
+    Without --checkpoint and --job a verifier writes (p2ptrain join --role verifier). The text is that of its model. The
+    more often its drafters are right, the sooner it arrives.
 
-    Where none of --temperature, --top-k and --top-p is given, the model's generation_config.json decides, as in
-    transformers: the likeliest token each time, unless it says do_sample. What is given goes before what it says.
+    Without --temperature, --top-k and --top-p the model's generation_config.json decides, as in transformers: greedy
+    decoding, unless it sets do_sample. Each of these options overrides the file.
 
-    With --split the model is computed by workers that joined the seed, some layers each, whole on none of them. The
-    files of --checkpoint are this machine's and are given to them; those of --job may lie on any of them. The text
-    is that of the whole model, greedy and sampled, when the numbers travel as they are computed (no --wire).
+    With --split, workers that joined the seed compute the model; each holds some layers, none holds all. The files of
+    --checkpoint are on this machine and are sent to the workers. The files of --job may be on any worker. The text is
+    that of the whole model, greedy and sampled, if hidden states travel as computed (no --wire).
 
     \b
     Examples:
@@ -93,7 +91,7 @@ def generate(
 
     from p2ptrain.cli.text import local_directory
 
-    # A whole model takes one text after the other. What is compared runs alone, for two would share the verifier.
+    # A whole model writes one text at a time. Compared texts also run one at a time, to have the verifier alone.
     usual = 1 if compare or not (options.by_verifier or options.split is not None) else 4
     at_once = 1 if compare else min(sessions or usual, len(asked))
     run(
@@ -105,7 +103,7 @@ def generate(
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """What is to be written. ``is_one``: a prompt was given as such, not as a list of one."""
+    """What to write. ``is_one``: the prompt was an argument, not a list of one."""
 
     prompts: list[str]
     is_one: bool
@@ -115,7 +113,7 @@ class GenerateRequest:
     options: TextOptions
 
     def check(self, text: ModelText) -> int:
-        """Refuse what cannot be before anything is loaded; returns the positions of all texts that are under way."""
+        """Refuse invalid prompts before anything is loaded. Returns the positions of all texts that run at a time."""
         lengths = list[int]()
         text.sampling(self.options.sampling)
         for number, prompt in enumerate(self.prompts, start=1):
@@ -130,7 +128,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A text, how it came about, and the same text by the verifier alone; None where nobody asked for that."""
+    """A text, its figures, and the same text without drafters (None if not requested)."""
 
     answer: Answer
     stats: dict[str, Any] = field(default_factory=dict)
@@ -163,21 +161,21 @@ async def _generate(order: GenerateRequest, directory: Path | None) -> None:
 
 
 class Texts:
-    """Several texts under way at a time, shown in the order of their prompts: the first that is not whole as it comes.
+    """Writes several texts at a time. Prints them in the order of the prompts, the first unfinished one as it arrives.
 
     Attributes:
-        whole: what was written, by the prompt's index. broken: what had come of others when one failed.
+        whole: finished texts by index of the prompt. broken: texts that broke off when one failed.
     """
 
     def __init__(self, source: Source, order: GenerateRequest, shown: Shown) -> None:
         self.whole: dict[int, Written] = {}
         self.broken: dict[int, Written] = {}
         self._source, self._order, self._shown = source, order, shown
-        self._behind: dict[int, str] = {}  # of texts that are not shown yet
+        self._behind: dict[int, str] = {}  # index → text that is not shown yet
         self._showing = self._next = 0
 
     async def write(self) -> None:
-        """Write them, and what is to be told of them. Raises what the first one that failed raised."""
+        """Write all texts, then print their figures. Raises the error of the first text that failed."""
         began = time.perf_counter()
         self._shown.begin(self._order.prompts[0])
         try:
@@ -201,7 +199,7 @@ class Texts:
         while (index := self._next) < len(self._order.prompts):
             self._next += 1
             self.whole[index] = await self._one(index)
-            while self._showing in self.whole:  # show what waited for the texts before it
+            while self._showing in self.whole:  # then show the texts that waited for it
                 self._shown.end()
                 self._showing += 1
                 if self._showing < len(self._order.prompts):
@@ -213,7 +211,7 @@ class Texts:
         speculate = not self._order.options.no_speculation
         if not self._order.compare:
             return await self._text(index, speculate=speculate, shown=True)
-        first = index % 2 == 0  # whichever comes second finds a warm machine: they take turns
+        first = index % 2 == 0  # the second run has warm caches, so the order alternates
         runs = {each: await self._text(index, speculate=each, shown=each == first) for each in (first, not first)}
         return Written(runs[True].answer, runs[True].stats, runs[False])
 
@@ -275,8 +273,10 @@ class Texts:
 
 
 def compare(texts: list[Written]) -> dict[str, Any]:
-    """Texts with drafters and without, by tokens behind the first, which is the prompt's and the same both ways.
-    ``accepted``: drafts taken."""
+    """Compare the texts with and without drafters, by time per token.
+
+    The first token is left out: its pass over the prompt costs the same. ``accepted``: number of drafts that were used.
+    """
 
     def token_ms(runs: list[Answer]) -> float | None:
         tokens = sum(run.tokens - 1 for run in runs if run.tokens > 1)
@@ -295,7 +295,7 @@ def compare(texts: list[Written]) -> dict[str, Any]:
 
 
 def compared_text(compared: dict[str, Any]) -> str:
-    """What ``compare`` found, for a person."""
+    """The result of ``compare`` in words."""
     same = "the same text" if compared["same_text"] else f"the texts part, {ROUNDING}"
     if compared["times"] is None:
         return f"{same}; they are too short to say how fast"
@@ -306,7 +306,7 @@ def compared_text(compared: dict[str, Any]) -> str:
 
 
 class Shown:
-    """Texts on standard output, one after the other. A prompt comes with the first piece, so an error stands alone."""
+    """Prints texts one after the other. The first piece prints the prompt, so that an earlier error stands alone."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
@@ -328,22 +328,21 @@ class Shown:
         write(text)
 
     def end(self) -> None:
-        """The text is over, be it that nothing came."""
-        self.piece("")
+        self.piece("")  # prints the prompt if no piece arrived
         self.broken()
 
     def broken(self) -> None:
-        """Whatever is said next begins on a line of its own."""
+        """Begin a new line for whatever is printed next."""
         was_open, self._is_open = self._is_open, False
         if was_open:
             typer.echo()
 
     def leaving(self, console: Console) -> Callable[[str], None]:
-        """How to say that the person wants to leave: below the text, of which no more is shown."""
+        """The callback for Ctrl+C: stop printing the text, and print the message below it."""
 
         def say(text: str) -> None:
             self._quiet = True
-            with suppress(BrokenPipeError):  # who reads the text may have left first
+            with suppress(BrokenPipeError):  # the reader may have closed the pipe
                 self.broken()
             console.event("info", text)
 
@@ -351,7 +350,7 @@ class Shown:
 
 
 def _prompts(prompt: str, file: str) -> list[str]:
-    """What to go on from. Raises ``UserError``."""
+    """Raises ``UserError``."""
     if bool(prompt) == bool(file):
         raise UserError("generate needs something to go on from", remedy="give either a PROMPT or --prompts FILE")
     if prompt and prompt != STDIN:

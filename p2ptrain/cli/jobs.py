@@ -68,10 +68,10 @@ def create(
     seed: SeedOption = DEFAULT_SEED,
     as_json: JsonOption = False,
 ) -> None:
-    """Hand a new job to the seed. It starts when enough workers are ready.
+    """Create a job on the seed. It starts when enough workers are ready.
 
-    A model that is split (pipeline.stages) is placed on the workers by their memory, speed and links. Where enough of
-    them are there the plan is shown, and the job refused where it does not fit.
+    A split model (pipeline.stages) is placed on the workers by their memory, speed and links. If enough of them are
+    connected, the plan is shown, and a model that does not fit is refused.
 
     \b
     Examples:
@@ -110,11 +110,7 @@ def create(
 
 
 def _one_of_pair(profile: Profile, label: str, *, drafter: bool) -> tuple[Profile, str]:
-    """What the job is of, and what is to be said of the other model of a pair: empty where there is none.
-
-    Raises:
-        UserError: a drafter is asked for, of which the profile does not say.
-    """
+    """Settings of the requested model, and a note about the other model of a pair. Raises ``UserError``."""
     from p2ptrain.core.errors import UserError
 
     if drafter:
@@ -134,11 +130,11 @@ def _shape_of(profile: Profile) -> dict[str, Any]:
 
 
 def _planned(seed: str, profile: Profile, *, dry_run: bool) -> tuple[TrainingPlanInfo, list[StagePlanInfo]] | None:
-    """The seed's plan for a split job; None where there is none yet, which is told.
+    """The seed's plan for a split job; None, with a printed note, if there is none yet.
 
     Raises:
-        Refused: it does not fit. In a dry run also: too few workers are there.
-        UserError, ConfigError, StorageError: in a dry run: there is nothing to plan, or the sizes are not known.
+        Refused: the model does not fit. In a dry run also: there are too few workers.
+        UserError, ConfigError, StorageError: in a dry run: there is nothing to plan, or the sizes are unknown.
     """
     from p2ptrain.cli.model_sizes import shape_of
     from p2ptrain.core.errors import Refused, UserError
@@ -209,7 +205,7 @@ def show(
     seed: SeedOption = DEFAULT_SEED,
     as_json: JsonOption = False,
 ) -> None:
-    """Show one job: its state and why, its progress, and what it was made from.
+    """Show one job: its state and why, its progress, its profile.
 
     \b
     Examples:
@@ -322,7 +318,7 @@ _add_verb(
 def audit(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
     """Check from the ledger that every step was applied once, and every sample was seen once an epoch.
 
-    Ends with 1 where anything is wrong, and names the first fault.
+    The exit code is 1 if anything is wrong; the first fault is named.
 
     \b
     Examples:
@@ -362,7 +358,7 @@ def _audited(info: JobInfo, verdict: Verdict, unrecorded: int) -> list[tuple[str
 
     samples = f"{verdict.samples:,}, each once an epoch; {verdict.epochs:,} complete epochs of {verdict.windows:,}"
     folded = f", {verdict.first - 1:,} older ones folded" if verdict.first > 1 else ""
-    total = sum(verdict.computed.values()) / verdict.stages  # each worker of a replica is due what the replica computed
+    total = sum(verdict.computed.values()) / verdict.stages  # each worker of a replica counts all of its micro-batches
     shares = (f"{peer} {100 * count / total:.1f} %" for peer, count in sorted(verdict.computed.items()))
     awaited = f"{unrecorded:,} newer steps are not on record" + ("" if info.state in FINISHED_STATES else " yet")
     pairs = [
@@ -385,7 +381,9 @@ def recoveries(
     seed: SeedOption = DEFAULT_SEED,
     as_json: JsonOption = False,
 ) -> None:
-    """Show how long the ring stood still each time a machine came, died or froze, and in which phase.
+    """Show how long each interruption of training took.
+
+    Training is interrupted when a machine joins, dies or freezes. The time is shown by phase of the recovery.
 
     \b
     Examples:

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 ROLES = ("worker", "verifier", "drafter")
 
-LEAST_MEMORY_BYTES = 64 << 10
-"""Of ``--memory``: less is a forgotten unit."""
+LEAST_MEMORY_BYTES = 64 << 10  # a smaller --memory most likely lacks its unit
 
 app = new_typer()
 
@@ -150,12 +149,13 @@ def join(
         ),
     ] = "",
 ) -> None:
-    """Join a seed: as a worker, which trains what the seed gives it, or to write text. Ctrl+C leaves.
+    """Join a seed: as a worker, which trains the seed's jobs, or to write text. Ctrl+C leaves.
 
-    A worker leaves after the step under way. A verifier owns a model and writes with it, for `generate`, `chat` and
-    programs (--http); drafters run ahead of it with a small model, so that it writes faster: its text stays the same.
+    A worker leaves after its current step. A verifier owns a model and writes with it, for `generate`, `chat` and
+    programs (--http). Drafters guess its next tokens with a small model, so that it writes faster; its text stays the
+    same.
 
-    On the seed's machine no ticket is needed; on another one the seed's ticket, and later its address will do.
+    On the seed's machine no ticket is needed. On another machine give the seed's ticket; later its address is enough.
 
     \b
     Examples:
@@ -173,8 +173,8 @@ def join(
     from p2ptrain.core.errors import UserError
     from p2ptrain.core.texts import size_of
 
-    # Workers on one machine share its cores. OpenMP's threads spin while they wait, by default, and so take them from
-    # one another: a step was seen to take ten times as long. It must be said before torch is loaded.
+    # Workers on one machine share its cores. By default OpenMP's threads spin while they wait, which made a step take
+    # ten times as long. This must be set before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     check_one_of("--role", role, ROLES)
     targets = [target for text in (address, *also) for target in read_targets(text)]
@@ -187,7 +187,7 @@ def join(
         role=role,
         targets=targets,
         name=name,
-        root=(state or default_state_dir()).absolute(),  # checkpoints are told to people elsewhere by their paths
+        root=(state or default_state_dir()).absolute(),  # other machines show the paths of checkpoints
         slot=slot,
         host=host,
         port=port,
@@ -215,7 +215,7 @@ def join(
 
 
 def _checked(wish: ServeOptions, model: str) -> ServeOptions:
-    """The wish with the model that is meant. Raises ``UserError`` where it cannot be."""
+    """Check the options of the role, and find the model. Raises ``UserError``."""
     from dataclasses import replace
 
     from p2ptrain.cli.text_options import newest_in
@@ -240,7 +240,7 @@ def _checked(wish: ServeOptions, model: str) -> ServeOptions:
     if wish.api_keys is not None:
         from roles.verifier.http import read_key
 
-        read_key(wish.api_keys, lambda _: None)  # refused here; who else may read it is told where it is used
+        read_key(wish.api_keys, lambda _: None)  # fail early; a warning about its mode comes later
     if not model:
         raise UserError(f"a {role} needs a model", remedy="name its directory with --model")
     return replace(wish, model=newest_in(Path(model)))
@@ -269,7 +269,7 @@ def _check_device(kind: str) -> None:
 
 
 def host_and_port(option: str, text: str, meaning: str) -> tuple[str, int] | None:
-    """What an option names; None where it is empty. Raises ``UserError``."""
+    """Read HOST:PORT; None if ``text`` is empty. Raises ``UserError``."""
     from p2ptrain.core.errors import UserError
     from wire.address import parse_address
 

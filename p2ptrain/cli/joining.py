@@ -1,14 +1,14 @@
-"""What every ``p2ptrain join`` does, whatever the process is then: it finds its place and its seed, and stays.
+"""What every ``p2ptrain join`` does, whatever its role: it claims a slot, finds its seed, and stays.
 
-``join`` reads the options into a ``Joining`` and runs ``served`` or, of a worker, its own ``work``. What a verifier and
-a drafter do is in ``serving``, a coroutine::
+``join`` reads the options into a ``Joining``. It then runs ``stay`` with a worker, or ``served`` for the other roles.
+The work of a verifier and a drafter is a coroutine in ``serving``::
 
-    async def serve(member: ServingMember, wish: ServeWish, console: Console) -> None
+    async def serve(member: ServingMember, wish: ServeOptions, console: Console) -> None
 
-It is the member's program (``roles.member``): run when the seed has let the process in for the first time, and
-cancelled when it leaves; it ends within a second then. It loads what ``wish`` names, says what it answers
-(``member.answer``) and what it serves (``member.serves``), and raises ``P2PTrainError`` where it cannot, which ends the
-process with that error. ``console`` is for what people see while it loads; ``member.notify`` tells the seed, too.
+It is the member's program (``roles.member``). It starts when the seed has accepted the process for the first time. When
+the process leaves, it is cancelled and must end within a second. It loads the model of ``wish`` and registers what it
+answers (``member.answer``) and serves (``member.serves``). If it cannot, it raises ``P2PTrainError``, which ends the
+process. ``console`` shows progress to the user; ``member.notify`` also tells the seed.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ EVERYWHERE = "0.0.0.0"  # noqa: S104 - members on other machines must reach this
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """The options that all roles have: see ``join``.
+    """The common options of all roles; see ``join``.
 
     Attributes:
         targets: seeds, in the order in which they are tried.
         root: the state directory, absolute. name: empty: the machine's. slot: None: the first free one.
-        host: empty: where the seed can reach it. advertise: ("", 0) where it is not given.
-        device: empty, threads, memory_bytes: 0 where they are not given.
-        link: the preset of an emulated link; empty for none.
+        host: empty: an address that the seed can reach. advertise: ("", 0): not given.
+        device, threads, memory_bytes: empty or 0: not given.
+        link: preset of an emulated link; empty: none.
     """
 
     role: str
@@ -63,17 +63,16 @@ class Joining:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What a verifier or a drafter is to serve, and with what.
+    """What a verifier or a drafter serves, and with what.
 
     Attributes:
         role: ``verifier`` or ``drafter``.
         model: directory of a checkpoint.
-        device: ``auto``, ``cpu``, ``cuda:1``, ...; empty: the best there is. threads: of a CPU; 0: as many as are good.
-        memory_bytes: that it may take; 0: most of what is free.
-        sessions: at a time, at most; 0: what is usual.
-        split: of a verifier: stages to split the model into, over workers of the cluster; 0: as many as are fastest,
-            None: it is whole, in this process.
-        http: of a verifier: where to listen for HTTP; None: nowhere. api_keys: file with the keys that it takes.
+        device: ``auto``, ``cpu``, ``cuda:1``, ...; empty: the best one. threads: of the CPU; 0: a good number.
+        memory_bytes: limit for the model and its caches; 0: no limit.
+        sessions: most sessions at a time; 0: the usual number.
+        split: of a verifier: number of stages over workers; 0: the fastest number; None: the whole model is here.
+        http: of a verifier: (host, port) for HTTP; None: no HTTP. api_keys: file with the keys that it accepts.
         dtype: of weights, caches and arithmetic: ``fp32``, ``bf16`` or ``fp16``; empty: what the model says.
     """
 
@@ -95,11 +94,7 @@ class Running(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A way to the seed, and where to listen.
-
-    Attributes:
-        others: seeds to try when this one stays away.
-    """
+    """A way to the seed, and where to listen. ``others``: seeds to try if this one stays away."""
 
     access: Access
     listen: tuple[str, int]
@@ -108,7 +103,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class ProcessContext:
-    """This process: who it is, and how it talks to people."""
+    """This process: its identity, and its terminal."""
 
     identity: Identity
     console: Console
@@ -122,11 +117,12 @@ Make: TypeAlias = "Callable[[ProcessContext, Found], Running]"
 
 
 async def stay(joining: Joining, make: Make) -> None:
-    """Claim a slot, find the seed, and run what ``make`` gives until Ctrl+C. It is made again where the seed wants this
-    process to listen elsewhere, or to join afresh.
+    """Claim a slot, find the seed, and run what ``make`` returns until Ctrl+C.
+
+    ``make`` is called again if the seed needs this process to listen elsewhere, or to join afresh.
 
     Raises:
-        P2PTrainError: there is no seed, no slot, no ticket; or what it ran raised.
+        P2PTrainError: there is no seed, slot or ticket, or what ran raised it.
     """
     from p2ptrain.cli.access import MENDED_BY_A_TICKET, Caller, reach_one, shown_address
     from p2ptrain.cli.runtime import default_state_dir
@@ -170,8 +166,7 @@ async def stay(joining: Joining, make: Make) -> None:
 
 
 async def served(joining: Joining, wish: ServeOptions) -> None:
-    """Be a verifier or a drafter until Ctrl+C. Raises ``P2PTrainError``; where HTTP cannot be answered as ``wish`` has
-    it, or its model has no room, before it joins."""
+    """Be a verifier or a drafter until Ctrl+C. Raises ``P2PTrainError``, for invalid options before it joins."""
     from p2ptrain.cli.serving import check, serve
 
     await check(wish)
@@ -214,5 +209,5 @@ def _network(link: str) -> Network:
 
 
 def usual_host(seed: str) -> str:
-    """Where to listen when nobody said: other members must reach us, and are elsewhere where the seed is."""
+    """The default address to listen on: other members must reach it, and may be wherever the seed is."""
     return "127.0.0.1" if is_loopback(seed) else EVERYWHERE

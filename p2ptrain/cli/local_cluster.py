@@ -1,7 +1,7 @@
-"""A cluster on this machine: a seed and other peers as processes of their own, for ``up``, ``chaos`` and ``bench``.
+"""A cluster on this machine, for ``up``, ``chaos`` and ``bench``: a seed and other peers, each as a process.
 
-Peers are told to leave by closing their standard input. So they also leave when this process is killed, on every
-operating system, and Ctrl+C at the terminal reaches this process alone, which then ends the peers in order.
+A peer leaves when its standard input is closed. So peers also leave if this process is killed, on every operating
+system. Ctrl+C at the terminal reaches only this process, which then ends the peers in order.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ LOOPBACK = "127.0.0.1"
 LEAVE_S = 3.0  # a worker leaves within two seconds
 SEED_READY_S = 20.0
 THERE_S = 180.0
-"""Until all peers have joined: they import torch first, on few cores one after the other."""
+"""Time limit for all peers to join. They import torch first, which is slow if many share few cores."""
 DEATH_KNOWN_S = 2.0  # from the end of a process' connections to the end of the process
 AGAIN_S = 0.1
-"""Between two tries to reach a seed that is down: what is measured after its return is as exact as that."""
+"""Pause between attempts to reach a seed that is down. It limits the precision of times after the seed's return."""
 LINE_BYTES = 64 << 20
-"""The longest line of a child's output: the texts of a benchmark come in one."""
+"""The longest line of a child's output. A benchmark sends all its texts in one line."""
 
 
 @dataclass(slots=True)
 class Child:
-    """A peer process. What it says goes to ``log``, behind ``log_start`` bytes of earlier processes."""
+    """A peer process. Its messages are appended to ``log``, after ``log_start`` bytes of earlier processes."""
 
     name: str
     process: Process
@@ -67,15 +67,15 @@ class Child:
         listen: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> Child:
-        """Start ``p2ptrain``; ``listen`` keeps its standard output readable. Raises ``StorageError``.
+        """Start ``p2ptrain``; ``listen`` captures its standard output. Raises ``StorageError``.
 
         Args:
-            environment: the child's, whole; None for this process' own.
+            environment: the child's whole environment; None: that of this process.
         """
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             sink = log.open("ab")
-            log_start = sink.tell()  # opened for appending: its end
+            log_start = sink.tell()  # the end of the file
         except OSError as error:
             raise StorageError(f"cannot write {log}: {error.strerror}", remedy="choose another --state") from error
         with sink:
@@ -96,7 +96,6 @@ class Child:
         return self.process.returncode is None
 
     async def kill(self) -> None:
-        """SIGKILL; returns when it is dead."""
         self.process.kill()
         await self.process.wait()
 
@@ -115,10 +114,9 @@ class Child:
         return True
 
     def failed(self, what: str = "") -> JobFailed:
-        """The error that says why it ended: its own last words with their remedy, or the signal that killed it.
+        """The error that explains the end: the process's last error with its remedy, or the signal that killed it.
 
-        Args:
-            what: happened, such as ``"the seed did not start"``; empty: that it ended.
+        ``what`` is what happened, such as ``"the seed did not start"``; empty: the process ended.
         """
         what = what or f"{self.name} ended"
         reason, remedy = self._last_words()
@@ -131,7 +129,7 @@ class Child:
         return JobFailed(text, remedy=f"{remedy}; its log is {self.log}".removeprefix("; "))
 
     def _last_words(self) -> tuple[str, str]:
-        """The last error in its part of the log with its remedy, as ``p2ptrain.cli.main`` writes them; else the last
+        """The last error in its part of the log with its remedy, as written by ``p2ptrain.cli.main``; else the last
         line."""
         try:
             with self.log.open("rb") as handle:
@@ -148,14 +146,13 @@ class Child:
 
 
 async def end_all(children: Sequence[Child]) -> None:
-    """Ask all to leave, then wait for all."""
     for child in children:
         child.ask_to_leave()
     await asyncio.gather(*(child.ended() for child in children))
 
 
 class LocalCluster:
-    """A seed and peers whose state is below ``root``. ``end`` ends all of them.
+    """A seed and peers with their state below ``root``.
 
     Attributes:
         peers: the processes besides the seed, by name.
@@ -180,7 +177,7 @@ class LocalCluster:
         return self._seed
 
     async def start_seed(self) -> Child:
-        """Start a seed without a job; returns when it listens. Raises ``JobFailed``, ``StorageError``."""
+        """Start a seed without a job and wait until it listens. Raises ``JobFailed``, ``StorageError``."""
         arguments = ["seed", "--no-job", "--json", "--host", LOOPBACK, "--port", str(self.port)]
         arguments += ["--state", str(self.root), *["--tls"] * self.tls]
         seed = self._seed = await Child.start("seed", arguments, self.logs / "seed.log", listen=True)
@@ -196,12 +193,11 @@ class LocalCluster:
         return seed
 
     async def start_peer(self, name: str, slot: int, *options: str, target: str = "") -> Child:
-        """Start a peer that joins in its own time. Raises ``StorageError``.
+        """Start a peer; returns before it has joined. Raises ``StorageError``.
 
         Args:
-            slot: of the state directory.
-            options: further ones of ``join``.
-            target: what it joins; empty: the seed's address.
+            slot: slot of the state directory. options: further options of ``join``.
+            target: the seed to join; empty: this cluster's.
         """
         arguments = ["join", target or self.address, "--state", str(self.root), "--slot", str(slot), "--name", name]
         child = await Child.start(name, [*arguments, *options], self.logs / f"{name}.log")
@@ -209,13 +205,12 @@ class LocalCluster:
         return child
 
     async def connect(self) -> SeedClient:
-        """An operator's connection, for its caller to close. Raises ``P2PTrainError``."""
         from p2ptrain.cli.runtime import open_operator
 
         return (await open_operator((LOOPBACK, self.port), state=self.root))[1]
 
     async def joined(self, names: Sequence[str]) -> None:
-        """Returns when the seed sees these peers. Raises ``JobFailed``: they do not come, or a process ended."""
+        """Wait until the seed lists these peers. Raises ``JobFailed`` after a time limit, or if a process ends."""
         there = set[str]()
 
         def take(item: Record) -> None:
@@ -225,7 +220,7 @@ class LocalCluster:
         await self._told(take, lambda: sorted(set(names) - there), "join")
 
     async def serving(self, roles: Collection[str]) -> dict[str, ServingInfo]:
-        """What is served in these roles, once all are, by role. Raises ``JobFailed``: it does not come to that."""
+        """Wait until each of these roles is served; return what is served, by role. Raises ``JobFailed``."""
         there = dict[str, ServingInfo]()
 
         def take(item: Record) -> None:
@@ -263,14 +258,14 @@ class LocalCluster:
         least: int = 0,
         on_end: Callable[[Child], None] = lambda child: None,
     ) -> T:
-        """The result of ``work``, as long as the processes live that it needs.
+        """Run ``work`` as long as the processes live that it needs, and return its result.
 
         Args:
-            needed: the end of each of them ends the work.
-            others: ``on_end`` is told of their ends, as long as ``least`` of them live.
+            needed: the end of any of these ends the work.
+            others: their ends are passed to ``on_end``, as long as ``least`` of them live.
 
         Raises:
-            JobFailed: too few live, with the last words of the one that ended.
+            JobFailed: too few processes live; it has the last words of the one that ended.
         """
         task = asyncio.ensure_future(work)
         ends = {asyncio.create_task(child.process.wait()): child for child in [*needed, *others]}
@@ -279,7 +274,7 @@ class LocalCluster:
             while True:
                 await asyncio.wait({task, *ends}, return_when=asyncio.FIRST_COMPLETED)
                 if task.done() and isinstance(task.exception(), NetworkError):
-                    # A process that dies closes its connections first. That it died, and why, says more.
+                    # A dying process closes its connections first. Its own end explains more than the network error.
                     await asyncio.wait(ends, timeout=DEATH_KNOWN_S, return_when=asyncio.FIRST_COMPLETED)
                 for end in [end for end in ends if end.done()]:
                     child = ends.pop(end)
@@ -297,17 +292,17 @@ class LocalCluster:
                 await asyncio.wait({task})
 
     async def end(self) -> None:
-        """End all: the seed last, so that it hears what the others saved. May be called twice."""
+        """End all processes, the seed last, so that it records what the others saved. May be called twice."""
         await end_all(list(self.peers.values()))
         await end_all([self._seed] if self._seed is not None else [])
 
 
-# ------------------------------------------------------------------------------------------------------- what it tells
+# ----------------------------------------------------------------------------------------------- what the seed reports
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A committed step, as it arrived here. ``at_s`` is monotonic."""
+    """A committed step. ``at_s``: monotonic time of its arrival here."""
 
     at_s: float
     step: int
@@ -316,7 +311,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The members of a running view, as they arrived here."""
+    """The members of a running view. ``at_s``: monotonic time of their arrival here."""
 
     at_s: float
     generation: int
@@ -324,16 +319,16 @@ class Seen:
 
 
 class JobObserver:
-    """Follows a job across restarts of the seed, and keeps what is told with the time of its arrival.
+    """Follows a job across restarts of the seed, and keeps what the seed reports with the time of its arrival.
 
     Args:
-        connect: opens a connection of an operator.
+        connect: opens an operator's connection.
 
     Attributes:
-        rows, views, told: in order of arrival; a row that is told again is not kept again.
+        rows, views, told: in order of arrival; a repeated row is kept once.
         saved: checkpoints by id.
-        joined_rtt_ms: the first round trip that was told of each worker's connection: most likely the one that the seed
-            measured as it joined, from which its deadlines follow.
+        joined_rtt_ms: the first reported round trip of each worker's connection. Most likely the seed derived the
+            worker's deadlines from it.
     """
 
     def __init__(self, connect: Callable[[], Awaitable[SeedClient]]) -> None:
@@ -373,7 +368,7 @@ class JobObserver:
         return {info.peer_name for info in self.saved.values() if info.step == step}
 
     async def until(self, test: Callable[[], bool], timeout_s: float) -> bool:
-        """Whether it became true in time. Looked at whenever something is told."""
+        """Wait until ``test`` is true; return False after ``timeout_s``. It runs after each report and ``wake``."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not test():
@@ -383,12 +378,12 @@ class JobObserver:
         return True
 
     def wake(self) -> None:
-        """Have all who wait look again."""
+        """Make every ``until`` run its test again."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 
     async def ask(self, method: str, **params: Any) -> dict[str, Any]:
-        """A request over the present connection. Raises ``P2PTrainError``, ``DeadlineExceeded`` where there is none."""
+        """Send a request. Raises ``P2PTrainError``; ``DeadlineExceeded`` without a connection to the seed."""
         if self._client is None:
             raise DeadlineExceeded("the seed is away")
         return await self._client.request(method, params)
@@ -432,16 +427,16 @@ class JobObserver:
                 self.names[item.id] = item.name
                 self.joined_rtt_ms.setdefault((item.id, item.joined_at), item.rtt_ms or 0.0)
             case CheckpointInfo() if item.job == job:
-                self.saved.setdefault(item.id, item)  # what came first has the time of its end
+                self.saved.setdefault(item.id, item)  # keep the first report
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody uses, and that the system gives to no outgoing connection: a peer that is
-    started again finds its own one free. Raises ``UserError``."""
+    """Find a free loopback port outside the system's range for outgoing connections. Raises ``UserError``."""
     try:
         end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError):
         end = 32_768  # Linux's own default
+    # Outgoing connections never take such a port, so it is still free when its peer is started again.
     first = 10_000 if end > 20_000 else 1024
     for port in random.sample(range(first, max(end, first + 1)), k=min(64, max(end - first, 1))):
         if is_free(port):

@@ -1,9 +1,9 @@
 """The entry point: runs one command, and turns every failure into one line, its remedy, and an exit code.
 
-Exit codes: 0 well, 1 anything else, 2 a wrong argument or profile, 3 the network, 4 a peer, 5 the job, 6 memory or
-storage, 70 a mistake in this program, 130 interrupted.
+Exit codes: 0 success, 1 another failure, 2 a wrong argument or profile, 3 the network, 4 a peer, 5 the job, 6 memory or
+storage, 70 a bug in this program, 130 interrupted.
 
-Only the standard library is loaded with this module: Ctrl+C while the rest loads shall end the process without a word.
+This module loads only the standard library, so that Ctrl+C during later imports ends the process quietly.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ def main(args: Sequence[str] | None = None) -> None:
     _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a place that cannot show "→" shows "?" instead of failing
+            stream.reconfigure(errors="replace")  # print "?" if the output cannot encode "→"
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="strict")  # in the C locales bytes that are no text would come as half letters
+        sys.stdin.reconfigure(errors="strict")  # C locales would decode invalid bytes to surrogates
     try:
         from p2ptrain.cli.commands import app
         from p2ptrain.cli.output import json_output
 
         json_output.begin(sys.argv[1:] if args is None else args)
         code = app(args=None if args is None else list(args), prog_name="p2ptrain", standalone_mode=False)
-    except KeyboardInterrupt:  # before Typer watches for it
+    except KeyboardInterrupt:  # before Typer handles it
         code = EXIT_INTERRUPTED
-    except Exception as error:  # noqa: BLE001 - the last edge: a person sees a line, never a traceback
+    except Exception as error:  # noqa: BLE001 - the outermost handler: users see a line, no traceback
         code = told(error)
     code = code if isinstance(code, int) else 0
     if args is None and "torch" in sys.modules:
-        # A kernel may still run. The interpreter's own shutdown would wait for it, and takes seconds without one.
+        # Normal shutdown would wait for a kernel that still runs, and takes seconds even without one.
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # who reads may have left
+            with suppress(OSError):  # the reader may have closed the pipe
                 stream.flush()
         os._exit(code)
     sys.exit(code)
 
 
 def _open_missing_streams() -> None:
-    """Put the null device where the caller closed standard input, output or error (``>&-``, some supervisors).
+    """Open the null device for each standard stream that the caller closed (``>&-``, some supervisors).
 
-    Else the next socket or file takes that number, and what is meant for a person is written into it.
+    Otherwise the next socket or file gets that descriptor, and messages for the user are written into it.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -60,8 +60,7 @@ def _open_missing_streams() -> None:
 
 
 def told(error: Exception) -> int:
-    """Tell a person, and a program that wants JSON, what happened and what to do; the exit code. In debugging it is
-    raised again."""
+    """Report the error to the user and, if requested, as JSON; return the exit code. In debug mode, raise it again."""
     if os.environ.get(DEBUG_VARIABLE, "") not in ("", "0"):
         raise error
     import typer
@@ -76,7 +75,7 @@ def told(error: Exception) -> int:
     if known.remedy:
         typer.echo(f"  → {printable(known.remedy)}", err=True)
     if json_output.wanted_of(error) and not json_output.written:
-        with suppress(OSError):  # it may be that very output that failed
+        with suppress(OSError):  # standard output may be what failed
             print_json({"error": failure(known) | {"exit_code": code}})
     return code
 
@@ -88,14 +87,14 @@ def _translated(error: Exception) -> P2PTrainError:
         return StorageError(f"cannot write the output: {_FULL[error.errno]}", remedy="make room, or write it elsewhere")
     import typer
 
-    if isinstance(error, typer.Abort):  # a question that was answered with no
+    if isinstance(error, typer.Abort):  # the user answered a question with no
         return UserError("nothing was done")
-    # What Typer raises for wrong arguments, whichever parser it stands on.
+    # A usage error, of click or of Typer's own parser.
     usage = getattr(error, "format_message", None)
     if callable(usage):
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "p2ptrain"
-        from wire.address import without_secrets  # a ticket that a terminal broke in two is a wrong argument
+        from wire.address import without_secrets  # the wrong argument may be half of a ticket
 
         return UserError(without_secrets(str(usage())).rstrip("."), remedy=f"`{path} --help` says what there is")
     return P2PTrainError(

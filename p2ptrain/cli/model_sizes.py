@@ -1,8 +1,8 @@
-"""What the parts of a model weigh, to be served or trained: what placement needs, without torch.
+"""Sizes of the parts of a model, to serve or train it. Placement needs them. Usually torch is not needed.
 
-``compute.part.layer_sizes`` builds the model on torch's meta device for that, which is right for any architecture and
-takes seconds to import. Here the names of tensors that the known families use are enough, and for a
-new model of the Llama family the ``[model]`` table; where that is not known, that is asked.
+``compute.part.layer_sizes`` is right for any architecture, because it builds the model on torch's meta device, but it
+takes seconds to import. This module reads the tensor names of known families or, for a new model of the Llama family,
+the ``[model]`` table. For other models it calls ``layer_sizes``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from wire.chain_messages import TensorRecord
 if TYPE_CHECKING:
     from configs.schema import Model, Profile
 
-BYTES_VOCAB = 256
-"""Of a new model: its tokens are bytes (``compute.tokenizer``)."""
+BYTES_VOCAB = 256  # the tokens of a new model are bytes (``compute.tokenizer``)
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _IN_CONFIG = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _IN_FILES = frozenset({"F32", "BF16", "F16"})
@@ -34,18 +33,13 @@ _FIRST = re.compile(r"(?:^|\.)(?:embed_tokens|wte|wpe)\.weight$")
 _TOKENS = re.compile(r"(?:^|\.)(?:embed_tokens|wte)\.weight$")
 _HEAD = re.compile(r"(?:^|\.)lm_head\.(?:weight|bias)$")
 _NORM = re.compile(r"(?:^|\.)(?:norm|ln_f|final_layernorm|final_layer_norm)\.(?:weight|bias)$")
+# Buffers that old files hold, and that no part needs.
 _COMPUTED = re.compile(r"(?:^|\.)(?:rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
-"""Buffers that old files hold and no part has."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """What placement needs to know of a model.
-
-    Attributes:
-        dtype: that it is computed in, as of ``PartSpec``.
-        width: elements of a hidden state.
-    """
+    """What placement needs to know of a model. ``dtype``: as in ``PartSpec``. ``width``: elements of a hidden state."""
 
     sizes: ModelSizes
     dtype: str
@@ -57,12 +51,12 @@ def anatomy(config: str, tensors: Mapping[str, TensorRecord], dtype: str = "") -
 
     Args:
         config: the text of ``config.json``.
-        tensors: of its files.
-        dtype: of ``PartSpec``; empty: what its configuration says.
+        tensors: the tensors in its files.
+        dtype: as in ``PartSpec``; empty: that of its configuration.
 
     Raises:
-        ConfigError: it is none that splits, or its configuration lacks what is needed.
-        ProtocolError: its configuration is none.
+        ConfigError: the model cannot be split, or its configuration is incomplete.
+        ProtocolError: its configuration is invalid.
     """
     table = config_untrusted(config)
     said = str(table.get("dtype") or table.get("torch_dtype") or "").removeprefix("torch.")
@@ -75,7 +69,7 @@ def anatomy(config: str, tensors: Mapping[str, TensorRecord], dtype: str = "") -
 
 
 def weights_in(dtype: str, tensors: Mapping[str, TensorRecord] | Mapping[str, TensorEntry]) -> dict[str, int]:
-    """Bytes of each weight, by name, where the model is computed in ``dtype``, whatever its files hold."""
+    """Bytes of each weight by name, if the model is computed in ``dtype``, whatever type its files have."""
     return {
         name: ELEMENT_BYTES[dtype] * prod(tensor.shape)
         for name, tensor in tensors.items()
@@ -84,7 +78,7 @@ def weights_in(dtype: str, tensors: Mapping[str, TensorRecord] | Mapping[str, Te
 
 
 def _by_names(table: Mapping[str, Any], weights: Mapping[str, int], element_bytes: int) -> ModelSizes | None:
-    """None where a name or a number is not known."""
+    """None if a name or a number is unknown."""
     layers, heads = _number(table, "num_hidden_layers", "n_layer"), _number(table, "num_attention_heads", "n_head")
     width = _number(table, "hidden_size", "n_embd")
     if not layers or not heads or not width:
@@ -134,11 +128,12 @@ def _number(table: Mapping[str, Any], *keys: str) -> int | None:
 
 
 def shape_of(profile: Profile, *, may_build: bool = True) -> ModelShape | None:
-    """The shape of the model that the profile trains; None where it cannot be known here: its directory is not on this
-    machine, or it would take torch and ``may_build`` is False.
+    """The shape of the model that the profile trains; None if it is unknown here.
+
+    That is so if its directory is not on this machine, or if it needs torch and ``may_build`` is False.
 
     Raises:
-        ConfigError, StorageError: the model's directory, or table, is none that can be trained in parts.
+        ConfigError, StorageError: the model's directory or table is invalid, or cannot be trained in parts.
     """
     model = profile.model
     if model.path:
@@ -150,13 +145,12 @@ def shape_of(profile: Profile, *, may_build: bool = True) -> ModelShape | None:
 
 
 def shape_param(profile: Profile, *, may_build: bool = True) -> dict[str, Any]:
-    """What is added to a request that creates a job; nothing where the shape is not known. Raises nothing: the worker
-    that builds the model tells what is wrong with it."""
+    """The optional parameter of a request that creates a job; empty if the shape is unknown. Raises nothing."""
     if profile.stages < 2:
         return {}
     try:
         shape = shape_of(profile, may_build=may_build)
-    except P2PTrainError:
+    except P2PTrainError:  # the worker that builds the model reports it
         return {}
     return {"shape": shape.to_map()} if shape is not None else {}
 

@@ -1,9 +1,9 @@
-"""What commands write: tables for people, one JSON document for programs, and nothing that a terminal would obey.
+"""The output of commands: tables for people, one JSON document for programs, and no control characters.
 
-With ``--json`` standard output is one JSON document, however the command ends: where it fails before it has written
-one, ``{"error": {"message", "remedy", "exit_code"}}``, with the ``code`` of a refusal; a document of what was done in
-part has that ``error`` too. What people read is on standard error all the same. Only a command that was interrupted
-may leave without a word.
+With ``--json`` standard output is one JSON document, even if the command fails. If it fails before it wrote one, the
+document is ``{"error": {"message", "remedy", "exit_code"}}``, with the ``code`` of a refusal. A document of partial
+results also has that ``error``. Messages for people still go to standard error. Only an interrupted command may end
+without a document.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class JsonOutput:
-    """Of this process. ``typed``: its arguments; ``wanted``: a document was asked for; ``written``: there is one."""
+    """State of this process. ``typed``: its arguments; ``wanted``: JSON is requested; ``written``: it is printed."""
 
     typed: Sequence[str] = ()
     wanted: bool = False
@@ -39,7 +39,7 @@ class JsonOutput:
         return value
 
     def wanted_of(self, error: Exception) -> bool:
-        """Whether a document was asked for, be it that the command line could not be read to its end."""
+        """Whether a document was requested, even if parsing the command line failed."""
         context = getattr(error, "ctx", None)
         options = context.command.params if context is not None else ()
         has_it = any("--json" in option.opts and option.is_flag for option in options)
@@ -50,7 +50,7 @@ json_output = JsonOutput()
 
 
 def failure(error: P2PTrainError) -> dict[str, Any]:
-    """What a document says of an error, under ``error``."""
+    """The ``error`` field of a document."""
     from p2ptrain.core.errors import Refused
 
     said = {"message": error.message, "remedy": error.remedy, "exit_code": error.exit_code}
@@ -58,36 +58,34 @@ def failure(error: P2PTrainError) -> dict[str, Any]:
 
 
 def printable(text: str) -> str:
-    """``text`` without control characters: names and messages come from other machines."""
+    """``text`` without control characters, because names and messages come from other machines."""
     return "".join(letter if letter.isprintable() else "�" for letter in text)
 
 
 def print_json(document: object) -> None:
-    """One JSON document on standard output."""
     json_output.written = True
-    # Line by line: where Python buffers nothing, a signal, as of a child that ends, may cut a long write short.
+    # Line by line: without buffering, a signal (such as the end of a child) may cut a long write short.
     for line in json.dumps(document, indent=2, ensure_ascii=True).splitlines():
         typer.echo(line)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """A table with a header line; the columns named in ``right`` are aligned to the right."""
+    """Print a table with a header line; the columns in ``right`` are right-aligned."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column in columns:
-        is_right = column in right  # figures stay whole; where it is narrow, names are folded
+        is_right = column in right  # a narrow screen folds names, not numbers
         table.add_column(column, justify="right" if is_right else "left", overflow="fold", no_wrap=is_right)
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
-    # a table that is piped into a file or `grep` is not folded at 80 columns
+    # a table in a file or pipe is not folded at 80 columns
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else 240, highlight=False).print(table)
 
 
 def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
-    """Lines of name and value."""
     width = max(len(name) for name, _ in pairs)
     for name, value in pairs:
         typer.echo(f"{name:<{width}}  {printable(value)}")
@@ -106,7 +104,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def human_time(wall: float) -> str:
-    """A moment in this machine's zone. ``wall`` is Unix seconds, from another machine: any number."""
+    """A time in this machine's zone. ``wall`` is Unix seconds from another machine, so it may be any number."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall))
     except (ValueError, OverflowError, OSError):
@@ -118,7 +116,8 @@ def number(value: float | None, form: str = ".4f") -> str:
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Ask before what cannot be undone; a program (no terminal) is not asked. Raises ``typer.Abort`` on a no."""
+    """Ask before an action that cannot be undone, if there is a terminal. Raises ``typer.Abort`` if the answer is
+    no."""
     if not yes and sys.stdin.isatty():
         typer.confirm(question, abort=True, err=True)
 
@@ -134,8 +133,8 @@ class Console:
     """Writes to standard error, so that standard output stays free for results.
 
     Args:
-        now: seconds, for the pace of progress.
-        quiet: progress is not shown, for the sake of programs.
+        now: clock in seconds that limits how often progress is shown.
+        quiet: show no progress.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic, *, quiet: bool = False) -> None:
@@ -146,13 +145,13 @@ class Console:
         self._next = 0.0
 
     def event(self, level: str, text: str) -> None:
-        """One line with the time; its mark and colour tell the level."""
+        """Print one line with the time; its mark and colour show the level."""
         self.clear()
         mark = typer.style(_MARKS.get(level, "·"), fg=_COLOURS.get(level, "cyan"), bold=level != "info")
         self._say(f"{time.strftime('%H:%M:%S')} {mark} {printable(text)}")
 
     def progress(self, text: str, *, last: bool = False) -> None:
-        """How far it is. Dropped where the one before is too fresh, except the ``last``."""
+        """Show progress. Dropped if the last one is too recent, unless ``last``."""
         now = self._now()
         if self._quiet or (now < self._next and not last):
             return
@@ -186,7 +185,7 @@ class Console:
 
 
 def step_line(applied: int, total: int, values: dict[str, float]) -> str:
-    """One line about a step: how far, how well, how fast, and where the time goes."""
+    """One line about a step: number, losses, speed, and where the time goes."""
     parts = [f"step {applied:>{len(str(total))}}/{total}"]
     if (loss := values.get("loss")) is not None:
         parts.append(f"loss {loss:.4f}")

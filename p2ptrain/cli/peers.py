@@ -20,10 +20,10 @@ app = new_typer(help="Show who is there, and what each one does; evict one.", in
 
 @app.callback()
 def peers(context: typer.Context, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
-    """Show who is there, and what each one does.
+    """Show the peers, and what each one does.
 
-    Where models are served: MODEL is whose, SESSIONS how many texts are under way, ACCEPTED which share of a text's
-    next tokens was drafted rightly.
+    If models are served: MODEL is the model's name, SESSIONS the number of texts under way, ACCEPTED how often a
+    drafted token is right.
 
     \b
     Examples:
@@ -37,7 +37,7 @@ def peers(context: typer.Context, seed: SeedOption = DEFAULT_SEED, as_json: Json
 
 @app.command("list")
 def list_peers(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
-    """Show who is there, and what each one does: the same as `p2ptrain peers`.
+    """Show the peers, and what each one does: the same as `p2ptrain peers`.
 
     \b
     Examples:
@@ -53,7 +53,7 @@ def evict(
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Let a peer go, and refuse its certificate from now on. Its job goes on without it.
+    """Disconnect a peer, and refuse its certificate from now on. Its job goes on without it.
 
     It could come back as another peer with a ticket that is still open: `p2ptrain ticket rotate` closes those.
 
@@ -123,11 +123,11 @@ _FIGURES = COLUMNS[4:-1]
 
 
 def parts(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
-    """Show who holds which layers of which split models, chain by chain.
+    """Show which workers hold which layers of split models, chain by chain.
 
-    MEMORY is weights and caches, LIMIT what the machine gives to parts, WORK MS how long one pass takes there; the rest
-    of BUSY is its bubble: the share of time in which it waits for the others. TO NEXT is what a token weighs on its way
-    to the next stage.
+    MEMORY is weights and caches, LIMIT what the machine gives to parts. WORK MS is the time of one pass. BUSY is the
+    share of time that it computes; in the rest, its bubble, it waits for the others. TO NEXT is the bytes of a token on
+    its way to the next stage.
 
     \b
     Examples:

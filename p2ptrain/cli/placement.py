@@ -1,4 +1,4 @@
-"""What commands show of plans: who holds, or trains, which layers, and how fast that is predicted to be."""
+"""Shows plans: which workers hold or train which layers, and the predicted speed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHAIN = ("PEER", "LAYERS", "WEIGHTS", "CACHE", "KEPT", "LIMIT", "MS", "HOP MS",
 
 
 def placement_map(placement: Placement) -> dict[str, Any]:
-    """A placement for programs. A rate without bound is null: JSON has no infinity."""
+    """A placement for programs. An unbounded rate is null, because JSON has no infinity."""
     return {
         "stages": [
             {
@@ -49,8 +49,8 @@ def placement_map(placement: Placement) -> dict[str, Any]:
 
 
 def print_placement(placement: Placement) -> None:
-    """The stages as a table of 80 columns, in their order, and what the whole chain is predicted to do. ``KEPT``: of
-    what a stage gave on, to replay it; ``MS``: computing a token; ``LIMIT``: of the three together."""
+    """Print the stages as a table of 80 columns, and the prediction. ``KEPT``: outputs that a stage keeps for replay.
+    ``MS``: computing a token. ``LIMIT``: for weights, cache and kept outputs together."""
     rows = [
         (
             stage.peer.name,
@@ -70,7 +70,6 @@ def print_placement(placement: Placement) -> None:
 
 
 def print_prediction(placement: Placement) -> None:
-    """What the whole chain is predicted to do, in a line."""
     count = len(placement.stages)
     typer.echo(
         f"{count} stage{'s' if count != 1 else ''}, predicted at best: {_ms(placement.token_s)} ms a token"
@@ -101,7 +100,7 @@ def to_json(info: TrainingPlanInfo, stages: list[StagePlanInfo]) -> dict[str, An
 
 
 def print_plan(info: TrainingPlanInfo, stages: list[StagePlanInfo]) -> None:
-    """The stages as a table, in their order, and what the whole is predicted to do."""
+    """Print the stages as a table, in order, and the prediction."""
     rows = [
         (
             str(stage.stage),
@@ -122,7 +121,6 @@ def print_plan(info: TrainingPlanInfo, stages: list[StagePlanInfo]) -> None:
 
 
 def prediction(info: TrainingPlanInfo) -> list[str]:
-    """What the whole is predicted to do."""
     replicas = f"{info.replicas} replica{'s' * (info.replicas != 1)} of {info.stages} stages, {info.schedule}"
     if info.step_s is None or info.bubble is None:
         told = [f"{replicas}: no worker has told how fast it is, so nothing is predicted"]
@@ -139,7 +137,7 @@ def prediction(info: TrainingPlanInfo) -> list[str]:
 
 
 def short(info: TrainingPlanInfo, stages: list[StagePlanInfo]) -> str:
-    """The plan in a line."""
+    """The plan in one line."""
     places = (f"layers {stage.start}–{stage.stop - 1} {'+'.join(map(printable, stage.names))}" for stage in stages)
     rate = f"; {number(info.tokens_per_s, ',.0f')} tokens/s predicted" if info.tokens_per_s is not None else ""
     return f"plan: {', '.join(places)}{rate}"
@@ -148,14 +146,14 @@ def short(info: TrainingPlanInfo, stages: list[StagePlanInfo]) -> str:
 def local_plan(
     profile: Profile, *, workers: int, memory_bytes: int, flops: float = 0.0, link: str = ""
 ) -> tuple[TrainingPlanInfo, list[StagePlanInfo]] | None:
-    """The plan for so many equal workers of this machine; None where the model's sizes are not known.
+    """The plan for ``workers`` equal workers of this machine; None if the model's sizes are unknown.
 
     Args:
-        memory_bytes, flops: of each; 0: unknown.
+        memory_bytes, flops: of each worker; 0: unknown.
         link: preset of the emulated link between them.
 
     Raises:
-        ResourceError, UserError, ConfigError, StorageError: it does not fit, or is none.
+        ResourceError, UserError, ConfigError, StorageError: the model does not fit, or is invalid.
     """
     from p2ptrain.cli.model_sizes import shape_of
     from ring.order import LinkQuality
@@ -169,9 +167,8 @@ def local_plan(
     training = training_of(profile, shape.to_map()) if shape is not None else None
     if training is None:
         return None
-    replicas = min(
-        workers // training.stages, training.micro_batches
-    )  # of equals all come into replicas that can be made
+    # Equal workers form as many replicas as possible.
+    replicas = min(workers // training.stages, training.micro_batches)
     training = replace(training, replicas=max(replicas, training.replicas))
     there = [
         CandidateWorker(f"worker-{number:02}", f"worker-{number}", memory_bytes, flops)

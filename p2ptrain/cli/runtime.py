@@ -1,4 +1,4 @@
-"""What commands share: the event loop, the seed's address, and a request to it."""
+"""What commands share: the event loop, the seed's address, and requests to the seed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DEFAULT_PORT = 7337  # that of wire.address, written again so that --help need not load the wire; a test compares them
+DEFAULT_PORT = 7337  # copied from wire.address, so that --help does not load it; a test compares them
 DEFAULT_SEED = f"127.0.0.1:{DEFAULT_PORT}"
 SEED_VARIABLE = "P2PTRAIN_SEED"
-NAME_BYTES = 64  # that of roles.seed, written again for the same reason
+NAME_BYTES = 64  # copied from roles.seed, for the same reason
 STATE_DEFAULT = "Default: the usual place for a program's data on this system."
 SEED_HELP = "The seed: its address, a ticket, or @FILE that holds one; several seeds with commas between."
 CONNECT_TIMEOUT_S = 5.0
@@ -43,24 +43,23 @@ SetOption = Annotated[
 
 
 def run(main: Coroutine[Any, Any, T], *, children: bool = False) -> T:
-    """Run a command's coroutine to its end, on uvloop where it exists. The only place that chooses a loop.
+    """Run a command's coroutine, on uvloop if it is installed. No other place chooses an event loop.
 
-    Args:
-        children: it starts processes.
+    ``children``: the coroutine starts processes.
     """
     try:
         with asyncio.Runner(loop_factory=_loop_factory(children)) as runner:
             return runner.run(main)
     finally:
-        main.close()  # after Ctrl+C before it began Python would complain that nobody awaited it
+        main.close()  # avoids a warning if Ctrl+C came before it began
 
 
 def _loop_factory(children: bool) -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
-    except ImportError:  # Windows, or an interpreter without a build: asyncio's own loop does the same, slower
-        # Windows' usual loop does not stop reading when a connection asks it to, which bulk payloads rely on; the
-        # other one cannot start processes.
+    except ImportError:  # Windows, or no build for this interpreter: asyncio's loop is slower
+        # Windows' default loop ignores requests to pause reading, which bulk payloads need. The selector loop cannot
+        # start processes.
         return asyncio.SelectorEventLoop if sys.platform == "win32" and not children else None
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory
@@ -74,11 +73,12 @@ def default_state_dir() -> Path:
 
 
 async def operator_access(seed: str | tuple[str, int], *, state: Path | None = None, afresh: bool = False) -> Access:
-    """The way of an operator to a seed: what a person gave, or its address.
+    """An operator's way to a seed.
 
     Args:
-        afresh: as of ``access.reach``.
-        state: where a seed on this machine, and this operator, keep what they need; default: the usual place.
+        seed: an address, or what the user gave.
+        state: state directory of this operator, and of a seed on this machine; default: the usual place.
+        afresh: as in ``access.reach``.
 
     Raises:
         UserError: it is no address and no ticket, or a ticket is needed; else as ``access.reach``.
@@ -92,10 +92,7 @@ async def operator_access(seed: str | tuple[str, int], *, state: Path | None = N
 
 
 async def connect_operator(access: Access, others: Sequence[tuple[str, int]] = ()) -> SeedClient:
-    """Dial the seed as this command line, or another one that was named.
-
-    Raises what ``SeedClient.connect`` raised of the first.
-    """
+    """Dial the seed; if it is unreachable, dial the others. Raises the first error of ``SeedClient.connect``."""
     from p2ptrain.core.errors import NetworkError, P2PTrainError
     from wire.client import SeedClient
 
@@ -112,10 +109,9 @@ async def connect_operator(access: Access, others: Sequence[tuple[str, int]] = (
 
 
 async def open_operator(seed: str | tuple[str, int], *, state: Path | None = None) -> tuple[Access, SeedClient]:
-    """Dial the seed; where it honours what an earlier ticket gave no longer, spend the one that there is now.
+    """Reach and dial the seed. If it no longer honours the stored credentials, spend a new ticket.
 
-    Raises:
-        P2PTrainError: as ``operator_access`` and ``connect_operator``.
+    Raises ``P2PTrainError`` as ``operator_access`` and ``connect_operator``.
     """
     from p2ptrain.cli.access import MENDED_BY_A_TICKET
     from p2ptrain.core.errors import Refused
@@ -132,7 +128,7 @@ async def open_operator(seed: str | tuple[str, int], *, state: Path | None = Non
 
 
 def places_of(seed: str | tuple[str, int]) -> list[tuple[str, int]]:
-    """The addresses in what a person gave. Raises ``UserError``."""
+    """The addresses that the user gave. Raises ``UserError``."""
     from p2ptrain.cli.access import read_targets
 
     if not isinstance(seed, str):
@@ -142,7 +138,7 @@ def places_of(seed: str | tuple[str, int]) -> list[tuple[str, int]]:
 
 @asynccontextmanager
 async def operator(seed: str | tuple[str, int], *, state: Path | None = None) -> AsyncIterator[SeedClient]:
-    """An operator's connection to the seed, closed at the end."""
+    """An operator's connection to the seed; the end of the block closes it."""
     access, client = await open_operator(seed, state=state)
     try:
         await access.freshen(client.request)
@@ -152,10 +148,9 @@ async def operator(seed: str | tuple[str, int], *, state: Path | None = None) ->
 
 
 def ask(seed: str, question: Callable[[SeedClient], Awaitable[T]]) -> T:
-    """Ask the seed, from connecting to its answer. Raises what ``SeedClient`` raises.
+    """Connect to the seed and return its answer, as in ``ask(seed, lambda client: client.jobs())``.
 
-    Example:
-        ``ask(seed, lambda client: client.jobs())``
+    Raises what ``SeedClient`` raises.
     """
 
     async def once() -> T:
@@ -166,12 +161,12 @@ def ask(seed: str, question: Callable[[SeedClient], Awaitable[T]]) -> T:
 
 
 def at_terminal() -> bool:
-    """Whether there is a person and a screen: the full-screen view reads standard input and draws on standard error."""
+    """Whether the full-screen view can run: it reads standard input and draws on standard error."""
     return sys.stdin.isatty() and sys.stdout.isatty() and sys.stderr.isatty()
 
 
 def is_text(text: str) -> str:
-    """A callback of arguments that go to other machines: only UTF-8 can be sent."""
+    """Callback: refuse text that is not UTF-8, because it cannot be sent."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -180,21 +175,21 @@ def is_text(text: str) -> str:
 
 
 def not_empty(text: str) -> str:
-    """A callback of arguments: an empty one is most often a variable of a script that was never set."""
+    """Callback: refuse an empty argument, which is most often an unset variable of a script."""
     if not text.strip():
         raise typer.BadParameter("it is empty")
     return is_text(text)
 
 
 def is_name(text: str) -> str:
-    """A callback of names that people give; an empty one means: not given."""
+    """Callback: limit the length of a name. An empty one means: not given."""
     if (size_bytes := len(is_text(text).encode())) > NAME_BYTES:
         raise typer.BadParameter(f"it has {size_bytes} bytes, a name may have {NAME_BYTES}")
     return text
 
 
 def check_one_of(option: str, value: str, values: Sequence[str], more: str = "") -> None:
-    """Raises ``UserError`` where the value of an option is none of those that it takes. ``more``: for its remedy."""
+    """Raises ``UserError`` if an option's value is not one of ``values``. ``more`` ends its remedy."""
     import difflib
 
     from p2ptrain.core.errors import UserError
@@ -207,7 +202,7 @@ def check_one_of(option: str, value: str, values: Sequence[str], more: str = "")
 
 
 def operator_name() -> str:
-    """How this command line introduces itself: the machine's name."""
+    """The name that this command line sends to peers."""
     import socket
 
     return f"cli@{socket.gethostname()}"

@@ -73,12 +73,12 @@ def seed(
     ] = None,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
 ) -> None:
-    """Start a seed: the place where workers meet. It keeps the record and never computes.
+    """Start a seed: the place where workers meet. It keeps the records and never computes.
 
-    With --host it is for other machines, and everything is encrypted: it prints a ticket, with which they join.
-    Stopping it harms nothing: workers go on, and find it again when it is back. With --backup all that it knows is
-    copied every minute and after each change of members. If its machine is lost, --restore begins again with that copy
-    anywhere: workers find it among the addresses that they were given (`p2ptrain join A --also B`).
+    With --host it serves other machines, and everything is encrypted. It prints a ticket, with which they join.
+    Stopping it harms nothing: workers go on, and find it again when it is back. With --backup the seed copies its
+    records every minute and after each change of members. If its machine is lost, --restore starts from that copy
+    anywhere. Workers find the new seed among the addresses that they were given (`p2ptrain join A --also B`).
 
     \b
     Examples:
@@ -98,7 +98,7 @@ def seed(
 
 
 def _restore(directory: Path, root: Path, *, encrypted: bool) -> bool:
-    """Begin with a copy. Whether the seed is encrypted. Raises ``UserError``, ``StorageError``."""
+    """Restore the copy; return whether the seed is encrypted. Raises ``UserError``, ``StorageError``."""
     from datetime import datetime
 
     from p2ptrain.core.disk import RealDisk
@@ -116,7 +116,7 @@ def _restore(directory: Path, root: Path, *, encrypted: bool) -> bool:
 
 
 def _is_encrypted(host: str, *, tls: bool, insecure: bool) -> bool:
-    """Raises ``UserError`` where a person asks for what nobody should have."""
+    """Raises ``UserError`` for options that are unsafe, or exclude each other."""
     near = is_loopback(host)
     if insecure and tls:
         raise UserError("--insecure and --tls exclude each other", remedy="leave one of them out")
@@ -170,9 +170,9 @@ async def _serve(
             try:
                 await _announce(address.result(), root, job, spec, tickets, console, as_json=as_json)
             except P2PTrainError:
-                if not stop.is_set():  # else it was told to stop meanwhile, and let us go like everybody else
+                if not stop.is_set():  # otherwise the seed was stopping, and disconnected us
                     stop.set()
-                    await serving  # where it failed itself, its reason is the one to tell
+                    await serving  # if the seed failed, this raises its own error
                     raise
         await serving
     finally:
@@ -240,7 +240,7 @@ def _tell(console: Console, host: str, port: int, root: Path, tickets: list[Tick
         from wire.address import local_ticket_path
 
         here = " on this machine"
-        if root != default_state_dir().absolute():  # where nobody looks unasked
+        if root != default_state_dir().absolute():  # commands do not look there by default
             watched = f"@{local_ticket_path(root, 'operator')}"
             at_root, asked = f" --state {root}", f" --seed {watched}"
     console.event("info", f"join{here} with:  p2ptrain join {where}{at_root}")

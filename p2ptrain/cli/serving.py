@@ -1,8 +1,8 @@
-"""What ``p2ptrain join --role verifier`` and ``--role drafter`` run: see ``p2ptrain.cli.joining`` for when.
+"""What ``p2ptrain join --role verifier`` and ``--role drafter`` run. ``p2ptrain.cli.joining`` calls it.
 
-A verifier loads its model, whole or split over workers, and puts together what ``roles.verifier`` has: the service, its
-answers to clients, the links to drafters, and HTTP where that is wanted. A drafter loads a small model whole, and
-drafts for the verifiers that dial it (``roles.drafter``).
+A verifier loads its model, whole or split over workers, and connects the parts of ``roles.verifier``: the service, its
+answers to clients, the links to drafters and, if requested, HTTP. A drafter loads a small model whole, and drafts for
+the verifiers that dial it (``roles.drafter``).
 """
 
 from __future__ import annotations
@@ -34,16 +34,14 @@ if TYPE_CHECKING:
 
 USUAL_SESSIONS = 4
 LEAVE_S = 0.8
-"""A program of a member has a second to end (``cli.joining``)."""
-LOOK_S = 1.0
-"""Between two looks at which workers are there."""
+"""Time limit of each clean-up. A member's program must end within a second (``cli.joining``)."""
+LOOK_S = 1.0  # between two looks at the list of workers
 AGAIN_LOOKS = 15
-"""The same workers are asked again after so many: they may have memory now, or be reached."""
+"""After this many looks the same workers are tried again: they may have freed memory, or be reachable now."""
 
 
 async def check(wish: ServeOptions) -> None:
-    """Refuse before joining: HTTP that cannot be answered, a model without room. Raises ``UserError``,
-    ``ResourceError``."""
+    """Before joining, refuse HTTP or a model that cannot be served. Raises ``UserError``, ``ResourceError``."""
     if wish.http is not None:
         from roles.verifier.http import check_place
 
@@ -58,7 +56,7 @@ async def serve(member: ServingMember, wish: ServeOptions, console: Console) -> 
 
 
 def model_name(directory: Path) -> str:
-    """What people call the model in a directory: its name; of a job's checkpoint the job's and the step's."""
+    """The public name of the model in a directory: the directory's name; for a job's checkpoint ``JOB@STEP``."""
     resolved = directory.resolve()
     if resolved.name.startswith("step-") and resolved.parent.name == "checkpoints":
         return f"{resolved.parent.parent.name}@{resolved.name.removeprefix('step-').lstrip('0') or '0'}"
@@ -127,12 +125,11 @@ async def _verify(member: ServingMember, wish: ServeOptions, console: Console) -
 
 
 def _prepared(directory: Path, threads: int, *, whole: bool) -> tuple[ChatFormat, str]:
-    """What is known of a model without its weights: its text side and form of chats, and the digest of its tensors.
+    """Load the chat format of a model, and the digest of its tensors. Raises ``ConfigError``.
 
-    On a thread: what takes long to load would hold up the loop, and the seed takes a member for dead that says nothing.
-    Raises ``ConfigError``.
+    This runs on a thread: slow imports would block the event loop, and the seed takes a silent member for dead.
     """
-    import roles.verifier.service  # noqa: F401 - for its cost
+    import roles.verifier.service  # noqa: F401 - a slow import
     from p2ptrain.compute.text import ChatFormat, ModelText
     from p2ptrain.core.tensor_files import TensorTable
 
@@ -143,7 +140,7 @@ def _prepared(directory: Path, threads: int, *, whole: bool) -> tuple[ChatFormat
 
 
 def _prepare_torch(threads: int) -> None:
-    import p2ptrain.compute.served_part  # noqa: F401 - for its cost
+    import p2ptrain.compute.served_part  # noqa: F401 - a slow import
     from p2ptrain.compute.device import pick_device
 
     pick_device("cpu", threads)
@@ -153,7 +150,7 @@ def _prepare_torch(threads: int) -> None:
 async def _whole_target(
     member: ServingMember, wish: ServeOptions, directory: Path, compute: ComputeThread, sessions: int, console: Console
 ) -> AsyncIterator[Target]:
-    """The model in this process. Raises as ``load_whole_engine``."""
+    """Load the whole model into this process. Raises as ``load_whole_engine``."""
     from p2ptrain.cli.split import within
     from roles.verifier.targets import WholeTarget, load_whole_engine
 
@@ -167,7 +164,7 @@ async def _whole_target(
         member.world.clock,
         label=directory.name,
         context=context,
-        max_sessions=2 * sessions + 1,  # those that write, and those that are kept for the next question
+        max_sessions=2 * sessions + 1,  # running ones, and ones kept for the next question
         cache_bytes=cache_bytes(wish.memory_bytes, directory, wish.dtype),
     )
     try:
@@ -177,15 +174,15 @@ async def _whole_target(
 
 
 def cache_bytes(memory_bytes: int, directory: Path, dtype: str = "") -> int:
-    """What ``--memory`` leaves for caches beside the weights; 0: as much as is free. Raises ``ResourceError``.
+    """What ``--memory`` leaves for caches beside the weights; 0: no limit was given. Raises ``ResourceError``.
 
     Args:
-        dtype: that the weights are computed in; empty: as they are in the files.
+        dtype: type of the weights in memory; empty: their type in the files.
     """
     if not memory_bytes:
         return 0
     from p2ptrain.cli.model_sizes import weights_in
-    from p2ptrain.core.tensor_files import TensorTable  # which knows them from an optimizer's state beside them
+    from p2ptrain.core.tensor_files import TensorTable  # it ignores an optimizer's state beside them
 
     entries = TensorTable(directory).entries
     weights_bytes = sum(
@@ -204,11 +201,11 @@ def cache_bytes(memory_bytes: int, directory: Path, dtype: str = "") -> int:
 async def split_target(
     member: ServingMember, around: Context, wish: ServeOptions, text: ModelText, sessions: int, console: Console
 ) -> AsyncIterator[Target]:
-    """The model on workers of the cluster, as soon as there are enough of them.
+    """Load the model into workers of the cluster, as soon as there are enough of them.
 
     Raises:
         UserError: it has fewer layers than ``wish.split``.
-        P2PTrainError: its files cannot be read; workers that are there refuse to load it.
+        P2PTrainError: its files cannot be read, or workers refuse to load it.
     """
     from p2ptrain.cli.model_sizes import anatomy
     from p2ptrain.cli.split import conversation_positions, within
@@ -219,7 +216,7 @@ async def split_target(
 
     assert wish.model is not None
     assert wish.split is not None
-    console.progress(f"reading the files of {wish.model}")  # hashed, the first time
+    console.progress(f"reading the files of {wish.model}")  # the first time it hashes them
     model = await local_model(around, wish.model)
     found = anatomy(model.config, await tensor_table(around, model), wish.dtype)
     console.clear()
@@ -249,8 +246,10 @@ async def _awaited_chain(
     found: ModelLayout,
     positions: int,
 ) -> Chain:
-    """A chain that is loaded; its pool is the caller's to close. A verifier may be started before its workers: where
-    they are none, too few, or have too little memory, it says so once and looks again until there are enough."""
+    """Wait for enough workers with enough memory, and load the model into them. The caller closes the chain's pool.
+
+    A verifier may start before its workers. It reports a shortage once, and tries again.
+    """
     from p2ptrain.cli.split import within
     from roles.chain.plan import WorkerPool, workers_of
 
@@ -258,7 +257,7 @@ async def _awaited_chain(
         while True:
             try:
                 return await workers_of(member.ask)
-            except NetworkError:  # its link says so, and looks for it
+            except NetworkError:  # the member's link reports this, and reconnects
                 await asyncio.sleep(LOOK_S)
 
     said = ""
@@ -295,7 +294,7 @@ async def _awaited_chain(
 async def _loaded_by(
     pool: object, wish: ServeOptions, console: Console, model: Model, found: ModelLayout, positions: int
 ) -> Chain:
-    """Raises as ``WorkerPool.plan`` and ``Chain.load``; ``UserError`` where too few of the workers can be used."""
+    """Raises as ``WorkerPool.plan`` and ``Chain.load``; ``UserError`` if too few workers are usable."""
     from p2ptrain.cli.split import LoadingLine
     from p2ptrain.core.activations import activation_bytes
     from roles.chain.client import Chain
@@ -314,7 +313,7 @@ async def _loaded_by(
             activation_bytes=activation_bytes(found.dtype, 1, found.width),
             stages=wish.split or None,
         )
-    except ResourceError as problem:  # its own remedy names what only a client with options of its own can do
+    except ResourceError as problem:  # its own remedy names options that ``join`` does not have
         remedy = "start more of them, or some with more memory: p2ptrain join; or take fewer --sessions"
         raise ResourceError(problem.message, remedy=remedy) from None
     try:
@@ -393,12 +392,12 @@ async def _draft(member: ServingMember, wish: ServeOptions, console: Console) ->
 
 
 async def _small_model(directory: Path, wish: ServeOptions, compute: ComputeThread, console: Console) -> Serves:
-    """Raises as ``load_whole_engine``, ``ConfigError`` where there is no tokenizer."""
+    """Raises as ``load_whole_engine``; ``ConfigError`` without a tokenizer."""
     from p2ptrain.compute.tokenizer import Tokenizer
     from roles.drafter.drafter import Serves
     from roles.verifier import targets
 
-    tokenizer = Tokenizer.of_directory(directory)  # refused before anything is loaded
+    tokenizer = Tokenizer.of_directory(directory)  # fail before loading anything
     await compute.run(_prepare_torch, wish.threads)
     engine, context = await targets.load_whole_engine(
         directory, compute, device=wish.device or "auto", dtype=wish.dtype, on_bytes=_loading(console)

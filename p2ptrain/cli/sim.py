@@ -1,4 +1,4 @@
-"""``p2ptrain sim``: whole clusters on virtual time, hurt by seeded faults."""
+"""``p2ptrain sim``: simulates whole clusters on virtual time, with seeded faults."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def sim(
 ) -> None:
     """Run simulated clusters under faults and check what must always be true.
 
-    Real seeds and workers on virtual time, in memory: machines are killed, frozen, cut off, lose power, run out of
-    disk and lie, as a number decides. The same number is the same run. Exit code 1: something did not hold; the line
-    to replay it is shown.
+    Real seeds and workers run on virtual time, in memory. A number decides which machines are killed, frozen or cut
+    off, lose power, fill their disks, or lie. The same number gives the same run. The exit code is 1 if a check fails;
+    then the command line that replays it is shown.
 
     \b
     Examples:

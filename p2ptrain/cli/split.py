@@ -1,4 +1,4 @@
-"""A model whose layers lie on several workers, for a command: found, planned, loaded, measured and left again."""
+"""A model whose layers are on several workers, for commands: find the workers, plan, load, and report figures."""
 
 from __future__ import annotations
 
@@ -30,20 +30,14 @@ from roles.verifier.targets import PassTimes
 from wire.client import SeedClient
 from wire.records import CheckpointInfo
 
-LEAVE_S = 1.0
-"""What saying goodbye to workers may take. They notice by themselves when it was not said."""
+LEAVE_S = 1.0  # time limit for a goodbye to workers; without one they notice the end themselves
 TYPICAL_POSITIONS = 4096
-"""Of a conversation where nobody says more: caches for a whole context may be larger than the weights."""
+"""Default length of a conversation. Caches for a whole context may be larger than the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A model that can be loaded.
-
-    Attributes:
-        label: which one it is, for people.
-        text: its text side.
-    """
+    """A model that is ready to be loaded. ``label``: its name, for people. ``text``: its text side."""
 
     label: str
     text: ModelText
@@ -55,7 +49,7 @@ class Planned:
     console: Console
 
     async def load(self) -> Chain:
-        """Have the workers load their parts, and show how far they are. Raises as ``Chain.load``."""
+        """Have the workers load their parts, and show the progress. Raises as ``Chain.load``."""
         progress = LoadingLine(self.plan, self.console)
         show = (lambda _: None) if self.plan.loaded else progress.show
         try:
@@ -77,17 +71,17 @@ async def planned(
     needs: Callable[[ModelText], int],
     console: Console,
 ) -> AsyncIterator[Planned]:
-    """Find out who holds which layers. Everybody is let go at the end; what they loaded stays for the next one.
+    """Plan which worker holds which layers. At the end the workers are disconnected and keep what they loaded.
 
     Args:
-        checkpoint: of this machine; None: the newest one of ``job``, which may lie on any worker.
-        needs: positions to have cache for, of all sessions together.
+        checkpoint: on this machine; None: the newest one of ``job``, which may be on any worker.
+        needs: returns the cache positions of all sessions together.
 
     Raises:
-        P2PTrainError: no seed, no worker, no model, or no room for it; it names the numbers and the remedy.
+        P2PTrainError: there is no seed, worker or model, or too little memory; it has the numbers and the remedy.
     """
     directory = newest_in(checkpoint) if checkpoint is not None else None
-    text = None if directory is None else ModelText(directory)  # refused before anybody is asked
+    text = None if directory is None else ModelText(directory)  # fail before connecting
     access, client = await open_operator(seed)
     try:
         await access.freshen(client.request)
@@ -112,7 +106,7 @@ async def planned(
     try:
         with tempfile.TemporaryDirectory(prefix="p2ptrain-text-") as kept:
             if directory is not None:
-                console.progress(f"reading the files of {directory}")  # hashed, the first time
+                console.progress(f"reading the files of {directory}")  # the first time it hashes them
                 model = await local_model(around, directory)
             else:
                 model = await _model_of_worker(pool, held)
@@ -160,7 +154,7 @@ async def _held_by_job(client: SeedClient, job: str) -> list[CheckpointInfo]:
 
 
 async def _model_of_worker(pool: WorkerPool, held: list[CheckpointInfo]) -> Model:
-    """The newest checkpoint that somebody who is there can give. Raises ``UserError``."""
+    """The newest checkpoint on a connected worker. Raises ``UserError``."""
     for item in held:
         if item.peer_id in pool.peers:
             return await pool.model_at(item.path, worker=item.peer_id)
@@ -169,7 +163,7 @@ async def _model_of_worker(pool: WorkerPool, held: list[CheckpointInfo]) -> Mode
 
 
 async def _text_of(pool: WorkerPool, model: Model, directory: Path) -> ModelText:
-    """The text side of a model that lies on a worker: its small files, fetched. Raises ``P2PTrainError``."""
+    """Fetch the text side of a model, which is a few small files, from a worker. Raises ``P2PTrainError``."""
     for name, content in (await pool.files(model, TEXT_FILES)).items():
         if name in TEXT_FILES:
             (directory / name).write_bytes(content)
@@ -177,7 +171,7 @@ async def _text_of(pool: WorkerPool, model: Model, directory: Path) -> ModelText
 
 
 class LoadingLine:
-    """How far each stage is, in one line."""
+    """The loading progress of all stages, in one line."""
 
     def __init__(self, plan: Plan, console: Console) -> None:
         self._console = console
@@ -199,7 +193,7 @@ class LoadingLine:
 
 
 def show_plan(plan: Planned, *, as_json: bool) -> None:
-    """What ``--dry-run`` shows, on standard output."""
+    """Print the plan, for ``--dry-run``."""
     placement, is_loaded = plan.plan.placement, plan.plan.loaded
     if as_json:
         print_json({"checkpoint": plan.label, "loaded": is_loaded, "plan": placement_map(placement)})
@@ -209,13 +203,14 @@ def show_plan(plan: Planned, *, as_json: bool) -> None:
         typer.echo("These parts are loaded there already.")
 
 
-# ------------------------------------------------------------------------------------------------------ what it took
+# ------------------------------------------------------------------------------------------------------ the figures
 
 
 def split_facts(chain: Chain, times: PassTimes, encoding: str) -> dict[str, Any]:
-    """What each stage holds, and where a token's time goes, for programs. Times are per token, None before the first.
+    """What each stage holds, and where a token's time goes, for programs. Times are per token; None before the first
+    token.
 
-    ``rest_ms`` is what is neither computing nor the measured links: queueing, the loops of the stages, this program.
+    ``rest_ms`` is neither computing nor measured links: it is queueing, event loops of the stages, and this program.
     """
     tokens = times.tokens
     compute_ms = sum(times.stages_us) / 1e3 / tokens if tokens else None
@@ -253,7 +248,7 @@ def split_facts(chain: Chain, times: PassTimes, encoding: str) -> dict[str, Any]
 
 
 def print_split_facts(facts: dict[str, Any]) -> None:
-    """The same as a table of 80 columns, stages in their order, and a line. ``WIRE``: what one token's hop takes."""
+    """Print these facts: a table of 80 columns, and a line. ``WIRE``: bytes of one token's hop."""
     columns = ["PEER", "LAYERS", "READ", "RECEIVED", "WEIGHTS", "MEMORY", "MS/TOKEN", "WIRE"]
     rows = [
         [

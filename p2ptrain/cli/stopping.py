@@ -1,4 +1,4 @@
-"""Leaving on Ctrl+C: the first asks politely, the second does not wait."""
+"""Leaving on Ctrl+C: the first one requests an orderly end, the second one ends the process at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def stoppable(*, with_parent: bool = False) -> tuple[Console, asyncio.Event]:
-    """A console, and an event that Ctrl+C sets, and ``with_parent`` the end of the parent, too."""
+    """A console, and an event that Ctrl+C sets; ``with_parent``: the end of the parent sets it, too."""
     console, stop = Console(), asyncio.Event()
     stop_on_signals(stop, lambda text: console.event("info", text))
     if with_parent:
@@ -33,7 +33,7 @@ def stop_on_signals(stop: asyncio.Event, say: Callable[[str], None]) -> None:
     def ask() -> None:
         if stop.is_set():
             os._exit(EXIT_INTERRUPTED)
-        stop.set()  # first: it holds whatever becomes of the words
+        stop.set()  # set first, because the message may fail
         say(LEAVING)
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -44,7 +44,7 @@ def stop_on_signals(stop: asyncio.Event, say: Callable[[str], None]) -> None:
 
 
 async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of ``work``, given up (None) where ``stop`` is set before it is there."""
+    """Return the result of ``work``; None if ``stop`` is set before, which cancels the work."""
     task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:
         both: set[asyncio.Future[Any]] = {task, stopped}

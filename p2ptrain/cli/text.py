@@ -1,5 +1,5 @@
-"""Chooses who writes the text of ``generate`` and ``chat``: a verifier of the cluster, or a model that is loaded here,
-whole or split over workers. Behind that choice there is one ``TextService``."""
+"""Chooses the ``TextService`` of ``generate`` and ``chat``: a verifier of the cluster, or a model that is loaded here,
+whole or split over workers."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from wire.records import ServingInfo
 from wire.transport import TcpNetwork
 
 LOOK_AGAIN_S = 1.0
-"""Between two looks for a verifier that was lost."""
+"""Pause between attempts to find a lost verifier."""
 MOST_ASKS = 3
-"""Of one question, where the verifier is lost each time: it may be the question that ends it."""
+"""Attempts for one question if the verifier is lost each time. The question may be the cause."""
 _GONE = frozenset({"lost", "away", "leaving", "failed"})
 _OTHER_WAYS = "or let a checkpoint of this machine write: --checkpoint DIR, or --job JOB"
 _CHAT_IF_LOST = (
@@ -43,8 +43,8 @@ _CHAT_IF_LOST = (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a model wrote. ``first_s``: until its first piece came; ``ended``: as of ``Writing``, or ``failed``: the
-    text is what had come by then."""
+    """A text that a model wrote. ``first_s``: seconds until its first piece. ``ended``: as in ``Writing``, or
+    ``failed`` for a text that broke off."""
 
     prompt: str
     text: str
@@ -56,11 +56,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Who writes, and what commands say of it.
+    """A text service and its descriptions.
 
     Attributes:
-        label: who it is, for people. about: what else they may want to know.
-        identity: who it is, for programs. facts: what is known of where and how it computed, for programs.
+        label: its name, for people. about: further information for people.
+        identity: its name, for programs. facts: where and how it computed, for programs.
     """
 
     service: TextService
@@ -70,7 +70,7 @@ class Source:
     facts: Callable[[], dict[str, Any]] = field(default=dict)
 
     def show_stats(self, stats: Sequence[dict[str, Any]]) -> None:
-        """Where a token's time went, for people; ``stats``: of each text, as of ``Writing.stats``."""
+        """Print where a token's time went. ``stats``: ``Writing.stats`` of each text."""
         if (split := self.facts().get("split")) is not None:
             typer.echo()
             print_split_facts(split)
@@ -86,8 +86,8 @@ class Needs:
 
     Args:
         sessions: texts at a time. kept: conversations that are kept for their next question.
-        check: refuses what cannot be, before anything is loaded; returns the positions of all sessions together.
-        wait_s: for a verifier that was lost between two questions; 0: it is not looked for.
+        check: refuses invalid requests before anything is loaded; returns the positions of all sessions together.
+        wait_s: how long to look for a verifier that was lost between two questions; 0: do not look.
     """
 
     sessions: int
@@ -97,8 +97,7 @@ class Needs:
 
 
 def local_directory(options: TextOptions) -> Path | None:
-    """The checkpoint of this machine that a whole model is loaded from; None where others compute. Raises
-    ``UserError``."""
+    """Directory of the whole model to load here; None if a verifier or workers compute. Raises ``UserError``."""
     if options.by_verifier or options.split is not None:
         return None
     return newest_in(options.checkpoint) if options.checkpoint is not None else newest_of_job(options.seed, options.job)
@@ -108,13 +107,13 @@ def local_directory(options: TextOptions) -> Path | None:
 async def text_source(
     options: TextOptions, directory: Path | None, needs: Needs, console: Console
 ) -> AsyncIterator[Source | None]:
-    """The service that the options choose, until the body ends. None for ``--dry-run``: its plan was shown.
+    """Open the service that the options choose, for the body. Yields None for ``--dry-run``, which only shows the plan.
 
     Args:
-        directory: of ``local_directory``.
+        directory: result of ``local_directory``.
 
     Raises:
-        P2PTrainError: it is not there, it is not clear which one is meant, or the model cannot be loaded.
+        P2PTrainError: the service is missing or ambiguous, or its model cannot be loaded.
     """
     if options.by_verifier:
         opened: Any = _of_verifier(options, needs, console)
@@ -241,7 +240,7 @@ async def _of_verifier(options: TextOptions, needs: Needs, console: Console) -> 
 
 
 class LastingVerifier:
-    """A ``TextService`` that looks for its verifier again, where it was lost between two questions."""
+    """A ``TextService`` that looks for its verifier again if it was lost between two questions."""
 
     def __init__(self, client: VerifierClient, options: TextOptions, wait_s: float, console: Console) -> None:
         self.client = client
@@ -249,7 +248,7 @@ class LastingVerifier:
         self._options, self._wait_s, self._console = options, wait_s, console
 
     async def write(self, request: TextRequest) -> Text:
-        """As ``TextService.write``. Raises what was said last, where the verifier stays away too long."""
+        """As ``TextService.write``. Raises the last error if the verifier stays away too long."""
         began = time.monotonic()
         for attempt in range(1, MOST_ASKS + 1):
             client = await self._there(began)
@@ -286,16 +285,16 @@ class LastingVerifier:
 async def dialled(
     seed: str, name: str = "", *, like: ServingInfo | None = None, if_lost: str = IF_LOST
 ) -> VerifierClient:
-    """Dial a verifier that the seed knows.
+    """Dial a verifier that the seed lists.
 
     Args:
-        name: which, or its id; empty: there is one, or all have the same model.
-        like: one that was used before: it, or another one with its model.
-        if_lost: what a person can do where it is lost later.
+        name: its name or id; empty: any, if all have the same model.
+        like: a verifier that was used before; this one or another one with its model is dialled.
+        if_lost: what the user can do if it is lost later.
 
     Raises:
-        UserError: there is none, or it is not clear which.
-        NetworkError, Refused: the seed, or it, does not answer.
+        UserError: there is none, or the choice is ambiguous.
+        NetworkError, Refused: the seed or the verifier does not answer.
     """
     try:
         access, client = await open_operator(seed)
@@ -338,7 +337,7 @@ def _writes(verifier: ServingInfo) -> tuple[str, str]:
 
 
 def chosen(found: Sequence[ServingInfo], name: str) -> ServingInfo:
-    """The one that is meant; without a name the least busy. Raises ``UserError``."""
+    """The verifier with this name or id; without a name the least busy one. Raises ``UserError``."""
     if not found:
         raise UserError(
             "no verifier is there to write text",
@@ -361,7 +360,7 @@ def chosen(found: Sequence[ServingInfo], name: str) -> ServingInfo:
 
 
 def print_text_stats(stats: dict[str, Any]) -> None:
-    """Where a token's time went, and what drafters were good for. Nothing in ``stats`` is trusted to be there."""
+    """Print where a token's time went, and how useful drafts were. ``stats`` may lack any field."""
     known = {name: value for name, value in stats.items() if isinstance(value, int | float)}
     if "token_ms" in known:
         labels = {"verify": "verifying", "draft": "waiting for drafts", "wait": "waiting"}

@@ -1,4 +1,4 @@
-"""The options of ``generate`` and ``chat``: declared, checked, and what they mean, once."""
+"""The options of ``generate`` and ``chat``: their declaration, checks and meaning."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ DtypeOption = Annotated[
     str, typer.Option("--dtype", metavar="TYPE", help="Compute in fp32, bf16 or fp16; default: what the model says.")
 ]
 
-_JOINERS = "\u200c\u200d"  # letters and pictures of several parts are held together by these
+_JOINERS = "\u200c\u200d"  # zero-width joiners of compound letters and emoji
 _ESCAPED = {"n": "\n", "t": "\t", "\\": "\\"}
 
 
 @dataclass(frozen=True, slots=True)
 class SplitOptions:
-    """How a model is split over workers.
+    """How to split a model over workers.
 
     Attributes:
-        stages: None for the best number.
-        dtype, wire: of the options of that name; empty: not given.
-        positions: of all sessions together; 0: what is needed.
+        stages: number of stages; None: the best number.
+        positions: cache positions of all sessions together; 0: as many as are needed.
     """
 
     stages: int | None
@@ -49,13 +48,13 @@ class SplitOptions:
 
     @property
     def encodings(self) -> tuple[str, str]:
-        """Encoding of hidden states while decoding, and of those of prompts; empty: as they are computed."""
+        """Encoding of hidden states while decoding, and of those of prompts; empty: as computed."""
         return ("", "int8") if self.wire == "int8" else (self.wire, self.wire)
 
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """What ``generate`` and ``chat`` share. Each field is an option of both (``takes_text_options``)."""
+    """The common options of ``generate`` and ``chat``. ``takes_text_options`` makes each field an option."""
 
     checkpoint: CheckpointOption = None
     job: Annotated[str, typer.Option("--job", metavar="JOB", help="Use the newest checkpoint of this job.")] = ""
@@ -152,7 +151,7 @@ class TextOptions:
         return SplitOptions(self.split or None, self.dtype, self.wire, self.positions)
 
     def check(self, command: str, *, compare: bool = False) -> None:
-        """Refuse what does not belong together, before anything is read or asked. Raises ``UserError``."""
+        """Refuse invalid combinations, before anything is read or requested. Raises ``UserError``."""
         _ = self.sampling, self.stops
         check_dtype(self.dtype)
         if self.wire and self.wire not in WIRES:
@@ -198,12 +197,12 @@ def takes_text_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 class WithBareSplit(TyperCommand):
-    """A command whose ``--split`` may stand without its number: as many stages as are best (0)."""
+    """A command that accepts ``--split`` without a number, which means the best number of stages (0)."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, with_number(args))
-        except Exception as error:  # of the parser, and whose that is depends on the version of Typer
+        except Exception as error:  # a parser error; its type depends on the version of Typer
             at = args.index("--split") + 1 if "--split" in args else len(args)
             word = args[at] if at < len(args) and not args[at].startswith("-") else ""
             if word and "unexpected extra" in str(error) and f"({word})" in str(error):
@@ -213,7 +212,7 @@ class WithBareSplit(TyperCommand):
 
 
 def with_number(args: list[str]) -> list[str]:
-    """The arguments with a number behind every ``--split``."""
+    """Give every ``--split`` without a number the number 0."""
     given = list[str]()
     for number, word in enumerate(args):
         if word == "--":
@@ -224,7 +223,7 @@ def with_number(args: list[str]) -> list[str]:
 
 
 def check_dtype(dtype: str) -> None:
-    """Raises ``UserError`` where it is none of ``DTYPES``, nor empty."""
+    """Raises ``UserError`` unless it is empty or one of ``DTYPES``."""
     if dtype and dtype not in DTYPES:
         raise UserError(f"--dtype {dtype} is not a type to compute in", remedy=f"use {', '.join(DTYPES)}")
 
@@ -238,7 +237,7 @@ def _unescaped(text: str) -> str:
 
 
 def write(text: str) -> None:
-    """Write a model's text to standard output as it comes; what a terminal would obey is shown as �."""
+    """Write a model's text to standard output at once. Control characters become �."""
     sys.stdout.write(on_terminal(text))
     sys.stdout.flush()
 
@@ -251,7 +250,7 @@ def on_terminal(text: str) -> str:
 
 
 def newest_in(directory: Path) -> Path:
-    """``directory`` where it is a model, else the newest checkpoint below it. Raises ``UserError``."""
+    """``directory`` if it is a model, else the newest checkpoint below it. Raises ``UserError``."""
     if (directory / "config.json").is_file():
         return _whole(directory)
     manifests = [path for path in directory.rglob("step-*/manifest.json") if path.parent.name[5:].isdigit()]
@@ -263,10 +262,10 @@ def newest_in(directory: Path) -> Path:
 
 
 def newest_of_job(seed: str, job: str) -> Path:
-    """The newest checkpoint of a job that lies on this machine. Raises ``UserError``."""
+    """The newest checkpoint of a job on this machine. Raises ``UserError``."""
     found = ask(seed, lambda client: client.checkpoints(job))
     here = [item for item in found if Path(item.path, "config.json").is_file()]
-    here = [item for item in here if item.stage is None] or here  # of a split model: none that is a part
+    here = [item for item in here if item.stage is None] or here  # prefer whole models to parts
     if here:
         return _whole(Path(max(here, key=lambda item: item.step).path))
     if not found:
@@ -276,7 +275,7 @@ def newest_of_job(seed: str, job: str) -> Path:
 
 
 def _whole(directory: Path) -> Path:
-    """``directory``. Raises ``UserError`` where it is the checkpoint of one part of a model."""
+    """Return ``directory``. Raises ``UserError`` if it is the checkpoint of one part of a model."""
     from p2ptrain.core.checkpoint_parts import STAGE, STAGES, is_part
     from p2ptrain.core.checkpoints import read_checkpoint
     from p2ptrain.core.disk import RealDisk
@@ -284,7 +283,7 @@ def _whole(directory: Path) -> Path:
     try:
         entry = read_checkpoint(RealDisk(), directory)
     except StorageError:
-        return directory  # of another maker, or damaged: whoever opens it will say so
+        return directory  # from another program, or damaged; loading it reports that
     if is_part(entry):
         part = f"stage {entry.meta.get(STAGE)} of {entry.meta.get(STAGES)}"
         remedy = "`p2ptrain checkpoints list` shows whole ones; `p2ptrain jobs save JOB` has the workers make one"

@@ -18,12 +18,11 @@ if TYPE_CHECKING:
 app = new_typer(help="Make, list, revoke and replace the tickets with which other machines join.")
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-_USES = {
+_USES = {  # role → how to use its ticket
     "operator": "tui TICKET",
     "verifier": "join TICKET --role verifier --model DIR",
     "drafter": "join TICKET --role drafter --model DIR",
 }
-"""Role → what its ticket is given to."""
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])", re.ASCII)
 
 
@@ -48,7 +47,7 @@ def new(
     seed: SeedOption = DEFAULT_SEED,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a ticket, and print it: whoever has it gets in. Peers that did stay when it expires.
+    """Make a ticket and print it. Whoever has it can join. Peers that joined with it stay when it expires.
 
     \b
     Examples:
@@ -70,7 +69,7 @@ def new(
 
 @app.command("list")
 def list_tickets(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
-    """Show the tickets, without their secrets: who lost one makes a new one.
+    """Show the tickets, without their secrets. If you lost one, make a new one.
 
     \b
     Examples:
@@ -105,7 +104,7 @@ def revoke(
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Take a ticket back, with all that came of it: peers that joined with it are let go, and need another.
+    """Revoke a ticket, and disconnect the peers that joined with it. They need another ticket.
 
     \b
     Examples:
@@ -118,7 +117,7 @@ def revoke(
 
 @app.command("rotate")
 def rotate(seed: SeedOption = DEFAULT_SEED, yes: YesOption = False, as_json: JsonOption = False) -> None:
-    """Replace all tickets: those that are out let nobody new in. Peers that are in stay. Prints the new one.
+    """Replace all tickets, and print the new one. The old ones let in no new peers; peers that joined with them stay.
 
     \b
     Examples:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def tui(
     address: Annotated[str, typer.Argument(envvar=SEED_VARIABLE, metavar="SEED", help=SEED_HELP)] = DEFAULT_SEED,
 ) -> None:
-    """Watch a cluster full-screen, and pause, resume, save or cancel its jobs. Leaving harms nothing.
+    """Watch a cluster full-screen, and pause, resume, save or cancel its jobs. Leaving the view stops nothing.
 
     \b
     Examples:
@@ -36,7 +36,7 @@ def tui(
 
 
 class OperatorAccess:
-    """The way of ``tui.source`` for whatever a person gave: an address, a ticket, a file."""
+    """Connects ``tui.source`` to the seed that the user gave: an address, a ticket, or a file."""
 
     def __init__(self, seed: str) -> None:
         self._seed = seed

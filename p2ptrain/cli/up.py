@@ -1,4 +1,4 @@
-"""``p2ptrain up``: a seed and workers on this machine, as processes of their own, and a view of them."""
+"""``p2ptrain up``: starts a seed and workers as processes on this machine, and shows them."""
 
 from __future__ import annotations
 
@@ -98,13 +98,13 @@ def up(
 ) -> None:
     """Start a whole cluster on this machine and train: a seed, and workers that form a ring.
 
-    An unfinished job in the same --state is taken up where it was. Ctrl+C stops everything; nothing is lost.
+    An unfinished job in the same --state continues where it stopped. Ctrl+C stops everything; nothing is lost.
 
-    A profile with a [drafter], such as pair, trains two models and then serves them: `p2ptrain generate` and
-    `p2ptrain chat` write with the larger one, for which the smaller one drafts. The next start serves at once.
+    A profile with a [drafter], such as pair, trains two models and then serves them. `p2ptrain generate` and `p2ptrain
+    chat` write with the larger one, and the smaller one drafts for it. The next start serves them at once.
 
-    With --split the workers hold a model instead, some layers each, and `p2ptrain generate --split` and
-    `p2ptrain chat --split` use it from another terminal.
+    With --split the workers hold a model instead, some layers each. Use it with `p2ptrain generate --split` or
+    `p2ptrain chat --split` from another terminal.
 
     \b
     Examples:
@@ -119,9 +119,9 @@ def up(
     from wire.emulate import preset_named
 
     if link:
-        preset_named(link)  # refused here: each worker would only end
+        preset_named(link)  # fail here, not in each worker
     root = (state or default_state_dir() / "up").absolute()
-    port = port or (DEFAULT_PORT if is_free(DEFAULT_PORT) else free_port())  # `p2ptrain tui` looks at the first one
+    port = port or (DEFAULT_PORT if is_free(DEFAULT_PORT) else free_port())  # `p2ptrain tui` uses the default port
     if split is not None:
         if http or api_keys is not None:
             raise UserError("--http is answered by a verifier, and --split starts none", remedy="leave one of them out")
@@ -159,14 +159,14 @@ def up(
 def _hold(
     split: int, spare: int, checkpoint: Path, memory: str, dtype: str, root: Path, port: int, link: str, as_json: bool
 ) -> None:
-    """Check what can be checked before anything is started, then have workers hold the model. Raises ``UserError``."""
+    """Check the options, then have workers hold the model. Raises ``UserError``."""
     from p2ptrain.cli.text_options import check_dtype, newest_in
     from p2ptrain.cli.up_cluster import SplitPlan, hold
     from p2ptrain.core.model_config import config_untrusted
     from p2ptrain.core.texts import size_of
 
     if memory:
-        size_of(memory)  # refused here: each worker would only end
+        size_of(memory)  # fail here, not in each worker
     check_dtype(dtype)
     directory = newest_in(checkpoint).absolute()
     try:
@@ -180,10 +180,10 @@ def _hold(
 
 
 def _profile(name: str, sets: list[str], workers: int) -> Profile:
-    """The profile for this many workers. A job that begins with more of them would wait for ever.
+    """Load the profile for this number of workers. A job that needs more of them would wait for ever.
 
     Raises:
-        ConfigError, UserError: it is wrong, or the person asked for a job that begins with more.
+        ConfigError, UserError: the profile is wrong, or the user asked for a job that needs more workers.
     """
     from configs.loader import is_shipped, load
 
@@ -204,11 +204,11 @@ def _profile(name: str, sets: list[str], workers: int) -> Profile:
 
 
 def _plan_here(profile: Profile, workers: int, link: str, *, dry_run: bool, as_json: bool) -> None:
-    """Refuse a split model that does not fit the memory of this machine, divided; show the plan in a dry run.
+    """Refuse a split model that does not fit into this machine's memory. In a dry run, print the plan.
 
     Raises:
-        UserError: a dry run of a model that is not split, or whose sizes are not known.
-        ResourceError: it does not fit, with the numbers.
+        UserError: in a dry run: the model is not split, or its sizes are unknown.
+        ResourceError: the model does not fit; the message has the numbers.
     """
     from p2ptrain.cli.output import print_json
     from p2ptrain.cli.placement import local_plan, print_plan, to_json
@@ -221,12 +221,12 @@ def _plan_here(profile: Profile, workers: int, link: str, *, dry_run: bool, as_j
         )
     flops = 0.0
     if dry_run:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the workers have it
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in the workers
         from p2ptrain.compute.device import compute_flops
 
         cores = os.cpu_count() or 1
         threads = profile.device.threads or max(1, cores // workers)
-        # Measured alone: workers that have fewer cores than threads between them share them.
+        # Measured with one worker alone. All workers together may have more threads than there are cores.
         flops = compute_flops(profile.device.kind, threads) * min(1.0, cores / (threads * workers))
     each_bytes = part_bytes(profile.device.kind) // workers
     made = local_plan(profile, workers=workers, memory_bytes=each_bytes, flops=flops, link=link)

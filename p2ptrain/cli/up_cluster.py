@@ -1,8 +1,8 @@
-"""What ``p2ptrain up`` runs on this machine: a seed and workers that train a model, or two of which one drafts for the
-other and that are then served, or workers that hold a split model.
+"""The processes that ``p2ptrain up`` runs on this machine: a seed, and workers that train or hold a model.
 
-Of a pair the drafter is trained first: its job is short, so that within a minute a person sees that all is well. Each
-start looks up in the seed's record what there is of both, and does the rest.
+A profile with a drafter trains a pair of models; then a verifier and a drafter serve them. The drafter is trained
+first. Its job is short, so the user sees within a minute that all is well. Each start reads the seed's records and does
+only what is missing.
 """
 
 from __future__ import annotations
@@ -38,26 +38,25 @@ Summary = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """Where the verifier shall answer programs. ``key_file``: absolute; None: without a key."""
+    """Where the verifier answers HTTP requests. ``key_file`` is absolute; None: no key is needed."""
 
     host: str
     port: int
     key_file: Path | None
 
     def options(self) -> list[str]:
-        """Of ``join``."""
         key = [] if self.key_file is None else ["--api-key-file", str(self.key_file)]
         return ["--http", format_address(self.host, self.port), *key]
 
     def example(self, address: str) -> str:
-        """What asks for the model that answers at ``address``."""
         if self.key_file is None:
             return f"curl {address}/models"
         return f'curl {address}/models -H "Authorization: Bearer $(cat {quote(str(self.key_file))})"'
 
 
 def http_wish(http: str, key_file: Path | None, profile: Profile) -> HttpOptions | None:
-    """What ``up --http`` asks for. Raises ``UserError`` where nobody would answer, or it names no place."""
+    """Read ``up --http``; None if it is not given. Raises ``UserError`` if no verifier would answer, or for a bad
+    address."""
     from p2ptrain.cli.join import host_and_port
 
     if not http:
@@ -74,7 +73,7 @@ def http_wish(http: str, key_file: Path | None, profile: Profile) -> HttpOptions
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A training, and for a profile with a drafter the serving of both models."""
+    """A training run and, if the profile has a drafter, the serving of both models."""
 
     profile_name: str
     profile: Profile
@@ -90,7 +89,7 @@ class Plan:
         return bool(self.profile.drafter.layers)
 
     def models(self) -> dict[str, tuple[str, Profile]]:
-        """Name and settings of each job in order, by the model's role; the role of a single model is empty."""
+        """Role → name and settings of its job, in the order of training. A single model has the role ``""``."""
         name = Path(self.profile_name).stem
         if not self.is_pair:
             return {"": (name, self.profile)}
@@ -105,7 +104,7 @@ def threads_each(processes: int) -> int:
 
 
 def part_bytes(device: str) -> int:
-    """What the workers of this machine may give to parts of split models, all together."""
+    """Memory that the workers of this machine may use, all together, for parts of split models."""
     from roles.gauges import free_memory_bytes
     from roles.worker.build import FREE_SHARE
 
@@ -117,21 +116,20 @@ def workers_start(count: int, cluster: LocalCluster) -> str:
 
 
 async def train(plan: Plan, *, full_screen: bool, as_json: bool) -> Summary | None:
-    """Train what is still to be trained; serve a pair until Ctrl+C.
+    """Train the models that are not trained yet; serve a pair until Ctrl+C.
 
     Returns:
-        What came of the job; of a pair what came of both, by role, and the ``state`` of the whole: ``interrupted``,
-        ``failed`` or ``cancelled``. None where both served.
+        The summary of the job; for a pair, both by role and an overall ``state``. None if both models were served.
 
     Raises:
-        P2PTrainError: something could not be started, or a process ended: with its last words.
+        P2PTrainError: something could not be started, or a process ended; the error has the process's last words.
     """
     from p2ptrain.cli.stopping import LEAVING, stoppable
 
     if plan.http is not None:
         from roles.verifier.http import check_place
 
-        await check_place(plan.http.host, plan.http.port, plan.http.key_file)  # else it is known after the training
+        await check_place(plan.http.host, plan.http.port, plan.http.key_file)  # fail before the training, not after it
     console, stop = stoppable()
     run = Run(plan, console, as_json=as_json)
     try:
@@ -162,11 +160,11 @@ async def train(plan: Plan, *, full_screen: bool, as_json: bool) -> Summary | No
 
 
 class Run:
-    """The processes of one ``up``, and how far they are.
+    """The processes of one ``up``, and their progress.
 
     Attributes:
-        quiet: a full-screen view has the terminal; what is to be said waits until ``aloud``.
-        view: that view; trouble is told there at once, too.
+        quiet: a full-screen view has the terminal; messages wait until ``aloud``.
+        view: that view; it shows warnings and errors at once.
     """
 
     def __init__(self, plan: Plan, console: Console, *, as_json: bool) -> None:
@@ -177,10 +175,10 @@ class Run:
         self._unsaid: list[tuple[str, str]] = []
         self._workers: list[Child] = []
         self._client: SeedClient | None = None
-        self._jobs: dict[str, str] = {}  # of the models that are still to be trained, by role
-        self._last: dict[str, JobInfo] = {}  # what the seed told of these jobs last, by id
-        self._told: dict[str, int] = {}  # their newest step that was said
-        self._trained: dict[str, Summary] = {}  # what came of the other models' jobs
+        self._jobs: dict[str, str] = {}  # role → id of a job that is not done yet
+        self._last: dict[str, JobInfo] = {}  # id of such a job → its newest record
+        self._told: dict[str, int] = {}  # id of such a job → newest step that was printed
+        self._trained: dict[str, Summary] = {}  # role → summary of a job that is done
         self._served = False
         self._http_at = ""
         self._began = time.monotonic()
@@ -191,10 +189,9 @@ class Run:
         return self._client
 
     async def begin(self) -> None:
-        """Start the seed, find out what is to be done, and start workers where there is something to train.
+        """Start the seed, find the jobs that are left, and start workers if there are any.
 
-        Raises:
-            P2PTrainError: see ``train``; of ``UserError``, the seed has an unfinished job that is none of these.
+        Raises ``P2PTrainError`` as ``train`` does; ``UserError`` if the seed has an unfinished job with other settings.
         """
         plan = self._plan
         await self.cluster.start_seed()
@@ -236,14 +233,14 @@ class Run:
         return job
 
     async def work(self) -> None:
-        """Train, then serve a pair until a process that is needed ends, which is raised. Returns where a job failed."""
+        """Train. Then serve a pair until a needed process ends, which raises ``JobFailed``. Returns if a job failed."""
         if self._jobs:
             await self.cluster.while_alive(self._follow(), needed=[self.cluster.seed], others=self._workers, least=1)
             self._console.finish()
             if not self._plan.is_pair:
                 return
-            await end_all(self._workers)  # they are done, and would keep the cores from those that serve
-            self.cluster.peers.clear()  # their end is no failure
+            await end_all(self._workers)  # they would compete with the serving processes for the cores
+            self.cluster.peers.clear()  # their end must not count as a failure
             for role, summary in (await self._summaries(interrupted=False)).items():
                 if summary["state"] != "done":
                     return
@@ -252,7 +249,7 @@ class Run:
         await self._serve()
 
     def aloud(self) -> None:
-        """The view is closed: say what waited, and how it stands."""
+        """Print the messages that waited for the view to close, and the current state."""
         self.quiet = False
         for level, text in self._unsaid:
             self._console.event(level, text)
@@ -263,10 +260,10 @@ class Run:
             self._console.event("info", "the view is closed; it goes on here. Ctrl+C stops everything")
 
     async def outcome(self) -> Summary | None:
-        """At the end: see ``train``. Workers save what they have, and leave."""
+        """Let the workers save and leave. Returns the outcome; see ``train``."""
         if self._served:
             return None
-        await end_all(self._workers)  # before the seed, so that it hears of what they saved
+        await end_all(self._workers)  # before the seed, so that it records what they saved
         found = {**self._trained, **(await self._summaries(interrupted=True))}
         if not self._plan.is_pair:
             return found[""]
@@ -291,7 +288,7 @@ class Run:
     # ------------------------------------------------------------------------------------------------------- training
 
     async def _follow(self) -> None:
-        for job in self._jobs.values():  # steps of an earlier start are not said again
+        for job in self._jobs.values():  # do not print the steps of an earlier start again
             self._last[job], _ = await self.client.job(job)
             self._told[job] = self._last[job].step
         async for records in self.client.news():
@@ -337,7 +334,7 @@ class Run:
     # -------------------------------------------------------------------------------------------------------- serving
 
     async def _serve(self) -> None:
-        """Start a verifier and a drafter, and stay. Raises ``JobFailed``."""
+        """Start a verifier and a drafter, and wait. Raises ``JobFailed`` when a needed process ends."""
         plan, cluster = self._plan, self.cluster
         for role, summary in self._trained.items():
             check_whole(role, summary)
@@ -391,17 +388,17 @@ async def forever() -> None:
     await asyncio.Event().wait()
 
 
-# ----------------------------------------------------------------------------------------------- what the seed has kept
+# ----------------------------------------------------------------------------------------------- the seed's records
 
 
 async def unfinished(client: SeedClient, specs: Collection[str], root: Path, *, cancel: bool) -> dict[str, str]:
-    """The unfinished jobs of these settings, by these, as ids; a paused one goes on.
+    """Settings → id of the unfinished job that has them. A paused job is resumed.
 
     Args:
-        cancel: those of other settings.
+        cancel: cancel unfinished jobs with other settings.
 
     Raises:
-        UserError: there is one of other settings, and it is not to be cancelled.
+        UserError: there is a job with other settings, and ``cancel`` is False.
     """
     found: dict[str, str] = {}
     for job in await client.jobs():
@@ -423,9 +420,9 @@ async def unfinished(client: SeedClient, specs: Collection[str], root: Path, *, 
 
 
 async def trained_before(client: SeedClient, profile: Profile) -> Summary | None:
-    """What came of the newest job of such a profile that is done and whose model is still on this machine.
+    """Summary of the newest finished job of this profile whose model is still on this machine.
 
-    It does not matter with how many workers it began.
+    The number of workers that the job began with does not matter.
     """
     for job in reversed(await client.jobs()):
         if job.state != "done":
@@ -452,7 +449,7 @@ def _alike(spec: str, profile: Profile) -> bool:
 
 
 async def newest_saved(client: SeedClient, job: str) -> CheckpointInfo | None:
-    """The job's newest checkpoint, one of the whole model where there is any. Raises ``P2PTrainError``."""
+    """The job's newest checkpoint, preferably of the whole model. Raises ``P2PTrainError``."""
     return max(await client.checkpoints(job), key=lambda item: (item.stage is None, item.step), default=None)
 
 
@@ -473,7 +470,7 @@ def summed_up(job: str, shown: JobInfo | None, newest: CheckpointInfo | None, se
 
 
 def check_whole(role: str, summary: Summary) -> None:
-    """Raises ``JobFailed`` where there is no model to serve."""
+    """Raises ``JobFailed`` if the job left no checkpoint of the whole model."""
     if summary["checkpoint"] is None or not summary["whole"]:
         text = f"the {role}'s job {summary['job']} is done, and left no checkpoint of the whole model"
         raise JobFailed(text, remedy="the workers' logs say why; `p2ptrain checkpoints list` shows what there is")
@@ -484,7 +481,7 @@ def check_whole(role: str, summary: Summary) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """Workers that hold a model. ``spares``: workers beyond the stages, who take the place of one that dies."""
+    """Workers that hold a split model. ``spares``: additional workers, which replace workers that die."""
 
     stages: int
     spares: int
@@ -500,14 +497,14 @@ class SplitPlan:
         return self.stages + self.spares
 
     def options(self) -> list[str]:
-        """Of each worker. Several texts are under way at once, and one stage's threads would keep the other stages
-        from the cores; spares compute once a stage is lost."""
+        """Options of each worker. Stages compute at once and share the cores; a spare computes only in place of a lost
+        stage."""
         memory = ["--memory", self.memory] * bool(self.memory)
         return ["--threads", str(threads_each(self.stages)), *memory, *["--link", self.link] * bool(self.link)]
 
 
 async def hold(plan: SplitPlan, *, as_json: bool) -> None:
-    """Start everything, load the model, and stay until Ctrl+C. Raises ``P2PTrainError``."""
+    """Start a seed and workers, load the model, and wait for Ctrl+C. Raises ``P2PTrainError``."""
     from p2ptrain.cli.split import LEAVE_S, conversation_positions, planned, within
     from p2ptrain.cli.stopping import stoppable, unless_stopped
     from p2ptrain.cli.text_options import SplitOptions
@@ -570,7 +567,7 @@ def _tell_held(loaded: Planned, chain: Chain, plan: SplitPlan, *, as_json: bool)
 
 
 class View:
-    """The full-screen view of the seed at this port, and what is to be said while it has the terminal."""
+    """The full-screen view of the seed at this port."""
 
     def __init__(self, port: int) -> None:
         from tui.app import P2PTrainApp
@@ -580,7 +577,8 @@ class View:
         self.app = P2PTrainApp(SeedSource(PlainAccess(TcpNetwork(), LOOPBACK, port), f"{LOOPBACK}:{port}"))
 
     async def show(self, work: asyncio.Task[Any]) -> bool:
-        """Until the person leaves it; whether with Ctrl+C. That ``work`` has ended, and why, is said within it."""
+        """Show the view until the user leaves it. Returns whether that was by Ctrl+C. The view reports the end of
+        ``work``."""
         work.add_done_callback(self._over)
         try:
             return bool(await self.app.run_async())
@@ -592,7 +590,7 @@ class View:
             self.app.tell(level, "Trouble", text)
 
     def serves(self, text: str) -> None:
-        """What was trained is served now: that view is shown, and how to ask."""
+        """Show that the models are served, and how to use them."""
         from tui.app import SERVING
 
         self.app.go_to(SERVING)

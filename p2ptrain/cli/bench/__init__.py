@@ -1,6 +1,6 @@
-"""``p2ptrain bench``: how fast this is, always beside the thing to beat, in the same run.
+"""``p2ptrain bench``: measures speed, always beside a rival in the same run.
 
-``commands`` is what a person calls. ``members`` starts peers as real processes and tells them what to do; ``member`` is
-what runs in each of them. ``sockets`` is the limit that this machine sets; ``report`` and ``drawing`` show what came of
-it. torch is loaded in the members only.
+``commands`` has the commands; each benchmark has a module. ``runner`` starts members as processes and sends them
+orders; ``member`` runs in each of them. ``sockets`` measures the limit of this machine. ``report`` shows the results.
+Only members load torch.
 """

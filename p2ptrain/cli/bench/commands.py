@@ -23,7 +23,7 @@ app = new_typer(
 )
 
 SIZES, LINK_SIZES = "4K,64K,1M,16M,64M,256M", "64K,1M,4M"
-"""The largest one takes half a second at 100 Mbit/s."""
+"""Default sizes of the tensor without and with ``--link``. 4M takes about half a second at 100 Mbit/s."""
 
 JsonTo = Annotated[str, typer.Option("--json", metavar="FILE", help="Write JSON; - for standard output, alone.")]
 CsvTo = Annotated[str, typer.Option("--csv", metavar="FILE", help="Write CSV, one row a sample.")]
@@ -71,9 +71,9 @@ def allreduce(
     json_to: JsonTo = "",
     csv_to: CsvTo = "",
 ) -> None:
-    """The ring beside torch's Gloo and plain sockets.
+    """Compare the ring with torch's Gloo and with plain sockets.
 
-    In the same processes, round by round in turn. The time of an operation is that of the slowest member, GB/s are
+    They run in the same processes and take turns. The time of an operation is that of the slowest member. GB/s are
     bytes of the tensor. Sockets are the limit: they move the same bytes and do nothing else.
 
     \b
@@ -105,7 +105,7 @@ def allreduce(
         raise UserError(text, remedy="such as 256K")
     check_memory(peers, chosen[-1])
     ring = RingPlan(link, tls, streams, sub_chunk_bytes, codec)
-    pieces = sub_chunk_bytes or 512 << 10  # of those tried, none was faster
+    pieces = sub_chunk_bytes or 512 << 10  # no other size was faster
     plan = AllReducePlan(peers, chosen, dtype, item_bytes, ring, rounds, pieces)
     _measure(plan.report(), lambda bench, report: measure_allreduce(bench, plan, report), json_to, csv_to)
 
@@ -127,11 +127,11 @@ def step(
     json_to: JsonTo = "",
     csv_to: CsvTo = "",
 ) -> None:
-    """Training steps beside torch's own DDP.
+    """Compare training steps with those of torch's DDP.
 
-    DistributedDataParallel on Gloo and this project train block by block in turn, with the same processes, model,
-    samples, global batch, micro-batches and threads: tokens a second, losses, and how much of the communication was
-    hidden behind the backward pass.
+    DistributedDataParallel on Gloo and this project take turns block by block, with the same processes, model, samples,
+    global batch, micro-batches and threads. Results: tokens a second, losses, and the part of communication that the
+    backward pass hides.
 
     \b
     Examples:
@@ -165,9 +165,9 @@ def link(
     json_to: JsonTo = "",
     csv_to: CsvTo = "",
 ) -> None:
-    """What this machine's sockets reach, TLS or not.
+    """Measure this machine's sockets, with and without TLS.
 
-    Round trips, and bytes a second one way and both ways, by size of buffer.
+    The results are round trips, and bytes a second one way and both ways, by size of buffer.
 
     \b
     Example:
@@ -208,12 +208,11 @@ def pipeline(
     json_to: JsonTo = "",
     csv_to: CsvTo = "",
 ) -> None:
-    """A pipeline's schedules over slow links.
+    """Compare pipeline schedules over slow links.
 
-    Stages that only take time, in processes of their own, with real payloads over TCP that is made as slow as a far
-    link. 1F1B with its warm-up extended by what the links cost, plain 1F1B and GPipe take turns, step by step, over the
-    same connections. Efficiency is the part of a step that a stage computes; beside each stands what the schedule can
-    reach where nothing but computing and links takes time.
+    The stages are processes that wait instead of computing. They exchange real payloads over emulated far links. 1F1B
+    with a warm-up extended for the links, plain 1F1B and GPipe take turns, step by step. Efficiency is the part of a
+    step that a stage computes. The ideal is the efficiency if only computing and links took time.
 
     \b
     Examples:
@@ -267,11 +266,12 @@ def generate(
     json_to: JsonTo = "",
     csv_to: CsvTo = "",
 ) -> None:
-    """Texts with a drafter that is far away, and of a model that is split.
+    """Measure texts with a far drafter, and of a split model.
 
-    Peers as join starts them, over links that are made as slow as far ones. By itself their models only take time, and
-    the drafter is right as often as it is told to be; beside it stand the verifier alone, and what a protocol takes
-    whose sides wait for each other. Real models are compared with transformers' generate and its assisted generation.
+    Peers run as join starts them, over emulated far links. By default the models only take time, and the drafter is
+    right as often as --alpha says. It is compared with the verifier alone, and with the computed time of a protocol in
+    which both sides wait for each other. Real models are compared with transformers' generate and its assisted
+    generation.
 
     \b
     Examples:
@@ -307,7 +307,7 @@ def member(
     size: int,
     with_parent: Annotated[bool, typer.Option("--with-parent")] = False,
 ) -> None:
-    """One process of a benchmark: carries out what it is told on standard input."""
+    """One process of a benchmark: carries out the orders on its standard input."""
     from p2ptrain.cli.bench.member import run_member
 
     run(run_member(rank, size))

@@ -1,9 +1,9 @@
-"""``bench generate``: what a drafter is worth and what splitting a model costs, on real peers over emulated links.
+"""``bench generate``: what a drafter gains and what splitting a model costs, on real peers over emulated links.
 
-A seed, a verifier, and workers or a drafter run as ``join`` starts them, each as far from the others as the round trip
-says. Their models are real, or only take time; then the text is known beforehand. Texts are asked for over HTTP with
-and without drafts, in turn, and a text that is not the verifier's own counts for nothing. The rival of real models is
-transformers in one process: ``generate`` and its assisted generation.
+A seed, a verifier, and workers or a drafter run as ``join`` starts them, one round trip away from each other. Models
+are real, or only take time; then the text is known beforehand. Texts are requested over HTTP, with and without drafts
+in turn. The time of a text that is not the verifier's own does not count. The rival of real models is transformers in
+one process: ``generate`` and its assisted generation.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from p2ptrain.cli.local_cluster import LOOPBACK, LocalCluster, free_port
 from p2ptrain.core.errors import JobFailed, NetworkError, UserError
 from roles.timed_model import text_after, write_timed_model
 
+# Round trip → goal for the time per token, for alpha .8, a pass of 50 ms and a draft of 5 ms.
 GOALS_MS = {0.0: 20.0, 20.0: 22.5, 80.0: 31.5, 200.0: 42.5}
-"""Of a token, by round trip, where alpha is .8, a pass takes 50 ms and a draft 5 ms."""
 NEVER_SLOWER = 1.05
 HOP_GOAL_S, MEND_GOAL_S = 2e-3, 2.0
-"""Of a split model: what a hop may take besides its link, and for how long a lost stage may stop a text."""
+"""For a split model: the time of a hop besides its link, and the pause in a text after the loss of a stage."""
 PROMPTS = ("import os", "class Node:", "def read_file(path):", "for key, value in", "raise ValueError(")
 
 Answer = dict[str, Any]
@@ -42,12 +42,12 @@ class GeneratePlan:
     """What to measure.
 
     Attributes:
-        verifier: a model's directory; empty for a model that takes ``pass_s``, or for a random one where it is split.
-        drafter: of a smaller one; empty for one that takes ``draft_s`` and is right as often as an alpha says, or
-            for none where the verifier is real.
-        stages: workers over which the verifier's model is split; 0: it is whole.
-        together: texts at once, beside one alone; 0: not measured.
-        kill: whether the drafter, or N of 2 N workers one after another, are killed in the midst of a text.
+        verifier: a model's directory; empty: a model that takes ``pass_s`` or, if it is split, a random model.
+        drafter: a smaller model's directory; empty: one that takes ``draft_s`` and is right as often as an alpha says,
+            or none if the verifier is real.
+        stages: workers that hold the verifier's model; 0: it is not split.
+        together: additionally measure so many texts at once; 0: do not.
+        kill: kill the drafter, or N of 2 N workers one after another, in the middle of a text.
     """
 
     verifier: str
@@ -72,8 +72,8 @@ class GeneratePlan:
         return self.is_timed or bool(self.drafter)
 
     def synchronous_s(self, alpha: float, round_trip_s: float) -> float:
-        """Of a token where verifier and drafter wait for each other, with the best number k of drafts: (k d + r + v) /
-        E(k), and E(k) = 1 + alpha + ... + alpha^k tokens come of a pass."""
+        """Time per token if verifier and drafter wait for each other, with the best number k of drafts: (k d + r + v) /
+        E(k), where a pass yields E(k) = 1 + alpha + ... + alpha^k tokens."""
         return min(
             (drafts * self.draft_s + round_trip_s + self.pass_s) / sum(alpha**power for power in range(drafts + 1))
             for drafts in range(1, 33)
@@ -106,7 +106,7 @@ class GeneratePlan:
 
 @dataclass(slots=True)
 class Text:
-    """What was written, and when each piece of it came."""
+    """A text, and when each piece of it arrived."""
 
     text: str = ""
     tokens: int = 0
@@ -115,7 +115,7 @@ class Text:
 
     @property
     def token_s(self) -> float:
-        """Of a token, from asking to the last one: the prompt's pass is counted, as transformers' is."""
+        """Time per token. It includes the pass over the prompt, as that of transformers does."""
         return (self.came_s[-1] - self.asked_s) / max(1, self.tokens)
 
     def pause_s(self, since_s: float) -> float:
@@ -123,10 +123,9 @@ class Text:
 
 
 def ask(port: int, body: Answer, on_piece: Callable[[int], None] = lambda number: None) -> Text:
-    """One text over HTTP; blocks. Raises ``JobFailed``, ``NetworkError``.
+    """Request one text over HTTP. Blocks. ``on_piece`` is called with the number of pieces that have arrived.
 
-    Args:
-        on_piece: is told how many pieces came.
+    Raises ``JobFailed``, ``NetworkError``.
     """
     text = Text(asked_s=time.perf_counter())
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
@@ -158,7 +157,7 @@ def ask(port: int, body: Answer, on_piece: Callable[[int], None] = lambda number
 
 
 class Peers:
-    """The cluster of one case. Made by ``started``."""
+    """The cluster of one case; ``started`` makes it."""
 
     def __init__(self, cluster: LocalCluster, plan: GeneratePlan, port: int) -> None:
         self.cluster, self.plan, self._port = cluster, plan, port
@@ -167,7 +166,7 @@ class Peers:
     async def write(
         self, number: int, speculate: str, tokens: int = 0, on_piece: Callable[[int], None] = lambda number: None
     ) -> Text:
-        """Text ``number``: even ones greedily, of real models odd ones drawn."""
+        """Request text ``number``: even ones greedily; with real models odd ones are sampled."""
         prompt = f"TEXT {number}: " if self.plan.is_timed else PROMPTS[number % len(PROMPTS)]
         drawn = {"temperature": 0.8, "seed": number} if number % 2 and not self.plan.is_timed else {"temperature": 0}
         body = {"model": self.model, "prompt": prompt, "max_tokens": tokens or self.plan.tokens, **drawn}
@@ -175,7 +174,6 @@ class Peers:
         return await self.cluster.while_alive(work, needed=[self.cluster.seed, self.cluster.peers["verifier"]])
 
     async def together(self, texts: int) -> float:
-        """Tokens a second of so many texts at once."""
         made = await asyncio.gather(*(self.write(number, "auto") for number in range(texts)))
         began_s, ended_s = min(text.asked_s for text in made), max(text.came_s[-1] for text in made)
         return sum(text.tokens for text in made) / (ended_s - began_s)
@@ -183,7 +181,7 @@ class Peers:
 
 @asynccontextmanager
 async def started(bench: Bench, plan: GeneratePlan, models: dict[str, Path], round_trip_ms: float) -> Any:
-    """A verifier and what it needs, that have met. Raises ``P2PTrainError``."""
+    """Start a verifier and its workers or drafter, and wait until they are connected. Raises ``P2PTrainError``."""
     cluster, port = LocalCluster(bench.root / f"cluster-{len(os.listdir(bench.root))}"), free_port()
     link = ["--link", f"{round_trip_ms:g}ms"] * bool(round_trip_ms)
     peers = Peers(cluster, plan, port)
@@ -200,7 +198,7 @@ async def started(bench: Bench, plan: GeneratePlan, models: dict[str, Path], rou
         options = ("--role", "verifier", "--model", str(models["verifier"]), "--http", f"{LOOPBACK}:{port}", *link)
         await cluster.start_peer("verifier", 1, *options, *(["--split", str(plan.stages)] if plan.stages else threads))
         peers.model = (await cluster.serving({"verifier", *models.keys() & {"drafter"}}))["verifier"].model
-        for number in range(2):  # both are awake then, as where a verifier has written before
+        for number in range(2):  # warm up both
             await peers.write(number, "auto", min(64, plan.tokens))
         yield peers
     finally:
@@ -260,8 +258,10 @@ def _timed_models(root: Path, plan: GeneratePlan, alpha: float) -> dict[str, Pat
 
 
 async def _texts(bench: Bench, peers: Peers, case: Case, plain: list[Answer]) -> None:
-    """Each text alone and drafted, in turn. Of real models a pass of several rows rounds otherwise than a step: a text
-    that parts from the verifier's own is counted, and its time is not. Raises ``JobFailed``: one is wrong."""
+    """Measure each text alone and drafted, in turn. Raises ``JobFailed`` if a text of a timed model is wrong.
+
+    A real model rounds a pass of several rows differently than a step. A text that differs is counted, but not timed.
+    """
     plan = peers.plan
     for number in range(plan.texts):
         own = ""
@@ -334,11 +334,9 @@ def _told(kill: Answer, label: str) -> str:
     return f"{label}: {kill['victim']} was killed: {text}, a pause of {milliseconds(kill['pause_s'])}; {limit}"
 
 
-class Side:
-    """What a member does for this benchmark: torch's part."""
-
+class Side:  # the orders that need torch
     async def make(self, directory: str) -> Answer:
-        """A random model of Llama's architecture."""
+        """Write a random model with Llama's architecture."""
         from p2ptrain.compute.model import ModelSpec, build_model
         from p2ptrain.compute.tokenizer import Tokenizer
 

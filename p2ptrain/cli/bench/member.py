@@ -1,6 +1,5 @@
-"""One process of a benchmark. It carries out what the command tells it, and holds what is measured: a ring, Gloo, plain
-sockets, a training, a stage of a pipeline, a side of a generation.
-"""
+"""One process of a benchmark. It carries out orders, and holds what is measured: a ring, Gloo, plain sockets, a
+training, a stage of a pipeline, the torch side of a generation."""
 
 from __future__ import annotations
 
@@ -39,22 +38,22 @@ if TYPE_CHECKING:
     from p2ptrain.cli.bench.training import Training
     from p2ptrain.compute.rivals import GlooGroup
 
-TILE_NUMEL = 262_147  # a prime: the repeating pattern falls differently on every chunk and sub-chunk
+TILE_NUMEL = 262_147  # a prime, so that the repeated pattern differs on every chunk and sub-chunk
 
 Answer = dict[str, Any]
 
 
 async def run_member(rank: int, size: int) -> None:
-    """Carry out orders until standard input ends; then leave at once, whatever is under way."""
+    """Carry out orders until standard input ends; then exit at once."""
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print belongs into the log
-    orders: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=1)  # the next one comes after the answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries goes to the log
+    orders: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=1)  # the next order comes after the answer
     loop = asyncio.get_running_loop()
 
     def read() -> None:
         for line in sys.stdin:
             loop.call_soon_threadsafe(orders.put_nowait, json.loads(line))
-        os._exit(0)  # the parent is done, or gone: there is nothing to save, and a rival may hold the loop for long
+        os._exit(0)  # there is nothing to save, and a rival may block the event loop
 
     threading.Thread(target=read, name="orders", daemon=True).start()
     member = Member(rank, size)
@@ -70,7 +69,7 @@ async def run_member(rank: int, size: int) -> None:
 
 
 class Member:
-    """What the member of rank ``rank`` of ``size`` holds between two orders. Every public method is one."""
+    """The state of one member between orders. Every public method is an order."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -95,7 +94,7 @@ class Member:
     # -------------------------------------------------------------------------------------------------- coming together
 
     async def listen(self, *, link: str, credentials: str) -> Answer:
-        """Listen for ring connections: over an emulated link, and with TLS where there are ``credentials``."""
+        """Listen for ring connections, over an emulated link and with TLS if these are given."""
         network: Network = TcpNetwork()
         if credentials:
             own = Credentials.load(RealDisk(), Path(credentials))
@@ -106,7 +105,7 @@ class Member:
         return {"port": await self._local.listen()}
 
     async def form(self, *, ports: list[int], sub_chunk_bytes: int, streams: int, codec: str) -> Answer:
-        """Form the ring. ``codec`` is that of gradients; ``prepare`` chooses that of an all-reduce."""
+        """Form the ring. ``codec`` is for gradients; ``prepare`` sets that of an all-reduce."""
         assert self._local is not None
         view = local_view({peer_id(rank): port for rank, port in enumerate(ports)})
         self._session = await RingSession.form(
@@ -117,7 +116,7 @@ class Member:
             seed_host=HOST,
             inbound=self._local.inbound,
             heartbeat_s=5.0,
-            death_s=600.0,  # a blocking rival may keep the loop for as long as an order may take
+            death_s=600.0,  # a rival may block the loop as long as an order takes
             streams=streams,
             sub_chunk_bytes=sub_chunk_bytes,
             timeout_s=30.0,
@@ -125,7 +124,7 @@ class Member:
         return {}
 
     async def listen_plainly(self, *, name: str, credentials: str) -> Answer:
-        """Plain sockets beside the ring, under a name of their own."""
+        """Listen for plain sockets beside the ring, under this name."""
         contexts: tuple[ssl.SSLContext, ssl.SSLContext] | tuple[()] = ()
         if credentials:
             own = Credentials.load(RealDisk(), Path(credentials))
@@ -138,7 +137,7 @@ class Member:
         return {}
 
     async def open_gloo(self, *, timeout_s: float) -> Answer:
-        """The rendezvous of a Gloo group, at the first member; ``missing`` says why there can be none."""
+        """Open a Gloo group's rendezvous at rank 0. ``missing`` in the answer says why there is none."""
         from p2ptrain.compute import rivals
 
         missing = rivals.why_no_gloo()
@@ -158,21 +157,21 @@ class Member:
     # ------------------------------------------------------------------------------------------------------- all-reduce
 
     async def prepare(self, *, dtype: str, numel: int, codec: str, piece_bytes: int) -> Answer:
-        """Allocate the tensor, and the pattern that fills it on each rank."""
+        """Allocate the tensor, and the pattern with which each rank fills it."""
         storage = storage_dtype(dtype)
         self._dtype, self._piece_bytes = dtype, piece_bytes
         self._codec = codec_named(codec) if codec != "fp32" else None
         self._tiles = [_tile(rank, dtype, storage) for rank in range(self.size)]
-        self._buffer, self._landed = np.zeros(0, storage), np.zeros(0, np.uint8)  # the last go before the next come
+        self._buffer, self._landed = np.zeros(0, storage), np.zeros(0, np.uint8)  # free the old ones first
         self._buffer = np.empty(numel, storage)
         self._landed = np.zeros(self._buffer.nbytes, np.uint8)
         self._fill()
         gc.collect()
-        gc.freeze()  # torch's hundred thousand objects stay: a sample must not pay for looking at them
+        gc.freeze()  # keeps torch's many objects out of the garbage collections of samples
         return {}
 
     async def sample(self, *, contender: str, repeat: int) -> Answer:
-        """Seconds of one operation, the mean of ``repeat`` in a row; a barrier comes first."""
+        """After a barrier, seconds of one operation: the mean of ``repeat`` in a row."""
         self._fill()
         gc.disable()
         try:
@@ -185,7 +184,7 @@ class Member:
             gc.enable()
 
     async def check(self, *, contender: str) -> Answer:
-        """Do it once more: the digest of the result's bytes, and its error against the sum that is known."""
+        """Reduce once more; return the digest of the result, and its relative error against the known sum."""
         self._fill()
         await self._reduce(contender)
         expected = sum((_values(tile, self._dtype) for tile in self._tiles), start=np.zeros(TILE_NUMEL))
@@ -206,7 +205,7 @@ class Member:
             case "gloo":
                 assert self._gloo is not None
                 self._gloo.all_reduce(self._buffer, self._dtype)
-            case _:  # what an all-reduce moves, moved and nothing else: 2 (n - 1) / n of the tensor out, and as much in
+            case _:  # sockets move what an all-reduce moves: 2 (n - 1) / n of the tensor out, and as much in
                 total_bytes = max(1, 2 * (self.size - 1) * self._buffer.nbytes // self.size)
                 memory = self._buffer.view(np.uint8).data, self._landed.data
                 self._sockets[contender].exchange(Traffic(*memory, total_bytes, total_bytes, self._piece_bytes))
@@ -220,13 +219,13 @@ class Member:
     # ------------------------------------------------------------------------------------------------------------- link
 
     async def ping(self, *, name: str, count: int) -> Answer:
-        """Round trips between the two members; the first ones wake the processor and do not count."""
+        """Measure round trips between the two members. The first ones wake the processor and do not count."""
         sockets = self._sockets[name]
         sockets.ping(self.rank == 0, 50)
         return {"seconds": sockets.ping(self.rank == 0, count)}
 
     async def transfer(self, *, name: str, total_bytes: int, piece_bytes: int, both: bool) -> Answer:
-        """Seconds that ``total_bytes`` take from the first member to the second, or in ``both`` directions."""
+        """Measure the seconds of ``total_bytes`` from the first member to the second, or in ``both`` directions."""
         if self._buffer.nbytes != 2 * piece_bytes:
             self._buffer = np.zeros(2 * piece_bytes, np.uint8)
         memory = self._buffer[:piece_bytes].data, self._buffer[piece_bytes:].data
@@ -237,10 +236,10 @@ class Member:
         self._sockets[name].exchange(Traffic(*memory, send_bytes, receive_bytes, piece_bytes))
         return {"seconds": time.perf_counter() - began}
 
-    # ------------------------------------------------------------------------------------------------ what has its own
+    # ------------------------------------------------------------------------------------------------ other benchmarks
 
     async def build(self, *, spec: str, threads: int, rival: bool) -> Answer:
-        """Both trainers of one profile; ``rival`` says whether DDP is one of them."""
+        """Build the trainers of one profile; ``rival``: also DDP's."""
         from p2ptrain.cli.bench.training import Training
 
         gloo = self._gloo if rival else None
@@ -248,13 +247,12 @@ class Member:
         return self._training.facts
 
     async def train(self, *, contender: str, first: int, count: int) -> Answer:
-        """``count`` steps from step ``first`` on."""
         assert self._training is not None
         await self.session.barrier()
         return await self._training.train(contender, first, count)
 
     async def stage(self, *, part: str, **arguments: Any) -> Answer:
-        """``part`` of what a stage of a pipeline does."""
+        """Carry out the order ``part`` of the pipeline benchmark."""
         from p2ptrain.cli.bench.pipeline import StageMember
 
         self._stage = self._stage or StageMember(self.rank, self.size)
@@ -262,7 +260,7 @@ class Member:
         return await act(**arguments)
 
     async def generate(self, *, part: str, **arguments: Any) -> Answer:
-        """``part`` of what torch does for a generation."""
+        """Carry out the order ``part`` of the generation benchmark."""
         from p2ptrain.cli.bench.generate import Side
 
         act: Callable[..., Awaitable[Answer]] = getattr(Side(), part)
@@ -270,10 +268,10 @@ class Member:
 
 
 def _tile(rank: int, dtype: str, storage: np.dtype[Any]) -> npt.NDArray[Any]:
-    """The pattern of one rank, a function of it alone, shape (TILE_NUMEL,): gradients look like this."""
+    """The pattern of one rank, a function of the rank and type alone, shape (TILE_NUMEL,). It resembles gradients."""
     generator = np.random.default_rng(rank)
     if storage.kind in "iu" and dtype != "bfloat16":
-        return generator.integers(0, 8, TILE_NUMEL).astype(storage)  # sums of 16 such fit into every type
+        return generator.integers(0, 8, TILE_NUMEL).astype(storage)  # sums of 16 such values fit into every type
     values = generator.standard_normal(TILE_NUMEL, np.float32)
     if dtype == "bfloat16":
         return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)

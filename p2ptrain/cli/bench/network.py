@@ -1,4 +1,4 @@
-"""``bench allreduce``: the ring beside Gloo and plain sockets; ``bench link``: those sockets by themselves."""
+"""``bench allreduce``: the ring beside Gloo and plain sockets. ``bench link``: plain sockets alone."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from p2ptrain.core.errors import JobFailed
 from wire.emulate import preset_named
 
 BUDGET_S = 60.0
-"""For the rounds of a whole run; starting, warming up and checking come on top, and all stays below 90 s."""
+"""For the rounds of a whole run. Together with start, warm-up and checks it stays below 90 s."""
 EPSILON = {"float64": 2**-52, "float32": 2**-23, "float16": 2**-10, "bfloat16": 2**-7}
 
 
 @dataclass(frozen=True, slots=True)
 class RingPlan:
-    """How the members' ring is made.
+    """How to form the members' ring.
 
     Attributes:
-        link: preset of an emulated link; empty for the loopback as it is.
-        sub_chunk_bytes: 0 where the session chooses.
-        codec: how elements travel; see ``ring.codecs``.
+        link: preset of an emulated link; empty: none.
+        sub_chunk_bytes: 0: the session chooses.
+        codec: encoding of elements; see ``ring.codecs``.
     """
 
     link: str = ""
@@ -36,14 +36,12 @@ class RingPlan:
 
     @property
     def described(self) -> str:
-        """For a title."""
         place = f"the emulated link {self.link}" if self.link else "the loopback"
         streams = f" · {self.streams} streams" if self.streams > 1 else ""
         return f"{place} · {'TLS 1.3' if self.tls else 'plain TCP'} · {self.codec}{streams}"
 
 
 async def form_ring(bench: Bench, members: Members, ring: RingPlan) -> None:
-    """Bring the members together in a ring."""
     answers = await members.all("listen", link=ring.link, each=_credentials(bench, members, ring.tls))
     ports = [answer["port"] for answer in answers]
     how: Answer = {"sub_chunk_bytes": ring.sub_chunk_bytes, "streams": ring.streams, "codec": ring.codec}
@@ -51,7 +49,7 @@ async def form_ring(bench: Bench, members: Members, ring: RingPlan) -> None:
 
 
 async def connect_sockets(bench: Bench, members: Members, name: str, *, tls: bool) -> None:
-    """Plain sockets of this name round the ring."""
+    """Connect plain sockets around the ring, under this name."""
     answers = await members.all("listen_plainly", name=name, each=_credentials(bench, members, tls))
     await members.all("connect_plainly", name=name, ports=[answer["port"] for answer in answers])
 
@@ -62,7 +60,7 @@ def _credentials(bench: Bench, members: Members, tls: bool) -> list[dict[str, st
 
 
 async def open_gloo(members: Members, timeout_s: float) -> tuple[str, str]:
-    """Open a Gloo group: torch's version, and why there is none (empty where there is)."""
+    """Open a Gloo group. Returns torch's version, and why there is no group (empty if there is one)."""
     first, *_ = await members.all("open_gloo", timeout_s=timeout_s, seconds=3)
     if not first["missing"]:
         await members.all("join_gloo", store_port=first["store_port"], timeout_s=timeout_s)
@@ -77,9 +75,8 @@ class AllReducePlan:
     """What to measure.
 
     Attributes:
-        item_bytes: of an element.
-        rounds: of each size; 0 for as many as the time allows.
-        piece_bytes: of the plain sockets' sends and receives.
+        rounds: rounds of each size; 0: as many as the time allows.
+        piece_bytes: size of the plain sockets' sends and receives.
     """
 
     peers: int
@@ -92,20 +89,22 @@ class AllReducePlan:
 
     @property
     def moved(self) -> float:
-        """Bytes that each member sends in an all-reduce, as a part of the tensor's."""
+        """Bytes that each member sends in an all-reduce, as a fraction of the tensor."""
         return 2 * (self.peers - 1) / self.peers
 
     def operation_s(self, size_bytes: int) -> float:
-        """How long a slow operation takes, for deadlines."""
-        rate_bps, delay_s = 50e6 * 8, 0.0  # what any contender reaches on a loopback
+        """Time of a slow operation, for deadlines."""
+        rate_bps, delay_s = 50e6 * 8, 0.0  # every contender reaches this on a loopback
         if self.ring.link:
             preset = preset_named(self.ring.link)
             rate_bps, delay_s = preset.rate_bps or rate_bps, preset.rtt_s
         return self.moved * size_bytes * 8 / rate_bps + 2 * self.peers * delay_s
 
     def link_limit_s(self, size_bytes: int) -> float | None:
-        """What the emulated link allows at best for whole elements: what its burst does not cover goes at its rate, and
-        what one member brings needs n - 1 hops to the last one."""
+        """Least time over the emulated link for whole elements; None without a link.
+
+        Bytes beyond the burst travel at the link's rate. Each member's data needs n - 1 hops to the last member.
+        """
         if not self.ring.link or not (preset := preset_named(self.ring.link)).rate_bps:
             return None
         late_bytes = max(0.0, self.moved * size_bytes - self.ring.streams * preset.burst_bytes)
@@ -121,7 +120,7 @@ class AllReducePlan:
 
 
 def check_memory(peers: int, largest_bytes: int) -> None:
-    """Refuse tensors that would not fit: a member's own, and two that Gloo keeps. Raises ``ResourceError``."""
+    """Refuse tensors that do not fit: a member's own, and two that Gloo keeps. Raises ``ResourceError``."""
     from p2ptrain.cli.bench.runner import MEMBER_BYTES
 
     need_bytes = peers * (MEMBER_BYTES + 3 * largest_bytes)
@@ -199,7 +198,7 @@ async def _size(
 
 
 async def _checked(members: Members, plan: AllReducePlan, case: Case, deadline_s: float) -> dict[str, float]:
-    """The relative error of each sum. The same bits everywhere, and the right ones. Raises ``JobFailed``."""
+    """The relative error of each sum. Raises ``JobFailed`` if members' bits differ, or the sum is wrong."""
     errors = {}
     for name in case.contenders.keys() - {"sockets"}:
         title = case.contenders[name].title
@@ -224,7 +223,7 @@ def link_report() -> Report:
 
 
 async def measure_link(bench: Bench, rounds: int, report: Report) -> None:
-    """Round trips of one byte, then transfers one way and both ways by size of buffer. Raises ``P2PTrainError``."""
+    """Measure round trips of one byte, then transfers by size of buffer. Raises ``P2PTrainError``."""
     report.notes.append("bytes of one direction; two-way: both at the same time, one connection each")
     async with bench.members(2) as members:
         await form_ring(bench, members, RingPlan())  # for its barriers
@@ -247,7 +246,7 @@ async def measure_link(bench: Bench, rounds: int, report: Report) -> None:
                 answers = await members.all("transfer", name=kind, both=way == "two-way", **how)
                 return max(float(answer["seconds"]) for answer in answers)
 
-            # A sample of 40 ms is long against its ends; all contenders move the same bytes.
+            # In samples of 40 ms start and end are negligible. All contenders move the same bytes.
             how["total_bytes"] = max(1, math.floor(0.04 / await sample("plain one-way") * 64)) * piece_bytes
             case = Case(human_size(piece_bytes), how["total_bytes"], contenders, {"buffer_bytes": piece_bytes})
             await interleave(report, case, sample, rounds=rounds, budget_s=4.0, progress=bench.progress)

@@ -1,6 +1,6 @@
-"""``bench pipeline``: schedules of a pipeline over slow links, step by step in turn, beside their ideal.
+"""``bench pipeline``: pipeline schedules over slow links, step by step in turn, beside their ideal.
 
-Stages only take time; they are processes of their own in a real chain over emulated links.
+The stages only take time. They are processes in a real chain over emulated links.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.transport import TcpNetwork
 
 TITLES = {"extended": "extended 1F1B", "1f1b": "1F1B", "gpipe": "GPipe"}
-MUST_REACH = 0.95
-"""Of the ideal efficiency."""
+MUST_REACH = 0.95  # part of the ideal efficiency
 
 Answer = dict[str, Any]
 
 
 def check_memory(stages: int, micro_batches: int, payload_bytes: int) -> None:
-    """All payloads of a step may wait at a stage, out and in. Raises ``ResourceError``."""
+    """Refuse payloads that do not fit: all of a step may wait at a stage, out and in. Raises ``ResourceError``."""
     member_bytes = 80 << 20  # resident memory without torch
     what = f"{stages} stages with {micro_batches} payloads of {human_size(payload_bytes)}"
     check_fits(what, stages * (member_bytes + 2 * micro_batches * payload_bytes))
@@ -36,7 +35,7 @@ def check_memory(stages: int, micro_batches: int, payload_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """What to measure: ``steps`` of each schedule at each of ``round_trips_ms``, the same for every hop."""
+    """What to measure: ``steps`` of each schedule at each of ``round_trips_ms``; all hops have the same one."""
 
     stages: int
     micro_batches: int
@@ -52,7 +51,7 @@ class PipelinePlan:
         return self.micro_batches * (self.forward_s + self.backward_s)
 
     def schedules(self, round_trips_s: list[float]) -> dict[str, Schedule]:
-        """By contender, for hops that were measured so."""
+        """Contender → its schedule, for the measured round trips of the hops."""
         caps = [self.max_in_flight] * self.stages if self.max_in_flight else []
         period_s = self.forward_s + self.backward_s
         return {
@@ -99,13 +98,13 @@ async def _at(bench: Bench, members: Members, plan: PipelinePlan, report: Report
     ideal_s = {name: simulate(schedule, costs) for name, schedule in schedules.items()}
 
     async def sample(name: str) -> float:
-        """Seconds of one step: the first stage begins first, and ends last."""
         schedule = schedules[name]
         order: Answer = {
             "name": schedule.name,
             "micro_batches": schedule.micro_batches,
             "warm_ups": list(schedule.warm_ups),
         }
+        # The first stage begins first and ends last.
         return float((await members.all("stage", part="run", seconds=ideal_s[name], **order))[0]["seconds"])
 
     case = Case(f"{round_trip_ms:g} ms", plan.busy_s, {name: Contender(title) for name, title in TITLES.items()})
@@ -124,7 +123,7 @@ async def _at(bench: Bench, members: Members, plan: PipelinePlan, report: Report
 
 
 class StageMember:
-    """The stage of one member, from ``listen`` to ``leave``; then it may listen anew, over another link."""
+    """One member's stage, from ``listen`` to ``leave``. After that it may listen again, over another link."""
 
     def __init__(self, stage: int, stages: int) -> None:
         self._stage, self._stages = stage, stages
@@ -134,7 +133,7 @@ class StageMember:
         self._step = 0
 
     async def listen(self, rtt_ms: float) -> Answer:
-        """Listen for the stage before, over a link of this round trip; 0: over the loopback as it is."""
+        """Listen for the previous stage, over a link with this round trip; 0: no emulation."""
         network: Network = TcpNetwork()
         if rtt_ms:
             network = EmulatedNetwork(network, LinkPreset("emulated", rtt_ms / 2), seed=self._stage)
@@ -142,7 +141,7 @@ class StageMember:
         return {"port": await self._local.listen()}
 
     async def form(self, ports: list[int], forward_s: float, backward_s: float, payload_bytes: int) -> Answer:
-        """Form the chain: the round trip of each hop, with payloads, as it was measured."""
+        """Form the chain. Returns the measured round trip of each hop, with payloads."""
         assert self._local is not None
         part = TimedPart(
             self._stage,
@@ -164,14 +163,14 @@ class StageMember:
         return {"round_trips_s": list(chain.round_trips_s)}
 
     async def run(self, name: str, micro_batches: int, warm_ups: list[int]) -> Answer:
-        """One step: its seconds, and those that this stage computed."""
+        """Run one step. Returns its seconds, and those that this stage computed."""
         assert self._runner is not None, "no chain was formed"
         self._step += 1
         spent = await self._runner.run(self._step, Schedule(name, micro_batches, tuple(warm_ups)), patience_s=120.0)
         return {"seconds": spent.step_s, "computed_s": spent.forward_s + spent.backward_s}
 
     async def leave(self) -> Answer:
-        """Every step is over on all stages: let go of the chain."""
+        """Leave the chain, after the last step of all stages."""
         assert self._local is not None
         await self._local.stop()
         self._local = self._runner = None

@@ -1,4 +1,4 @@
-"""What a benchmark found, contenders case by case: a table and a picture for people, JSON and CSV for the rest."""
+"""The results of a benchmark: a table and a picture for people, JSON and CSV for programs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Shown = Callable[[Any], str]
 
 @dataclass(slots=True)
 class Contender:
-    """Seconds of one contender's samples. ``facts``: what else programs may want to know of them."""
+    """One contender's samples in seconds. ``facts``: more values for programs."""
 
     title: str
     seconds: list[float] = field(default_factory=list)
@@ -51,12 +51,12 @@ class Contender:
 
 @dataclass(slots=True)
 class Case:
-    """What is compared under one setting.
+    """The contenders under one setting.
 
     Attributes:
-        label: of the setting, for people.
-        amount: of the report's unit, in each sample.
-        facts: for programs; some are columns of the table.
+        label: the setting, for people.
+        amount: work of each sample, in the report's unit.
+        facts: values for programs; some are columns of the table.
     """
 
     label: str
@@ -65,7 +65,7 @@ class Case:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def ratio(self, upper: str, lower: str) -> float | None:
-        """The quotient of two contenders' medians, None where either is missing."""
+        """Quotient of two contenders' medians; None if either is missing."""
         pair = [self.contenders.get(name) for name in (upper, lower)]
         if any(each is None or not each.seconds for each in pair):
             return None
@@ -88,14 +88,14 @@ class Case:
 
 @dataclass(slots=True)
 class Report:
-    """Everything that one run found; it grows while that measures.
+    """The results of one run, which fills it while it measures.
 
     Attributes:
-        title: what was measured, one line. unit: of a case's amount, such as ``tokens``.
-        rate: how people read the unit a second.
-        scale: by which the picture divides rates.
-        columns: headings of facts in the table, and how each is shown.
-        notes: what must be known to read the numbers.
+        title: what was measured, in one line. unit: unit of a case's amount, such as ``tokens``.
+        rate: formats the unit per second.
+        scale: divisor of rates in the picture.
+        columns: name of a fact → heading and format of its column in the table.
+        notes: what readers must know to understand the numbers.
     """
 
     benchmark: str
@@ -149,7 +149,7 @@ class Report:
         return heads, rows
 
     def picture(self) -> str:
-        """A bar for each contender of each case, drawn by plotext; empty where there is nothing to draw."""
+        """A bar for each contender of each case, drawn by plotext; empty without data."""
         import plotext
 
         whole = [case for case in self.cases if all(each.seconds for each in case.contenders.values())]
@@ -176,7 +176,7 @@ class Report:
         return text.getvalue()
 
     def publish(self, json_to: str, csv_to: str) -> None:
-        """Print it, and write it where that was asked for. Raises ``StorageError``."""
+        """Print the report, and write the requested files. Raises ``StorageError``."""
         if json_to == "-":
             print_json(self.to_json())
         else:
@@ -209,7 +209,7 @@ class Report:
 
 
 def check_targets(json_to: str, csv_to: str) -> None:
-    """Find out before anything is measured. Raises ``UserError``."""
+    """Check the output files before anything is measured. Raises ``UserError``."""
     for option, name in (("--json", json_to), ("--csv", csv_to)):
         if name in ("", "-" if option == "--json" else ""):
             continue
@@ -219,7 +219,7 @@ def check_targets(json_to: str, csv_to: str) -> None:
 
 
 def origin() -> dict[str, Any]:
-    """This machine, now, and the command line that was given."""
+    """This machine, the time, and the command line."""
     try:
         loop = f"uvloop {version('uvloop')}"
     except PackageNotFoundError:
@@ -241,15 +241,14 @@ def origin() -> dict[str, Any]:
 
 
 def screen_columns() -> int:
-    """Columns of the terminal, 80 where there is none."""
+    """Columns of the terminal, 80 without one."""
     import shutil
 
     return min(120, shutil.get_terminal_size((80, 24)).columns) if sys.stdout.isatty() else 80
 
 
 def human_size(size_bytes: int) -> str:
-    """``4 KiB``, ``1 MiB``, ``1000 B``: whole where it is."""
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):  # such as "4 KiB"
         if size_bytes >= factor:
             return f"{size_bytes / factor:.4g} {unit}"
     return f"{size_bytes} B"
@@ -264,13 +263,13 @@ def human_duration(seconds: float) -> str:
 
 
 def human_spread(low_s: float, high_s: float) -> str:
-    """Both ends in the unit of the higher one: ``55–80.1 µs``."""
+    """Both ends in the unit of the upper one: ``55–80.1 µs``."""
     number, _, unit = human_duration(high_s).partition(" ")
     return f"{_three(low_s / {'s': 1.0, 'ms': 1e-3, 'µs': 1e-6}[unit])}–{number} {unit}"
 
 
 def human_rate(bytes_per_s: float) -> str:
-    """In gigabytes (10^9 bytes) a second; small ones with more digits."""
+    """Gigabytes (10^9 bytes) per second; small rates with more digits."""
     return f"{bytes_per_s / 1e9:.2f} G" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e9:.2g} G"
 
 

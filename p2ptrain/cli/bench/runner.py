@@ -1,7 +1,8 @@
-"""How the benchmarks are run: members as processes of their own, that all get the same order at the same time, and
-rounds in which contenders take turns in going first.
+"""Runs benchmarks: starts members as processes, sends all of them the same order at once, and samples contenders in
+turn.
 
-A member (``member``) gets one line of JSON per order on its standard input and answers with one on its standard output.
+A member (``member``) reads one line of JSON per order from its standard input, and answers with one on its standard
+output.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from p2ptrain.core.errors import DeadlineExceeded, JobFailed, ResourceError, Use
 from roles.gauges import free_memory_bytes
 
 ORDER_S = 60.0
-"""For an order beside the time that its bytes take: a process may wait for its turn on a busy machine."""
+"""Time limit of an order, besides the time for its bytes: on a busy machine a process may wait for its turn."""
 MOST_PEERS = 16
 MEMBER_BYTES = 400 << 20
 """Resident memory of a member that has loaded torch, before it holds any tensor."""
@@ -41,7 +42,7 @@ Sample = Callable[[str], Awaitable[float]]
 
 @dataclass(slots=True)
 class Bench:
-    """What all benchmarks are given. ``root``: a temporary directory of the run."""
+    """What every benchmark receives. ``root``: temporary directory of the run."""
 
     console: Console
     root: Path
@@ -51,10 +52,7 @@ class Bench:
 
     @asynccontextmanager
     async def members(self, count: int, *, threads: int = 1) -> AsyncIterator[Members]:
-        """``count`` members, ended with the block.
-
-        Args:
-            threads: of each member's CPU kernels.
+        """Start ``count`` members with ``threads`` CPU threads each; they end with the block.
 
         Raises ``JobFailed``, ``DeadlineExceeded``, ``StorageError``.
         """
@@ -71,15 +69,14 @@ class Bench:
         finally:
             for child in children:
                 child.ask_to_leave()
-            # A member has nothing to save: it leaves at once, whatever it is doing.
+            # A member has nothing to save, so it leaves at once.
             await asyncio.gather(*(child.ended(0.4) for child in children))
 
 
 async def conduct(report: Report, work: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
-    """Do the work, which fills the report. Ctrl+C ends it, and ``report.complete`` is False then. On failure the run's
-    directory stays.
+    """Do the work, which fills the report. Raises ``P2PTrainError``.
 
-    Raises ``P2PTrainError``.
+    After Ctrl+C ``report.complete`` is False. After a failure the run's directory is kept.
     """
     console, stop = stoppable()
     bench = Bench(console, Path(tempfile.mkdtemp(prefix="p2ptrain-bench-")))
@@ -97,7 +94,7 @@ async def conduct(report: Report, work: Callable[[Bench], Coroutine[Any, Any, No
 
 
 class Members:
-    """All processes of one benchmark."""
+    """All member processes of one benchmark."""
 
     def __init__(self, children: Sequence[Child]) -> None:
         self._children = children
@@ -108,15 +105,15 @@ class Members:
     async def all(
         self, do: str, *, each: Sequence[dict[str, Any]] | None = None, seconds: float = 0.0, **arguments: Any
     ) -> list[Answer]:
-        """Tell all to ``do`` something with ``arguments``, and what each one answered.
+        """Send all members an order with ``arguments``; return their answers.
 
         Args:
             each: further arguments of each member.
-            seconds: what the order takes by itself, about.
+            seconds: expected time of the order.
 
         Raises:
-            JobFailed: a member could not, or is gone; says why.
-            DeadlineExceeded: one did not answer.
+            JobFailed: a member failed or is gone.
+            DeadlineExceeded: a member did not answer.
         """
         orders = [{"do": do, **arguments, **(each[rank] if each else {})} for rank in range(len(self))]
         limit_s = ORDER_S + 20 * seconds
@@ -149,7 +146,7 @@ def _environment(threads: int) -> dict[str, str]:
     names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
     loopback = next((name for name in names if name.startswith("lo")), "")
     chosen = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
-    if loopback:  # by itself Gloo takes the interface of the host's name
+    if loopback:  # Gloo's default is the interface of the host's name
         chosen["GLOO_SOCKET_IFNAME"] = loopback
     return os.environ | chosen
 
@@ -157,7 +154,7 @@ def _environment(threads: int) -> dict[str, str]:
 async def interleave(
     report: Report, case: Case, sample: Sample, *, rounds: int, budget_s: float, progress: Progress
 ) -> None:
-    """Sample all contenders, in each round beginning with another one. The first round is not counted.
+    """Sample all contenders in rounds. Each round begins with another contender; the first round does not count.
 
     Args:
         rounds: 0: as many as fit into the budget, from 5 to 60.
@@ -178,11 +175,11 @@ async def interleave(
         progress(f"{case.label}: round {number + 1} of {rounds}, {first.title} {rate} {report.unit}/s")
 
 
-# ------------------------------------------------------------------------------------------ what is asked for, checked
+# ------------------------------------------------------------------------------------------ checks of the options
 
 
 def numbers_of(text: str, option: str, most: float) -> list[float]:
-    """The numbers from 0 to ``most`` in a comma-separated list, ascending, each once. Raises ``UserError``."""
+    """Read a list of numbers from 0 to ``most``, with commas between; sorted, each once. Raises ``UserError``."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     form = re.compile(r"\d{0,4}\.?\d{1,4}", re.ASCII)
     if not parts or not all(form.fullmatch(part) and float(part) <= most for part in parts):
@@ -198,7 +195,7 @@ def check_peers(peers: int, what: str = "peers") -> None:
 
 
 def check_fits(what: str, need_bytes: int) -> None:
-    """Raises ``ResourceError`` where so much memory is not free."""
+    """Raises ``ResourceError`` if so much memory is not free."""
     available_bytes = free_memory_bytes("cpu")
     if need_bytes > available_bytes:
         raise ResourceError(
@@ -208,5 +205,5 @@ def check_fits(what: str, need_bytes: int) -> None:
 
 
 def repeats_for(operation_s: float) -> int:
-    """How often an operation is repeated in one sample of 5 ms at least: the clock and the barrier cost some µs."""
+    """Repetitions of an operation in a sample of at least 5 ms: the clock and the barrier cost some µs."""
     return max(1, min(32, math.ceil(0.005 / max(operation_s, 1e-9))))

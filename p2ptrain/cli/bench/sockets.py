@@ -1,7 +1,7 @@
 """The limit that this machine's sockets set, reached by a program that does nothing else.
 
-A ring is compared with plain sockets that move the same bytes between the same processes at the same moment: each
-member sends to its right and receives from its left. Nothing of the wire's own code is used: it is what is measured.
+Plain sockets move the same bytes as the ring, between the same processes, at the same moment: each member sends to its
+right and receives from its left. They do not use the connections of ``wire``, which are what is measured.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from wire.transport import tune_for_bulk
 
 HOST = "127.0.0.1"
 SILENCE_S = 30.0
-"""Without one byte for so long the other process counts as gone; a loopback delivers in microseconds."""
+"""After so long without a byte the other process counts as gone. A loopback delivers in microseconds."""
 
 
 @dataclass(slots=True)
@@ -29,9 +29,9 @@ class Traffic:
     """What one member moves in one exchange.
 
     Attributes:
-        outgoing, incoming: memory to send from and to receive into, used again from its start where it is shorter.
-        send_bytes, receive_bytes: how much; 0 for a direction that is not used.
-        piece_bytes: of one send or receive, at most.
+        outgoing, incoming: memory to send from and to receive into; reused from its start if it is too short.
+        send_bytes, receive_bytes: total amounts; 0: this direction is not used.
+        piece_bytes: the most for one send or receive.
     """
 
     outgoing: memoryview
@@ -56,7 +56,7 @@ class SocketRing:
     """One member's two plain sockets: one to its right neighbour, one from its left.
 
     Args:
-        server, client: contexts for TLS on both; None for plain TCP.
+        server, client: TLS contexts; None: plain TCP.
     """
 
     def __init__(self, server: ssl.SSLContext | None = None, client: ssl.SSLContext | None = None) -> None:
@@ -70,7 +70,7 @@ class SocketRing:
         return port
 
     def connect(self, right_port: int) -> None:
-        """Dial the right neighbour and accept the left one; every member does. Raises ``P2PTrainError``."""
+        """Dial the right neighbour and accept the left one; every member does so. Raises ``P2PTrainError``."""
         try:
             self._listener.settimeout(SILENCE_S)
             right = socket.create_connection((HOST, right_port), SILENCE_S)
@@ -86,17 +86,17 @@ class SocketRing:
             raise _translated(error) from error
 
     def exchange(self, traffic: Traffic) -> None:
-        """Send and receive at the same time, all of it. Raises ``P2PTrainError`` where the other side is gone."""
+        """Send and receive all of it at the same time. Raises ``P2PTrainError`` if the other side is gone."""
         try:
             _exchange(self._ends[0], self._ends[1], traffic)
         except (OSError, ssl.SSLError) as error:
             raise _translated(error) from error
 
     def ping(self, first: bool, count: int) -> list[float]:
-        """Round trips in seconds of one byte to the right and back from the left: of a ring of two, a ping-pong.
+        """Round trips in seconds of one byte to the right and back from the left. In a ring of two it is a ping-pong.
 
         Args:
-            first: this member begins and measures; every other one only passes on what comes.
+            first: this member begins and measures; the others only pass the byte on.
         """
         byte = memoryview(bytearray(1))
         send, receive = Traffic(byte, byte, 1, 0, 1), Traffic(byte, byte, 0, 1, 1)
@@ -117,7 +117,7 @@ class _Plain:
     def __init__(self, plain: socket.socket) -> None:
         self.plain = plain
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        tune_for_bulk(plain)  # as the ring's own are: the limit is that of the sockets, not of their settings
+        tune_for_bulk(plain)  # the same settings as the ring's sockets
         plain.setblocking(False)
 
     def flush(self) -> bool:
@@ -140,8 +140,7 @@ class _Plain:
 
 
 class _Secure(_Plain):
-    """TLS by way of memory: few, large system calls, whatever the size of a record. A fifth faster than ssl's own
-    sockets."""
+    """TLS over memory buffers: few, large system calls. It is a fifth faster than ssl's own sockets."""
 
     def __init__(self, plain: socket.socket, context: ssl.SSLContext, *, server_side: bool = False) -> None:
         super().__init__(plain)
@@ -174,7 +173,7 @@ class _Secure(_Plain):
         return self._tls.write(piece) if self.flush() else 0  # at most one piece is encrypted ahead of the kernel
 
     def receive(self, into: memoryview) -> int:
-        # What is here goes first: a heap of ciphertext would be moved in memory with every piece that joins it.
+        # Decrypt waiting data first: ssl moves all waiting ciphertext in memory with each piece that is added.
         if count := self._pull(into):
             return count
         self._fill()
@@ -215,7 +214,7 @@ def _exchange(right: _Plain, left: _Plain, traffic: Traffic) -> None:
 
 
 def _wait(readable: Sequence[socket.socket], writable: Sequence[socket.socket]) -> None:
-    """Sleep until one can go on. Raises ``TimeoutError`` after ``SILENCE_S``."""
+    """Wait until a socket is ready. Raises ``TimeoutError`` after ``SILENCE_S``."""
     if (readable or writable) and not any(select.select(readable, writable, [], SILENCE_S)):
         raise TimeoutError
 
@@ -231,7 +230,8 @@ def peer_id(rank: int) -> str:
 
 
 def make_credentials(root: Path, peers: Sequence[str]) -> list[str]:
-    """A directory with credentials for each peer, under one new CA whose key is not kept. Raises ``StorageError``."""
+    """Make a directory with credentials for each peer, under a new CA. The CA's key is not kept. Raises
+    ``StorageError``."""
     from wire import credentials
 
     disk, now = RealDisk(), time.time()

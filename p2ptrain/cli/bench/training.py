@@ -1,7 +1,7 @@
 """``bench step``: training steps of this project and of DistributedDataParallel, block by block in turn.
 
-What a worker does in a step is done here by the same parts: engine, strategy, ring, the vote of the tokens, the commit.
-Only the seed is not there, which is not on the path of a step.
+A step uses the parts of a worker: engine, strategy, ring, the vote of the tokens, the commit. Only the seed is missing,
+which is not on the path of a step.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from p2ptrain.compute.rivals import DdpTrainer, GlooGroup
 
 RING, USUAL, DDP = "ring", "usual", "ddp"
-"""The contenders: this project, and in its usual mode where the profile's is the exact one, and torch."""
+"""The contenders: this project; this project without exact mode, if the profile has it; and torch."""
 BLOCK_STEPS = 5
-"""Steps of one contender in a row: the caches are its own, and all meet the same load."""
-WARM_STEPS = 3  # not counted: the first ones allocate, and DDP finds its order of buckets
+"""Consecutive steps of one contender. It has warm caches, and all contenders meet the same load."""
+WARM_STEPS = 3  # not counted: the first steps allocate, and DDP orders its buckets
 STEP_S = 30.0  # a slow step, for deadlines
 PATIENCE_S = 120.0
 
@@ -100,7 +100,7 @@ async def _block(members: Members, contenders: dict[str, Contender], first: int,
 
 
 def add_block(contender: Contender, answers: list[Answer], *, counted: bool) -> None:
-    """A step took as long as for its slowest member; losses count also while it warms up."""
+    """Add the samples of a block. A step takes as long as its slowest member. Losses count during warm-up, too."""
     contender.facts["losses"] += answers[0]["losses"]
     if counted:
         contender.seconds += [max(step) for step in zip(*(answer["seconds"] for answer in answers), strict=True)]
@@ -110,7 +110,7 @@ def add_block(contender: Contender, answers: list[Answer], *, counted: bool) -> 
 
 
 def conclude(report: Report, case: Case) -> None:
-    """What the steps so far come to."""
+    """Compute the facts and notes from the steps so far."""
     ours, facts = case.contenders[RING], case.facts
     waited_s, under_way_s = (math.fsum(ours.facts[name]) for name in ("exposed_s", "communicating_s"))
     facts["ring_to_ddp"] = case.ratio(DDP, RING)
@@ -131,7 +131,7 @@ def conclude(report: Report, case: Case) -> None:
 
 @dataclass(slots=True)
 class RingTrainer:
-    """This project's trainer, in one mode."""
+    """This project's trainer in one mode."""
 
     engine: Engine
     strategy: Strategy
@@ -139,11 +139,7 @@ class RingTrainer:
 
 
 class Training:
-    """The trainers of one member. Made by ``build``.
-
-    Args:
-        ours: by contender.
-    """
+    """The trainers of one member; ``build`` makes them. ``ours``: by contender."""
 
     def __init__(
         self,
@@ -169,7 +165,7 @@ class Training:
         profile = Profile.from_spec_untrusted(spec)
         compute = ComputeThread()
         modes = {RING: profile}
-        if profile.job.exact:  # what that costs is seen beside the usual mode
+        if profile.job.exact:  # the usual mode shows what exact mode costs
             modes[USUAL] = profile.model_copy(update={"job": profile.job.model_copy(update={"exact": False})})
         factory, ours = strategy_of(profile), {}
         for name, mode in modes.items():
@@ -184,7 +180,7 @@ class Training:
         return cls(session, compute, ours, rival, profile.batch.micro_batches)
 
     async def train(self, contender: str, first: int, count: int) -> Answer:
-        """``count`` steps. Seconds of each, and of each loss; of the ring also how long a step waited for it."""
+        """Run ``count`` steps. Returns the seconds and the loss of each; for the ring also its communication times."""
         if contender == DDP:
             return await self._train_rival(first, count)
         answer: Answer = {"seconds": [], "losses": [], "exposed_s": [], "communicating_s": []}

@@ -1,4 +1,4 @@
-"""``p2ptrain chaos``: a local cluster is hurt on a schedule; what must hold is looked at."""
+"""``p2ptrain chaos``: injects faults into a local cluster on a schedule and checks the invariants."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DURATION = "60s"
 SAVE_EVERY = 20
-"""Steps between two checkpoints: often, for each also compares the members' states."""
+"""Steps between two checkpoints. They are frequent because each one also compares the members' states."""
 
 
 def chaos(
@@ -65,11 +65,11 @@ def chaos(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Start a real cluster on this machine, hurt it on a schedule, and see whether it holds.
+    """Start a real cluster on this machine, inject faults on a schedule, and check that it holds.
 
-    Each worker's links run through a small proxy of this command, so that they can be cut, slowed and damaged from
-    outside. What is told of a recovery is the time from the fault to the next committed step, as it arrives here: it
-    includes the seed's message, at most 0.1 s late. Leaves with 1 when something that must hold did not.
+    Each worker's links run through a small proxy in this command, so that it can cut, slow and damage them. The
+    recovery time is the time from a fault to the arrival of the next committed step. It includes the seed's message,
+    which is at most 0.1 s late. The exit code is 1 if an invariant is violated.
 
     \b
     Examples:
@@ -121,7 +121,7 @@ def chaos(
 
 
 def _profile(name: str, sets: list[str], workers: int, *, exact: bool) -> Profile:
-    """The profile, with what this command needs where the person said nothing else.
+    """Load the profile, with this command's values for settings that the user did not choose.
 
     Raises ``ConfigError``, ``UserError``.
     """
@@ -130,12 +130,12 @@ def _profile(name: str, sets: list[str], workers: int, *, exact: bool) -> Profil
     loaded = load(name, os.environ, sets)
     wanted = {
         "job.workers": str(workers),
-        "job.steps": "1000000",  # it trains on until the faults are over
+        "job.steps": "1000000",  # the job must outlast the faults
         "checkpoint.every": str(SAVE_EVERY),
         "checkpoint.keep": "4",
     }
     mine = [f"{key}={value}" for key, value in wanted.items() if is_shipped(loaded.sources[key])]
-    mine += [f"checkpoint.copies={workers}"]  # what all hold is compared at the end
+    mine += [f"checkpoint.copies={workers}"]  # the end of the run compares the state of all workers
     mine += ["job.exact=true"] if exact else []
     made = load(name, os.environ, [*sets, *mine]).profile
     if made.job.workers > workers:

@@ -1,7 +1,7 @@
-"""One run of ``p2ptrain chaos``: a cluster whose links run through proxies, an undisturbed stretch, the faults, a quiet
-end, and what is found then.
+"""One run of ``p2ptrain chaos``: start a cluster, measure undisturbed steps, inject faults, and judge the final state.
 
-Others reach a worker's data port through its ``data`` proxy; it reaches the seed through its ``control`` proxy.
+The links of every worker run through two proxies. Other peers reach the worker's data port through its ``data`` proxy.
+The worker reaches the seed through its ``control`` proxy.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from ring.detector import beat_defaults
 from roles.seed.events import INTERVAL_S
 
 PATIENCE_S = 180.0
-"""For a step, or for all to be members again, before it counts as never: the seed waits 30 s for whoever is silent, as
-long for whoever sits out, and a worker on a busy machine loads its libraries for as long again."""
-BASELINE_STEPS, BASELINE_S = 20, 5.0  # undisturbed: so many steps at least, and so long
-COMMAND_S = 120.0  # for a process that loads a model on a machine full of workers
+"""Time limit for a step, or for all workers to be members again. The seed waits 30 s for a silent peer, and as long for
+an excluded one. On a busy machine a worker takes as long again to load its libraries."""
+BASELINE_STEPS, BASELINE_S = 20, 5.0  # minimum steps and seconds without faults
+COMMAND_S = 120.0  # a command may load a model on a busy machine
 
 now = time.monotonic
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run.
+    """The settings of one run.
 
     Attributes:
-        count: of faults, one at a time; 0: as many as begin within ``duration_s``.
-        exact: the job sums exactly, and an undisturbed run is compared.
+        count: number of faults, one at a time; 0: as many as start within ``duration_s``.
+        exact: the job uses exact sums, and its result is compared with that of an undisturbed run.
     """
 
     profile_name: str
@@ -65,11 +65,11 @@ class Plan:
 
 
 class Stopped(Exception):
-    """The person pressed Ctrl+C."""
+    """The user pressed Ctrl+C."""
 
 
 def kinds_here() -> tuple[str, ...]:
-    """The faults that this system can do to a process."""
+    """The kinds of faults that this operating system supports."""
     without = {"disk"} if sys.platform != "linux" else set()
     without |= {"freeze"} if not hasattr(signal, "SIGSTOP") else set()
     return tuple(kind for kind in judge.KINDS if kind not in without)
@@ -80,11 +80,11 @@ def kinds_here() -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class WorkerSlot:
-    """Where a worker runs, again and again.
+    """One worker's place in the cluster: its proxies and its current process.
 
     Attributes:
-        child: None while none runs.
-        busy: a fault has it.
+        child: the newest process; None before the first start.
+        busy: a fault is using this worker.
     """
 
     number: int
@@ -99,23 +99,22 @@ class WorkerSlot:
         return f"worker-{self.number}"
 
     def thaw(self) -> None:
-        """It goes on; harmless for one that is not frozen."""
         if self.frozen and self.child is not None and self.child.alive:
             self.child.process.send_signal(signal.SIGCONT)
         self.frozen = False
 
     def mend(self) -> None:
-        """Its links and its disk are as they were."""
+        """End all faults of this worker: thaw it, and restore its links and its disk."""
         self.thaw()
         self.data.mend()
         self.control.mend()
         self.limit_files(None)
 
     def limit_files(self, limit_bytes: int | None) -> None:
-        """No file of the worker and its helpers may grow past ``limit_bytes``; None: files may grow again.
+        """Limit the size of each file of the worker and its helper processes; None removes the limit.
 
-        It is ``RLIMIT_FSIZE``, which needs no rights and spares other processes: a write past it fails with EFBIG in
-        the middle of a file, as one on a full disk does with ENOSPC.
+        The limit is ``RLIMIT_FSIZE``, which needs no privileges and does not affect other processes. A write past it
+        fails with EFBIG in the middle of a file, just as a write on a full disk fails with ENOSPC.
         """
         if sys.platform != "linux" or self.child is None or not self.child.alive:
             return
@@ -127,18 +126,18 @@ class WorkerSlot:
                 _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if limit_bytes is None else limit_bytes, hard))
         except (psutil.NoSuchProcess, ProcessLookupError):
-            return  # it ended by itself, which its watch tells
+            return  # the process ended; its watch task reports that
 
 
 @dataclass(slots=True)
 class Cluster:
-    """The processes and what can be done to them.
+    """The processes of the cluster, and the operations on them.
 
     Args:
         on_change: called when a process ended.
 
     Attributes:
-        exits: processes that ended and should not have, in their own words.
+        exits: error messages of processes that ended unexpectedly.
     """
 
     local: LocalCluster
@@ -148,7 +147,7 @@ class Cluster:
     places: dict[int, WorkerSlot] = field(default_factory=dict)
     exits: list[str] = field(default_factory=list)
     closing: bool = False
-    _expected: set[int] = field(default_factory=set)  # processes whose end is no surprise
+    _expected: set[int] = field(default_factory=set)  # pids whose end is expected
     _sessions: set[int] = field(default_factory=set)
     _watches: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -157,7 +156,7 @@ class Cluster:
         self._watch(await self.local.start_seed())
 
     async def start_worker(self, number: int) -> None:
-        """It joins in its own time. Raises ``StorageError``, ``UserError``."""
+        """Start a worker; returns before it has joined. Raises ``StorageError``, ``UserError``."""
         if number not in self.places:
             self.places[number] = WorkerSlot(number, Proxy((LOOPBACK, 0)), Proxy((LOOPBACK, self.local.port)))
             await self.places[number].data.start()
@@ -168,7 +167,7 @@ class Cluster:
         options = ["--threads", str(self.threads), "--host", LOOPBACK, "--port", str(port)]
         options += ["--advertise", f"{LOOPBACK}:{place.data.address[1]}"]
         place.child = await self.local.start_peer(place.name, number, *options, target=self._target(place))
-        if self.closing:  # told to leave while it was being started
+        if self.closing:  # ``let_go`` ran while the process was starting
             place.child.ask_to_leave()
         self._watch(place.child)
 
@@ -188,18 +187,17 @@ class Cluster:
         return f"@{mine}"
 
     async def kill(self, child: Child) -> None:
-        """SIGKILL; returns when it is dead."""
         self._expected.add(child.process.pid)
         await child.kill()
 
     def let_go(self) -> None:
-        """Nobody is frozen, cut off or without a disk any more, and from now on every end is expected."""
+        """End all faults. From now on the end of any process is expected."""
         self.closing = True
         for place in self.places.values():
             place.mend()
 
     async def end(self) -> None:
-        """May be called twice."""
+        """End all processes and proxies. May be called twice."""
         self.let_go()
         await self.local.end()
         for place in self.places.values():
@@ -209,7 +207,7 @@ class Cluster:
             await asyncio.wait(self._watches)
 
     def orphans(self) -> list[str]:
-        """Processes that are still there though they, or who started them, should have ended. They are killed."""
+        """Kill the processes that outlived the cluster, including children of peers. Returns one line for each."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -239,13 +237,13 @@ class Cluster:
 
 @dataclass(slots=True)
 class Faults:
-    """Carries a schedule out: picks who is whole, hurts them, mends them, and says what came of it.
+    """Carries out a schedule: chooses a worker, injects the fault, ends it, and records the outcome.
 
-    A fault of the seed is alone, so that a worker that is started finds one.
+    A fault of the seed runs alone, because a worker that starts needs a seed.
 
     Attributes:
-        done: the injuries, in order.
-        stuck: what did not come back in time.
+        done: the injected faults, in order.
+        stuck: messages about everything that did not recover in time.
     """
 
     cluster: Cluster
@@ -257,9 +255,9 @@ class Faults:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def run(self, actions: Iterable[Action], *, count: int, duration_s: float) -> None:
-        """``count`` faults one at a time, or as many as begin within ``duration_s``; returns when the last is mended.
+        """Inject ``count`` faults one at a time; if ``count`` is 0, all faults that start within ``duration_s``.
 
-        Raises ``P2PTrainError`` where a process cannot be started.
+        Returns when the last fault is over. Raises ``P2PTrainError`` if a process cannot be started.
         """
         began = now()
         try:
@@ -285,7 +283,7 @@ class Faults:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _settled(self) -> None:
-        """All faults are over. Raises what they raised."""
+        """Wait until no fault is active. Raises what the faults raised."""
         while self._tasks:
             finished, self._tasks = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in finished:
@@ -315,9 +313,9 @@ class Faults:
         return [place for place in alive if self.observer.id_of(place.name) in self.observer.members]
 
     def _fits(self, action: Action) -> bool:
-        """Whether somebody stays whole who surely has the state: a member of the view that committed the newest step.
+        """Return whether a member of the view that committed the newest step would stay unharmed.
 
-        Were none of them left, the others would rightly wait for one to come back.
+        Without such a worker the others would rightly wait for one to come back.
         """
         rows, views = self.observer.rows, self.observer.views
         newest = rows[-1].generation if rows else 0
@@ -329,7 +327,7 @@ class Faults:
         excused: frozenset[str] = frozenset()
         if place is not None and kind in ("cut", "corrupt"):
             members, peer = observer.members, observer.id_of(place.name)
-            rank = members.index(peer)  # a broken link is no more the fault of the one end
+            rank = members.index(peer)  # either end may be blamed for a broken link
             excused = frozenset({peer, members[rank - 1], members[(rank + 1) % len(members)]})
         elif place is not None and kind in ("kill", "freeze"):
             excused = frozenset({observer.id_of(place.name)})
@@ -390,7 +388,7 @@ class Faults:
             case "disk":
                 files = (self.cluster.local.root / place.name).glob("jobs/*/checkpoints/step-*/*")
                 largest = max((path.stat().st_size for path in files), default=0)
-                # Half a checkpoint's largest file, and room for the worker's log: what it says is wanted.
+                # Half of a checkpoint's largest file, but enough for the worker's log, which must stay complete.
                 limit_bytes = max(largest // 2, place.child.log.stat().st_size + (1 << 20))
                 injury.detail = f"no file past {limit_bytes} bytes, {lasts}"
                 place.limit_files(limit_bytes)
@@ -398,7 +396,7 @@ class Faults:
         self._tell(injury)
         await self._pause(action.lasts_s)
         if self.stop.is_set():
-            return  # the whole cluster is let go
+            return  # ``Cluster.let_go`` ends the faults
         if action.kind == "kill":
             await self.cluster.start_worker(place.number)
         if action.kind == "corrupt" and place.data.damaged == damaged:
@@ -424,17 +422,17 @@ class Faults:
             self.stuck.append(f"fault {injury.number} ({injury.kind}): no step within {PATIENCE_S:.0f} s")
 
 
-# ------------------------------------------------------------------------------------------------- what lies on disk
+# ------------------------------------------------------------------------------------------------- checkpoints on disk
 
 
 @dataclass(slots=True)
 class Saved:
-    """The checkpoints of a cluster that has ended.
+    """The checkpoints on disk after a cluster has ended.
 
     Attributes:
-        states: hash of the parameters and the optimizer's state at one step, by worker's name.
-        damaged: checkpoints that are not what was written.
-        newest: one of that step.
+        states: worker's name → hash of its parameters and optimizer state at the given step.
+        damaged: messages about checkpoints that are unreadable or differ from their manifest.
+        newest: path of a checkpoint of the given step.
     """
 
     states: dict[str, str] = field(default_factory=dict)
@@ -444,13 +442,13 @@ class Saved:
 
 
 def saved(root: Path, job: str, step: int, names: Iterable[str]) -> Saved:
-    """Read every byte of these workers' checkpoints. Blocks."""
+    """Read and verify all checkpoints of these workers. Blocks."""
     made = Saved()
     for name in names:
         directory = root / name / "jobs" / job / "checkpoints"
         if not directory.is_dir():
             continue
-        store = CheckpointStore(RealDisk(), directory, 1000)  # nothing is pruned by looking
+        store = CheckpointStore(RealDisk(), directory, 1000)  # a limit this high prunes nothing
         found = {path.name for path in directory.glob("step-*")}
         for entry in store.entries():
             made.count += 1
@@ -470,7 +468,7 @@ def saved(root: Path, job: str, step: int, names: Iterable[str]) -> Saved:
 
 
 async def command(name: str, *arguments: str) -> Verdict:
-    """Whether a ``p2ptrain`` of its own, as a person would start it, ends well."""
+    """Run a ``p2ptrain`` command in a process of its own; the verdict says whether it succeeded."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "p2ptrain", *arguments),
         stdin=asyncio.subprocess.DEVNULL,
@@ -495,12 +493,12 @@ async def command(name: str, *arguments: str) -> Verdict:
 
 
 async def conduct(plan: Plan, report: Report) -> None:
-    """Fill the report. Raises ``P2PTrainError`` where the cluster cannot even be started."""
+    """Carry out the plan and fill the report. Raises ``P2PTrainError`` if the cluster cannot be started."""
     console, stop = Console(), asyncio.Event()
     run = Run(plan, report, console, stop)
 
     def leave(text: str) -> None:
-        for cluster in run.clusters:  # at once: a second Ctrl+C may end this process
+        for cluster in run.clusters:  # at once, because a second Ctrl+C may end this process
             cluster.let_go()
         console.event("info", text)
 
@@ -516,8 +514,6 @@ async def conduct(plan: Plan, report: Report) -> None:
 
 
 class Run:
-    """The parts of one run, in order, and what they find."""
-
     def __init__(self, plan: Plan, report: Report, console: Console, stop: asyncio.Event) -> None:
         self.plan, self.report, self._console, self._stop = plan, report, console, stop
         self.clusters: list[Cluster] = []
@@ -541,7 +537,7 @@ class Run:
             audit = Verdict(name, None, "asked of plain clusters only")
             if not plan.tls:
                 audit = await command(name, "jobs", "audit", job, "--seed", cluster.local.address, "--json")
-            last = observer.step  # the job goes on while its record is read
+            last = observer.step  # the job continues while its record is read
             once = judge.every_step_once(await self._recorded(observer, job), last)
             self._go_on()
         await self._judged(cluster, observer, faults, [once, audit], job, step)
@@ -587,8 +583,8 @@ class Run:
         return self._stop.is_set() or bool(cluster.exits)
 
     async def _undisturbed(self, observer: JobObserver) -> None:
-        """Measure what faults will be compared with. Raises ``Stopped``, ``JobFailed``."""
-        first = observer.step + 3  # the first ones load kernels and pages
+        """Measure the speed without faults. Raises ``Stopped``, ``JobFailed``."""
+        first = observer.step + 3  # the first steps load kernels and pages
         await observer.until(lambda: self._stop.is_set() or observer.step >= first, PATIENCE_S)
         begin_s, step = now(), observer.step
         self._console.event("info", "all are in the ring; first some undisturbed steps")
@@ -623,7 +619,7 @@ class Run:
 
     async def _recorded(self, observer: JobObserver, job: str) -> list[int]:
         steps, after = list[int](), 0
-        with suppress(P2PTrainError):  # what is missing then is found missing
+        with suppress(P2PTrainError):  # the check reports rows that could not be read
             while rows := (await observer.ask("metrics.history", job=job, after_step=after, limit=200))["rows"]:
                 steps += [int(row["step"]) for row in rows]
                 after = steps[-1]
@@ -694,7 +690,7 @@ def _whole(cluster: Cluster, observer: JobObserver) -> bool:
 
 
 def _unless(damaging: bool, verdict: Verdict) -> Verdict:
-    """Not asked where bytes were damaged that nothing protects."""
+    """Replace the verdict by "not checked" if bytes were damaged on links without encryption."""
     return Verdict(verdict.name, None, "not asked on plain TCP with damaged bytes") if damaging else verdict
 
 

@@ -1,11 +1,11 @@
-"""What is done to a cluster, and what must have held, decided from what was seen. Pure.
+"""The schedule of faults, and the checks on what a run observed. Pure functions.
 
-A schedule is a function of a number, and names *turns*, not processes: ``order`` says in which order workers are tried
-for a fault, and the first that is whole takes it. So the schedule does not depend on how fast a machine is.
+A schedule depends only on its seed. It names an ``order`` of workers, and the first healthy one gets the fault. So the
+schedule does not depend on the speed of the machine.
 
-*Recovery* is the time from a fault to the next step that was committed after it. What was committed before may still
-arrive later, because the seed tells changes ten times a second at most: so a row counts when it is of a later view, or,
-where the fault need not end the view, when it came more than that interval after the fault.
+*Recovery* is the time from a fault to the next step that was committed after it. The seed sends changes at most ten
+times a second, so rows of earlier commits may arrive after the fault. A row counts if it belongs to a later view. If
+the fault need not end the view, a later step also counts if its row arrives more than that interval after the fault.
 """
 
 from __future__ import annotations
@@ -33,27 +33,26 @@ LASTS_S: dict[str, tuple[float, float]] = {
     "seed": (0.2, 5.0),
     "disk": (2.0, 6.0),
 }
-"""The kinds of faults, and seconds from a fault to its end (of the dead: to their restart). Silences lie on both sides
-of the 2 s after which a LAN peer counts as dead: shorter ones must cost nobody its place."""
+"""Kind of fault → its shortest and longest duration in seconds; for a dead process, the time until its restart. A LAN
+peer counts as dead after 2 s of silence; a shorter silence must not cost a peer its place."""
 KINDS = tuple(LASTS_S)
 CUTS = ("ring reset", "ring silent", "seed reset", "seed silent", "all silent")
-"""Which of a worker's links, and how: a reset is known at once, a silent one is a pulled cable."""
+"""Which links of a worker are cut, and how. Peers notice a reset at once. A silent link behaves like a pulled cable."""
 
 _UNITS_S = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """A fault to come.
+    """A planned fault.
 
     Attributes:
         number: 1, 2, ...
-        gap_s: seconds after the one before.
-        order: numbers of workers, whom to try first.
-        lasts_s: seconds until it is mended, or the dead are started again.
-        cut: one of ``CUTS``.
-        rate_bps, delay_s: of a slow link, bytes per second.
-        skip_bytes: so many pass before one is damaged.
+        gap_s: seconds since the previous action.
+        order: numbers of the workers, in the order in which they are tried.
+        lasts_s: seconds until the fault ends, or until a dead process is started again.
+        rate_bps, delay_s: rate of a slow link in bytes per second, and its one-way delay.
+        skip_bytes: bytes that pass before one is damaged.
     """
 
     number: int
@@ -61,17 +60,17 @@ class Action:
     kind: str
     order: tuple[int, ...]
     lasts_s: float
-    cut: str
+    cut: str  # one of ``CUTS``
     rate_bps: float
     delay_s: float
     skip_bytes: int
 
 
 def schedule(seed: int, *, workers: int, kinds: Sequence[str]) -> Iterator[Action]:
-    """Faults without end. Every action draws the same numbers whatever its kind.
+    """Yield faults without end. Every action uses the same number of random values, whatever its kind.
 
     Args:
-        workers: they are numbered from 1.
+        workers: number of workers; they are numbered from 1.
     """
     if not kinds:
         return
@@ -96,11 +95,11 @@ def schedule(seed: int, *, workers: int, kinds: Sequence[str]) -> Iterator[Actio
         )
 
 
-# ------------------------------------------------------------------------------------------------ what a person writes
+# ------------------------------------------------------------------------------------------------ what the user writes
 
 
 def seconds_of(text: str) -> float:
-    """``60``, ``60s``, ``500ms``, ``30m``, ``1h``. Raises ``UserError``."""
+    """Parse a duration: ``60``, ``60s``, ``500ms``, ``30m``, ``1h``. Raises ``UserError``."""
     match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ms|s|min|m|h|)\s*", text, re.ASCII)
     if not match:
         raise UserError(f"{text!r} is not a duration", remedy="write 60s, 30m or 1h")
@@ -108,15 +107,15 @@ def seconds_of(text: str) -> float:
 
 
 def kinds_of(text: str, *, tls: bool, here: Sequence[str]) -> tuple[str, ...]:
-    """The kinds that a person named, or (an empty text) all that make sense.
+    """Parse a list of kinds of faults. An empty text means all kinds that make sense.
 
     Args:
-        here: those that this system can do.
+        here: the kinds that this operating system supports.
 
     Raises:
-        UserError: one is not known, or cannot be.
+        UserError: a kind is unknown or not supported.
     """
-    if not text:  # plain TCP cannot know of a damaged byte
+    if not text:  # plain TCP cannot detect a damaged byte
         return tuple(kind for kind in KINDS if kind in here and (tls or kind != "corrupt"))
     named = tuple(part.strip() for part in text.split(",") if part.strip())
     if named == ("none",):
@@ -131,20 +130,20 @@ def kinds_of(text: str, *, tls: bool, here: Sequence[str]) -> tuple[str, ...]:
     return named
 
 
-# ------------------------------------------------------------------------------------------------------- what was done
+# ----------------------------------------------------------------------------------------------------- injected faults
 
 
 @dataclass(slots=True)
 class InjectedFault:
-    """A fault that was done.
+    """A fault that was injected.
 
     Attributes:
-        at_s, until_s: monotonic; until it was mended or the dead were started again, ``inf`` while it lasts.
-        generation, step: what was known when it was done.
-        peers: who was hit, by name.
-        excused: ids of the peers that may lose their place for it: those hit, and both ends of a link.
-        whole_s: when all workers were members again.
-        recovery_s: None where no step followed.
+        at_s, until_s: monotonic start and end. The end is the repair or the restart; ``inf`` before it.
+        generation, step: the newest ones that were known at the start.
+        peers: names of the peers that were hit.
+        excused: ids of peers that may lose their place: the peer that was hit, or for a link both of its ends.
+        whole_s: when the peer that was hit was a member again.
+        recovery_s: seconds to the next committed step; None if there was none.
     """
 
     number: int
@@ -162,7 +161,7 @@ class InjectedFault:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """An invariant. ``held`` is None where it could not be looked at; ``text`` says why, or what broke it."""
+    """The result of one check. ``held`` is None if the check was not possible; ``text`` has the reason."""
 
     name: str
     held: bool | None
@@ -170,10 +169,10 @@ class Verdict:
 
 
 def recovered(injury: InjectedFault, rows: Iterable[Row], interval_s: float) -> Row | None:
-    """The first row by which the injury is over.
+    """Return the first row that shows recovery from the fault.
 
     Args:
-        interval_s: at most so long a row waits at the seed.
+        interval_s: longest time that the seed holds back a row.
     """
     for row in rows:
         later = row.generation > injury.generation
@@ -186,10 +185,10 @@ def recovered(injury: InjectedFault, rows: Iterable[Row], interval_s: float) -> 
 def evictions(
     views: Sequence[Seen], injuries: Sequence[InjectedFault], names: Mapping[str, str], grace_s: float
 ) -> list[str]:
-    """Who lost its place in a view though nothing was done to it; one line each.
+    """List the peers that lost their place in a view and that no fault excuses; one line each.
 
     Args:
-        grace_s: so long after its end an injury still explains a loss: silence is noticed late.
+        grace_s: time after its end in which a fault still excuses a loss, because silence is noticed late.
     """
     return [
         f"{names.get(peer, peer)} left view {before.generation} for no fault of its own"
@@ -207,7 +206,7 @@ def excuse(peer: str, at_s: float, injuries: Iterable[InjectedFault], grace_s: f
 
 
 def every_step_once(steps: Iterable[int], last: int) -> Verdict:
-    """The rows of metrics hold each step from 1 to ``last`` exactly once."""
+    """Check that the metrics have each step from 1 to ``last`` exactly once."""
     found = sorted(steps)
     missing = sorted(set(range(1, last + 1)) - set(found))
     twice = sorted({step for step, after in itertools.pairwise(found) if step == after})
@@ -216,7 +215,6 @@ def every_step_once(steps: Iterable[int], last: int) -> Verdict:
 
 
 def same(name: str, hashes: Mapping[str, str]) -> Verdict:
-    """All hold the same."""
     if not hashes:
         return Verdict(name, None, "there is nothing to compare")
     groups: dict[str, list[str]] = {}
@@ -231,14 +229,14 @@ def none_of(name: str, found: Sequence[str]) -> Verdict:
 
 
 def steps_per_s(rows: Sequence[Row], begin_s: float, end_s: float) -> float:
-    """Progress of the newest known step from ``begin_s`` to ``end_s``, per second: a step done again counts once."""
+    # Counts a repeated step once: it compares the newest known steps.
     before = max((row.step for row in rows if row.at_s <= begin_s), default=0)
     after = max((row.step for row in rows if row.at_s <= end_s), default=0)
     return (after - before) / (end_s - begin_s) if end_s > begin_s else 0.0
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The least value that at least ``share`` of them do not exceed (nearest rank): one that was really seen."""
+    """Nearest-rank quantile: the least value that at least ``share`` of the values do not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
@@ -252,11 +250,11 @@ def _some(items: Sequence[object], most: int = 6) -> str:
 
 @dataclass(slots=True)
 class Report:
-    """Everything that is told.
+    """The result of a run.
 
     Attributes:
-        baseline_steps_per_s, steps_per_s: without faults, and under them.
-        complete: it was not interrupted.
+        baseline_steps_per_s, steps_per_s: speed without faults, and with faults.
+        complete: the run was not interrupted.
     """
 
     workers: int
@@ -279,7 +277,7 @@ class Report:
         return self.steps_per_s / self.baseline_steps_per_s if self.baseline_steps_per_s else None
 
     def recoveries(self) -> dict[str, dict[str, float]]:
-        """Seconds to the next committed step, by kind: how many, p50, p99, max."""
+        """Kind of fault → the number of recoveries, and the p50, p99 and maximum of their seconds."""
         found: dict[str, list[float]] = {}
         for injury in self.injuries:
             if injury.recovery_s is not None:
@@ -311,7 +309,6 @@ class Report:
         }
 
     def print(self) -> None:
-        """For a person, on standard output."""
         from p2ptrain.cli.output import human_seconds, print_pairs, print_table, printable
 
         under = f"{len(self.injuries)} faults in {human_seconds(self.seconds)}"

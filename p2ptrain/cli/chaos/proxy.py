@@ -1,9 +1,9 @@
-"""A TCP proxy before one peer's port, by which its links are cut, slowed and damaged from outside.
+"""A TCP proxy in front of one peer's port. It cuts, slows and damages the peer's links from outside.
 
-A *silent* link neither reads nor writes, so bytes wait in the senders' kernels, and the end of either side is not
-noticed: what a pulled cable looks like. It differs in one thing: TCP acknowledges what the proxy's own kernel took.
-When the link is mended the bytes go on in order, as retransmitted ones would. A *reset* link ends its connections at
-once and every new one as it is made.
+A *silent* link neither reads nor writes. Bytes wait in the senders' kernels, and neither side notices that the other
+one ended. A pulled cable looks the same, except that TCP acknowledges the bytes that the proxy's own kernel received.
+When the link is mended, the bytes continue in order, as after retransmission. A *reset* link closes its connections at
+once, and each new connection as soon as it is made.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from asyncio import StreamReader, StreamWriter
 from contextlib import suppress
 
 PIECE_BYTES = 64 << 10
-"""What is handed on at once, and about what a slow link holds of a connection before it reads no more."""
+"""Bytes that are forwarded at once. A slow link holds about this much of a connection before it stops reading."""
 
 
 class Proxy:
-    """One listening port of the loopback that leads to one port of a peer.
+    """A listening port of the loopback that leads to one port of a peer.
 
     Attributes:
-        address: what others dial.
-        target: where the peer listens now; (host, port).
-        damaged: bytes changed so far.
+        address: (host, port) that other peers dial.
+        target: (host, port) where the peer listens now.
+        damaged: number of bytes changed so far.
     """
 
     def __init__(self, target: tuple[str, int]) -> None:
@@ -34,7 +34,7 @@ class Proxy:
         self._is_reset = False
         self._speaks = asyncio.Event()  # not set while the link is silent
         self._speaks.set()
-        self._mended = asyncio.Event()  # who waits on a slow link goes on
+        self._mended = asyncio.Event()  # releases the bytes that wait on a slow link
         self._rate_bps = self._delay_s = 0.0
         self._skip_bytes: int | None = None
         self._ends: set[StreamWriter] = set()
@@ -42,12 +42,11 @@ class Proxy:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Listen on any free port."""
         self._server = await asyncio.start_server(self._accepted, "127.0.0.1", 0, limit=PIECE_BYTES)
         self.address = ("127.0.0.1", int(self._server.sockets[0].getsockname()[1]))
 
     async def close(self) -> None:
-        """End everything. May be called twice, and before ``start``."""
+        """End all connections and stop listening. May be called twice, and before ``start``."""
         if self._server is not None:
             self._server.close()
         self._reset(*self._ends)
@@ -66,15 +65,15 @@ class Proxy:
             self._reset(*self._ends)
 
     def slow(self, rate_bps: float, delay_s: float) -> None:
-        """Every connection, each way, carries so many bytes per second from now on, so much later."""
+        """Limit both directions of every connection to this rate, in bytes per second, and add this delay."""
         self._rate_bps, self._delay_s = rate_bps, delay_s
 
     def damage(self, skip_bytes: int) -> None:
-        """Flip one bit of a byte: that after the next ``skip_bytes``, whichever way they go."""
+        """Flip one bit of the byte that follows the next ``skip_bytes`` bytes, whatever their direction."""
         self._skip_bytes = skip_bytes
 
     def mend(self) -> None:
-        """The link is as it was; what waits goes first."""
+        """End all faults. Bytes that wait are delivered first."""
         self._is_reset, self._rate_bps, self._delay_s, self._skip_bytes = False, 0.0, 0.0, None
         self._speaks.set()
         mended, self._mended = self._mended, asyncio.Event()
@@ -91,7 +90,7 @@ class Proxy:
         try:
             if self._is_reset:
                 raise ConnectionResetError
-            async with asyncio.timeout(5.0):  # the peer is on this machine: it listens, or refuses at once
+            async with asyncio.timeout(5.0):  # a peer on this machine accepts or refuses at once
                 far, to_far = await asyncio.open_connection(*self.target, limit=PIECE_BYTES)
             ends.append(to_far)
             self._ends.add(to_far)
@@ -107,7 +106,7 @@ class Proxy:
                     pump.cancel()
                 await asyncio.gather(*pumps, return_exceptions=True)
         except OSError:  # TimeoutError is one
-            await self._speaks.wait()  # an end is not known beyond a silent link
+            await self._speaks.wait()  # a silent link does not pass on an end
             self._reset(*ends)
         finally:
             for end in ends:
@@ -144,7 +143,7 @@ class Proxy:
     @staticmethod
     def _reset(*ends: StreamWriter) -> None:
         for end in ends:
-            with suppress(OSError):  # closed already: it needs no word more
+            with suppress(OSError):  # already closed
                 no_linger = struct.pack("ii", 1, 0)  # closing sends RST
                 end.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
             end.transport.abort()
