@@ -1,20 +1,19 @@
-"""One view's chain of stages, running: activations go to the next stage, gradients to the one before.
+"""The running chain of stages of one view: activations go to the next stage, gradients to the previous one.
 
-Connections. Each stage dials the next one and is dialled by the one before, on channels of a chain's own, so that none
-of them can be taken for a ring's. *Bulk* connections carry activations one way and gradients the other; over several,
-micro-batches go in turn. The *beat* is a ring's.
+Connections. Each stage dials the next stage and accepts the previous one, on channels that only chains have. *Bulk*
+connections carry activations one way and gradients the other; if there are several, micro-batches use them in turn. The
+*beat* connection is the same as in a ring.
 
-Payloads. All of one kind have the same size, known to both ends. Each is one bulk frame, whose stream number counts the
-micro-batches of all steps; the direction is that of the connection. Receiving: a bounded number of buffers is posted
-and used again when its user is done with it; where all are in use, TCP holds the sender back. Sending never blocks: a
-payload waits in a queue, and is handed over when the transport holds nothing of the last one. Until the kernel has it,
-it must not change.
+Payloads. All payloads of one kind have the same size, known to both ends. Each is one bulk frame whose stream number
+counts the micro-batches of all steps. Receiving: a bounded number of buffers is posted, and each is reused after its
+user releases it. If all are in use, TCP holds the sender back. Sending never blocks: a payload waits in a queue until
+the transport holds nothing of the previous one. It must not change until the kernel has it.
 
-Round trips. When a chain forms, each stage sends the next one a payload of activations and gets one of gradients back,
-``PINGS`` times; the shortest is what the hop costs a micro-batch. The figures are handed through the chain and back, so
-that all stages have all of them and derive the same schedule. That is also how each knows that all are there.
+Round trips. When a chain forms, each stage sends the next one a payload of activations and gets a payload of gradients
+back, ``PINGS`` times. The shortest round trip is the cost of the hop for a micro-batch. The figures travel through the
+chain and back, so all stages derive the same schedule and know that every stage is there.
 
-Ends. As a ring's (``ring.neighbours``): who loses a neighbour names it to the other one.
+Ends. As in a ring (``ring.neighbours``): a stage that loses one neighbour names it to the other one.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from wire.frame import MAX_BULK_BYTES
 
 PINGS = 3  # the first one finds TCP with its smallest window
 PATIENCE_PART = 0.1
-"""Of the patience, added for every stage beyond the neighbour that is waited for: who stands beside the one that is
-stuck gives up first, and names the right one."""
+"""Extra patience for each stage beyond the awaited neighbour, as a part of the patience. So the stage next to a stuck
+one gives up first."""
 
 _STREAMS = 1 << 32
 _GATHERED, _TOLD = PINGS, PINGS + 1  # streams of the round trips, on their way to the first stage and from it
@@ -49,15 +48,15 @@ _FIRST_STREAM = PINGS + 2
 
 
 Payload = npt.NDArray[np.uint8]
-"""Shape (bytes,), contiguous: activations or gradients of one micro-batch as they travel."""
+"""Shape (bytes,), contiguous: encoded activations or gradients of one micro-batch."""
 
 
 class Hop:
-    """The payloads of one neighbour: those that it sends, in order, and those for it.
+    """The payloads to and from one neighbour, in order.
 
     Args:
         on_moved: called when a payload arrived, and when the kernel took one.
-        on_error: called with the connection that failed, and why.
+        on_error: called with the connection that failed, and the error.
     """
 
     def __init__(
@@ -72,15 +71,15 @@ class Hop:
         self._generation = generation
         self._on_moved, self._on_error = on_moved, on_error
         self._expected: deque[int] = deque()  # streams that no buffer is posted for yet
-        self._nbytes = 0  # of each of them
-        self._ahead = 0  # buffers that may be posted, full or in use
-        self._taken = 0  # buffers that are
+        self._nbytes = 0  # size of each expected payload
+        self._ahead = 0  # most buffers that may be posted, full or in use
+        self._taken = 0  # buffers that are posted, full or in use
         self._free: list[Payload] = []
         self._posted: set[int] = set()
         self._arrived: dict[int, Payload] = {}
         self._waiting: dict[int, asyncio.Future[Payload]] = {}
         self._queues: dict[Connection, deque[tuple[int, Payload]]] = {bulk: deque() for bulk in neighbour.bulks}
-        self._sending: dict[Connection, Payload] = {}  # with the transport, perhaps not all in the kernel
+        self._sending: dict[Connection, Payload] = {}  # given to the transport, perhaps not yet all in the kernel
         self._flushing: asyncio.Future[None] | None = None
         self._stopped = False
         for bulk in neighbour.bulks:
@@ -105,10 +104,10 @@ class Hop:
     # -------------------------------------------------------------------------------------------------------- receiving
 
     def expect(self, streams: Sequence[int], nbytes: int, *, ahead: int) -> None:
-        """These payloads of ``nbytes`` each come next, in this order, and nothing else is to come any more.
+        """Expect these payloads of ``nbytes`` each, in this order. All earlier expected payloads must have arrived.
 
         Args:
-            ahead: buffers, at most, that are posted, full or in use.
+            ahead: the most buffers that are posted, full or in use.
         """
         self._expected.extend(streams)
         self._ahead = ahead
@@ -117,7 +116,7 @@ class Hop:
         self._post()
 
     def arrival(self, stream: int) -> asyncio.Future[Payload]:
-        """The payload, the caller's until ``release``. Nobody else may ask for it."""
+        """A future of the payload, the caller's until ``release``. Only one caller may ask for a stream."""
         future: asyncio.Future[Payload] = asyncio.get_running_loop().create_future()
         if stream in self._arrived:
             future.set_result(self._arrived.pop(stream))
@@ -126,7 +125,6 @@ class Hop:
         return future
 
     def release(self, payload: Payload) -> None:
-        """What was received in it is not needed any more."""
         self._taken -= 1
         if payload.nbytes == self._nbytes:
             self._free.append(payload)
@@ -160,10 +158,8 @@ class Hop:
     # ---------------------------------------------------------------------------------------------------------- sending
 
     def send(self, stream: int, payload: Payload) -> None:
-        """Never blocks: the kernel gets it from the next turn of the loop on, for the caller has a thread to keep busy.
-
-        ``payload`` is left unchanged until all is flushed.
-        """
+        """Queue ``payload`` for the next turn of the loop, so that the caller can first give its compute thread a task.
+        It must not change until all is flushed."""
         bulk = self._bulk(stream)
         self._queues[bulk].append((stream, payload))
         asyncio.get_running_loop().call_soon(self._pump, bulk)
@@ -201,7 +197,7 @@ class Hop:
             self._flushing.set_result(None)
 
     def stop(self, failure: Callable[[], P2PTrainError]) -> None:
-        """Touch no memory any more, whatever still arrives; who waits is told ``failure``."""
+        """Touch no memory from now on, whatever still arrives. Futures that are waited for fail with ``failure()``."""
         self._stopped = True
         for bulk in self.neighbour.bulks:
             bulk.on_drained = None
@@ -209,19 +205,20 @@ class Hop:
         for future in (*self._waiting.values(), self._flushing):
             if future is not None and not future.done():
                 future.set_exception(failure())
-                future.exception()  # it may be that nobody waits any more
+                future.exception()  # marks it as retrieved: perhaps nobody awaits it any more
         self._waiting.clear()
 
 
 class Chain:
-    """A stage's place in the chain of one view. Made by ``form``; ended by ``close``, or by the loss of a neighbour.
+    """A stage's place in the chain of one view. ``form`` makes it; ``close`` or the loss of a neighbour ends it.
 
     Attributes:
-        stage, stages: this member's, counted from 0, and how many there are.
-        round_trips_s: of each hop, the same on all stages: activations there and gradients back, without any computing.
-        in_flight: of each stage, the same on all: micro-batches that it has memory for; 0: any number.
-        broken: resolves to ``RingBroken`` as soon as the chain can do no more, for whatever reason.
-        progress: payloads received and sent so far, and whatever else the owner counts; it goes out with every beat.
+        stage, stages: this member's stage, counted from 0, and the number of stages.
+        round_trips_s: for each hop, equal on all stages: time of activations there and gradients back, without
+            computing.
+        in_flight: for each stage, equal on all stages: micro-batches that it has memory for; 0: any number.
+        broken: resolves to ``RingBroken`` when the chain has ended, for whatever reason.
+        progress: payloads received and sent so far, plus what the owner adds; every heartbeat carries it.
     """
 
     def __init__(
@@ -246,8 +243,8 @@ class Chain:
         self._now = world.clock.now
         self._waits: dict[Hop, str] = {}  # what this stage waits for
         self._next_stream = _FIRST_STREAM
-        self._streams: range | None = None  # of the step under way
-        self._parted: Neighbour | None = None  # it left while the step could still end well
+        self._streams: range | None = None  # of the current step
+        self._parted: Neighbour | None = None  # a neighbour that left while the step could still complete
         self.links = NeighbourLinks(
             clock=world.clock,
             view=view,
@@ -285,16 +282,17 @@ class Chain:
         streams: int = 1,
         timeout_s: float,
     ) -> Chain:
-        """Connect to both neighbours, measure the way to the next one, and wait until every stage has done so.
+        """Connect to both neighbours, measure the hop to the next stage, and wait until every stage has done so.
 
         Args:
-            order: peer ids of the stages, first to last, members of ``view``; empty: all members as they stand there.
-            activation_bytes, gradient_bytes: of one micro-batch as it travels, the same on every hop.
+            order: peer ids of the stages, first to last, all of them members of ``view``; empty: all members in view
+                order.
+            activation_bytes, gradient_bytes: encoded size of one micro-batch, the same on every hop.
             in_flight: micro-batches that this stage has memory for; 0: any number.
             streams: bulk connections to a neighbour, the same on every stage.
 
         Raises:
-            ValueError: ``peer_id`` is no stage, or a number is not possible.
+            ValueError: ``peer_id`` is no stage, or a number is out of range.
             Refused, NeighbourAway, DeadlineExceeded, ConnectionLost, ProtocolError: see ``RingSession.form``.
         """
         order = list(order) or [member.peer_id for member in view.members]
@@ -337,14 +335,14 @@ class Chain:
         chain.in_flight = (0,) * stage + (min(in_flight, MAX_MICRO_BATCHES),) + (0,) * (len(order) - 1 - stage)
         try:
             await chain._measure(timeout_s - (world.clock.now() - began))
-        except BaseException:  # cancelled, perhaps in the instant when all were there: nobody else knows of the chain
+        except BaseException:  # also cancelled in the instant when all were there: nobody else could close the chain
             chain.close("the stage gave up")
             raise
         chain.links.begin_beats(heartbeat_s, death_s)
         return chain
 
     def close(self, reason: str = "the view ended") -> None:
-        """Leave the chain, without waiting (see ``links.wait_closed``). A step under way fails, here and everywhere."""
+        """Leave the chain without waiting (see ``links.wait_closed``). A step in progress fails, on every stage."""
         orderly = self._streams is None and all(hop.flushed for hop in self._hops)
         self.links.close(f"this stage left the chain: {reason}", reason, orderly=orderly)
 
@@ -353,11 +351,11 @@ class Chain:
             self.close(broken.cause.message)
 
     def abandon(self, reason: str) -> None:
-        """This stage does not go on with the step: memory is posted and borrowed, so the chain must end."""
+        """End the chain in the middle of a step: buffers are still posted and payloads still borrowed."""
         self.links.give_up(None, ConnectionLost(reason))
 
     def blame(self, kind: Kind, error: P2PTrainError) -> None:
-        """What came for an operation of ``kind`` made no sense: the neighbour that sent it counts as lost."""
+        """Count the neighbour that sent the payload for an operation of ``kind`` as lost: the payload was invalid."""
         hop = self._before if kind is Kind.FORWARD else self._after
         assert hop is not None, "nothing comes from there"
         self.links.give_up(hop.neighbour, error)
@@ -365,10 +363,10 @@ class Chain:
     # ----------------------------------------------------------------------------------------------------------- a step
 
     def begin(self, schedule: Schedule) -> None:
-        """A step begins: from now on payloads of its micro-batches may come. All stages begin the same steps in turn.
+        """Begin a step: payloads of its micro-batches may arrive from now on. All stages begin the same steps in order.
 
         Raises:
-            ValueError: the schedule is of another chain.
+            ValueError: the schedule is for another number of stages.
             ConnectionLost, ProtocolError, DeadlineExceeded: the chain was broken before.
         """
         if schedule.stages != self.stages:
@@ -385,16 +383,16 @@ class Chain:
             self._after.expect(self._streams, self.gradient_bytes, ahead=schedule.ahead(self.stage))
 
     async def receive(self, kind: Kind, index: int, *, patience_s: float) -> Payload | None:
-        """What the operation of ``kind`` on micro-batch ``index`` works on; None where nothing comes from outside.
+        """Wait for the input of the operation of ``kind`` on micro-batch ``index``; None if it needs no payload.
 
-        The payload is the caller's until ``release``.
+        The payload belongs to the caller until ``release``.
 
         Args:
-            patience_s: without a byte of a payload for so long (and a little more the longer the chain is) the
-                neighbour counts as stuck.
+            patience_s: the neighbour counts as stuck after so long without a byte of a payload, plus ``PATIENCE_PART``.
 
         Raises:
-            DeadlineExceeded: it does. ConnectionLost, ProtocolError: the chain broke. ``broken`` tells by whom.
+            DeadlineExceeded: the neighbour is stuck.
+            ConnectionLost, ProtocolError: the chain broke; ``broken`` names the suspect.
         """
         hop = self._before if kind is Kind.FORWARD else self._after
         if hop is None:
@@ -403,19 +401,19 @@ class Chain:
         return await self._arrival(hop, self._stream(index), what, patience_s)
 
     def release(self, kind: Kind, payload: Payload | None) -> None:
-        """The engine is done with what ``receive`` gave: its memory may be received into."""
+        """Give back a payload from ``receive`` that the engine is done with, so that its memory can be reused."""
         hop = self._before if kind is Kind.FORWARD else self._after
         if hop is not None and payload is not None and not self.broken.done():
             hop.release(payload)
 
     def send(self, kind: Kind, index: int, payload: Payload) -> None:
-        """Give on what the operation of ``kind`` on micro-batch ``index`` made. Does not wait.
+        """Send the output of the operation of ``kind`` on micro-batch ``index``, without waiting.
 
         Args:
-            payload: not changed by the caller until ``finish`` returned.
+            payload: must not change until ``finish`` returned.
 
         Raises:
-            ValueError: it has another size, or there is nobody to give it to.
+            ValueError: ``payload`` has the wrong size, or there is no neighbour to send it to.
             ConnectionLost, ProtocolError, DeadlineExceeded: the chain was broken before.
         """
         hop, nbytes = (
@@ -427,13 +425,13 @@ class Chain:
         hop.send(self._stream(index), payload)
 
     async def finish(self, *, patience_s: float) -> None:
-        """Wait until all that was sent is in the kernel; then the step is over. Errors as ``receive``."""
+        """Wait until the kernel has all that was sent; then the step is over. Raises what ``receive`` raises."""
         for hop in self._hops:
             if not hop.flushed:
                 await self._wait(hop, hop.all_flushed(), "the kernel to take what was sent", patience_s)
         self._check_open()
         self._streams = None
-        if self._parted is not None:  # the others may still be in their steps, and want what is on its way to them
+        if self._parted is not None:  # the others may still be in the step: what was sent must reach them
             self.links.follow(self._parted, "the chain")
 
     # -------------------------------------------------------------------------------------------------------- measuring
@@ -531,14 +529,14 @@ class Chain:
     async def _wait(
         self, hop: Hop, future: asyncio.Future[Payload] | asyncio.Future[None], what: str, patience_s: float
     ) -> None:
-        """Until the future is done; break where the neighbour gives no sign of getting on for too long."""
+        """Wait until ``future`` is done; break the chain if the neighbour makes no progress for too long."""
         beyond = self.stage - 1 if hop is self._before else self.stages - 2 - self.stage
         patience_s *= 1 + PATIENCE_PART * beyond
         self._waits[hop] = what
         moved_at, unsent_bytes = self._now(), hop.unsent_bytes
         try:
             while not future.done():
-                if hop.unsent_bytes != unsent_bytes:  # it reads
+                if hop.unsent_bytes != unsent_bytes:  # the neighbour reads
                     moved_at, unsent_bytes = self._now(), hop.unsent_bytes
                 left_s = max(moved_at, hop.heard_at) + patience_s - self._now()
                 if left_s <= 0:
@@ -559,7 +557,7 @@ class Chain:
         return self.progress, f"waits for {wait}" if wait else AT_WORK
 
     def _ended(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
-        """A connection is gone. That breaks the chain, unless the step under way can still end well without it."""
+        """Break the chain after the end of a connection, unless the current step can complete without it."""
         if not neighbour.leaving:
             self.links.lost(neighbour, connection, error)
             return
@@ -582,10 +580,10 @@ def _packed(seconds: Sequence[float]) -> Payload:
 
 
 def figures_untrusted(payload: bytes, stages: int) -> tuple[list[float], list[int]]:
-    """Seconds of each hop, and of each stage how many micro-batches it has memory for, as the stages hand them on.
+    """Decode the figures that stages exchange: seconds of each hop, and micro-batches that each stage has memory for.
 
     Raises:
-        ProtocolError: they are none.
+        ProtocolError: the size or a value is not possible.
     """
     if len(payload) != (2 * stages - 1) * _FIGURE.size:
         raise ProtocolError(f"figures of {stages} stages in {len(payload)} bytes")

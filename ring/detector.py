@@ -1,11 +1,12 @@
-"""When is a silent peer dead? A core: times come in, deadlines go out.
+"""Decides when a silent peer is dead. A core: times come in, deadlines go out.
 
-A closed socket is a death notice and needs no detector. This one is for what closes nothing: a pulled cable, a stopped
-process, a host that lost power. A peer is dead when nothing was heard from it for ``death_s``, three beats at least.
+A closed socket reports a death at once and needs no detector. This one is for failures that close nothing: a pulled
+cable, a stopped process, a host without power. A peer is dead if nothing was received from it for ``death_s``, and for
+at least three heartbeat intervals.
 
-Self-doubt. The peer that judges must have been awake to hear. Where its own event loop was late by x seconds (it was
-stopped, swapped out, or held up by a long callback), beats may lie unread in its sockets: it doubts itself first and
-extends the deadline by x. The next sign of life restores the usual one.
+Self-doubt. If this process's own event loop ran x seconds late (stopped, swapped out, or held up by a long callback),
+heartbeats may lie unread in its sockets. So the detector extends the deadline by x. The next sign of life restores the
+usual deadline.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from __future__ import annotations
 def beat_defaults(rtt_ms: float) -> tuple[float, float]:
     """(heartbeat_s, death_s) for a neighbour at ``rtt_ms``.
 
-    Below 5 ms (the same machine or LAN) silence means death quickly: 0.25 s / 2 s. From 50 ms on it is a far peer,
-    where routes flap for seconds: 5 s / 15 s. Between, both grow in proportion from the one pair to the other. In
-    every case at least three beats in a row are lost before a death is called.
+    Up to 5 ms (the same machine or LAN): 0.25 s / 2 s. From 50 ms on (a far peer, where routes flap for seconds): 5 s /
+    15 s. Between them both grow linearly. A death always needs at least three lost heartbeats in a row.
     """
     part = min(max((rtt_ms - 5) / (50 - 5), 0.0), 1.0)
     return 0.25 + part * (5 - 0.25), 2 + part * (15 - 2)
@@ -26,9 +26,9 @@ class FailureDetector:
     """Watches one peer over one connection.
 
     Args:
-        heartbeat_s: how often it beats.
-        death_s: the silence that kills.
-        now: it counts as heard now.
+        heartbeat_s: the peer's heartbeat interval.
+        death_s: the silence after which it counts as dead.
+        now: counts as the first sign of life.
     """
 
     def __init__(self, *, heartbeat_s: float, death_s: float, now: float) -> None:
@@ -39,15 +39,15 @@ class FailureDetector:
         self._doubt_s = 0.0
 
     def heard(self, now: float) -> None:
-        """Something came from the peer. Earlier than the last time changes nothing."""
+        """Note a sign of life at ``now``. A time before the last one changes nothing."""
         if now > self._last_heard:
             self._last_heard = now
             self._doubt_s = 0.0
 
     def loop_late(self, late_s: float) -> None:
-        """This judge's own loop ran ``late_s`` later than it meant to: beats may have come and not been read yet.
+        """Note that this process's event loop ran ``late_s`` late, so heartbeats may have arrived unread.
 
-        Less than a quarter of a beat is the usual unrest of a busy loop, and changes nothing.
+        Less than a quarter of a heartbeat interval is normal for a busy loop and changes nothing.
         """
         if late_s > self.heartbeat_s / 4:
             self._doubt_s += late_s

@@ -34,8 +34,8 @@ def storage_dtype(name: str) -> np.dtype[Any]:
 def sum_into(dst: Array, src: Array, dtype: str) -> None:
     """``dst += src``, element by element, both of shape (numel,) and stored as ``storage_dtype(dtype)``.
 
-    Integers wrap around. A float sum that overflows is infinite, infinity minus infinity is NaN, and NaN stays NaN: a
-    loss that is not finite is judged where it has a meaning, not here.
+    Integers wrap around. Float overflow gives infinity, infinity minus infinity gives NaN, and NaN stays NaN: the
+    step's finite check judges them, not this function.
     """
     if dtype == "bfloat16":
         _sum_bfloat16_into(dst, src)
@@ -47,13 +47,13 @@ def sum_into(dst: Array, src: Array, dtype: str) -> None:
 def round_to_bfloat16(values: Array, out: Array, scratch: Array | None = None) -> None:
     """Round float32 ``values`` (numel,) to bfloat16, ties to even, stored as uint16 in ``out`` (numel,).
 
-    Every NaN becomes the one quiet NaN 0x7FC0; what is too large becomes infinite. ``scratch`` (numel,), uint32, is
-    overwritten; without it, it is allocated.
+    Every NaN becomes the one quiet NaN 0x7FC0; overflow becomes infinity. ``scratch`` (numel,), uint32, is overwritten;
+    None allocates it.
     """
     bits = values.view(np.uint32)
     rounded = np.right_shift(bits, np.uint32(16), out=scratch)
-    # Half of the last kept bit, less one where that bit is even: ties go to even. Adding it to a NaN could carry into
-    # infinity.
+    # Add half of the last kept bit, minus one if that bit is even: ties go to even. In a NaN the carry could give
+    # infinity; those are overwritten below.
     rounded &= np.uint32(1)
     rounded += np.uint32(0x7FFF)
     rounded += bits
@@ -63,7 +63,7 @@ def round_to_bfloat16(values: Array, out: Array, scratch: Array | None = None) -
 
 
 def widen_bfloat16(stored: Array, out: Array) -> None:
-    """The float32 values ``out`` (numel,) of bfloat16 numbers ``stored`` (numel,) as uint16. Exact."""
+    """Convert bfloat16 ``stored`` (numel,), as uint16, to float32 ``out`` (numel,). Exact."""
     np.left_shift(stored, np.uint32(16), out=out.view(np.uint32), dtype=np.uint32, casting="unsafe")
 
 

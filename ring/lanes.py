@@ -1,24 +1,24 @@
-"""A lane: one stream of sub-chunks from the left neighbour and one to the right, carrying out operations' schedules.
+"""A lane: one stream of sub-chunks from the left neighbour and one to the right. It carries out operations' schedules.
 
-A session has one lane, or several where one TCP flow cannot fill the link; an operation's array is striped over them,
-and each stripe is an all-reduce of its own (a *flow*), so lanes never wait for one another.
+A session has one lane, or several if one TCP flow cannot fill the link. An operation's array is striped over them. Each
+stripe is an all-reduce of its own (a *flow*), so lanes never wait for each other.
 
-Theory of operation. Flows are served in the order of their submission, the same on every member:
+Theory of operation. Flows are served in the order of their submission, which is the same on every member:
 
-* *receiving*: at most ``SCRATCH_SLOTS`` receives are posted ahead, of the oldest flow that has any left. What arrived
-  is added or stored in the callback of its arrival.
-* *sending*: only the oldest flow that has not sent all may send. So the bytes on a connection are in the order of the
-  flows, and a member that has not submitted the next operation yet never holds up one that it has. The next sub-chunk
-  is handed over when the transport holds nothing of the last one: what it holds is bounded, and the kernel's buffer
-  keeps the link busy meanwhile. There is no task, future, timer or allocation per sub-chunk.
+* *receiving*: at most ``SCRATCH_SLOTS`` receives are posted ahead, for the oldest flow that has any left. The callback
+  of an arrival adds or stores the sub-chunk.
+* *sending*: only the oldest flow that has not sent everything may send. So bytes are in the order of the flows, and a
+  member that has not submitted the next operation yet never delays one that it has. A sub-chunk is handed over when the
+  transport holds nothing of the previous one; the kernel's buffer keeps the link busy meanwhile. A sub-chunk needs no
+  task, future, timer or allocation.
 
-A flow is done when all was received and all that it sent is in the kernel: its memory is the caller's again.
+A flow is done when everything was received and the kernel has all that was sent: the caller gets its memory back.
 
 With a codec, sub-chunks travel encoded, and every receive lands in a scratch slot. Each rank encodes every element of
-the array exactly once: its own contribution or partial sum on the way to the owner, or as the owner the final sum. So
-with error feedback (Seide et al., 2014; Karimireddy et al., arXiv 1901.09847) one residual an element is enough: what
-the encoding lost of ``value + residual`` is remembered, and the sum of all members' residuals and of the result is
-exactly the sum of what they brought.
+the array exactly once: its own contribution or partial sum on the way to the owner, or, as the owner, the final sum. So
+one residual per element is enough for error feedback (Seide et al., 2014; Karimireddy et al., arXiv 1901.09847). It
+keeps what the encoding lost of ``value + residual``. The sum of all residuals and of the result is exactly the sum of
+all contributions.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from wire.connection import Connection
 
 Residual = npt.NDArray[np.float32]
 TURN_BYTES = WINDOW_BYTES
-"""Of an array, handed over in one turn of the loop: where coding is slower than the link, the kernel takes all at once,
-for ever, and neither what arrives nor a beat had its turn. As much as near members have on their way at a time."""
+"""Bytes of an array handed over per turn of the event loop. If coding is slower than the link, the kernel takes every
+sub-chunk at once, and without this limit arrivals and heartbeats starve. Near members have as much in transit."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,7 +51,6 @@ class Flow:
     Args:
         array: shape (numel,), the stripe.
         dtype: the elements' type, for sums.
-        stream: the frames' stream number.
         done: called once, when everything was received and flushed.
         residual: shape (numel,), float32; only with a codec that needs feedback.
     """
@@ -85,7 +84,7 @@ class Lane:
 
     Args:
         on_progress: called with the flow whose sub-chunk arrived, and with None when the kernel took what was sent.
-        on_error: called with the connection that failed, and why.
+        on_error: called with the connection that failed, and the error.
     """
 
     def __init__(
@@ -103,16 +102,16 @@ class Lane:
         self._receiving: deque[Flow] = deque()
         self._sending: deque[Flow] = deque()
         self._posted: deque[tuple[Flow, Receive, int]] = deque()
-        self._flushing: deque[Flow] = deque()  # all sent, perhaps not all taken by the kernel
+        self._flushing: deque[Flow] = deque()  # all sent, but the kernel may not have all of it
         self._slots = [np.empty(0, np.uint8) for _ in range(SCRATCH_SLOTS)]
         self._next_slot = 0
         self._out = np.empty(0, np.uint8)
         self._work = (np.empty(0, np.float32), np.empty(0, np.float32))
         self._spare_relays: list[bytearray] = []
-        self._relayed: bytearray | None = None  # on its way to the kernel
-        self._sums: tuple[xxhash.xxh3_64, xxhash.xxh3_64] | None = None  # of what was sent and received, if audited
+        self._relayed: bytearray | None = None  # being handed to the kernel
+        self._sums: tuple[xxhash.xxh3_64, xxhash.xxh3_64] | None = None  # sent, received; if audited
         self._pumping = self._stopped = False
-        self._next_turn: asyncio.Handle | None = None  # where the loop's other work has its turn first
+        self._next_turn: asyncio.Handle | None = None  # set while the event loop's other callbacks run first
         right.on_drained = self._drained
 
     @property
@@ -126,11 +125,11 @@ class Lane:
         self._pump()
 
     def audit(self) -> None:
-        """Hash all that is sent and received from now on."""
+        """Hash everything that is sent and received from now on."""
         self._sums = xxhash.xxh3_64(), xxhash.xxh3_64()
 
     def take_sums(self) -> tuple[bytes, bytes]:
-        """xxh3-64 of what was sent, and of what was received, since the last time; empty where nothing is audited."""
+        """xxh3-64 of what was sent and of what was received since the last call; empty if nothing is audited."""
         if self._sums is None:
             return b"", b""
         sent, received = self._sums
@@ -138,7 +137,7 @@ class Lane:
         return sent.digest(), received.digest()
 
     def stop(self) -> None:
-        """Touch no memory any more, whatever still arrives."""
+        """Touch no memory from now on, whatever still arrives."""
         self._stopped = True
         self._right.on_drained = None
         if self._next_turn is not None:
@@ -198,7 +197,6 @@ class Lane:
         self._check_done(flow)
 
     def _kept(self, received: npt.NDArray[np.uint8]) -> bytearray:
-        """A copy of encoded bytes that go on later, when their slot is long in use again."""
         buffer = self._spare_relays.pop() if self._spare_relays else bytearray()
         if len(buffer) != len(received):
             buffer = bytearray(len(received))
@@ -212,7 +210,7 @@ class Lane:
         self._pump()
 
     def _pump(self) -> None:
-        """Hand over what may be sent, as long as the transport takes it at once (and says so within the call)."""
+        """Hand over what may be sent. Not re-entrant: the transport may report that it is drained within the call."""
         if self._pumping or self._next_turn is not None:
             return
         self._pumping = True
@@ -260,7 +258,7 @@ class Lane:
                 return
 
     def _encoded(self, flow: Flow, codec: Codec, send: Send) -> memoryview:
-        """The bytes of ``send``. The last ones are in the kernel by now, so their memory is free."""
+        """The bytes of ``send``. The kernel has the previous bytes by now, so their memory is reused."""
         if send.relay is not None:
             self._relayed = flow.relays.pop(send.relay)
             return memoryview(self._relayed)
@@ -280,7 +278,7 @@ class Lane:
         np.add(values, residual, out=wanted)
         codec.encode(wanted, out)
         codec.decode(out, got)
-        with np.errstate(invalid="ignore"):  # infinity less infinity: the step will be refused for it
+        with np.errstate(invalid="ignore"):  # infinity - infinity: the finite check refuses the step
             np.subtract(wanted, got, out=residual)
         if send.final:
             values[:] = got

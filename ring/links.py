@@ -1,12 +1,12 @@
-"""How the members of a view find each other: dialling to the right, and being dialled from the left; in a chain, the
-next stage and the one before.
+"""How members of a view connect: each dials the right neighbour and accepts the left one; in a chain, next and
+previous.
 
-The seed announces a view to all members at once, but one of them always hears it first and dials at once. Its
-connections may name a generation that this worker does not know yet: they are held, for a while and in bounded number,
-one view's for each peer. A generation older than the newest one known is refused: its ring is over. So is, in the
-newest one, whoever is not the left neighbour there, or the stage before; those held for it are judged when the view
-arrives. On an encrypted wire the handshake has compared the peer id with the certificate: nobody takes the place of
-another, or two.
+The seed announces a view to all members at once, but some member gets it first and dials at once. Its connection may
+name a generation that this worker does not know yet. Such connections are held for a limited time, in bounded number,
+for one view per peer. A worker refuses generations older than the newest one that it knows: those rings are over. In
+the newest one it refuses every peer but its left neighbour or previous stage; it judges held connections when their
+view arrives. On an encrypted wire the handshake has compared the peer id with the certificate: no peer takes another's
+place, or two places.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ from wire.messages import Hello, Refuse
 
 FIRST_PAUSE_S = 0.05
 DIAL_PART = 0.4
-"""Of the time to form: for dialling. Who knows which link is missing says so before all others' time is up."""
+"""The part of the time to form that is for dialling. So the member that cannot reach its neighbour reports it before
+the other members' time is up."""
 
 
 class Topology(Enum):
-    """What neighbours are to one another. In one view a member may have a place in a ring, in a chain, and in the ring
-    of two that a chain's ends are: their connections differ by the channel that a ``Hello`` names, so those of one
-    cannot be taken for another's.
+    """What two neighbours are to each other. In one view a member may have a place in a ring, in a chain, and in the
+    ring of two that the ends of a chain form. Their connections cannot be confused, since a ``Hello`` names the
+    channel.
 
     Attributes:
-        prefix: of its channels. dialled, dialling: what the neighbour that a member dials is to it, for people, and the
-            one that dials it.
+        prefix: of the channel names.
+        dialled, dialling: title of the neighbour that a member dials, and of the one that dials it, for messages.
     """
 
     RING = ("", "right neighbour", "left neighbour")
@@ -57,20 +58,20 @@ class Topology(Enum):
         self.prefix, self.dialled, self.dialling = prefix, dialled, dialling
 
     def channels(self, streams: int) -> list[str]:
-        """The names of the connections to one neighbour: for its beats, and for payloads."""
+        """The names of the connections to one neighbour: the heartbeat connection first, then one for each stream."""
         bulks = ["bulk", *(f"bulk-{stream}" for stream in range(1, streams))]
         return [self.prefix + channel for channel in ("beat", *bulks)]
 
 
 CHANNELS = {channel: topology for topology in Topology for channel in topology.channels(MAX_STREAMS)}
-# Refusals that time mends; the last one is of another peer that has the address now, perhaps not for long.
+# Refusals worth a retry. IDENTITY: another peer has the address now, perhaps not for long.
 _PASSING = frozenset({RefusalCode.BUSY, RefusalCode.FULL, RefusalCode.IDENTITY})
 _Key = tuple[str, int, str, str]  # job, generation, peer id, channel
 
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    """A connection that waits for its view; ``let_go`` ends the waiting, and says why."""
+    """A connection that waits for its view. ``let_go`` ends the wait with a refusal."""
 
     job: str
     generation: int
@@ -79,27 +80,26 @@ class _Held:
 
 
 class Inbound:
-    """One worker's accepted ring connections. The listener's ``decide`` asks ``decide``, its ``serve`` awaits
+    """The accepted ring and chain connections of one worker. The listener's ``decide`` calls ``decide``, its ``serve``
     ``offer``.
 
     Args:
-        max_held: peers whose connections are held for views that have not arrived; more are refused as ``BUSY``, and
-        the dialler tries again. hold_s: how long each connection is held: longer than a
-            member takes to turn from a step to the next view.
+        max_held: peers whose connections may be held for future views. More are refused as ``BUSY`` and try again.
+        hold_s: how long a connection is held: longer than a member takes to turn from a step to the next view.
     """
 
     def __init__(self, *, max_held: int = 16, hold_s: float = 60.0) -> None:
         self._max_held = max_held
         self._hold_s = hold_s
         self._job = ""
-        # Job, or the label of a ring of one of its stages → the newest generation, and who may dial in it, where that
-        # is known; an empty peer id: nobody.
+        # Job, or the label of the ring of one of its stages → the newest generation, and for each topology whose view
+        # is known the peer that may dial; an empty peer id: none.
         self._newest: dict[str, tuple[int, dict[Topology, str]]] = {}
-        self._held: dict[tuple[str, str], _Held] = {}  # by peer id and channel; of one peer all are for one view
+        self._held: dict[tuple[str, str], _Held] = {}  # by peer id and channel; all of one peer are for one view
         self._waiting: dict[_Key, asyncio.Future[Connection]] = {}
 
     def announced(self, view: View, peer_id: str) -> None:
-        """The view in which this worker, ``peer_id``, has a place: from now on only its left neighbour may connect."""
+        """Note a view in which this worker, ``peer_id``, is a member. Now only its left neighbour may connect."""
         self.expect(view.job, view.generation)
         rank = view.rank_of(peer_id)
         if rank is not None and self._newest[view.job][0] == view.generation:
@@ -107,16 +107,15 @@ class Inbound:
             self._judge_held()
 
     def announced_chain(self, view: View, before: str) -> None:
-        """This worker is a stage of a chain in ``view``: from now on only the stage ``before`` may connect as such."""
+        """Note that this worker is a stage of a chain in ``view``. Now only the stage ``before`` may connect as
+        such."""
         self.expect(view.job, view.generation)
         if self._newest[view.job][0] == view.generation:
             self._newest[view.job][1][Topology.CHAIN] = before
             self._judge_held()
 
     def expect(self, job: str, generation: int) -> None:
-        """A view of ``job`` is known here: from now on older generations of it are refused, and those held are
-        closed.
-        """
+        """Refuse generations of ``job`` older than ``generation`` from now on, and drop held connections of those."""
         own = job.partition(LABEL)[0]
         if own != self._job:
             self._job = own
@@ -126,7 +125,7 @@ class Inbound:
             self._judge_held()
 
     def decide(self, hello: Hello) -> Refuse | None:
-        """Why this caller may not connect, None where it may. For the handshake's decision; changes nothing."""
+        """Why this caller may not connect, or None if it may. Serves the handshake's decision and changes nothing."""
         topology = CHANNELS.get(str(hello.capabilities.get("channel")))
         if not hello.job or hello.generation < 1 or topology is None:
             return Refuse(RefusalCode.NOT_A_NEIGHBOUR, "a ring connection names its job, generation and channel")
@@ -153,12 +152,12 @@ class Inbound:
                 self._let_go((peer_id, channel), refusal)
 
     async def offer(self, connection: Connection, hello: Hello) -> None:
-        """Keep an accepted connection for whoever takes it; returns when it is closed, by whomever.
+        """Keep an accepted connection until ``take`` asks for it. Returns when the connection is closed.
 
         Raises:
-            Refused: its view arrived, and has no place for it; the other side was told.
+            Refused: its view has no place for it; the other side gets the same refusal.
         """
-        refusal = self.decide(hello)  # again: the last place may have gone while the handshake ended
+        refusal = self.decide(hello)  # again: the last free place may be gone since the handshake's decision
         if refusal is None:
             waiter = self._waiting.get(_key(hello))
             if waiter is not None and not waiter.done():
@@ -176,7 +175,7 @@ class Inbound:
         mine = {other: held for other, held in self._held.items() if other[0] == hello.peer_id}
         if any(held.job == hello.job and held.generation > hello.generation for held in mine.values()):
             return again
-        for other, held in mine.items():  # it has gone on to another view, or has given up the first one
+        for other, held in mine.items():  # the peer moved to another view, or dials again
             if other == key or (held.job, held.generation) != (hello.job, hello.generation):
                 self._let_go(other, again)
         loop = asyncio.get_running_loop()
@@ -190,7 +189,7 @@ class Inbound:
             if self._held.get(key) is held and not closed.done():
                 text = f"no view asked for this connection within {self._hold_s:g} s"
                 return Refuse(RefusalCode.BUSY, text, "try again")
-            await connection.closed.wait()  # whoever took it closes it
+            await connection.closed.wait()  # the session that took it closes it
             return None
         finally:
             closed.cancel()
@@ -198,7 +197,7 @@ class Inbound:
                 del self._held[key]
 
     async def take(self, job: str, generation: int, peer_id: str, channel: str, *, timeout_s: float) -> Connection:
-        """The connection that ``peer_id`` opened for this view; it belongs to the caller from now on.
+        """Wait for the connection that ``peer_id`` opened for this view. It belongs to the caller from now on.
 
         Raises:
             DeadlineExceeded: it has not come within ``timeout_s``.
@@ -215,7 +214,7 @@ class Inbound:
                 return await waiter
         except (TimeoutError, asyncio.CancelledError) as given_up:
             if waiter.done() and not waiter.cancelled():
-                waiter.result().abort()  # it came in the same instant; nobody else knows of it
+                waiter.result().abort()  # it came in the same instant, so nobody else would close it
             if isinstance(given_up, asyncio.CancelledError):
                 raise
             raise DeadlineExceeded(
@@ -244,15 +243,15 @@ async def dial_patiently(
     deadline: float,
     title: str = Topology.RING.dialled,
 ) -> Connection:
-    """A connection to a neighbour, who may not be listening yet: tried again and again until ``deadline``.
+    """Connect to a neighbour that may not be listening yet; try again until ``deadline``.
 
     Args:
-        seed_host: dialled where the member's own host is empty.
-        title: what the neighbour is to this member, for people.
+        seed_host: dialled if the member's own host is empty.
+        title: what the neighbour is to this member, for messages.
 
     Raises:
-        NeighbourAway: it could not be reached in time.
-        Refused, ProtocolError: it does not want us, and time will not change that.
+        NeighbourAway: the neighbour was not reached in time.
+        Refused, ProtocolError: the neighbour refuses for a reason that a retry does not change.
     """
     now, host, pause_s = world.clock.now, member.host or seed_host, FIRST_PAUSE_S
     problem: P2PTrainError
@@ -279,7 +278,7 @@ async def dial_patiently(
                 peer_id=member.peer_id,
                 remedy=problem.remedy,
             ) from problem
-        # Spread, or members that were refused together come back together; and more often when time runs out.
+        # Random pauses, or members that were refused together retry together. Shorter ones when time runs out.
         await asyncio.sleep(min(pause_s * world.random.uniform(0.5, 1.5), max(left_s / 2, FIRST_PAUSE_S)))
         pause_s = min(2 * pause_s, 1.0)
 
@@ -298,13 +297,13 @@ async def connect_neighbours(
     dialling: MemberRecord | None,
     timeout_s: float,
 ) -> tuple[Neighbour | None, Neighbour | None]:
-    """The neighbour that this member dials, and the one that dials it, each with a beat and bulk connections.
+    """The neighbour that this member dials and the one that dials it, each with its heartbeat and bulk connections.
 
     Args:
-        name: of this member, for people. seed_host: dialled for members whose own host is empty.
-        inbound: where those that dial this member arrive. streams: bulk connections to each neighbour.
+        name: of this member, for messages. seed_host: dialled for members whose own host is empty.
+        inbound: where connections from other members arrive. streams: bulk connections to each neighbour.
 
-    Raises as ``RingSession.form``; no connection is left open then.
+    Raises what ``RingSession.form`` raises, and leaves no connection open then.
     """
     began = world.clock.now()
     channels = topology.channels(streams)

@@ -1,4 +1,4 @@
-"""A worker as far as rings and chains see it, over any network: for benchmarks and tests."""
+"""A local worker with a listener, for benchmarks and tests of rings and chains over any network."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ HOST = "127.0.0.1"
 
 
 class LocalMember:
-    """A worker as far as the ring sees it: a listener, an ``Inbound``, and a session or a chain once it is formed.
+    """The part of a worker that the ring needs: a listener, an ``Inbound``, and a session or a chain once formed.
 
     Attributes:
-        problems: what its listener met with.
+        problems: errors that the listener reported.
     """
 
     def __init__(self, peer_id: str, network: Network, *, seed: int = 0) -> None:
@@ -63,7 +63,7 @@ class LocalMember:
         }
 
     async def form(self, view: View, **options: Any) -> RingSession:
-        """As ``RingSession.form``, with small sub-chunks, so that little data takes many."""
+        """As ``RingSession.form``, with small sub-chunks, so that little data needs many."""
         self.session = await RingSession.form(**{**self._defaults(view), "sub_chunk_bytes": 64, **options})
         self._joined.append(self.session)
         return self.session
@@ -74,7 +74,7 @@ class LocalMember:
         return self.chain
 
     def die(self) -> None:
-        """What the kernel does for a process that was killed: every connection is reset, and no word is said."""
+        """Reset every connection without a message, as the kernel does for a killed process."""
         for member in self._joined:
             for neighbour in member.links.neighbours:
                 neighbour.abort()
@@ -91,11 +91,8 @@ class LocalMember:
 
 
 def local_view(ports: dict[str, int], *, generation: int = 1, hosts: bool = False) -> View:
-    """A view of the peers that listen on these ports, in this order.
-
-    Args:
-        hosts: each peer's host has its name; else they are on the seed's host.
-    """
+    """A view of the peers that listen on these ports, in this order. ``hosts``: each host is named as its peer; else
+    the host is the seed's."""
     return View(
         "job",
         generation,

@@ -1,14 +1,15 @@
-"""The links of a member to its neighbours in one view: heartbeats, an ear on every connection, and one end for all.
+"""The links of a member to its neighbours in one view: heartbeats, a listener per connection, one end for all.
 
-Alive. The left one of two neighbours beats on a connection of its own, the right one acknowledges, and each counts what
-it hears as a sign of life; so does any payload. All of it happens on the event loop, whatever the compute thread does.
+Alive. The left one of two neighbours sends heartbeats on a connection of its own, and the right one acknowledges them.
+Everything received counts as a sign of life, payloads included. All of it runs on the event loop, independent of the
+compute thread.
 
-The end. Whoever loses a neighbour is *broken* for good: it closes all its connections, which breaks the neighbours, and
-so the news goes from member to member as fast as the wires are, with no timeout involved. With it goes the name of the
-one that is lost (``MemberLost``): a connection that ended while its neighbour's beats did not is explained by that
-neighbour, for which it has the time of one beat. A member that leaves on purpose says so first (``Leave``).
+The end. A member that loses a neighbour is *broken* for good. It closes all its connections, which breaks its
+neighbours. So the news travels from member to member at the speed of the wires, without a timeout. ``MemberLost`` names
+the lost member. If a connection ends but its neighbour's heartbeats do not, this member waits one heartbeat interval
+for the neighbour to name the lost member. A member that leaves on purpose sends ``Leave`` first.
 
-What the connections carry is the owner's affair: a ring (``ring.session``) or a chain (``ring.chain``).
+The owner decides what the connections carry: a ring (``ring.session``) or a chain (``ring.chain``).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from wire.job_messages import MemberLost, MemberRecord
 from wire.messages import Heartbeat, HeartbeatAck, Leave, Message, Refuse
 
 AT_WORK = "between operations"
-"""The state, in a beat, of a member that waits for nobody."""
+"""The state that a heartbeat reports for a member that waits for nothing."""
 REASON_CHARS = 200
 
 
@@ -36,11 +37,11 @@ class Neighbour:
     """One neighbour and the connections shared with it.
 
     Args:
-        role: what it is to this member, for people: ``"left neighbour"``.
+        role: what it is to this member, for messages: ``"left neighbour"``.
 
     Attributes:
-        bulks: of payloads, one a stream. beat: of heartbeats.
-        leaving: it has said that it leaves; the end of its connections is no accident.
+        bulks: for payloads, one per stream. beat: for heartbeats.
+        leaving: the neighbour sent ``Leave``, so the end of its connections is no failure.
     """
 
     def __init__(self, role: str, member: MemberRecord, bulks: Sequence[Connection], beat: Connection) -> None:
@@ -58,7 +59,7 @@ class Neighbour:
         return max(connection.last_heard for connection in self.connections)
 
     def say(self, connection: Connection, message: Message, generation: int) -> bool:
-        """Send ``message``; False where the connection is gone, which its listener learns too."""
+        """Send ``message``. Returns False if the connection is gone; its listener gets the error as well."""
         try:
             connection.send(message, generation=generation)
         except NetworkError:
@@ -75,8 +76,8 @@ class RingBroken:
     """Why a session ended.
 
     Attributes:
-        suspect: peer id of the member that is lost, empty where this side ended it.
-        beside: peer id of its neighbour that saw it, mostly this member or whoever told it.
+        suspect: peer id of the lost member; empty if this side ended the session.
+        beside: peer id of the neighbour of ``suspect`` that noticed the loss.
     """
 
     suspect: str
@@ -85,18 +86,18 @@ class RingBroken:
 
 
 class NeighbourLinks:
-    """The neighbours of one member, watched. Ends with ``close``, or with the first loss.
+    """Watches the neighbours of one member. ``close`` ends it, and so does the first loss.
 
     Args:
-        rank: this member's in ``view``.
-        left, right: who beats to it, and to whom it beats; None where there is none.
-        status: this member's progress and what it is doing, for the beats.
-        on_end: called when a connection of a neighbour has ended: what that means depends on what it still carried.
-        on_broken: called once, when the end has come, before any connection is closed.
+        rank: this member's rank in ``view``.
+        left, right: sends heartbeats to this member; receives this member's heartbeats.
+        status: returns this member's progress and state, for the heartbeats.
+        on_end: called when a connection of a neighbour has ended; the owner decides what that means.
+        on_broken: called once, before any connection is closed.
 
     Attributes:
-        broken: resolves to ``RingBroken`` as soon as the end has come, for whatever reason.
-        rtt_ms: round trip to the right neighbour, None before the first acknowledgement.
+        broken: resolves to ``RingBroken`` at the end, for whatever reason.
+        rtt_ms: round trip to the right neighbour; None before the first acknowledgement.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class NeighbourLinks:
         self._beat_seq, self._beat_sent_at = 0, 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._farewells: set[asyncio.Task[None]] = set()
-        self._verdict: asyncio.TimerHandle | None = None  # a connection ended; its neighbour may still say why
+        self._verdict: asyncio.TimerHandle | None = None  # runs while a ``MemberLost`` may still come
         for neighbour in self.neighbours:
             for bulk in neighbour.bulks:
                 bulk.fence = view.generation
@@ -134,16 +135,16 @@ class NeighbourLinks:
         return tuple(neighbour for neighbour in (self.left, self.right) if neighbour is not None)
 
     def failure(self) -> P2PTrainError:
-        """The error of whatever wants more of what is broken: a new one each time, for each grows its own traceback."""
+        """A new copy of the error that broke the links: each raised error grows its own traceback."""
         cause = self.broken.result().cause
         return type(cause)(cause.message, remedy=cause.remedy)
 
     def close(self, cause: str, reason: str, *, orderly: bool) -> None:
-        """End it, without waiting (``wait_closed`` does).
+        """End the links without waiting (``wait_closed`` waits).
 
         Args:
-            cause: why, for this side. reason: for the neighbours, who are told where this is ``orderly``: what was said
-                so far is still sent. Else all connections end at once.
+            cause: the reason for this side. reason: for the neighbours.
+            orderly: send what is queued and ``Leave`` before the connections close; else they end at once.
         """
         if self.broken.done():
             return
@@ -155,10 +156,8 @@ class NeighbourLinks:
                 neighbour.abort()
 
     def follow(self, gone: Neighbour, what: str) -> None:
-        """End it because a neighbour has left ``what`` (the ring, the chain), and nothing is under way here any more.
-
-        The others are left in an orderly way: what was sent to them still arrives.
-        """
+        """End the links because ``gone`` left ``what`` (the ring, the chain) while no operation runs. The other
+        neighbour still gets what was sent to it, then ``Leave``."""
         if self.broken.done():
             return
         me = self._view.members[self._rank].peer_id
@@ -170,7 +169,7 @@ class NeighbourLinks:
                 self._leave(neighbour, f"{gone.title} has left")
 
     async def wait_closed(self) -> None:
-        """After the end: wait until nothing is left, a second at most."""
+        """Wait after the end until all connections are closed; a second at most."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*self._farewells)
         for neighbour in self.neighbours:
@@ -178,9 +177,10 @@ class NeighbourLinks:
                 await connection.closed.wait()
 
     def lost(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
-        """A connection failed. Its neighbour has the time of one beat to say whose fault it is: who ends a session for
-        another's death says so on its beats. A process that died ends all connections at once, and the end of its beats
-        decides: what it said before that was heard by then.
+        """Handle a failed connection. The neighbour has one heartbeat interval to name another member as lost.
+
+        A process that died ends all connections at once. The end of its heartbeat connection decides immediately: any
+        ``MemberLost`` sent before has been read by then.
         """
         beats = self._heartbeat_s
         if not beats or connection is neighbour.beat or neighbour.leaving or not isinstance(error, ConnectionLost):
@@ -190,8 +190,8 @@ class NeighbourLinks:
             self._verdict = loop.call_later(beats, self.give_up, neighbour, error)
 
     def give_up(self, neighbour: Neighbour | None, error: P2PTrainError, news: MemberLost | None = None) -> None:
-        """End it because of ``neighbour``, of whom it has ``news``, or of nobody but this member. The first cause
-        counts."""
+        """End the links; the first cause counts. ``neighbour`` is the suspect, or the sender of ``news`` about another
+        member. None: this member itself is the reason."""
         if self.broken.done():
             return
         me = self._view.members[self._rank].peer_id
@@ -225,7 +225,7 @@ class NeighbourLinks:
         self.lost(next(each for each in self.neighbours if connection in each.connections), connection, error)
 
     def lost_elsewhere(self, broken: RingBroken) -> bool:
-        """End it with the news of whom another ring of the same view lost; whether it knows the one and who saw it."""
+        """End the links because another ring of the view broke. False if ``broken`` names no member of this view."""
         if self._view.rank_of(broken.suspect) is None or self._view.rank_of(broken.beside) is None:
             return False
         news = MemberLost(broken.suspect, broken.beside, shortened(broken.cause.message, REASON_CHARS))
@@ -233,7 +233,7 @@ class NeighbourLinks:
         return True
 
     def _told(self, neighbour: Neighbour, news: MemberLost) -> None:
-        """A neighbour says who was lost. News of this member itself, or of no member, only tell that it goes."""
+        """Handle ``MemberLost``. If it names this member or no member, the neighbour that sent it counts as lost."""
         rank = self._view.rank_of(news.peer_id)
         if rank is None or rank == self._rank or self._view.rank_of(news.beside) is None:
             self.give_up(neighbour, ConnectionLost(f"it ended the session: {shortened(news.reason, REASON_CHARS)}"))
@@ -261,7 +261,7 @@ class NeighbourLinks:
             task.cancel()
 
     def begin_beats(self, heartbeat_s: float, death_s: float) -> None:
-        """From now on silence counts: called when every member is known to be there."""
+        """Start heartbeats and failure detection, when every member is known to be connected."""
         self._heartbeat_s = heartbeat_s
         for neighbour in self.neighbours:
             self._detectors[neighbour] = FailureDetector(
@@ -276,7 +276,7 @@ class NeighbourLinks:
         try:
             while True:
                 try:
-                    received = await connection.receive(timeout_s=3600)  # silence is judged by the detector
+                    received = await connection.receive(timeout_s=3600)  # the detector judges silence
                 except DeadlineExceeded:
                     if connection.close_cause is not None:
                         raise
@@ -317,7 +317,7 @@ class NeighbourLinks:
             for neighbour, detector in self._detectors.items():
                 detector.heard(min(neighbour.last_heard, planned))
                 detector.loop_late(late_s)
-                detector.heard(neighbour.last_heard)  # what came since is no longer in doubt
+                detector.heard(neighbour.last_heard)  # a sign of life after the deadline ends the doubt
                 if detector.dead(now):
                     silence = f"it gave no sign of life for {detector.silent_for(now):.1f} s"
                     self.give_up(neighbour, DeadlineExceeded(silence))

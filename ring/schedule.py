@@ -1,28 +1,27 @@
-"""Pipeline schedules: in which order each stage of a chain runs the forwards and backwards of its micro-batches.
+"""Pipeline schedules: the order in which each stage of a chain runs the forwards and backwards of its micro-batches.
 
 Theory of operation. Stage s of p runs ``w_s`` forwards (its *warm-up*), then a forward and a backward in turn (1F1B;
-Narayanan et al., arXiv 1806.03377 and 2104.04473), then the backwards that are left::
+Narayanan et al., arXiv 1806.03377 and 2104.04473), then the remaining backwards::
 
     F0 .. F(w-1)   Fw B0   F(w+1) B1   ..   F(m-1) B(m-1-w)   B(m-w) .. B(m-1)
 
-Every schedule here is of this kind, and so is told by its warm-ups alone. They differ in how many micro-batches a stage
-has *in flight*, w + 1 at most: those whose activations it keeps from their forward to their backward.
+Every schedule here has this form, so its warm-ups define it. Schedules differ in how many micro-batches a stage has *in
+flight*: those whose activations it keeps from their forward to their backward, at most w + 1.
 
 * ``gpipe`` (Huang et al., arXiv 1811.06965): all forwards, then all backwards, w = m - 1: all m are in flight.
-* ``one_f_one_b``: w = p - 1 - s, the least that keeps all stages busy where links cost nothing.
-* ``extended``: for links that cost time. Let a pipeline that never waits start one micro-batch every P: F_s(i) at
-  ``a_s + i P``, and so B_s(i), which follows F_s(i + w_s), at ``a_s + (i + w_s) P + f_s``. The forward is in time at
-  the next stage where ``a_(s+1) = a_s + f_s + there``; its gradient is in time here where ``(w_s - w_(s+1)) P`` is no
-  less than ``f_(s+1) + b_(s+1) + there + back``. So with the round trip R of the hop, it wants
-  ``w_s = w_(s+1) + ceil((T + R) / P)``, from ``w = 0`` at the last stage, where T is one forward and one backward at
-  the slowest stage, which sets the pace, and P = T. For two stages that is the known ``1 + ceil(R / T)``. For more,
-  each hop is rounded up by itself: to round up the sum of the round trips asks for fewer in flight, as Little's law
-  alone would allow, but the stages' turns of F and B then do not fit into one another, and some wait: up to a quarter
-  of the time.
+* ``one_f_one_b``: w = p - 1 - s, the least that keeps all stages busy if links cost nothing.
+* ``extended``: for links that cost time. Consider a pipeline that never waits and starts one micro-batch every P.
+  F_s(i) starts at ``a_s + i P``. B_s(i) follows F_s(i + w_s), so it starts at ``a_s + (i + w_s) P + f_s``. The
+  activations arrive at the next stage in time if ``a_(s+1) = a_s + f_s + there``. The gradient arrives back in time if
+  ``(w_s - w_(s+1)) P`` is at least ``f_(s+1) + b_(s+1) + there + back``. Let R be the round trip of the hop, and T one
+  forward and one backward at the slowest stage, which sets the pace: P = T. So ``w_s = w_(s+1) + ceil((T + R) / P)``,
+  with ``w = 0`` at the last stage. For two stages that is the known ``1 + ceil(R / T)``. For more stages each hop is
+  rounded up separately. Rounding up the sum of the round trips (Little's law) gives fewer in flight, but then the turns
+  of F and B on different stages do not match, and some stages wait up to a quarter of the time.
 
-No deadlock. B_s(k) follows F_s(w_s + k), which wants F_{s-1}(w_s + k), which follows B_{s-1}(w_s + k - w_{s-1} - 1),
-which wants the same backward of stage s. That one is before B_s(k) exactly where w_s <= w_{s-1}: warm-ups never rise
-from one stage to the next. A cap on one stage therefore holds for all stages after it.
+No deadlock. B_s(k) follows F_s(w_s + k), which needs F_{s-1}(w_s + k), which follows B_{s-1}(w_s + k - w_{s-1} - 1),
+which needs the same backward of stage s. That one is before B_s(k) exactly if w_s <= w_{s-1}: warm-ups never rise from
+one stage to the next. So a cap on one stage holds for all stages after it.
 
 Pure: no clock, no asyncio, no numpy.
 """
@@ -38,11 +37,11 @@ from enum import Enum
 MAX_STAGES = 256
 MAX_MICRO_BATCHES = 65_536
 SLACK = 0.01
-"""Part of the time that may be lost where it saves memory."""
+"""Fraction of the time that a schedule may lose to save memory."""
 
 
 class Kind(Enum):
-    """Of an operation; the value is how people write it."""
+    """The kind of an operation; the value is its text form."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -61,16 +60,16 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The order of all stages, see the module's docstring.
+    """The order of operations on all stages; see the module's docstring.
 
     Attributes:
-        name: for people.
+        name: for messages.
         micro_batches: of one step, on each stage.
-        warm_ups: of each stage, the forwards before the first one that a backward follows; 0 to micro_batches - 1.
-        backward: whether there are backwards; else it is forwards alone, in order, as validation has them.
+        warm_ups: for each stage, the forwards before the first one that a backward follows; 0 to micro_batches - 1.
+        backward: whether there are backwards; validation runs forwards only, in order.
 
     Raises:
-        ValueError: a number is not possible, or warm-ups rise: the stages would wait for one another for ever.
+        ValueError: a number is out of range, or warm-ups rise, which would deadlock the stages.
     """
 
     name: str
@@ -91,7 +90,7 @@ class Schedule:
         return len(self.warm_ups)
 
     def order(self, stage: int) -> tuple[Operation, ...]:
-        """What ``stage`` runs, in this order: each micro-batch's forward and backward once."""
+        """The operations of ``stage`` in order: each micro-batch's forward and backward once."""
         warm_up, count = self.warm_ups[stage], self.micro_batches
         if not self.backward:
             return tuple(Operation(Kind.FORWARD, index) for index in range(count))
@@ -102,21 +101,21 @@ class Schedule:
         return tuple(operations)
 
     def in_flight(self, stage: int) -> int:
-        """Micro-batches whose activations ``stage`` keeps at the same time, at most: the memory that it costs."""
+        """The most micro-batches whose activations ``stage`` keeps at the same time."""
         return self.warm_ups[stage] + 1
 
     def ahead(self, hop: int) -> int:
-        """Buffers that each end of the hop from stage ``hop`` to the next one wants, to receive into.
+        """Receive buffers that each end of the hop from stage ``hop`` to the next one needs.
 
-        While both take turns, a stage is at most ``w_hop - w_(hop+1) + 1`` payloads ahead of the other one, with that
-        which is in use; one more is filling. Where a stage can be still further ahead (in the warm-up, at the end), TCP
-        holds it back.
+        While both stages alternate F and B, one is at most ``w_hop - w_(hop+1) + 1`` payloads ahead of the other,
+        including the one in use; one more is filling. Where a stage can be further ahead (in the warm-up, at the end),
+        TCP holds it back.
         """
         further = self.warm_ups[hop] - self.warm_ups[hop + 1]
         return min(self.micro_batches, max(3, further + 2))
 
     def validate(self) -> None:
-        """Assert what must hold: each micro-batch once, forward before backward, and no stage waits for ever."""
+        """Assert the invariants: each micro-batch once, forward before backward, no deadlock."""
         for stage in range(self.stages):
             operations = self.order(stage)
             assert len(operations) == (1 + self.backward) * self.micro_batches == len(set(operations))
@@ -136,7 +135,7 @@ def forwards(stages: int, micro_batches: int) -> Schedule:
 
 
 def one_f_one_b(stages: int, micro_batches: int, *, max_in_flight: Sequence[int] = ()) -> Schedule:
-    """1F1B as for links that cost nothing. ``max_in_flight``: see ``extended``."""
+    """1F1B for links that cost nothing. ``max_in_flight``: see ``extended``."""
     return _bounded("1f1b", micro_batches, [stages - 1 - stage for stage in range(stages)], max_in_flight)
 
 
@@ -151,12 +150,11 @@ def extended(
     """1F1B with warm-ups long enough to hide the links.
 
     Args:
-        round_trips_s: of each hop, the time that a micro-batch's activations and later its gradients are on their way,
-            together.
-        period_s: of one forward and one backward, at the slowest stage.
-        slack: the pace may be slower than the slowest stage's by this part.
-        max_in_flight: of each stage, at least 1: it has memory for no more. Empty: no bound. What is cut off is time
-            that the stage waits instead.
+        round_trips_s: for each hop, the transfer times of a micro-batch's activations and of its gradients, added up.
+        period_s: time of one forward and one backward at the slowest stage.
+        slack: the pace may be slower than the slowest stage's by this fraction.
+        max_in_flight: for each stage the most micro-batches that its memory allows, at least 1; empty: no bound. A
+            bound below the need makes the stage wait.
     """
     if not (math.isfinite(period_s) and period_s > 0):
         raise ValueError(f"a period of {period_s} s")
@@ -187,9 +185,9 @@ class Costs:
     """What operations and hops take, in seconds.
 
     Attributes:
-        forward_s, backward_s: of one micro-batch, of each stage.
-        there_s, back_s: of each hop, how long activations are on their way to the next stage, and gradients on the
-            way back. Hops do not queue: this is latency, with the time of the bytes in it where that is wanted.
+        forward_s, backward_s: for each stage, of one micro-batch.
+        there_s, back_s: for each hop, the delay of activations to the next stage, and of gradients back. Hops do not
+            queue: this is latency, which may include the time to transfer the bytes.
     """
 
     forward_s: tuple[float, ...]
@@ -199,14 +197,14 @@ class Costs:
 
     @classmethod
     def even(cls, forward_s: float, backward_s: float, round_trips_s: Sequence[float]) -> Costs:
-        """Equal stages, and hops that take half their round trip in each direction."""
+        """Equal stages, and hops with half their round trip in each direction."""
         stages = len(round_trips_s) + 1
         one_way_s = tuple(seconds / 2 for seconds in round_trips_s)
         return cls((forward_s,) * stages, (backward_s,) * stages, one_way_s, one_way_s)
 
 
 def simulate(schedule: Schedule, costs: Costs) -> float:
-    """Seconds of the step if nothing but computing and hops took time. Each stage does one thing at a time."""
+    """Seconds of a step if only computing and hops take time. Each stage runs one operation at a time."""
     stages = schedule.stages
     wanted = {len(costs.forward_s), len(costs.backward_s), len(costs.there_s) + 1, len(costs.back_s) + 1}
     if wanted != {stages}:

@@ -1,22 +1,21 @@
-"""One view's ring, running: carries out the schedules of ``ring.collectives`` over connections to the neighbours.
+"""The running ring of one view: carries out the schedules of ``ring.collectives`` over connections to the neighbours.
 
-Connections. Each member dials its right neighbour and is dialled by its left one. *Bulk* connections carry payloads in
-one direction, left to right, one a stream (``ring.lanes``); the *beat* carries the left one's heartbeats and the right
-one's acknowledgements. So a beat never waits behind a gigabyte, and the event loop answers it whatever the compute
-thread does.
+Connections. Each member dials its right neighbour and accepts its left one. *Bulk* connections carry payloads in one
+direction, left to right, one per stream (``ring.lanes``). The *beat* connection carries the left neighbour's heartbeats
+and the right one's acknowledgements. So a heartbeat never waits behind a gigabyte, or for the compute thread.
 
-Operations. All members submit the same operations in the same order; each has the next stream number, so frames of
-different operations cannot mix. Several may be under way: what the next one sends follows the last bytes of the one
-before, so gradients can go into the ring while others are still computed. A small all-reduce is gathered whole and
-summed by everybody in rank order: n - 1 hops instead of 2n - 2, and the same bits everywhere.
+Operations. All members submit the same operations in the same order. Each has the next stream number, so frames of
+different operations cannot mix. Several may be in progress: the bytes of the next one follow the last bytes of the one
+before. So gradients enter the ring while others are still computed. For a small all-reduce, every member gathers all
+arrays and sums them in rank order: n - 1 hops instead of 2n - 2, and the same bits everywhere.
 
-An operation is cut into *flows*, one for each lane that takes part, and is done when all of them are. An operation that
-stands still for as long as it may ends the session: because of the left neighbour where something is to be received,
-because of the right one where it does not take what is sent.
+An operation is cut into *flows*, one for each lane that takes part, and is done when all its flows are. An operation
+that makes no progress within its patience ends the session. The suspect is the left neighbour if anything is still to
+be received, else the right one, which does not take what is sent.
 
-Ends. A session that lost a neighbour is *broken* for good, and says who it was (``ring.neighbours``). A neighbour that
-is still busy with the last operation, which a member that left has finished, may finish it too, for all that it needs
-from the leaver lies ahead of the end of its connection.
+Ends. A session that lost a neighbour is *broken* for good and names the lost member (``ring.neighbours``). If a member
+leaves after the last operation, a neighbour that is still busy with it can complete it: all that it needs from the
+leaver arrives before the end of the connection.
 """
 
 from __future__ import annotations
@@ -44,17 +43,12 @@ from wire.connection import Connection
 
 PATIENCE_S = 120.0
 SMALL_BYTES = 128 << 10
-"""An all-reduce whose members' arrays together are no longer than this is gathered whole: hops cost more than bytes."""
+"""Limit of the small all-reduce, for the members' arrays together. Below it hops cost more than bytes."""
 
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """What was submitted and is under way.
-
-    Attributes:
-        flows_left: of its flows, those that are not done.
-        finish: called when all are, before ``future`` resolves.
-    """
+    """A submitted operation. ``finish`` is called when all its flows are done, before ``future`` resolves."""
 
     title: str
     patience_s: float
@@ -67,11 +61,11 @@ class Operation:
 
 
 class RingSession:
-    """A member's place in the ring of one view. Made by ``form``; ended by ``close``, or by the loss of a neighbour.
+    """A member's place in the ring of one view. ``form`` makes it; ``close`` or the loss of a neighbour ends it.
 
     Attributes:
-        rank, size: this member's, and how many there are.
-        broken: resolves to ``RingBroken`` as soon as the session can do no more, for whatever reason.
+        rank, size: this member's rank, and the number of members.
+        broken: resolves to ``RingBroken`` when the session has ended, for whatever reason.
     """
 
     def __init__(
@@ -88,16 +82,16 @@ class RingSession:
         self.rank, self.size = rank, view.size
         self._world = world
         self._sub_chunk_bytes = sub_chunk_bytes
-        self._spare: list[npt.NDArray[np.uint8]] = []  # memory of small operations, as many as were ever under way
-        self.progress = 0  # sub-chunks received so far, and whatever the owner adds; it goes out with every beat
-        self._lanes: list[Lane] = []  # one a stream between neighbours; a ring of one has none
+        self._spare: list[npt.NDArray[np.uint8]] = []  # reusable buffers of small operations
+        self.progress = 0  # sub-chunks received, plus what the owner adds; every heartbeat carries it
+        self._lanes: list[Lane] = []  # one per stream; a ring of one has none
         self._under_way: dict[int, Operation] = {}  # by stream, oldest first
         self._stream = 0
         self._waited_s = self._received_at = 0.0
-        self._moved_at = 0.0  # when anything last went forward
+        self._moved_at = 0.0  # the last progress
         self._patience: asyncio.TimerHandle | None = None
-        self._judged_at = 0.0  # when it fires
-        self._parted: Neighbour | None = None  # it left while the last operation could still end well
+        self._judged_at = 0.0  # when ``_patience`` fires
+        self._parted: Neighbour | None = None  # a neighbour that left while the last operation could still complete
         self.links = NeighbourLinks(
             clock=world.clock,
             view=view,
@@ -138,18 +132,18 @@ class RingSession:
 
         Args:
             seed_host: dialled for members whose own host is empty.
-            heartbeat_s, death_s: beat interval, and the silence after which a neighbour counts as dead.
-            sub_chunk_bytes: reduced and passed on as one piece, the same on every member, over far links; 0: near ones,
-                chosen by the size of each array.
+            heartbeat_s, death_s: heartbeat interval, and the silence after which a neighbour counts as dead.
+            sub_chunk_bytes: size of the pieces that are reduced and passed on over far links, the same on every member;
+                0: near links, each array's size decides.
             streams: bulk connections to a neighbour, the same on every member.
-            topology: which of the rings in which a member may be in one view.
+            topology: which ring, if a member is in several rings of one view.
 
         Raises:
-            ValueError: ``peer_id`` is no member, or a number is not possible.
+            ValueError: ``peer_id`` is no member, or a number is out of range.
             Refused: the right neighbour is in a newer view.
-            NeighbourAway: the right neighbour could not be reached within ``ring.links.DIAL_PART`` of ``timeout_s``.
+            NeighbourAway: the right neighbour was not reached within ``ring.links.DIAL_PART`` of ``timeout_s``.
             DeadlineExceeded: a member was not there within ``timeout_s``.
-            ConnectionLost, ProtocolError: a member went away meanwhile, or spoke nonsense.
+            ConnectionLost, ProtocolError: a member went away meanwhile, or broke the protocol.
         """
         rank = view.rank_of(peer_id)
         if rank is None:
@@ -185,19 +179,19 @@ class RingSession:
         )
         try:
             await session.barrier(patience_s=deadline - world.clock.now())
-        except BaseException:  # cancelled, perhaps in the instant when all were there: nobody else knows of the session
+        except BaseException:  # also cancelled in the instant when all were there: nobody else could close it
             session.close("the member gave up")
             raise
         session.links.begin_beats(heartbeat_s, death_s)
         return session
 
     def close(self, reason: str = "the view ended") -> None:
-        """Leave the ring, without waiting (``links.wait_closed`` does). Operations under way fail everywhere."""
+        """Leave the ring without waiting (``links.wait_closed`` waits). Operations in progress fail on every member."""
         self.links.close(f"this member left the ring: {reason}", reason, orderly=not self._under_way)
 
     def lost_elsewhere(self, broken: RingBroken) -> None:
-        """Another ring of this view broke, and this one ends with it: its neighbours hear who was lost there, or they
-        would take this member for it."""
+        """End because another ring of this view broke. The neighbours learn who was lost there; else they would suspect
+        this member."""
         if not self.links.lost_elsewhere(broken):
             self.close(broken.cause.message)
 
@@ -215,18 +209,18 @@ class RingSession:
         """Replace ``buffer`` by the sum over all members' buffers, bit-equal on all of them. Does not wait.
 
         Args:
-            buffer: shape (numel,), contiguous and writable, the same on every member. Not to be touched until the
-                future is done. To cancel the future breaks the session.
-            dtype: the elements' type where it is not ``buffer.dtype``: ``"bfloat16"`` is stored as uint16.
-            codec: how elements travel, the same on every member; None: as they are. For float32 only. A small array, or
-                that of a ring of one, travels as it is.
-            residual: shape (numel,), float32: this member's error feedback. What the codec lost of it and of the
-                buffer is in it afterwards, and goes into the next sum of the same elements.
-            patience_s: without any progress for so long the ring counts as broken.
+            buffer: shape (numel,), contiguous and writable, the same size on every member. The caller must not touch it
+                until the future is done. Cancelling the future breaks the session.
+            dtype: the elements' type if it is not ``buffer.dtype``: ``"bfloat16"`` is stored as uint16.
+            codec: how float32 elements are encoded, the same on every member; None: not at all. A small array is never
+                encoded, nor is the array of a ring of one.
+            residual: shape (numel,), float32: this member's error feedback. Afterwards it holds what the codec lost of
+                the buffer and the old residual, for the next sum of the same elements.
+            patience_s: the ring counts as broken after so long without any progress.
 
         Returns:
-            a future that fails with DeadlineExceeded, naming the neighbour, where there was no progress for
-            ``patience_s``; with ConnectionLost or ProtocolError where the session broke. ``broken`` tells by whom.
+            A future. It fails with DeadlineExceeded, which names the neighbour, after ``patience_s`` without progress,
+            and with ConnectionLost or ProtocolError if the session broke. ``broken`` names the suspect.
 
         Raises:
             ValueError: the buffer is not as described.
@@ -270,7 +264,7 @@ class RingSession:
         await self.submit(buffer, dtype, codec=codec, residual=residual, patience_s=patience_s)
 
     async def broadcast(self, buffer: Array, root: int, *, patience_s: float = PATIENCE_S) -> None:
-        """Replace every member's ``buffer``, of any type, by the one of rank ``root``. Otherwise as ``all_reduce``."""
+        """Replace every member's ``buffer``, of any type, by that of rank ``root``. Errors as ``all_reduce``."""
         _check_buffer(buffer, buffer.dtype)
         raw = buffer.view(np.uint8)
         sub_chunk_numel = self._sub_chunk_bytes or min(max(raw.size // 16, LEAST_SUB_CHUNK_BYTES), MOST_SUB_CHUNK_BYTES)
@@ -278,7 +272,7 @@ class RingSession:
         await self._run("broadcast", schedule, raw, sub_chunk_numel, patience_s)
 
     async def all_gather(self, mine: bytes, *, patience_s: float = PATIENCE_S) -> list[bytes]:
-        """Every member's bytes, in rank order; all bring equally many. Errors as ``all_reduce``."""
+        """Every member's bytes, in rank order; all have the same length. Errors as ``all_reduce``."""
         each = len(mine)
         gathered = np.empty(self.size * each, np.uint8)
         gathered[self.rank * each : (self.rank + 1) * each] = np.frombuffer(mine, np.uint8)
@@ -293,25 +287,26 @@ class RingSession:
         await self._run("barrier", schedule, np.zeros(self.size, np.uint8), 1, patience_s)
 
     def audit(self) -> None:
-        """Hash all bytes of the operations to come. All members call it between the same two operations."""
+        """Hash all bytes of the following operations. All members call it between the same two operations."""
         for lane in self._lanes:
             lane.audit()
 
     def take_hop_sums(self) -> tuple[int, int]:
-        """Sums (xxh3-64) of all bytes sent to the right, and of those received from the left, since the last time.
+        """xxh3-64 sums of all bytes sent to the right, and received from the left, since the last call; (0, 0) if not
+        audited.
 
-        Where all members ask between the same two operations, the left neighbour's first is this one's second, or the
-        hop between them spoils what it carries. (0, 0) where nothing is audited.
+        All members call it between the same two operations. Then the left neighbour's first sum equals this member's
+        second one, or the hop between them corrupts data.
         """
         pairs = [lane.take_sums() for lane in self._lanes]
         sent, received = b"".join(pair[0] for pair in pairs), b"".join(pair[1] for pair in pairs)
         return (xxhash.xxh3_64_intdigest(sent), xxhash.xxh3_64_intdigest(received)) if sent else (0, 0)
 
-    # ------------------------------------------------------------------------------------------------------ for people
+    # --------------------------------------------------------------------------------------------------------- figures
 
     @property
     def waited_s(self) -> float:
-        """Running total: how long the left neighbour sent nothing, for what comes next had not begun at its side."""
+        """Total seconds of waiting for the first sub-chunk of an operation, which the left neighbour had not begun."""
         oldest = next(iter(self._under_way.values()), None)
         if oldest is None or oldest.first_received_at is not None:
             return self._waited_s
@@ -326,8 +321,8 @@ class RingSession:
         await self._start(operation)
 
     def _gathered(self, operation: Operation, buffer: Array, dtype: str) -> asyncio.Future[None]:
-        """A small all-reduce: every member gets all arrays and adds them up in rank order."""
-        memory = self._spare.pop() if self._spare else np.empty(SMALL_BYTES, np.uint8)  # new pages cost a hop
+        """A small all-reduce: every member gathers all arrays and adds them in rank order."""
+        memory = self._spare.pop() if self._spare else np.empty(SMALL_BYTES, np.uint8)  # new pages cost about one hop
         parts = memory[: self.size * buffer.nbytes].view(buffer.dtype).reshape(self.size, buffer.size)
         parts[self.rank] = buffer
 
@@ -344,9 +339,10 @@ class RingSession:
         return self._start(operation)
 
     def _begin(self, title: str, patience_s: float) -> Operation:
-        """The next operation, with a stream of its own: the same on every member, for all begin the same in order.
+        """Begin the next operation. Its stream number is the same on every member, since all begin them in the same
+        order.
 
-        Its flows follow with ``_add``, and then ``_start``, before the next one begins.
+        ``_add`` adds its flows, then ``_start`` starts it, before the next operation begins.
         """
         if self.broken.done():
             raise self.links.failure()
@@ -400,12 +396,12 @@ class RingSession:
             self.links.give_up(self._parted, ConnectionLost("it left the ring"))
 
     def _abandoned(self, future: asyncio.Future[None]) -> None:
-        """Whoever waited for an operation does so no more: memory is posted and borrowed, so the session must end."""
+        """End the session if the caller cancelled an operation: its memory is still posted and borrowed."""
         if future.cancelled():
             self.links.give_up(None, ConnectionLost("an operation was abandoned by this member"))
 
     def _moved(self, flow: Flow | None) -> None:
-        """A sub-chunk of ``flow`` arrived, or, where that is None, the kernel took what was sent."""
+        """Note progress: a sub-chunk of ``flow`` arrived or, if ``flow`` is None, the kernel took what was sent."""
         self._moved_at = now = self._world.clock.now()
         if flow is None:
             return
@@ -423,9 +419,9 @@ class RingSession:
         self._patience = asyncio.get_running_loop().call_later(in_s, self._judge_progress)
 
     def _judge_progress(self) -> None:
-        """Break where nothing moved for as long as the oldest operation may stand still.
+        """Break the session if nothing moved for the patience of the oldest operation.
 
-        The timer outlives operations: to set and cancel one for each would cost a small operation a tenth of its time.
+        The timer outlives operations: a timer for each would cost a small operation a tenth of its time.
         """
         if not self._under_way:
             self._patience = None
@@ -447,7 +443,7 @@ class RingSession:
         return self.progress, next((operation.title for operation in self._under_way.values()), AT_WORK)
 
     def _ended(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
-        """A connection is gone. That breaks the session, unless what is under way can still end well without it."""
+        """Break the session after the end of a connection, unless the current operations can complete without it."""
         if not neighbour.leaving:
             self.links.lost(neighbour, connection, error)
             return
@@ -456,7 +452,7 @@ class RingSession:
         if not self._under_way or starving:
             self.links.give_up(neighbour, ConnectionLost("it left the ring"))
         elif self._parted is None:
-            self._parted = neighbour  # given up when what is under way has ended
+            self._parted = neighbour  # ``_complete`` gives it up after the last operation
 
     def _settle(self) -> None:
         for lane in self._lanes:
@@ -467,7 +463,7 @@ class RingSession:
         for operation in operations.values():
             if not operation.future.done():
                 operation.future.set_exception(self.links.failure())
-                operation.future.exception()  # it may be that nobody waits any more; ``broken`` tells, too
+                operation.future.exception()  # marks it as retrieved: ``broken`` reports the error, too
 
 
 def _check_buffer(buffer: Array, storage: np.dtype[Any]) -> None:

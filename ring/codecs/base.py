@@ -1,4 +1,4 @@
-"""What a codec is, and what all of them share."""
+"""The interface of codecs, and what all codecs share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ U16_WIRE = np.dtype("<u2")
 
 
 class Scratch:
-    """Arrays that are used again, one per purpose, as large as the largest that was asked for."""
+    """Reusable arrays, one per purpose, each as large as the largest request so far."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Array] = {}
@@ -37,10 +37,10 @@ class Scratch:
 class Codec:
     """Encodes float32 elements of one sub-chunk and decodes them again.
 
-    Sizes are checked here, and floating-point events are values, not warnings.
+    This class checks sizes. Floating-point exceptions give special values, never warnings.
 
     Attributes:
-        feedback: what the encoding lost has to be added to the next value (error feedback, arXiv 1901.09847).
+        feedback: the caller must add what the encoding lost to the next value (error feedback, arXiv 1901.09847).
         block_numel: sub-chunks are cut at multiples of it, so that only the last one has a tail.
     """
 
@@ -52,24 +52,25 @@ class Codec:
         self._scratch = Scratch()
 
     def encoded_bytes(self, numel: int) -> int:
-        """The size of ``numel`` encoded elements: exact, and the same for any values."""
+        """The exact size of ``numel`` encoded elements, the same for any values."""
         raise NotImplementedError
 
     def encode(self, values: F32, out: U8) -> None:
-        """``values`` (numel,) into ``out`` (encoded_bytes(numel),). Raises ``ValueError`` where the sizes differ."""
+        """Encode ``values`` (numel,) into ``out`` (encoded_bytes(numel),). Raises ``ValueError`` if the sizes
+        differ."""
         if out.size != self.encoded_bytes(values.size):
             raise ValueError(f"{values.size} elements in {self.name} are not {out.size} bytes")
         with np.errstate(all="ignore"):
             self._encode(values, out)
 
     def decode(self, encoded: U8, out: F32) -> None:
-        """Replace ``out`` (numel,) by what ``encoded`` (encoded_bytes(numel),) says. Raises ``ProtocolError``."""
+        """Decode ``encoded`` (encoded_bytes(numel),) into ``out`` (numel,). Raises ``ProtocolError``."""
         self._check_untrusted(encoded, out)
         with np.errstate(all="ignore"):
             self._decode_untrusted(encoded, out)
 
     def decode_add(self, encoded: U8, into: F32) -> None:
-        """Add what ``encoded`` (encoded_bytes(numel),) says to ``into`` (numel,). Raises ``ProtocolError``."""
+        """Decode ``encoded`` (encoded_bytes(numel),) and add it to ``into`` (numel,). Raises ``ProtocolError``."""
         self._check_untrusted(encoded, into)
         with np.errstate(all="ignore"):
             self._decode_add_untrusted(encoded, into)
@@ -92,7 +93,7 @@ class Codec:
 
 
 def blocks_of(numel: int, block_numel: int) -> Iterator[tuple[slice, slice]]:
-    """Which blocks, and which elements they are: first all whole blocks, then the tail, each where there is one."""
+    """(block slice, element slice) of all whole blocks, then of the tail; each only if there is any."""
     whole = numel // block_numel
     if whole:
         yield slice(0, whole), slice(0, whole * block_numel)

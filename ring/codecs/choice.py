@@ -1,4 +1,4 @@
-"""Which codec an edge needs: the least lossy one that is fast enough. Pure."""
+"""Chooses the codec for an edge: the least lossy one that is fast enough. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from ring.codecs import codec_named
 
 CANDIDATES: Final[tuple[str, ...]] = ("fp32", "bf16", "int8", "int4", "topk")
-"""The least lossy first. Not fp16: at the size of bf16 it loses small gradients altogether. A person may choose it."""
+"""The least lossy first. Without fp16: at the size of bf16 it loses small gradients entirely. A profile may set it."""
 
 STATED_ERROR: Final[dict[str, float]] = {
     "fp32": 1e-7,
@@ -18,12 +18,11 @@ STATED_ERROR: Final[dict[str, float]] = {
     "int4": 0.25,
     "topk": 1.0,
 }
-"""The relative error of one exchange of 8 members without feedback, for either distribution, at most; a test holds the
-table to it. It grows with the root of the members: a partial sum is encoded again at each hop.
-"""
+"""Upper bound of the relative error of one exchange of 8 members without feedback; a test checks it. The error grows
+with the root of the number of members, since each hop encodes a partial sum again."""
 
 NEARLY_BEST: Final = 1.1
-"""A codec that takes a tenth longer than the fastest is as good, and less lossy."""
+"""A less lossy codec is preferred if it takes at most a tenth longer than the fastest."""
 
 
 def choose_codec(
@@ -33,20 +32,20 @@ def choose_codec(
     compute_s: float,
     error_budget: float,
 ) -> tuple[str, str]:
-    """The name of the codec for a ring whose slowest edge is this one, and why.
+    """Choose the codec for a ring by its slowest edge. Returns its name and the reason.
 
-    It is the least lossy whose exchange stays below ``compute_s`` (it is hidden behind it), or is within a tenth of the
-    fastest. A codec whose ``STATED_ERROR`` is above the budget is never chosen, but for fp32, below which nothing is.
+    It is the least lossy codec whose exchange takes at most ``compute_s``, behind which it is hidden, or is within a
+    tenth of the fastest. A codec whose ``STATED_ERROR`` is above the budget is never chosen, except fp32.
 
     Args:
-        edge_bps: what the edge carries, bits per second.
-        rtt_s: how long an exchange waits for round trips, whatever its bytes.
-        total_bytes: what the edge has to carry in one exchange as float32; 2 (n - 1) / n of the array in a ring of n.
-        compute_s: how long a step computes while the exchange may go on.
+        edge_bps: rate of the edge, bits per second.
+        rtt_s: seconds that an exchange waits for round trips, whatever its size.
+        total_bytes: what the edge carries in one exchange as float32; 2 (n - 1) / n of the array in a ring of n.
+        compute_s: computing time of a step during which the exchange may run.
         error_budget: the largest relative error that one exchange may have.
 
     Raises:
-        ValueError: where an argument is negative or not finite, or a rate is not positive.
+        ValueError: an argument is negative or not finite, or the rate is not positive.
     """
     if not (math.isfinite(edge_bps) and edge_bps > 0):
         raise ValueError(f"a rate is positive, not {edge_bps}")

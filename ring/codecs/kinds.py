@@ -1,4 +1,4 @@
-"""The codecs: one number for each element, small whole numbers of a step that a block shares, the largest alone."""
+"""The codecs: whole and half floats, small integers with a scale per block, and only the largest elements."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Fp32(Codec):
 
 
 class Fp16(Codec):
-    """IEEE half precision. For values whose range is known: above 65504 is infinite, below 3e-8 is zero."""
+    """IEEE half precision, for values of a known range: above 65504 becomes infinite, below 3e-8 becomes zero."""
 
     name = "fp16"
 
@@ -48,7 +48,7 @@ class Fp16(Codec):
 
 
 class Bf16(Codec):
-    """The upper half of a float32, rounded to nearest even. Relative error at most 2**-8, at any magnitude."""
+    """The upper half of a float32, rounded to nearest even. The relative error is at most 2**-8, at any magnitude."""
 
     name = "bf16"
 
@@ -63,14 +63,14 @@ class Bf16(Codec):
 
 
 class Blockwise(Codec):
-    """A bfloat16 step per block, then a small whole number of steps per element (arXiv 2110.02861, with even steps).
+    """A bfloat16 step per block, then a small integer number of steps per element (arXiv 2110.02861, with even steps).
 
-    The element of largest magnitude is ``-levels`` steps: the step's sign is chosen so. With two's complement this
-    gives one level more than symmetric codes have; at 4 bits it is a tenth less error. On the other side what is beyond
-    ``top`` steps is cut.
+    The sign of the step makes the element of largest magnitude ``-levels`` steps. So two's complement gives one level
+    more than symmetric codes; at 4 bits that is a tenth less error. On the other side values above ``top`` steps are
+    cut.
 
-    Error feedback is needed even where the error is small: without it, elements below half a step are lost again and
-    again, and an optimizer that normalises each element would see nothing of them.
+    Error feedback is needed even if the error is small. Without it, elements below half a step are lost again and
+    again, and an optimizer that normalises each element would never see them.
     """
 
     feedback = True
@@ -99,12 +99,12 @@ class Blockwise(Codec):
         self._pack(work, codes)
 
     def _round_steps(self, steps: F32, scales: Array) -> None:
-        """From each block's extreme element its step, as bfloat16 in ``scales``, and in place.
+        """Turn each block's extreme element into its step: bfloat16 in ``scales``, float32 in ``steps``.
 
-        Rounding to nearest takes no element beyond the last level: 127 (1 + 2**-8) steps are still nearest to 127. The
-        magnitude is never below the smallest normal number, so that zeros and denormals are no special case. Where it
-        is not finite, all of the block decodes to NaN: the one quiet NaN, for that of zero times infinity has another
-        sign on another processor.
+        Rounding moves no element beyond the last level: 127 (1 + 2**-8) steps are still nearest to 127. The magnitude
+        is at least the smallest normal number, so zeros and denormals are no special case. If it is not finite, the
+        whole block decodes to the one quiet NaN. It is set explicitly, since the sign of zero times infinity differs
+        between processors.
         """
         steps /= np.float32(-self.levels)
         np.copyto(steps, np.float32(np.nan), where=np.isinf(steps))
@@ -137,7 +137,7 @@ class Blockwise(Codec):
 
 
 class Int8(Blockwise):
-    """One signed byte an element.
+    """One signed byte per element.
 
     In heavy tails blocks of 64 have two fifths of the error of blocks of 1024, for 3 % more bytes.
     """
@@ -158,7 +158,7 @@ class Int8(Blockwise):
 
 
 class Int4(Blockwise):
-    """Two elements a byte, the first in the lower half, each as its steps plus 8."""
+    """Two elements per byte, the first in the lower half, each as its steps plus 8."""
 
     name = "int4"
     block_numel = 32
@@ -192,8 +192,7 @@ class Int4(Blockwise):
 def _reduced(extreme: np.ufunc, values: F32, rows: int, scratch: F32) -> F32:
     """The extreme of each of ``rows`` equal rows of ``values`` (numel,); ``scratch`` (numel,) is overwritten.
 
-    Even and odd elements are compared until one is left of each row: numpy is several times slower along the short
-    rows of a matrix.
+    Even and odd elements are compared until each row has one left: numpy is several times slower along short rows.
     """
     free = scratch
     while values.size > rows and values.size % (2 * rows) == 0:
@@ -203,9 +202,9 @@ def _reduced(extreme: np.ufunc, values: F32, rows: int, scratch: F32) -> F32:
 
 
 class TopK(Codec):
-    """The largest 8 of every 256 elements: where they are in their block, one byte each and rising, then what they are
-    in bfloat16. A tail keeps one of every 32 begun. (Deep Gradient Compression, arXiv 1712.01887; per block, because
-    an index into a block of 256 is one byte.)
+    """The largest 8 of every 256 elements: their ascending positions in the block, one byte each, then their bfloat16
+    values. A tail keeps one of every 32 elements, rounded up. (Deep Gradient Compression, arXiv 1712.01887; per block,
+    because a position in a block of 256 is one byte.)
 
     Magnitudes are compared in their first 16 significant bits; among equals the first ones are kept.
     """
@@ -220,8 +219,8 @@ class TopK(Codec):
 
     def _encode(self, values: F32, out: U8) -> None:
         indices, stored = self._parts(out)
-        # The low byte of a magnitude's bits gives way to the place in the block: no two keys are equal, the largest
-        # keys say where the largest elements are, and the choice does not depend on how numpy selects.
+        # The position in the block replaces the low byte of a magnitude's bits. So no two keys are equal, the largest
+        # keys hold the positions of the largest elements, and the choice does not depend on numpy's algorithm.
         keys = self._scratch.array("keys", values.size, np.uint32)
         np.bitwise_and(values.view(np.uint32), np.uint32(0x7FFFFF00), out=keys)
         for elements, kept, length, count in self._rows(values.size):
@@ -245,7 +244,8 @@ class TopK(Codec):
         into[at] += kept_values
 
     def _elements_untrusted(self, indices: U8, numel: int) -> npt.NDArray[np.intp]:
-        """The elements that are kept. Rising indices are asked for: an element that came twice would be added once."""
+        """Positions of the kept elements. They must rise within a block: an element that came twice would be added
+        once."""
         result = indices.astype(np.intp)
         for elements, kept, length, count in self._rows(numel):
             places = result[kept].reshape(-1, count)
