@@ -104,11 +104,8 @@ class Hop:
     # -------------------------------------------------------------------------------------------------------- receiving
 
     def expect(self, streams: Sequence[int], nbytes: int, *, ahead: int) -> None:
-        """Expect these payloads of ``nbytes`` each, in this order. All earlier expected payloads must have arrived.
-
-        Args:
-            ahead: the most buffers that are posted, full or in use.
-        """
+        """Expect these payloads of ``nbytes`` each, in this order, with at most ``ahead`` buffers posted, full or in
+        use. All earlier expected payloads must have arrived."""
         self._expected.extend(streams)
         self._ahead = ahead
         if nbytes != self._nbytes:
@@ -383,15 +380,12 @@ class Chain:
             self._after.expect(self._streams, self.gradient_bytes, ahead=schedule.ahead(self.stage))
 
     async def receive(self, kind: Kind, index: int, *, patience_s: float) -> Payload | None:
-        """Wait for the input of the operation of ``kind`` on micro-batch ``index``; None if it needs no payload.
-
-        The payload belongs to the caller until ``release``.
-
-        Args:
-            patience_s: the neighbour counts as stuck after so long without a byte of a payload, plus ``PATIENCE_PART``.
+        """Wait for the input of the operation of ``kind`` on micro-batch ``index``; None if it needs no payload. The
+        payload belongs to the caller until ``release``.
 
         Raises:
-            DeadlineExceeded: the neighbour is stuck.
+            DeadlineExceeded: no byte of a payload came for ``patience_s`` plus ``PATIENCE_PART``: the neighbour is
+                stuck.
             ConnectionLost, ProtocolError: the chain broke; ``broken`` names the suspect.
         """
         hop = self._before if kind is Kind.FORWARD else self._after
@@ -401,16 +395,14 @@ class Chain:
         return await self._arrival(hop, self._stream(index), what, patience_s)
 
     def release(self, kind: Kind, payload: Payload | None) -> None:
-        """Give back a payload from ``receive`` that the engine is done with, so that its memory can be reused."""
+        """Give back a payload from ``receive``, so that its memory can be reused."""
         hop = self._before if kind is Kind.FORWARD else self._after
         if hop is not None and payload is not None and not self.broken.done():
             hop.release(payload)
 
     def send(self, kind: Kind, index: int, payload: Payload) -> None:
-        """Send the output of the operation of ``kind`` on micro-batch ``index``, without waiting.
-
-        Args:
-            payload: must not change until ``finish`` returned.
+        """Send the output of the operation of ``kind`` on micro-batch ``index``, without waiting. ``payload`` must not
+        change until ``finish`` returned.
 
         Raises:
             ValueError: ``payload`` has the wrong size, or there is no neighbour to send it to.
@@ -581,10 +573,7 @@ def _packed(seconds: Sequence[float]) -> Payload:
 
 def figures_untrusted(payload: bytes, stages: int) -> tuple[list[float], list[int]]:
     """Decode the figures that stages exchange: seconds of each hop, and micro-batches that each stage has memory for.
-
-    Raises:
-        ProtocolError: the size or a value is not possible.
-    """
+    Raises ``ProtocolError``."""
     if len(payload) != (2 * stages - 1) * _FIGURE.size:
         raise ProtocolError(f"figures of {stages} stages in {len(payload)} bytes")
     figures = [figure for (figure,) in _FIGURE.iter_unpack(payload)]

@@ -26,8 +26,8 @@ with a lesser place, so no order of arrivals can deadlock the ring. All bounds f
 depth), and TCP keeps the order. So both ends know what comes next, and a sub-chunk needs no header. Empty sub-chunks
 are left out.
 
-**Memory.** At most ``SCRATCH_SLOTS`` receives are posted ahead. A sub-chunk to be reduced lands in a scratch slot (one
-is added while the next arrives); a final one may land in its place.
+**Memory.** At most ``SCRATCH_SLOTS`` receives are posted ahead. A sub-chunk to be reduced lands in a scratch slot;
+a final one may land in its place.
 
 **Sent memory.** Sending borrows the array without a copy, so a range must not change while its bytes are on their way
 out. No wait is needed, because causality ensures it. A range is written after it was sent in one case only: the final
@@ -85,14 +85,11 @@ class Receive:
 
 
 class Schedule:
-    """One member's side of one collective operation: cursors over a fixed plan.
+    """One member's side of one collective operation: cursors over a fixed plan of what this member sends and of what
+    the left neighbour will send.
 
     The shell posts what ``next_receive`` returns, calls ``received`` when a sub-chunk was handled, and sends what
     ``next_send`` returns, each in order. It may call them at any time; None means: not yet, or no more.
-
-    Args:
-        sends: what this member sends, in order.
-        receives: every sub-chunk that the left neighbour will send, in order.
     """
 
     def __init__(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
@@ -122,11 +119,8 @@ class Schedule:
         return self._receives[self._posted - 1]
 
     def received(self) -> int:
-        """Count the oldest posted sub-chunk as handled (added or stored). Returns its index.
-
-        Raises:
-            ValueError: nothing is posted.
-        """
+        """Count the oldest posted sub-chunk as handled (added or stored). Returns its index. Raises ``ValueError`` if
+        none is posted."""
         if self._handled == self._posted:
             raise ValueError(f"a sub-chunk arrived, all of {self._posted} posted are handled")
         self._handled += 1
@@ -256,7 +250,6 @@ def cut(
     Args:
         lanes: the most lanes to use. Each chunk of each stripe must fill at least one sub-chunk.
         block_numel: a codec's block; sub-chunks are multiples of it.
-
     Returns:
         For each stripe (start, stop, elements of a sub-chunk, segments in transit at a time); empty if there is no
         lane.

@@ -45,10 +45,8 @@ class FailureDetector:
             self._doubt_s = 0.0
 
     def loop_late(self, late_s: float) -> None:
-        """Note that this process's event loop ran ``late_s`` late, so heartbeats may have arrived unread.
-
-        Less than a quarter of a heartbeat interval is normal for a busy loop and changes nothing.
-        """
+        """Note that this process's event loop ran ``late_s`` late, so heartbeats may have arrived unread. Less than a
+        quarter of a heartbeat interval is normal for a busy loop and changes nothing."""
         if late_s > self.heartbeat_s / 4:
             self._doubt_s += late_s
 

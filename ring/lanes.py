@@ -49,8 +49,7 @@ class Flow:
     """One schedule over one stripe of an operation's array, on one lane.
 
     Args:
-        array: shape (numel,), the stripe.
-        dtype: the elements' type, for sums.
+        array: shape (numel,), the stripe. dtype: the elements' type, for sums.
         done: called once, when everything was received and flushed.
         residual: shape (numel,), float32; only with a codec that needs feedback.
     """

@@ -152,11 +152,8 @@ class Inbound:
                 self._let_go((peer_id, channel), refusal)
 
     async def offer(self, connection: Connection, hello: Hello) -> None:
-        """Keep an accepted connection until ``take`` asks for it. Returns when the connection is closed.
-
-        Raises:
-            Refused: its view has no place for it; the other side gets the same refusal.
-        """
+        """Keep an accepted connection until ``take`` asks for it. Returns when the connection is closed. Raises
+        ``Refused`` if its view has no place for it; the other side gets the same refusal."""
         refusal = self.decide(hello)  # again: the last free place may be gone since the handshake's decision
         if refusal is None:
             waiter = self._waiting.get(_key(hello))
@@ -197,11 +194,8 @@ class Inbound:
                 del self._held[key]
 
     async def take(self, job: str, generation: int, peer_id: str, channel: str, *, timeout_s: float) -> Connection:
-        """Wait for the connection that ``peer_id`` opened for this view. It belongs to the caller from now on.
-
-        Raises:
-            DeadlineExceeded: it has not come within ``timeout_s``.
-        """
+        """Wait for the connection that ``peer_id`` opened for this view. It belongs to the caller from now on. Raises
+        ``DeadlineExceeded`` if it does not come within ``timeout_s``."""
         held = self._held.get((peer_id, channel))
         if held is not None and (held.job, held.generation) == (job, generation):
             del self._held[peer_id, channel]
@@ -246,8 +240,7 @@ async def dial_patiently(
     """Connect to a neighbour that may not be listening yet; try again until ``deadline``.
 
     Args:
-        seed_host: dialled if the member's own host is empty.
-        title: what the neighbour is to this member, for messages.
+        seed_host: dialled if the member's own host is empty. title: what the neighbour is to this member, for messages.
 
     Raises:
         NeighbourAway: the neighbour was not reached in time.

@@ -22,10 +22,7 @@ HOST = "127.0.0.1"
 
 class LocalMember:
     """The part of a worker that the ring needs: a listener, an ``Inbound``, and a session or a chain once formed.
-
-    Attributes:
-        problems: errors that the listener reported.
-    """
+    ``problems``: errors of the listener."""
 
     def __init__(self, peer_id: str, network: Network, *, seed: int = 0) -> None:
         self.peer_id = peer_id

@@ -34,10 +34,7 @@ REASON_CHARS = 200
 
 
 class Neighbour:
-    """One neighbour and the connections shared with it.
-
-    Args:
-        role: what it is to this member, for messages: ``"left neighbour"``.
+    """One neighbour and the connections shared with it. ``role`` is its title in messages: ``"left neighbour"``.
 
     Attributes:
         bulks: for payloads, one per stream. beat: for heartbeats.
@@ -89,7 +86,6 @@ class NeighbourLinks:
     """Watches the neighbours of one member. ``close`` ends it, and so does the first loss.
 
     Args:
-        rank: this member's rank in ``view``.
         left, right: sends heartbeats to this member; receives this member's heartbeats.
         status: returns this member's progress and state, for the heartbeats.
         on_end: called when a connection of a neighbour has ended; the owner decides what that means.
@@ -177,11 +173,9 @@ class NeighbourLinks:
                 await connection.closed.wait()
 
     def lost(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
-        """Handle a failed connection. The neighbour has one heartbeat interval to name another member as lost.
-
-        A process that died ends all connections at once. The end of its heartbeat connection decides immediately: any
-        ``MemberLost`` sent before has been read by then.
-        """
+        """Handle a failed connection. The neighbour has one heartbeat interval to name another member as lost. A
+        process that died ends all connections at once, and the end of its heartbeat connection decides immediately: any
+        ``MemberLost`` sent before has been read by then."""
         beats = self._heartbeat_s
         if not beats or connection is neighbour.beat or neighbour.leaving or not isinstance(error, ConnectionLost):
             self.give_up(neighbour, error)

@@ -1,20 +1,20 @@
-"""How a view's ring runs: the order of its members, streams, sub-chunks and codec, each with its reason. Pure.
+"""Plans a view's ring: the order of its members, streams, sub-chunks and codec, each with its reason. Pure.
 
 What an order costs
 -------------------
-In an all-reduce of B bytes over n members every edge of the circle carries 2(n-1)/n B bytes, and every element goes
-2(n-1) hops (``ring.collectives``). All edges work at the same time, and a piece is passed on as soon as it is there. So
-of the transfers only that over the slowest edge counts, while of the hops all count, one after the other::
+In an all-reduce of B bytes over n members every edge of the circle carries 2(n-1)/n B bytes, and every element makes
+2(n-1) hops (``ring.collectives``). All edges work at the same time, and a piece is passed on as soon as it has arrived.
+So only the slowest edge's transfer counts, while all hops count, one after the other::
 
     seconds = max over edges of 2(n-1)/n B / bandwidth   +   2(n-1)/n  sum over edges of (latency + piece / bandwidth)
 
-The order is a heuristic: from each member on to the nearest that is left, then stretches are turned around as long as
+The order is a heuristic. It goes from each member to the nearest remaining one. Then it reverses stretches as long as
 that makes the circle cheaper (2-opt; Croes 1958). ``ring.placement`` orders the peers of a chain by the same two steps.
 
-An edge that was measured in one direction only is taken to be alike in the other. An edge that never was is taken to be
-as the median of those that were.
+An edge that was measured in one direction counts in both. An edge that was never measured counts as the median of the
+measured ones.
 
-The slowest edge of the chosen order decides streams, sub-chunks and codec. What the profile sets is taken as it is.
+The slowest edge of the chosen order decides streams, sub-chunks and codec, unless the profile sets them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from dataclasses import dataclass
 from itertools import combinations
 
 MOST_MEMBERS = 128
-"""A larger ring keeps the order of joining: its pairs are 16,000 to measure."""
+"""A larger ring keeps the order of joining: it has more than 16,000 pairs to measure."""
 MARGIN = 0.05
-"""Of an order's time: measurements repeat within about that. Nothing is turned over for less."""
+"""Least relative gain of time for a new order: measurements repeat within about that."""
 APART_S = 1e9
-"""Cost of an edge that cannot be: more than any order costs, and finite, so that sums of it can be compared."""
+"""Cost of an impossible edge: more than any order costs, but finite, so that sums of it can be compared."""
 STRIPES = 4
-"""Bulk connections over a link whose round trip is long: one flow's window may not fill it."""
+"""Bulk connections over a link with a long round trip: the window of one flow may not fill it."""
 NEAR_RTT_S = 2e-3
-"""Below this round trip one flow fills a link of gigabits: its bandwidth-delay product is within any window."""
+"""Below this round trip one flow fills a link of gigabits: the bandwidth-delay product is within any window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class LinkQuality:
 
     Attributes:
         latency_s: one way, half a round trip.
-        bandwidth_bps: what one connection carried; None where there was no time to measure it.
+        bandwidth_bps: of one connection; None if there was no time to measure it.
     """
 
     latency_s: float
@@ -51,12 +51,12 @@ class LinkQuality:
 
 
 Links = Mapping[tuple[str, str], LinkQuality]
-"""(from, to), peer ids → what was measured."""
+"""(from, to), peer ids → measurement."""
 Matrix = Sequence[Sequence[float]]
 
 
 def known_link(links: Links, one: str, other: str) -> LinkQuality | None:
-    """What was measured from ``one`` to ``other``; what that lacks is taken from the way back."""
+    """The measurement from ``one`` to ``other``; the opposite direction fills in what is missing."""
     there, back = links.get((one, other)), links.get((other, one))
     if there is None or back is None or there.bandwidth_bps is not None:
         return there or back
@@ -64,7 +64,7 @@ def known_link(links: Links, one: str, other: str) -> LinkQuality | None:
 
 
 class LinkCosts:
-    """What bytes take between any two of ``ids``. ``known``: whether any link between them was measured."""
+    """(latency, transfer) seconds between any two of ``ids``. ``known``: any link between them was measured."""
 
     def __init__(self, links: Links, ids: Iterable[str]) -> None:
         among = list(ids)
@@ -98,10 +98,10 @@ def nearest_first(costs: Matrix) -> list[int]:
 
 
 def turned_around(circle: Sequence[int], score: Callable[[Sequence[int]], float]) -> list[int]:
-    """``circle`` after turning around each stretch that makes ``score`` less (2-opt). The first stays the first."""
+    """``circle`` after reversing stretches that lower ``score`` (2-opt). The first element stays the first."""
     best = list(circle)
     least, improved = score(best), True
-    looks = 200_000  # at edges: a tenth of a second
+    looks = 200_000  # limit of edges looked at: a tenth of a second
     while improved and looks > 0:
         improved = False
         for start, stop in combinations(range(1, len(best) + 1), 2):
@@ -116,16 +116,13 @@ def turned_around(circle: Sequence[int], score: Callable[[Sequence[int]], float]
 
 
 class Costs:
-    """What edges between two or more ``members`` (peer ids) cost, by index.
-
-    Args:
-        total_bytes: of the array that is reduced.
-    """
+    """Costs of the edges between two or more ``members`` (peer ids), by index. ``total_bytes``: size of the reduced
+    array."""
 
     def __init__(self, members: Sequence[str], ways: LinkCosts, *, total_bytes: int) -> None:
         size = len(members)
         each, chunk_bytes = 2 * (size - 1) / size, total_bytes / size
-        piece_bytes = min(chunk_bytes, max(chunk_bytes / 4, 64 << 10))  # as a session cuts what a member owns
+        piece_bytes = min(chunk_bytes, max(chunk_bytes / 4, 64 << 10))  # as a session cuts a member's chunk
         self.transfer_s = [[0.0] * size for _ in members]
         self.hop_s = [[0.0] * size for _ in members]
         for here, one in enumerate(members):
@@ -140,17 +137,18 @@ class Costs:
         return slowest_s + sum(self.hop_s[here][there] for here, there in edges)
 
     def score(self, circle: Sequence[int]) -> float:
-        """The same, and a little of each transfer: of two equally slow edges, to be rid of one is a gain."""
+        """``seconds`` plus a little of each transfer, so that removing one of two equally slow edges counts as a
+        gain."""
         return self.seconds(circle) + 1e-3 * sum(self.transfer_s[here][there] for here, there in steps(circle))
 
 
 def best_order(
     members: Sequence[str], links: Links, *, total_bytes: int
 ) -> tuple[tuple[str, ...], float, float] | None:
-    """A fast order for an all-reduce of ``total_bytes``, its seconds and those of the order given.
+    """A fast order for an all-reduce of ``total_bytes``, its seconds, and the seconds of the given order.
 
-    It begins with ``members[0]``. The order given is kept where the other is not faster by more than ``MARGIN``. None
-    where nothing is known of any link.
+    It begins with ``members[0]``. The given order is kept unless the other is faster by more than ``MARGIN``. Returns
+    None if no link is known.
     """
     ways = LinkCosts(links, members)
     if len(members) < 2 or not ways.known:
@@ -173,7 +171,7 @@ def best_order(
 
 @dataclass(frozen=True, slots=True)
 class RingOptions:
-    """The ``[ring]`` table of a profile, as far as it concerns the plan (``configs.schema.Ring``)."""
+    """The settings of the ``[ring]`` table of a profile that the plan uses (``configs.schema.Ring``)."""
 
     order: str = "auto"
     streams: int = 0
@@ -184,11 +182,11 @@ class RingOptions:
 
 @dataclass(frozen=True, slots=True)
 class RingPlan:
-    """``order`` is of peer ids; the others are as in ``ring.view.View``.
+    """How a ring runs. ``order`` has peer ids; the others are as in ``ring.view.View``.
 
     Attributes:
-        measured: whether any edge of the order was.
-        reason: why this order, and its slowest edge, for people; ``carriage_reason``: why these streams and this codec.
+        measured: any edge of the order was measured.
+        reason: of the order, with its slowest edge, for messages. carriage_reason: of streams and codec.
     """
 
     order: tuple[str, ...]
@@ -209,12 +207,12 @@ def plan_ring(
     *,
     name: Callable[[str], str] = str,
 ) -> RingPlan:
-    """The plan for a ring of ``joined``, which is in the order that it has without any measurement.
+    """Plan a ring of ``joined``, which has the order to use without measurements.
 
     Args:
-        total_bytes: of the array that a step reduces, as float32; 0 where it is not known.
-        compute_s: of a step, during which it can be exchanged; 0 where it is not known.
-        name: of a peer, for the reason.
+        total_bytes: of the array that a step reduces, as float32; 0: unknown.
+        compute_s: seconds of a step during which the exchange may run; 0: unknown.
+        name: maps a peer id to a name, for the reason.
     """
     order, reason = _order(joined, links, wishes, total_bytes)
     left, right, slowest = slowest_edge(order, links)
@@ -223,15 +221,15 @@ def plan_ring(
     streams, streams_reason = _streams(slowest, wishes)
     codec, codec_reason = _codec(slowest, wishes, total_bytes, compute_s, len(order))
     carriage_reason = f"{streams_reason}; {codec_reason}"
-    # Over a far link a frame of 256 KiB costs nothing, and to store and forward it is no delay.
+    # On a far link a frame of 256 KiB has little overhead, and store-and-forward adds little delay.
     far = slowest is not None and not _is_near(slowest)
     sub_chunk_bytes = wishes.sub_chunk_bytes or (256 << 10 if far else 0)
     return RingPlan(tuple(order), streams, sub_chunk_bytes, codec, slowest is not None, reason, carriage_reason)
 
 
 def slowest_edge(order: Sequence[str], links: Links) -> tuple[str, str, LinkQuality | None]:
-    """Of the ring's edges that were measured, the one of least bandwidth, then of most latency: from, to, and what was
-    measured; None where none was."""
+    """(from, to, measurement) of the measured edge with the least bandwidth, then the most latency; None if none is
+    measured."""
     pairs = zip(order, [*order[1:], *order[:1]], strict=True) if len(order) > 1 else ()
     edges = [(left, right, link) for left, right in pairs if (link := known_link(links, left, right)) is not None]
     if not edges:
@@ -256,7 +254,7 @@ def _order(joined: Sequence[str], links: Links, wishes: RingOptions, total_bytes
         return joined, "order as they joined: there is one circle only"
     if len(joined) > MOST_MEMBERS:
         return joined, f"order as they joined: more than {MOST_MEMBERS} are not searched"
-    # What a step sends hardly changes the order: 4 MiB where no worker has said.
+    # The size hardly changes the order: 4 MiB if no worker has reported it.
     found = best_order(joined, links, total_bytes=total_bytes or 4 << 20)
     if found is None:
         return joined, "order as they joined: no link between them is measured"
@@ -291,7 +289,7 @@ def _codec(
         return wishes.codec, f"codec {wishes.codec}, as the profile says"
     if slowest is None or slowest.bandwidth_bps is None or not total_bytes:
         return "fp32", "codec fp32: nothing is known of the links, or of what a step sends"
-    from ring.codecs.choice import choose_codec  # brings numpy, for which a seed has no other use
+    from ring.codecs.choice import choose_codec  # imports numpy, which a seed needs for nothing else
 
     codec, reason = choose_codec(
         edge_bps=slowest.bandwidth_bps,

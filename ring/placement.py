@@ -1,29 +1,29 @@
-"""Which peer holds which layers of a split model: the chain that gives tokens fastest. Pure.
+"""Chooses which peer holds which layers of a split model: the chain that produces tokens fastest. Pure.
 
 What a chain costs
 ------------------
-A *stage* is a peer that holds layers [start, stop), a *chain* the stages in order. To decode a token a stage streams
-the weights of its layers once, the last one the norm and the head as well (of an embedding only a row is read)::
+A *stage* is a peer that holds layers [start, stop); a *chain* is the stages in order. To decode a token a stage streams
+the weights of its layers once. The last stage also streams the norm and the head (of an embedding only a row is read)::
 
     compute_s = byte_s * bytes of those weights
 
-A hop from stage to stage carries the activations of one position, a hop from or to the client one token. It takes
-``latency_s + bytes / bandwidth``, and *occupies* the link for ``bytes / bandwidth`` of that. So::
+A hop from stage to stage carries the activations of one position; a hop from or to the client carries one token. It
+takes ``latency_s + bytes / bandwidth``, and *occupies* the link for ``bytes / bandwidth`` of that. So::
 
     token_s      = sum of compute_s + sum of hops, the client's two included       one session, one token after another
     bottleneck_s = max over compute_s and what each hop occupies                   1 / tokens per second, the chain full
 
-A stage must have room for its weights, for its layers' KV cache of the ``positions`` wanted, and, where another stage
-follows, for the activations of as many positions: it keeps what it gave on, to replay it to who takes a lost stage's
-place.
+A stage needs memory for its weights and for its layers' KV cache of the wanted ``positions``. If another stage follows,
+it also needs memory for the activations of as many positions: it keeps what it sent, to replay it to the peer that
+replaces a lost stage.
 
 How it is chosen
 ----------------
-1. The peers are put in one order: a round trip from the client over the nearest that is left, with stretches turned
-   around as long as that makes the hops less (``ring.order``). Of peers that are equally near the smallest comes first.
-2. An exact dynamic program cuts the layers for that order, where a peer may take none (``best_cuts``): no stage over
-   its memory; then the least ``bottleneck_s``; then the least ``token_s``; then the fewest stages. The order is tried
-   both ways round.
+1. The peers are put in one order: a round trip from the client, always to the nearest remaining peer. Then stretches
+   are reversed as long as that shortens the hops (``ring.order``). Of equally near peers the smallest comes first.
+2. An exact dynamic program cuts the layers for that order, in which a peer may get none (``best_cuts``). No stage
+   exceeds its memory; then the least ``bottleneck_s`` wins, then the least ``token_s``, then the fewest stages. The
+   order is tried in both directions.
 
 ``ring.training_placement`` places training by the same two steps.
 """
@@ -43,9 +43,9 @@ from p2ptrain.core.texts import human_bytes
 from ring.order import APART_S, LinkCosts, Links, nearest_first, steps, turned_around
 
 MOST_CUTS = 256
-"""More layers are taken in groups of equal number, so that this many places to cut are left (no model has as many)."""
+"""Most places to cut. More layers than this are cut in groups of equal number (no model has as many)."""
 MOST_PEERS = 64
-"""Of more peers the fastest are looked at, and the largest where those have too little room."""
+"""Of more peers the fastest half and then the largest are considered."""
 
 Array = npt.NDArray[np.float64]
 
@@ -55,10 +55,10 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """What everything costs, in seconds; infinite what cannot be.
+    """All costs in seconds; infinite if impossible.
 
     Attributes:
-        levels: of each number of stages behind (the last entry: of more, too), of each peer, (cuts, cuts): a part from
+        levels: by number of following stages (the last also for more), then by peer: (cuts, cuts), cost of a part from
             cut to cut.
         hop_s, occupied_s: (peers + 1, peers + 1), from and to; the client is the last.
     """
@@ -72,8 +72,8 @@ class CostTable:
 
 
 def best_chain(board: CostTable, counts: Iterable[int]) -> list[tuple[int, int, int]]:
-    """(peer, start, stop) of the stages, by index of peer and of cut, for the order of the module's first step; empty
-    where nothing fits. ``counts``: of stages that are allowed."""
+    """(peer, start, stop) of the stages, by index of peer and of cut, with the order of the module's first step; empty
+    if nothing fits. ``counts``: allowed numbers of stages."""
     size = len(board.levels[0]) if board.levels else 0
     near = [[min(cost, APART_S) for cost in (row[-1], *row[:-1])] for row in (board.hop_s[-1], *board.hop_s[:-1])]
     circle = turned_around(nearest_first(near), lambda way: sum(near[here][there] for here, there in steps(way)))
@@ -86,12 +86,12 @@ def best_chain(board: CostTable, counts: Iterable[int]) -> list[tuple[int, int, 
 def best_cuts(
     board: CostTable, order: Sequence[int], counts: Sequence[int]
 ) -> tuple[tuple[float, float, int], list[tuple[int, int, int]]]:
-    """The best cuts for peers in that order, each of which may take no layer: (bottleneck, time, stages), and the
-    chain as in ``best_chain``; empty where nothing fits.
+    """The best cuts for peers in that order, of which each may get no layer: (bottleneck, time, stages), and the chain
+    as in ``best_chain``; empty if nothing fits.
 
-    The best k stages that begin with peer p at layer i are, over the layer j where p's part ends and the next peer q,
-    ``best(k, p, i) = min over j, q of cost(p, i, j) + hop(p, q) + best(k - 1, q, j)``. Read with max for + it is the
-    least bottleneck; read with + over those costs alone that are within that bottleneck, the least time.
+    Peer p holds the layers from i to j, and q is the next peer. The best k stages that begin with p at layer i are
+    ``best(k, p, i) = min over j, q of cost(p, i, j) + hop(p, q) + best(k - 1, q, j)``. With max for + this is the least
+    bottleneck; with +, over only the costs within that bottleneck, it is the least time.
     """
     bottleneck_s, *_ = _first(board, board.occupied_s, _rows(board, board.occupied_s, order, counts), order, counts)
     if not bottleneck_s < np.inf:
@@ -118,8 +118,8 @@ def _within(part_s: Array, most_s: float) -> Array:
 def _rows(
     board: CostTable, hop_s: Array, order: Sequence[int], counts: Sequence[int], *, within_s: float = np.inf
 ) -> list[Array]:
-    """By stages behind: (peers, cuts), the best chain that begins with the peer at that place of ``order``, at a cut.
-    With ``within_s`` of sums, else of bottlenecks."""
+    """For each number of following stages: (peers, cuts), the best chain from the peer at that place of ``order`` and
+    that cut. Sums with ``within_s``, else bottlenecks."""
     join: Any = np.maximum if within_s == np.inf else np.add
     cuts = board.part_s(0, 0).shape[0] if order else 0
     rows: list[Array] = []
@@ -139,7 +139,6 @@ def _rows(
 def _first(
     board: CostTable, hop_s: Array, rows: Sequence[Array], order: Sequence[int], counts: Sequence[int], join: Any = max
 ) -> tuple[float, int, int]:
-    """The least cost of a whole chain, its number of stages, and the place in ``order`` of its first peer."""
     whole = [
         (float(join(float(hop_s[-1, peer]), float(rows[count - 1][at, 0]))), count, at)
         for count in counts
@@ -149,7 +148,7 @@ def _first(
 
 
 def cut_places(layers: int) -> list[int]:
-    """The layers before which a cut may be, the first and the one after the last with them."""
+    """The layers before which a cut may be, including the first and the one after the last."""
     return [*range(0, layers, -(-layers // MOST_CUTS)), layers]
 
 
@@ -164,10 +163,10 @@ def spans(sizes: Sequence[float], cuts: Sequence[int]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who may hold a stage.
+    """A peer that may hold a stage.
 
     Attributes:
-        memory_bytes: what weights and cache may take there.
+        memory_bytes: for weights and cache.
         byte_s: seconds to stream one byte of weights while a token is decoded.
     """
 
@@ -179,14 +178,14 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is to be placed, and over which links.
+    """The model to place, and the links to use.
 
     Attributes:
-        positions: to have cache for, of all sessions together.
-        activation_bytes: of one position, as they travel from stage to stage, and are kept by who gave them on.
-        client: peer id of who sends the tokens and gets them; it holds no stage.
-        links: (from, to), ids of peers and client → what was measured.
-        apart: (from, to) where ``from`` cannot dial ``to``. Whom the client cannot dial holds no stage.
+        positions: cache positions, of all sessions together.
+        activation_bytes: of one position, as sent from stage to stage and kept by the sender.
+        client: peer id of the client, which sends and gets the tokens and holds no stage.
+        links: (from, to), ids of peers and client → measurement.
+        apart: (from, to) if ``from`` cannot dial ``to``. A peer that the client cannot dial holds no stage.
     """
 
     sizes: ModelSizes
@@ -211,10 +210,10 @@ class Stage:
     """One stage of a chain.
 
     Attributes:
-        weights_bytes, cache_bytes, kept_bytes: what it takes of ``peer.memory_bytes``; the last is what it gave on.
-        compute_s: predicted, of one token.
-        hop_s: until what it made is at the next stage, after the last one at the client.
-        occupied_s: of that, what keeps the link from the token behind.
+        weights_bytes, cache_bytes, kept_bytes: parts of ``peer.memory_bytes``; kept are the activations that it sent.
+        compute_s: predicted, for one token.
+        hop_s: time to the next stage, after the last stage to the client.
+        occupied_s: the part of ``hop_s`` that keeps the link from the next token.
     """
 
     peer: Peer
@@ -238,7 +237,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A chain and its prediction. ``client_hop_s``, ``client_occupied_s``: of the hop to the first stage."""
+    """A chain and its prediction. ``client_...``: of the hop from the client to the first stage."""
 
     stages: tuple[Stage, ...]
     client_hop_s: float
@@ -250,7 +249,7 @@ class Placement:
 
     @property
     def bottleneck_s(self) -> float:
-        """Between two tokens of a full chain. A peer with two stages (``replacement``) works for both."""
+        """Seconds between two tokens of a full chain. A peer with two stages (``replacement``) computes for both."""
         busy_s: dict[str, float] = {}
         for stage in self.stages:
             busy_s[stage.peer.id] = busy_s.get(stage.peer.id, 0.0) + stage.compute_s
@@ -262,18 +261,16 @@ class Placement:
 
 
 Part = tuple[Peer, int, int]
-"""Who holds layers [start, stop)."""
+"""A peer that holds layers [start, stop)."""
 
 
 def place(wanted: Wanted, peers: Iterable[Peer], *, stages: int | None = None) -> Placement:
-    """The best chain by the module's two steps.
+    """The best chain by the module's two steps. ``stages``: their number; None for the best number.
 
-    Args:
-        stages: how many; None for the best number.
     Raises:
         UserError: there are fewer peers or layers than stages, or no peer.
-        ResourceError: no chain was found that has the memory and can be connected. It tells what is needed, what
-            there is, and what would do.
+        ResourceError: no chain has enough memory and connections. The error tells what is needed, what there is, and a
+            remedy.
     """
     given = _checked(wanted, peers)
     if not given:
@@ -294,13 +291,10 @@ def place(wanted: Wanted, peers: Iterable[Peer], *, stages: int | None = None) -
 
 
 def priced(wanted: Wanted, peers: Iterable[Peer], chain: Sequence[Part]) -> Placement | None:
-    """What a given chain would do; None where memory or connections do not allow it.
+    """The prediction for a given chain; None if memory or connections do not allow it. ``peers`` are all peers: links
+    that were not measured count as the median of the measured ones.
 
-    Args:
-        peers: all that there are: links between them that were not measured are as the median of those that were.
-
-    Raises:
-        ValueError: its parts do not make the model, or a peer is in it twice.
+    Raises ``ValueError`` if its parts do not make the model, or a peer is in it twice.
     """
     _checked(wanted, [peer for peer, _, _ in chain])
     ends = [0, *(stop for _, _, stop in chain)]
@@ -314,18 +308,19 @@ def priced(wanted: Wanted, peers: Iterable[Peer], chain: Sequence[Part]) -> Plac
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """Who takes the places of the dead. ``placement`` is None where nobody can; ``reason`` says why it is so."""
+    """The chain after its lost stages were replaced; ``placement`` is None if that is impossible, and ``reason`` tells
+    why."""
 
     placement: Placement | None
     reason: str
 
 
 def replacement(wanted: Wanted, plan: Placement, dead: Collection[str], spares: Iterable[Peer]) -> Replacement:
-    """``plan`` with the layers of the ``dead`` (peer ids) at others; cuts and the living stay as they are.
+    """``plan`` with the layers of the ``dead`` (peer ids) at other peers; cuts and living stages stay as they are.
 
-    A spare takes them, or a living stage's peer that has the memory left takes them as well: whatever makes the chain
-    that is best, a spare where both are alike. Several lost stages are given away one after the other. A peer with two
-    stages takes the time of both, and needs no link to itself.
+    A spare takes them, or the peer of a living stage that has enough memory: the one that makes the best chain, and a
+    spare if both are equal. Several lost stages are replaced one after the other. A peer with two stages needs the time
+    of both, and no link to itself.
     """
     alive = {stage.peer.id: stage.peer for stage in plan.stages if stage.peer.id not in dead}
     spare = {peer.id: peer for peer in spares if peer.id not in dead and peer.id not in alive}
@@ -337,7 +332,7 @@ def replacement(wanted: Wanted, plan: Placement, dead: Collection[str], spares: 
         _, start, stop = chain[index]
         tries: list[tuple[float, float, int, Placement, Peer]] = []
         refusals = []
-        # A spare first, then by id: the order decides between what is equally good.
+        # Spares first, then by id: the order breaks ties.
         for peer in (*(spare[id] for id in sorted(spare)), *(alive[id] for id in sorted(alive))):
             trial = [*chain[:index], (peer, start, stop), *chain[index + 1 :]]
             if why := _why_not(wanted, trial, index, dead):
@@ -400,7 +395,7 @@ def _board(wanted: Wanted, peers: Sequence[Peer], hops: _Hops, cuts: Sequence[in
     streamed_bytes = spans(sizes.layers_bytes, cuts)
     need_bytes = streamed_bytes + wanted.positions * spans(sizes.cache_bytes, cuts)
     need_bytes[np.tril_indices(len(cuts))] = np.inf
-    need_bytes[:, :-1] += wanted.positions * wanted.activation_bytes  # kept where another stage follows
+    need_bytes[:, :-1] += wanted.positions * wanted.activation_bytes  # kept if another stage follows
     streamed_bytes[:-1, -1] += sizes.last_bytes
     need_bytes[:-1, -1] += sizes.last_bytes
     need_bytes[0, 1:] += sizes.first_bytes
@@ -416,7 +411,6 @@ def _board(wanted: Wanted, peers: Sequence[Peer], hops: _Hops, cuts: Sequence[in
 
 
 def _checked(wanted: Wanted, peers: Iterable[Peer]) -> list[Peer]:
-    """The peers by id. Raises ``ValueError`` for what no caller may give."""
     ordered = sorted(peers, key=lambda peer: peer.id)
     ids = {peer.id for peer in ordered}
     if len(ids) != len(ordered) or wanted.client in ids:
@@ -427,7 +421,7 @@ def _checked(wanted: Wanted, peers: Iterable[Peer]) -> list[Peer]:
 
 
 def _looked_at(peers: Sequence[Peer]) -> list[Peer]:
-    """Those among whom a chain is looked for: all, or half by speed and half by memory; the smallest first."""
+    """The peers to consider: all, or half chosen by speed and half by memory; the smallest first."""
     fastest = sorted(peers, key=lambda peer: (peer.byte_s, -peer.memory_bytes, peer.id))[: MOST_PEERS // 2]
     rest = sorted(set(peers) - set(fastest), key=lambda peer: (-peer.memory_bytes, peer.byte_s, peer.id))
     chosen = [*fastest, *rest[: MOST_PEERS - len(fastest)]]
@@ -466,5 +460,5 @@ def _refusal(wanted: Wanted, given: Sequence[Peer], reached: Sequence[Peer], sta
 
 
 def _named(names: Sequence[str], between: str) -> str:
-    most = 8  # that a message tells of, one by one
+    most = 8  # names in a message
     return between.join([*names[:most], *([f"{len(names) - most} more"] if len(names) > most else [])])

@@ -63,7 +63,6 @@ class Schedule:
     """The order of operations on all stages; see the module's docstring.
 
     Attributes:
-        name: for messages.
         micro_batches: of one step, on each stage.
         warm_ups: for each stage, the forwards before the first one that a backward follows; 0 to micro_batches - 1.
         backward: whether there are backwards; validation runs forwards only, in order.

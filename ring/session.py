@@ -321,7 +321,6 @@ class RingSession:
         await self._start(operation)
 
     def _gathered(self, operation: Operation, buffer: Array, dtype: str) -> asyncio.Future[None]:
-        """A small all-reduce: every member gathers all arrays and adds them in rank order."""
         memory = self._spare.pop() if self._spare else np.empty(SMALL_BYTES, np.uint8)  # new pages cost about one hop
         parts = memory[: self.size * buffer.nbytes].view(buffer.dtype).reshape(self.size, buffer.size)
         parts[self.rank] = buffer
@@ -339,11 +338,8 @@ class RingSession:
         return self._start(operation)
 
     def _begin(self, title: str, patience_s: float) -> Operation:
-        """Begin the next operation. Its stream number is the same on every member, since all begin them in the same
-        order.
-
-        ``_add`` adds its flows, then ``_start`` starts it, before the next operation begins.
-        """
+        """Begin the next operation. ``_add`` adds its flows, then ``_start`` starts it, before the next one begins. Its
+        stream number is the same on every member, since all begin the operations in the same order."""
         if self.broken.done():
             raise self.links.failure()
         self._stream += 1
@@ -419,10 +415,8 @@ class RingSession:
         self._patience = asyncio.get_running_loop().call_later(in_s, self._judge_progress)
 
     def _judge_progress(self) -> None:
-        """Break the session if nothing moved for the patience of the oldest operation.
-
-        The timer outlives operations: a timer for each would cost a small operation a tenth of its time.
-        """
+        """Break the session if nothing moved for the patience of the oldest operation. The timer outlives operations: a
+        timer for each would cost a small operation a tenth of its time."""
         if not self._under_way:
             self._patience = None
             return

@@ -1,6 +1,6 @@
-"""What a model's parts weigh, and what training them in stages takes: memory, arithmetic and bytes. Pure.
+"""What training a model in stages costs: memory, arithmetic and bytes. Pure.
 
-A model is told by its sizes alone, so that a seed can place it without torch, numpy, and its files.
+A model is described by its sizes alone, so that a seed can place it without torch, numpy, or its files.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ MAX_LAYERS = 1024
 _MOST_BYTES = 1 << 50
 _MOST = 1 << 24  # larger than any model's vocabulary or width
 ACHIEVED = 0.65
-"""Part of the speed of a plain matrix product at which a micro-batch is computed: 0.70 was seen at a width of 1,024,
-0.61 at 512 and 0.29 at 128, on one thread of a CPU in fp32."""
+"""Fraction of the speed of a plain matrix product that a micro-batch achieves. Measured: 0.70 at a width of 1,024, 0.61
+at 512 and 0.29 at 128, on one thread of a CPU in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a model is, as far as placing its training goes.
+    """The sizes of a model that placing its training needs.
 
     Attributes:
         sizes: of its weights in fp32, without a cache.
         width, inner: of a hidden state, and of a feed-forward layer.
-        vocab: tokens.
     """
 
     sizes: ModelSizes
@@ -61,7 +60,7 @@ class ModelShape:
 
 
 def shape_untrusted(source: object) -> ModelShape:
-    """What ``ModelShape.to_map`` made, from a peer. Raises ``ProtocolError``."""
+    """Decode a peer's ``ModelShape.to_map``. Raises ``ProtocolError``."""
     if not isinstance(source, dict):
         raise ProtocolError("a model's sizes are a map")
     layers = source.get("layers_bytes")
@@ -88,8 +87,8 @@ class CandidateWorker:
     """A worker that may train a stage.
 
     Attributes:
-        memory_bytes: that it gives; 0: unknown.
-        flops: multiplications and additions per second that it has measured; 0: unknown.
+        memory_bytes: that it offers; 0: unknown.
+        flops: measured multiplications and additions per second; 0: unknown.
         on_host: it computes on a CPU.
     """
 
@@ -102,14 +101,13 @@ class CandidateWorker:
 
 @dataclass(frozen=True)
 class Training:
-    """What is to be trained, and how.
+    """What to train, and how.
 
     Attributes:
-        stages, replicas: p parts, r replicas.
         tokens, sequence_tokens: of a micro-batch, and of one sequence of it.
         micro_batches: of a step, of all replicas.
         schedule, activations, recompute, max_in_flight: see ``[pipeline]`` of a profile.
-        cuts: where they are chosen already; else empty.
+        cuts: if already chosen; else empty.
     """
 
     shape: ModelShape
@@ -183,12 +181,12 @@ class Training:
         )
 
     def passes(self, stop: int) -> int:
-        """Forward passes that a micro-batch takes the stage that ends there; see the module."""
+        """Cost of a micro-batch, in forward passes, at the stage that ends there; see ``ring.training_placement``."""
         again = self.recompute and (stop < self.layers or self.schedule == GPIPE)
         return 4 if again else 3
 
     def layer_flop(self, layer: int) -> float:
-        """Of a micro-batch's forward pass: two for each weight and token, and attention's own products."""
+        """FLOPs of a micro-batch's forward pass: two per weight and token, and attention's own products."""
         weights = self.shape.sizes.layers_bytes[layer] / 4
         return self.tokens * (2 * weights + 4 * self.sequence_tokens * self.shape.width)
 

@@ -1,29 +1,29 @@
-"""Which workers train which layers of a split model: the cuts, and who does what, that make a step fastest. Pure.
+"""Chooses which workers train which layers of a split model: cuts and workers that make a step fastest. Pure.
 
 What a stage costs
 ------------------
-A *stage* is layers [start, stop). Its memory is ``p2ptrain.core.footprint``'s: weights, gradients and moments, and what
-is kept of the micro-batches in flight there, which are the more, the more stages follow. For each micro-batch it
-computes, at the speed that its worker has measured::
+A *stage* is layers [start, stop). Its memory is that of ``p2ptrain.core.footprint``: weights, gradients, moments, and
+activations of the micro-batches in flight, which are more the more stages follow. A micro-batch takes::
 
-    compute_s = passes * forward FLOPs of its layers (and of the head) / (ACHIEVED * FLOP per second)
+    compute_s = passes * forward FLOPs of its layers (and of the head) / (ACHIEVED * measured FLOP per second)
 
-``passes`` is 3: a backward pass is two forward ones. With recomputing it is 4, but on the last stage of 1F1B, where
-nothing runs twice. A hop carries a micro-batch's activations there and its gradients back: it takes both latencies and
-both times of the bytes, and *occupies* the link for the longer of the two, for they go opposite ways.
+``passes`` is 3: a backward pass costs two forward ones. With recomputing it is 4, except on the last stage of 1F1B,
+which recomputes nothing. A hop carries a micro-batch's activations there and its gradients back. It takes both
+latencies and both transfer times. It *occupies* the link for the longer transfer, since the two go in opposite
+directions.
 
 How it is chosen
 ----------------
-As in ``ring.placement``: one order of the workers by their links, tried both ways round, and an exact dynamic program
-over the cuts. No stage over its memory; then the slowest stage or hop as fast as can be, for that is the pace; then the
-least time of one micro-batch through all stages and back, for that is what a step's begin and end cost.
+As in ``ring.placement``: one order of the workers by their links, tried in both directions, and an exact dynamic
+program over the cuts. No stage exceeds its memory. Then the slowest stage or hop, which sets the pace, is as fast as
+possible. Then the time of one micro-batch through all stages and back is least: a step's start and end cost it.
 
-With several replicas all have the same cuts, and a step waits for the slowest. So workers are put into *groups* of one
-for each replica, once of those alike in speed and once of those alike in memory: a group is as fast as its slowest
-member, as large as its smallest, as near to another as the farthest two that would be in one replica. The groups are
-placed as workers would be, and the better one of both is taken.
+With several replicas all have the same cuts, and a step waits for the slowest. So workers form *groups* of one worker
+per replica: once of workers alike in speed, once alike in memory. A group is as fast as its slowest member and as large
+as its smallest. The distance of two groups is the longest within one replica. Groups are placed as workers would be,
+and the better of both results is taken.
 
-A memory of 0 holds anything, a speed of 0 is the median of the known ones. Links are as in ``ring.order``.
+A memory of 0 holds anything; a speed of 0 counts as the median of the known ones. Links are as in ``ring.order``.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class StagePlan:
     """One stage of a plan.
 
     Attributes:
-        trainees: one for each replica.
-        weights_bytes: of its layers, in fp32; need_bytes: training memory, at the first of those that need most.
-        in_flight: micro-batches, predicted.
-        compute_s: of one micro-batch, both ways, at the slowest; 0 where no speed is known.
-        hop_s, occupied_s: to the next stage and back; 0 behind the last one.
+        trainees: one worker per replica.
+        weights_bytes: of its layers, in fp32. need_bytes: training memory at the worker that needs most.
+        in_flight: predicted number of micro-batches.
+        compute_s: of one micro-batch, forward and backward, at the slowest worker; 0 if no speed is known.
+        hop_s, occupied_s: to the next stage and back; 0 after the last one.
     """
 
     trainees: tuple[CandidateWorker, ...]
@@ -71,15 +71,14 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """Who trains what, and what it is predicted to do.
+    """Which workers train which layers, with a prediction.
 
     Attributes:
-        schedule: its name.
-        step_s: of a step: computing, and what waits for the network; 0 where no speed is known.
-        reduce_s: of that, summing gradients round the rings of the stages, and of what the ends share.
-        bubble: part of the stages' time, without ``reduce_s``, in which they wait. efficiency: of the busiest one's in
-            which it computes.
-        tokens_per_s: of all replicas; None where no speed is known.
+        step_s: of a step: computing, and waiting for the network; 0 if no speed is known.
+        reduce_s: part of ``step_s``: summing gradients in the rings of the stages, and tensors that both ends share.
+        bubble: fraction of the stages' time, without ``reduce_s``, in which they wait.
+        efficiency: fraction of that time in which the busiest stage computes.
+        tokens_per_s: of all replicas; None if no speed is known.
     """
 
     stages: tuple[StagePlan, ...]
@@ -96,11 +95,11 @@ class TrainingPlan:
 
 
 def plan(training: Training, trainees: Iterable[CandidateWorker], links: Links | None = None) -> TrainingPlan:
-    """The best plan by the objective above.
+    """The best plan by the module's objective.
 
     Raises:
-        UserError: there are fewer workers, or layers, than the training wants.
-        ResourceError: it does not fit. It tells what is needed, what there is, and what would do.
+        UserError: there are fewer workers or layers than the training needs, or the cuts do not fit it.
+        ResourceError: it does not fit. The error tells what is needed, what there is, and a remedy.
     """
     there = sorted(trainees, key=lambda trainee: trainee.id)
     if training.layers < training.stages:
@@ -126,7 +125,7 @@ def plan(training: Training, trainees: Iterable[CandidateWorker], links: Links |
 
 
 Group = tuple[CandidateWorker, ...]
-"""The workers of one stage, one for each replica, in the order of ids, as replicas are made."""
+"""The workers of one stage, one per replica, in the order of ids, as replicas are made."""
 
 
 class _Hops:
@@ -135,14 +134,14 @@ class _Hops:
         self._training = training
 
     def there(self, ones: Group, others: Group) -> tuple[float, float]:
-        """Seconds of latency, and of a micro-batch's activations."""
+        """Seconds of latency, and of transfer of a micro-batch's activations."""
         return self._slowest(ones, others, self._training.activation_bytes)
 
     def back(self, ones: Group, others: Group) -> tuple[float, float]:
         return self._slowest(others, ones, self._training.gradient_bytes)
 
     def both(self, ones: Group, others: Group) -> tuple[float, float]:
-        """Until activations are there and gradients back; and what keeps the next micro-batch from it."""
+        """Seconds until activations are there and gradients back, and seconds that the link is occupied."""
         there, back = self.there(ones, others), self.back(ones, others)
         return sum(there) + sum(back), max(there[1], back[1])
 
@@ -165,8 +164,8 @@ def _with_speeds(there: Sequence[CandidateWorker]) -> list[CandidateWorker]:
 
 
 def _groups(training: Training, there: Sequence[CandidateWorker]) -> Iterator[list[Group]]:
-    """The workers in groups of one for each replica: alike in speed, then alike in memory, the best first. Those that
-    are left over are the least."""
+    """The workers in groups of one per replica: alike in speed, then in memory. The best come first; the least are left
+    over."""
 
     def speed(trainee: CandidateWorker) -> tuple[float, float, str]:
         return -trainee.flops, -_room(trainee), trainee.id
@@ -188,7 +187,7 @@ def _room(trainee: CandidateWorker) -> float:
 def _best(training: Training, there: Sequence[CandidateWorker], hops: _Hops, *, known: bool) -> TrainingPlan | None:
     found = []
     for number, groups in enumerate(_groups(training, there)):
-        # Of groups that are equally near the smallest comes first, as in ``ring.placement``.
+        # Of equally near groups the smallest comes first, as in ``ring.placement``.
         looked_at = sorted(groups[:MOST_PEERS], key=lambda group: (min(map(_room, group)), group[0].id))
         cuts = [0, *training.cuts, training.layers] if training.cuts else cut_places(training.layers)
         chain = best_chain(_board(training, looked_at, hops, cuts), [training.stages])
@@ -217,7 +216,7 @@ def _board(training: Training, groups: Sequence[Group], hops: _Hops, cuts: Seque
     flop *= np.array([training.passes(stop) for stop in cuts])[None, :]
     copies_of = {True: HOST_COPIES, False: DEVICE_COPIES}
     levels: list[list[Array]] = []
-    # The last level is for more behind it, too; workers alike share their arrays, which are what a board's memory is.
+    # The last level also serves more following stages. Groups alike share arrays, which take most of the memory.
     for flying in sorted({training.in_flight(stage) for stage in range(training.stages)}):
         keeping = kept + flying * inputs if training.recompute else flying * kept
         needs = {on_host: copies * weights + keeping for on_host, copies in copies_of.items()}
@@ -239,7 +238,7 @@ def _kind(group: Group) -> tuple[float, frozenset[tuple[int, bool]]]:
 
 
 def _costs_of(group: Group, needs: Mapping[bool, Array], flop: Array, upper: Array) -> Array:
-    """(cuts, cuts): what parts take the slowest of a group; infinite where one of it has not the memory."""
+    """(cuts, cuts): seconds of each part at the slowest of a group; infinite if one of it lacks the memory."""
     speed = ACHIEVED * min(trainee.flops for trainee in group)
     costs_s: Array = np.where(upper, flop / speed, np.inf)
     for trainee in group:
@@ -343,7 +342,7 @@ def _refusal(training: Training, there: Sequence[CandidateWorker]) -> ResourceEr
     layers, stages = training.layers, training.stages
     bounds = (0, *training.cuts, layers) if training.cuts else [stage * layers // stages for stage in range(stages + 1)]
     needs = [(training.need_bytes(stage, *span), stage, *span) for stage, span in enumerate(pairwise(bounds))]
-    most = 8  # workers that the text tells of, one by one
+    most = 8  # workers named in the message
     offers = [f"{each.name} {human_bytes(each.memory_bytes) if each.memory_bytes else 'any'}" for each in there[:most]]
     offers += [f"{len(there) - most} more"] if len(there) > most else []
     told = (

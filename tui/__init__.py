@@ -1,5 +1,5 @@
 """The Textual app: observes the seed, and sends the same requests as the command line.
 
 ``model`` (what is known) and ``format`` (how values read) are pure; ``source`` fetches; ``panels``, ``tables``,
-``chains`` and ``serving`` draw, and ``app`` puts them together.
+``chain_panel`` and ``serving`` draw, and ``app`` combines them. ``chains`` finds the chains of split models.
 """

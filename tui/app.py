@@ -1,4 +1,4 @@
-"""The terminal app: panels over a store, redrawn at most ten times a second, and only where something changed."""
+"""The terminal app: panels over a store, redrawn at most ten times a second, and only if something changed."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ WIDE_COLUMNS, WIDE_ROWS = 120, 38
 VIEWS = ("Cluster", "Training", "Jobs", "Events", "Chains", "Serving")
 STAYS_S = 7 * 86_400.0
 CHAINS, SERVING = 5, 6
-"""The views of split models, and of who writes: where everything is shown at once, they take the place of ring and
-training."""
+"""The views of split models and of serving. In the wide layout they replace ring and training."""
 PANELS = (
     HeaderBar,
     RingPanel,
@@ -49,7 +48,7 @@ PANELS = (
 )
 FOCUS_OF_VIEW = ("#peers-table", "#training", "#jobs-table", "#events", "#chains", "#serving")
 LEAVE = Binding("ctrl+c", "app.interrupt", show=False)
-"""The app's own keys are asleep below a dialog; this one is not."""
+"""Ctrl+C also for dialogs, in which the app's own bindings do not work."""
 KEYS = (
     ("p  r", "pause, resume the job in view"),
     ("s", "save a checkpoint after the next step"),
@@ -80,8 +79,6 @@ _LEGENDS = {
 
 
 class HelpScreen(ModalScreen[None]):
-    """Keys and symbols."""
-
     BINDINGS = [  # noqa: RUF012 - Textual's own type
         Binding("escape,question_mark,q,enter", "dismiss", "close"),
         LEAVE,
@@ -111,7 +108,7 @@ def _legend(looks: dict[str, fmt.Look], columns: int = 3) -> list[list[Span]]:
 
 
 class ConfirmScreen(ModalScreen[bool]):
-    """A question; ``n``, escape and enter on the button with the focus say no."""
+    """A question. ``n``, escape, and enter on the focused button answer no."""
 
     BINDINGS = [  # noqa: RUF012 - Textual's own type
         Binding("y", "answer(True)", "yes"),
@@ -143,7 +140,7 @@ class ConfirmScreen(ModalScreen[bool]):
 
 
 class _Drawn(NamedTuple):
-    """How, from what versions and when a panel was last drawn. A new manner (size, theme, job) is drawn at once."""
+    """The state in which a panel was last drawn. A change of ``manner`` (size, theme, job) is drawn at once."""
 
     manner: tuple[object, ...]
     news: tuple[int, ...]
@@ -151,10 +148,8 @@ class _Drawn(NamedTuple):
 
 
 class P2PTrainApp(App[bool]):
-    """Args: the source of what is shown; the clocks; how often to redraw (0: only by ``refresh_panels``, for tests).
-
-    Its result is true where the person left with Ctrl+C.
-    """
+    """The app. Its result is true if the user left with Ctrl+C. ``refresh_hz``: redraws per second; 0: none, for
+    tests."""
 
     TITLE = "p2ptrain"
     CSS_PATH = "app.tcss"
@@ -228,7 +223,7 @@ class P2PTrainApp(App[bool]):
 
     def refresh_panels(self) -> None:
         if not self.screen_stack or not self.screen_stack[0].query(HeaderBar):
-            return  # the app is closing: its panels went before its timer
+            return  # the app is closing: its panels are gone, its timer is not
         store, job, now = self.source.store, self.job, self.clock.now()
         self._tell_of_the_link(store.link)
         self._choose_drawing(job)
@@ -285,7 +280,7 @@ class P2PTrainApp(App[bool]):
             self.remove_class(*names, update=False)
             self.add_class(name)
 
-    # --------------------------------------------------------------------------------------------------------- moving
+    # ----------------------------------------------------------------------------------------------------- navigation
 
     def action_view(self, number: int) -> None:
         self.view = number
@@ -300,7 +295,7 @@ class P2PTrainApp(App[bool]):
         self.call_after_refresh(self._enter_view)
 
     def go_to(self, number: int) -> None:
-        """The same, for whoever shows this app: it begins there where it has not begun, and stays where it ends."""
+        """Show view ``number``, also before the app has started; for the code that runs the app."""
         self.view = number
         if self.screen_stack and self.screen_stack[0].query(HeaderBar):
             self.action_view(number)
@@ -310,7 +305,7 @@ class P2PTrainApp(App[bool]):
         self.screen_stack[0].query_one(FOCUS_OF_VIEW[self.view - 1]).focus()
 
     def action_step(self, by: int) -> None:
-        """The next focus; past the last one of a compact view, the next view."""
+        """Move the focus; past the last widget of a compact view, go to the next view."""
         chain = self.screen.focus_chain
         at = chain.index(self.focused) + by if self.focused in chain else 0
         if len(self.screen_stack) == 1 and not self.wide and not 0 <= at < len(chain):
@@ -321,7 +316,7 @@ class P2PTrainApp(App[bool]):
             self.screen.focus_previous()
 
     def on_live_table_cursor_moved(self, event: LiveTable.CursorMoved) -> None:
-        """The cursor in Jobs chooses the job in view; in every table it moves the details along."""
+        """Show the details of the row under the cursor. In Jobs the cursor also chooses the job in view."""
         if event.table.id == "jobs-table":
             self.chosen_job = event.key
         for kind in (PeersPanel, JobsPanel, CheckpointsPanel):
@@ -339,14 +334,15 @@ class P2PTrainApp(App[bool]):
         self.exit(message=f"The cluster goes on. Look again: p2ptrain tui {self.source.address}")
 
     def tell(self, level: str, title: str, text: str) -> None:
-        """What whoever shows this view has to say. It stays until it is clicked away: nobody may be looking now."""
+        """Show a message of the code that runs the app. It stays until a click removes it, since nobody may be looking
+        now."""
         severity: SeverityLevel = "warning" if level == "warning" else "error" if level == "error" else "information"
         self.notify(text, title=title, severity=severity, timeout=STAYS_S, markup=False)
 
     def action_interrupt(self) -> None:
         self.exit(True)
 
-    # --------------------------------------------------------------------------------------------------------- asking
+    # ------------------------------------------------------------------------------------------------------- requests
 
     def action_ask(self, verb: str) -> None:
         job = self.job
@@ -356,7 +352,7 @@ class P2PTrainApp(App[bool]):
             )
             return
         asked = f"{verb} {job.id}"
-        if asked not in self._asked:  # a key that repeats asks once
+        if asked not in self._asked:  # a repeating key sends one request
             self._asked.add(asked)
             self.run_worker(self._ask(verb, job), name=asked)
 
@@ -374,7 +370,7 @@ class P2PTrainApp(App[bool]):
     def action_cancel_job(self) -> None:
         job = self.job
         if job is None or self.source.store.link.phase is not Phase.LIVE:
-            self.action_ask("cancel")  # it answers why not
+            self.action_ask("cancel")  # reports why it cannot
             return
 
         def decided(yes: bool | None) -> None:

@@ -1,4 +1,4 @@
-"""Chains of split models, drawn: the panel of the full-screen view."""
+"""The panel of split models: draws their chains."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _beside(chain: Chain, look_of: LookOf, width: int) -> Row:
     for index, part in enumerate(chain.beside):
         look = look_of(part.peer)
         text = f"{fit(part.peer_name or part.peer, 18)} {layers_text(part.start, part.stop)}  "
-        if cell_len(text) + 2 > room - 6:  # room to say how many more there are
+        if cell_len(text) + 2 > room - 6:  # leaves room for the count of the others
             return [*row, Span(fit(f"+{len(chain.beside) - index}", max(0, room)), "dim")]
         row += [Span(f"{look.symbol} ", look.role), Span(text)]
         room -= cell_len(text) + 2
@@ -108,8 +108,6 @@ def _beside(chain: Chain, look_of: LookOf, width: int) -> Row:
 
 
 class ChainsPanel(TextPanel):
-    """Which peers hold which layers of which models, and how fast the chains are."""
-
     NAME = "chains"
     TOPICS = frozenset({"parts", "peers", "link"})
 
@@ -119,7 +117,7 @@ class ChainsPanel(TextPanel):
 
     def show(self, frame: Frame) -> None:
         version = frame.store.versions["parts"]
-        if self._found[0] != version:  # peers change far more often
+        if self._found[0] != version:  # parts change far less often than peers
             jobs = {job.id: job.name for job in frame.store.jobs.values()}
             self._found = (version, chains_of(frame.store.parts.values(), jobs))
         chains = self._found[1]

@@ -1,10 +1,10 @@
-"""Split models as chains: which parts, in the order of their layers, carry a position from the first layer to the last.
+"""Split models as chains: which parts, in the order of their layers, lead from the first layer to the last.
 
-Parts come from peers one by one; which of them make a chain is found here. A chain is a way over the layers of a model
-that leaves the fewest of them to nobody, then uses the fewest idle parts, then has the fewest stages (a shortest path
-over the places where parts begin and end). Of equal parts that work the one is taken that the stage before sends to,
-else the busier one. What is left over makes further chains where it is whole, else it is *beside*: held, and in no
-chain. The panel shows each chain as a table of its stages.
+Peers report single parts; this module finds which of them form a chain. A chain is a path over the layers of a model
+with the fewest layers that no part holds, then the fewest idle parts, then the fewest stages (a shortest path over the
+places where parts begin and end). Of equal parts that are not idle, the one to which the previous stage sends is taken,
+else the busier one. The remaining parts form further chains if these are complete; else they are *beside*: in no chain.
+The panel shows each chain as a table of its stages.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from itertools import pairwise
 from wire.records import PartInfo
 
 MAX_CHAINS = 16
-"""Of one model; what is left is beside them. Each costs a search."""
+"""Chains of one model; other parts are beside them. Each chain needs a search."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Layers [start, stop) that a chain lacks. ``held``: parts that do not fit in here have all of them."""
+    """Layers [start, stop) that a chain lacks. ``held``: some part has all of them but does not fit in here."""
 
     start: int
     stop: int
@@ -31,14 +31,14 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """One way through a model.
+    """One path through a model.
 
     Attributes:
-        number: of the chains of this model, from 0.
-        stages: parts and gaps in the order of their layers; each begins where the one before stops.
-        beside: parts of the model that are in no chain; those of the model's last chain.
-        held: layers of the model that somebody holds, in this chain or out of it.
-        trains: it is the pipeline of a job, whose id ``model`` is.
+        number: index among the chains of this model.
+        stages: parts and gaps in the order of their layers; each begins where the previous one stops.
+        beside: on the model's last chain, the parts that are in no chain.
+        held: number of layers of the model that any peer holds.
+        trains: it is the pipeline of a job; ``model`` is the job's id.
     """
 
     model: str
@@ -60,19 +60,20 @@ class Chain:
 
     @property
     def slowest(self) -> PartInfo | None:
-        """The stage that one work takes longest, which bounds the chain's pace; None where fewer than two are known."""
+        """The stage with the longest time per forward request, which limits the pace; None if fewer than two are
+        known."""
         known = [part for part in self.parts if part.compute_ms > 0]
         return max(known, key=lambda part: part.compute_ms) if len(known) > 1 else None
 
     @property
     def bubble(self) -> float | None:
-        """Mean share of the stages' time in which they wait; None where there is none, or none of them works."""
+        """Mean fraction of the stages' time in which they wait; None if there is no stage or all are idle."""
         shares = [1 - part.busy for part in self.parts]
         return sum(shares) / len(shares) if any(share < 1 for share in shares) else None
 
     @property
     def tokens_per_s(self) -> float:
-        """What comes out at its end: the rate of its last stage that somebody holds."""
+        """The rate of its last part."""
         return self.parts[-1].tokens_per_s if self.parts else 0.0
 
     @property
@@ -85,11 +86,8 @@ def how_to_split(seed: str) -> str:
 
 
 def chains_of(parts: Iterable[PartInfo], jobs: Mapping[str, str] | None = None) -> list[Chain]:
-    """All chains, by the names of their models; the busiest of a model first.
-
-    Args:
-        jobs: names of jobs by id: what one of them trains bears its name.
-    """
+    """All chains, by the names of their models; the busiest of a model first. ``jobs``: job id → name for its
+    chains."""
     models: dict[tuple[str, str, int], list[PartInfo]] = defaultdict(list)
     for part in parts:
         models[(jobs or {}).get(part.model, part.name), part.model, part.layers].append(part)
@@ -128,7 +126,7 @@ def _idle(part: PartInfo) -> bool:
 
 
 def _best_way(parts: Sequence[PartInfo], layers: int) -> tuple[PartInfo | Gap, ...]:
-    """Least (layers that nobody holds, idle parts, stages) from layer 0 to ``layers``."""
+    """The path from layer 0 to ``layers`` with the least (missing layers, idle parts, stages)."""
     choices: dict[tuple[int, int], list[PartInfo]] = defaultdict(list)
     for part in parts:
         choices[part.start, part.stop].append(part)
@@ -139,7 +137,7 @@ def _best_way(parts: Sequence[PartInfo], layers: int) -> tuple[PartInfo | Gap, .
     for (start, stop), same in choices.items():
         edges[start].append(((0, int(all(map(_idle, same))), 1), stop, False))
     reached: dict[int, tuple[tuple[int, int, int], int, bool]] = {0: ((0, 0, 0), 0, False)}  # to → (cost, from, a gap)
-    for place in places:  # in order: every edge leads on
+    for place in places:  # in order: every edge leads to a later place
         missing, idle, stages = reached[place][0]
         for (more_missing, more_idle, more_stages), stop, gap in edges[place]:
             cost = (missing + more_missing, idle + more_idle, stages + more_stages)
@@ -157,7 +155,7 @@ def _best_way(parts: Sequence[PartInfo], layers: int) -> tuple[PartInfo | Gap, .
         if not gap:
             way.append(_preferred(choices[start, stop], before.next if isinstance(before, PartInfo) else ""))
             continue
-        # From one place to the next, a part has all of the layers or none.
+        # Between neighbouring places a part has all layers or none.
         held = any(part.start <= start and stop <= part.stop for part in parts)
         if isinstance(before, Gap) and before.held == held:
             way[-1] = Gap(before.start, stop, held)

@@ -1,7 +1,6 @@
 """How values read: units, ages, bars, symbols. Pure; None, NaN and negative values read as unknown.
 
-A *span* is a text and the role of its colour; ``tui.theme`` gives the roles colours. No meaning is carried by colour
-alone.
+A *span* is a text and the role of its colour; ``tui.theme`` maps roles to colours. Colour alone carries no meaning.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 
 
 class Span(NamedTuple):
-    """A piece of text and the role of its colour (a field of ``tui.theme.Palette``; empty for the plain foreground)."""
+    """A piece of text and the role of its colour (a key of ``tui.theme.Palette.colours``; empty: plain foreground)."""
 
     text: str
     role: str = ""
@@ -57,7 +56,7 @@ STEP_LOOKS = {
     "communicate": Look("▓", "communicate"),
     "wait": Look("░", "wait"),
 }
-"""Where the time of a step goes."""
+"""Activities that take the time of a step."""
 PHASE_LOOKS = {
     "detect": Look("░", "bad"),
     "agree": Look("▒", "busy"),
@@ -85,7 +84,7 @@ SPENT_LOOKS = {
     "wait": Look("▒", "warn"),
     "rest": Look("·", "border"),
 }
-"""What a verifier's token spends its time on."""
+"""Activities that take the time of a verifier's token."""
 
 
 def look_in(looks: Mapping[str, Look], state: str) -> Look:
@@ -109,12 +108,11 @@ def _three_digits(value: float) -> str:
 
 
 def count(value: float | None) -> str:
-    """``12.3k`` tokens, steps, tokens a second."""
+    """``12.3k``: tokens, steps, tokens per second."""
     return _scaled(value, ("", "k", "M", "G", "T"), 1000.0)
 
 
 def plural(number: int, what: str) -> str:
-    """``1 layer``, ``2 layers``."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
@@ -144,8 +142,8 @@ def bits(bits_per_s: float | None, unit: str = "bit/s") -> str:
 
 
 def ways(latency_ms: float | None, bits_per_s: float | None) -> tuple[str, ...]:
-    """What is known of a link, the longest first: ``98.2 Mbit/s · 20 ms``, ``98.2M 20 ms``, ``98.2M``; nothing where
-    nothing is."""
+    """Texts for a link, the longest first: ``98.2 Mbit/s · 20 ms``, ``98.2M 20 ms``, ``98.2M``; empty if nothing is
+    known."""
     if latency_ms is None:
         return ()
     late = millis(latency_ms)
@@ -179,7 +177,7 @@ def duration(seconds: float | None) -> str:
 
 
 def age(seconds: float | None) -> str:
-    """As ``duration``, with tenths below ten seconds: a heartbeat's age is watched closely."""
+    """As ``duration``, with tenths below ten seconds, for heartbeats."""
     if is_finite(seconds) and 0 <= seconds < 9.95:
         return f"{seconds:.1f} s"
     return duration(seconds)
@@ -220,8 +218,8 @@ def bar(part: float, width: int) -> str:
 def sparkline(values: Sequence[float | None], width: int) -> str:
     """The newest ``width`` values as a line of blocks; an unknown value leaves a gap.
 
-    The line begins as far below the least value as the greatest is above it (not below zero): small changes can be
-    seen, and noise does not look like a collapse.
+    The baseline is as far below the least value as the greatest is above it, but not below zero: small changes are
+    visible, and noise does not look like a collapse.
     """
     newest = list(values[-width:]) if width > 0 else []
     known = [value for value in newest if is_finite(value)]
@@ -246,7 +244,7 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def stacked_bar(parts: Sequence[tuple[Look, float]], whole: float, width: int) -> list[Span]:
-    """Parts of ``whole`` in ``width`` cells, each with its own texture; what none of them takes is dotted."""
+    """Parts of ``whole`` in ``width`` cells, each with its own texture; the rest is dotted."""
     known = [(look, max(0.0, value) if is_finite(value) else 0.0) for look, value in parts]
     taken = sum(value for _, value in known)
     rest = max(0.0, whole - taken) if is_finite(whole) else 0.0
@@ -254,7 +252,7 @@ def stacked_bar(parts: Sequence[tuple[Look, float]], whole: float, width: int) -
 
 
 def filled_bar(parts: Sequence[tuple[Look, float]], width: int) -> list[Span]:
-    """Parts that fill ``width`` cells together, each with its own texture, too."""
+    """As ``stacked_bar``, without a rest: the parts fill ``width`` cells."""
     cells = _largest_remainder([value for _, value in parts], width)
     return [Span(look.symbol * count_, look.role) for (look, _), count_ in zip(parts, cells, strict=True) if count_]
 
@@ -272,7 +270,7 @@ def _largest_remainder(values: Sequence[float], total: int) -> list[int]:
 
 
 def fit(text: str, width: int) -> str:
-    """``text`` in at most ``width`` cells, with an ellipsis where it was cut."""
+    """``text`` in at most ``width`` cells, with an ellipsis if it was cut."""
     if cell_len(text) <= width:
         return text
     return set_cell_size(text, width - 1).rstrip() + "…" if width > 0 else ""
@@ -293,7 +291,7 @@ def cut(row: Sequence[Span], width: int) -> Row:
 
 
 def fitting(first: Sequence[Span], more: Sequence[Span], width: int) -> Row:
-    """``first``, and those of ``more`` for which there is room."""
+    """``first``, and those of ``more`` that fit."""
     row = list(first)
     for span in more:
         if cells(row) + cell_len(span.text) <= width:
@@ -302,11 +300,8 @@ def fitting(first: Sequence[Span], more: Sequence[Span], width: int) -> Row:
 
 
 def table(columns: Sequence[tuple[str, int]], rows: Sequence[Sequence[Row]], width: int) -> list[Row]:
-    """Lines of cells under labels, one blank between; columns that do not fit are left out.
-
-    Args:
-        columns: label and width of each.
-    """
+    """Lines of cells under labels (``columns``: label, width), one blank between; columns that do not fit are left
+    out."""
     shown, room = 0, width + 1
     while shown < len(columns) and columns[shown][1] < room:
         room -= columns[shown][1] + 1
@@ -322,7 +317,7 @@ def table(columns: Sequence[tuple[str, int]], rows: Sequence[Sequence[Row]], wid
 
 
 def downsample(steps: Sequence[int], values: Sequence[float], buckets: int) -> tuple[list[float], list[float]]:
-    """At most ``buckets`` points, each the mean of equally many neighbours: what a plot of that width can show."""
+    """At most ``buckets`` points, each the mean of equally many neighbours, for a plot of that width."""
     if buckets <= 0 or not steps:
         return [], []
     per = -(-len(steps) // buckets)

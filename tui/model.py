@@ -1,8 +1,8 @@
-"""What the viewer knows: a pure store, fed with updates, read by the panels.
+"""What the viewer knows: a pure store that updates feed and panels read.
 
-Everything here is bounded, whatever a seed sends: peers, jobs, checkpoints, rows, events, and the length of every
-text. Text is stripped of control characters, so that a peer's name can neither move the cursor nor break a table.
-``versions`` grows with every change of a topic; a panel redraws when the versions it shows have grown.
+Everything here is bounded, whatever a seed sends: peers, jobs, checkpoints, rows, events, and the length of every text.
+Control characters are removed, so that a peer's name can neither move the cursor nor break a table. ``versions`` counts
+the changes of each topic; a panel redraws when the versions of its topics have grown.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from wire.schema import Record
 MAX_RECORDS = 1024
 """Of each kind."""
 MAX_FIGURES = 256
-"""Of one that serves."""
+"""Figures of one serving peer."""
 MAX_PACES = 600
-"""Changes of its pace: it tells one a second."""
+"""Kept reports of a serving peer's tokens per second; it sends one a second."""
 MAX_EVENTS = 500
 MAX_SERIES = 32
 MAX_ROWS = 4000
@@ -55,7 +55,7 @@ _KINDS: dict[str, type[Record]] = {
     "parts": PartInfo,
     "serving": ServingInfo,
 }
-"""Topic → what its items are. A record may be gone again where it has an id that is a text."""
+"""Topic → type of its items. The topics of ``_GOING`` have text ids, and their records can be removed."""
 _GOING = frozenset({"peers", "jobs", "checkpoints", "parts", "serving"})
 
 
@@ -69,12 +69,12 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The connection to the seed, for people. Times are those of the viewer's monotonic clock.
+    """The connection to the seed, for display. Times are those of the viewer's monotonic clock.
 
     Attributes:
-        since: when this phase began; for ``LOST`` when the seed was last heard (or first dialled).
-        retry_at: when it is dialled again; None where it is not waiting to do so.
-        rtt_ms: round trip of the last request; None before there was one.
+        since: start of this phase; for ``LOST`` when the seed was last heard (or first dialled).
+        retry_at: time of the next dial; None if none is scheduled.
+        rtt_ms: round trip of the last request; None before the first one.
         problem, remedy: why it is not live.
     """
 
@@ -110,10 +110,11 @@ def _parse(kind: type[R], item: object) -> R:
 
 
 class Series:
-    """The metric rows of one job in the order of their steps; old ones are thinned evenly: the curve keeps its shape.
+    """The metric rows of one job in the order of their steps. Old rows are thinned evenly, so the curve keeps its
+    shape.
 
-    Generations never fall along the steps: a row of a newer generation at an earlier step (a job restored from a
-    checkpoint) removes the rows that it made untrue.
+    Generations never fall along the steps. A row of a newer generation at an earlier step (a job restored from a
+    checkpoint) removes the rows that it invalidates.
     """
 
     def __init__(self) -> None:
@@ -126,7 +127,7 @@ class Series:
         return self.rows[-1].step if self.rows else -1
 
     def add(self, row: MetricRow) -> bool:
-        """Put ``row`` in its place; False where it is older than what is known."""
+        """Insert ``row``; False if a newer generation already covers its step."""
         rows, generation = self.rows, row.generation or 0
         at = bisect_left(rows, row.step, key=lambda known: known.step)
         if at and (rows[at - 1].generation or 0) > generation:
@@ -156,10 +157,8 @@ class Series:
             del points[1::2]
 
     def _thin(self) -> None:
-        """Keep every ``_stride``-th of the old rows, and double the stride where that is still too many.
-
-        Down to three quarters, so that it happens once in a thousand rows; steps are distinct: a growing stride ends.
-        """
+        """Keep every ``_stride``-th of the old rows, and double the stride until three quarters of the limit are left.
+        So thinning happens once in a thousand rows. It ends, because steps are distinct."""
         old, recent = self.rows[:-RECENT_ROWS], self.rows[-RECENT_ROWS:]
         old = [row for row in old if row.step % self._stride == 0]
         while len(old) + len(recent) > MAX_ROWS * 3 // 4:
@@ -185,12 +184,12 @@ def is_finite(value: float | None) -> TypeGuard[float]:
 
 @dataclass
 class Store:
-    """Everything that the panels show. Changed by the methods only; read freely.
+    """Everything that the panels show. Only its methods change it; anyone may read it.
 
     Attributes:
-        peers_seen: peer id → viewer's monotonic time of its last record: ``heartbeat_age_s`` was true only then.
+        peers_seen: peer id → viewer's monotonic time of its last record, to which ``heartbeat_age_s`` refers.
         versions: topic → number of changes; topics as in ``wire.messages.Update``, and ``link``.
-        malformed: items that were refused because no correct seed sends them.
+        malformed: number of refused items, which no correct seed sends.
     """
 
     link: Link = field(default_factory=Link)
@@ -208,14 +207,11 @@ class Store:
     malformed: int = 0
     _paces: dict[str, deque[tuple[float, float]]] = field(default_factory=dict)
 
-    # ------------------------------------------------------------------------------------------------------- feeding
+    # ------------------------------------------------------------------------------------------------------- updates
 
     def apply(self, topic: str, items: Iterable[object], now: float) -> None:
-        """Take in an update. A topic that this viewer does not know is ignored: the seed may be newer.
-
-        Raises:
-            ProtocolError: some items were malformed; the others are taken in.
-        """
+        """Apply an update. An unknown topic is ignored: the seed may be newer. Raises ``ProtocolError`` if some items
+        were malformed; the others are applied."""
         kind = topic.removesuffix("-gone")
         if kind not in (_KINDS if topic == kind else _GOING):
             return
@@ -235,11 +231,7 @@ class Store:
             raise ProtocolError(f"a malformed item in an update of {clean(topic, 40)}: {bad.message}")
 
     def replace(self, topic: str, items: Iterable[object], now: float) -> None:
-        """As ``apply``, for a whole list of peers, jobs, checkpoints, parts or what is served: what it lacks is gone.
-
-        Raises:
-            ProtocolError: as ``apply``.
-        """
+        """As ``apply``, for a complete list of one topic: records that it lacks are removed."""
         getattr(self, topic).clear()
         self.apply(topic, items, now)
 
@@ -248,7 +240,7 @@ class Store:
         self.versions["link"] += 1
 
     def lost(self, error: P2PTrainError, now: float, retry_at: float) -> None:
-        """Note that the seed cannot be reached: ``since`` stays that of the first failure in a row."""
+        """Note that the seed cannot be reached. ``since`` stays that of the first failure in a row."""
         since = now if self.link.phase is Phase.LIVE else self.link.since
         self.set_link(Link(Phase.LOST, since, retry_at, None, clean(error.message), clean(error.remedy)))
 
@@ -278,7 +270,7 @@ class Store:
 
     def _enter(self, cluster: ClusterInfo) -> None:
         if self.cluster is not None and self.cluster.cluster_id != cluster.cluster_id:
-            # Another cluster answers at this address: nothing that is known belongs to it.
+            # Another cluster answers at this address: no record belongs to it.
             for topic in _KINDS.keys() - {"cluster", "metrics"}:
                 getattr(self, topic).clear()
             for known in (self.peers_seen, self.series, self._paces):
@@ -294,7 +286,7 @@ class Store:
     # ------------------------------------------------------------------------------------------------------- reading
 
     def paces(self, id_: str, now: float, seconds: int) -> list[float | None]:
-        """Tokens a second of one that serves, in each of so many seconds up to now; None before it was known."""
+        """Tokens per second of a serving peer for each of the last ``seconds``; shorter if they are not all known."""
         known, at = [*self._paces.get(id_, ())], len(self._paces.get(id_, ())) - 1
         found: list[float | None] = []
         for ago in range(seconds):
@@ -313,19 +305,19 @@ class Store:
         return sorted(self.jobs.values(), key=lambda job: (-job.created_at, job.id))
 
     def current_job(self) -> JobInfo | None:
-        """The job to show when nobody chose one: what runs, else what wants to, else the newest."""
+        """The job to show if the user chose none: a running one, else one that waits to run, else the newest."""
         urgency = {"running": 0, "forming": 1, "paused": 2, "waiting": 3, "queued": 4}
         return min(self.jobs_in_order(), key=lambda job: urgency.get(job.state, 5), default=None)
 
     def members(self, job: JobInfo) -> list[PeerInfo | None]:
-        """The job's ring in rank order; None for a member that the seed does not list (any more)."""
+        """The job's ring in rank order; None for a member that the seed does not list."""
         return [self.peers.get(peer_id) for peer_id in job.members]
 
     def events_in_order(self) -> list[EventInfo]:
         return [self.events[id_] for id_ in sorted(self.events, reverse=True)]
 
     def checkpoints_in_order(self, job: str = "") -> list[CheckpointInfo]:
-        """The newest first; those of one job where it is named."""
+        """The newest first; only those of ``job`` if it is given."""
         chosen = [item for item in self.checkpoints.values() if item.job == job or not job]
         return sorted(chosen, key=lambda item: (-item.created_at, item.id))
 
@@ -347,7 +339,7 @@ def _put(known: dict[K, V], key: K, value: V, limit: int) -> None:
 
 
 def eta_s(job: JobInfo, recent: Sequence[MetricRow]) -> float | None:
-    """Seconds until the last step at the pace of the recent rows; None where nobody can tell."""
+    """Seconds until the last step at the pace of the recent rows; None if unknown."""
     if job.state != "running" or len(recent) < 2:
         return None
     steps, seconds = recent[-1].step - recent[0].step, recent[-1].wall - recent[0].wall
@@ -357,7 +349,7 @@ def eta_s(job: JobInfo, recent: Sequence[MetricRow]) -> float | None:
 
 
 def split(rows: Sequence[MetricRow]) -> dict[str, float] | None:
-    """Where the time of a step goes: mean milliseconds of the rows that say it; None where none does."""
+    """Mean milliseconds of a step by activity, over the rows that report it; None if none does."""
     found = [(row.compute_ms, row.communicate_ms, row.wait_ms) for row in rows]
     parts = [
         [max(0.0, value or 0.0) for value in times]

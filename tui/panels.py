@@ -1,4 +1,4 @@
-"""The panels of the app. Each shows a part of the store when told to; none asks for anything by itself."""
+"""The panels of the app. Each draws a part of the store when ``show`` is called; none requests data."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from tui.theme import DARK, Palette
 from wire.records import EventInfo, JobInfo, MetricRow, PeerInfo, RecoveryInfo, recovery_spread
 
 READABLE_S = 0.5
-"""Numbers that change faster than this cannot be read; drawing them would only cost the training its CPU."""
+"""Least time between two redraws of numbers. Faster changes are unreadable and take CPU time from training."""
 ROOMY = 100
-"""From this width on there are no tabs that say how to go back (``tui.app.WIDE_COLUMNS``, less the borders)."""
+"""From this width on there are no tabs, so a subtitle names the key to go back (``tui.app.WIDE_COLUMNS``, less
+borders)."""
 RECENT = 30
-"""Rows that the split and the time left are averaged over: long enough to read, short enough to follow a change."""
+"""Metric rows that averages use: enough to be steady, few enough to follow a change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What panels are shown from: the store, the job in view, the viewer's clocks, the colours, the seed's address."""
+    """What panels draw from: the store, the job in view, the viewer's clocks, the colours, the seed's address."""
 
     store: Store
     job: JobInfo | None
@@ -59,8 +60,6 @@ def lines(rows: list[list[Span]], palette: Palette) -> Text:
 
 
 class HeaderBar(Widget):
-    """One line: what cluster this is, and whether what is shown is live."""
-
     TOPICS: ClassVar[frozenset[str]] = frozenset({"cluster", "link", "peers", "jobs", "parts", "serving"})
     TIMED = True
     EVERY_S = 0.0
@@ -123,7 +122,7 @@ def set_title(widget: Widget, title: str) -> None:
 
 
 class Panel(Vertical):
-    """A part of the store under a title. ``EVERY_S``: it is drawn anew so often at most; ``TIMED``: it shows ages."""
+    """A part of the store under a title. ``EVERY_S``: least seconds between redraws; ``TIMED``: it shows ages."""
 
     NAME = ""
     TOPICS: ClassVar[frozenset[str]] = frozenset()
@@ -136,7 +135,7 @@ class Panel(Vertical):
 
 
 class RowsPanel(Panel):
-    """Rows under a title, drawn anew only where they changed."""
+    """Rows under a title, redrawn only if they changed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +151,7 @@ class RowsPanel(Panel):
 
 
 class RingPanel(RowsPanel, can_focus=True):
-    """The ring of the job in view, drawn, and who is not in it."""
+    """The ring of the job in view, and the workers outside it."""
 
     NAME = "ring"
     TOPICS = frozenset({"peers", "jobs", "parts", "serving", "link"})
@@ -265,7 +264,7 @@ def what_next(frame: Frame) -> list[list[Span]]:
 
 
 def seed_address(frame: Frame) -> str:
-    """What a new peer should dial: what the seed says of itself, else what this viewer dialled."""
+    """The address for a new peer to dial: the one that the seed reports, else the one that this viewer dialled."""
     cluster = frame.store.cluster
     return cluster.address if cluster and cluster.address else frame.address
 
@@ -280,14 +279,12 @@ def not_connected(frame: Frame) -> list[list[Span]]:
 
 
 class LossPlot(PlotextPlot):
-    """Training and validation loss over the steps."""
-
     def draw(self, frame: Frame) -> None:
         plt = self.plt
         plt.clear_figure()
         series = frame.store.series.get(frame.job.id) if frame.job else None
         if series is not None:
-            # Braille cells are two dots wide: more points than dots cost time and show nothing.
+            # Braille cells are two dots wide: more points than dots take time and show nothing.
             steps, losses = fmt.downsample(*series.curve("loss"), buckets=max(16, 2 * self.size.width))
             if steps:
                 plt.plot(steps, losses, marker="braille", color=frame.palette.rgb("train"))
@@ -304,8 +301,6 @@ class LossPlot(PlotextPlot):
 
 
 class TrainingPanel(Panel, can_focus=True):
-    """Loss, learning rate, throughput, and where the time of a step goes."""
-
     NAME = "training"
     TOPICS = frozenset({"metrics", "jobs", "link"})
 
@@ -374,7 +369,7 @@ def training_numbers(frame: Frame, job: JobInfo, width: int) -> list[list[Span]]
 
 
 class RecoveriesPanel(RowsPanel):
-    """How long the ring of the job in view stood still when a machine came, died or froze, and where that time went."""
+    """Interruptions of the ring of the job in view: how long, why, and what took the time."""
 
     NAME = "recoveries"
     TOPICS = frozenset({"recoveries", "jobs"})
@@ -410,7 +405,7 @@ def recovery_lines(found: list[RecoveryInfo], width: int) -> list[list[Span]]:
 
 
 class TextPanel(Panel, VerticalScroll, can_focus=True):
-    """Text under a title, which scrolls; it is drawn anew only where it changed."""
+    """Scrolling text under a title, redrawn only if it changed."""
 
     DEFAULT_CSS = "TextPanel { overflow-y: auto; }"
 
@@ -432,7 +427,7 @@ class TextPanel(Panel, VerticalScroll, can_focus=True):
 
 
 class EventsPanel(TextPanel):
-    """The cluster's diary, the newest first."""
+    """The cluster's event log, the newest first."""
 
     NAME = "events"
     TOPICS = frozenset({"events"})

@@ -1,7 +1,7 @@
-"""Who writes text for whom, and how well: verifiers with their drafters, out of what each says that it serves.
+"""The serving view: verifiers with their drafters, from what each reports.
 
-Figures that are not known are None. Those of a verifier are of the last tokens that it wrote: while it writes none they
-tell how it was, and are shown faded (``Verifier.idle``).
+Unknown figures are None. A verifier's figures describe the last tokens that it wrote. While it writes none they are
+outdated and shown faded (``Verifier.idle``).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from tui.panels import ROOMY, Frame, TextPanel, lines, not_connected, seed_addre
 from wire.records import ServingInfo
 
 LABEL = 10
-"""Cells of what stands before a line of figures."""
+"""Cells of the label before a line of figures."""
 MOST_PLACES = 16
 SPENT = tuple(fmt.SPENT_LOOKS)
 
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """One of a verifier's.
+    """A drafter of one verifier.
 
     Attributes:
-        alpha: which part of its drafts is right, if those before are. share: of the right drafts, how many were its.
-        latency_ms: one way. pace: drafts a second, for all its verifiers.
+        alpha: fraction of its drafts that are right, given that the previous ones are. latency_ms: one way.
+        share: fraction of the right drafts that came from it. pace: drafts per second, for all its verifiers.
     """
 
     peer: str
@@ -42,7 +42,7 @@ class Drafter:
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """One that writes, and its drafters: those of whom most of the right drafts came first."""
+    """A verifier and its drafters, the highest share of right drafts first."""
 
     info: ServingInfo
     drafters: tuple[Drafter, ...]
@@ -74,7 +74,7 @@ class Verifier:
 
 
 def verifiers_of(serving: Mapping[str, ServingInfo]) -> list[Verifier]:
-    """All verifiers: those that write first, then by name."""
+    """All verifiers: active ones first, then by name."""
     found = [Verifier(info, _drafters(info, serving)) for info in serving.values() if info.role == "verifier"]
     return sorted(found, key=lambda each: (each.idle, each.info.name, each.info.id))
 
@@ -96,13 +96,13 @@ def _drafters(info: ServingInfo, serving: Mapping[str, ServingInfo]) -> tuple[Dr
     return tuple(sorted(found, key=lambda each: (-(each.share or 0.0), each.name, each.peer)))
 
 
-# ------------------------------------------------------------------------------------------------------ how it is drawn
+# ------------------------------------------------------------------------------------------------------------ drawing
 
 
 def draw_verifier(
     verifier: Verifier, look_of: Callable[[str], Look], paces: Sequence[float | None], width: int
 ) -> list[Row]:
-    """Rows of spans, each at most ``width`` cells. ``paces``: tokens a second, of each of the last seconds."""
+    """Rows of spans, each at most ``width`` cells. ``paces``: tokens per second, for each of the last seconds."""
     rows = [_title(verifier, look_of, width)]
     figures: list[Row] = []
     if verifier.wrote:
@@ -206,8 +206,6 @@ def _share_bar(share: float | None, cells: int, role: str) -> Row:
 
 
 class ServingPanel(TextPanel):
-    """Who writes text, who drafts for whom, and what it is worth."""
-
     NAME = "serving"
     TOPICS = frozenset({"serving", "peers", "link"})
     TIMED = True

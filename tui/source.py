@@ -1,8 +1,8 @@
-"""Where the store's content comes from: the seed, over one operator connection that is dialled again when it ends.
+"""Feeds the store from the seed, over one operator connection that is dialled again when it ends.
 
 Order on every connection: ``subscribe`` first, then the lists, then the updates that queued up meanwhile. So no change
-falls into a gap, and a stale update is always followed by the newer one. Histories are fetched page by page beside the
-live updates; ``model.Series`` takes rows in any order.
+is missed, and a newer update always follows a stale one. Histories are fetched page by page beside the live updates;
+``model.Series`` takes rows in any order.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from wire.client import SeedClient
 CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 10.0
 PING_S = 5.0
-"""A seed with nothing to tell is silent; a question this often shows whether it is still there."""
+"""Interval of requests that show whether a silent seed is still there."""
 PAGE = 200
 FIRST_RETRY_S = 0.5
 LONGEST_RETRY_S = 10.0
 
 
 class Source(Protocol):
-    """What the app needs of whatever feeds it."""
-
     store: Store
     address: str
 
@@ -39,21 +37,21 @@ class Source(Protocol):
         """Ask the seed to do something. Raises ``Refused``, ``ConnectionLost`` or ``DeadlineExceeded``."""
 
     def watch(self, job: str) -> None:
-        """The history of this job is wanted."""
+        """Fetch the history of this job."""
 
 
 class SeedAccess(Protocol):
-    """How the seed is reached, and how to stay somebody who may."""
+    """How to reach the seed, and how to keep the right to do so."""
 
     async def connect(self) -> SeedClient:
         """Dial the seed. Raises ``P2PTrainError``."""
 
     async def keep_fresh(self, client: SeedClient) -> None:
-        """Renew over this connection what the next one needs, until cancelled. Raises ``P2PTrainError``."""
+        """Renew over this connection the credentials for the next one, until cancelled. Raises ``P2PTrainError``."""
 
 
 class PlainAccess:
-    """Without encryption, on a network where nobody need show who they are."""
+    """Access without encryption, on a network without authentication."""
 
     def __init__(self, network: Network, host: str, port: int) -> None:
         self._network, self._host, self._port = network, host, port
@@ -70,11 +68,7 @@ def backoff_s(attempt: int) -> float:
 
 
 class SeedSource:
-    """The real source. Owned by the task that calls ``run``.
-
-    Args:
-        address: of the seed, as people are shown it.
-    """
+    """The real source, owned by the task that calls ``run``. ``address``: of the seed, for messages."""
 
     def __init__(self, way: SeedAccess, address: str, *, clock: Clock | None = None) -> None:
         self.store = Store()
@@ -84,8 +78,8 @@ class SeedSource:
         self._client: SeedClient | None = None
         self._watched = ""
         self._watch_changed = asyncio.Event()
-        self._synced: set[str] = set()  # jobs whose rows are complete while this connection lives
-        self._resume: dict[str, tuple[int, int]] = {}  # job → its generation, and the step to fetch on from
+        self._synced: set[str] = set()  # jobs whose history this connection has fetched
+        self._resume: dict[str, tuple[int, int]] = {}  # job → its generation, and the step to continue from
 
     def watch(self, job: str) -> None:
         if job == self._watched:
@@ -151,7 +145,7 @@ class SeedSource:
         raise ConnectionLost(f"the seed at {self.address} ended the updates")
 
     def _apply(self, topic: str, items: list[Any], *, whole: bool = False) -> None:
-        """A malformed item is counted and shown; the rest of what the seed says is still worth showing."""
+        """Apply an update. A malformed item is counted and reported; the other items are still worth showing."""
         try:
             (self.store.replace if whole else self.store.apply)(topic, items, self._clock.now())
         except ProtocolError as error:
@@ -192,12 +186,12 @@ class SeedSource:
         for topic in ("parts", "serving"):
             try:
                 self._apply(topic, await self._page(f"{topic}.list", topic), whole=True)
-            except Refused as error:  # an older seed knows of none
+            except Refused as error:  # an older seed has no such list
                 self._note(error)
 
     async def _load_events(self) -> None:
         async for _ in self._pages("events.list", "events", "id", "after_id", max(self.store.events, default=0)):
-            pass  # each page is taken in as it comes
+            pass  # ``_pages`` applies each page
 
     async def _load_histories(self) -> None:
         while True:
@@ -211,7 +205,7 @@ class SeedSource:
         generation, after = self._resume.get(job, (0, 0))
         known = self.store.jobs.get(job)
         if known is None or known.generation != generation:
-            after = 0  # it may have been restored from a checkpoint while nobody watched
+            after = 0  # it may have been restored from a checkpoint meanwhile
         async for last in self._pages("metrics.history", "rows", "step", "after_step", after, job=job):
             self._resume[job] = (known.generation if known else 0, last)
         self._synced.add(job)
@@ -220,7 +214,7 @@ class SeedSource:
         self, method: str, items_key: str, place_key: str, after_key: str, after: int, **params: Any
     ) -> AsyncIterator[int]:
         topic = {"rows": "metrics"}.get(items_key, items_key)
-        least = 1 if topic == "events" else PAGE  # of a page that is not the last; long events fill one sooner
+        least = 1 if topic == "events" else PAGE  # of any page but the last; long events fill one sooner
         while True:
             try:
                 items = await self._page(method, items_key, **params, **{after_key: after, "limit": PAGE})
@@ -232,7 +226,7 @@ class SeedSource:
                 return
             places = [item.get(place_key) for item in items if isinstance(item, dict)]
             last = max((place for place in places if isinstance(place, int)), default=after)
-            if last <= after:  # it would be asked for for ever
+            if last <= after:  # else it would be requested for ever
                 raise ProtocolError(f"a page of {len(items)} items does not go beyond {place_key} {after}")
             after = last
             yield after

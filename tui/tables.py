@@ -1,7 +1,7 @@
 """The panels that are tables: peers, jobs, checkpoints.
 
-Textual's ``DataTable`` renders every visible cell anew when one changes, through Rich's console: with 64 peers that
-costs much of a core, on a machine that should train. Here a line is a strip of segments, built once per change.
+Textual's ``DataTable`` renders every visible cell anew when one changes, through Rich's console. With 64 peers that
+takes much of a core on a machine that should train. Here a line is a strip of segments, built once per change.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Column:
 
     Attributes:
         width: cells of its content, without padding.
-        order: the lower, the longer it stays when room is scarce; 0 is always shown.
-        most: it grows to this width where there is room; 0 for a fixed one.
+        order: columns of higher order are dropped first if room is scarce; 0 is always shown.
+        most: width to which it may grow; 0: fixed width.
     """
 
     key: str
@@ -51,13 +51,13 @@ class Column:
 
 
 def choose(columns: Sequence[Column], width: int) -> list[tuple[Column, int]]:
-    """The columns that fit into ``width`` cells in their order, and how wide each is drawn. Pure."""
+    """The columns that fit into ``width`` cells, in their order, with their drawn widths. Pure."""
     room = width
     chosen: set[str] = set()
     for column in sorted(columns, key=lambda item: item.order):
         needs = column.width + 2 * CELL_PADDING
         if column.order and needs > room:
-            break  # not a less important one instead: the set should grow steadily with the width
+            break  # a less important column must not replace it: the set only grows with the width
         chosen.add(column.key)
         room -= needs
     result = []
@@ -70,7 +70,7 @@ def choose(columns: Sequence[Column], width: int) -> list[tuple[Column, int]]:
 
 
 class LiveTable(ScrollView, can_focus=True):
-    """One line per record under a header line, with a row cursor that stays on its record."""
+    """One line per record under a header line. The row cursor stays on its record."""
 
     DEFAULT_CSS = "LiveTable { overflow-x: hidden; scrollbar-size-vertical: 1; }"
     COMPONENT_CLASSES: ClassVar[set[str]] = {"livetable--cursor"}
@@ -84,7 +84,7 @@ class LiveTable(ScrollView, can_focus=True):
     ]
 
     class CursorMoved(Message):
-        """A person moved the cursor to the row of ``key``."""
+        """The user moved the cursor to the row of ``key``."""
 
         def __init__(self, table: LiveTable, key: str) -> None:
             super().__init__()
@@ -103,7 +103,7 @@ class LiveTable(ScrollView, can_focus=True):
         self._cursor = 0
 
     def sync(self, rows: dict[str, dict[str, Cell]], palette: Palette) -> None:
-        """Show ``rows`` (row key → column key → cell), in their order; columns that do not fit are left out."""
+        """Show ``rows`` (row key → column key → cell) in their order. Columns that do not fit are left out."""
         at = self.key_at_cursor
         before, keys = self._rows, list(rows)
         self._rows, self._palette = rows, palette
@@ -183,7 +183,7 @@ class LiveTable(ScrollView, can_focus=True):
         if 0 < y < self.size.height:
             self.refresh(Region(0, y, self.size.width, 1))
 
-    # --------------------------------------------------------------------------------------------------------- moving
+    # --------------------------------------------------------------------------------------------------------- cursor
 
     def action_move(self, by: int) -> None:
         self._move_to(self._cursor + by)
@@ -208,7 +208,7 @@ class LiveTable(ScrollView, can_focus=True):
                 self._strips.pop(self._keys[changed], None)
                 self._refresh_row(changed)
         self._cursor = place
-        self.call_after_refresh(self._show_cursor)  # rows that came just now can be scrolled to after the layout only
+        self.call_after_refresh(self._show_cursor)  # new rows can be scrolled to only after the layout
 
     def _show_cursor(self) -> None:
         first, rows = self.scroll_offset.y, max(1, self.size.height - 1)
@@ -227,8 +227,6 @@ def _segments(cell: Cell, column: Column, width: int, palette: Palette) -> list[
 
 
 class TablePanel(Panel):
-    """A table under a title, with words in its place while it is empty."""
-
     COLUMNS: tuple[Column, ...] = ()
 
     def __init__(self) -> None:
@@ -265,11 +263,11 @@ class TablePanel(Panel):
         raise NotImplementedError
 
     def empty(self, frame: Frame) -> list[list[Span]]:
-        """What to say, and what to do next, while there is nothing."""
+        """The text for an empty table, with what to do next."""
         raise NotImplementedError
 
     def detail(self, frame: Frame, key: str) -> list[Span]:
-        """What the row under the cursor has besides, where the width hides columns."""
+        """What else to show of the row under the cursor if the width hides columns."""
         return []
 
 
@@ -278,8 +276,6 @@ def _plain(text: str, role: str = "") -> Cell:
 
 
 class PeersPanel(TablePanel):
-    """Every peer that the seed knows."""
-
     TOPICS = frozenset({"peers", "serving", "link"})
     TIMED = True
     NAME = "peers"
@@ -359,7 +355,7 @@ def memory_cell(peer: PeerInfo) -> Cell:
 
 
 class JobsPanel(TablePanel):
-    """The jobs; the one under the cursor is the one that is shown and that the keys act on."""
+    """The jobs. The one under the cursor is shown, and the keys act on it."""
 
     TOPICS = frozenset({"jobs", "metrics"})
     NAME = "jobs"
@@ -412,8 +408,6 @@ class JobsPanel(TablePanel):
 
 
 class CheckpointsPanel(TablePanel):
-    """The durable checkpoints, the newest first."""
-
     TOPICS = frozenset({"checkpoints", "jobs"})
     TIMED = True
     NAME = "checkpoints"
@@ -455,5 +449,5 @@ class CheckpointsPanel(TablePanel):
             return []
         of = "" if item.stage is None else f"stage {item.stage}'s part "
         room = self.size.width - len(item.peer_name) - len(of) - 4
-        path = item.path if len(item.path) <= room else f"…{item.path[1 - max(2, room) :]}"  # its end tells the step
+        path = item.path if len(item.path) <= room else f"…{item.path[1 - max(2, room) :]}"  # its end has the step
         return [Span(f"{item.peer_name} ", "strong"), Span(of), Span(path, "dim")]

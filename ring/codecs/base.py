@@ -35,9 +35,8 @@ class Scratch:
 
 
 class Codec:
-    """Encodes float32 elements of one sub-chunk and decodes them again.
-
-    This class checks sizes. Floating-point exceptions give special values, never warnings.
+    """Encodes float32 elements of one sub-chunk and decodes them again. Checks sizes; raises no floating-point
+    warnings.
 
     Attributes:
         feedback: the caller must add what the encoding lost to the next value (error feedback, arXiv 1901.09847).
@@ -52,7 +51,7 @@ class Codec:
         self._scratch = Scratch()
 
     def encoded_bytes(self, numel: int) -> int:
-        """The exact size of ``numel`` encoded elements, the same for any values."""
+        """The exact size of ``numel`` encoded elements, for any values."""
         raise NotImplementedError
 
     def encode(self, values: F32, out: U8) -> None:

@@ -35,7 +35,8 @@ def choose_codec(
     """Choose the codec for a ring by its slowest edge. Returns its name and the reason.
 
     It is the least lossy codec whose exchange takes at most ``compute_s``, behind which it is hidden, or is within a
-    tenth of the fastest. A codec whose ``STATED_ERROR`` is above the budget is never chosen, except fp32.
+    tenth of the fastest. A codec whose ``STATED_ERROR`` is above the budget is never chosen, except fp32. Raises
+    ``ValueError`` if an argument is negative or not finite, or the rate is not positive.
 
     Args:
         edge_bps: rate of the edge, bits per second.
@@ -43,9 +44,6 @@ def choose_codec(
         total_bytes: what the edge carries in one exchange as float32; 2 (n - 1) / n of the array in a ring of n.
         compute_s: computing time of a step during which the exchange may run.
         error_budget: the largest relative error that one exchange may have.
-
-    Raises:
-        ValueError: an argument is negative or not finite, or the rate is not positive.
     """
     if not (math.isfinite(edge_bps) and edge_bps > 0):
         raise ValueError(f"a rate is positive, not {edge_bps}")

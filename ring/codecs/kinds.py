@@ -15,8 +15,6 @@ _SMALLEST_STEP = np.float32(2.0**-126)  # the smallest normal number: its invers
 
 
 class Fp32(Codec):
-    """The elements as they are."""
-
     name = "fp32"
 
     def encoded_bytes(self, numel: int) -> int:
@@ -103,8 +101,7 @@ class Blockwise(Codec):
 
         Rounding moves no element beyond the last level: 127 (1 + 2**-8) steps are still nearest to 127. The magnitude
         is at least the smallest normal number, so zeros and denormals are no special case. If it is not finite, the
-        whole block decodes to the one quiet NaN. It is set explicitly, since the sign of zero times infinity differs
-        between processors.
+        block decodes to the one quiet NaN, set here: the sign of zero times infinity differs between processors.
         """
         steps /= np.float32(-self.levels)
         np.copyto(steps, np.float32(np.nan), where=np.isinf(steps))
@@ -137,10 +134,8 @@ class Blockwise(Codec):
 
 
 class Int8(Blockwise):
-    """One signed byte per element.
-
-    In heavy tails blocks of 64 have two fifths of the error of blocks of 1024, for 3 % more bytes.
-    """
+    """One signed byte per element. In heavy tails blocks of 64 have two fifths of the error of blocks of 1024, for 3 %
+    more bytes."""
 
     name = "int8"
     block_numel = 64
@@ -203,8 +198,8 @@ def _reduced(extreme: np.ufunc, values: F32, rows: int, scratch: F32) -> F32:
 
 class TopK(Codec):
     """The largest 8 of every 256 elements: their ascending positions in the block, one byte each, then their bfloat16
-    values. A tail keeps one of every 32 elements, rounded up. (Deep Gradient Compression, arXiv 1712.01887; per block,
-    because a position in a block of 256 is one byte.)
+    values. A tail keeps one of every 32 elements, rounded up. (Deep Gradient Compression, arXiv 1712.01887, but per
+    block.)
 
     Magnitudes are compared in their first 16 significant bits; among equals the first ones are kept.
     """
