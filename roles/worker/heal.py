@@ -349,7 +349,7 @@ class Fetch:
         if news.step >= self._next and (self._next < 0 or news.step < self._next + most):  # beyond, ``_next`` is gone
             sender.said[news.step] = value
             if self._next < 0 and len(sender.said) > most:
-                del sender.said[min(sender.said)]  # older than any state that can still be used
+                del sender.said[next(iter(sender.said))]  # older than any state that can still be used
         self._want_steps()
 
     def _gone(self, source: Source, key: Hashable) -> None:
