@@ -94,7 +94,7 @@ class JobOptions:
         grace_s: for members that are away while the ring runs, and for the holder of the newest state.
         build_s: for workers to build a state that may be the newest one, or a checkpoint that is to be restored.
         cooldown_s: first exclusion of a peer whose link keeps breaking; doubles each time.
-        wishes: the profile's options for the ring.
+        ring_options: the profile's options for the ring.
         minted_below: an earlier seed may have minted generations up to this one.
     """
 
@@ -105,7 +105,7 @@ class JobOptions:
     grace_s: float = 30.0
     build_s: float = 600.0
     cooldown_s: float = 30.0
-    wishes: RingOptions = field(default_factory=RingOptions)
+    ring_options: RingOptions = field(default_factory=RingOptions)
     minted_below: int = 0
 
     @property
@@ -478,51 +478,51 @@ class CatchUps:
     """
 
     def __init__(self) -> None:
-        self._chases: dict[str, _CatchUpState] = {}
+        self._catching_up: dict[str, _CatchUpState] = {}
 
     @property
     def moving(self) -> frozenset[str]:
         """Newcomers whose state changes beside the ring, so that an earlier report of it does not count."""
-        return frozenset(peer_id for peer_id, chase in self._chases.items() if not chase.anew)
+        return frozenset(peer_id for peer_id, chase in self._catching_up.items() if not chase.anew)
 
     def next(self) -> list[float]:
-        return [chase.due for chase in self._chases.values() if not chase.following]
+        return [chase.due for chase in self._catching_up.values() if not chase.following]
 
     def expire(self, now: float) -> None:
-        for chase in self._chases.values():
+        for chase in self._catching_up.values():
             if not chase.following and chase.due <= now:
                 chase.following = chase.overdue = True
 
     def to_ask(self, beside: Collection[str], members: int, room: int) -> list[str]:
         """Which of the newcomers ``beside`` a ring of ``members`` to ask now, if the view has ``room`` for more."""
-        under_way = [chase for peer_id, chase in self._chases.items() if peer_id in beside and not chase.anew]
+        under_way = [chase for peer_id, chase in self._catching_up.items() if peer_id in beside and not chase.anew]
         chasing = sum(not chase.following for chase in under_way)
-        chases = ((peer_id, self._chases.get(peer_id)) for peer_id in sorted(beside))
-        wanted = [peer_id for peer_id, chase in chases if chase is None or (chase.anew and not chase.following)]
+        catching_up = ((peer_id, self._catching_up.get(peer_id)) for peer_id in sorted(beside))
+        wanted = [peer_id for peer_id, chase in catching_up if chase is None or (chase.anew and not chase.following)]
         return wanted[: max(min(FED * members - chasing, room - len(under_way)), 0)]
 
     def asked(self, peer_id: str, now: float, reduce_bytes: int, grace_s: float) -> None:
         """Record that the peer was asked. Its time begins with the first request."""
         # The time allows for one megabyte per second, as for members that heal within a ring.
         due = now + grace_s + REDUCED_TO_STATE * reduce_bytes / 1e6
-        self._chases.setdefault(peer_id, _CatchUpState(due)).anew = False
+        self._catching_up.setdefault(peer_id, _CatchUpState(due)).anew = False
 
     def let_in(self, peer_id: str, *, anew: bool) -> None:
-        self._chases.setdefault(peer_id, _CatchUpState(0.0, following=True, overdue=True, anew=anew))
+        self._catching_up.setdefault(peer_id, _CatchUpState(0.0, following=True, overdue=True, anew=anew))
 
     def said(self, peer_id: str, status: str) -> None:
-        if chase := self._chases.get(peer_id):
+        if chase := self._catching_up.get(peer_id):
             chase.anew = status == "ready"
             chase.following = chase.overdue or not chase.anew
 
     def through(self, peer_id: str) -> bool:
-        return peer_id in self._chases and self._chases[peer_id].following
+        return peer_id in self._catching_up and self._catching_up[peer_id].following
 
     def forget(self, peer_id: str) -> None:
-        self._chases.pop(peer_id, None)
+        self._catching_up.pop(peer_id, None)
 
     def clear(self) -> None:
-        self._chases.clear()
+        self._catching_up.clear()
 
 
 @dataclass(slots=True)

@@ -92,14 +92,14 @@ DONORS = 3
 class Coordinator:
     """The core of one job; see the top of this file. Only ``handle`` changes it."""
 
-    def __init__(self, job: str, terms: co.JobOptions, *, past: co.StoredJob | None = None, now: float = 0.0) -> None:
+    def __init__(self, job: str, options: co.JobOptions, *, past: co.StoredJob | None = None, now: float = 0.0) -> None:
         told, past = ((past.state, past.reason) if past is not None else None), past or co.StoredJob()
-        self.job, self.terms, self.view, self.corpus = job, terms, past.view, past.corpus
+        self.job, self.options, self.view, self.corpus = job, options, past.view, past.corpus
         self.paused = past.paused  # what a person requested; the phase follows
         self.restore: co.Restore | None = None
         self.reason = past.reason
         self.phase = Phase(past.state) if past.state in ENDED else Phase.PAUSED if past.paused else Phase.WAITING
-        self._who = Roster()
+        self._roster = Roster()
         self._banned: set[str] = set()  # failed or have other data: refused until they connect again
         self._failures: dict[str, str] = {}  # peer id → reason, in the last view
         self._last_failure = ""  # of a worker that no other worker has replaced
@@ -107,7 +107,7 @@ class Coordinator:
         self._deadlines = Deadlines()
         self._committed = True  # the current view has committed a step; assumed for a view that an earlier seed minted
         self._short_since: float | None = None  # when it began to wait for a state that no peer here holds
-        self._quarantine = Quarantine(terms.cooldown_s)
+        self._quarantine = Quarantine(options.cooldown_s)
         self._catch_ups = CatchUps()
         self._measured = co.Measured({})
         self._carriage = ""  # the last reported choice of streams and codec
@@ -115,11 +115,11 @@ class Coordinator:
         self._out: list[co.Instruction] = []
         if self.phase is Phase.WAITING and self.view is not None:  # its ring may still run: take it back as it is
             self.phase = Phase.RUNNING
-            self._who.running = {member.peer_id for member in self.view.members}
-            self._who.unheard = set(self._who.running)
-            self._deadlines.arm("absence", now + terms.grace_s)
+            self._roster.running = {member.peer_id for member in self.view.members}
+            self._roster.unheard = set(self._roster.running)
+            self._deadlines.arm("absence", now + options.grace_s)
         elif self.phase is Phase.WAITING and past.reread:
-            self._deadlines.arm("return", now + terms.grace_s)
+            self._deadlines.arm("return", now + options.grace_s)
         self._told = told or (self.state, self.reason)
 
     # ---------------------------------------------------------------------------------------------------- the interface
@@ -127,7 +127,7 @@ class Coordinator:
     @property
     def state(self) -> str:
         """``JobInfo.state``: the phase, but ``forming`` while a view is being formed or taken back."""
-        unheard = bool(self._who.unheard) or not self._who.running
+        unheard = bool(self._roster.unheard) or not self._roster.running
         forming = self.phase is Phase.STOPPING or (self.phase is Phase.RUNNING and unheard)
         return "forming" if forming else self.phase.value
 
@@ -137,25 +137,27 @@ class Coordinator:
 
     @property
     def peer_ids(self) -> frozenset[str]:
-        return frozenset(self._who.peers)
+        return frozenset(self._roster.peers)
 
     def wants(self, peer_id: str) -> bool:
         if self.phase in {*ENDED, Phase.PAUSED} or self.paused or peer_id in self._banned:
             return False
-        return len(self._who.peers) < self.terms.most or (self.restore is not None and self.restore.peer_id == peer_id)
+        return len(self._roster.peers) < self.options.most or (
+            self.restore is not None and self.restore.peer_id == peer_id
+        )
 
     @property
     def short(self) -> bool:
-        enough = 1 if self.view else self.terms.workers
-        return self.phase is Phase.WAITING and len(self._who.peers) < enough
+        enough = 1 if self.view else self.options.workers
+        return self.phase is Phase.WAITING and len(self._roster.peers) < enough
 
     def patience_s(self, step: int) -> float:
-        return self._recovery.patience_s(step, self.terms.grace_s, self.terms.build_s)
+        return self._recovery.patience_s(step, self.options.grace_s, self.options.build_s)
 
     def paused_survivors(self) -> Reports | None:
         """The reports of members that hold a paused job's state in memory; None if no member can be released."""
-        quiet = self.phase is Phase.PAUSED and bool(self._who.peers) and not self._who.running
-        return self._who.survivors(self.view) if quiet else None
+        quiet = self.phase is Phase.PAUSED and bool(self._roster.peers) and not self._roster.running
+        return self._roster.survivors(self.view) if quiet else None
 
     def next_deadline(self) -> float | None:
         return min([*self._deadlines.next(), *self._quarantine.next(), *self._catch_ups.next()], default=None)
@@ -175,7 +177,7 @@ class Coordinator:
         return self._out
 
     def validate(self) -> None:
-        history, who, phase = self.history, self._who, self.phase
+        history, who, phase = self.history, self._roster, self.phase
         who.validate(self.view, history)
         assert not self._banned & set(who.peers), history
         assert self._catch_ups.moving <= set(who.peers), history
@@ -196,7 +198,7 @@ class Coordinator:
         if not self.wants(peer_id):
             self._out.append(co.SendRelease(peer_id, f"the job is {self.state} and takes no worker now"))
             return
-        self._who.peers[peer_id] = KnownPeer(event.peer)
+        self._roster.peers[peer_id] = KnownPeer(event.peer)
         if event.own is not None:
             self._recovery.owns(peer_id, event.own)
         self._assign(peer_id)
@@ -207,20 +209,20 @@ class Coordinator:
         if self.phase in ENDED:
             self._out.append(co.SendRelease(peer_id, f"the job is {self.state}"))
             return
-        self._who.peers[peer_id] = KnownPeer(event.peer, returned=True)
+        self._roster.peers[peer_id] = KnownPeer(event.peer, returned=True)
         if self.phase is Phase.WAITING and self.restore:
             self._assign(peer_id)
         elif self._is_current(peer_id, event.generation):
-            self._who.away.discard(peer_id)
-            self._who.running.add(peer_id)
-            self._who.unheard.add(peer_id)
+            self._roster.away.discard(peer_id)
+            self._roster.running.add(peer_id)
+            self._roster.unheard.add(peer_id)
             if self.phase is Phase.WAITING:
                 self._go(Phase.RUNNING, "a member is back")
             if self.phase is Phase.RUNNING:
-                self._deadlines.start("absence", now + self.terms.grace_s)
+                self._deadlines.start("absence", now + self.options.grace_s)
 
     def _reported(self, event: co.PeerReported, now: float) -> None:
-        known, report = self._who.peers.get(event.peer_id), event.report
+        known, report = self._roster.peers.get(event.peer_id), event.report
         if known is None:
             return
         current = self._is_current(event.peer_id, report.generation)
@@ -235,7 +237,7 @@ class Coordinator:
         elif report.status in STANDSTILL and self._never_heard(event.peer_id, report):
             known.standing = report
             self._no_longer_trains(event.peer_id, now)
-        elif event.peer_id in self._who.running:
+        elif event.peer_id in self._roster.running:
             return  # sent before its current view was announced
         elif self.phase in (Phase.RUNNING, Phase.STOPPING) and report.status in {*STANDSTILL, "training"}:
             self._give_up(event.peer_id)  # rule 8
@@ -250,8 +252,8 @@ class Coordinator:
         view = self.view
         if view is None or view.rank_of(peer_id) is None:
             return False
-        if peer_id in self._who.running:
-            return peer_id in self._who.unheard
+        if peer_id in self._roster.running:
+            return peer_id in self._roster.unheard
         return holds(report, view.step, view.lineage)
 
     def _give_up(self, peer_id: str) -> None:
@@ -260,18 +262,18 @@ class Coordinator:
 
     def _of_the_view(self, known: KnownPeer, report: Report, now: float) -> None:
         peer_id = known.peer.peer_id
-        self._who.unheard.discard(peer_id)
+        self._roster.unheard.discard(peer_id)
         self._recovery.known_step = max(self.known_step, report.applied)
         if report.status == "training":
             self._trains(known, now)
         elif report.status == "healed":
-            self._who.healing.discard(peer_id)
+            self._roster.healing.discard(peer_id)
         elif report.status in STANDSTILL:
             known.standing = report
             if report.status == "broken":
                 self._quarantine.reported(peer_id, report.suspect)
             self._no_longer_trains(peer_id, now, report.status)
-            if report.suspect in self._who.unheard and report.suspect not in self._who.peers:
+            if report.suspect in self._roster.unheard and report.suspect not in self._roster.peers:
                 # Neither its neighbour nor this seed has a link to it.
                 self._forget(report.suspect)
                 self._quarantine.fallen.add(report.suspect)
@@ -279,22 +281,22 @@ class Coordinator:
     def _trains(self, known: KnownPeer, now: float) -> None:
         known.standing = None
         self._catch_ups.forget(known.peer.peer_id)  # it followed until it received its view
-        self._who.away.discard(known.peer.peer_id)
-        self._who.running.add(known.peer.peer_id)
+        self._roster.away.discard(known.peer.peer_id)
+        self._roster.running.add(known.peer.peer_id)
         if self.phase is Phase.WAITING:
             self._go(Phase.RUNNING, "its ring is running")
         elif self.phase is Phase.STOPPING:
             self._hold([known.peer.peer_id], self.reason)
         elif self.phase is Phase.PAUSED:
             self._stop(now, "the job is paused")
-        if self.phase is Phase.RUNNING and not self._who.unheard | self._who.away:
+        if self.phase is Phase.RUNNING and not self._roster.unheard | self._roster.away:
             self._deadlines.drop("absence")
             self.reason = ""
 
     def _beside(self, known: KnownPeer, report: Report, now: float) -> None:
         peer_id = known.peer.peer_id
         if report.status == "following" and peer_id not in self._catch_ups.moving:
-            if not known.returned or peer_id in self._who.running - self._who.unheard:
+            if not known.returned or peer_id in self._roster.running - self._roster.unheard:
                 return  # it was let in or called back in the meantime
             self._catch_ups.let_in(peer_id, anew=False)
         if report.corpus and not self.corpus:
@@ -316,16 +318,16 @@ class Coordinator:
             self._failures[peer_id] = reason
         self._ban(known, f"cannot go on: {reason}", "member-failed")
         self._no_longer_trains(peer_id, now)
-        if not self._who.peers and self.view is None and "return" not in self._deadlines:
+        if not self._roster.peers and self.view is None and "return" not in self._deadlines:
             self._end(Phase.FAILED, reason)
-        elif not self._who.peers and self.phase is Phase.WAITING:
+        elif not self._roster.peers and self.phase is Phase.WAITING:
             self.reason = f"waiting for another worker: {known.peer.name} cannot go on: {reason}"
             self._last_failure = reason
 
     def _no_longer_trains(self, peer_id: str, now: float, status: str = "broken") -> None:
-        if peer_id not in self._who.running | self._who.away:
+        if peer_id not in self._roster.running | self._roster.away:
             return
-        for group in (self._who.running, self._who.unheard, self._who.away, self._who.healing):
+        for group in (self._roster.running, self._roster.unheard, self._roster.away, self._roster.healing):
             group.discard(peer_id)
         if self.phase is Phase.RUNNING:
             self._stop(now, "the ring stopped")
@@ -338,14 +340,14 @@ class Coordinator:
     def _hurry(self, now: float) -> None:
         if self._quarantine.broken and self.phase is Phase.STOPPING:
             self._deadlines.drop("leave")
-            patience_s = self.terms.settle_s if self._who.running - self._who.healing else TORN_S
+            patience_s = self.options.settle_s if self._roster.running - self._roster.healing else TORN_S
             self._deadlines.hasten("stop", now + patience_s)
 
     def _lost(self, event: co.PeerLost, now: float) -> None:
         peer_id = event.peer_id
         self._banned.discard(peer_id)
-        known = self._who.peers.get(peer_id)
-        was_running = peer_id in self._who.running
+        known = self._roster.peers.get(peer_id)
+        was_running = peer_id in self._roster.running
         self._forget(peer_id)
         if known is None or self.view is None or self.view.rank_of(peer_id) is None:
             return
@@ -359,9 +361,9 @@ class Coordinator:
             elif not self._committed:  # no ring runs yet: members that form it would dial this one in vain
                 self._stop(now, f"{known.peer.name} is lost")
             else:  # rule 4
-                self._who.away.add(peer_id)
-                self._deadlines.start("absence", now + self.terms.grace_s)
-                if not self._who.running:
+                self._roster.away.add(peer_id)
+                self._deadlines.start("absence", now + self.options.grace_s)
+                if not self._roster.running:
                     self.reason = "no member is connected: its ring may well be running"
         self._hurry(now)
 
@@ -371,7 +373,7 @@ class Coordinator:
         self._recovery.progressed(event.step, event.step_s)
         if self.view:
             self._committed = True
-            self._who.healing.clear()  # a step is committed by all members or by none
+            self._roster.healing.clear()  # a step is committed by all members or by none
             self._quarantine.committed(event.step)
 
     def _measured_anew(self, event: co.Measured, now: float) -> None:
@@ -398,7 +400,7 @@ class Coordinator:
 
     def _yield(self, event: Signal, now: float) -> None:
         if self.paused_survivors() is not None:
-            for peer_id in sorted(self._who.peers):
+            for peer_id in sorted(self._roster.peers):
                 self._out.append(co.SendRelease(peer_id, "the job is paused, and another needs its workers"))
                 self._forget(peer_id)
 
@@ -407,7 +409,7 @@ class Coordinator:
             self._end(Phase.CANCELLED, "cancelled by a person")
 
     def _save(self, event: Signal, now: float) -> None:
-        members = tuple(sorted(self._who.running - self._who.unheard))
+        members = tuple(sorted(self._roster.running - self._roster.unheard))
         if members and self.phase in (Phase.RUNNING, Phase.STOPPING):
             self._out.append(co.SendSave(members))
 
@@ -429,29 +431,29 @@ class Coordinator:
         self._catch_ups.expire(now)
         due = self._deadlines.expire(now)
         if "absence" in due and self.phase in (Phase.RUNNING, Phase.STOPPING):
-            self._strike_off(self._who.unheard | self._who.away, "it stayed away")
-            if self._who.running and self.phase is Phase.RUNNING:
+            self._strike_off(self._roster.unheard | self._roster.away, "it stayed away")
+            if self._roster.running and self.phase is Phase.RUNNING:
                 self._stop(now, "members stayed away")
-        if "return" in due and self._last_failure and not self._who.peers:
+        if "return" in due and self._last_failure and not self._roster.peers:
             self._end(Phase.FAILED, self._last_failure)
         if "stop" in due:
-            self._deadlines.arm("stop", now + self.terms.hold_s)  # until the phase ends, which clears it
-            if self._quarantine.broken or not self._who.running & self._who.healing:  # else a slow transfer
-                self._strike_off(set(self._who.running), "it did not stop in time")
+            self._deadlines.arm("stop", now + self.options.hold_s)  # until the phase ends, which clears it
+            if self._quarantine.broken or not self._roster.running & self._roster.healing:  # else a slow transfer
+                self._strike_off(set(self._roster.running), "it did not stop in time")
 
     def _advance(self, now: float) -> None:
-        if self.phase is Phase.RUNNING and not self._who.running | self._who.away:
+        if self.phase is Phase.RUNNING and not self._roster.running | self._roster.away:
             self._go(Phase.WAITING, "every member is gone")
-        disturbed = self._who.unheard | self._who.away | self._who.healing
+        disturbed = self._roster.unheard | self._roster.away | self._roster.healing
         if self.phase is Phase.RUNNING and not disturbed and (names := self._let_in(now)):
             self._stop(now, f"{', '.join(names)} joining")
-        if self.phase is Phase.STOPPING and not self._who.running and "leave" not in self._deadlines:
+        if self.phase is Phase.STOPPING and not self._roster.running and "leave" not in self._deadlines:
             self._stood_still(now)
         if self.phase is Phase.WAITING:
             self._try_mint(now)
 
     def _stood_still(self, now: float) -> None:
-        survivors = self._who.survivors(self.view)
+        survivors = self._roster.survivors(self.view)
         if self.restore and self.paused:
             self._go(Phase.PAUSED, "paused by a person")  # the restore happens after the resume
         elif self.restore:
@@ -466,7 +468,7 @@ class Coordinator:
             self._go(Phase.WAITING, "every member stands still")
 
     def _is_hopeless(self, survivors: Reports, now: float) -> bool:
-        verdict = self._quarantine.judge(survivors, self.view.step if self.view else 0, self._who.name, now)
+        verdict = self._quarantine.judge(survivors, self.view.step if self.view else 0, self._roster.name, now)
         if verdict is not None and verdict.hopeless:
             self._end(Phase.FAILED, verdict.text)
         elif verdict is not None:
@@ -480,11 +482,11 @@ class Coordinator:
             self._recall()  # they follow a ring that this seed does not know
             ready = self._candidates()
             if ready:
-                self.reason = f"{len(ready)} of {self.terms.workers} workers are ready"
-            if len(ready) >= self.terms.workers:
+                self.reason = f"{len(ready)} of {self.options.workers} workers are ready"
+            if len(ready) >= self.options.workers:
                 self._mint(ready, now)
             return
-        survivors = self._who.survivors(self.view)
+        survivors = self._roster.survivors(self.view)
         if not carried(survivors, self.view):
             self._recall()
         ready = {key: report for key, report in self._candidates().items() if key not in self._catch_ups.moving}
@@ -492,8 +494,8 @@ class Coordinator:
             self._short_since = None
             self._deadlines.drop("grace", "build")
             return
-        passed, in_memory = self._deadlines.passed, not self._who.all_back(self.view)
-        patient = "grace" not in passed or ("build" not in passed and self._who.building())
+        passed, in_memory = self._deadlines.passed, not self._roster.all_back(self.view)
+        patient = "grace" not in passed or ("build" not in passed and self._roster.building())
         chosen, self.reason = self._recovery.sources(ready, survivors, self.view, in_memory=in_memory, patient=patient)
         if chosen:
             self._mint(chosen, now)
@@ -502,15 +504,15 @@ class Coordinator:
             self._short_since = now
         if "grace" not in passed:
             best = max((report.applied for report in ready.values()), default=0)
-            patience_s = self._recovery.patience_s(best, self.terms.grace_s, self.terms.build_s)
+            patience_s = self._recovery.patience_s(best, self.options.grace_s, self.options.build_s)
             self._deadlines.arm("grace", self._short_since + patience_s)
-        self._deadlines.start("build", now + self.terms.build_s)
+        self._deadlines.start("build", now + self.options.build_s)
 
     def _restored(self, restore: co.Restore, now: float) -> bool:
         """Mint a view from the checkpoint that a person chose, once all peers had the time to load it. The peer that
         verified it may still be on its way back. Returns True if no peer could load it, so another state is needed."""
         overdue, holders = "restore" in self._deadlines.passed, self._holders(restore)
-        if not overdue and (self._who.building() or not (holders or restore.peer_id in self._who.peers)):
+        if not overdue and (self._roster.building() or not (holders or restore.peer_id in self._roster.peers)):
             return False
         if holders:
             self._mint(holders, now)
@@ -522,31 +524,31 @@ class Coordinator:
 
     def _mint(self, chosen_from: Reports, now: float) -> None:
         step, lineage = newest(chosen_from)
-        for peer_id, seconds in self._quarantine.flapping(self._who.survivors(self.view), now):
-            text = f"{self._who.name(peer_id)} dies again and again: it is not let in for {seconds:.0f} s"
+        for peer_id, seconds in self._quarantine.flapping(self._roster.survivors(self.view), now):
+            text = f"{self._roster.name(peer_id)} dies again and again: it is not let in for {seconds:.0f} s"
             self._say("warning", "flapping", text, peer_id)
-        ready, survivors, moving = self._candidates(), self._who.survivors(self.view), self._catch_ups.moving
-        holders = {key for key, it in self._who.standing().items() if key not in moving and holds(it, step, lineage)}
+        ready, survivors, moving = self._candidates(), self._roster.survivors(self.view), self._catch_ups.moving
+        holders = {key for key, it in self._roster.standing().items() if key not in moving and holds(it, step, lineage)}
         if not holders & ready.keys():
-            ready = self._who.standing()  # all holders are excluded, but a bad link is better than a lost step
+            ready = self._roster.standing()  # all holders are excluded, but a bad link is better than a lost step
         healthy = holders & ready.keys()
         if self.view and carried(survivors, self.view):  # rule 7
             at_once = healthy | survivors.keys()
             ready = {key: it for key, it in ready.items() if key in at_once or not self._comes_after(key)}
-        peers = {peer_id: self._who.peers[peer_id].peer for peer_id in ready}
-        chosen = ordered(peers, ready, healthy, survivors, self.terms.micro_batches)
+        peers = {peer_id: self._roster.peers[peer_id].peer for peer_id in ready}
+        chosen = ordered(peers, ready, healthy, survivors, self.options.micro_batches)
         links, compute_s = self._measured.links, self._measured.compute_s
         reduce_bytes = max(report.reduce_bytes for report in ready.values())
-        plan = plan_ring(chosen, links, self.terms.wishes, reduce_bytes, compute_s, name=self._who.name)
+        plan = plan_ring(chosen, links, self.options.ring_options, reduce_bytes, compute_s, name=self._roster.name)
         units_us = [ready[peer_id].unit_us for peer_id in plan.order]
-        members = records([peers[peer_id] for peer_id in plan.order], self.terms.micro_batches, healthy, units_us)
+        members = records([peers[peer_id] for peer_id in plan.order], self.options.micro_batches, healthy, units_us)
         kind, text = self._recovery.given_up(step, chosen_from, survivors, self.view) if self.view else ("", "")
         if kind and not self.restore:
             self._say("warning", kind, text)
         went_back = bool(kind) or self.restore is not None
         self._recovery.begin(step, {peer_id: ready[peer_id] for peer_id in chosen}, went_back=went_back)
         before = self.view
-        generation = max(before.generation if before else 0, self.terms.minted_below) + 1
+        generation = max(before.generation if before else 0, self.options.minted_below) + 1
         self.view = View(
             self.job,
             generation,
@@ -568,9 +570,9 @@ class Coordinator:
                 self._say("info", "ring-carriage", plan.carriage_reason)
             self._carriage = plan.carriage_reason
         for peer_id in chosen:
-            self._who.peers[peer_id].standing = None
+            self._roster.peers[peer_id].standing = None
             self._catch_ups.forget(peer_id)
-        self._who.running, self._who.healing = set(chosen), set(chosen) - healthy
+        self._roster.running, self._roster.healing = set(chosen), set(chosen) - healthy
         self._quarantine.view_began()
         self.restore, self._committed = None, False
         self._short_since = None
@@ -582,7 +584,7 @@ class Coordinator:
         return self.view is not None and self.view.generation == generation and self.view.rank_of(peer_id) is not None
 
     def _candidates(self) -> Reports:
-        standing = self._who.standing()
+        standing = self._roster.standing()
         return {peer_id: standing[peer_id] for peer_id in standing if peer_id not in self._quarantine.out} or standing
 
     def _holders(self, restore: co.Restore) -> Reports:
@@ -594,26 +596,26 @@ class Coordinator:
     def _let_in(self, now: float) -> list[str]:
         """Rule 7: names of newcomers to let in now, if the view has room. Asks others to catch up."""
         view, catch_ups = self.view, self._catch_ups
-        room = self.terms.micro_batches - view.size if view else 0
-        standing = {key: it for key, it in self._who.standing().items() if key not in self._quarantine.out}
+        room = self.options.micro_batches - view.size if view else 0
+        standing = {key: it for key, it in self._roster.standing().items() if key not in self._quarantine.out}
         if view is None or room <= 0 or not standing:
             return []
         after = [peer_id for peer_id in standing if self._catches_up(peer_id, standing[peer_id], view)]
         for peer_id in catch_ups.to_ask(after, view.size, room):
-            catch_ups.asked(peer_id, now, standing[peer_id].reduce_bytes, self.terms.grace_s)
+            catch_ups.asked(peer_id, now, standing[peer_id].reduce_bytes, self.options.grace_s)
             self._out.append(co.SendCatchUp(peer_id, view.generation, self._sources(peer_id, view)))
         at_hand = standing.keys() - set(after)
         for peer_id in at_hand:
             catch_ups.let_in(peer_id, anew=True)
         coming = {*at_hand, *filter(catch_ups.through, after)}
-        return sorted(self._who.name(peer_id) for peer_id in coming)
+        return sorted(self._roster.name(peer_id) for peer_id in coming)
 
     def _catches_up(self, peer_id: str, report: Report, view: View) -> bool:
         at_hand = not self._committed and peer_id not in self._catch_ups.moving
-        return self._who.peers[peer_id].peer.follows and not (at_hand and holds(report, view.step, view.lineage))
+        return self._roster.peers[peer_id].peer.follows and not (at_hand and holds(report, view.step, view.lineage))
 
     def _comes_after(self, peer_id: str) -> bool:
-        return self._who.peers[peer_id].peer.follows and not self._catch_ups.through(peer_id)
+        return self._roster.peers[peer_id].peer.follows and not self._catch_ups.through(peer_id)
 
     def _sources(self, peer_id: str, view: View) -> tuple[MemberRecord, ...]:
         """Choose the members that send the state to the newcomer: fast links first, then high ranks, because low ranks
@@ -626,8 +628,8 @@ class Coordinator:
         return tuple(view.members[rank] for rank in sorted(range(view.size), key=cost)[:DONORS])
 
     def _recall(self) -> None:
-        for peer_id in sorted(self._catch_ups.moving & self._who.peers.keys()):
-            self._who.peers[peer_id].standing = None
+        for peer_id in sorted(self._catch_ups.moving & self._roster.peers.keys()):
+            self._roster.peers[peer_id].standing = None
             self._assign(peer_id)
         self._catch_ups.clear()
 
@@ -639,14 +641,14 @@ class Coordinator:
         self.phase, self.reason = phase, reason
         self._deadlines.clear(keep=keep)  # each deadline belongs to one phase
         if phase is not Phase.RUNNING:
-            self._who.away.clear()
+            self._roster.away.clear()
 
     def _stop(self, now: float, reason: str) -> None:
-        self._go(Phase.STOPPING, reason, keep="absence" if self._who.unheard else "")
+        self._go(Phase.STOPPING, reason, keep="absence" if self._roster.unheard else "")
         if "absence" in self._deadlines:
             self._deadlines.hasten("absence", now + RETURN_S)  # then unheard members are no longer waited for
-        self._deadlines.arm("stop", now + self.terms.hold_s)
-        self._hold(sorted(self._who.running - self._who.unheard), reason)
+        self._deadlines.arm("stop", now + self.options.hold_s)
+        self._hold(sorted(self._roster.running - self._roster.unheard), reason)
 
     def _say(self, level: str, kind: str, text: str, peer_id: str = "") -> None:
         self._out.append(co.Emit(level, kind, text, peer_id))
@@ -657,7 +659,7 @@ class Coordinator:
             self._out.append(co.SendHold(chosen, self.view.generation, reason))
 
     def _assign(self, peer_id: str) -> None:
-        self._who.peers[peer_id].returned = False
+        self._roster.peers[peer_id].returned = False
         self._out.append(co.SendAssign(peer_id, self.corpus, self.restore.step if self.restore else -1))
 
     def _begin_restore(self, now: float) -> None:
@@ -665,30 +667,30 @@ class Coordinator:
         if self.phase is not Phase.WAITING:
             self._go(Phase.WAITING, f"going back to step {self.restore.step}")
         self._deadlines.clear()
-        self._deadlines.arm("restore", now + self.terms.build_s)
+        self._deadlines.arm("restore", now + self.options.build_s)
         self._banned.clear()
         self._catch_ups.clear()
-        for peer_id, known in self._who.peers.items():
+        for peer_id, known in self._roster.peers.items():
             known.standing = None
             self._assign(peer_id)
 
     def _ban(self, known: KnownPeer, text: str, kind: str) -> None:
         peer_id = known.peer.peer_id
-        del self._who.peers[peer_id]
+        del self._roster.peers[peer_id]
         self._banned.add(peer_id)
-        self._who.healing.discard(peer_id)
+        self._roster.healing.discard(peer_id)
         self._catch_ups.forget(peer_id)
         self._say("error", kind, f"{known.peer.name}: {text}", peer_id)
         self._out.append(co.SendRelease(peer_id, text))
 
     def _strike_off(self, peer_ids: set[str], why: str) -> None:
         for peer_id in sorted(peer_ids):
-            known, loading = self._who.peers.get(peer_id), peer_id in self._who.healing
+            known, loading = self._roster.peers.get(peer_id), peer_id in self._roster.healing
             self._forget(peer_id)
             self._quarantine.fallen.add(peer_id)
             if known and loading:
                 self._quarantine.excused.add(peer_id)
-                self._who.peers[peer_id] = KnownPeer(known.peer)
+                self._roster.peers[peer_id] = KnownPeer(known.peer)
                 continue
             if known:
                 self._out.append(co.SendRelease(peer_id, f"out of the ring: {why}"))
@@ -696,15 +698,15 @@ class Coordinator:
             self._say("warning", "struck-off", f"{name} is out of the ring: {why}", peer_id)
 
     def _forget(self, peer_id: str) -> None:
-        self._who.forget(peer_id)
+        self._roster.forget(peer_id)
         self._catch_ups.forget(peer_id)
 
     def _end(self, phase: Phase, reason: str) -> None:
-        keep = self._who.survivors(self.view) if phase is Phase.DONE else {}
-        self._out += [co.SendRelease(peer_id, reason) for peer_id in sorted(self._who.peers) if peer_id not in keep]
+        keep = self._roster.survivors(self.view) if phase is Phase.DONE else {}
+        self._out += [co.SendRelease(peer_id, reason) for peer_id in sorted(self._roster.peers) if peer_id not in keep]
         self._say("error" if phase is Phase.FAILED else "info", f"job-{phase}", reason)
         self._go(phase, reason)
-        self._who.clear()
+        self._roster.clear()
         self._quarantine.out.clear()
         self._catch_ups.clear()
         self._failures.clear()

@@ -201,7 +201,7 @@ class RingPlan:
 def plan_ring(
     joined: Sequence[str],
     links: Links,
-    wishes: RingOptions,
+    ring_options: RingOptions,
     total_bytes: int = 0,
     compute_s: float = 0.0,
     *,
@@ -214,16 +214,16 @@ def plan_ring(
         compute_s: seconds of a step during which the exchange may run; 0: unknown.
         name: maps a peer id to a name, for the reason.
     """
-    order, reason = _order(joined, links, wishes, total_bytes)
+    order, reason = _order(joined, links, ring_options, total_bytes)
     left, right, slowest = slowest_edge(order, links)
     if slowest is not None:
         reason += f"; slowest edge {name(left)} → {name(right)}: {described(slowest)}"
-    streams, streams_reason = _streams(slowest, wishes)
-    codec, codec_reason = _codec(slowest, wishes, total_bytes, compute_s, len(order))
+    streams, streams_reason = _streams(slowest, ring_options)
+    codec, codec_reason = _codec(slowest, ring_options, total_bytes, compute_s, len(order))
     carriage_reason = f"{streams_reason}; {codec_reason}"
     # On a far link a frame of 256 KiB has little overhead, and store-and-forward adds little delay.
     far = slowest is not None and not _is_near(slowest)
-    sub_chunk_bytes = wishes.sub_chunk_bytes or (256 << 10 if far else 0)
+    sub_chunk_bytes = ring_options.sub_chunk_bytes or (256 << 10 if far else 0)
     return RingPlan(tuple(order), streams, sub_chunk_bytes, codec, slowest is not None, reason, carriage_reason)
 
 
@@ -247,8 +247,10 @@ def described(link: LinkQuality) -> str:
     return f"{link.bandwidth_bps / 1e3:.3g} kbit/s, {latency}"
 
 
-def _order(joined: Sequence[str], links: Links, wishes: RingOptions, total_bytes: int) -> tuple[Sequence[str], str]:
-    if wishes.order == "joined":
+def _order(
+    joined: Sequence[str], links: Links, ring_options: RingOptions, total_bytes: int
+) -> tuple[Sequence[str], str]:
+    if ring_options.order == "joined":
         return joined, "order as they joined, as the profile says"
     if len(joined) < 3:
         return joined, "order as they joined: there is one circle only"
@@ -264,9 +266,9 @@ def _order(joined: Sequence[str], links: Links, wishes: RingOptions, total_bytes
     return order, f"order from measured links, {joined_s / seconds:.2g} times as fast as the order of joining"
 
 
-def _streams(link: LinkQuality | None, wishes: RingOptions) -> tuple[int, str]:
-    if wishes.streams:
-        return wishes.streams, f"{_counted(wishes.streams)}, as the profile says"
+def _streams(link: LinkQuality | None, ring_options: RingOptions) -> tuple[int, str]:
+    if ring_options.streams:
+        return ring_options.streams, f"{_counted(ring_options.streams)}, as the profile says"
     if link is None:
         return 1, "1 stream: nothing is known of the links"
     if _is_near(link):
@@ -283,10 +285,10 @@ def _counted(streams: int) -> str:
 
 
 def _codec(
-    slowest: LinkQuality | None, wishes: RingOptions, total_bytes: int, compute_s: float, size: int
+    slowest: LinkQuality | None, ring_options: RingOptions, total_bytes: int, compute_s: float, size: int
 ) -> tuple[str, str]:
-    if wishes.codec != "auto":
-        return wishes.codec, f"codec {wishes.codec}, as the profile says"
+    if ring_options.codec != "auto":
+        return ring_options.codec, f"codec {ring_options.codec}, as the profile says"
     if slowest is None or slowest.bandwidth_bps is None or not total_bytes:
         return "fp32", "codec fp32: nothing is known of the links, or of what a step sends"
     from ring.codecs.choice import choose_codec  # imports numpy, which a seed needs for nothing else
@@ -296,6 +298,6 @@ def _codec(
         rtt_s=2 * (size - 1) * slowest.latency_s,
         total_bytes=round(2 * (size - 1) / size * total_bytes),
         compute_s=compute_s,
-        error_budget=wishes.error_budget,
+        error_budget=ring_options.error_budget,
     )
     return codec, f"codec {codec}: {reason}"

@@ -71,20 +71,22 @@ class CostTable:
         return self.levels[min(behind, len(self.levels) - 1)][peer]
 
 
-def best_chain(board: CostTable, counts: Iterable[int]) -> list[tuple[int, int, int]]:
+def best_chain(cost_table: CostTable, counts: Iterable[int]) -> list[tuple[int, int, int]]:
     """(peer, start, stop) of the stages, by index of peer and of cut, with the order of the module's first step; empty
     if nothing fits. ``counts``: allowed numbers of stages."""
-    size = len(board.levels[0]) if board.levels else 0
-    near = [[min(cost, APART_S) for cost in (row[-1], *row[:-1])] for row in (board.hop_s[-1], *board.hop_s[:-1])]
+    size = len(cost_table.levels[0]) if cost_table.levels else 0
+    near = [
+        [min(cost, APART_S) for cost in (row[-1], *row[:-1])] for row in (cost_table.hop_s[-1], *cost_table.hop_s[:-1])
+    ]
     circle = turned_around(nearest_first(near), lambda way: sum(near[here][there] for here, there in steps(way)))
     order = [index - 1 for index in circle[1:]]
     wanted = [count for count in counts if 1 <= count <= size]
-    found = [best_cuts(board, way, wanted) for way in (order, order[::-1])]
+    found = [best_cuts(cost_table, way, wanted) for way in (order, order[::-1])]
     return min((chain for chain in found if chain[1]), default=(None, []))[1]
 
 
 def best_cuts(
-    board: CostTable, order: Sequence[int], counts: Sequence[int]
+    cost_table: CostTable, order: Sequence[int], counts: Sequence[int]
 ) -> tuple[tuple[float, float, int], list[tuple[int, int, int]]]:
     """The best cuts for peers in that order, of which each may get no layer: (bottleneck, time, stages), and the chain
     as in ``best_chain``; empty if nothing fits.
@@ -93,21 +95,23 @@ def best_cuts(
     ``best(k, p, i) = min over j, q of cost(p, i, j) + hop(p, q) + best(k - 1, q, j)``. With max for + this is the least
     bottleneck; with +, over only the costs within that bottleneck, it is the least time.
     """
-    bottleneck_s, *_ = _first(board, board.occupied_s, _rows(board, board.occupied_s, order, counts), order, counts)
+    bottleneck_s, *_ = _first(
+        cost_table, cost_table.occupied_s, _rows(cost_table, cost_table.occupied_s, order, counts), order, counts
+    )
     if not bottleneck_s < np.inf:
         return (np.inf, np.inf, 0), []
-    hop_s = np.where(board.occupied_s <= bottleneck_s, board.hop_s, np.inf)
-    rows = _rows(board, hop_s, order, counts, within_s=bottleneck_s)
-    token_s, count, at = _first(board, hop_s, rows, order, counts, np.add)
+    hop_s = np.where(cost_table.occupied_s <= bottleneck_s, cost_table.hop_s, np.inf)
+    rows = _rows(cost_table, hop_s, order, counts, within_s=bottleneck_s)
+    token_s, count, at = _first(cost_table, hop_s, rows, order, counts, np.add)
     score, chain, start = (bottleneck_s, token_s, count), [], 0
     for behind in reversed(range(1, count)):
         peer = order[at]
         then = rows[behind - 1][at + 1 :] + hop_s[peer, order[at + 1 :]][:, None]
-        part_s = _within(board.part_s(behind, peer)[start], bottleneck_s)
+        part_s = _within(cost_table.part_s(behind, peer)[start], bottleneck_s)
         stop = int((part_s + then.min(axis=0)).argmin())
         chain.append((peer, start, stop))
         at, start = at + 1 + int(then[:, stop].argmin()), stop
-    chain.append((order[at], start, board.part_s(0, 0).shape[0] - 1))
+    chain.append((order[at], start, cost_table.part_s(0, 0).shape[0] - 1))
     return score, chain
 
 
@@ -116,17 +120,17 @@ def _within(part_s: Array, most_s: float) -> Array:
 
 
 def _rows(
-    board: CostTable, hop_s: Array, order: Sequence[int], counts: Sequence[int], *, within_s: float = np.inf
+    cost_table: CostTable, hop_s: Array, order: Sequence[int], counts: Sequence[int], *, within_s: float = np.inf
 ) -> list[Array]:
     """For each number of following stages: (peers, cuts), the best chain from the peer at that place of ``order`` and
     that cut. Sums with ``within_s``, else bottlenecks."""
     join: Any = np.maximum if within_s == np.inf else np.add
-    cuts = board.part_s(0, 0).shape[0] if order else 0
+    cuts = cost_table.part_s(0, 0).shape[0] if order else 0
     rows: list[Array] = []
     for behind in range(max(counts, default=0)):
         row = np.full((len(order), cuts), np.inf)
         for at, peer in enumerate(order[: len(order) - behind]):
-            part_s = _within(board.part_s(behind, peer), within_s)
+            part_s = _within(cost_table.part_s(behind, peer), within_s)
             if not behind:
                 row[at] = join(part_s[:, -1], hop_s[peer, -1])
             else:
@@ -137,7 +141,12 @@ def _rows(
 
 
 def _first(
-    board: CostTable, hop_s: Array, rows: Sequence[Array], order: Sequence[int], counts: Sequence[int], join: Any = max
+    cost_table: CostTable,
+    hop_s: Array,
+    rows: Sequence[Array],
+    order: Sequence[int],
+    counts: Sequence[int],
+    join: Any = max,
 ) -> tuple[float, int, int]:
     whole = [
         (float(join(float(hop_s[-1, peer]), float(rows[count - 1][at, 0]))), count, at)
@@ -284,7 +293,7 @@ def place(wanted: Wanted, peers: Iterable[Peer], *, stages: int | None = None) -
         )
     looked_at = _looked_at(reached)
     cuts, hops = cut_places(wanted.sizes.layers), _Hops(wanted, given)
-    found = best_chain(_board(wanted, looked_at, hops, cuts), range(1, most + 1) if stages is None else [stages])
+    found = best_chain(_cost_table(wanted, looked_at, hops, cuts), range(1, most + 1) if stages is None else [stages])
     if not found:
         raise _refusal(wanted, given, reached, stages)
     return _placement(wanted, hops, [(looked_at[peer], cuts[start], cuts[stop]) for peer, start, stop in found])
@@ -390,7 +399,7 @@ def _placement(wanted: Wanted, hops: _Hops, chain: Sequence[Part]) -> Placement:
     return Placement(tuple(stages), *hops.between(wanted.client, chain[0][0].id))
 
 
-def _board(wanted: Wanted, peers: Sequence[Peer], hops: _Hops, cuts: Sequence[int]) -> CostTable:
+def _cost_table(wanted: Wanted, peers: Sequence[Peer], hops: _Hops, cuts: Sequence[int]) -> CostTable:
     sizes = wanted.sizes
     streamed_bytes = spans(sizes.layers_bytes, cuts)
     need_bytes = streamed_bytes + wanted.positions * spans(sizes.cache_bytes, cuts)

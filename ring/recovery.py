@@ -32,7 +32,7 @@ class _Open:
     wall: float
     word_at: float
     last_at: float | None
-    sure: bool
+    certain: bool
     minted_at: float | None = None
     healed_at: float | None = None
     attempts: int = 0
@@ -60,7 +60,7 @@ class Recorder:
             return
         kind = "left" if left else "lost"
         if self._open is None:
-            self._begin(kind, reason, peer_id, now, wall, sure=left)
+            self._begin(kind, reason, peer_id, now, wall, certain=left)
         elif self._open.minted_at is None and self._open.kind == "broken":
             self._open.kind, self._open.peer_id = kind, peer_id  # the cause of the break
 
@@ -70,12 +70,12 @@ class Recorder:
             return
         if report.status == "broken":
             if self._open is None:
-                self._begin("broken", report.reason, report.suspect, now, wall, sure=True)
+                self._begin("broken", report.reason, report.suspect, now, wall, certain=True)
             elif self._open.minted_at is None:
-                self._open.sure = True
+                self._open.certain = True
                 self._open.peer_id = self._open.peer_id or report.suspect
         elif report.status in ("held", "failed", "done") and self._open is None:
-            self._begin(report.status, report.reason, peer_id, now, wall, sure=True)
+            self._begin(report.status, report.reason, peer_id, now, wall, certain=True)
         elif report.status == "healed" and self._open is not None and peer_id in self._open.waiting:
             self._open.waiting.discard(peer_id)
             self._open.healed_at = now
@@ -84,7 +84,7 @@ class Recorder:
 
     def held(self, reason: str, now: float, wall: float) -> None:
         if self._view is not None and self._open is None:
-            self._begin("held", reason, "", now, wall, sure=True)
+            self._begin("held", reason, "", now, wall, certain=True)
 
     def minted(self, view: View, now: float) -> None:
         if self._open is not None:
@@ -106,7 +106,7 @@ class Recorder:
         if trouble is None:
             return None
         if trouble.minted_at is None:
-            if not trouble.sure:
+            if not trouble.certain:
                 self._open = None  # only the link to the seed was lost
             elif trouble.kind == "held":
                 trouble.last_at = now  # it stops at the boundary after this step
@@ -117,8 +117,8 @@ class Recorder:
     def abandon(self) -> None:
         self._open = self._last_at = None
 
-    def _begin(self, kind: str, text: str, peer_id: str, now: float, wall: float, *, sure: bool) -> None:
-        self._open = _Open(kind, text, peer_id, wall, now, self._last_at, sure)
+    def _begin(self, kind: str, text: str, peer_id: str, now: float, wall: float, *, certain: bool) -> None:
+        self._open = _Open(kind, text, peer_id, wall, now, self._last_at, certain)
 
     def _closed(self, trouble: _Open, minted_at: float, view: View, now: float, form_s: float | None) -> RecoveryInfo:
         self._number += 1

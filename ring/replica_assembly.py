@@ -227,7 +227,7 @@ class StagePlanner:
             self.training = replace(training, cuts=found.cuts)
             said.append(Planned(found.cuts))
         said.append(Emit("info", "planned", _summary(found)))
-        return {each.id: stage for stage, part in enumerate(found.stages) for each in part.trainees}, said
+        return {each.id: stage for stage, part in enumerate(found.stages) for each in part.candidates}, said
 
     def _waits_for_figures(self, peers: Mapping[str, Peer], now: float, said: list[Instruction]) -> bool:
         if all(peer.flops is not None for peer in peers.values()):
@@ -297,7 +297,9 @@ def _trainee(peer: Peer) -> CandidateWorker:
 
 
 def _summary(found: TrainingPlan) -> str:
-    stages = (f"{part.start}-{part.stop - 1} {'+'.join(each.name for each in part.trainees)}" for part in found.stages)
+    stages = (
+        f"{part.start}-{part.stop - 1} {'+'.join(each.name for each in part.candidates)}" for part in found.stages
+    )
     rate = f", {found.tokens_per_s:,.0f} tokens/s predicted" if found.tokens_per_s else ""
     return f"layers of the stages: {', '.join(stages)}{rate}"
 

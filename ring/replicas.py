@@ -64,7 +64,7 @@ class ReplicaCoordinator:
     are about workers.
 
     Args:
-        terms: ``workers`` counts replicas.
+        options: ``workers`` counts replicas.
         stages: parts of the model, two or more.
         past: as for ``Coordinator``; its view, branch and saved are of workers.
         held: worker → the stage that it held last. saved: the checkpoints that workers are known to have.
@@ -78,7 +78,7 @@ class ReplicaCoordinator:
     def __init__(
         self,
         job: str,
-        terms: co.JobOptions,
+        options: co.JobOptions,
         stages: int,
         *,
         past: co.StoredJob | None = None,
@@ -88,7 +88,7 @@ class ReplicaCoordinator:
         now: float = 0.0,
     ) -> None:
         past = past or co.StoredJob()
-        self.job, self.terms, self.stages, self.held = job, terms, stages, dict(held or {})
+        self.job, self.options, self.stages, self.held = job, options, stages, dict(held or {})
         self.view = replace(past.view, stages=stages) if past.view is not None else None
         self._planner = StagePlanner(training, planned=past.view is not None or bool(held))
         self._workers: dict[str, Worker] = {}
@@ -101,7 +101,7 @@ class ReplicaCoordinator:
         self._corpus = past.corpus
         self._banned: set[str] = set()
         self._failures: dict[str, str] = {}  # worker → reason, in the current view
-        self._quarantine = Quarantine(terms.cooldown_s)
+        self._quarantine = Quarantine(options.cooldown_s)
         self._broke = False
         self._held = ""  # why the ring was asked to stop; empty: it was not
         self._committed = True
@@ -120,13 +120,13 @@ class ReplicaCoordinator:
         if branch is not None:
             branch = frozenset(replica.replica_id for replica in places if set(replica.members) <= branch)
         seen = contracted(self.view, [replica.replica_id for replica in places]) if self.view is not None else None
-        self.core = Coordinator(job, terms, past=replace(past, view=seen, saved={}, branch=branch), now=now)
+        self.core = Coordinator(job, options, past=replace(past, view=seen, saved={}, branch=branch), now=now)
         if self.view is not None:
             self.held = {member.peer_id: rank % stages for rank, member in enumerate(self.view.members)} | self.held
         if self.view is not None and self.core.phase not in ENDED:
             self._replicas = {replica.replica_id: replica for replica in places}
             self._unheard = {member.peer_id for member in self.view.members}
-            self._regrouped, self._due["absence"] = False, now + terms.grace_s
+            self._regrouped, self._due["absence"] = False, now + options.grace_s
 
     @property
     def history(self) -> str:
@@ -169,13 +169,13 @@ class ReplicaCoordinator:
 
     @property
     def short(self) -> bool:
-        enough = self.stages * (1 if self.view else self.terms.workers)
+        enough = self.stages * (1 if self.view else self.options.workers)
         return self.core.phase is Phase.WAITING and len(self._workers) < enough
 
     def wants(self, peer_id: str) -> bool:
         if self.core.phase in {*ENDED, Phase.PAUSED} or self.core.paused or peer_id in self._banned:
             return False
-        return peer_id in self.held or len(self._workers) < self.stages * self.terms.most
+        return peer_id in self.held or len(self._workers) < self.stages * self.options.most
 
     def paused_survivors(self) -> dict[str, Report] | None:
         if self.core.paused_survivors() is None:
@@ -300,7 +300,7 @@ class ReplicaCoordinator:
         if left or not self._committed:
             self._ring_is_over(f"{worker.peer.name} {'left' if left else 'is lost'}", broken=False)
         elif not self._held:
-            self._due.setdefault("absence", self._now + self.terms.grace_s)
+            self._due.setdefault("absence", self._now + self.options.grace_s)
         self._hurry()
 
     def _yield(self) -> None:
@@ -373,7 +373,7 @@ class ReplicaCoordinator:
             return
         if report.status == "broken":
             self._broke = True
-        self._due.setdefault("stop", self._now + self.terms.hold_s)
+        self._due.setdefault("stop", self._now + self.options.hold_s)
         self._hurry()
 
     def _beside(self, worker: Worker, report: Report) -> None:
@@ -441,7 +441,7 @@ class ReplicaCoordinator:
 
     def _hold(self, reason: str) -> None:
         self._held = self._held or reason
-        self._due.setdefault("stop", self._now + self.terms.hold_s)
+        self._due.setdefault("stop", self._now + self.options.hold_s)
         training = tuple(sorted(worker.peer_id for worker in self._training()))
         if training and self.view is not None:
             self._out.append(co.SendHold(training, self.view.generation, reason))
@@ -451,7 +451,7 @@ class ReplicaCoordinator:
             self._due["absence"] = min(self._due["absence"], self._now + RETURN_S)
         if self._broke and "stop" in self._due:
             usual = any(not worker.healing for worker in self._training())
-            self._due["stop"] = min(self._due["stop"], self._now + (self.terms.settle_s if usual else TORN_S))
+            self._due["stop"] = min(self._due["stop"], self._now + (self.options.settle_s if usual else TORN_S))
 
     def _expire(self) -> None:
         now = self._now
@@ -462,7 +462,7 @@ class ReplicaCoordinator:
             if self._training():
                 self._ring_is_over("members stayed away", broken=False)
         if self._due.get("stop", math.inf) <= now:
-            self._due["stop"] = now + self.terms.hold_s
+            self._due["stop"] = now + self.options.hold_s
             silent = self._training()
             if self._broke or not any(worker.healing for worker in silent):  # else a slow transfer
                 for worker in silent:
@@ -757,7 +757,7 @@ class ReplicaCoordinator:
             homes = {key: self._workers[key].stage for key in self._idle(counts)}
             for home in homes.values():
                 counts[home or 0] -= 1
-            given, said = self._planner.deal(counts, peers, spares, homes, self.terms.most)
+            given, said = self._planner.deal(counts, peers, spares, homes, self.options.most)
         self._out += said
         for key, stage in given.items():
             self._give(self._workers[key], stage)
@@ -781,7 +781,7 @@ class ReplicaCoordinator:
         core = self.core
         if core.phase in {*ENDED, Phase.PAUSED} or core.paused:
             return False
-        return len(core.peer_ids) < core.terms.most
+        return len(core.peer_ids) < core.options.most
 
     def _make_replica(self) -> bool:
         if not self._takes_replicas():
@@ -842,7 +842,7 @@ class ReplicaCoordinator:
         if not builders:
             self._due.pop("build", None)
             return False
-        return self._now < self._due.setdefault("build", self._now + self.terms.build_s)
+        return self._now < self._due.setdefault("build", self._now + self.options.build_s)
 
     def _may_bring(self, peer_id: str) -> bool:
         worker = self._workers[peer_id]

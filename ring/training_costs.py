@@ -162,18 +162,18 @@ class Training:
             on_host=on_host,
         )
 
-    def fits(self, trainee: CandidateWorker, stage: int, bounds: Sequence[int]) -> bool:
+    def fits(self, candidate: CandidateWorker, stage: int, bounds: Sequence[int]) -> bool:
         """Whether a worker has the memory for a stage with layers [bounds[stage], bounds[stage + 1])."""
-        need_bytes = self.need_bytes(stage, bounds[stage], bounds[stage + 1], on_host=trainee.on_host)
-        return not trainee.memory_bytes or need_bytes <= trainee.memory_bytes
+        need_bytes = self.need_bytes(stage, bounds[stage], bounds[stage + 1], on_host=candidate.on_host)
+        return not candidate.memory_bytes or need_bytes <= candidate.memory_bytes
 
-    def most_in_flight(self, stage: int, start: int, stop: int, trainee: CandidateWorker) -> int:
+    def most_in_flight(self, stage: int, start: int, stop: int, candidate: CandidateWorker) -> int:
         most = min(self.max_in_flight, self.micro_batches) or self.micro_batches
-        if not trainee.memory_bytes:
+        if not candidate.memory_bytes:
             return most
-        copies = HOST_COPIES if trainee.on_host else DEVICE_COPIES
+        copies = HOST_COPIES if candidate.on_host else DEVICE_COPIES
         return in_flight_that_fit(
-            trainee.memory_bytes - copies * self.shape.sizes.weights_bytes(start, stop),
+            candidate.memory_bytes - copies * self.shape.sizes.weights_bytes(start, stop),
             self.kept_bytes(start, stop),
             self.activation_bytes if start else 0,
             recompute=self.recompute,

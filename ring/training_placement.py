@@ -51,14 +51,14 @@ class StagePlan:
     """One stage of a plan.
 
     Attributes:
-        trainees: one worker per replica.
+        candidates: one worker per replica.
         weights_bytes: of its layers, in fp32. need_bytes: training memory at the worker that needs most.
         in_flight: predicted number of micro-batches.
         compute_s: of one micro-batch, forward and backward, at the slowest worker; 0 if no speed is known.
         hop_s, occupied_s: to the next stage and back; 0 after the last one.
     """
 
-    trainees: tuple[CandidateWorker, ...]
+    candidates: tuple[CandidateWorker, ...]
     start: int
     stop: int
     weights_bytes: int
@@ -94,14 +94,14 @@ class TrainingPlan:
         return tuple(stage.start for stage in self.stages[1:])
 
 
-def plan(training: Training, trainees: Iterable[CandidateWorker], links: Links | None = None) -> TrainingPlan:
+def plan(training: Training, candidates: Iterable[CandidateWorker], links: Links | None = None) -> TrainingPlan:
     """The best plan by the module's objective.
 
     Raises:
         UserError: there are fewer workers or layers than the training needs, or the cuts do not fit it.
         ResourceError: it does not fit. The error tells what is needed, what there is, and a remedy.
     """
-    there = sorted(trainees, key=lambda trainee: trainee.id)
+    there = sorted(candidates, key=lambda candidate: candidate.id)
     if training.layers < training.stages:
         text = f"a model of {training.layers} layers does not make {training.stages} stages"
         raise UserError(text, remedy=f"set pipeline.stages to {training.layers} at most")
@@ -114,7 +114,7 @@ def plan(training: Training, trainees: Iterable[CandidateWorker], links: Links |
     if training.cuts and (len(training.cuts) != training.stages - 1 or training.cuts[-1] >= training.layers):
         text = f"cuts at {list(training.cuts)} do not make {training.stages} stages of {training.layers} layers"
         raise UserError(text, remedy="correct pipeline.cuts, or leave it out")
-    known = any(trainee.flops for trainee in there)
+    known = any(candidate.flops for candidate in there)
     found = _best(training, _with_speeds(there), _Hops(training, links or {}, there), known=known)
     if found is None:
         raise _refusal(training, there)
@@ -130,7 +130,7 @@ Group = tuple[CandidateWorker, ...]
 
 class _Hops:
     def __init__(self, training: Training, links: Links, there: Iterable[CandidateWorker]) -> None:
-        self._ways = LinkCosts(links, [trainee.id for trainee in there])
+        self._ways = LinkCosts(links, [candidate.id for candidate in there])
         self._training = training
 
     def there(self, ones: Group, others: Group) -> tuple[float, float]:
@@ -159,29 +159,29 @@ class _Hops:
 
 
 def _with_speeds(there: Sequence[CandidateWorker]) -> list[CandidateWorker]:
-    typical = statistics.median([trainee.flops for trainee in there if trainee.flops] or [1.0])
-    return [replace(trainee, flops=trainee.flops or typical) for trainee in there]
+    typical = statistics.median([candidate.flops for candidate in there if candidate.flops] or [1.0])
+    return [replace(candidate, flops=candidate.flops or typical) for candidate in there]
 
 
 def _groups(training: Training, there: Sequence[CandidateWorker]) -> Iterator[list[Group]]:
     """The workers in groups of one per replica: alike in speed, then in memory. The best come first; the least are left
     over."""
 
-    def speed(trainee: CandidateWorker) -> tuple[float, float, str]:
-        return -trainee.flops, -_room(trainee), trainee.id
+    def speed(candidate: CandidateWorker) -> tuple[float, float, str]:
+        return -candidate.flops, -_room(candidate), candidate.id
 
-    def room(trainee: CandidateWorker) -> tuple[float, float, str]:
-        return -_room(trainee), -trainee.flops, trainee.id
+    def room(candidate: CandidateWorker) -> tuple[float, float, str]:
+        return -_room(candidate), -candidate.flops, candidate.id
 
     for key in (speed, room)[: 2 if training.replicas > 1 else 1]:
         ordered = sorted(there, key=key)
         count = training.replicas
         groups = [tuple(ordered[at : at + count]) for at in range(0, len(ordered) - count + 1, count)]
-        yield [tuple(sorted(group, key=lambda trainee: trainee.id)) for group in groups]
+        yield [tuple(sorted(group, key=lambda candidate: candidate.id)) for group in groups]
 
 
-def _room(trainee: CandidateWorker) -> float:
-    return trainee.memory_bytes or float("inf")
+def _room(candidate: CandidateWorker) -> float:
+    return candidate.memory_bytes or float("inf")
 
 
 def _best(training: Training, there: Sequence[CandidateWorker], hops: _Hops, *, known: bool) -> TrainingPlan | None:
@@ -190,7 +190,7 @@ def _best(training: Training, there: Sequence[CandidateWorker], hops: _Hops, *, 
         # Of equally near groups the smallest comes first, as in ``ring.placement``.
         looked_at = sorted(groups[:MOST_PEERS], key=lambda group: (min(map(_room, group)), group[0].id))
         cuts = [0, *training.cuts, training.layers] if training.cuts else cut_places(training.layers)
-        chain = best_chain(_board(training, looked_at, hops, cuts), [training.stages])
+        chain = best_chain(_cost_table(training, looked_at, hops, cuts), [training.stages])
         if chain:
             parts = [(looked_at[group], cuts[start], cuts[stop]) for group, start, stop in chain]
             found.append((*_cost(training, parts, hops), number, parts))
@@ -200,7 +200,7 @@ def _best(training: Training, there: Sequence[CandidateWorker], hops: _Hops, *, 
     return _predicted(training, parts, hops, known=known)
 
 
-def _board(training: Training, groups: Sequence[Group], hops: _Hops, cuts: Sequence[int]) -> CostTable:
+def _cost_table(training: Training, groups: Sequence[Group], hops: _Hops, cuts: Sequence[int]) -> CostTable:
     sizes = training.shape.sizes
     upper = np.triu(np.ones((len(cuts), len(cuts)), bool), 1)
     weights = spans(sizes.layers_bytes, cuts)
@@ -233,22 +233,22 @@ def _board(training: Training, groups: Sequence[Group], hops: _Hops, cuts: Seque
 
 
 def _kind(group: Group) -> tuple[float, frozenset[tuple[int, bool]]]:
-    speed = min(trainee.flops for trainee in group)
-    return speed, frozenset((trainee.memory_bytes, trainee.on_host) for trainee in group)
+    speed = min(candidate.flops for candidate in group)
+    return speed, frozenset((candidate.memory_bytes, candidate.on_host) for candidate in group)
 
 
 def _costs_of(group: Group, needs: Mapping[bool, Array], flop: Array, upper: Array) -> Array:
     """(cuts, cuts): seconds of each part at the slowest of a group; infinite if one of it lacks the memory."""
-    speed = ACHIEVED * min(trainee.flops for trainee in group)
+    speed = ACHIEVED * min(candidate.flops for candidate in group)
     costs_s: Array = np.where(upper, flop / speed, np.inf)
-    for trainee in group:
-        if trainee.memory_bytes:
-            costs_s = np.where(needs[trainee.on_host] <= trainee.memory_bytes, costs_s, np.inf)
+    for candidate in group:
+        if candidate.memory_bytes:
+            costs_s = np.where(needs[candidate.on_host] <= candidate.memory_bytes, costs_s, np.inf)
     return costs_s
 
 
 def _compute_s(training: Training, group: Group, start: int, stop: int) -> float:
-    return training.compute_s(start, stop, min(trainee.flops for trainee in group))
+    return training.compute_s(start, stop, min(candidate.flops for candidate in group))
 
 
 def _cost(training: Training, parts: Sequence[tuple[Group, int, int]], hops: _Hops) -> tuple[float, float]:
@@ -274,7 +274,7 @@ def _predicted(
     pace_s = max([*computes_s, *occupied_s])
     share = -(-training.micro_batches // training.replicas)
     bounds = [
-        min(training.most_in_flight(stage, start, stop, trainee) for trainee in group)
+        min(training.most_in_flight(stage, start, stop, candidate) for candidate in group)
         for stage, (group, start, stop) in enumerate(parts)
     ]
     schedule = _schedule(training, min(share, 256), there_s, back_s, pace_s, bounds)
@@ -302,7 +302,7 @@ def _predicted(
                 start,
                 stop,
                 weights[stage],
-                max(training.need_bytes(stage, start, stop, on_host=trainee.on_host) for trainee in group),
+                max(training.need_bytes(stage, start, stop, on_host=candidate.on_host) for candidate in group),
                 schedule.in_flight(stage),
                 computes_s[stage],
                 there_s[stage] + back_s[stage] if stage < len(there_s) else 0.0,

@@ -325,7 +325,7 @@ class Transaction:
         self._ticket = 0
         self._prepared: LedgerRow | None = None  # the row of the step in the redo buffer
         self._next_shares = Shares(())
-        self._wishes = Flag(0)
+        self._requested_flags = Flag(0)
         self._asked = Flag(0)  # the requests that this member's last token carried
         self._granted = Flag(0)  # the union of the flags in the last committed step's tokens
         self._pending_break: Broken | None = None
@@ -500,7 +500,7 @@ class Transaction:
         if event.flag is Flag.HOLD and self.phase is Phase.FORMING:
             return self._stop_forming()
         if self.running:
-            self._wishes |= event.flag
+            self._requested_flags |= event.flag
             return []
         if event.flag is Flag.HOLD:
             match self.phase:
@@ -561,7 +561,7 @@ class Transaction:
         self.prepared_lineage = next_lineage(self.lineage, event.digest)
         self._prepared = LedgerRow(self.applied + 1, view.generation, event.digest, self.shares.packed())
         self._go(Phase.VOTING)
-        self._asked = self._wishes
+        self._asked = self._requested_flags
         refused = self._guard.refuses(event.own, event.part, lenient=view.lenient)
         token = Token(
             view.generation,
@@ -587,7 +587,7 @@ class Transaction:
         self._granted = Flag(0)
         for token in tokens:
             self._granted |= token.flags
-        self._wishes &= ~self._asked  # a request that came after the token waits for the next token
+        self._requested_flags &= ~self._asked  # a request that came after the token waits for the next token
         # Every member sums the same numbers in the same order, so clipping is bit-equal.
         self.square_sum = sum((token.part for token in tokens), start=0.0)
         # A split model keeps its shares: they depend on each replica's slowest stage, which the tokens do not show.
@@ -660,7 +660,7 @@ class Transaction:
         checkpoint. But the run's last step needs its checkpoint, so a break there ends the view."""
         if not self.stopping or self.applied >= self.steps_total:
             return self._break_off(event)
-        self._wishes |= self._granted & Flag.SAVE  # still wanted, after a later step
+        self._requested_flags |= self._granted & Flag.SAVE  # still wanted, after a later step
         return self._to_boundary(confirmed=False)
 
     def _to_boundary(self, *, confirmed: bool) -> list[Instruction]:
@@ -685,16 +685,16 @@ class Transaction:
     def _stop(self, phase: Phase, status: str) -> list[Instruction]:
         self._go(phase)
         # A save or a copy of the state that was requested after the last token is granted after the next step.
-        self._wishes &= Flag.SAVE | Flag.SNAPSHOT
+        self._requested_flags &= Flag.SAVE | Flag.SNAPSHOT
         self._granted = Flag(0)
         self._ticket += 1
         return [SendReport(self.report(status))]
 
     def _leave_view(self, reason: str) -> list[Instruction]:
         if self.phase in (Phase.APPLYING, Phase.CONFIRMING):  # the boundary that would have granted them does not come
-            self._wishes |= self._granted
+            self._requested_flags |= self._granted
         # Leaving the view fulfils a hold or a leave. A save or a copy of the state is still wanted.
-        self._wishes &= Flag.SAVE | Flag.SNAPSHOT
+        self._requested_flags &= Flag.SAVE | Flag.SNAPSHOT
         self._granted = Flag(0)
         self._ticket += 1
         self._go(Phase.IDLE)

@@ -139,21 +139,21 @@ class Written:
         return asdict(self.answer) | {"stats": self.stats} | alone
 
 
-async def _generate(order: GenerateRequest, directory: Path | None) -> None:
+async def _generate(request: GenerateRequest, directory: Path | None) -> None:
     """Raises ``P2PTrainError``, and ``KeyboardInterrupt`` for Ctrl+C."""
     from p2ptrain.cli.output import Console
     from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
     from p2ptrain.cli.text import Needs, text_source
 
-    console, stop = Console(quiet=order.options.as_json), asyncio.Event()
-    shown = Shown(quiet=order.options.as_json)
+    console, stop = Console(quiet=request.options.as_json), asyncio.Event()
+    shown = Shown(quiet=request.options.as_json)
     stop_on_signals(stop, shown.leaving(console))
 
     async def work() -> bool:
-        needs = Needs(order.at_once, 0, order.check)
-        async with text_source(order.options, directory, needs, console) as source:
+        needs = Needs(request.at_once, 0, request.check)
+        async with text_source(request.options, directory, needs, console) as source:
             if source is not None:
-                await Texts(source, order, shown).write()
+                await Texts(source, request, shown).write()
         return True
 
     if await unless_stopped(stop, work()) is None:
@@ -167,22 +167,22 @@ class Texts:
         whole: finished texts by index of the prompt. broken: texts that broke off when one failed.
     """
 
-    def __init__(self, source: Source, order: GenerateRequest, shown: Shown) -> None:
+    def __init__(self, source: Source, request: GenerateRequest, shown: Shown) -> None:
         self.whole: dict[int, Written] = {}
         self.broken: dict[int, Written] = {}
-        self._source, self._order, self._shown = source, order, shown
+        self._source, self._request, self._shown = source, request, shown
         self._behind: dict[int, str] = {}  # index → text that is not shown yet
         self._showing = self._next = 0
 
     async def write(self) -> None:
         """Write all texts, then print their figures. Raises the error of the first text that failed."""
         began = time.perf_counter()
-        self._shown.begin(self._order.prompts[0])
+        self._shown.begin(self._request.prompts[0])
         try:
             await self._all()
         except BaseException as problem:
             self._shown.broken()
-            if self._order.options.as_json and isinstance(problem, P2PTrainError) and (self.whole or self.broken):
+            if self._request.options.as_json and isinstance(problem, P2PTrainError) and (self.whole or self.broken):
                 print_json(self._document() | {"error": failure(problem)})
             raise
         self._tell(time.perf_counter() - began)
@@ -190,26 +190,26 @@ class Texts:
     async def _all(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                for number in range(self._order.at_once):
+                for number in range(self._request.at_once):
                     tasks.create_task(self._worker(), name=f"text {number}")
         except* P2PTrainError as group:
             raise first_error(group) from None
 
     async def _worker(self) -> None:
-        while (index := self._next) < len(self._order.prompts):
+        while (index := self._next) < len(self._request.prompts):
             self._next += 1
             self.whole[index] = await self._one(index)
             while self._showing in self.whole:  # then show the texts that waited for it
                 self._shown.end()
                 self._showing += 1
-                if self._showing < len(self._order.prompts):
-                    self._shown.begin(self._order.prompts[self._showing])
+                if self._showing < len(self._request.prompts):
+                    self._shown.begin(self._request.prompts[self._showing])
                     if piece := self._behind.pop(self._showing, ""):
                         self._shown.piece(piece)
 
     async def _one(self, index: int) -> Written:
-        speculate = not self._order.options.no_speculation
-        if not self._order.compare:
+        speculate = not self._request.options.no_speculation
+        if not self._request.compare:
             return await self._text(index, speculate=speculate, shown=True)
         first = index % 2 == 0  # the second run has warm caches, so the order alternates
         runs = {each: await self._text(index, speculate=each, shown=each == first) for each in (first, not first)}
@@ -219,12 +219,12 @@ class Texts:
         from p2ptrain.cli.text import Answer
         from roles.verifier.asking import TextRequest
 
-        order, prompt = self._order, self._order.prompts[index]
+        asked = self._request
         request = TextRequest(
-            prompt=prompt,
-            max_new_tokens=order.max_new_tokens,
-            sampling=order.options.sampling,
-            stop=order.options.stops,
+            prompt=asked.prompts[index],
+            max_new_tokens=asked.max_new_tokens,
+            sampling=asked.options.sampling,
+            stop=asked.options.stops,
             speculate=speculate,
         )
         began, first_s, said, tokens = time.perf_counter(), 0.0, "", 0
@@ -237,11 +237,12 @@ class Texts:
                 if shown:
                     self._piece(index, piece.text)
         except BaseException:
-            self.broken[index] = Written(Answer(prompt, said, tokens, time.perf_counter() - began, first_s, "failed"))
+            elapsed_s = time.perf_counter() - began
+            self.broken[index] = Written(Answer(request.prompt, said, tokens, elapsed_s, first_s, "failed"))
             raise
         finally:
             await writing.close()
-        answer = Answer(prompt, said, tokens, time.perf_counter() - began, first_s, writing.ended)
+        answer = Answer(request.prompt, said, tokens, time.perf_counter() - began, first_s, writing.ended)
         return Written(answer, writing.stats())
 
     def _piece(self, index: int, piece: str) -> None:
@@ -252,12 +253,12 @@ class Texts:
 
     def _document(self) -> dict[str, Any]:
         known = self.broken | self.whole
-        maps = [known[index].as_map() if index in known else None for index in range(len(self._order.prompts))]
-        return self._source.identity | (maps[0] or {} if self._order.is_one else {"texts": maps})
+        maps = [known[index].as_map() if index in known else None for index in range(len(self._request.prompts))]
+        return self._source.identity | (maps[0] or {} if self._request.is_one else {"texts": maps})
 
     def _tell(self, seconds: float) -> None:
-        options, texts = self._order.options, [self.whole[index] for index in range(len(self.whole))]
-        compared = compare(texts) if self._order.compare else None
+        options, texts = self._request.options, [self.whole[index] for index in range(len(self.whole))]
+        compared = compare(texts) if self._request.compare else None
         if options.as_json:
             print_json(self._document() | self._source.facts() | ({} if compared is None else {"compared": compared}))
             return

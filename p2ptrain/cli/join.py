@@ -198,7 +198,7 @@ def join(
         link=link,
         with_parent=with_parent,
     )
-    wish = ServeOptions(
+    serve_options = ServeOptions(
         role=role,
         model=None,
         device=device,
@@ -210,48 +210,52 @@ def join(
         api_keys=api_keys,
         dtype=dtype,
     )
-    wish = _checked(wish, model)
-    run(_work(joining) if role == "worker" else served(joining, wish))
+    serve_options = _checked(serve_options, model)
+    run(_work(joining) if role == "worker" else served(joining, serve_options))
 
 
-def _checked(wish: ServeOptions, model: str) -> ServeOptions:
+def _checked(serve_options: ServeOptions, model: str) -> ServeOptions:
     """Check the options of the role, and find the model. Raises ``UserError``."""
     from dataclasses import replace
 
     from p2ptrain.cli.text_options import newest_in
     from p2ptrain.core.errors import UserError
 
-    role = wish.role
-    of_both = {"--model": bool(model), "--sessions": bool(wish.sessions), "--dtype": bool(wish.dtype)}
+    role = serve_options.role
+    of_both = {"--model": bool(model), "--sessions": bool(serve_options.sessions), "--dtype": bool(serve_options.dtype)}
     of_verifiers = {
-        "--split": wish.split is not None,
-        "--http": wish.http is not None,
-        "--api-key-file": wish.api_keys is not None,
+        "--split": serve_options.split is not None,
+        "--http": serve_options.http is not None,
+        "--api-key-file": serve_options.api_keys is not None,
     }
     given = of_verifiers if role == "drafter" else of_both | of_verifiers if role == "worker" else {}
     if extra := next((option for option, is_given in given.items() if is_given), None):
         meant = "verifier" if extra in of_verifiers else "drafter, or verifier"
         raise UserError(f"{extra} is not for a {role}", remedy=f"add --role {meant}, or leave it out")
     if role == "worker":
-        return wish
-    _check_split(wish)
-    if wish.api_keys is not None and wish.http is None:
+        return serve_options
+    _check_split(serve_options)
+    if serve_options.api_keys is not None and serve_options.http is None:
         raise UserError("--api-key-file is for an HTTP endpoint", remedy="add --http HOST:PORT, or leave it out")
-    if wish.api_keys is not None:
+    if serve_options.api_keys is not None:
         from roles.verifier.http import read_key
 
-        read_key(wish.api_keys, lambda _: None)  # fail early; a warning about its mode comes later
+        read_key(serve_options.api_keys, lambda _: None)  # fail early; a warning about its mode comes later
     if not model:
         raise UserError(f"a {role} needs a model", remedy="name its directory with --model")
-    return replace(wish, model=newest_in(Path(model)))
+    return replace(serve_options, model=newest_in(Path(model)))
 
 
-def _check_split(wish: ServeOptions) -> None:
+def _check_split(serve_options: ServeOptions) -> None:
     from p2ptrain.core.errors import UserError
 
-    given = {"--device": bool(wish.device), "--memory": bool(wish.memory_bytes), "--threads": bool(wish.threads)}
+    given = {
+        "--device": bool(serve_options.device),
+        "--memory": bool(serve_options.memory_bytes),
+        "--threads": bool(serve_options.threads),
+    }
     extra = next((option for option, is_given in given.items() if is_given), None)
-    if wish.split is not None and extra is not None:
+    if serve_options.split is not None and extra is not None:
         raise UserError(
             f"{extra} means nothing to a verifier with --split: workers compute its model",
             remedy=f"leave it out, and give it to the workers: p2ptrain join {extra} ...",

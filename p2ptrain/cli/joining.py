@@ -6,9 +6,9 @@ The work of a verifier and a drafter is a coroutine in ``serving``::
     async def serve(member: ServingMember, wish: ServeOptions, console: Console) -> None
 
 It is the member's program (``roles.member``). It starts when the seed has accepted the process for the first time. When
-the process leaves, it is cancelled and must end within a second. It loads the model of ``wish`` and registers what it
-answers (``member.answer``) and serves (``member.serves``). If it cannot, it raises ``P2PTrainError``, which ends the
-process. ``console`` shows progress to the user; ``member.notify`` also tells the seed.
+the process leaves, it is cancelled and must end within a second. It loads the model of ``serve_options`` and registers
+what it answers (``member.answer``) and serves (``member.serves``). If it cannot, it raises ``P2PTrainError``, which
+ends the process. ``console`` shows progress to the user; ``member.notify`` also tells the seed.
 """
 
 from __future__ import annotations
@@ -165,11 +165,11 @@ async def stay(joining: Joining, make: Make) -> None:
     console.event("info", "left")
 
 
-async def served(joining: Joining, wish: ServeOptions) -> None:
+async def served(joining: Joining, serve_options: ServeOptions) -> None:
     """Be a verifier or a drafter until Ctrl+C. Raises ``P2PTrainError``, for invalid options before it joins."""
     from p2ptrain.cli.serving import check, serve
 
-    await check(wish)
+    await check(serve_options)
 
     from p2ptrain.core.world import real_world
     from roles.member import MemberOptions, ServingMember
@@ -179,13 +179,13 @@ async def served(joining: Joining, wish: ServeOptions) -> None:
 
     def member(here: ProcessContext, found: Found) -> ServingMember:
         async def program(member: ServingMember) -> None:
-            await serve(member, wish, here.console)
+            await serve(member, serve_options, here.console)
 
         return ServingMember(
             real_world(found.access.network),
             here.identity,
             MemberOptions(
-                role=wish.role,
+                role=serve_options.role,
                 seed=(found.access.host, found.access.port),
                 listen=found.listen,
                 advertise=joining.advertise,

@@ -46,7 +46,7 @@ class ModelLayout:
     width: int
 
 
-def anatomy(config: str, tensors: Mapping[str, TensorRecord], dtype: str = "") -> ModelLayout:
+def model_layout(config: str, tensors: Mapping[str, TensorRecord], dtype: str = "") -> ModelLayout:
     """Measure a model.
 
     Args:
@@ -182,7 +182,7 @@ def _of_directory(directory: Path) -> ModelShape:
         name: TensorRecord(name, entry.dtype, list(entry.shape), entry.size_bytes, bytes(16))
         for name, entry in entries.items()
     }
-    found, table = anatomy(config, records, "fp32"), config_untrusted(config)
+    found, table = model_layout(config, records, "fp32"), config_untrusted(config)
     vocab, inner = table.get("vocab_size"), table.get("intermediate_size")
     if not isinstance(vocab, int) or vocab < 1:
         raise ConfigError(f"{path} does not say how many tokens it knows", remedy="add vocab_size to it")

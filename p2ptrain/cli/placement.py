@@ -176,6 +176,6 @@ def local_plan(
     ]
     preset = preset_named(link) if link else None
     way = LinkQuality(preset.delay_ms / 1e3, preset.rate_bps or None) if preset else None
-    ids = [trainee.id for trainee in there]
+    ids = [candidate.id for candidate in there]
     links = {(one, other): way for one in ids for other in ids if one != other and way is not None}
     return plan_of(plan_maps(training, plan(training, there, links), there))

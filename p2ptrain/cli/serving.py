@@ -40,19 +40,19 @@ AGAIN_LOOKS = 15
 """After this many looks the same workers are tried again: they may have freed memory, or be reachable now."""
 
 
-async def check(wish: ServeOptions) -> None:
+async def check(serve_options: ServeOptions) -> None:
     """Before joining, refuse HTTP or a model that cannot be served. Raises ``UserError``, ``ResourceError``."""
-    if wish.http is not None:
+    if serve_options.http is not None:
         from roles.verifier.http import check_place
 
-        await check_place(*wish.http, wish.api_keys)
-    if wish.role == "verifier" and wish.split is None and wish.model is not None:
-        cache_bytes(wish.memory_bytes, wish.model, wish.dtype)
+        await check_place(*serve_options.http, serve_options.api_keys)
+    if serve_options.role == "verifier" and serve_options.split is None and serve_options.model is not None:
+        cache_bytes(serve_options.memory_bytes, serve_options.model, serve_options.dtype)
 
 
-async def serve(member: ServingMember, wish: ServeOptions, console: Console) -> None:
+async def serve(member: ServingMember, serve_options: ServeOptions, console: Console) -> None:
     """Serve until cancelled. Raises ``P2PTrainError``."""
-    await (_verify if wish.role == "verifier" else _draft)(member, wish, console)
+    await (_verify if serve_options.role == "verifier" else _draft)(member, serve_options, console)
 
 
 def model_name(directory: Path) -> str:
@@ -66,15 +66,17 @@ def model_name(directory: Path) -> str:
 # ---------------------------------------------------------------------------------------------------------- verifier
 
 
-async def _verify(member: ServingMember, wish: ServeOptions, console: Console) -> None:
+async def _verify(member: ServingMember, serve_options: ServeOptions, console: Console) -> None:
     from roles.compute_thread import ComputeThread
 
-    directory, sessions = wish.model, wish.sessions or USUAL_SESSIONS
+    directory, sessions = serve_options.model, serve_options.sessions or USUAL_SESSIONS
     assert directory is not None
     async with AsyncExitStack() as stack:
         compute = ComputeThread(member.world.threads)
         stack.callback(compute.close)
-        form, weights = await compute.run(_prepared, directory, wish.threads, whole=wish.split is None)
+        form, weights = await compute.run(
+            _prepared, directory, serve_options.threads, whole=serve_options.split is None
+        )
         text = form.text
 
         from p2ptrain.cli.split import TYPICAL_POSITIONS
@@ -84,7 +86,7 @@ async def _verify(member: ServingMember, wish: ServeOptions, console: Console) -
         from roles.verifier.server import serve_texts
         from roles.verifier.service import ServiceOptions, VerifierService
 
-        around = Context(
+        context = Context(
             world=member.world,
             peer_id=member.peer_id,
             name=member.name,
@@ -93,13 +95,13 @@ async def _verify(member: ServingMember, wish: ServeOptions, console: Console) -
             notify=member.notify,
             role="verifier",
         )
-        if wish.split is None:
-            opened = _whole_target(member, wish, directory, compute, sessions, console)
+        if serve_options.split is None:
+            opened = _whole_target(member, serve_options, directory, compute, sessions, console)
         else:
-            opened = split_target(member, around, wish, text, sessions, console)
+            opened = split_target(member, context, serve_options, text, sessions, console)
         target = await stack.enter_async_context(opened)
         digest = text.tokenizer.digest
-        drafters = Drafters(around, Tokens(target.vocab_size, digest))
+        drafters = Drafters(context, Tokens(target.vocab_size, digest))
         stack.push_async_callback(drafters.close)
         service = VerifierService(
             member.world,
@@ -109,12 +111,14 @@ async def _verify(member: ServingMember, wish: ServeOptions, console: Console) -
             model=model_name(directory),
             created=int((directory / "config.json").stat().st_mtime),
             drafters=drafters,
-            options=ServiceOptions(sessions=sessions, positions=0 if wish.split is None else TYPICAL_POSITIONS),
+            options=ServiceOptions(
+                sessions=sessions, positions=0 if serve_options.split is None else TYPICAL_POSITIONS
+            ),
             on_change=member.changed,
         )
         stack.push_async_callback(_end, service)
         await service.warm_up()
-        http = await _http(stack, member, wish, service)
+        http = await _http(stack, member, serve_options, service)
         member.on_drafters(drafters.here)
         member.answer("generate", partial(serve_texts, service))
         member.serves(partial(_serving, service, target, digest, weights, http))
@@ -148,14 +152,19 @@ def _prepare_torch(threads: int) -> None:
 
 @asynccontextmanager
 async def _whole_target(
-    member: ServingMember, wish: ServeOptions, directory: Path, compute: ComputeThread, sessions: int, console: Console
+    member: ServingMember,
+    serve_options: ServeOptions,
+    directory: Path,
+    compute: ComputeThread,
+    sessions: int,
+    console: Console,
 ) -> AsyncIterator[Target]:
     """Load the whole model into this process. Raises as ``load_whole_engine``."""
     from p2ptrain.cli.split import within
     from roles.verifier.targets import WholeTarget, load_whole_engine
 
     engine, context = await load_whole_engine(
-        directory, compute, device=wish.device or "auto", dtype=wish.dtype, on_bytes=_loading(console)
+        directory, compute, device=serve_options.device or "auto", dtype=serve_options.dtype, on_bytes=_loading(console)
     )
     console.clear()
     target = WholeTarget(
@@ -165,7 +174,7 @@ async def _whole_target(
         label=directory.name,
         context=context,
         max_sessions=2 * sessions + 1,  # running ones, and ones kept for the next question
-        cache_bytes=cache_bytes(wish.memory_bytes, directory, wish.dtype),
+        cache_bytes=cache_bytes(serve_options.memory_bytes, directory, serve_options.dtype),
     )
     try:
         yield target
@@ -199,39 +208,46 @@ def cache_bytes(memory_bytes: int, directory: Path, dtype: str = "") -> int:
 
 @asynccontextmanager
 async def split_target(
-    member: ServingMember, around: Context, wish: ServeOptions, text: ModelText, sessions: int, console: Console
+    member: ServingMember,
+    context: Context,
+    serve_options: ServeOptions,
+    text: ModelText,
+    sessions: int,
+    console: Console,
 ) -> AsyncIterator[Target]:
     """Load the model into workers of the cluster, as soon as there are enough of them.
 
     Raises:
-        UserError: it has fewer layers than ``wish.split``.
+        UserError: it has fewer layers than ``serve_options.split``.
         P2PTrainError: its files cannot be read, or workers refuse to load it.
     """
-    from p2ptrain.cli.model_sizes import anatomy
+    from p2ptrain.cli.model_sizes import model_layout
     from p2ptrain.cli.split import conversation_positions, within
     from roles.background import Background
     from roles.chain.client import PoolUpdater
     from roles.chain.plan import local_model, tensor_table
     from roles.verifier.targets import ChainTarget
 
-    assert wish.model is not None
-    assert wish.split is not None
-    console.progress(f"reading the files of {wish.model}")  # the first time it hashes them
-    model = await local_model(around, wish.model)
-    found = anatomy(model.config, await tensor_table(around, model), wish.dtype)
+    assert serve_options.model is not None
+    assert serve_options.split is not None
+    console.progress(f"reading the files of {serve_options.model}")  # the first time it hashes them
+    model = await local_model(context, serve_options.model)
+    found = model_layout(model.config, await tensor_table(context, model), serve_options.dtype)
     console.clear()
-    if wish.split > found.sizes.layers:
-        said = f"a chain of {wish.split} stages was asked for, and the model has {found.sizes.layers} layers"
+    if serve_options.split > found.sizes.layers:
+        said = f"a chain of {serve_options.split} stages was asked for, and the model has {found.sizes.layers} layers"
         raise UserError(said, remedy=f"give --split {found.sizes.layers} at most, or no number to have the best one")
-    chain = await _awaited_chain(member, around, wish, console, model, found, sessions * conversation_positions(text))
-    recruiting = Background()
+    chain = await _awaited_chain(
+        member, context, serve_options, console, model, found, sessions * conversation_positions(text)
+    )
+    pool_updater = Background()
     try:
-        target = ChainTarget(chain, label=wish.model.name, context=text.context)
-        recruiting.start(PoolUpdater(chain, member.ask).run(), "recruiting")
+        target = ChainTarget(chain, label=serve_options.model.name, context=text.context)
+        pool_updater.start(PoolUpdater(chain, member.ask).run(), "recruiting")
         try:
             yield target
         finally:
-            await within(LEAVE_S, recruiting.stop())
+            await within(LEAVE_S, pool_updater.stop())
             await within(LEAVE_S, target.close())
     finally:
         await within(LEAVE_S, chain.pool.close())
@@ -239,8 +255,8 @@ async def split_target(
 
 async def _awaited_chain(
     member: ServingMember,
-    around: Context,
-    wish: ServeOptions,
+    context: Context,
+    serve_options: ServeOptions,
     console: Console,
     model: Model,
     found: ModelLayout,
@@ -265,11 +281,13 @@ async def _awaited_chain(
         workers = await known()
         pool: WorkerPool | None = None
         try:
-            if len(workers) < (wish.split or 1):
-                there = f"{len(workers)} of {wish.split} workers are there" if workers else "no worker is there"
+            if len(workers) < (serve_options.split or 1):
+                there = (
+                    f"{len(workers)} of {serve_options.split} workers are there" if workers else "no worker is there"
+                )
                 raise UserError(f"{there} to hold a part of the model", remedy="start some: p2ptrain join")
-            pool = await WorkerPool.connect(around, workers)
-            chain = await _loaded_by(pool, wish, console, model, found, positions)
+            pool = await WorkerPool.connect(context, workers)
+            chain = await _loaded_by(pool, serve_options, console, model, found, positions)
         except (NetworkError, ResourceError, UserError) as problem:
             text = f"{problem.message}: {problem.remedy}" if problem.remedy else problem.message
             if text != said:
@@ -292,7 +310,7 @@ async def _awaited_chain(
 
 
 async def _loaded_by(
-    pool: object, wish: ServeOptions, console: Console, model: Model, found: ModelLayout, positions: int
+    pool: object, serve_options: ServeOptions, console: Console, model: Model, found: ModelLayout, positions: int
 ) -> Chain:
     """Raises as ``WorkerPool.plan`` and ``Chain.load``; ``UserError`` if too few workers are usable."""
     from p2ptrain.cli.split import LoadingLine
@@ -301,17 +319,17 @@ async def _loaded_by(
     from roles.chain.plan import WorkerPool
 
     assert isinstance(pool, WorkerPool)
-    if (here := len(pool.peers)) < (wish.split or 1):
+    if (here := len(pool.peers)) < (serve_options.split or 1):
         refused = "; ".join(f"{name}: {reason}" for name, reason in pool.refused.items())
-        raise UserError(f"{here} of {wish.split} workers can be used: {refused}", remedy="start another one")
+        raise UserError(f"{here} of {serve_options.split} workers can be used: {refused}", remedy="start another one")
     try:
         plan = await pool.plan(
             model,
             found.sizes,
             positions=positions,
-            dtype=wish.dtype,
+            dtype=serve_options.dtype,
             activation_bytes=activation_bytes(found.dtype, 1, found.width),
-            stages=wish.split or None,
+            stages=serve_options.split or None,
         )
     except ResourceError as problem:  # its own remedy names options that ``join`` does not have
         remedy = "start more of them, or some with more memory: p2ptrain join; or take fewer --sessions"
@@ -322,17 +340,19 @@ async def _loaded_by(
         console.clear()
 
 
-async def _http(stack: AsyncExitStack, member: ServingMember, wish: ServeOptions, service: VerifierService) -> str:
-    if wish.http is None:
+async def _http(
+    stack: AsyncExitStack, member: ServingMember, serve_options: ServeOptions, service: VerifierService
+) -> str:
+    if serve_options.http is None:
         return ""
     from p2ptrain.cli.access import shown_host
     from roles.verifier.http import read_key, serving_http
     from wire.address import format_address
 
     key = None
-    if wish.api_keys is not None:
-        key = read_key(wish.api_keys, lambda text: member.notify("warning", "api-key", text))
-    host, port = await stack.enter_async_context(serving_http(service, *wish.http, key, world=member.world))
+    if serve_options.api_keys is not None:
+        key = read_key(serve_options.api_keys, lambda text: member.notify("warning", "api-key", text))
+    host, port = await stack.enter_async_context(serving_http(service, *serve_options.http, key, world=member.world))
     return f"http://{format_address(shown_host(host), port)}/v1"
 
 
@@ -365,19 +385,19 @@ async def _end(service: VerifierService) -> None:
 # ----------------------------------------------------------------------------------------------------------- drafter
 
 
-async def _draft(member: ServingMember, wish: ServeOptions, console: Console) -> None:
+async def _draft(member: ServingMember, serve_options: ServeOptions, console: Console) -> None:
     from roles.compute_thread import ComputeThread
     from roles.drafter.drafter import MAX_SESSIONS, Drafter
 
     compute = ComputeThread(member.world.threads)
     try:
-        assert wish.model is not None
-        serves = await _small_model(wish.model, wish, compute, console)
+        assert serve_options.model is not None
+        serves = await _small_model(serve_options.model, serve_options, compute, console)
         drafter = Drafter(
             member.world,
             compute,
             serves,
-            most_sessions=wish.sessions or MAX_SESSIONS,
+            most_sessions=serve_options.sessions or MAX_SESSIONS,
             tell=lambda text: console.event("info", text),
         )
         member.answer("draft", drafter.serve, judge=drafter.decide)
@@ -391,20 +411,22 @@ async def _draft(member: ServingMember, wish: ServeOptions, console: Console) ->
         compute.close()
 
 
-async def _small_model(directory: Path, wish: ServeOptions, compute: ComputeThread, console: Console) -> Serves:
+async def _small_model(
+    directory: Path, serve_options: ServeOptions, compute: ComputeThread, console: Console
+) -> Serves:
     """Raises as ``load_whole_engine``; ``ConfigError`` without a tokenizer."""
     from p2ptrain.compute.tokenizer import Tokenizer
     from roles.drafter.drafter import Serves
     from roles.verifier import targets
 
     tokenizer = Tokenizer.of_directory(directory)  # fail before loading anything
-    await compute.run(_prepare_torch, wish.threads)
+    await compute.run(_prepare_torch, serve_options.threads)
     engine, context = await targets.load_whole_engine(
-        directory, compute, device=wish.device or "auto", dtype=wish.dtype, on_bytes=_loading(console)
+        directory, compute, device=serve_options.device or "auto", dtype=serve_options.dtype, on_bytes=_loading(console)
     )
-    limit_bytes = wish.memory_bytes - engine.weights_bytes if wish.memory_bytes else 0
-    if wish.memory_bytes and limit_bytes <= 0:
-        takes, given = human_bytes(engine.weights_bytes), human_bytes(wish.memory_bytes)
+    limit_bytes = serve_options.memory_bytes - engine.weights_bytes if serve_options.memory_bytes else 0
+    if serve_options.memory_bytes and limit_bytes <= 0:
+        takes, given = human_bytes(engine.weights_bytes), human_bytes(serve_options.memory_bytes)
         text = f"{directory} takes {takes}, and --memory says {given}"
         raise ResourceError(text, remedy="give it more, or draft with a smaller model")
     return Serves(engine, model_name(directory), context or 0, tokenizer.digest, limit_bytes)

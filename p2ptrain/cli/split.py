@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from p2ptrain.cli.model_sizes import ModelLayout, anatomy
+from p2ptrain.cli.model_sizes import ModelLayout, model_layout
 from p2ptrain.cli.output import Console, print_json, print_table
 from p2ptrain.cli.placement import placement_map, print_placement
 from p2ptrain.cli.runtime import default_state_dir, open_operator, operator_name
@@ -42,7 +42,7 @@ class Planned:
     label: str
     text: ModelText
     model: Model
-    anatomy: ModelLayout
+    model_layout: ModelLayout
     plan: Plan
     options: SplitOptions
     pool: WorkerPool
@@ -59,7 +59,7 @@ class Planned:
 
     @property
     def encoding(self) -> str:
-        return self.options.encodings[0] or self.anatomy.dtype
+        return self.options.encodings[0] or self.model_layout.dtype
 
 
 @asynccontextmanager
@@ -85,7 +85,7 @@ async def planned(
     access, client = await open_operator(seed)
     try:
         await access.freshen(client.request)
-        around = Context(
+        context = Context(
             world=real_world(access.network),
             peer_id=access.peer_id or new_id(),
             name=operator_name(),
@@ -102,17 +102,17 @@ async def planned(
             "no worker is there to hold a part of the model",
             remedy="start some: p2ptrain join, or all on this machine: p2ptrain up --split 2 --checkpoint DIR",
         )
-    pool = await WorkerPool.connect(around, workers)
+    pool = await WorkerPool.connect(context, workers)
     try:
         with tempfile.TemporaryDirectory(prefix="p2ptrain-text-") as kept:
             if directory is not None:
                 console.progress(f"reading the files of {directory}")  # the first time it hashes them
-                model = await local_model(around, directory)
+                model = await local_model(context, directory)
             else:
                 model = await _model_of_worker(pool, held)
                 text = await _text_of(pool, model, Path(kept))
             assert text is not None
-            found = anatomy(model.config, await tensor_table(around, model), options.dtype)
+            found = model_layout(model.config, await tensor_table(context, model), options.dtype)
             plan = await pool.plan(
                 model,
                 found.sizes,

@@ -115,7 +115,7 @@ def up(
       p2ptrain up --workers 2 --set job.strategy=pipeline --set pipeline.stages=2 --dry-run
       p2ptrain up --split 3 --spare 1 --checkpoint ./SmolLM2-135M --memory 400MiB
     """
-    from p2ptrain.cli.up_cluster import Plan, http_wish, train
+    from p2ptrain.cli.up_cluster import Plan, http_options, train
     from wire.emulate import preset_named
 
     if link:
@@ -136,7 +136,7 @@ def up(
     if extra := next((name for name, value in given.items() if value), None):
         raise UserError(f"--{extra} is for a model that is split", remedy="add --split N, or leave it out")
     loaded = _profile(profile, sets, workers)
-    endpoint = http_wish(http, api_keys, loaded)
+    endpoint = http_options(http, api_keys, loaded)
     if dry_run or loaded.stages > 1:
         _plan_here(loaded, workers, link or loaded.link.preset, dry_run=dry_run, as_json=as_json)
         if dry_run:

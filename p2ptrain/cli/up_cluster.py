@@ -54,7 +54,7 @@ class HttpOptions:
         return f'curl {address}/models -H "Authorization: Bearer $(cat {quote(str(self.key_file))})"'
 
 
-def http_wish(http: str, key_file: Path | None, profile: Profile) -> HttpOptions | None:
+def http_options(http: str, key_file: Path | None, profile: Profile) -> HttpOptions | None:
     """Read ``up --http``; None if it is not given. Raises ``UserError`` if no verifier would answer, or for a bad
     address."""
     from p2ptrain.cli.join import host_and_port

@@ -120,13 +120,13 @@ class BackwardProgress:
 
     Args:
         stops: the end of each parameter in the flat array, ascending.
-        ferry: copies to the reduce buffer, if that is not the memory to which backward writes.
+        host_copier: copies to the reduce buffer, if that is not the memory to which backward writes.
         convert: called with the number of final elements, to bring them into a reduce buffer of another format.
     """
 
-    def __init__(self, stops: Sequence[int], ferry: HostCopier | None, convert: OnFinal | None = None) -> None:
+    def __init__(self, stops: Sequence[int], host_copier: HostCopier | None, convert: OnFinal | None = None) -> None:
         self._stops = tuple(stops)
-        self._ferry = ferry
+        self._host_copier = host_copier
         self._convert = convert
         self._on_final: OnFinal | None = None
         self.begin()
@@ -134,8 +134,8 @@ class BackwardProgress:
     def begin(self) -> None:
         self._final = [False] * len(self._stops)
         self._reached = 0  # parameters before this one are final
-        if self._ferry is not None:
-            self._ferry.begin()
+        if self._host_copier is not None:
+            self._host_copier.begin()
 
     @contextmanager
     def telling(self, on_final: OnFinal | None) -> Iterator[None]:
@@ -162,7 +162,7 @@ class BackwardProgress:
         numel = self._stops[self._reached - 1] if self._reached else 0
         if self._convert is not None:
             self._convert(numel)
-        self._on_final(numel if self._ferry is None else self._ferry.final(numel))
+        self._on_final(numel if self._host_copier is None else self._host_copier.final(numel))
 
 
 # --------------------------------------------------------------------------------------------------------- fixed point

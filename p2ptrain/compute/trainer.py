@@ -179,8 +179,8 @@ class Trainer:
         self._summed = self._fixed.total if self._fixed else self._flat.gradients
         on_host = self._fixed.on_host if self._fixed else self._is_host
         self._host = self._summed if on_host else _host_buffer(self._summed)
-        self._ferry = _ferry(self._summed, self._host, device.kind)
-        self._watch = BackwardProgress(self._flat.stops, self._ferry, self._fixed.add if self._fixed else None)
+        self._host_copier = _host_copier(self._summed, self._host, device.kind)
+        self._watch = BackwardProgress(self._flat.stops, self._host_copier, self._fixed.add if self._fixed else None)
         for index, segment in enumerate(self._flat.segments):
             hook = partial(self._watch.gradient_final, index)
             self._model.get_parameter(segment.name).register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -279,8 +279,8 @@ class Trainer:
         """Copy the rest of the gradients, and the loss, into ``reduce_buffer``."""
         if self._flights:
             raise ValueError(f"micro-batches {sorted(self._flights)} have had no backward")
-        if self._ferry is not None:
-            self._ferry.finish(on_final or (lambda numel: None))
+        if self._host_copier is not None:
+            self._host_copier.finish(on_final or (lambda numel: None))
         elif self._host is not self._summed:
             self._host.copy_(self._summed)  # blocks until the device is done
 
@@ -534,7 +534,7 @@ def _host_buffer(like: Tensor) -> Tensor:
     return torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
 
 
-def _ferry(gradients: Tensor, host: Tensor, kind: str) -> HostCopier | None:
+def _host_copier(gradients: Tensor, host: Tensor, kind: str) -> HostCopier | None:
     """With CUDA: a copier of gradients to pinned memory, on a separate stream, while backward runs."""
     if kind != "cuda":
         return None

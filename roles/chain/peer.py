@@ -92,7 +92,7 @@ class Peer:
         self.problem: P2PTrainError | None = None
         self.on_lost: list[Callable[[Peer, P2PTrainError], None]] = []
         self.listeners: dict[str, Callable[[Peer, Sampled | ChainBroken], None]] = {}
-        self._around = context
+        self._context = context
         self._now = context.world.clock.now
         self._connection = connection
         self._line = Line(connection, QUIET_S, beat_s=context.silence_s / 4)
@@ -134,7 +134,7 @@ class Peer:
 
     @property
     def silence_s(self) -> float:
-        return max(self._around.silence_s, 16 * self.latency_s)
+        return max(self._context.silence_s, 16 * self.latency_s)
 
     def watch_closely(self) -> None:
         self._line.silence_s = min(self._line.silence_s, self.silence_s)

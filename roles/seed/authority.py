@@ -306,11 +306,11 @@ class Authority:
     Attributes:
         ca_der: the CA's certificate.
         pin: SHA-256 of ``ca_der``, as tickets carry it.
-        book: the current state; replaced as a whole.
+        records: the current state; replaced as a whole.
     """
 
-    def __init__(self, disk: Disk, directory: Path, key_pem: bytes, ca_pem: bytes, book: AuthorityState) -> None:
-        self.book = book
+    def __init__(self, disk: Disk, directory: Path, key_pem: bytes, ca_pem: bytes, records: AuthorityState) -> None:
+        self.records = records
         self.ca_der = der_of(ca_pem)
         self.pin = hashlib.sha256(self.ca_der).digest()
         self._disk, self._directory = disk, directory
@@ -329,10 +329,10 @@ class Authority:
             write_atomic(disk, directory / "ca.pem", ca_pem)  # last: if ca.pem exists, the key does too
         key_pem = disk.read(directory / "ca.key", max_bytes=_MAX_PEM_BYTES)
         ca_pem = disk.read(directory / "ca.pem", max_bytes=_MAX_PEM_BYTES)
-        book, path = AuthorityState(), directory / "tickets.json"
+        records, path = AuthorityState(), directory / "tickets.json"
         if path.name in disk.list_dir(directory):
             try:
-                book = AuthorityState.from_json(disk.read(path, max_bytes=_MAX_BOOK_BYTES))
+                records = AuthorityState.from_json(disk.read(path, max_bytes=_MAX_BOOK_BYTES))
             except StorageError as error:
                 remedy = "restore it from a backup, or move it away: then every member needs a new ticket"
                 raise StorageError(f"cannot use {path}: {error.message}", remedy=error.remedy or remedy) from error
@@ -340,14 +340,14 @@ class Authority:
             key = serialization.load_pem_private_key(key_pem, password=None)
             if key.public_key() != x509.load_pem_x509_certificate(ca_pem).public_key():
                 raise ValueError("ca.key is not the key of ca.pem")
-            return cls(disk, directory, key_pem, ca_pem, book)
+            return cls(disk, directory, key_pem, ca_pem, records)
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             remedy = f"restore it from a backup, or move {directory} away: then every member needs a new ticket"
             raise StorageError(f"the authority in {directory} is damaged: {error}", remedy=remedy) from error
 
     def files(self) -> dict[str, bytes]:
         """The files that another seed needs to become this authority, for backups. ``keep_files`` writes them."""
-        return {KEY_FILE: self._key_pem, BOOK_FILE: self.book.to_json(), CA_FILE: self._ca_pem}
+        return {KEY_FILE: self._key_pem, BOOK_FILE: self.records.to_json(), CA_FILE: self._ca_pem}
 
     # ----------------------------------------------------------------------------------------------------- certificates
 
@@ -373,11 +373,13 @@ class Authority:
             text = f"the peer id {peer_id} is the seed's own"
             raise Refused("duplicate-peer", text, remedy="use another --state")
         key, digest = _requested(csr_der, peer_id)
-        role = self.book.judge_enrolment(ticket_id, peer_id, digest, now).role
+        role = self.records.judge_enrolment(ticket_id, peer_id, digest, now).role
 
-        def member(book: AuthorityState) -> AuthorityState:
-            book.judge_enrolment(ticket_id, peer_id, digest, now)  # another peer may have used the ticket up meanwhile
-            return book.with_member(ticket_id, peer_id, digest, now + CERTIFICATE_LIFETIME_S, now)
+        def member(records: AuthorityState) -> AuthorityState:
+            records.judge_enrolment(
+                ticket_id, peer_id, digest, now
+            )  # another peer may have used the ticket up meanwhile
+            return records.with_member(ticket_id, peer_id, digest, now + CERTIFICATE_LIFETIME_S, now)
 
         await self._change(member)
         return self._sign(key, peer_id, role, bytes.fromhex(ticket_id), now)
@@ -387,18 +389,18 @@ class Authority:
         ticket_id, peer_id = ticket_of(identity), identity.peer_id
         key, digest = _requested(csr_der, peer_id)
 
-        def member(book: AuthorityState) -> AuthorityState:
-            book.judge_certificate(ticket_id, peer_id)
-            return book.with_member(ticket_id, peer_id, digest, now + CERTIFICATE_LIFETIME_S, now)
+        def member(records: AuthorityState) -> AuthorityState:
+            records.judge_certificate(ticket_id, peer_id)
+            return records.with_member(ticket_id, peer_id, digest, now + CERTIFICATE_LIFETIME_S, now)
 
-        role = self.book.ticket(ticket_id).role
+        role = self.records.ticket(ticket_id).role
         await self._change(member)
         return self._sign(key, peer_id, role, bytes.fromhex(ticket_id), now)
 
     def judge(self, identity: PeerIdentity) -> None:
         """Raise ``Refused`` if a certificate under this CA is no longer honoured: revoked, evicted or unknown."""
         if "seed" not in identity.roles or ticket_of(identity) != bytes(ID_BYTES).hex():  # a seed's has no ticket
-            self.book.judge_certificate(ticket_of(identity), identity.peer_id)
+            self.records.judge_certificate(ticket_of(identity), identity.peer_id)
 
     def _sign(self, key: ec.EllipticCurvePublicKey, peer_id: str, role: str, ticket_id: bytes, now: float) -> bytes:
         serial = int.from_bytes(_SERIAL_LEAD + ticket_id + secrets.token_bytes(_SERIAL_RANDOM_BYTES))
@@ -425,12 +427,12 @@ class Authority:
             kind=kind,
             uses=uses,
         )
-        await self._change(lambda book: book.with_ticket(record, now))
+        await self._change(lambda records: records.with_ticket(record, now))
         return record
 
     async def first_ticket(self, *, host: str, now: float) -> TicketRecord:
         """The worker ticket that a seed shows when it starts. It stays the same until its end."""
-        found = self.book.of_kind("first", "worker", now)
+        found = self.records.of_kind("first", "worker", now)
         if found is not None and found.host == host:
             return found
         return await self.new_ticket("worker", host=host, now=now, expires_s=FIRST_TICKET_S, kind="first")
@@ -438,7 +440,7 @@ class Authority:
     async def write_local_tickets(self, *, host: str, port: int, now: float) -> None:
         """Write a ticket of each role for this machine's own programs. Raises ``Refused``, ``StorageError``."""
         for role in ROLES:
-            record = self.book.of_kind("local", role, now)
+            record = self.records.of_kind("local", role, now)
             if record is None:
                 record = await self.new_ticket(role, host=host, now=now, expires_s=None, kind="local")
             ticket = Ticket(host, port, role, record.id, record.secret, self.pin)
@@ -448,15 +450,15 @@ class Authority:
 
     async def revoke(self, ticket_id: str, now: float) -> None:
         """Raises ``Refused`` if there is no such ticket, ``StorageError``."""
-        await self._change(lambda book: book.without_ticket(ticket_id, now))
+        await self._change(lambda records: records.without_ticket(ticket_id, now))
 
     async def rotate(self, now: float) -> None:
         """Close every open ticket. Members stay. Raises ``StorageError``."""
-        await self._change(lambda book: book.rotated(now))
+        await self._change(lambda records: records.rotated(now))
 
     async def evict(self, peer_id: str, name: str) -> None:
         """Raises ``Refused``, ``StorageError``."""
-        await self._change(lambda book: book.with_evicted(peer_id, name))
+        await self._change(lambda records: records.with_evicted(peer_id, name))
 
     async def _change(self, change: Callable[[AuthorityState], AuthorityState]) -> None:
         task = asyncio.get_running_loop().create_task(self._changed(change), name="tickets")
@@ -464,10 +466,10 @@ class Authority:
 
     async def _changed(self, change: Callable[[AuthorityState], AuthorityState]) -> None:
         async with self._changing:
-            book = change(self.book)
+            records = change(self.records)
             path = self._directory / "tickets.json"
-            await asyncio.to_thread(write_atomic, self._disk, path, book.to_json(), private=True)
-            self.book = book
+            await asyncio.to_thread(write_atomic, self._disk, path, records.to_json(), private=True)
+            self.records = records
 
 
 def keep_files(disk: Disk, directory: Path, files: Mapping[str, bytes]) -> None:

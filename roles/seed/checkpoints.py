@@ -21,7 +21,7 @@ from wire.records import CheckpointInfo
 
 
 class Catalogue:
-    """All known checkpoints. A job's controller (``desks``) is notified when the checkpoints of the job change.
+    """All known checkpoints. A job's controller (``controllers``) is notified when the checkpoints of the job change.
 
     ``known``: checkpoint id → record.
     """
@@ -30,12 +30,18 @@ class Catalogue:
         self,
         clock: Clock,
         store: Store,
-        board: Subscriptions,
-        desks: Mapping[str, JobController],
+        subscriptions: Subscriptions,
+        controllers: Mapping[str, JobController],
         links: Mapping[str, Link],
     ) -> None:
         self.known: dict[str, CheckpointInfo] = {}
-        self._clock, self._store, self._board, self._desks, self._links = clock, store, board, desks, links
+        self._clock, self._store, self._subscriptions, self._controllers, self._links = (
+            clock,
+            store,
+            subscriptions,
+            controllers,
+            links,
+        )
         self._noting = asyncio.Semaphore(64)  # bounds the writes in progress; senders of more reports wait
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -52,11 +58,11 @@ class Catalogue:
         A worker keeps the newest ones, as many as the job says, and the newest one that all stages of a split model
         have. The record is written by a task, so that a slow disk does not delay heartbeats over the link.
         """
-        desk = self._desks[message.job]
-        split = desk.stages > 1
+        controller = self._controllers[message.job]
+        split = controller.stages > 1
         info = checkpoint_of(link, message, self._clock.wall(), split=split)
         known = self.known.get(info.id)
-        keep = max(desk.record.keep, 2)
+        keep = max(controller.record.keep, 2)
         alike = info.job, info.peer_id, info.stage is None
         mine = [item for item in self.known.values() if (item.job, item.peer_id, item.stage is None) == alike]
         newer = sum(item.step > info.step for item in mine)
@@ -65,11 +71,11 @@ class Catalogue:
         mine = sorted([item for item in mine if item.id != info.id] + [info], key=lambda item: -item.step)
         await self._noting.acquire()
         self.known[info.id] = info
-        spared = newest_of_all_stages(self.of(info.job), desk.stages) if split else 0
+        spared = newest_of_all_stages(self.of(info.job), controller.stages) if split else 0
         dropped = [item.id for item in mine[keep:] if item.step != spared]
         for item_id in dropped:
             self.known.pop(item_id, None)
-        self._board.touch("checkpoints", info.id, *dropped)
+        self._subscriptions.touch("checkpoints", info.id, *dropped)
         self._tell_newest(info.job)  # first, so that no view begins at a step before this one
         assert self._tasks is not None
         if started_in(self._tasks, self._note(info, dropped), "note a checkpoint") is None:
@@ -81,13 +87,13 @@ class Catalogue:
         later = [item for item in self.of(view.job) if item.step > view.step]
         await self.drop([item.id for item in later if item.peer_id in members])
 
-    async def loaded(self, link: Link, desk: JobController, applied: int) -> None:
+    async def loaded(self, link: Link, controller: JobController, applied: int) -> None:
         """Drop the records of a stage's checkpoints after step ``applied``: it could not load them.
 
         For a model that is not split they stay known until a view begins, because the job waits for workers that are
         still loading.
         """
-        later = [item for item in self.of(desk.id) if item.peer_id == link.id and item.step > applied]
+        later = [item for item in self.of(controller.id) if item.peer_id == link.id and item.step > applied]
         await self.drop([item.id for item in later if item.stage is not None])
 
     async def drop(self, ids: list[str]) -> None:
@@ -95,7 +101,7 @@ class Catalogue:
             for item_id in ids:
                 self.known.pop(item_id, None)
             await self._store.call(Records.remove_checkpoints, ids)
-            self._board.touch("checkpoints", *ids)
+            self._subscriptions.touch("checkpoints", *ids)
             for job in {item_id.partition("@")[0] for item_id in ids}:
                 self._tell_newest(job)
 
@@ -104,7 +110,7 @@ class Catalogue:
         gone = [item.id for item in self.of(job)]
         for item_id in gone:
             del self.known[item_id]
-        self._board.touch("checkpoints", *gone)
+        self._subscriptions.touch("checkpoints", *gone)
 
     def of(self, job: str) -> list[CheckpointInfo]:
         return [item for item in self.known.values() if item.job == job]
@@ -116,8 +122,8 @@ class Catalogue:
             self._noting.release()
 
     def _tell_newest(self, job: str) -> None:
-        if job in self._desks:
-            self._desks[job].post(saved_of(self.of(job), split=self._desks[job].stages > 1))
+        if job in self._controllers:
+            self._controllers[job].post(saved_of(self.of(job), split=self._controllers[job].stages > 1))
 
     # --------------------------------------------------------------------------------------------------- going back
 
@@ -138,7 +144,7 @@ class Catalogue:
             raise Refused("holder-away", text, remedy="start that worker, or choose a checkpoint of another")
         return holder
 
-    async def verified(self, desk: JobController, checkpoint: CheckpointInfo) -> str:
+    async def verified(self, controller: JobController, checkpoint: CheckpointInfo) -> str:
         """The lineage of a checkpoint, after its holder has read and compared every byte.
 
         For a split model all connected holders of that step verify theirs, and at least one per stage must succeed.
@@ -148,14 +154,14 @@ class Catalogue:
             Refused: it is damaged, or no connected worker holds one of its stages.
             DeadlineExceeded, ConnectionLost: the holder does not answer.
         """
-        self._check_whole(desk, checkpoint)
+        self._check_whole(controller, checkpoint)
         lineage = await self._lineage(checkpoint)
-        if desk.stages == 1:
+        if controller.stages == 1:
             return lineage
         others = [item for item in self._alike_here(checkpoint) if item.id != checkpoint.id]
         found = await asyncio.gather(*map(self._lineage_or_problem, others))
         good = [item for item, told in zip(others, found, strict=True) if told == lineage]
-        if not _is_whole([checkpoint, *good], desk.stages):
+        if not _is_whole([checkpoint, *good], controller.stages):
             for told in found:
                 if isinstance(told, P2PTrainError):
                     raise told
@@ -178,18 +184,18 @@ class Catalogue:
         await self.drop([checkpoint.id])
         return was_there
 
-    def _check_whole(self, desk: JobController, checkpoint: CheckpointInfo) -> None:
-        if desk.stages > 1 and not _is_whole(found := self._alike_here(checkpoint), desk.stages):
+    def _check_whole(self, controller: JobController, checkpoint: CheckpointInfo) -> None:
+        if controller.stages > 1 and not _is_whole(found := self._alike_here(checkpoint), controller.stages):
             stages = sorted({item.stage for item in found if item.stage is not None})
-            where = f"of {desk.stages} stages only {stages} have a checkpoint at a worker here"
+            where = f"of {controller.stages} stages only {stages} have a checkpoint at a worker here"
             text = f"step {checkpoint.step} is not here as a whole: {where}"
             raise Refused("holder-away", text, remedy="start the workers that hold the others, or choose another step")
 
     def _named_to(self, checkpoint: CheckpointInfo) -> dict[str, Any]:
-        desk, whole = self._desks.get(checkpoint.job), {"job": checkpoint.job, "step": checkpoint.step}
-        if desk is None or checkpoint.stage is None:
+        controller, whole = self._controllers.get(checkpoint.job), {"job": checkpoint.job, "step": checkpoint.step}
+        if controller is None or checkpoint.stage is None:
             return whole
-        return whole | {"stage": checkpoint.stage, "stages": desk.stages}
+        return whole | {"stage": checkpoint.stage, "stages": controller.stages}
 
     async def _lineage_or_problem(self, checkpoint: CheckpointInfo) -> str | P2PTrainError:
         try:

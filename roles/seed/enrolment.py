@@ -75,7 +75,7 @@ class EnrolmentPolicy:
             self._authority.judge(connection.identity)
 
     def knows(self, peer_id: str) -> bool:
-        return self._authority is not None and peer_id in self._authority.book.members
+        return self._authority is not None and peer_id in self._authority.records.members
 
     async def evict(self, peer_id: str, name: str) -> None:
         """Refuse that peer's certificates from now on. Raises ``Refused``, ``StorageError``."""
@@ -110,7 +110,7 @@ class EnrolmentPolicy:
     async def _enrol(
         self, authority: Authority, connection: Connection, hello: Hello, request: EnrolRequest, nonce: bytes
     ) -> None:
-        ticket = authority.book.ticket(request.ticket_id)
+        ticket = authority.records.ticket(request.ticket_id)
         if not verify_proof(request.mac, secret=ticket.secret, nonce=nonce, csr_der=request.csr_der):
             text = f"the proof for ticket {ticket.id} is wrong: its secret is another"
             raise Refused(RefusalCode.BAD_PROOF, text, remedy="copy the whole ticket again, or ask for a new one")
@@ -160,18 +160,18 @@ class EnrolmentPolicy:
 
     async def tickets_list(self, params: Params, connection: Connection) -> Result:
         now = self._clock.wall()
-        book = self._of_the_run("a ticket").book.pruned(now)
-        return {"tickets": [record.to_map(now) for record in book.tickets.values()]}
+        records = self._of_the_run("a ticket").records.pruned(now)
+        return {"tickets": [record.to_map(now) for record in records.tickets.values()]}
 
     async def tickets_revoke(self, params: Params, connection: Connection) -> Result:
         authority, begun = self._of_the_run("a ticket"), params.get("id")
-        found = [known for known in authority.book.tickets if isinstance(begun, str) and known.startswith(begun)]
+        found = [known for known in authority.records.tickets if isinstance(begun, str) and known.startswith(begun)]
         if not begun or len(found) != 1:
             text = f"{len(found) or 'no'} tickets begin with {str(begun)[:40]!r}"
             raise Refused("unknown-ticket", text, remedy="see p2ptrain ticket list")
         await authority.revoke(found[0], self._clock.wall())
         self._note("warning", "ticket", f"an operator revoked ticket {found[0]}, and the certificates that came of it")
-        record = authority.book.ticket(found[0])
+        record = authority.records.ticket(found[0])
         if record.kind == "local":  # programs of this machine need a new one
             await self._tickets_of_the_start(authority)
         return {"ticket": record.to_map(self._clock.wall())}

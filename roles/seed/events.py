@@ -156,9 +156,9 @@ LEVELS = frozenset({"info", "warning", "error"})
 class EventLog:
     """Numbers events, stores them, and sends them to the feeds. ``recent``: the newest ones, for new subscribers."""
 
-    def __init__(self, clock: Clock, store: Store, board: Subscriptions) -> None:
+    def __init__(self, clock: Clock, store: Store, subscriptions: Subscriptions) -> None:
         self.recent: deque[EventInfo] = deque(maxlen=RECENT_EVENTS)
-        self._clock, self._store, self._board = clock, store, board
+        self._clock, self._store, self._subscriptions = clock, store, subscriptions
         self._last_id = 0
         self._refused: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()  # logged at, left out since
 
@@ -174,7 +174,7 @@ class EventLog:
         event = EventInfo(self._last_id, wall, level, clipped(kind, 24), clipped(text), peer, job)
         self._store.add(event)
         self.recent.append(event)
-        self._board.add(event)
+        self._subscriptions.add(event)
 
     def refused(self, problem: P2PTrainError, address: tuple[str, int]) -> None:
         if isinstance(problem, Refused | ProtocolError):

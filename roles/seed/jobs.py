@@ -136,11 +136,11 @@ class JobController:
         if not record.unsettled:
             self.settled.set()
         if record.restoring is not None:  # the seed died before it had carried out this request
-            wishes: list[co.Event] = [
+            ring_options: list[co.Event] = [
                 co.Restore(*record.restoring),
                 *([co.Signal.PAUSE] if record.paused else []),
             ]  # the pause came after the restore
-            for wish in wishes:
+            for wish in ring_options:
                 self._events.put_nowait((wish, asyncio.get_running_loop().create_future()))
         self._begin(history)
 
@@ -159,10 +159,10 @@ class JobController:
             step_s=_step_s(history.row) if history.row else 0.0,
             reread=history.reread,
         )
-        terms = co.JobOptions(
+        options = co.JobOptions(
             workers=record.workers // self.stages,
             micro_batches=record.micro_batches,
-            wishes=_wishes_of(self._profile) if self._profile else RingOptions(),
+            ring_options=_wishes_of(self._profile) if self._profile else RingOptions(),
             minted_below=self._seed.minted_below,
         )
         self._links_seen = 0
@@ -172,7 +172,7 @@ class JobController:
         self.core: Coordinator | ReplicaCoordinator = (
             ReplicaCoordinator(
                 record.id,
-                terms,
+                options,
                 self.stages,
                 past=past,
                 held=record.held,
@@ -181,7 +181,7 @@ class JobController:
                 now=now,
             )
             if self.stages > 1
-            else Coordinator(record.id, terms, past=past, now=now)
+            else Coordinator(record.id, options, past=past, now=now)
         )
 
     @property
@@ -249,7 +249,7 @@ class JobController:
             if self.record.restoring is not None and self.core.restore is None:
                 await self._keep(restoring=None)
             _tell(handled, True)
-            self._seed.board.touch("jobs", self.id)
+            self._seed.subscriptions.touch("jobs", self.id)
             self._seed.assign_free()
         while not self._events.empty():
             _tell(self._events.get_nowait()[1], False)
@@ -402,7 +402,7 @@ class JobController:
         view = replace(view, heartbeat_s=heartbeat_s, death_s=death_s, ledger_step=ledger_step)
         for link in links:
             self._say(link.id, announced_to(link.host, view))
-        seed.board.touch("peers", *(member.peer_id for member in view.members))
+        seed.subscriptions.touch("peers", *(member.peer_id for member in view.members))
         seed.survey.view_began(self.id, [member.peer_id for member in view.members])
         if restored:
             await seed.checkpoints.went_back(view)
@@ -444,7 +444,7 @@ class JobController:
         if ended is not None:
             ended = replace(ended, text=clipped(ended.text), fetched_bytes=whole(ended.fetched_bytes))
             seed.store.add(ended)
-            seed.board.add(ended)
+            seed.subscriptions.add(ended)
         row = self._row
         if row is not None and message.step <= row.step and message.generation > (row.generation or 0):
             return  # the next view reports the step again, in case the reporter died before it had sent it
@@ -458,7 +458,7 @@ class JobController:
             **known,
         )
         seed.store.add(row)
-        seed.board.add(row)
+        seed.subscriptions.add(row)
         if self._row is None or row.step >= self._row.step:
             self._row = row
             self._val_loss = row.val_loss if row.val_loss is not None else self._val_loss

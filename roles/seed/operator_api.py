@@ -134,8 +134,11 @@ async def planned(profile: Profile, shape: ModelShape, links: Mapping[str, Link]
 
 def plan_maps(training: Training, found: TrainingPlan, there: Collection[CandidateWorker]) -> dict[str, Any]:
     """A plan as ``{"plan": ..., "stages": [...]}``, with records of ``wire.records``."""
-    known, used = found.tokens_per_s is not None, {trainee.id for stage in found.stages for trainee in stage.trainees}
-    spares = [trainee.name for trainee in there if trainee.id not in used]
+    known, used = (
+        found.tokens_per_s is not None,
+        {candidate.id for stage in found.stages for candidate in stage.candidates},
+    )
+    spares = [candidate.name for candidate in there if candidate.id not in used]
     info = TrainingPlanInfo(
         stages=training.stages,
         replicas=training.replicas,
@@ -153,11 +156,11 @@ def plan_maps(training: Training, found: TrainingPlan, there: Collection[Candida
 
 
 def _stage_info(number: int, stage: StagePlan, *, known: bool) -> StagePlanInfo:
-    limits = [trainee.memory_bytes for trainee in stage.trainees if trainee.memory_bytes]
+    limits = [candidate.memory_bytes for candidate in stage.candidates if candidate.memory_bytes]
     return StagePlanInfo(
         stage=number,
-        peers=[trainee.id for trainee in stage.trainees[:MAX_SHOWN]],
-        names=[trainee.name for trainee in stage.trainees[:MAX_SHOWN]],
+        peers=[candidate.id for candidate in stage.candidates[:MAX_SHOWN]],
+        names=[candidate.name for candidate in stage.candidates[:MAX_SHOWN]],
         start=stage.start,
         stop=stage.stop,
         weights_bytes=stage.weights_bytes,
@@ -265,19 +268,21 @@ class OperatorApi:
 
     async def _watch(self, connection: Connection) -> None:
         seed = self._seed
-        with seed.board.open() as feed:
+        with seed.subscriptions.open() as feed:
             feed.touch("cluster", [""])
             feed.touch("peers", [info.id for info in seed.peer_infos()])
-            feed.touch("jobs", seed.desks)
+            feed.touch("jobs", seed.controllers)
             feed.touch("checkpoints", seed.checkpoints.known)
             feed.touch("parts", [part.id for part in seed.parts.infos()])
             feed.touch("serving", [info.id for info in seed.services.infos()])
-            feed.add(seed.diary.recent)
-            shown = [desk.id for desk in seed.desks.values() if desk.live] or list(seed.desks)[-1:]
+            feed.add(seed.event_log.recent)
+            shown = [controller.id for controller in seed.controllers.values() if controller.live] or list(
+                seed.controllers
+            )[-1:]
             for job in shown[:4]:
                 feed.add(await seed.store.call(Records.last_metrics, job, 300))
                 feed.add(await seed.store.call(Records.recoveries, job, 100))
-            await seed.board.serve(feed, connection)
+            await seed.subscriptions.serve(feed, connection)
 
     # ------------------------------------------------------------------------------------------------ cluster and peers
 
@@ -352,81 +357,83 @@ class OperatorApi:
         return await planned(profile, shape, self._seed.links, self._seed.survey)
 
     async def _jobs_list(self, params: Params, connection: Connection) -> Result:
-        desks = list(self._seed.desks.values())
-        desks.sort(key=lambda desk: (bool(desk.core.peer_ids), desk.live))  # those that do not fit are cut off first
-        infos = (desk.info(queued=self._seed.is_queued(desk)) for desk in desks)
+        controllers = list(self._seed.controllers.values())
+        controllers.sort(
+            key=lambda controller: (bool(controller.core.peer_ids), controller.live)
+        )  # those that do not fit are cut off first
+        infos = (controller.info(queued=self._seed.is_queued(controller)) for controller in controllers)
         jobs = newest_that_fit(info.to_map() for info in infos)
-        return {"jobs": sorted(jobs, key=lambda job: float(job["created_at"])), "total": len(desks)}
+        return {"jobs": sorted(jobs, key=lambda job: float(job["created_at"])), "total": len(controllers)}
 
     async def _jobs_show(self, params: Params, connection: Connection) -> Result:
-        desk = self._desk(params)
-        return {"job": desk.info(queued=self._seed.is_queued(desk)).to_map(), "spec": desk.spec}
+        controller = self._controller(params)
+        return {"job": controller.info(queued=self._seed.is_queued(controller)).to_map(), "spec": controller.spec}
 
     async def _jobs_pause(self, params: Params, connection: Connection) -> Result:
-        desk = self._desk(params)
-        if desk.core.phase in ENDED or desk.core.paused:
-            raise _wrong_state(desk, "paused", "only a job that goes on can be")
-        return await self._tell(desk, co.Signal.PAUSE, "was told to pause")
+        controller = self._controller(params)
+        if controller.core.phase in ENDED or controller.core.paused:
+            raise _wrong_state(controller, "paused", "only a job that goes on can be")
+        return await self._tell(controller, co.Signal.PAUSE, "was told to pause")
 
     async def _jobs_resume(self, params: Params, connection: Connection) -> Result:
-        desk = self._desk(params)
-        if not desk.core.paused:
-            raise _wrong_state(desk, "resumed", "only a paused job can be")
-        return await self._tell(desk, co.Signal.RESUME, "was told to go on")
+        controller = self._controller(params)
+        if not controller.core.paused:
+            raise _wrong_state(controller, "resumed", "only a paused job can be")
+        return await self._tell(controller, co.Signal.RESUME, "was told to go on")
 
     async def _jobs_cancel(self, params: Params, connection: Connection) -> Result:
-        desk = self._desk(params)
-        if desk.core.phase in ENDED:
-            raise _wrong_state(desk, "cancelled", "it is over")
-        return await self._tell(desk, co.Signal.CANCEL, "was cancelled")
+        controller = self._controller(params)
+        if controller.core.phase in ENDED:
+            raise _wrong_state(controller, "cancelled", "it is over")
+        return await self._tell(controller, co.Signal.CANCEL, "was cancelled")
 
     async def _jobs_save(self, params: Params, connection: Connection) -> Result:
-        desk = self._desk(params)
-        if desk.core.phase is not Phase.RUNNING:
-            raise _wrong_state(desk, "saved", "its members save at step boundaries, while it runs")
-        return await self._tell(desk, co.Signal.SAVE, "was told to save")
+        controller = self._controller(params)
+        if controller.core.phase is not Phase.RUNNING:
+            raise _wrong_state(controller, "saved", "its members save at step boundaries, while it runs")
+        return await self._tell(controller, co.Signal.SAVE, "was told to save")
 
-    async def _tell(self, desk: JobController, event: co.Event, what: str) -> Result:
-        if not desk.settled.is_set():
-            text = f"the seed was restored, and waits for the members of job {desk.record.name}"
+    async def _tell(self, controller: JobController, event: co.Event, what: str) -> Result:
+        if not controller.settled.is_set():
+            text = f"the seed was restored, and waits for the members of job {controller.record.name}"
             raise Refused("busy", text, remedy=f"try again in {SETTLE_S:g} s")
-        self._seed.note("info", "operator", f"job {desk.record.name} {what}", "", desk.id)
-        if not await desk.post(event):
-            raise Refused("unknown-job", f"job {desk.record.name} was forgotten meanwhile")
-        return {"job": desk.id}
+        self._seed.note("info", "operator", f"job {controller.record.name} {what}", "", controller.id)
+        if not await controller.post(event):
+            raise Refused("unknown-job", f"job {controller.record.name} was forgotten meanwhile")
+        return {"job": controller.id}
 
     async def _jobs_forget(self, params: Params, connection: Connection) -> Result:
-        desk = self._desk(params)
-        if desk.live:
-            raise _wrong_state(desk, "forgotten", "only a job that is over can be", "cancel it first")
-        self._seed.note("info", "operator", f"job {desk.record.name} was forgotten", "", desk.id)
-        await self._seed.forget_job(desk)
-        return {"job": desk.id}
+        controller = self._controller(params)
+        if controller.live:
+            raise _wrong_state(controller, "forgotten", "only a job that is over can be", "cancel it first")
+        self._seed.note("info", "operator", f"job {controller.record.name} was forgotten", "", controller.id)
+        await self._seed.forget_job(controller)
+        return {"job": controller.id}
 
-    def _desk(self, params: Params) -> JobController:
+    def _controller(self, params: Params) -> JobController:
         """Find a job by id, by the beginning of its id, or by name (the newest of that name). Raises ``Refused``."""
-        text, desks = text_of(params, "job", 128), self._seed.desks
-        if text in desks:
-            return desks[text]
-        named = [desk for desk in desks.values() if desk.record.name == text]
+        text, controllers = text_of(params, "job", 128), self._seed.controllers
+        if text in controllers:
+            return controllers[text]
+        named = [controller for controller in controllers.values() if controller.record.name == text]
         if named:
             return named[-1]
-        begun = [desk for desk in desks.values() if desk.id.startswith(text)]
+        begun = [controller for controller in controllers.values() if controller.id.startswith(text)]
         if len(begun) == 1:
             return begun[0]
         if begun:
-            ids = ", ".join(desk.id for desk in begun[:4])
+            ids = ", ".join(controller.id for controller in begun[:4])
             raise Refused("ambiguous", f"several jobs begin with {text!r}: {ids}", remedy="give more of the id")
-        known = [*desks, *(desk.record.name for desk in desks.values())]
+        known = [*controllers, *(controller.record.name for controller in controllers.values())]
         hint = did_you_mean(text, known)
         raise Refused("unknown-job", f"there is no job {clipped(text, 80)!r}{hint}", remedy="see p2ptrain jobs list")
 
     # ------------------------------------------------------------------------------------------- ledger and recoveries
 
     async def _jobs_ledger(self, params: Params, connection: Connection) -> Result:
-        desk, after = self._desk(params), whole_of(params, "after_step", 0, 0, 2**53)
-        head = await self._seed.store.call(Records.ledger_head, desk.id)
-        rows = await self._seed.store.call(Records.ledger_rows, desk.id, after, 512)
+        controller, after = self._controller(params), whole_of(params, "after_step", 0, 0, 2**53)
+        head = await self._seed.store.call(Records.ledger_head, controller.id)
+        rows = await self._seed.store.call(Records.ledger_rows, controller.id, after, 512)
         runs = [
             {
                 "first": run[0].step,
@@ -437,25 +444,25 @@ class OperatorApi:
             for run in _runs(rows)
         ]
         begins = dataclasses.asdict(head) if head else None
-        return {"head": begins, "runs": first_that_fit(runs, ANSWER_BYTES), "windows": desk.record.windows}
+        return {"head": begins, "runs": first_that_fit(runs, ANSWER_BYTES), "windows": controller.record.windows}
 
     async def _jobs_views(self, params: Params, connection: Connection) -> Result:
-        desk, after = self._desk(params), whole_of(params, "after_generation", 0, 0, 2**53)
-        views = await self._seed.store.call(Records.views, desk.id, after, MAX_ROWS)
+        controller, after = self._controller(params), whole_of(params, "after_generation", 0, 0, 2**53)
+        views = await self._seed.store.call(Records.views, controller.id, after, MAX_ROWS)
         items = [dataclasses.asdict(view) | {"members": list(view.members)} for view in views]
         return {"views": first_that_fit(items, ANSWER_BYTES)}
 
     async def _recoveries_list(self, params: Params, connection: Connection) -> Result:
-        desk, limit = self._desk(params), whole_of(params, "limit", MAX_ROWS, 1, RECOVERIES_KEPT)
-        found = await self._seed.store.call(Records.recoveries, desk.id, limit)
+        controller, limit = self._controller(params), whole_of(params, "limit", MAX_ROWS, 1, RECOVERIES_KEPT)
+        found = await self._seed.store.call(Records.recoveries, controller.id, limit)
         return {"recoveries": newest_that_fit(item.to_map() for item in found), "total": len(found)}
 
     # ----------------------------------------------------------------------------------------------- metrics and events
 
     async def _metrics_history(self, params: Params, connection: Connection) -> Result:
-        desk, limit = self._desk(params), whole_of(params, "limit", MAX_ROWS, 1, MAX_ROWS)
+        controller, limit = self._controller(params), whole_of(params, "limit", MAX_ROWS, 1, MAX_ROWS)
         after = whole_of(params, "after_step", -1, -1, 2**53)
-        rows = await self._seed.store.call(Records.metrics, desk.id, after, limit)
+        rows = await self._seed.store.call(Records.metrics, controller.id, after, limit)
         return {"rows": [row.to_map() for row in rows]}
 
     async def _events_list(self, params: Params, connection: Connection) -> Result:
@@ -466,25 +473,27 @@ class OperatorApi:
     # ------------------------------------------------------------------------------------------------------ checkpoints
 
     async def _checkpoints_list(self, params: Params, connection: Connection) -> Result:
-        job = self._desk(params).id if "job" in params else ""
+        job = self._controller(params).id if "job" in params else ""
         found = [item for item in self._seed.checkpoints.known.values() if item.job == job or not job]
         return {"checkpoints": newest_that_fit(item.to_map() for item in found), "total": len(found)}
 
     async def _checkpoints_restore(self, params: Params, connection: Connection) -> Result:
         checkpoint = self._seed.checkpoints.named(text_of(params, "id", 256))
-        desk = self._seed.desks.get(checkpoint.job)
-        if desk is None:
+        controller = self._seed.controllers.get(checkpoint.job)
+        if controller is None:
             raise Refused("unknown-job", f"the job {checkpoint.job} of that checkpoint is not known here")
-        lineage = await self._seed.checkpoints.verified(desk, checkpoint)  # before newer checkpoints are set aside
+        lineage = await self._seed.checkpoints.verified(
+            controller, checkpoint
+        )  # before newer checkpoints are set aside
         holder = self._seed.checkpoints.holder(checkpoint)
-        other = self._seed.desks.get(holder.job)
-        if other is not None and other is not desk and self._seed.may_yield(other):
+        other = self._seed.controllers.get(holder.job)
+        if other is not None and other is not controller and self._seed.may_yield(other):
             await other.post(co.Signal.YIELD)
-        if holder.job not in ("", desk.id):
+        if holder.job not in ("", controller.id):
             text = f"{holder.name}, which holds that checkpoint, works on job {holder.job}"
             raise Refused("busy", text, remedy="pause or cancel that job first")
         restored = co.Restore(checkpoint.step, checkpoint.peer_id, lineage)
-        return await self._tell(desk, restored, f"goes back to step {checkpoint.step}")
+        return await self._tell(controller, restored, f"goes back to step {checkpoint.step}")
 
     async def _checkpoints_delete(self, params: Params, connection: Connection) -> Result:
         checkpoint = self._seed.checkpoints.named(text_of(params, "id", 256))
@@ -500,7 +509,7 @@ class OperatorApi:
         """Check that the seed reaches a port of the operator's machine. Only the operator's own address is dialled."""
         port = whole_of(params, "port", None, 1, 65535)
         try:
-            await self._seed.door.dial_back(connection.remote[0], port)
+            await self._seed.acceptor.dial_back(connection.remote[0], port)
         except P2PTrainError as problem:
             remedy = "let that port in through the firewall of this machine"
             raise Refused("unreachable", f"dial-back failed: {problem.message}", remedy=remedy) from problem
@@ -518,6 +527,6 @@ def _runs(rows: Iterable[LedgerRow]) -> list[list[LedgerRow]]:
     return runs
 
 
-def _wrong_state(desk: JobController, verb: str, why: str, remedy: str = "see p2ptrain jobs show") -> Refused:
-    text = f"job {desk.record.name} is {desk.core.state} and cannot be {verb}: {why}"
+def _wrong_state(controller: JobController, verb: str, why: str, remedy: str = "see p2ptrain jobs show") -> Refused:
+    text = f"job {controller.record.name} is {controller.core.state} and cannot be {verb}: {why}"
     return Refused("wrong-state", text, remedy=remedy)

@@ -252,8 +252,10 @@ async def run_seed(
             await backup.write()  # fails at once if no backup can be written
             seed.copy_soon = backup.soon
             beside.append(backup.run)
-        door = seed.door.decide
-        server = await serve(world.network, host, port, decide=door, serve=seed.serve, on_problem=seed.diary.refused)
+        acceptor = seed.acceptor.decide
+        server = await serve(
+            world.network, host, port, decide=acceptor, serve=seed.serve, on_problem=seed.event_log.refused
+        )
         try:
             ticket = await seed.gate.opened(server.address)
             if encryption is not None and ticket is not None:
@@ -280,7 +282,7 @@ async def _until(
         async with asyncio.TaskGroup() as tasks:
             work = tasks.create_task(_work(seed, beside, server.address))
             how = ", encrypted" if seed.gate.encrypted else ""
-            seed.diary.note(
+            seed.event_log.note(
                 "info", "seed-started", f"the seed listens on {format_address(*server.address)}{how}", "", ""
             )
             on_ready(server.address)

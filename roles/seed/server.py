@@ -191,21 +191,21 @@ class Seed:
     ) -> None:
         self.world = world
         self.store = store
-        self.board = Subscriptions(self.render)
+        self.subscriptions = Subscriptions(self.render)
         self.links: dict[str, Link] = {}
-        self.desks: dict[str, JobController] = {}  # oldest first
-        self.checkpoints = Catalogue(world.clock, store, self.board, self.desks, self.links)
-        self.diary = EventLog(world.clock, store, self.board)
-        self.note = self.diary.note
+        self.controllers: dict[str, JobController] = {}  # oldest first
+        self.checkpoints = Catalogue(world.clock, store, self.subscriptions, self.controllers, self.links)
+        self.event_log = EventLog(world.clock, store, self.subscriptions)
+        self.note = self.event_log.note
         self.cluster_id, self.name, self.term = cluster_id, name, term
         self._started_at = world.clock.wall()
         self._address = ""
         self._lost: dict[str, Link] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self.gate = EnrolmentPolicy(authority, world.clock, ticket_host, self.note)
-        self.door = Acceptor(self, beats)
-        self._clerk = OperatorApi(self)
-        self.parts = Holdings(partial(self.board.touch, "parts"))
+        self.acceptor = Acceptor(self, beats)
+        self._operator_api = OperatorApi(self)
+        self.parts = Holdings(partial(self.subscriptions.touch, "parts"))
         self.services = Services(self.links, self._served)
         self.survey = Survey(world.clock, self.links, self._measured_links)
         self.minted_below = term << TERM_BITS  # generations up to this one may be of an earlier term
@@ -225,11 +225,11 @@ class Seed:
         """Create a seed from its store. ``authority``: None on a plain seed. Raises ``StorageError``."""
         term = int(await store.call(Records.known_fact, TERM_FACT) or 0)
         seed = cls(world, store, await cluster_id(store), name[:NAME_CHARS], beats, authority, ticket_host, term)
-        await seed.diary.load()
+        await seed.event_log.load()
         for record, spec in await store.call(Records.jobs):
             profile = profile_of(spec)
             known = await store.call(history, record.id, split=profile is not None and profile.stages > 1)
-            seed.desks[record.id] = JobController(seed, record, spec, known)
+            seed.controllers[record.id] = JobController(seed, record, spec, known)
         await seed.checkpoints.load()
         return seed
 
@@ -237,17 +237,17 @@ class Seed:
         self._tasks = tasks
         self.survey.start(tasks)
         self.checkpoints.start(tasks)
-        self._address, self.door.host = format_address(*address), address[0]
-        for desk in self.desks.values():
-            tasks.create_task(desk.run(), name=f"job {desk.id}")
+        self._address, self.acceptor.host = format_address(*address), address[0]
+        for controller in self.controllers.values():
+            tasks.create_task(controller.run(), name=f"job {controller.id}")
         tasks.create_task(self.store.run(), name="store")
         tasks.create_task(self._age(), name="ages")
 
     def stop(self) -> None:
         """Tell all connected peers and operators that the seed stops. Workers train on and look for it again."""
-        self.door.closed = True
+        self.acceptor.closed = True
         last_word = Refuse(RefusalCode.SHUTTING_DOWN, "the seed is stopping", "running rings train on; start it again")
-        for connection in [link.connection for link in self.links.values()] + list(self.door.operators):
+        for connection in [link.connection for link in self.links.values()] + list(self.acceptor.operators):
             if not connection.closed.is_set() and connection.close_cause is None:
                 say(connection, last_word)
 
@@ -259,21 +259,21 @@ class Seed:
         elif hello.purpose == "enrol":
             await self.gate.enrol(connection, hello)
         elif hello.purpose == "operator":
-            self.door.operators.add(connection)
+            self.acceptor.operators.add(connection)
             try:
-                await self._clerk.serve(connection)
+                await self._operator_api.serve(connection)
             except P2PTrainError as problem:
                 say_last(connection, problem)
                 raise
             finally:
-                self.door.operators.discard(connection)
+                self.acceptor.operators.discard(connection)
 
     # ------------------------------------------------------------------------------------------------------------ peers
 
     async def _serve_peer(self, connection: Connection, hello: Hello) -> None:
-        rtt_ms = self.door.measured.pop(connection)
+        rtt_ms = self.acceptor.measured.pop(connection)
         host = hello.host or connection.remote[0]
-        clock, beats = self.world.clock, self.door.beats_at(rtt_ms)
+        clock, beats = self.world.clock, self.acceptor.beats_at(rtt_ms)
         now = clock.now()
         detector = FailureDetector(heartbeat_s=beats[0], death_s=beats[1], now=now)
         link = Link(connection, hello, host, hello.port, rtt_ms, clock.wall(), now, detector)
@@ -286,7 +286,7 @@ class Seed:
         self.store.add(PeerRecord(link.id, link.name, link.hello.roles, link.info(0, None).device, link.joined_at))
         what = "joined" if link.trains else f"joined as a {link.role}"
         self.note("info", "joined", f"{link.name} {what} from {format_address(link.host, link.port)}", link.id, "")
-        self.board.touch("cluster", "")
+        self.subscriptions.touch("cluster", "")
         farewell: co.PeerLost = co.PeerLost(link.id, "the seed dropped it")
         try:
             self.services.joined(link)
@@ -298,15 +298,15 @@ class Seed:
             say_last(connection, problem)
             raise
         finally:
-            if not self.door.closed and self.links.get(link.id) is link:
+            if not self.acceptor.closed and self.links.get(link.id) is link:
                 self._gone(link, farewell)
 
     def _take_back(self, link: Link) -> None:
-        desk = self.desks.get(link.hello.job)
-        if desk is not None and desk.live:
-            link.job = desk.id
-            desk.post(co.PeerReturned(desk.peer(link), link.hello.generation))
-            desk.told_view.set()
+        controller = self.controllers.get(link.hello.job)
+        if controller is not None and controller.live:
+            link.job = controller.id
+            controller.post(co.PeerReturned(controller.peer(link), link.hello.generation))
+            controller.told_view.set()
         elif link.hello.job:
             link.last_job = link.hello.job
             link.say(Release(link.hello.job[:64], "the job is over"))
@@ -324,21 +324,21 @@ class Seed:
         check_numbers(message)
         match message:
             case Heartbeat():
-                desk = self.desks.get(link.job)
-                if link.beaten(message) and desk is not None and desk.stages > 1:
-                    desk.post(co.PeerTold(desk.peer(link)))
+                controller = self.controllers.get(link.job)
+                if link.beaten(message) and controller is not None and controller.stages > 1:
+                    controller.post(co.PeerTold(controller.peer(link)))
                 link.detector.heard(link.heard_at)
                 link.connection.send(HeartbeatAck(message.seq))
-                self.board.touch("peers", link.id)
+                self.subscriptions.touch("peers", link.id)
             case EventNotice():
-                job = message.job if message.job in self.desks else ""
+                job = message.job if message.job in self.controllers else ""
                 self.note(message.level, message.kind, f"{link.name}: {message.text}", link.id, job)
                 if self.store.crowded:
                     await self.store.flush()
             case Response():
                 link.calls.answered(message)
             case Request() if link.role == "verifier" and message.method in ASKED_BY_VERIFIERS:
-                link.say(await self._clerk.answer(message, link.connection))
+                link.say(await self._operator_api.answer(message, link.connection))
             case Request():
                 link.say(await self.gate.answer(message, link.connection))
             case Serving() if not link.trains:
@@ -349,42 +349,46 @@ class Seed:
                 raise ProtocolError(f"a {link.role} does not say {type(message).__name__} to a seed")
 
     async def _heard_of_work(self, link: Link, message: Message) -> None:
-        desk = self.desks.get(link.job)
-        if desk is not None and not isinstance(message, PartsHeld) and (link.early or not desk.settled.is_set()):
-            await self._heard_early(link, desk, message)
+        controller = self.controllers.get(link.job)
+        if (
+            controller is not None
+            and not isinstance(message, PartsHeld)
+            and (link.early or not controller.settled.is_set())
+        ):
+            await self._heard_early(link, controller, message)
             return
-        await self._heard_of_job(link, desk, message)
+        await self._heard_of_job(link, controller, message)
 
-    async def _heard_early(self, link: Link, desk: JobController, message: Message) -> None:
+    async def _heard_early(self, link: Link, controller: JobController, message: Message) -> None:
         """Queue a message while a restored seed does not know the job's newest view. Views are taken in at once."""
         if isinstance(message, ViewAnnounced):
-            desk.view_told(link.id, View.from_message_untrusted(message))
+            controller.view_told(link.id, View.from_message_untrusted(message))
             return
         if len(link.early) >= 4096:
-            await desk.settled.wait()
+            await controller.settled.wait()
         link.early.append(message)
 
-    def settled(self, desk: JobController) -> None:
+    def settled(self, controller: JobController) -> None:
         assert self._tasks is not None
         for link in self.links.values():
-            if link.job == desk.id:
+            if link.job == controller.id:
                 started_in(self._tasks, self._catch_up(link), "what was said early")
         self.assign_free()
 
     async def _catch_up(self, link: Link) -> None:
         try:
             while link.early and self.links.get(link.id) is link:
-                await self._heard_of_job(link, self.desks.get(link.job), link.early[0])
+                await self._heard_of_job(link, self.controllers.get(link.job), link.early[0])
                 link.early.popleft()
         except P2PTrainError as problem:
             link.early.clear()
             say_last(link.connection, problem)
             link.connection.abort(problem)
 
-    async def _heard_of_job(self, link: Link, desk: JobController | None, message: Message) -> None:
+    async def _heard_of_job(self, link: Link, controller: JobController | None, message: Message) -> None:
         match message:
-            case Report() if desk is not None and message.job == desk.id:
-                await self._reported(link, desk, checked_report(message, desk.record.steps_total))
+            case Report() if controller is not None and message.job == controller.id:
+                await self._reported(link, controller, checked_report(message, controller.record.steps_total))
             case StepMetrics() if (trained := self._trained_by(link, message.job)) is not None:
                 check_step(message, trained.record.steps_total)
                 await trained.committed(message)
@@ -392,9 +396,9 @@ class Seed:
                 trained.told_rows(message)
                 if self.store.crowded:
                     await self.store.flush()
-            case CheckpointSaved() if message.job in self.desks:
-                check_step(message, self.desks[message.job].record.steps_total)
-                check_part(message, self.desks[message.job].stages)
+            case CheckpointSaved() if message.job in self.controllers:
+                check_step(message, self.controllers[message.job].record.steps_total)
+                check_part(message, self.controllers[message.job].stages)
                 await self.checkpoints.saved(link, message)
             case PartsHeld():
                 self.parts.told(link.id, link.name, message)
@@ -404,8 +408,8 @@ class Seed:
                 raise ProtocolError(f"a worker does not say {type(message).__name__} to a seed")
 
     def _served(self, *peer_ids: str) -> None:
-        self.board.touch("serving", *peer_ids)
-        self.board.touch("peers", *peer_ids)
+        self.subscriptions.touch("serving", *peer_ids)
+        self.subscriptions.touch("peers", *peer_ids)
 
     def drop_unwelcome(self) -> None:
         """Close the connections whose certificate is no longer honoured."""
@@ -415,7 +419,7 @@ class Seed:
         for link in list(self.links.values()):
             if problem := self._unwelcome(link.connection):
                 self._gone(link, co.PeerLost(link.id, problem.message, left=True))
-        for connection in list(self.door.operators):
+        for connection in list(self.acceptor.operators):
             self._unwelcome(connection)
 
     def _unwelcome(self, connection: Connection) -> Refused | None:
@@ -428,30 +432,32 @@ class Seed:
             return problem
         return None
 
-    async def _reported(self, link: Link, desk: JobController, report: Report) -> None:
+    async def _reported(self, link: Link, controller: JobController, report: Report) -> None:
         event = co.PeerReported(link.id, report)
         if report.status == "following":
             link.fetched = report
-            self.board.touch("peers", link.id)
-        await desk.told_windows(report.windows)
+            self.subscriptions.touch("peers", link.id)
+        await controller.told_windows(report.windows)
         if report.status == "ready":
-            await self.checkpoints.loaded(link, desk, report.applied)
+            await self.checkpoints.loaded(link, controller, report.applied)
 
         def let_in() -> None:
-            if self.links.get(link.id) is link and link.job == desk.id:
-                desk.post(event)
+            if self.links.get(link.id) is link and link.job == controller.id:
+                controller.post(event)
 
         self.survey.drop(link.id)
-        if report.status != "ready" or not self.survey.before(link, desk.core.peer_ids, let_in):
-            await desk.post(event)
+        if report.status != "ready" or not self.survey.before(link, controller.core.peer_ids, let_in):
+            await controller.post(event)
 
     def _measured_links(self, peer_ids: Collection[str]) -> None:
-        self.board.touch("peers", *peer_ids)
-        self.board.touch("jobs", *{self.links[peer_id].job for peer_id in peer_ids if peer_id in self.links} - {""})
+        self.subscriptions.touch("peers", *peer_ids)
+        self.subscriptions.touch(
+            "jobs", *{self.links[peer_id].job for peer_id in peer_ids if peer_id in self.links} - {""}
+        )
 
     def _trained_by(self, link: Link, job: str) -> JobController | None:
         """The job, if it is the worker's present or last one. Reports kept while the link was down arrive late."""
-        return self.desks.get(job) if job and job in (link.job, link.last_job) else None
+        return self.controllers.get(job) if job and job in (link.job, link.last_job) else None
 
     def _gone(self, link: Link, event: co.PeerLost) -> None:
         now = self.world.clock.now()
@@ -463,70 +469,83 @@ class Seed:
         self.services.gone(link)
         link.lost(now)
         self._lost[link.id] = link
-        for other in self.desks.values():  # a job that released the worker for cause may take it when it returns
+        for other in self.controllers.values():  # a job that released the worker for cause may take it when it returns
             if other.live:
                 other.post(event)
-        self.board.touch("peers", link.id)
-        self.board.touch("cluster", "")
+        self.subscriptions.touch("peers", link.id)
+        self.subscriptions.touch("cluster", "")
 
     def assign_free(self) -> None:
         """Give free workers to the oldest job that wants them. If a job still lacks some, paused jobs yield theirs."""
         for link in self.links.values():
             if link.job or not link.trains:
                 continue
-            desk = next(
-                (desk for desk in self.desks.values() if desk.settled.is_set() and desk.core.wants(link.id)), None
+            controller = next(
+                (
+                    controller
+                    for controller in self.controllers.values()
+                    if controller.settled.is_set() and controller.core.wants(link.id)
+                ),
+                None,
             )
-            if desk is not None:
-                link.job = desk.id
-                desk.post(co.PeerOffered(desk.peer(link)))
-                self.board.touch("peers", link.id)
-        waiting = [desk for desk in self.desks.values() if desk.core.phase is co.Phase.WAITING]
-        if any(desk.core.short for desk in waiting):
-            for desk in self.desks.values():
-                if self.may_yield(desk):
-                    desk.post(co.Signal.YIELD)
-        self.board.touch("jobs", *(desk.id for desk in waiting))
+            if controller is not None:
+                link.job = controller.id
+                controller.post(co.PeerOffered(controller.peer(link)))
+                self.subscriptions.touch("peers", link.id)
+        waiting = [controller for controller in self.controllers.values() if controller.core.phase is co.Phase.WAITING]
+        if any(controller.core.short for controller in waiting):
+            for controller in self.controllers.values():
+                if self.may_yield(controller):
+                    controller.post(co.Signal.YIELD)
+        self.subscriptions.touch("jobs", *(controller.id for controller in waiting))
 
-    def may_yield(self, desk: JobController) -> bool:
+    def may_yield(self, controller: JobController) -> bool:
         """Whether a paused job can release its workers, because its state is in a checkpoint on their disks."""
-        if not desk.settled.is_set():
+        if not controller.settled.is_set():
             return False
-        survivors = desk.core.paused_survivors()
+        survivors = controller.core.paused_survivors()
         if not survivors:
             return survivors is not None
         step = max(report.applied for report in survivors.values())
         at_step = [peer_id for peer_id, report in survivors.items() if report.applied == step]
-        return desk.whole(peer_id for peer_id in at_step if f"{desk.id}@{step}@{peer_id}" in self.checkpoints.known)
+        return controller.whole(
+            peer_id for peer_id in at_step if f"{controller.id}@{step}@{peer_id}" in self.checkpoints.known
+        )
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
     async def create_job(self, record: JobRecord, spec: str) -> None:
         """Add a job. It starts when enough workers are ready. Raises ``StorageError``."""
         await self.store.call(Records.add_job, record, spec)
-        desk = self.desks[record.id] = JobController(self, record, spec, History())
+        controller = self.controllers[record.id] = JobController(self, record, spec, History())
         assert self._tasks is not None
-        started_in(self._tasks, desk.run(), f"job {desk.id}")
+        started_in(self._tasks, controller.run(), f"job {controller.id}")
         self.copy_soon()
         self.note("info", "job-created", f"job {record.name} ({record.id}) was created", "", record.id)
-        self.board.touch("jobs", record.id)
-        self.board.touch("cluster", "")
+        self.subscriptions.touch("jobs", record.id)
+        self.subscriptions.touch("cluster", "")
         self.assign_free()
 
-    async def forget_job(self, desk: JobController) -> None:
+    async def forget_job(self, controller: JobController) -> None:
         """Remove an ended job and its records. Its checkpoints stay on the workers' disks."""
-        desk.retire()
-        del self.desks[desk.id]
-        self.checkpoints.forget(desk.id)
-        self.board.touch("jobs", desk.id)
-        self.board.touch("cluster", "")
-        await self.store.call(Records.forget_job, desk.id)
+        controller.retire()
+        del self.controllers[controller.id]
+        self.checkpoints.forget(controller.id)
+        self.subscriptions.touch("jobs", controller.id)
+        self.subscriptions.touch("cluster", "")
+        await self.store.call(Records.forget_job, controller.id)
 
     # -------------------------------------------------------------------------------------------------- what people see
 
     def cluster_info(self) -> ClusterInfo:
         return ClusterInfo(
-            self.cluster_id, self.name, __version__, self._address, self._started_at, len(self.links), len(self.desks)
+            self.cluster_id,
+            self.name,
+            __version__,
+            self._address,
+            self._started_at,
+            len(self.links),
+            len(self.controllers),
         )
 
     def peer_infos(self) -> list[PeerInfo]:
@@ -534,22 +553,22 @@ class Seed:
         return [self._peer_info(link, now) for link in [*self.links.values(), *self._lost.values()]]
 
     def _peer_info(self, link: Link, now: float) -> PeerInfo:
-        desk = self.desks.get(link.job)
-        view = desk.running_view if desk else None
+        controller = self.controllers.get(link.job)
+        view = controller.running_view if controller else None
         rank = view.rank_of(link.id) if view else None
-        edge = desk.edge_from(rank) if desk and rank is not None else None
-        if desk is None and link.lost_at is not None:
-            desk = next((item for item in self.desks.values() if item.holds(link.id)), None)
-            view = desk.running_view if desk else None
+        edge = controller.edge_from(rank) if controller and rank is not None else None
+        if controller is None and link.lost_at is not None:
+            controller = next((item for item in self.controllers.values() if item.holds(link.id)), None)
+            view = controller.running_view if controller else None
             rank = view.rank_of(link.id) if view else None
-        shares = desk.shares(view) if desk and view else ()
-        stage = (desk.stage_of(link.id), desk.stages) if desk else (None, 1)
+        shares = controller.shares(view) if controller and view else ()
+        stage = (controller.stage_of(link.id), controller.stages) if controller else (None, 1)
         return link.info(now, view, edge, shares, *stage)
 
-    def is_queued(self, desk: JobController) -> bool:
-        if desk.core.phase is not co.Phase.WAITING or desk.core.peer_ids:
+    def is_queued(self, controller: JobController) -> bool:
+        if controller.core.phase is not co.Phase.WAITING or controller.core.peer_ids:
             return False
-        return any(other.live and other.core.peer_ids for other in self.desks.values())
+        return any(other.live and other.core.peer_ids for other in self.controllers.values())
 
     def render(self, topic: str, item_id: str) -> Map | None:
         if topic == "cluster":
@@ -559,8 +578,8 @@ class Seed:
             info = self._peer_info(link, self.world.clock.now()) if link else None
             return info.to_map() if info else None
         if topic == "jobs":
-            desk = self.desks.get(item_id)
-            return desk.info(queued=self.is_queued(desk)).to_map() if desk else None
+            controller = self.controllers.get(item_id)
+            return controller.info(queued=self.is_queued(controller)).to_map() if controller else None
         kept = {"parts": self.parts.info, "serving": self.services.info}.get(topic, self.checkpoints.known.get)(item_id)
         return kept.to_map() if kept else None
 
@@ -571,6 +590,6 @@ class Seed:
             now = self.world.clock.now()
             for link in [link for link in self._lost.values() if now - (link.lost_at or 0.0) > 60.0]:
                 del self._lost[link.id]
-                self.board.touch("peers", link.id)
-            if self.board.watched:
-                self.board.touch("peers", *self.links)
+                self.subscriptions.touch("peers", link.id)
+            if self.subscriptions.watched:
+                self.subscriptions.touch("peers", *self.links)

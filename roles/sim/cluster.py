@@ -243,8 +243,8 @@ class Simulation:
     ) -> None:
         self.loop, self.profile, self.number = loop, profile, number
         self.random = random.Random(number)  # noqa: S311 - a replay must be possible
-        self._weather = random.Random(number + 1)  # noqa: S311
-        self._latency_s = self._weather.choice((0.0003, 0.003, 0.03))
+        self._network_conditions = random.Random(number + 1)  # noqa: S311
+        self._latency_s = self._network_conditions.choice((0.0003, 0.003, 0.03))
         self.slow: dict[frozenset[str], float] = {}
         self.network = MemoryNetwork(delay_s=self._delay_s)
         self.observer = Observer(loop.time, expected, profile.stages)
@@ -274,7 +274,7 @@ class Simulation:
         return [m for m in self.workers if m.up and not m.stop.is_set() and not m.process.frozen]
 
     def _delay_s(self, source: str, target: str) -> float:
-        base = self._latency_s * (0.5 + self._weather.random())
+        base = self._latency_s * (0.5 + self._network_conditions.random())
         return base + self.slow.get(frozenset((source, target)), 0.0) if self.slow else base
 
     def told(self, machine: Machine, level: str, kind: str, text: str) -> None:

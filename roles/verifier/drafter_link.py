@@ -148,7 +148,7 @@ class DrafterLink:
 
     def __init__(
         self,
-        around: Context,
+        context: Context,
         at: DrafterAt,
         tokens: Tokens,
         *,
@@ -159,8 +159,8 @@ class DrafterLink:
         self.line: Line | None = None
         self.there = False
         self.not_before = 0.0
-        self._around, self._on_change = around, on_change
-        self._now = around.world.clock.now
+        self._context, self._on_change = context, on_change
+        self._now = context.world.clock.now
         self._calls = PendingCalls()
         self._sessions: dict[int, DraftSession] = {}  # by stream
         self._last_stream = 0
@@ -192,15 +192,15 @@ class DrafterLink:
                 else:
                     lived = self._now() - began >= PING_S
                     wait_s = FIRST_WAIT_S if lived else min(2 * wait_s, MISBEHAVED_S)
-            self.not_before = self._now() + wait_s * self._around.world.random.uniform(1.0, 1.2)
+            self.not_before = self._now() + wait_s * self._context.world.random.uniform(1.0, 1.2)
 
     async def _connected(self) -> None:
         """Connect, and receive until the connection ends. Raises ``P2PTrainError``: the reason."""
-        around, at = self._around, self.at
-        hello = local_hello(peer_id=around.peer_id, name=around.name, roles=["verifier"], purpose="draft")
-        host = around.seed_host if is_loopback(at.host) else at.host
+        context, at = self._context, self.at
+        hello = local_hello(peer_id=context.peer_id, name=context.name, roles=["verifier"], purpose="draft")
+        host = context.seed_host if is_loopback(at.host) else at.host
         connection, _ = await dial(
-            around.world.network,
+            context.world.network,
             host,
             at.port,
             hello,
@@ -208,7 +208,7 @@ class DrafterLink:
             expect_peer=at.peer_id,
             expect_role="drafter",
         )
-        line = self.line = Line(connection, QUIET_S, beat_s=around.silence_s / 4)
+        line = self.line = Line(connection, QUIET_S, beat_s=context.silence_s / 4)
         self._dropped, self._last_stream = None, 0
         problem: P2PTrainError = ConnectionLost("it closed the connection")
         try:
@@ -258,7 +258,7 @@ class DrafterLink:
         now = self._now()
         if now - self._said.get(about, -LONGEST_S) >= LONGEST_S:
             self._said[about] = now
-            self._around.notify(level, kind, text)
+            self._context.notify(level, kind, text)
 
     # -------------------------------------------------------------------------------------------------------- sessions
 
@@ -270,7 +270,7 @@ class DrafterLink:
         session = DraftSession(self, drafter, opening, self._last_stream, on_event)
         self._sessions[session.stream] = session
         session.timer = asyncio.get_running_loop().call_later(READY_S, self._late, session)
-        silence_s = max(self._around.silence_s, 16 * self.model.latency_s)
+        silence_s = max(self._context.silence_s, 16 * self.model.latency_s)
         line.silence_s = min(line.silence_s, silence_s)
         sampling = opening.sampling
         session.say(

@@ -31,8 +31,8 @@ class Drafters:
         most: most drafters of one session.
     """
 
-    def __init__(self, around: Context, tokens: Tokens, *, most: int = DRAFTERS) -> None:
-        self._around, self._tokens, self._most = around, tokens, most
+    def __init__(self, context: Context, tokens: Tokens, *, most: int = DRAFTERS) -> None:
+        self._context, self._tokens, self._most = context, tokens, most
         self._links: dict[str, DrafterLink] = {}  # by peer id
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._listed: set[str] = set()
@@ -51,7 +51,7 @@ class Drafters:
                 return
             link = self._links.get(peer_id)
             if link is None:
-                link = self._links[peer_id] = DrafterLink(self._around, at, self._tokens, on_change=self._changed)
+                link = self._links[peer_id] = DrafterLink(self._context, at, self._tokens, on_change=self._changed)
                 self._lives[peer_id] = self._tasks.start(link.run(), f"drafter {at.name}")
             link.at = at  # address of the next dial
         for peer_id in self._links.keys() - listed.keys():
@@ -90,13 +90,13 @@ class Drafters:
         if at.peer_id != self._unfit:
             self._unfit = at.peer_id
             text = f"drafter {at.name} is of no use here: {at.model} has another tokenizer"
-            self._around.notify("warning", "other-tokenizer", f"{text}; draft with a model of the same family")
+            self._context.notify("warning", "other-tokenizer", f"{text}; draft with a model of the same family")
         return False
 
     def _let_go(self, link: DrafterLink) -> None:
         """Stop dialling a drafter that is neither connected nor listed. One that misbehaved is kept until its wait
         ends, so that it cannot come back at once."""
-        if not link.there and link.not_before <= self._around.world.clock.now():
+        if not link.there and link.not_before <= self._context.world.clock.now():
             self._links.pop(link.at.peer_id, None)
             self._lives.pop(link.at.peer_id).cancel()
 

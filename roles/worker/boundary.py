@@ -28,14 +28,14 @@ _SAVING = struct.Struct("!q?16s")  # newest durable checkpoint, whether no write
 
 
 class BoundaryWork:
-    def __init__(self, around: Context, *, profile: Profile, checkpoints: Checkpointing) -> None:
-        self._around = around
+    def __init__(self, context: Context, *, profile: Profile, checkpoints: Checkpointing) -> None:
+        self._context = context
         self._profile, self._checkpoints = profile, checkpoints
         self._spared, self._idle, self._all_idle = -1, True, True  # as exchanged at the last comparison
 
     async def compare(self, engine: Engine, session: RingSession, *, patience_s: float) -> tuple[bytes, ...]:
         """Gather the digests of all members' states, in rank order. Raises as ``RingSession.all_gather``."""
-        digest = await self._around.compute.run(lambda: state_digest(engine.state()))
+        digest = await self._context.compute.run(lambda: state_digest(engine.state()))
         if session.view.stages > 1:
             digests = await self._compare_stages(digest, session, patience_s)
         else:
@@ -43,7 +43,7 @@ class BoundaryWork:
         odd = odd_ones_out(digests, session.view.stages)
         if odd and session.rank == 0:
             names = ", ".join(session.view.members[number].name for number in sorted(odd))
-            self._around.notify("warning", "drift", f"the state of {names} differs from the others': it is healed")
+            self._context.notify("warning", "drift", f"the state of {names} differs from the others': it is healed")
         return tuple(digests)
 
     async def _compare_stages(self, digest: bytes, session: RingSession, patience_s: float) -> list[bytes]:
@@ -73,7 +73,7 @@ class BoundaryWork:
             gathered = await session.all_gather(_VALIDATION.pack(total, targets), patience_s=patience_s)
         except (NetworkError, PeerError) as problem:  # faster members may have left; the step itself is safe
             text = f"validation after step {boundary.applied} skipped: {problem}"
-            self._around.notify("warning", "validation", text)
+            self._context.notify("warning", "validation", text)
             return None
         parts = [_VALIDATION.unpack(item) for item in gathered]
         return math.fsum(float(part) for part, _ in parts) / max(1, sum(int(number) for _, number in parts))
@@ -102,7 +102,7 @@ class BoundaryWork:
             try:
                 going = any(byte != b"\0" for byte in await session.all_gather(mine, patience_s=patience_s))
             except (NetworkError, PeerError) as problem:  # only this member's files matter now; the step is safe
-                self._around.notify("warning", "not-gathered", f"the ring broke while files were collected: {problem}")
+                self._context.notify("warning", "not-gathered", f"the ring broke while files were collected: {problem}")
                 while not await assembler.settled(round_s):
                     pass
                 return

@@ -48,7 +48,7 @@ from wire.messages import Hello, Message, Refuse
 
 PIECE_BYTES = 512 << 10
 """Bytes of a file requested at a time, also beside a training ring."""
-MAX_TAKERS = 8
+MAX_RECIPIENTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class CheckpointAssembler:
 
     def __init__(
         self,
-        around: Context,
+        context: Context,
         *,
         job: str,
         stage: Stage,
@@ -101,7 +101,7 @@ class CheckpointAssembler:
         where: Callable[[], tuple[int, int]],
         did_something: Callable[[], None],
     ) -> None:
-        self._around, self._job, self._stage = around, job, stage
+        self._context, self._job, self._stage = context, job, stage
         self.files, self._parts, self._checkpoints = files, parts, checkpoints
         self._where, self._did_something = where, did_something
         self._next: _Wanted | None = None
@@ -131,10 +131,10 @@ class CheckpointAssembler:
                 entry = await self._assembled(wanted)
             except P2PTrainError as problem:
                 text = f"step {wanted.step} is not put together here: {problem.message}"
-                self._around.notify("warning", "not-gathered", f"{text}; its parts lie where they were saved")
+                self._context.notify("warning", "not-gathered", f"{text}; its parts lie where they were saved")
             else:
-                announce(self._around, self._job, entry)
-                self._around.notify("info", "gathered", f"step {entry.step} is whole in {entry.path}")
+                announce(self._context, self._job, entry)
+                self._context.notify("info", "gathered", f"step {entry.step} is whole in {entry.path}")
 
     async def _assembled(self, wanted: _Wanted) -> CheckpointEntry:
         async with AsyncExitStack() as stack:
@@ -165,12 +165,14 @@ class CheckpointAssembler:
 
     async def _offered(self, stack: AsyncExitStack, member: MemberRecord, asked: FilesRequest) -> _Part:
         """Ask a member for its files. They can be read while ``stack`` is open. Raises ``P2PTrainError``."""
-        around = self._around
-        hello = local_hello(peer_id=around.peer_id, name=around.name, roles=["worker"], purpose="files", job=self._job)
-        host = member.host or around.seed_host
-        connection, _ = await dial_worker(around.world.network, host, member.port, member.peer_id, hello)
+        context = self._context
+        hello = local_hello(
+            peer_id=context.peer_id, name=context.name, roles=["worker"], purpose="files", job=self._job
+        )
+        host = member.host or context.seed_host
+        connection, _ = await dial_worker(context.world.network, host, member.port, member.peer_id, hello)
         source = Source(member.peer_id, member.name, Line(connection))
-        receiver, offer = Receiver(around.world.clock.now, _unverified), source.line.pending()
+        receiver, offer = Receiver(context.world.clock.now, _unverified), source.line.pending()
 
         def heard(message: Message) -> None:
             if not isinstance(message, FilesOffer) or offer.done():
@@ -233,7 +235,7 @@ class CheckpointAssembler:
             await self.files.go_back(restore_step)
         mine, wholes = await self._parts.entries(), await self.files.entries()
         for entry in wholes:
-            announce(self._around, self._job, entry)
+            announce(self._context, self._job, entry)
         if restore_step == 0 or (restore_step > 0 and await self._is_good(restore_step)):
             return
         newest = mine[0].step if mine else 0
@@ -242,7 +244,7 @@ class CheckpointAssembler:
             if wanted and await self._taken(str(entry.path), self._from_here(entry)):
                 return
         for holder in holders if restore_step > 0 else ():
-            if holder.peer_id != self._around.peer_id and await self._taken(
+            if holder.peer_id != self._context.peer_id and await self._taken(
                 holder.name, self._from_there(holder, restore_step)
             ):
                 return
@@ -258,9 +260,9 @@ class CheckpointAssembler:
             entry = await take
         except P2PTrainError as problem:
             text = f"the files of {self._stage} did not come from {whence}: {problem.message}"
-            self._around.notify("warning", "not-taken", text)
+            self._context.notify("warning", "not-taken", text)
             return False
-        self._around.notify("info", "taken", f"step {entry.step} of {self._stage} is from {whence}")
+        self._context.notify("info", "taken", f"step {entry.step} of {self._stage} is from {whence}")
         return True
 
     async def _from_here(self, entry: CheckpointEntry) -> CheckpointEntry:
@@ -312,23 +314,25 @@ class FileSender:
         self, disk: Disk, thread: Thread, jobs: Path, saving: Callable[[str, Stage, int, str], Awaitable[None]]
     ) -> None:
         self._disk, self._thread, self._jobs, self._saving = disk, thread, jobs, saving
-        self._takers = 0
+        self._recipients = 0
 
     def decide(self, hello: Hello) -> Refuse | None:
         if "worker" not in hello.roles or not is_id(hello.job):
             return Refuse(RefusalCode.ROLE, "only workers are given a job's checkpoints")
-        if self._takers >= MAX_TAKERS:
-            return Refuse(RefusalCode.BUSY, f"{MAX_TAKERS} workers take checkpoints from this one", "try again later")
+        if self._recipients >= MAX_RECIPIENTS:
+            return Refuse(
+                RefusalCode.BUSY, f"{MAX_RECIPIENTS} workers take checkpoints from this one", "try again later"
+            )
         return None
 
     async def serve(self, connection: Connection, hello: Hello) -> None:
         """Answer one recipient until it closes. Raises as ``send_range``."""
-        self._takers += 1
+        self._recipients += 1
         try:
             connection.tune_for_bulk()
             await self._give(connection, hello.job)
         finally:
-            self._takers -= 1
+            self._recipients -= 1
 
     async def _give(self, connection: Connection, job: str) -> None:
         line = Line(connection)

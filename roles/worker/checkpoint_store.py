@@ -291,7 +291,7 @@ class Checkpointing:
 
     def __init__(
         self,
-        around: Context,
+        context: Context,
         *,
         job: str,
         files: CheckpointFiles,
@@ -299,7 +299,7 @@ class Checkpointing:
         tasks: asyncio.TaskGroup,
         stage: Stage = WHOLE,
     ) -> None:
-        self._around, self._job, self._files, self._stage = around, job, files, stage
+        self._context, self._job, self._files, self._stage = context, job, files, stage
         self._snapshots, self._tasks = snapshots, tasks
         self._saved = (-1, "")  # step and lineage of the newest durable checkpoint
         self._failed = (-1, "")  # of the newest failed save
@@ -311,9 +311,9 @@ class Checkpointing:
         self._saved = (-1, "")
         if entry is not None:
             self._saved = (entry.step, str(entry.meta.get("lineage")))
-            self._around.notify("info", "checkpoint-loaded", f"resuming from {entry.path} (step {entry.step})")
+            self._context.notify("info", "checkpoint-loaded", f"resuming from {entry.path} (step {entry.step})")
         for known in await self._files.entries():
-            announce(self._around, self._job, known, self._stage)  # the seed may have lost its record of it
+            announce(self._context, self._job, known, self._stage)  # the seed may have lost its record of it
 
     @property
     def newest(self) -> int:
@@ -325,7 +325,7 @@ class Checkpointing:
 
     def go_without(self, step: int) -> None:
         text = f"no checkpoint at step {step}: an earlier one is still being written. raise checkpoint.every"
-        self._around.notify("error", "checkpoint-failed", text)
+        self._context.notify("error", "checkpoint-failed", text)
 
     async def save(self, engine: Engine, meta: Meta, *, step: int, wait: bool, spared: int = -1) -> None:
         """Save the state, which is that of ``step`` and does not change until this returns. Failures are only reported.
@@ -382,26 +382,26 @@ class Checkpointing:
         (step, lineage), square_sum = key, float(meta["square_sum"] or 0.0)
         try:
             with await self._snapshots.take(engine, step=step, lineage=lineage, square_sum=square_sum) as snapshot:
-                plan = await self._around.compute.run(engine.checkpoint_files, step)
+                plan = await self._context.compute.run(engine.checkpoint_files, step)
                 copied.set()
                 entry = await self._files.save(snapshot, plan, meta, urgent=urgent, spared=spared)
         except P2PTrainError as problem:
             # A full disk must not end the run: the state is in memory, here and at every member.
             text = f"no checkpoint at step {step}: {problem.message}. {problem.remedy}".rstrip(". ")
-            self._around.notify("error", "checkpoint-failed", text)
+            self._context.notify("error", "checkpoint-failed", text)
             self._failed = key
         else:
             self._saved = key
-            announce(self._around, self._job, entry, self._stage)
-            self._around.notify("info", "checkpoint-saved", f"step {step} saved to {entry.path}")
+            announce(self._context, self._job, entry, self._stage)
+            self._context.notify("info", "checkpoint-saved", f"step {step} saved to {entry.path}")
         finally:
             copied.set()
             del self._writing[key]
             self._told()
 
 
-def announce(around: Context, job: str, entry: CheckpointEntry, stage: Stage = WHOLE) -> None:
+def announce(context: Context, job: str, entry: CheckpointEntry, stage: Stage = WHOLE) -> None:
     val_loss = entry.meta.get("val_loss")
     known = float(val_loss) if isinstance(val_loss, float | int) else None
     path, index, count = str(entry.path), stage.index, stage.count
-    around.say(CheckpointSaved(job, entry.step, path, entry.digest, entry.size_bytes, known, index, count))
+    context.say(CheckpointSaved(job, entry.step, path, entry.digest, entry.size_bytes, known, index, count))

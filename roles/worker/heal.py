@@ -431,19 +431,19 @@ class Healer:
     """Fetches states for one job's engine. ``progress`` is called after every chunk and step."""
 
     def __init__(
-        self, around: Context, core: Transaction, *, progress: Callable[[], None], stage: Stage = WHOLE
+        self, context: Context, core: Transaction, *, progress: Callable[[], None], stage: Stage = WHOLE
     ) -> None:
-        self._around, self._core, self._progress, self.stage = around, core, progress, stage
+        self._context, self._core, self._progress, self.stage = context, core, progress, stage
 
     async def within(self, instruction: Heal, engine: Engine) -> Fetched:
         """Bring the state to the start of the view. Raises ``NetworkError`` with each source's problem."""
         core, view = self._core, instruction.view
-        rank = view.rank_of(self._around.peer_id) or 0
+        rank = view.rank_of(self._context.peer_id) or 0
         alike, own = view.same_stage(rank), view.replica_of(rank)
         ahead = [*alike[own:], *alike[:own]]  # healing members start with different sources
         sources = [member for member in ahead if member.healthy]
         have = (-1, "") if instruction.torn or core.applied >= view.step else (core.applied, core.lineage)
-        silence_s = max(view.death_s, self._around.beats()[1])
+        silence_s = max(view.death_s, self._context.beats()[1])
         try:
             request = HealRequest(core.job, view.step, view.lineage, silence_s, *have, stage=self.stage.index)
             return await self._to_the_start(request, view.generation, sources, engine)
@@ -457,22 +457,22 @@ class Healer:
     async def _to_the_start(
         self, request: HealRequest, generation: int, sources: Sequence[MemberRecord], engine: Engine
     ) -> Fetched:
-        began = self._around.world.clock.now()
+        began = self._context.world.clock.now()
         fetch = await self.fetch(request, generation, sources, engine, on_torn=lambda: None)
         async with fetch.running():
             base = await fetch.state()
             if base.root:
-                await self._around.compute.run(engine.state_loaded, base.step)
+                await self._context.compute.run(engine.state_loaded, base.step)
             step, lineage = base.step, base.lineage
             while step < request.step:
                 following = await fetch.step()
-                await self._around.compute.run(replay, engine, following)
+                await self._context.compute.run(replay, engine, following)
                 fetch.used(following)
                 self._progress()
                 step, lineage = following.step, following.lineage
         if lineage != request.lineage:
             raise NetworkError("the steps that were fetched lead to another state than the view's")
-        return fetched(fetch, step - base.step, self._around.world.clock.now() - began)
+        return fetched(fetch, step - base.step, self._context.world.clock.now() - began)
 
     async def fetch(
         self,
@@ -483,13 +483,13 @@ class Healer:
         *,
         on_torn: Callable[[], None],
     ) -> Fetch:
-        around = self._around
+        context = self._context
         # On the compute thread, so after an abandoned micro-batch that may still use the state.
-        state = await around.compute.run(engine.state)
+        state = await context.compute.run(engine.state)
         return Fetch(
-            around.world,
+            context.world,
             ReceiverIdentity(
-                around.peer_id, around.name, around.seed_host, state, engine.reduce_buffer.nbytes, self.stage
+                context.peer_id, context.name, context.seed_host, state, engine.reduce_buffer.nbytes, self.stage
             ),
             request=request,
             generation=generation,
@@ -509,7 +509,7 @@ class Follower:
 
     def __init__(
         self,
-        around: Context,
+        context: Context,
         core: Transaction,
         healer: Healer,
         *,
@@ -517,7 +517,7 @@ class Follower:
         handle: Callable[[Event], None],
         tasks: asyncio.TaskGroup,
     ) -> None:
-        self._around, self._core, self._healer = around, core, healer
+        self._context, self._core, self._healer = context, core, healer
         self._send, self._handle, self._tasks = say, handle, tasks
         self._task: asyncio.Task[None] | None = None
         self._then: list[Event] = []
@@ -551,13 +551,13 @@ class Follower:
         try:
             await self._follow(message, engine)
         except (NetworkError, PeerError) as problem:
-            self._around.notify("warning", "not-following", f"does not follow the ring any more: {problem.message}")
+            self._context.notify("warning", "not-following", f"does not follow the ring any more: {problem.message}")
             if self._core.torn:
                 self._then.insert(0, Unloaded("what was fetched beside the ring is not whole"))
             else:
                 self._say()  # report how far it came: the ring may admit it, and the rest is healed within
         except P2PTrainError as problem:
-            self._around.notify("error", "not-following", f"cannot follow the ring: {problem.message}")
+            self._context.notify("error", "not-following", f"cannot follow the ring: {problem.message}")
             self._then.insert(0, Unloaded("the state may be half applied"))
         finally:
             self._task = None
@@ -569,37 +569,37 @@ class Follower:
                 last()
 
     async def _follow(self, message: CatchUp, engine: Engine) -> None:
-        around, core = self._around, self._core
+        context, core = self._context, self._core
         have = (-1, "") if core.torn else (core.applied, core.lineage)
-        request = HealRequest(core.job, -1, "", around.beats()[1], *have, stage=self._healer.stage.index)
+        request = HealRequest(core.job, -1, "", context.beats()[1], *have, stage=self._healer.stage.index)
 
-        began = around.world.clock.now()
+        began = context.world.clock.now()
 
         def on_torn() -> None:
             nonlocal began
-            began = around.world.clock.now()  # the time before was spent waiting for a source's snapshot
+            began = context.world.clock.now()  # the time before was spent waiting for a source's snapshot
             self._handle(Torn())
             names = ", ".join(member.name for member in message.sources)
-            around.notify("info", "fetching", f"fetches {fetch.total_bytes / 1e6:.1f} MB of state from {names}")
+            context.notify("info", "fetching", f"fetches {fetch.total_bytes / 1e6:.1f} MB of state from {names}")
 
         fetch = await self._healer.fetch(request, message.generation, message.sources, engine, on_torn=on_torn)
         async with fetch.running():
             base = await fetch.state()
-            self._fetched = fetched(fetch, 0, around.world.clock.now() - began)  # only steps follow
+            self._fetched = fetched(fetch, 0, context.world.clock.now() - began)  # only steps follow
             if base.root:
-                await self._to_its_end(around.compute.run(engine.state_loaded, base.step))
+                await self._to_its_end(context.compute.run(engine.state_loaded, base.step))
                 self._handle(Followed(base.step, base.lineage, base.square_sum))
-                around.notify("info", "fetched", f"fetched the state of step {base.step}: {self._fetched}")
+                context.notify("info", "fetched", f"fetched the state of step {base.step}: {self._fetched}")
             while True:
                 if fetch.newest - core.applied <= 1 and not self._said:
                     self._say()
                     behind = max(fetch.newest - core.applied, 0)
-                    around.notify("info", "following", f"follows the ring, {behind} step{'s' * (behind != 1)} behind")
+                    context.notify("info", "following", f"follows the ring, {behind} step{'s' * (behind != 1)} behind")
                 step = await fetch.step()
                 await self._to_its_end(self._replay(engine, fetch, step))
 
     async def _replay(self, engine: Engine, fetch: Fetch, step: Step) -> None:
-        await self._around.compute.run(replay, engine, step)
+        await self._context.compute.run(replay, engine, step)
         self._handle(Followed(step.step, step.lineage, step.square_sum))
         fetch.used(step)
 

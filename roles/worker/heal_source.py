@@ -206,11 +206,11 @@ class HealSource:
     """
 
     def __init__(
-        self, around: Context, core: Transaction, *, want_snapshot: Callable[[], None], stage: Stage = WHOLE
+        self, context: Context, core: Transaction, *, want_snapshot: Callable[[], None], stage: Stage = WHOLE
     ) -> None:
-        self._around, self._core, self._want_snapshot, self._stage = around, core, want_snapshot, stage
+        self._context, self._core, self._want_snapshot, self._stage = context, core, want_snapshot, stage
         self.state_bytes = 0
-        self._takers: set[Recipient] = set()
+        self._recipients: set[Recipient] = set()
         self._live: SourceState | None = None
         self._copy: SourceState | None = None
         self._log = StepLog()
@@ -225,7 +225,7 @@ class HealSource:
 
     @property
     def followers(self) -> int:
-        return sum(not taker.inside for taker in self._takers)
+        return sum(not recipient.inside for recipient in self._recipients)
 
     @property
     def log_bytes(self) -> int:
@@ -241,16 +241,16 @@ class HealSource:
         self._pace.ring_ended()
         self._live, self._applying = None, False
         self._next_turn()
-        for taker in [taker for taker in self._takers if taker.inside]:
-            taker.end(f"the source's view ended: {reason}")
+        for recipient in [recipient for recipient in self._recipients if recipient.inside]:
+            recipient.end(f"the source's view ended: {reason}")
 
     def cut(self, reason: str) -> None:
         """End all transfers: the state is replaced by another, so no logged step leads on from here."""
         self.view_ended(reason)
         self._logging, self._kept = False, None
         self._log.begin(-1, "")
-        for taker in list(self._takers):
-            taker.end(f"the source's state was replaced: {reason}")
+        for recipient in list(self._recipients):
+            recipient.end(f"the source's state was replaced: {reason}")
 
     async def keep(self, engine: Engine) -> None:
         """Copy the reduced bytes of the step that is being committed, if a worker follows the ring."""
@@ -260,14 +260,14 @@ class HealSource:
             self._log.begin(-1, "")
         if self._logging:
             # On the compute thread. numpy releases the GIL, so the event loop runs meanwhile.
-            copied = self._around.compute.run(lambda: engine.reduce_buffer.view(np.uint8).reshape(-1).copy())
+            copied = self._context.compute.run(lambda: engine.reduce_buffer.view(np.uint8).reshape(-1).copy())
             self._kept = (await copied).data
 
     def committed(self, row: LedgerRow, digests: bytes = b"") -> None:
         """Log the step that was just applied, from the bytes that ``keep`` copied, and report it to the followers.
         ``digests``: of a split model, as in ``Contribution``."""
         self._applying = False
-        now, before = self._around.world.clock.now(), self._stepped_at
+        now, before = self._context.world.clock.now(), self._stepped_at
         self._stepped_at = now
         if before is not None:
             self._pace.stepped(now - before)
@@ -278,15 +278,15 @@ class HealSource:
             digest = digests[place : place + DIGEST_BYTES] if digests else row.digest
             entry = Entry(row.step, self._core.lineage, digest, self._core.square_sum, kept, digests=digests)
             self._log.add(entry)
-            for taker in self._takers:
-                if taker.told >= 0 and not taker.inside:
+            for recipient in self._recipients:
+                if recipient.told >= 0 and not recipient.inside:
                     with suppress(ConnectionLost):  # ``give``, which serves it, notices too
-                        taker.tell([entry])
+                        recipient.tell([entry])
         self._next_turn()
 
     async def snapshot(self, engine: Engine, snapshots: Snapshots) -> None:
         """Copy the state between two steps, if recipients still wait for a snapshot."""
-        waiting = [taker for taker in self._takers if taker.waits]
+        waiting = [recipient for recipient in self._recipients if recipient.waits]
         if not waiting:
             return
         core = self._core
@@ -295,9 +295,9 @@ class HealSource:
         except ResourceError:
             return  # both copies are in use, for example by a checkpoint: a later boundary retries
         self._copy = SourceState(copy.step, copy.lineage, copy.square_sum, copy.blobs, copy)
-        waiting = [taker for taker in waiting if taker in self._takers]
-        for taker in waiting:
-            self._use(taker, self._copy)
+        waiting = [recipient for recipient in waiting if recipient in self._recipients]
+        for recipient in waiting:
+            self._use(recipient, self._copy)
         if not waiting:
             self._copy = None
             copy.release()
@@ -313,117 +313,122 @@ class HealSource:
         if not self._has_part(request):
             raise PeerError(f"{name} asks for stage {request.stage}, this member holds {self._stage}")
         line = Line(connection, request.silence_s)
-        taker = Recipient(line, hello.name, request.step >= 0)
+        recipient = Recipient(line, hello.name, request.step >= 0)
         view = self._core.view
         its_view = view is not None and view.generation == hello.generation and view.rank_of(hello.peer_id) is not None
-        if taker.inside and not its_view:
+        if recipient.inside and not its_view:
             raise PeerError(f"{name} is not in this member's view")
-        if not taker.inside and self.followers >= MAX_FOLLOWERS:
-            taker.say(Refuse(RefusalCode.BUSY, f"this member already serves {self.followers} workers beside its ring"))
+        if not recipient.inside and self.followers >= MAX_FOLLOWERS:
+            recipient.say(
+                Refuse(RefusalCode.BUSY, f"this member already serves {self.followers} workers beside its ring")
+            )
             await line.sent()
             return
-        self._takers.add(taker)
+        self._recipients.add(recipient)
         try:
             async with line.alive():
-                await self._serve(taker, request, engine)
+                await self._serve(recipient, request, engine)
         except ConnectionLost:
             pass  # the recipient closes the connection when it has enough
         except P2PTrainError:
-            if not taker.ended:
+            if not recipient.ended:
                 raise
         finally:
-            self._takers.discard(taker)
-            self._let_go(taker)
-            if taker.given_bytes:
-                size = f"{taker.given_bytes / 1e6:.1f} MB"
-                self._around.tell("info", "gave", f"gave {size} of state and steps to {taker.name}")
+            self._recipients.discard(recipient)
+            self._let_go(recipient)
+            if recipient.given_bytes:
+                size = f"{recipient.given_bytes / 1e6:.1f} MB"
+                self._context.tell("info", "gave", f"gave {size} of state and steps to {recipient.name}")
 
     # ------------------------------------------------------------------------------------------------------ internals
 
     def _has_part(self, request: HealRequest) -> bool:  # a separate method, so that a mutation test can remove it
         return request.stage == self._stage.index  # sizes and names alone may be equal for two parts
 
-    async def _serve(self, taker: Recipient, request: HealRequest, engine: Engine) -> None:
+    async def _serve(self, recipient: Recipient, request: HealRequest, engine: Engine) -> None:
         try:
-            if taker.inside:
-                await self._offer_inside(taker, request, engine)
+            if recipient.inside:
+                await self._offer_inside(recipient, request, engine)
             else:
-                await self._offer_beside(taker, request, engine)
+                await self._offer_beside(recipient, request, engine)
         except Refused as refused:
-            taker.say(Refuse(refused.code, refused.message))
-            await taker.line.sent()
+            recipient.say(Refuse(refused.code, refused.message))
+            await recipient.line.sent()
             return
-        async for message in taker.line.messages():
+        async for message in recipient.line.messages():
             if not isinstance(message, RangeRequest):
-                raise ProtocolError(f"{taker.name} sent {type(message).__name__} to one who gives it a state")
-            await self._give_range(taker, message)
+                raise ProtocolError(f"{recipient.name} sent {type(message).__name__} to one who gives it a state")
+            await self._give_range(recipient, message)
 
-    async def _give_range(self, taker: Recipient, asked: RangeRequest) -> None:
+    async def _give_range(self, recipient: Recipient, asked: RangeRequest) -> None:
         entry: Entry | None = None
         if asked.name.startswith(STEP):
-            if not taker.inside:
-                self._let_go(taker)  # a request for a step means that it has all of the state
+            if not recipient.inside:
+                self._let_go(recipient)  # a request for a step means that it has all of the state
             entry = self._log.named(asked.name)
             most_bytes = entry.data.nbytes if entry is not None else asked.stop
         else:
-            most_bytes = max(CHUNK_BYTES, len(taker.given.table) if taker.given is not None else 0)
+            most_bytes = max(CHUNK_BYTES, len(recipient.given.table) if recipient.given is not None else 0)
 
         async def read(asked: RangeRequest) -> memoryview:
-            piece = piece_untrusted(taker.given, entry, asked)
-            while not taker.inside and not self._pace.open:
-                await self._turn_of(taker)
+            piece = piece_untrusted(recipient.given, entry, asked)
+            while not recipient.inside and not self._pace.open:
+                await self._turn_of(recipient)
             self._pace.gives(piece.nbytes)
             return piece
 
-        taker.given_bytes += await send_range(taker.line, asked, read, most_bytes=most_bytes)
+        recipient.given_bytes += await send_range(recipient.line, asked, read, most_bytes=most_bytes)
 
-    async def _turn_of(self, taker: Recipient) -> None:
-        waiting = [asyncio.ensure_future(self._turn.wait()), asyncio.ensure_future(taker.line.connection.closed.wait())]
+    async def _turn_of(self, recipient: Recipient) -> None:
+        waiting = [
+            asyncio.ensure_future(self._turn.wait()),
+            asyncio.ensure_future(recipient.line.connection.closed.wait()),
+        ]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for each in waiting:
                 each.cancel()
-        if taker.line.connection.closed.is_set():
+        if recipient.line.connection.closed.is_set():
             raise ConnectionLost("it has gone")
 
-    async def _offer_inside(self, taker: Recipient, request: HealRequest, engine: Engine) -> None:
+    async def _offer_inside(self, recipient: Recipient, request: HealRequest, engine: Engine) -> None:
         core, view = self._core, self._core.view
         if view is None or not core.may_give or (request.step, request.lineage) != (view.step, view.lineage):
             raise Refused(_NOT_HERE, f"this member stands at step {core.applied}, not at {request.step} as asked for")
         entries = self._log.since(request.have_step, request.have_lineage)
         if entries and (entries[-1].step, entries[-1].lineage) == (view.step, view.lineage):
-            self._offer_steps(taker, request, entries)
+            self._offer_steps(recipient, request, entries)
             return
         if self._live is None or (self._live.step, self._live.lineage) != (view.step, view.lineage):
             self._live = await self._stands_still(engine, view)
-        taker.given = self._live
-        taker.given.users += 1
-        await self._offer_state(taker, self._live)
+        recipient.given = self._live
+        recipient.given.users += 1
+        await self._offer_state(recipient, self._live)
 
-    async def _offer_beside(self, taker: Recipient, request: HealRequest, engine: Engine) -> None:
+    async def _offer_beside(self, recipient: Recipient, request: HealRequest, engine: Engine) -> None:
         while self._applying:
-            await self._turn_of(taker)  # the log must begin at a known step
+            await self._turn_of(recipient)  # the log must begin at a known step
         if not self._logging:
             self._begin_log(engine)
         entries = self._log.since(request.have_step, request.have_lineage)
         if entries is not None:
-            self._offer_steps(taker, request, entries)
+            self._offer_steps(recipient, request, entries)
             return
         copy = self._copy
         if copy is not None and self._log.since(copy.step, copy.lineage) is not None:
-            self._use(taker, copy)
+            self._use(recipient, copy)
         else:
-            taker.waits = True
+            recipient.waits = True
             self._ask_for_snapshot()
-        while taker.given is None:
-            await self._turn_of(taker)
-        await self._offer_state(taker, taker.given)
-        taker.told = taker.given.step
-        taker.tell(self._log.all())
+        while recipient.given is None:
+            await self._turn_of(recipient)
+        await self._offer_state(recipient, recipient.given)
+        recipient.told = recipient.given.step
+        recipient.tell(self._log.all())
 
     async def _stands_still(self, engine: Engine, view: View) -> SourceState:
-        blobs = await self._around.compute.run(engine.state)
+        blobs = await self._context.compute.run(engine.state)
         if self._core.view is not view or not self._core.may_give:
             raise Refused(_NOT_HERE, "the view ended before the state was at hand")
         return SourceState(view.step, view.lineage, view.square_sum, blobs)
@@ -435,22 +440,22 @@ class HealSource:
         self._log.limit_bytes = log_limit_bytes(self.state_bytes, engine.reduce_buffer.nbytes)
         self._log.begin(self._core.applied, self._core.lineage)
 
-    def _offer_steps(self, taker: Recipient, request: HealRequest, entries: list[Entry]) -> None:
-        taker.say(HealOffer(request.have_step, request.have_lineage, [], CHUNK_BYTES))
-        taker.told = request.have_step
-        taker.tell(entries)
+    def _offer_steps(self, recipient: Recipient, request: HealRequest, entries: list[Entry]) -> None:
+        recipient.say(HealOffer(request.have_step, request.have_lineage, [], CHUNK_BYTES))
+        recipient.told = request.have_step
+        recipient.tell(entries)
 
-    async def _offer_state(self, taker: Recipient, given: SourceState) -> None:
+    async def _offer_state(self, recipient: Recipient, given: SourceState) -> None:
         root = await given.root()
         records = [BlobRecord(blob.name, blob.view.nbytes) for blob in given.blobs]
-        taker.say(HealOffer(given.step, given.lineage, records, CHUNK_BYTES, root, given.square_sum))
+        recipient.say(HealOffer(given.step, given.lineage, records, CHUNK_BYTES, root, given.square_sum))
 
-    def _use(self, taker: Recipient, copy: SourceState) -> None:
-        taker.waits, taker.given = False, copy
+    def _use(self, recipient: Recipient, copy: SourceState) -> None:
+        recipient.waits, recipient.given = False, copy
         copy.users += 1
 
-    def _let_go(self, taker: Recipient) -> None:
-        given, taker.given, taker.waits = taker.given, None, False
+    def _let_go(self, recipient: Recipient) -> None:
+        given, recipient.given, recipient.waits = recipient.given, None, False
         if given is None:
             return
         given.users -= 1
@@ -459,7 +464,7 @@ class HealSource:
             given.snapshot.release()
 
     def _ask_for_snapshot(self) -> None:
-        if self._pace.ready and any(taker.waits for taker in self._takers):
+        if self._pace.ready and any(recipient.waits for recipient in self._recipients):
             self._want_snapshot()
 
     def _next_turn(self) -> None:

@@ -162,18 +162,18 @@ class ModelReceiver:
         raise self._refusal()
 
     async def _table_of(self, source: Source, config: str) -> dict[str, TensorRecord]:
-        taker = TableReceiver()
-        while not taker.complete:
+        recipient = TableReceiver()
+        while not recipient.complete:
             waiting = self._pages[source.id] = source.line.pending()
-            source.line.connection.send(TensorsRequest(self._model, len(taker.records)))
+            source.line.connection.send(TensorsRequest(self._model, len(recipient.records)))
             page = await source.line.landed(waiting)
             if page.error:
                 raise ProtocolError(shortened(page.error))
-            taker.take_untrusted(page)
-        found = model_id(config, taker.records.values())
+            recipient.take_untrusted(page)
+        found = model_id(config, recipient.records.values())
         if found != self._model:
             raise ProtocolError(f"its table is that of model {found}, not of {self._model}")
-        return taker.records
+        return recipient.records
 
     async def tensors(self, records: Sequence[TensorRecord]) -> AsyncIterator[tuple[TensorRecord, bytearray]]:
         """Yield each record and its verified bytes, in order.

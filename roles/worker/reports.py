@@ -216,13 +216,13 @@ def described(view: View, peer_id: str) -> str:
 class Reports:
     """All reports of one job. ``engine``: None before the model is built, and after the job."""
 
-    def __init__(self, around: Context, core: Transaction, *, job: str, stage: Stage, profile: Profile) -> None:
+    def __init__(self, context: Context, core: Transaction, *, job: str, stage: Stage, profile: Profile) -> None:
         self.engine: Engine | None = None
-        self.clock = StepClock(around.world.clock.now)
-        self._around, self._core = around, core
+        self.clock = StepClock(context.world.clock.now)
+        self._context, self._core = context, core
         self._job, self._stage, self._profile = job, stage, profile
-        self.ledger = Ledger(job, around.say)
-        self.steps = StepReporter(job=job, steps_total=profile.job.steps, say=around.say, on_step=around.on_step)
+        self.ledger = Ledger(job, context.say)
+        self.steps = StepReporter(job=job, steps_total=profile.job.steps, say=context.say, on_step=context.on_step)
         self._timing: dict[str, float] = {}
         self._tokens_per_s = 0.0  # of this member's replica, in the newest step
         self._fetched: Fetched | None = None  # result of the last heal
@@ -240,7 +240,7 @@ class Reports:
                 windows=self.engine.windows,
                 unit_us=self.clock.unit_us,
             )
-        self._around.say(report)
+        self._context.say(report)
 
     def say(self, report: Report) -> None:
         self._trouble = report
@@ -251,9 +251,9 @@ class Reports:
         self.send(report)
         if report.status == "done" and not self._done_told:  # once: a returning seed asks again
             self._done_told = True
-            self._around.tell("info", "done", f"the job is done: all {report.applied:,} steps; waits for another one")
+            self._context.tell("info", "done", f"the job is done: all {report.applied:,} steps; waits for another one")
         if report.status == "broken":
-            self._around.notify("warning", "ring-broken", f"step {report.applied + 1} aborted: {report.reason}")
+            self._context.notify("warning", "ring-broken", f"step {report.applied + 1} aborted: {report.reason}")
 
     def seed_is_back(self, *, follows: bool, level: bool) -> None:
         """Report this member's state to a seed that was away. ``follows``: it fetches the state beside the ring.
@@ -286,18 +286,18 @@ class Reports:
 
     def cannot_go_on(self, problem: P2PTrainError) -> str:
         text = f"{problem.message}; {problem.remedy}" if problem.remedy else problem.message
-        self._around.notify("error", "worker-failed", text)
+        self._context.notify("error", "worker-failed", text)
         return text
 
     def _rank(self) -> int | None:
-        return self._core.view.rank_of(self._around.peer_id) if self._core.view is not None else None
+        return self._core.view.rank_of(self._context.peer_id) if self._core.view is not None else None
 
     # -------------------------------------------------------------------------------------------------------- its state
 
     def loaded(self, applied: int, lineage: str, *, wanted: int) -> None:
         if self._stage.split and applied < wanted:
             text = f"no checkpoint of step {wanted} of {self._stage} is here: begins with that of step {applied}"
-            self._around.notify("warning", "no-checkpoint", text)
+            self._context.notify("warning", "no-checkpoint", text)
         self.steps.forget()
         self.ledger.stands_at(applied, lineage)
 
@@ -306,7 +306,7 @@ class Reports:
         if not done.steps:
             self.steps.forget()
         what = f"what it lacked (steps: {done.steps}) up to step" if done.steps else "the state of step"
-        self._around.notify("info", "healed", f"fetched {what} {view.step}: {done}")
+        self._context.notify("info", "healed", f"fetched {what} {view.step}: {done}")
 
     def meta(self, val_loss: float | None) -> Meta:
         core = self._core
@@ -326,12 +326,12 @@ class Reports:
 
     def view_began(self, view: View, *, formed_s: float) -> None:
         self.clock.view_began(formed_s=formed_s)
-        self._around.tell("info", "view", described(view, self._around.peer_id))
+        self._context.tell("info", "view", described(view, self._context.peer_id))
         self.ledger.tell_beyond(view.ledger_step)
 
     def step_done(self, step: int, *, redone: bool) -> None:
         if redone:
-            self._around.notify("info", "redo", f"redid step {step + 1} from the redo buffer")
+            self._context.notify("info", "redo", f"redid step {step + 1} from the redo buffer")
         else:
             self._timing = self.clock.step_done()
 

@@ -67,7 +67,7 @@ class JobRunner:
 
     def __init__(
         self,
-        around: Context,
+        context: Context,
         *,
         job: str,
         profile: Profile,
@@ -84,15 +84,15 @@ class JobRunner:
         self.progress = 0
         self.core = Transaction(
             job=job,
-            peer_id=around.peer_id,
+            peer_id=context.peer_id,
             steps_total=profile.job.steps,
             checkpoint_every=profile.checkpoint.every,
             outlier_factor=profile.guard.outlier_factor,
         )
-        self.reports = Reports(around, self.core, job=job, stage=stage, profile=profile)
+        self.reports = Reports(context, self.core, job=job, stage=stage, profile=profile)
         self.clock = self.reports.clock
         self.bytes_in = self.bytes_out = self.tokens = 0
-        self._around = around
+        self._context = context
         self._spec = spec
         self.checkpoints = checkpoints
         self._restore_step, self._holders = restore_step, holders
@@ -105,14 +105,14 @@ class JobRunner:
         self._tasks = asyncio.TaskGroup()
         self._released = asyncio.Event()
         self._standing = asyncio.Event()
-        self.snapshots = Snapshots(around.compute)
+        self.snapshots = Snapshots(context.compute)
         self._saving = Checkpointing(
-            around, job=job, files=checkpoints, snapshots=self.snapshots, tasks=self._tasks, stage=stage
+            context, job=job, files=checkpoints, snapshots=self.snapshots, tasks=self._tasks, stage=stage
         )
         self.assembler: CheckpointAssembler | None = None
         if whole is not None:
             self.assembler = CheckpointAssembler(
-                around,
+                context,
                 job=job,
                 stage=stage,
                 parts=checkpoints,
@@ -121,11 +121,11 @@ class JobRunner:
                 where=self._where,
                 did_something=self._did_something,
             )
-        self._between = BoundaryWork(around, profile=profile, checkpoints=self._saving)
-        self.donations = HealSource(around, self.core, want_snapshot=lambda: self.wish(Flag.SNAPSHOT), stage=stage)
-        self._healer = Healer(around, self.core, progress=self._did_something, stage=stage)
+        self._between = BoundaryWork(context, profile=profile, checkpoints=self._saving)
+        self.heal_source = HealSource(context, self.core, want_snapshot=lambda: self.wish(Flag.SNAPSHOT), stage=stage)
+        self._healer = Healer(context, self.core, progress=self._did_something, stage=stage)
         self.follower = Follower(
-            around, self.core, self._healer, say=self.reports.send, handle=self._brought_on, tasks=self._tasks
+            context, self.core, self._healer, say=self.reports.send, handle=self._brought_on, tasks=self._tasks
         )
         self._state_bytes = 0
 
@@ -142,7 +142,7 @@ class JobRunner:
                 self._disband("the job was released")
         finally:
             self._disband("this worker ended")
-            self.donations.cut("this worker ended")
+            self.heal_source.cut("this worker ended")
             self._engine = self._strategy = self.reports.engine = None  # free the memory for the next job
             self.snapshots.close()
 
@@ -150,16 +150,16 @@ class JobRunner:
         self._released.set()
 
     def view_announced(self, view: View) -> None:
-        rank = view.rank_of(self._around.peer_id)
+        rank = view.rank_of(self._context.peer_id)
         if view.stages != self.stage.count or (rank is not None and view.stage_of(rank) != self.stage.index):
             raise ProtocolError(f"a view of {view.stages} stages, at rank {rank}, for one that holds {self.stage}")
-        self._around.inbound.announced(view, self._around.peer_id)
+        self._context.inbound.announced(view, self._context.peer_id)
         self._after_following(ViewArrived(view))
 
     def catch_up(self, message: CatchUp) -> None:
         if self.core.phase is Phase.IDLE and self._engine is not None:
             if not self.follower.active:  # it may give its state to others, and that state is about to change
-                self.donations.cut("it follows the ring itself")
+                self.heal_source.cut("it follows the ring itself")
             self.follower.begin(message, self._engine)
 
     def wish(self, flag: Flag, generation: int = 0) -> None:
@@ -203,7 +203,7 @@ class JobRunner:
     async def give_state(self, connection: Connection, hello: Hello) -> None:
         if self._engine is None or self.follower.active:
             raise PeerError("this member has no state to give")
-        await self.donations.give(connection, hello, self._engine)
+        await self.heal_source.give(connection, hello, self._engine)
 
     # ------------------------------------------------------------------------------------------------ core and shell
 
@@ -258,7 +258,7 @@ class JobRunner:
                 self._start(self._boundary, instruction)
             case Record(row, lineage):
                 joined, digests = self._digests
-                self.donations.committed(row, digests if joined == row.digest else b"")
+                self.heal_source.committed(row, digests if joined == row.digest else b"")
                 self.reports.recorded(row, lineage)
 
     def _start(self, activity: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -285,7 +285,7 @@ class JobRunner:
         if self._activity is not None:
             self._activity.cancel()
             self._activity = None
-        self.donations.view_ended(reason)
+        self.heal_source.view_ended(reason)
         sessions, self._session, self._beside = self._sessions(), None, []
         for session in sessions:
             self.bytes_in += session.links.bytes_in
@@ -310,45 +310,45 @@ class JobRunner:
     # ----------------------------------------------------------------------------------------------------- activities
 
     async def _load(self) -> None:
-        around = self._around
-        self.donations.cut("another state is loaded")
+        context = self._context
+        self.heal_source.cut("another state is loaded")
         if self._engine is None:
             self._engine = await (
-                around.compute.run(around.build_part, self.profile, self.stage)
+                context.compute.run(context.build_part, self.profile, self.stage)
                 if self.stage.split
-                else around.compute.run(around.build_engine, self.profile)
+                else context.compute.run(context.build_engine, self.profile)
             )
-            factory = around.strategies(self.profile)
+            factory = context.strategies(self.profile)
             ring = self.profile.ring
             self.reports.engine = self._engine
-            self._strategy = factory(self._engine, around.compute, self._did_something, ring.bucket_bytes)
+            self._strategy = factory(self._engine, context.compute, self._did_something, ring.bucket_bytes)
         restore_step, self._restore_step = self._restore_step, -1
         if self.assembler is not None:
             await self.assembler.stop()
             await self._saving.settled()
             await self.assembler.bring(restore_step, self._holders)
         applied, lineage, square_sum, entry = await self.checkpoints.load(
-            self._engine, around.compute, spec=self._spec, restore_step=restore_step, split=self.stage.split
+            self._engine, context.compute, spec=self._spec, restore_step=restore_step, split=self.stage.split
         )
-        self._state_bytes = await around.compute.run(lambda: state_bytes(self._ready_engine().state()))
-        self.donations.state_bytes = self._state_bytes
+        self._state_bytes = await context.compute.run(lambda: state_bytes(self._ready_engine().state()))
+        self.heal_source.state_bytes = self._state_bytes
         self.reports.loaded(applied, lineage, wanted=restore_step)
         await self._saving.resumed(entry)
         self._handle(Loaded(applied, lineage, square_sum))
 
     async def _form(self, form: FormRing) -> None:
-        around = self._around
-        form_began = around.world.clock.now()
+        context = self._context
+        form_began = context.world.clock.now()
         self._session = session = await self._meet(form.view, Topology.RING)
         if self.profile.job.exact:  # every member would hold the same wrong sum, so equal digests prove nothing
             session.audit()
         here = form.view.members[session.rank].host
         beside = sum(member.host == here for member in form.view.members)
-        await around.compute.run(self._ready_engine().share_cores, beside)
+        await context.compute.run(self._ready_engine().share_cores, beside)
         session.broken.add_done_callback(lambda _: self._session_broke(session, form.view.generation))
         await self._ready_strategy().begin(session, self)
-        self.donations.view_began()
-        self.reports.view_began(form.view, formed_s=around.world.clock.now() - form_began)
+        self.heal_source.view_began()
+        self.reports.view_began(form.view, formed_s=context.world.clock.now() - form_began)
         self._handle(Finished(form.ticket))
 
     async def ring(self, view: View, topology: Topology = Topology.RING) -> RingSession:
@@ -369,13 +369,13 @@ class JobRunner:
         return await RingSession.form(view=view, topology=topology, sub_chunk_bytes=view.sub_chunk_bytes, **carriage)
 
     def _carriage(self, view: View) -> dict[str, Any]:
-        around, membership, usual_s = self._around, self.profile.membership, self._around.beats()
+        context, membership, usual_s = self._context, self.profile.membership, self._context.beats()
         return {
-            "world": around.world,
-            "peer_id": around.peer_id,
-            "name": around.name,
-            "seed_host": around.seed_host,
-            "inbound": around.inbound,
+            "world": context.world,
+            "peer_id": context.peer_id,
+            "name": context.name,
+            "seed_host": context.seed_host,
+            "inbound": context.inbound,
             "heartbeat_s": membership.heartbeat_s or view.heartbeat_s or usual_s[0],
             "death_s": membership.death_s or view.death_s or usual_s[1],
             "streams": view.streams,
@@ -396,7 +396,7 @@ class JobRunner:
             self._handle(Broken(generation, broken.suspect, broken.cause.message, beside=broken.beside))
 
     async def _heal(self, instruction: Heal) -> None:
-        self.donations.cut("it is healed itself")
+        self.heal_source.cut("it is healed itself")
         done = await self._healer.within(instruction, self._ready_engine())
         self.reports.healed(instruction.view, done)
         self._handle(Finished(instruction.ticket))
@@ -405,11 +405,11 @@ class JobRunner:
         step, first, count = instruction.step, instruction.first, instruction.count
         session, patience_s = self._ready_session(), self._patience_s()
         self.reports.steps.tell_what_was_cut_off(session.view, session.rank)
-        began = self._around.world.clock.now()
+        began = self._context.world.clock.now()
         with self.clock.phase("compute"):
             await self._ready_strategy().compute(step, first, count, session, patience_s=patience_s)
         if step > session.view.step or not self.clock.unit_us:  # the first one may wait for an aborted micro-batch
-            self.clock.computed(self._around.world.clock.now() - began, count)
+            self.clock.computed(self._context.world.clock.now() - began, count)
         self.tokens += instruction.count * self._ready_engine().tokens_per_micro_batch
         self._handle(Finished(instruction.ticket))
 
@@ -446,7 +446,7 @@ class JobRunner:
 
     async def _apply(self, instruction: Apply) -> None:
         with self.clock.phase("compute"):
-            await self.donations.keep(self._ready_engine())
+            await self.heal_source.keep(self._ready_engine())
             self.reports.steps.applied(await self._ready_strategy().commit(instruction.step, instruction.square_sum))
         self._did_something()
         self.reports.step_done(instruction.step, redone=instruction.redo)
@@ -474,7 +474,7 @@ class JobRunner:
         if instruction.last and self.assembler is not None:
             await self._between.gathered(self.assembler, session, patience_s=patience_s)
         if instruction.snapshot:
-            await self.donations.snapshot(engine, self.snapshots)
+            await self.heal_source.snapshot(engine, self.snapshots)
         self._handle(Finished(instruction.ticket))
 
     # -------------------------------------------------------------------------------------------------------- helpers

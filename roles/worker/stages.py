@@ -119,30 +119,36 @@ class _Client(Caller):
 
 
 class Stages:
-    def __init__(self, around: StageContext, holding: Holding) -> None:
-        self._around, self._holding = around, holding
-        self._world, self._now = around.world, around.world.clock.now
+    def __init__(self, context: StageContext, holding: Holding) -> None:
+        self._context, self._holding = context, holding
+        self._world, self._now = context.world, context.world.clock.now
         self.cache = PartCache(holding.limit_bytes)
         self.works = ForwardRequests(
-            around.world,
+            context.world,
             self.cache,
-            around.compute,
-            peer_id=around.peer_id,
-            name=around.name,
-            seed_host=around.seed_host,
+            context.compute,
+            peer_id=context.peer_id,
+            name=context.name,
+            seed_host=context.seed_host,
             on_change=self.changed,
         )
-        self._disk = around.world.threads.start("model files")
-        self._hasher = around.world.threads.start("model digests")  # apart, because hashing takes minutes
+        self._disk = context.world.threads.start("model files")
+        self._hasher = context.world.threads.start("model digests")  # apart, because hashing takes minutes
         self._loader = Loader(
-            around.world, self.cache, around.compute, self._disk, holding.build_part, holding.device, self.works.unload
+            context.world,
+            self.cache,
+            context.compute,
+            self._disk,
+            holding.build_part,
+            holding.device,
+            self.works.unload,
         )
-        self._digests = DigestCache(around.world.disk, around.directory / CACHE_FILE)
+        self._digests = DigestCache(context.world.disk, context.directory / CACHE_FILE)
         self._hashing = asyncio.Lock()
         self._clients: set[_Client] = set()
         self._senders: dict[tuple[str, str], ModelReceiver] = {}  # by the client's id and the model's
         self._sender_came = asyncio.Condition()
-        self._takers = 0
+        self._recipients = 0
         self._stream_bps = 0.0
         self._news = asyncio.Event()
 
@@ -178,7 +184,7 @@ class Stages:
                 return Refuse(UNKNOWN_SESSION, "that session is not open here", "open it on the last stage first")
             case "model" if self._given(hello.job) is None:
                 return Refuse("unknown-model", f"model {hello.job[:40]!r} is not given here", "ask it to: model.open")
-            case "model" if self._takers >= MAX_CALLERS:
+            case "model" if self._recipients >= MAX_CALLERS:
                 return Refuse(RefusalCode.BUSY, f"{MAX_CALLERS} peers take models from this worker", "try again later")
             case "give" if hello.peer_id not in {client.peer_id for client in self._clients}:
                 return Refuse(RefusalCode.NOT_A_MEMBER, "who gives a model must be a client of this worker")
@@ -249,7 +255,7 @@ class Stages:
             return await self._offer()
         if method == "links.measure":
             targets, deadline_s = targets_untrusted(params)
-            return to_result(await self._around.prober.measure(targets, deadline_s=deadline_s))
+            return to_result(await self._context.prober.measure(targets, deadline_s=deadline_s))
         match request_untrusted(method, params):
             case LoadRequest() as request:
                 return await self._load(client, request)
@@ -271,12 +277,12 @@ class Stages:
 
     async def _offer(self) -> dict[str, Any]:
         if not self._stream_bps:
-            self._stream_bps = await self._around.compute.run(self._holding.stream_bps)
+            self._stream_bps = await self._context.compute.run(self._holding.stream_bps)
         return {
             "memory_bytes": self.cache.free_bytes,
             "limit_bytes": self.cache.limit_bytes,
             "stream_bps": self._stream_bps,
-            "device": self._around.shown,
+            "device": self._context.shown,
             "parts": [
                 {
                     "part": part.id,
@@ -356,7 +362,7 @@ class Stages:
         if place is None:
             yield await self._given_by(client, model)
             return
-        me = self._around
+        me = self._context
         hello = local_hello(peer_id=me.peer_id, name=me.name, roles=["worker"], purpose="model", job=model)
         try:
             host = place.host or me.seed_host()
@@ -406,11 +412,11 @@ class Stages:
         return {"model": model.model, "config": model.config, "total": len(model.records)}
 
     async def _give(self, connection: Connection, model: ModelDirectory) -> None:
-        self._takers += 1
+        self._recipients += 1
         try:
             await give(connection, model, self._disk, still=lambda: self._given(model.model) is not None)
         finally:
-            self._takers -= 1
+            self._recipients -= 1
 
     def _given(self, model: str) -> ModelDirectory | None:
         return next((client.models[model] for client in self._clients if model in client.models), None)
@@ -441,4 +447,4 @@ class Stages:
     def _tell(self) -> None:
         now = self._now()
         held = [self.cache.told(part, now, self.works.count(part)) for part in self.cache.parts.values()]
-        self._around.say(PartsHeld([*self._around.training(), *held][:MAX_PARTS]))
+        self._context.say(PartsHeld([*self._context.training(), *held][:MAX_PARTS]))

@@ -135,7 +135,7 @@ class Worker:
         return self._port
 
     def _made_stages(self, holding: Holding) -> Stages:
-        around = StageContext(
+        context = StageContext(
             world=self._world,
             peer_id=self._identity.peer_id,
             name=self._identity.name,
@@ -147,7 +147,7 @@ class Worker:
             shown=str(self._options.capabilities.get("device", "")),
             training=lambda: self._runner.held(holding.limit_bytes) if self._runner is not None else [],
         )
-        return Stages(around, holding)
+        return Stages(context, holding)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until ``stop`` is set, then leave within two seconds.

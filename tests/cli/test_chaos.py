@@ -93,23 +93,23 @@ def test_kinds_that_nobody_names() -> None:
 # ---------------------------------------------------------------------------------------------------------- verdicts
 
 
-def injury(**changes: Any) -> InjectedFault:
+def injected(**changes: Any) -> InjectedFault:
     return dataclasses.replace(InjectedFault(1, "kill", at_s=10.0, generation=3, step=50), **changes)
 
 
 def test_a_step_of_the_old_view_is_no_recovery_from_a_death() -> None:
     rows = [Row(9.9, 50, 3), Row(10.3, 51, 3), Row(10.6, 52, 4), Row(10.9, 53, 4)]
-    assert recovered(injury(), rows, 0.1) == rows[2]
-    assert recovered(injury(), rows[:2], 0.1) is None, "however late it was told"
+    assert recovered(injected(), rows, 0.1) == rows[2]
+    assert recovered(injected(), rows[:2], 0.1) is None, "however late it was told"
 
 
 def test_what_was_on_its_way_is_no_recovery_from_a_cut() -> None:
     rows = [Row(10.05, 51, 3), Row(10.3, 52, 3)]
-    assert recovered(injury(kind="cut"), rows, 0.1) == rows[1]
+    assert recovered(injected(kind="cut"), rows, 0.1) == rows[1]
     later = [Row(10.05, 51, 4)]
-    assert recovered(injury(kind="cut"), later, 0.1) == later[0], "of a later view it counts at once"
+    assert recovered(injected(kind="cut"), later, 0.1) == later[0], "of a later view it counts at once"
     again = [Row(10.5, 50, 3)]
-    assert recovered(injury(kind="cut"), again, 0.1) is None, "told again, it is no new step"
+    assert recovered(injected(kind="cut"), again, 0.1) is None, "told again, it is no new step"
 
 
 def test_an_eviction_without_a_fault_is_told() -> None:
@@ -117,7 +117,7 @@ def test_an_eviction_without_a_fault_is_told() -> None:
     names = {"a": "one", "b": "two", "c": "three"}
     blamed = ["two left view 1 for no fault of its own"]
     assert evictions(views, [], names, 2.0) == blamed
-    hit = injury(excused=frozenset({"b"}), until_s=10.5)
+    hit = injected(excused=frozenset({"b"}), until_s=10.5)
     assert evictions(views, [hit], names, 2.0) == []
     assert evictions(views, [dataclasses.replace(hit, excused=frozenset({"a"}))], names, 2.0) == blamed
     assert evictions(views, [dataclasses.replace(hit, at_s=11.5)], names, 2.0) == blamed, "before the fault"
@@ -155,7 +155,7 @@ def test_steps_that_are_done_again_are_no_goodput() -> None:
 
 def test_a_report_says_what_a_program_needs(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report(4, False, complete=True, baseline_steps_per_s=4.0, steps_per_s=3.0)
-    report.injuries = [injury(recovery_s=0.5), injury(recovery_s=1.5), injury()]
+    report.injected_faults = [injected(recovery_s=0.5), injected(recovery_s=1.5), injected()]
     report.verdicts = [Verdict("this", True), Verdict("that", None)]
     document = report.to_json()
     assert document["recovery_s"] == {"kill": {"n": 2, "p50": 0.5, "p99": 1.5, "max": 1.5}}

@@ -32,8 +32,8 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Joining, ServeOptions |
     """What a command would have begun."""
     found: list[tuple[Joining, ServeOptions | None]] = []
 
-    async def served(of: Joining, wish: ServeOptions) -> None:
-        found.append((of, wish))
+    async def served(of: Joining, serve_options: ServeOptions) -> None:
+        found.append((of, serve_options))
 
     async def work(of: Joining) -> None:
         found.append((of, None))
@@ -45,8 +45,8 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Joining, ServeOptions |
 
 def test_a_worker_is_what_nobody_names(command: Command, begun: list[tuple[Joining, ServeOptions | None]]) -> None:
     assert command("join").code == 0
-    ((of, wish),) = begun
-    assert (of.role, of.targets, of.advertise, wish) == ("worker", [("127.0.0.1", 7337)], ("", 0), None)
+    ((of, serve_options),) = begun
+    assert (of.role, of.targets, of.advertise, serve_options) == ("worker", [("127.0.0.1", 7337)], ("", 0), None)
 
 
 def test_a_verifier_and_its_options(
@@ -61,8 +61,10 @@ def test_a_verifier_and_its_options(
         "--dtype", "fp32",
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
-    ((of, wish),) = begun
-    assert wish == ServeOptions("verifier", model, "cpu", 2, 1 << 30, 3, None, ("127.0.0.1", 8000), keys, "fp32")
+    ((of, serve_options),) = begun
+    assert serve_options == ServeOptions(
+        "verifier", model, "cpu", 2, 1 << 30, 3, None, ("127.0.0.1", 8000), keys, "fp32"
+    )
     assert (of.targets, of.name, of.advertise, of.link, of.slot) == (
         [("10.0.0.7", 7337)],
         "big",
@@ -81,7 +83,7 @@ def test_a_drafter_and_its_model(
 ) -> None:
     command("join", "--role", "drafter", "--model", model.parent / "model")
     command("join", "--role", "drafter", "--model", model, "--dtype", "fp16")
-    assert [wish for _, wish in begun] == [
+    assert [serve_options for _, serve_options in begun] == [
         ServeOptions("drafter", model),
         ServeOptions("drafter", model, dtype="fp16"),
     ]

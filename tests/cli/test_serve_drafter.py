@@ -26,8 +26,8 @@ class Member:
     """As much of a ``ServingMember`` as a program uses."""
 
     def __init__(self) -> None:
-        around: Context = around_of(MemoryNetwork())
-        self.world = around.world
+        context: Context = around_of(MemoryNetwork())
+        self.world = context.world
         self.doors: list[str] = []
         self.told: list[str] = []
         self.serving: Callable[[], Serving] | None = None
@@ -44,10 +44,10 @@ class Member:
         self.ready.set()
 
 
-async def served(wish: ServeOptions) -> Member:
+async def served(serve_options: ServeOptions) -> Member:
     """A member whose program ran until it was ready, and then was cancelled."""
     member = Member()
-    program = asyncio.create_task(serving.serve(cast(ServingMember, member), wish, Console(quiet=True)))
+    program = asyncio.create_task(serving.serve(cast(ServingMember, member), serve_options, Console(quiet=True)))
     ready = asyncio.create_task(member.ready.wait())
     await asyncio.wait([program, ready], return_when=asyncio.FIRST_COMPLETED)
     ready.cancel()

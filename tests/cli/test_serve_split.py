@@ -74,20 +74,20 @@ class Served:
     def __init__(self, cluster: Cluster, model: Path, split: int | None = 2, dtype: str = "") -> None:
         self.cluster, self._model = cluster, model
         self.workers: dict[str, Peer] = {}
-        wish = ServeOptions("verifier", model, split=split, dtype=dtype)
-        self.verifier = self._serve("verifier", serving_module.serve, wish)
+        serve_options = ServeOptions("verifier", model, split=split, dtype=dtype)
+        self.verifier = self._serve("verifier", serving_module.serve, serve_options)
         self.drafter: Peer | None = None
         self.client: VerifierClient
 
-    def _serve(self, role: str, serve: Any, wish: ServeOptions) -> Peer:
+    def _serve(self, role: str, serve: Any, serve_options: ServeOptions) -> Peer:
         async def program(member: ServingMember) -> None:
-            await serve(member, wish, Console(quiet=True))
+            await serve(member, serve_options, Console(quiet=True))
 
         return self.cluster.serve(role, program)
 
     def draft(self) -> None:
-        wish = ServeOptions("drafter", self._model, device="cpu", threads=1)
-        self.drafter = self._serve("drafter", serving_module.serve, wish)
+        serve_options = ServeOptions("drafter", self._model, device="cpu", threads=1)
+        self.drafter = self._serve("drafter", serving_module.serve, serve_options)
 
     def told(self, kind: str) -> int:
         return len(self.said(kind))

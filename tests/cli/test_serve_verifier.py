@@ -28,13 +28,13 @@ def test_how_a_model_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_place_that_cannot_be_is_told_before_a_model_is_looked_at(tmp_path: Path) -> None:
-    wish = ServeOptions("verifier", tmp_path / "no model", http=("127.0.0.1", 0), api_keys=tmp_path / "key")
+    serve_options = ServeOptions("verifier", tmp_path / "no model", http=("127.0.0.1", 0), api_keys=tmp_path / "key")
     with pytest.raises(UserError, match="cannot read the API key"):
-        await check(wish)
+        await check(serve_options)
     (tmp_path / "key").write_text("k" * 32)
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="is in use"):
-        await check(replace(wish, http=taken.getsockname()[:2]))
-    await check(wish)
+        await check(replace(serve_options, http=taken.getsockname()[:2]))
+    await check(serve_options)
 
 
 def test_what_memory_is_left_for_caches(tmp_path: Path) -> None:

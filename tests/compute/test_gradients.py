@@ -90,16 +90,16 @@ class PendingCopy:
 
 def test_a_ferry_copies_what_is_final_and_tells_what_has_landed() -> None:
     stream = Stream()
-    ferry = HostCopier(stream.copy, [10, 20, 30, 41])
-    assert ferry.final(9) == 0
+    host_copier = HostCopier(stream.copy, [10, 20, 30, 41])
+    assert host_copier.final(9) == 0
     assert stream.story == []
-    assert ferry.final(25) == 0
+    assert host_copier.final(25) == 0
     assert stream.story == ["copy 0-10", "copy 10-20"], "it waits for nothing"
     stream.landed = 1
-    assert ferry.final(25) == 10
+    assert host_copier.final(25) == 10
     stream.landed = 2
     told: list[int] = []
-    ferry.finish(told.append)
+    host_copier.finish(told.append)
     assert stream.story[2:] == ["copy 20-30", "copy 30-41", "wait 3", "wait 4"]
     assert told == [20, 30, 41]
 

@@ -113,23 +113,23 @@ def _damaged(path: Path, why: str) -> None:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Desk:
+def controller(tmp_path: Path) -> Desk:
     return Desk(tmp_path / "checkpoints")
 
 
 @pytest.mark.parametrize("how", ["before", "in part", "full"])
 @pytest.mark.parametrize("again", [False, True])
-def test_a_restart_after_any_cut_loads_what_was_logged(desk: Desk, how: str, again: bool) -> None:
+def test_a_restart_after_any_cut_loads_what_was_logged(controller: Desk, how: str, again: bool) -> None:
     """``again``: the step's checkpoint is there already, and is replaced."""
     for step in (1, 2):
-        assert desk.save(step, 0, how)
+        assert controller.save(step, 0, how)
     cuts, at, step = 0, 1, 3
-    while not desk.save(step, at, how):
-        desk.restarted()
+    while not controller.save(step, at, how):
+        controller.restarted()
         cuts, at = cuts + 1, at + 1
-        assert desk.save(step, 0, how), "the next save works"
+        assert controller.save(step, 0, how), "the next save works"
         step += 0 if again else 1
-    desk.restarted()
+    controller.restarted()
     assert cuts >= 13, "it was cut in every call, up to the rename's flush"
 
 
@@ -149,10 +149,10 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
 
 @pytest.mark.parametrize("small_disk", ["size=20k", "nr_inodes=9"], indirect=True)
 def test_a_disk_that_is_really_full_keeps_the_older_ones(small_disk: Path) -> None:
-    desk = Desk(small_disk / "checkpoints")
-    assert desk.save(1, 0, "")
+    controller = Desk(small_disk / "checkpoints")
+    assert controller.save(1, 0, "")
     failures = 0
     for step in range(2, 6):
-        failures += not desk.save(step, 0, "")
-        desk.restarted()
+        failures += not controller.save(step, 0, "")
+        controller.restarted()
     assert failures, "it was never full"

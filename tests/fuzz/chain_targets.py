@@ -105,11 +105,13 @@ async def _talked(said: list[tuple[int, Message]]) -> None:
     for stage in stages:
         await stage.start()
     world = World(LoopClock(), network.at("client"), RealDisk(), random.Random(1), LoopThreads())
-    around = Context(world, "client", "client", "seed")
-    replica = await WorkerPool.connect(around, [WorkerAt(stage.name, stage.name, stage.name, PORT) for stage in stages])
+    context = Context(world, "client", "client", "seed")
+    replica = await WorkerPool.connect(
+        context, [WorkerAt(stage.name, stage.name, stage.name, PORT) for stage in stages]
+    )
     try:
         async with asyncio.timeout(900):
-            await _generated(replica, await local_model(around, directory), stages, said)
+            await _generated(replica, await local_model(context, directory), stages, said)
     finally:
         await replica.close()
         for stage in stages:

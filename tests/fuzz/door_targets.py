@@ -340,9 +340,9 @@ async def _healed(case: Healing) -> None:
         if isinstance(message, RangeRequest):
             with suppress(ProtocolError, StorageError):
                 assert piece_untrusted(given, None, message).nbytes == message.stop - message.start
-    around = SimpleNamespace(world=SimpleNamespace(clock=LoopClock()), compute=_Inline(), tell=lambda *text: None)
+    context = SimpleNamespace(world=SimpleNamespace(clock=LoopClock()), compute=_Inline(), tell=lambda *text: None)
     core = SimpleNamespace(view=_VIEW, may_give=True, torn=False, applied=7, lineage=_LINEAGE, square_sum=1.0)
-    source = HealSource(around, core, want_snapshot=lambda: None)  # type: ignore[arg-type]
+    source = HealSource(context, core, want_snapshot=lambda: None)  # type: ignore[arg-type]
     hello = local_hello(peer_id="healer", name="healer", roles=["worker"], purpose="heal", job="job", generation=3)
     heard = _Heard(case.to_source)
     asyncio.get_running_loop().call_later(60, heard.closed.set)  # it goes, though nobody reads on
@@ -350,7 +350,7 @@ async def _healed(case: Healing) -> None:
         await source.give(heard, hello, StandInEngine(Profile()))  # type: ignore[arg-type]
     assert not source.followers
     fetch = Fetch(
-        around.world,
+        context.world,
         ReceiverIdentity("healer", "healer", "seed", _STATE, 4120),
         request=next((one for one in case.to_source if isinstance(one, HealRequest)), _HEAL),
         generation=3,
@@ -396,7 +396,7 @@ def _methods() -> list[str]:
 
     class NoSeed:
         gate = NoGate()
-        checkpoints = desks = links = None
+        checkpoints = controllers = links = None
 
     return list(OperatorApi(NoSeed())._methods)  # type: ignore[arg-type]
 

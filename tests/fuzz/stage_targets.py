@@ -178,19 +178,19 @@ _PAGES = made(TensorsPage, total=st.integers(1, 6), tensors=st.lists(_RECORDS, m
 
 
 def _check_pages(pages: list[TensorsPage]) -> None:
-    taker = TableReceiver()
+    recipient = TableReceiver()
     try:
         for page in pages:
-            taker.take_untrusted(page)
+            recipient.take_untrusted(page)
     except ProtocolError:
         return
-    for record in taker.records.values():
+    for record in recipient.records.values():
         check_record_untrusted(record)
         assert record.dtype != FILE or is_file_name(record.name)
         assert record.size_bytes >= 0
     try:
         names = tuple(sorted(_SHAPES))
-        owned = _owned_untrusted(StandInBuilder(PartSpec(CONFIG, 0, 1, 3), names), taker.records)
+        owned = _owned_untrusted(StandInBuilder(PartSpec(CONFIG, 0, 1, 3), names), recipient.records)
     except ProtocolError:
         return
     assert [tuple(record.shape) for record in owned] == [_SHAPES["embed.weight"], _SHAPES["layers.0.weight"]]

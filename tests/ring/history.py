@@ -29,7 +29,7 @@ class Member:
     linked: bool = False  # to the seed
     building: bool = False
     status: str = ""  # ready, following, training, pending, held, broken, done
-    chases: bool = False  # was asked to catch up; until it follows, what it holds is half replaced
+    catching_up: bool = False  # was asked to catch up; until it follows, what it holds is half replaced
     frozen: bool = False
     view: View | None = None
     applied: int = 0
@@ -73,7 +73,7 @@ class Member:
     def load(self) -> None:
         """Its newest checkpoint, or that it was told to go back to."""
         (self.applied, self.lineage), self.prepared_lineage, self.torn = self.newest_saved(), "", False
-        self.building = self.chases = False
+        self.building = self.catching_up = False
         pending = self.view if self.status == "pending" else None
         self.view = None
         self.say("ready")
@@ -84,7 +84,7 @@ class Member:
         if self.building:
             self.view, self.status = view, "pending"
             return
-        half_replaced, self.chases = self.chases, False
+        half_replaced, self.catching_up = self.catching_up, False
         self.view, self.hold, self.status = view, False, "training"
         if self.prepared_lineage and (self.applied + 1, self.prepared_lineage) == (view.step, view.lineage):
             self.applied, self.lineage = view.step, view.lineage
@@ -212,7 +212,7 @@ class History(RuleBasedStateMachine):
         if member.assigned:
             self.offered.add(member.peer_id)
             self.tell(co.PeerReturned(self.peer_of(member.peer_id), member.view.generation if member.view else 0))
-            if member.assigned and member.status not in ("", "pending") and not member.chases:
+            if member.assigned and member.status not in ("", "pending") and not member.catching_up:
                 member.say("ready" if member.status in co.BESIDE else member.status)
         self.offer()
 
@@ -253,15 +253,15 @@ class History(RuleBasedStateMachine):
     def catch_up(self, peer_id: str) -> None:
         """It has fetched what the ring holds; from now on it takes each step with the first that commits it."""
         member, ring = self.members[peer_id], self.ring()
-        if member.chases and ring and not any(other.torn for other in ring):
-            member.chases, member.applied, member.lineage = False, ring[0].applied, ring[0].lineage
+        if member.catching_up and ring and not any(other.torn for other in ring):
+            member.catching_up, member.applied, member.lineage = False, ring[0].applied, ring[0].lineage
             member.say("following")
 
     @rule(peer_id=st.sampled_from(PEERS))
     def lose_the_sources(self, peer_id: str) -> None:
         """What it fetched is worth nothing: it loads its own checkpoint and begins anew."""
         member = self.members[peer_id]
-        if member.chases:
+        if member.catching_up:
             member.building, member.status = True, ""
 
     @rule(peer_id=st.sampled_from(PEERS))

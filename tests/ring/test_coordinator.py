@@ -22,11 +22,11 @@ class Desk:
     """A coordinator, and what it said: the tests' shell."""
 
     def __init__(
-        self, terms: co.JobOptions = TERMS, past: co.StoredJob | None = None, *, follows: bool = False
+        self, options: co.JobOptions = TERMS, past: co.StoredJob | None = None, *, follows: bool = False
     ) -> None:
         self.now = 0.0
         self.follows = follows
-        self.core = Coordinator("job", terms, past=past, now=0.0)
+        self.core = Coordinator("job", options, past=past, now=0.0)
         self.said: list[co.Instruction] = []
 
     def tell(self, event: co.Event) -> list[co.Instruction]:
@@ -417,8 +417,8 @@ def slow_between(*slow: str) -> dict[tuple[str, str], LinkQuality]:
     }
 
 
-def planned(links: dict[tuple[str, str], LinkQuality], compute_s: float = 0.0, **wishes: Any) -> Desk:
-    desk = Desk(co.JobOptions(workers=4, micro_batches=8, wishes=RingOptions(**wishes)))
+def planned(links: dict[tuple[str, str], LinkQuality], compute_s: float = 0.0, **ring_options: Any) -> Desk:
+    desk = Desk(co.JobOptions(workers=4, micro_batches=8, ring_options=RingOptions(**ring_options)))
     desk.tell(co.Measured(links, compute_s))
     desk.offer(*"abcd")
     for name in "abcd":

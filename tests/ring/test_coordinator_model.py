@@ -55,8 +55,8 @@ class Cluster(History):
                     member.disk = member.older[-1]
                     self.leave_ring(member)
                     member.building, member.status, member.view = True, "", None
-                    member.chases = False
-                elif member.chases:
+                    member.catching_up = False
+                elif member.catching_up:
                     member.building, member.status, member.view = True, "", None
                 elif member.status == "":
                     member.building = True
@@ -67,13 +67,13 @@ class Cluster(History):
             assert {source.peer_id for source in item.sources} <= {one.peer_id for one in self.core.view.members}
             member = self.members[item.peer_id]
             if member.reached and not member.trains and not member.building:
-                member.chases, member.prepared_lineage = True, ""
+                member.catching_up, member.prepared_lineage = True, ""
         elif isinstance(item, co.SendRelease):
             self.offered.discard(item.peer_id)
             member = self.members[item.peer_id]
             if member.reached:
                 self.leave_ring(member)
-                member.assigned = member.building = member.chases = False
+                member.assigned = member.building = member.catching_up = False
                 member.status, member.view, member.prepared_lineage = "", None, ""
                 member.applied, member.lineage = member.disk
         else:

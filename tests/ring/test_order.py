@@ -147,8 +147,8 @@ def test_without_measurements_all_is_as_it_was():
 
 def test_what_the_profile_says_is_taken():
     links = mesh("abcd", NEAR) | {("a", "b"): FAR, ("b", "a"): FAR}
-    wishes = RingOptions("joined", 3, 8192, "int8")
-    plan = plan_ring("abcd", links, wishes, 1 << 22)
+    ring_options = RingOptions("joined", 3, 8192, "int8")
+    plan = plan_ring("abcd", links, ring_options, 1 << 22)
     assert (plan.order, plan.streams, plan.sub_chunk_bytes, plan.codec) == (tuple("abcd"), 3, 8192, "int8")
     assert plan.reason == "order as they joined, as the profile says; slowest edge a → b: 50 Mbit/s, 50 ms"
     assert plan.carriage_reason == "3 streams, as the profile says; codec int8, as the profile says"

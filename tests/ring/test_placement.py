@@ -166,8 +166,8 @@ def test_the_best_cuts_for_an_order_are_found(batch):
         stages = rng.choice([None, *range(1, min(len(peers), layers) + 1)])
         order = [peer for peer in rng.sample(peers, len(peers)) if (CLIENT, peer.id) not in wanted.apart]
         counts = range(1, len(order) + 1) if stages is None else [stages] * (stages <= len(order))
-        board = placement._board(wanted, order, placement._Hops(wanted, peers), placement.cut_places(layers))
-        (bottleneck_s, token_s, count), chain = placement.best_cuts(board, range(len(order)), list(counts))
+        cost_table = placement._cost_table(wanted, order, placement._Hops(wanted, peers), placement.cut_places(layers))
+        (bottleneck_s, token_s, count), chain = placement.best_cuts(cost_table, range(len(order)), list(counts))
         best = Reference(wanted, peers).best(order, stages) if counts else None
         seen["none" if best is None else "some"] += 1
         assert bool(chain) == (best is not None), number

@@ -301,8 +301,8 @@ def test_a_spare_takes_the_stage_that_it_has_the_memory_for_and_is_told_why_not(
 def test_of_too_many_at_a_stage_the_one_goes_that_fits_where_somebody_lacks() -> None:
     play = Planned()
     held = {"a": 0, "b": 1, "c": 0, "z": 0}
-    terms = co.JobOptions(workers=2, micro_batches=4)
-    play.core = ReplicaCoordinator("job", terms, 2, training=training(2, cuts=(3,)), held=held)
+    options = co.JobOptions(workers=2, micro_batches=4)
+    play.core = ReplicaCoordinator("job", options, 2, training=training(2, cuts=(3,)), held=held)
     play.come(seen("a", 160), seen("b", 500), seen("c", 170), seen("z", 500))
     play.ready("a", "b", "c", "z")
     assert [play.core.stage_of(key) for key in "abcz"] == [0, 1, 0, 1]

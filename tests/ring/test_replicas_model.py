@@ -113,7 +113,7 @@ class Cluster(History):
             member = self.members[item.peer_id]
             if member.reached:
                 self.leave_ring(member)
-                member.stage, member.building, member.chases = None, False, False
+                member.stage, member.building, member.catching_up = None, False, False
                 member.status, member.view, member.prepared_lineage = "", None, ""
         else:
             self.carry_out_alike(item, before)
@@ -152,12 +152,12 @@ class Cluster(History):
         if member.stage != item.stage:
             self.leave_ring(member)
             member.stage, member.restore, member.building, member.status = item.stage, item.restore_step, True, ""
-            member.view, member.chases = None, False
+            member.view, member.catching_up = None, False
         elif item.restore_step >= 0:
             self.leave_ring(member)
-            member.building, member.status, member.view, member.chases = True, "", None, False
+            member.building, member.status, member.view, member.catching_up = True, "", None, False
             member.restore = item.restore_step
-        elif member.chases:
+        elif member.catching_up:
             member.building, member.status, member.view = True, "", None
         elif member.status in co.BESIDE:
             member.say("ready")
@@ -173,7 +173,7 @@ class Cluster(History):
             assert rank is not None
             assert view.stage_of(rank) == self.core.stage_of(item.peer_id), "a source of another stage"
         if member.reached and not member.trains and not member.building:
-            member.chases, member.prepared_lineage = True, ""
+            member.catching_up, member.prepared_lineage = True, ""
 
     def check_mint(self, item: co.Mint, before: View | None) -> None:
         view = item.view

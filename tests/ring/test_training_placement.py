@@ -29,15 +29,15 @@ class Reference:
     """What chains of one replica cost, from the text of the objective alone: no table, no shortcut."""
 
     def __init__(
-        self, training: Training, trainees: list[CandidateWorker], links: dict[tuple[str, str], LinkQuality]
+        self, training: Training, candidates: list[CandidateWorker], links: dict[tuple[str, str], LinkQuality]
     ) -> None:
-        self.training, self.trainees, self.links = training, trainees, links
-        known = sorted(trainee.flops for trainee in trainees if trainee.flops)
+        self.training, self.candidates, self.links = training, candidates, links
+        known = sorted(candidate.flops for candidate in candidates if candidate.flops)
         middle = (known[(len(known) - 1) // 2] + known[len(known) // 2]) / 2 if known else 1.0
-        self.speed = {trainee.id: trainee.flops or middle for trainee in trainees}
+        self.speed = {candidate.id: candidate.flops or middle for candidate in candidates}
 
     def need_bytes(self, index: int, part: Part) -> float:
-        training, (trainee, start, stop) = self.training, part
+        training, (candidate, start, stop) = self.training, part
         sizes, shape = training.shape.sizes, training.shape
         last, first = stop == len(sizes.layers_bytes), start == 0
         weights = sum(sizes.layers_bytes[start:stop]) + sizes.first_bytes * first + sizes.last_bytes * last
@@ -49,16 +49,16 @@ class Reference:
             flying = min(training.max_in_flight, training.micro_batches)
         entering = 0 if first else training.tokens * shape.width * 4  # fp32
         keeping = kept + flying * entering if training.recompute else flying * kept
-        return weights * (5 if trainee.on_host else 4) + keeping
+        return weights * (5 if candidate.on_host else 4) + keeping
 
     def compute_s(self, part: Part) -> float:
-        training, (trainee, start, stop) = self.training, part
+        training, (candidate, start, stop) = self.training, part
         last = stop == len(training.shape.sizes.layers_bytes)
         each = [2 * size / 4 + 4 * training.sequence_tokens * training.shape.width
                 for size in training.shape.sizes.layers_bytes[start:stop]]  # fmt: skip
         forward = training.tokens * (sum(each) + 2 * training.shape.vocab * training.shape.width * last)
         twice = training.recompute and not (last and training.schedule == "1f1b")
-        return (3 + twice) * forward / (0.65 * self.speed[trainee.id])
+        return (3 + twice) * forward / (0.65 * self.speed[candidate.id])
 
     def hop(self, one: str, other: str) -> tuple[float, float]:
         """Both ways; every link is measured in these instances, or none is."""
@@ -119,7 +119,7 @@ def problem(rng: random.Random) -> tuple[Training, list[CandidateWorker], dict[t
     )
     whole = training.need_bytes(0, 0, layers)
     plenty = rng.choice([0.4, 0.8, 1.2, 2])
-    trainees = [
+    candidates = [
         CandidateWorker(
             f"w{index}",
             f"worker {index}",
@@ -133,10 +133,10 @@ def problem(rng: random.Random) -> tuple[Training, list[CandidateWorker], dict[t
         at = rng.randrange(size)
         start, stage = rng.randrange(layers - 1), rng.randrange(stages)
         need = training.need_bytes(stage, start * (stage > 0), rng.randint(start + 1, layers), on_host=True)
-        trainees[at] = replace(trainees[at], memory_bytes=need - rng.choice([0, 0, 1]), on_host=True)
-    pairs = list(itertools.permutations([trainee.id for trainee in trainees], 2))
+        candidates[at] = replace(candidates[at], memory_bytes=need - rng.choice([0, 0, 1]), on_host=True)
+    pairs = list(itertools.permutations([candidate.id for candidate in candidates], 2))
     links = {pair: LinkQuality(rng.choice([0.001, 0.1]), rng.choice([1e4, 1e6, 1e8])) for pair in pairs}
-    return training, trainees, links if rng.random() < 0.7 else {}
+    return training, candidates, links if rng.random() < 0.7 else {}
 
 
 @pytest.mark.parametrize("batch", range(2))
@@ -144,15 +144,15 @@ def test_the_best_cuts_for_an_order_are_found(batch):
     seen: Counter[str] = Counter()
     for number in range(batch, INSTANCES, 2):
         rng = random.Random(number)
-        training, trainees, links = problem(rng)
-        order = rng.sample(trainees, len(trainees))
-        reference = Reference(training, trainees, links)
+        training, candidates, links = problem(rng)
+        order = rng.sample(candidates, len(candidates))
+        reference = Reference(training, candidates, links)
         best = reference.best(order)
         cuts = [0, *training.cuts, training.layers] if training.cuts else list(range(training.layers + 1))
-        hops = training_placement._Hops(training, links, trainees)
-        known = {each.id: each for each in training_placement._with_speeds(trainees)}
-        board = training_placement._board(training, [(known[each.id],) for each in order], hops, cuts)
-        (pace_s, through_s, _), chain = best_cuts(board, range(len(order)), [training.stages])
+        hops = training_placement._Hops(training, links, candidates)
+        known = {each.id: each for each in training_placement._with_speeds(candidates)}
+        cost_table = training_placement._cost_table(training, [(known[each.id],) for each in order], hops, cuts)
+        (pace_s, through_s, _), chain = best_cuts(cost_table, range(len(order)), [training.stages])
         assert bool(chain) == (best is not None), number
         seen["none" if best is None else "some"] += 1
         if best is None:
@@ -184,23 +184,23 @@ def workers(*told: tuple[int, float]) -> list[CandidateWorker]:
 
 def test_the_faster_worker_gets_the_more_layers_as_far_as_its_memory_goes():
     free = plan(TRAINING, workers((0, 1e10), (0, 3e10)))
-    spans = {stage.trainees[0].id: stage.stop - stage.start for stage in free.stages}
+    spans = {stage.candidates[0].id: stage.stop - stage.start for stage in free.stages}
     assert spans == {"w0": 3, "w1": 9}
     tight = plan(TRAINING, workers((0, 1e10), (3000, 3e10)))
-    assert {stage.trainees[0].id: stage.stop - stage.start for stage in tight.stages} == {"w0": 5, "w1": 7}
-    assert all(not stage.trainees[0].memory_bytes or stage.need_bytes <= 3000 * MIB for stage in tight.stages)
+    assert {stage.candidates[0].id: stage.stop - stage.start for stage in tight.stages} == {"w0": 5, "w1": 7}
+    assert all(not stage.candidates[0].memory_bytes or stage.need_bytes <= 3000 * MIB for stage in tight.stages)
     assert tight.step_s > free.step_s
 
 
 def test_replicas_share_the_cuts_and_each_stage_is_held_by_workers_alike():
     told = [(0, 1e10), (0, 4e10), (0, 1.1e10), (0, 4.4e10), (0, 1e9)]
     found = plan(replace(TRAINING, replicas=2), workers(*told))
-    held = sorted(tuple(sorted(trainee.id for trainee in stage.trainees)) for stage in found.stages)
+    held = sorted(tuple(sorted(candidate.id for candidate in stage.candidates)) for stage in found.stages)
     assert held == [("w0", "w2"), ("w1", "w3")]  # the slowest stays out
-    slowest = {stage.trainees[0].id: stage.compute_s for stage in found.stages}
+    slowest = {stage.candidates[0].id: stage.compute_s for stage in found.stages}
     alone = plan(TRAINING, workers(*told[:2]))
     assert sorted(slowest.values()) == pytest.approx(sorted(stage.compute_s for stage in alone.stages))
-    assert found.cuts == alone.cuts or [stage.trainees[0].id for stage in found.stages] != ["w0", "w1"]
+    assert found.cuts == alone.cuts or [stage.candidates[0].id for stage in found.stages] != ["w0", "w1"]
 
 
 def test_the_prediction_is_the_schedules_and_the_sums():
@@ -254,4 +254,6 @@ def test_sixty_workers_are_placed_in_little_time():
     began = time.process_time()
     found = plan(training, told)
     assert time.process_time() - began < 10
-    assert all(stage.need_bytes <= min(trainee.memory_bytes for trainee in stage.trainees) for stage in found.stages)
+    assert all(
+        stage.need_bytes <= min(candidate.memory_bytes for candidate in stage.candidates) for stage in found.stages
+    )

@@ -295,7 +295,7 @@ class Cluster:
         states = [member.state for member in self.live().values() if member.state is not None]
         self.committed = list(max(states, key=len))
 
-    def run(self, *, faults: int, newcomers: int, wishes: int, limit: int = 6000) -> None:
+    def run(self, *, faults: int, newcomers: int, ring_options: int, limit: int = 6000) -> None:
         for _ in range(limit):
             live = self.live()
             if live and all(member.core.phase is Phase.DONE for member in live.values()):
@@ -308,7 +308,7 @@ class Cluster:
                 choices.append(("mint", ""))
             if newcomers and self.rng.random() < 0.02:
                 choices.append(("join", ""))
-            if wishes and self.rng.random() < 0.05:
+            if ring_options and self.rng.random() < 0.05:
                 choices.append(("wish", self.rng.choice(sorted(live))))
             if faults and self.rng.random() < 0.1:
                 choices += [("kill", peer) for peer in live if self.others_hold_the_run(peer)][:1]
@@ -330,7 +330,7 @@ class Cluster:
                     for member in self.live().values():
                         member.handle(FlagRequested(Flag.HOLD))
                 case "wish":
-                    wishes -= 1
+                    ring_options -= 1
                     flag = self.rng.choice([Flag.HOLD, Flag.SAVE, Flag.SNAPSHOT, Flag.LEAVE])
                     self.members[peer].handle(FlagRequested(flag))
                 case "kill":
@@ -363,14 +363,14 @@ def check_the_end(cluster: Cluster) -> None:
     count=st.integers(1, 5),
     faults=st.integers(0, 4),
     newcomers=st.integers(0, 3),
-    wishes=st.integers(0, 4),
+    ring_options=st.integers(0, 4),
     spoil=st.integers(0, 3),
 )
 def test_clusters_apply_every_step_exactly_once_whoever_dies(
-    rng: random.Random, count: int, faults: int, newcomers: int, wishes: int, spoil: int
+    rng: random.Random, count: int, faults: int, newcomers: int, ring_options: int, spoil: int
 ) -> None:
     cluster = cluster_of(rng, count, spoil)
-    cluster.run(faults=faults, newcomers=newcomers, wishes=wishes)
+    cluster.run(faults=faults, newcomers=newcomers, ring_options=ring_options)
     check_the_end(cluster)
 
 
@@ -378,7 +378,7 @@ def test_seeded_clusters_with_all_at_once() -> None:
     met = Counter[str]()
     for seed in range(60):
         cluster = cluster_of(random.Random(seed), 2 + seed % 4, 3)
-        cluster.run(faults=4, newcomers=3, wishes=4)
+        cluster.run(faults=4, newcomers=3, ring_options=4)
         check_the_end(cluster)
         met["refused"] += cluster.rejections
         met["redone"] += cluster.redone

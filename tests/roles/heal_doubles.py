@@ -75,7 +75,7 @@ class Member:
     name: str
     engine: StandInEngine
     core: Any
-    donations: HealSource
+    heal_source: HealSource
     snapshots: Snapshots
     record: MemberRecord
     served: list[Connection] = field(default_factory=list)
@@ -94,20 +94,20 @@ class Member:
             engine.micro_batch(step, index)
         engine.finish_gradients()
         digest = xxhash.xxh3_128_digest(engine.reduce_buffer.tobytes())
-        await self.donations.keep(engine)
+        await self.heal_source.keep(engine)
         core.square_sum = engine.partial_square_sum(0, engine.reduce_buffer.size)
         engine.apply(step, core.square_sum)
         core.applied, core.lineage = step + 1, next_lineage(core.lineage, digest)
-        self.donations.committed(LedgerRow(step + 1, core.view.generation, digest, b""))
+        self.heal_source.committed(LedgerRow(step + 1, core.view.generation, digest, b""))
         if snapshot:
-            await self.donations.snapshot(engine, self.snapshots)
+            await self.heal_source.snapshot(engine, self.snapshots)
 
 
 Serve = Callable[[Member, Connection, Hello], Awaitable[None]]
 
 
 async def honest(member: Member, connection: Connection, hello: Hello) -> None:
-    await member.donations.give(connection, hello, member.engine)
+    await member.heal_source.give(connection, hello, member.engine)
 
 
 class Ring:
@@ -165,13 +165,13 @@ async def ring_of(
             job=JOB, applied=0, lineage=FIRST, square_sum=1.0, torn=False, may_give=True, view=None, phase=None
         )
         wanted: list[None] = []
-        around = around_of(world, told, name)
-        donations = HealSource(around, core, want_snapshot=lambda wanted=wanted: wanted.append(None))  # type: ignore[arg-type, misc]
+        context = around_of(world, told, name)
+        heal_source = HealSource(context, core, want_snapshot=lambda wanted=wanted: wanted.append(None))  # type: ignore[arg-type, misc]
         engine = engine_of(numel, ring.members[0].engine if ring.members else None)
-        donations.state_bytes = sum(blob.view.nbytes for blob in engine.state())
+        heal_source.state_bytes = sum(blob.view.nbytes for blob in engine.state())
         snapshots = Snapshots(Inline())  # type: ignore[arg-type]
         record = MemberRecord(name, name, host, 1, 0, 8, True)
-        member = Member(name, engine, core, donations, snapshots, record, wanted=wanted)
+        member = Member(name, engine, core, heal_source, snapshots, record, wanted=wanted)
 
         async def answer(connection: Connection, hello: Hello, member: Member = member, number: int = number) -> None:
             member.served.append(connection)
@@ -188,7 +188,7 @@ async def ring_of(
         yield ring
     finally:
         for member in ring.members:
-            member.donations.cut("the test ended")
+            member.heal_source.cut("the test ended")
         for server in servers:
             await server.close()
 

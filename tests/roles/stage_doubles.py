@@ -59,7 +59,7 @@ class Stage:
 
     async def start(self) -> None:
         world = World(LoopClock(), self.network, RealDisk(), random.Random(1), self.threads)
-        around = StageContext(
+        context = StageContext(
             world=world,
             peer_id=self.name,
             name=self.name,
@@ -70,7 +70,7 @@ class Stage:
             say=lambda message: self.told.append(message) if isinstance(message, PartsHeld) else None,
             shown="stand-in",
         )
-        self.stages = Stages(around, self.stand_ins.holding)
+        self.stages = Stages(context, self.stand_ins.holding)
         self._run = asyncio.create_task(self.stages.run(), name=self.name)
         self.server: Server = await serve(
             self.network,

@@ -49,7 +49,7 @@ async def test_all_is_remembered_over_a_restart(tmp_path):
     identity = identity_of_untrusted(await authority.enrol(first.id, "p1", csr, NOW))
     await authority.evict("p2", "bob")
     again = opened(tmp_path)
-    assert (again.pin, again.book) == (authority.pin, authority.book)
+    assert (again.pin, again.records) == (authority.pin, authority.records)
     assert str(again.ticket(await again.first_ticket(host="h", now=NOW + 1), 7)) == str(authority.ticket(first, 7))
     again.judge(identity)
     await again.revoke(first.id, NOW)
@@ -65,7 +65,7 @@ async def test_a_member_renews_with_a_new_key_and_nobody_else_for_it(tmp_path):
     later = NOW + CERTIFICATE_LIFETIME_S / 2  # the ticket has expired by then, and is used up
     der = await authority.renew(identity, new_key_and_request("p1")[1], later)
     assert identity_of_untrusted(der).not_after == later + CERTIFICATE_LIFETIME_S
-    assert authority.book.tickets[ticket.id].used == 1
+    assert authority.records.tickets[ticket.id].used == 1
     with pytest.raises(ProtocolError, match="a certificate request for p2 from p1"):
         await authority.renew(identity, new_key_and_request("p2")[1], later)
     await authority.evict("p1", "ann")
@@ -79,7 +79,7 @@ async def test_one_use_is_one_peer_however_many_come_at_once(tmp_path):
     tries = [authority.enrol(ticket.id, peer, new_key_and_request(peer)[1], NOW) for peer in ("p1", "p2", "p3")]
     ends = await asyncio.gather(*tries, return_exceptions=True)
     assert [end.code for end in ends if isinstance(end, Refused)] == ["ticket-used", "ticket-used"]
-    assert opened(tmp_path).book.tickets[ticket.id].used == 1
+    assert opened(tmp_path).records.tickets[ticket.id].used == 1
 
 
 async def test_only_the_owner_reads_it(tmp_path):
@@ -122,8 +122,8 @@ async def test_local_tickets_are_tickets_of_every_role_and_stay(tmp_path):
     for role in ROLES:
         ticket = Ticket.parse_untrusted((tmp_path / "authority" / f"local-{role}.ticket").read_text())
         assert (ticket.role, ticket.host, ticket.port, ticket.pin) == (role, "127.0.0.1", 8, authority.pin)
-        assert ticket.secret == authority.book.ticket(ticket.id).secret
-    assert len(authority.book.tickets) == len(ROLES)
+        assert ticket.secret == authority.records.ticket(ticket.id).secret
+    assert len(authority.records.tickets) == len(ROLES)
 
 
 def test_a_certificate_of_elsewhere_is_not_honoured(tmp_path):

@@ -73,62 +73,62 @@ class Desk:
 
 
 @pytest.fixture
-async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
+async def controller(tmp_path: Path) -> AsyncIterator[Desk]:
     made = Desk(tmp_path)
     yield made
     made.disk.close()
     made.compute.close()
 
 
-async def test_without_a_checkpoint_the_initial_state_and_its_own_bits_make_the_lineage(desk: Desk) -> None:
+async def test_without_a_checkpoint_the_initial_state_and_its_own_bits_make_the_lineage(controller: Desk) -> None:
     engine = StandInEngine(Profile())
-    applied, lineage, square_sum, entry = await desk.load(engine)
+    applied, lineage, square_sum, entry = await controller.load(engine)
     assert (applied, square_sum, entry) == (0, 0.0, None)
     assert lineage == first_lineage("spec", state_digest(engine.state()))
     assert lineage != first_lineage("spec", b"other bits")
 
 
-async def test_what_was_saved_is_loaded_with_its_lineage_and_norm(desk: Desk) -> None:
+async def test_what_was_saved_is_loaded_with_its_lineage_and_norm(controller: Desk) -> None:
     engine, other = StandInEngine(Profile()), StandInEngine(Profile())
     engine.load_initial()
-    await desk.save(engine, 7)
-    applied, lineage, square_sum, entry = await desk.load(other)
+    await controller.save(engine, 7)
+    applied, lineage, square_sum, entry = await controller.load(other)
     assert (applied, lineage, square_sum) == (7, LINEAGE, 2.5)
     assert entry is not None
     assert other.digest() == engine.digest()
 
 
 @pytest.mark.parametrize("lineage", [None, "", "xyz", 5, "AB" * 16])
-async def test_a_manifest_that_names_no_lineage_is_refused(desk: Desk, lineage: object) -> None:
+async def test_a_manifest_that_names_no_lineage_is_refused(controller: Desk, lineage: object) -> None:
     engine = StandInEngine(Profile())
-    await desk.save(engine, 7, lineage)
+    await controller.save(engine, 7, lineage)
     with pytest.raises(StorageError, match="does not say which state"):
-        await desk.load(engine)
+        await controller.load(engine)
 
 
-async def test_going_back_sets_the_newer_ones_aside(desk: Desk) -> None:
+async def test_going_back_sets_the_newer_ones_aside(controller: Desk) -> None:
     engine = StandInEngine(Profile())
     for step in (5, 9):
-        await desk.save(engine, step)
-    applied, *_ = await desk.load(engine, restore_step=5)
+        await controller.save(engine, step)
+    applied, *_ = await controller.load(engine, restore_step=5)
     assert applied == 5
-    assert [kind for _, kind, _ in desk.told] == ["checkpoint-superseded"]
-    assert len(list(desk.root.glob("superseded-step-00000009-*"))) == 1
+    assert [kind for _, kind, _ in controller.told] == ["checkpoint-superseded"]
+    assert len(list(controller.root.glob("superseded-step-00000009-*"))) == 1
 
 
-async def test_a_damaged_one_is_named_and_passed_over(desk: Desk) -> None:
+async def test_a_damaged_one_is_named_and_passed_over(controller: Desk) -> None:
     engine = StandInEngine(Profile())
     for step in (5, 9):
-        entry = await desk.save(engine, step)
+        entry = await controller.save(engine, step)
     _flip_bit(entry.path / "state.bin")
-    applied, *_ = await desk.load(engine)
+    applied, *_ = await controller.load(engine)
     assert applied == 5
-    assert [(level, kind) for level, kind, _ in desk.told] == [("warning", "checkpoint-damaged")]
+    assert [(level, kind) for level, kind, _ in controller.told] == [("warning", "checkpoint-damaged")]
 
 
-async def test_verify_finds_what_is_missing_and_what_is_damaged(desk: Desk) -> None:
-    entry = await desk.save(StandInEngine(Profile()), 7)
-    mine = desk.keeper()
+async def test_verify_finds_what_is_missing_and_what_is_damaged(controller: Desk) -> None:
+    entry = await controller.save(StandInEngine(Profile()), 7)
+    mine = controller.keeper()
     assert (await mine.verify(7)).digest == entry.digest
     with pytest.raises(UserError, match="no checkpoint of step 8"):
         await mine.verify(8)
@@ -137,37 +137,37 @@ async def test_verify_finds_what_is_missing_and_what_is_damaged(desk: Desk) -> N
         await mine.verify(7)
 
 
-async def test_what_was_verified_is_there_when_the_job_goes_back_to_it(desk: Desk) -> None:
+async def test_what_was_verified_is_there_when_the_job_goes_back_to_it(controller: Desk) -> None:
     """Until its ring stands still it saves on, and each save prunes."""
-    engine, mine = StandInEngine(Profile()), desk.keeper()
+    engine, mine = StandInEngine(Profile()), controller.keeper()
     for step in (5, 6):
-        await desk.save(engine, step, by=mine)
+        await controller.save(engine, step, by=mine)
     await mine.verify(5)
     with pytest.raises(UserError):
         await mine.verify(4)
     for step in (7, 8, 9):
-        await desk.save(engine, step, by=mine)
+        await controller.save(engine, step, by=mine)
     assert [entry.step for entry in await mine.entries()] == [9, 8, 5]
-    applied, *_ = await mine.load(engine, desk.compute, spec="spec", restore_step=5)
+    applied, *_ = await mine.load(engine, controller.compute, spec="spec", restore_step=5)
     assert applied == 5
     for step in (6, 7):
-        await desk.save(engine, step, by=mine)
+        await controller.save(engine, step, by=mine)
     assert [entry.step for entry in await mine.entries()] == [7, 6], "it is like any other then"
 
 
-async def test_going_back_waits_for_a_save_and_sets_it_aside(desk: Desk) -> None:
+async def test_going_back_waits_for_a_save_and_sets_it_aside(controller: Desk) -> None:
     """Else a run that goes back would find a checkpoint of the future that it left."""
     engine = StandInEngine(Profile())
-    await desk.save(engine, 5)
-    desk.real.hold()
-    saving = asyncio.create_task(desk.save(engine, 9))
-    await desk.real.wait()
-    loading = asyncio.ensure_future(desk.load(engine, restore_step=5))
+    await controller.save(engine, 5)
+    controller.real.hold()
+    saving = asyncio.create_task(controller.save(engine, 9))
+    await controller.real.wait()
+    loading = asyncio.ensure_future(controller.load(engine, restore_step=5))
     await asyncio.sleep(0)  # it has begun
-    desk.real.go.set()
+    controller.real.go.set()
     applied, *_ = await loading
     assert ((await saving).step, applied) == (9, 5)
-    assert sorted(path.name[:16] for path in desk.root.iterdir()) == ["step-00000005", "superseded-step-"]
+    assert sorted(path.name[:16] for path in controller.root.iterdir()) == ["step-00000005", "superseded-step-"]
 
 
 def _flip_bit(path: Path) -> None:

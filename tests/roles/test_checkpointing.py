@@ -149,11 +149,11 @@ async def test_who_waits_for_a_save_waits_for_its_end_and_not_for_one_that_will_
     monkeypatch.setattr(checkpoint_store, "STANDSTILL_S", 0.05)
     disk, compute = RealThreads().start("disk"), ComputeThread()
     engine, lineage = StandInEngine(Profile()), "0" * 32
-    around: Any = SimpleNamespace(compute=compute, say=lambda message: None, notify=lambda *notice: None)
+    context: Any = SimpleNamespace(compute=compute, say=lambda message: None, notify=lambda *notice: None)
     files = CheckpointFiles(disk, RealDisk(), tmp_path, 2, lambda *notice: None)
     progress = itertools.count()
     async with asyncio.TaskGroup() as tasks:
-        checkpoints = Checkpointing(around, job="j", files=files, snapshots=Snapshots(compute), tasks=tasks)
+        checkpoints = Checkpointing(context, job="j", files=files, snapshots=Snapshots(compute), tasks=tasks)
         early = asyncio.create_task(checkpoints.outcome(4, lineage, lambda: (3, next(progress))))
         await asyncio.wait([early], timeout=0.2)
         assert not early.done(), "this member is on its way there"
@@ -181,12 +181,12 @@ async def test_a_ring_that_breaks_while_the_state_is_copied_costs_no_checkpoint(
     told: list[str] = []
     disk, compute = RealThreads().start("disk"), ComputeThread()
     engine, busy = StandInEngine(Profile()), threading.Event()
-    around: Any = SimpleNamespace(
+    context: Any = SimpleNamespace(
         compute=compute, say=lambda message: None, notify=lambda *notice: told.append(notice[1])
     )
     files = CheckpointFiles(disk, RealDisk(), tmp_path, 2, lambda *notice: None)
     async with asyncio.TaskGroup() as tasks:
-        checkpoints = Checkpointing(around, job="j", files=files, snapshots=Snapshots(compute), tasks=tasks)
+        checkpoints = Checkpointing(context, job="j", files=files, snapshots=Snapshots(compute), tasks=tasks)
         before = asyncio.create_task(compute.run(busy.wait, 20))
         boundary = asyncio.create_task(
             checkpoints.save(engine, {"lineage": "0" * 32, "square_sum": 1.0}, step=4, wait=False)

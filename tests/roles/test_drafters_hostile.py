@@ -165,8 +165,8 @@ def test_a_drafter_that_says_what_cannot_be_is_struck_out_and_people_hear_of_it_
         liar = Liar("bad", network.at("bad"), LIES[lie])
         good = DrafterHost("good", network.at("good"), model_serves(Wobbly(0.9)))
         told: list[tuple[str, str, str]] = []
-        around = around_of(network.at("verifier"), lambda *notice: told.append(notice))
-        source = Drafters(around, Tokens(VOCAB, TOKENIZER))
+        context = around_of(network.at("verifier"), lambda *notice: told.append(notice))
+        source = Drafters(context, Tokens(VOCAB, TOKENIZER))
         async with drafter_hosts([liar, good]):
             source.here([liar.at, good.at])
             await asyncio.sleep(1)
@@ -217,8 +217,8 @@ def test_a_drafter_that_does_not_take_a_session_in_is_dropped(monkeypatch: pytes
         network = MemoryNetwork()
         slow = Liar("slow", network.at("slow"), says_by_chance(1), takes_in=lambda stream: False)
         told: list[str] = []
-        around = around_of(network.at("verifier"), lambda level, kind, text: told.append(text))
-        source = Drafters(around, Tokens(VOCAB, TOKENIZER))
+        context = around_of(network.at("verifier"), lambda level, kind, text: told.append(text))
+        source = Drafters(context, Tokens(VOCAB, TOKENIZER))
         async with drafter_hosts([slow]):
             source.here([slow.at])
             await asyncio.sleep(1)
@@ -379,8 +379,8 @@ def test_a_session_longer_than_the_drafters_context_is_drafted_for_up_to_it() ->
         network = MemoryNetwork()
         host = DrafterHost("d", network.at("d"), model_serves(Wobbly(1.0), context=40))
         told: list[str] = []
-        around = around_of(network.at("honest"), lambda level, kind, text: told.append(text))
-        source = Drafters(around, Tokens(VOCAB, TOKENIZER))
+        context = around_of(network.at("honest"), lambda level, kind, text: told.append(text))
+        source = Drafters(context, Tokens(VOCAB, TOKENIZER))
         async with drafter_hosts([host]):
             source.here([host.at])
             await asyncio.sleep(1)

@@ -54,7 +54,7 @@ async def newcomer_to(ring: Ring, *, at: int = 0, numel: int = NUMEL) -> AsyncIt
     engine = engine_of(numel)
     engine.state()[0].view[3] ^= 1
     told: list[tuple[str, str, str]] = []
-    around: Any = around_of(ring.world, told)
+    context: Any = around_of(ring.world, told)
     made: Newcomer
 
     def handle(event: Event) -> None:
@@ -63,9 +63,9 @@ async def newcomer_to(ring: Ring, *, at: int = 0, numel: int = NUMEL) -> AsyncIt
         core.validate()
 
     async with asyncio.TaskGroup() as tasks:
-        healer = Healer(around, core, progress=lambda: None)
+        healer = Healer(context, core, progress=lambda: None)
         said: list[Report] = []
-        follower = Follower(around, core, healer, say=said.append, handle=handle, tasks=tasks)
+        follower = Follower(context, core, healer, say=said.append, handle=handle, tasks=tasks)
         made = Newcomer(core, engine, follower, said, told=told)
         yield made
         follower.end()
@@ -113,7 +113,7 @@ def test_a_newcomer_follows_the_ring_and_holds_its_bits_at_every_step() -> None:
             assert "following" in newcomer.kinds
             newcomer.follower.end()
             await quiet_until(lambda: not newcomer.follower.active)
-        assert all(member.donations.followers == 0 for member in ring.members)
+        assert all(member.heal_source.followers == 0 for member in ring.members)
 
     run_virtual(play())
 
@@ -192,7 +192,7 @@ def test_a_member_that_lacks_a_step_or_two_is_given_those_alone() -> None:
             await quiet_until(lambda: not newcomer.follower.active)
             have = (newcomer.core.applied, newcomer.core.lineage)
             for member in ring.members:
-                member.donations._takers.add(_nobody())  # another who follows
+                member.heal_source._recipients.add(_nobody())  # another who follows
             await ring.step()
             set_view(ring, 4)
             done = await heal(ring, newcomer, have)
@@ -200,7 +200,7 @@ def test_a_member_that_lacks_a_step_or_two_is_given_those_alone() -> None:
             assert done.size_bytes == newcomer.engine.reduce_buffer.nbytes
             assert {newcomer.engine.digest()} == ring.digests()
             for member in ring.members:
-                member.donations._takers.clear()
+                member.heal_source._recipients.clear()
 
     run_virtual(play())
 
@@ -216,19 +216,19 @@ def test_who_is_too_slow_is_told_so_and_the_log_stays_bounded() -> None:
             begin(newcomer, ring)
             await ring.steps_until(is_level(newcomer, ring))
             gate = asyncio.Event()
-            run = newcomer.follower._around.compute.run
+            run = newcomer.follower._context.compute.run
 
             async def held(*args: Any, **kwargs: Any) -> Any:
                 await gate.wait()
                 return await run(*args, **kwargs)
 
-            newcomer.follower._around.compute.run = held  # type: ignore[method-assign]
-            donations = ring.members[0].donations
-            limit = log_limit_bytes(donations.state_bytes, newcomer.engine.reduce_buffer.nbytes)
+            newcomer.follower._context.compute.run = held  # type: ignore[method-assign]
+            heal_source = ring.members[0].heal_source
+            limit = log_limit_bytes(heal_source.state_bytes, newcomer.engine.reduce_buffer.nbytes)
             for _ in range(24):
                 await ring.step()
                 await asyncio.sleep(0.001)
-                assert donations.log_bytes <= limit
+                assert heal_source.log_bytes <= limit
             gate.set()
             await quiet_until(lambda: not newcomer.follower.active)
             assert "not-following" in newcomer.kinds
@@ -246,10 +246,10 @@ def test_a_source_serves_only_so_many_and_gives_back_what_it_copied() -> None:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(MAX_FOLLOWERS + 1):
                     tasks.create_task(_follow_for_a_while(ring))
-                await quiet_until(lambda: member.donations.followers == MAX_FOLLOWERS)
-                await ring.steps_until(lambda: not member.donations.followers)
+                await quiet_until(lambda: member.heal_source.followers == MAX_FOLLOWERS)
+                await ring.steps_until(lambda: not member.heal_source.followers)
             await ring.step()
-            assert member.donations.log_bytes == 0
+            assert member.heal_source.log_bytes == 0
             assert all(not each.holders for each in member.snapshots._made)
 
     run_virtual(play())

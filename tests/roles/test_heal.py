@@ -76,7 +76,7 @@ async def test_the_state_arrives_bit_by_bit_from_all_sources(network: str) -> No
         done = await heal(ring, target)
     assert {target.digest()} == ring.digests()
     assert len(done.given) == 3
-    assert done.size_bytes == ring.members[0].donations.state_bytes
+    assert done.size_bytes == ring.members[0].heal_source.state_bytes
     assert ring.problems == []
 
 

@@ -20,10 +20,10 @@ from wire.job_messages import Report
 def told(core: Transaction) -> Report:
     """The report of a member with that core, once its link is back."""
     said: list[Report] = []
-    around: Any = SimpleNamespace(
+    context: Any = SimpleNamespace(
         peer_id="a", say=said.append, on_step=None, world=SimpleNamespace(clock=SimpleNamespace(now=lambda: 0.0))
     )
-    Reports(around, core, job="job", stage=WHOLE, profile=Profile()).seed_is_back(follows=False, level=False)
+    Reports(context, core, job="job", stage=WHOLE, profile=Profile()).seed_is_back(follows=False, level=False)
     return said[0]
 
 
@@ -44,7 +44,7 @@ def test_a_member_whose_ring_broke_says_so_again() -> None:
 
 
 def test_a_small_stage_waits_as_long_as_a_large_one_may_take_to_heal() -> None:
-    around: Any = SimpleNamespace(
+    context: Any = SimpleNamespace(
         beats=lambda: (0.25, 2.0), world=None, peer_id="a", name="a", seed_host="s", inbound=None
     )
     patience_s, form_s = [], []
@@ -52,7 +52,7 @@ def test_a_small_stage_waits_as_long_as_a_large_one_may_take_to_heal() -> None:
         here = replace(view(7, ["a", "b"]), reduce_bytes=int(most_bytes))
         runner: Any = JobRunner.__new__(JobRunner)
         runner.core, runner.clock = SimpleNamespace(view=here), SimpleNamespace(longest_s=1.0)
-        runner._around, runner.profile, runner._state_bytes = around, Profile(), int(own_bytes)
+        runner._context, runner.profile, runner._state_bytes = context, Profile(), int(own_bytes)
         patience_s.append(runner._patience_s())
         form_s.append(runner._carriage(here)["timeout_s"] - FORM_TIMEOUT_S)
     assert patience_s == [60 + 20 + 12_000, 60 + 20 + 12_000, 60 + 20 + 12]

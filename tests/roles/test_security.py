@@ -53,7 +53,7 @@ async def control(cluster: Cluster, member: Member) -> SeedClient:
     return await SeedClient.connect(member.network, *cluster.address, name="x", peer_id=member.peer_id)
 
 
-async def diary(cluster: Cluster) -> list[str]:
+async def event_log(cluster: Cluster) -> list[str]:
     return [f"{event['kind']}: {event['text']}" for event in (await cluster.ask("events.list"))["events"]]
 
 
@@ -102,7 +102,7 @@ async def test_an_evicted_worker_goes_and_the_job_goes_on_without_it(secure: Clu
     await secure.job_until(job, done)
     assert [12 in peer.steps for peer in (peers[0], victim, peers[2])] == [True, False, True]
     assert state_of(peers[0]) == state_of(peers[2])
-    assert any("evicted: an operator evicted" in line for line in await diary(secure))
+    assert any("evicted: an operator evicted" in line for line in await event_log(secure))
     await secure.restart_seed()
     again = secure.join(slot=2)  # the same worker with its local ticket: it stays out after a restart, too
     assert again.identity.peer_id == victim.identity.peer_id
@@ -132,7 +132,7 @@ async def test_every_reason_not_to_enrol(secure: Cluster) -> None:
     }
     for code, ticket in cases.items():
         assert await refusal(secure.member(ticket)) == code
-    told = "\n".join(await diary(secure))
+    told = "\n".join(await event_log(secure))
     for word in ("is used up", "was revoked", "has expired", "knows no ticket", "its secret is another", "pins"):
         assert word in told, (word, told)
     await secure.member(open_one)
@@ -182,7 +182,7 @@ async def test_a_ticket_for_a_plain_seed_and_a_plain_call_to_an_encrypted_one(tm
     assert await refusal(secure.member(misdirected)) == RefusalCode.NOT_ENCRYPTED
     call = SeedClient.connect(TcpNetwork(), *secure.address, name="x")
     assert await refusal(call) == RefusalCode.TLS_REQUIRED
-    assert any("does not speak TLS" in line for line in await diary(secure))
+    assert any("does not speak TLS" in line for line in await event_log(secure))
     for method in ("tickets.new", "tickets.list", "tickets.revoke", "tickets.rotate"):
         assert await refusal(plain.ask(method, id="a")) == RefusalCode.NOT_ENCRYPTED
     await plain.close()
@@ -381,7 +381,7 @@ async def test_no_secret_is_in_any_event_record_or_file_but_the_tickets(secure: 
     await refusal(secure.member(dataclasses.replace(made[0], pin=bytes(32))))
     listed = json.dumps(await secure.ask("tickets.list")) + json.dumps(await secure.ask("events.list"))
     await secure.ask("tickets.revoke", id=made[1].id)
-    told = "".join(map(str, peers[0].told)) + listed + "".join(await diary(secure))
+    told = "".join(map(str, peers[0].told)) + listed + "".join(await event_log(secure))
     await secure.stop_seed()
     files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}  # noqa: ASYNC240
     allowed = {"tickets.json", *(f"local-{role}.ticket" for role in ROLES)}

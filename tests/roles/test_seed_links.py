@@ -63,10 +63,10 @@ class JobController:
         return self.survey.before(cast(Link, self.links[peer_id]), list(self.links), then)
 
 
-def surveyed(desk: JobController, act: Any, until_s: float = 60.0) -> None:
+def surveyed(controller: JobController, act: Any, until_s: float = 60.0) -> None:
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
-            desk.survey.start(tasks)
+            controller.survey.start(tasks)
             act()
             await asyncio.sleep(until_s)
 
@@ -74,12 +74,12 @@ def surveyed(desk: JobController, act: Any, until_s: float = 60.0) -> None:
 
 
 def test_a_worker_is_let_in_when_it_has_measured() -> None:
-    desk = JobController(FakeLink("a"), FakeLink("b"), FakeLink("c", host="127.0.0.1"))
-    surveyed(desk, lambda: desk.ready("a"))
-    assert desk.let_in == [("a", pytest.approx(0.5))]
-    assert desk.survey.table.known == {("a", "b"): GOOD, ("a", "c"): GOOD}
-    assert desk.touched == [{"a", "b", "c"}]
-    (asked,) = desk.links["a"].asked
+    controller = JobController(FakeLink("a"), FakeLink("b"), FakeLink("c", host="127.0.0.1"))
+    surveyed(controller, lambda: controller.ready("a"))
+    assert controller.let_in == [("a", pytest.approx(0.5))]
+    assert controller.survey.table.known == {("a", "b"): GOOD, ("a", "c"): GOOD}
+    assert controller.touched == [{"a", "b", "c"}]
+    (asked,) = controller.links["a"].asked
     assert [(peer["id"], peer["host"]) for peer in asked["peers"]] == [("b", "10.0.0.1"), ("c", "")]
     assert asked["deadline_s"] < START_S
 
@@ -93,12 +93,12 @@ def test_the_table_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_no_request_is_longer_than_a_worker_takes() -> None:
-    desk = JobController(*(FakeLink(f"p{number}") for number in range(3 * MAX_AT_ONCE)))
-    surveyed(desk, lambda: desk.ready("p0"))
-    assert len(desk.links["p0"].asked[0]["peers"]) == MAX_AT_ONCE
-    surveyed(desk, lambda: desk.survey.view_began("job", sorted(desk.links)), until_s=1000.0)
-    assert max(len(asked["peers"]) for link in desk.links.values() for asked in link.asked) == MAX_AT_ONCE
-    assert len(desk.survey.table.known) == 3 * MAX_AT_ONCE * (3 * MAX_AT_ONCE - 1)
+    controller = JobController(*(FakeLink(f"p{number}") for number in range(3 * MAX_AT_ONCE)))
+    surveyed(controller, lambda: controller.ready("p0"))
+    assert len(controller.links["p0"].asked[0]["peers"]) == MAX_AT_ONCE
+    surveyed(controller, lambda: controller.survey.view_began("job", sorted(controller.links)), until_s=1000.0)
+    assert max(len(asked["peers"]) for link in controller.links.values() for asked in link.asked) == MAX_AT_ONCE
+    assert len(controller.survey.table.known) == 3 * MAX_AT_ONCE * (3 * MAX_AT_ONCE - 1)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def record(ticket_id: str = T1, **changes: object) -> TicketRecord:
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def book(*tickets: TicketRecord) -> AuthorityState:
+def records(*tickets: TicketRecord) -> AuthorityState:
     made = AuthorityState()
     for ticket in tickets or (record(),):
         made = made.with_ticket(ticket, NOW)
@@ -46,23 +46,23 @@ def refusal(made: AuthorityState, peer_id: str = "p1", ticket_id: str = T1, key:
 
 def test_every_reason_to_let_nobody_in():
     assert refusal(AuthorityState()) == "ticket-unknown"
-    assert refusal(book(), now=NOW + 7 * DAY) == "ticket-expired"
-    assert refusal(book().rotated(NOW)) == "ticket-revoked"
-    assert refusal(book().without_ticket(T1, NOW)) == "ticket-revoked"
-    assert refusal(enrolled(book(record(uses=1)), "p1"), "p2") == "ticket-used"
-    assert refusal(book().with_evicted("p1", "ann")) == "evicted"
-    assert refusal(enrolled(book(), "p1"), key="another") == "duplicate-peer"
-    book().judge_enrolment(T1, "p1", "k", NOW)
+    assert refusal(records(), now=NOW + 7 * DAY) == "ticket-expired"
+    assert refusal(records().rotated(NOW)) == "ticket-revoked"
+    assert refusal(records().without_ticket(T1, NOW)) == "ticket-revoked"
+    assert refusal(enrolled(records(record(uses=1)), "p1"), "p2") == "ticket-used"
+    assert refusal(records().with_evicted("p1", "ann")) == "evicted"
+    assert refusal(enrolled(records(), "p1"), key="another") == "duplicate-peer"
+    records().judge_enrolment(T1, "p1", "k", NOW)
 
 
 def test_a_use_is_a_peer_and_not_a_try():
-    made = enrolled(enrolled(book(record(uses=1)), "p1"), "p1")
+    made = enrolled(enrolled(records(record(uses=1)), "p1"), "p1")
     assert made.tickets[T1].used == 1
     assert refusal(made, "p2") == "ticket-used"
 
 
 def test_members_stay_when_their_ticket_is_over_and_go_when_it_is_revoked():
-    made = enrolled(book(record(uses=1)), "p1")
+    made = enrolled(records(record(uses=1)), "p1")
     for over in (made, made.rotated(NOW), made.pruned(NOW + 23 * 3600)):
         over.judge_certificate(T1, "p1")
     for gone in (made.without_ticket(T1, NOW), made.with_evicted("p1", "ann")):
@@ -74,7 +74,7 @@ def test_everything_is_bounded():
     many = AuthorityState({f"{n:012x}": record(f"{n:012x}") for n in range(MAX_TICKETS)})
     with pytest.raises(Refused, match="tickets are kept"):
         many.with_ticket(record(), NOW)
-    full = replace(book(), members={f"p{n}": Member(T1, "k", NOW + DAY) for n in range(MAX_MEMBERS)})
+    full = replace(records(), members={f"p{n}": Member(T1, "k", NOW + DAY) for n in range(MAX_MEMBERS)})
     assert refusal(full, "new") == "full"
     full.judge_enrolment(T1, "p7", "k", NOW)
     with pytest.raises(Refused, match="evicted already"):
@@ -82,7 +82,7 @@ def test_everything_is_bounded():
 
 
 def test_nothing_that_is_shown_has_the_secret():
-    shown = (repr(record()), repr(book()), json.dumps(record().to_map(NOW)))
+    shown = (repr(record()), repr(records()), json.dumps(record().to_map(NOW)))
     for form in (SECRET.hex(), repr(SECRET), repr(SECRET)[2:-1], "secret="):
         assert not any(form in text for text in shown)
 
@@ -117,8 +117,8 @@ def test_the_book_survives_the_disk(tickets, evicted):
         b'{"version": 2}',
         b'{"version": 1, "tickets": [{}], "members": {}, "evicted": {}}',
         b'{"version": 1, "tickets": [], "evicted": {}, "members": {"/": {"ticket": "a", "key": "b", "not_after": 1}}}',
-        book().to_json().replace(b'"worker"', b'"nobody"'),
-        book().to_json()[:-9],
+        records().to_json().replace(b'"worker"', b'"nobody"'),
+        records().to_json()[:-9],
         b"\xff\xfe",
     ],
 )

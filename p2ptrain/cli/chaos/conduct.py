@@ -332,94 +332,94 @@ class Faults:
         elif place is not None and kind in ("kill", "freeze"):
             excused = frozenset({observer.id_of(place.name)})
         name = place.name if place is not None else "seed"
-        injury = InjectedFault(action.number, kind, now(), observer.generation, observer.step, (name,), excused)
-        self.done.append(injury)
+        injected = InjectedFault(action.number, kind, now(), observer.generation, observer.step, (name,), excused)
+        self.done.append(injected)
         first_row = len(observer.rows)
         try:
-            await (self._hurt_seed(action, injury) if place is None else self._hurt(action, place, injury))
-            injury.until_s = now()
-            await self._recovery(injury, first_row)
+            await (self._hurt_seed(action, injected) if place is None else self._hurt(action, place, injected))
+            injected.until_s = now()
+            await self._recovery(injected, first_row)
             whole = place is None or await observer.until(
                 lambda: self._over or observer.id_of(name) in observer.members, PATIENCE_S
             )
-            injury.whole_s = now()
+            injected.whole_s = now()
             if not whole:
-                self.stuck.append(f"{name}: no member {PATIENCE_S:.0f} s after fault {injury.number}")
+                self.stuck.append(f"{name}: no member {PATIENCE_S:.0f} s after fault {injected.number}")
         finally:
             if place is not None:
                 place.busy = False
             observer.wake()
 
-    def _tell(self, injury: InjectedFault) -> None:
-        parts = (injury.kind, *injury.peers, injury.detail)
-        self.console.event("info", f"fault {injury.number}: {' '.join(filter(None, parts))}")
+    def _tell(self, injected: InjectedFault) -> None:
+        parts = (injected.kind, *injected.peers, injected.detail)
+        self.console.event("info", f"fault {injected.number}: {' '.join(filter(None, parts))}")
 
-    async def _hurt_seed(self, action: Action, injury: InjectedFault) -> None:
+    async def _hurt_seed(self, action: Action, injected: InjectedFault) -> None:
         cluster, observer, before = self.cluster, self.observer, self.observer.step
         await cluster.kill(cluster.local.seed)
-        self._tell(injury)
+        self._tell(injected)
         await self._pause(action.lasts_s)
         if not self.stop.is_set():
             await cluster.start_seed()
             await observer.until(lambda: self._over or (bool(observer.members) and observer.step > before), PATIENCE_S)
 
-    async def _hurt(self, action: Action, place: WorkerSlot, injury: InjectedFault) -> None:
+    async def _hurt(self, action: Action, place: WorkerSlot, injected: InjectedFault) -> None:
         assert place.child is not None
         damaged, lasts = place.data.damaged, f"for {action.lasts_s:.1f} s"
         match action.kind:
             case "kill":
                 await self.cluster.kill(place.child)
             case "freeze":
-                injury.detail, place.frozen = lasts, True
+                injected.detail, place.frozen = lasts, True
                 place.child.process.send_signal(signal.SIGSTOP)
             case "cut":
                 where, how = action.cut.split()
-                injury.kind, injury.detail = f"cut {action.cut}", lasts
+                injected.kind, injected.detail = f"cut {action.cut}", lasts
                 links = {"ring": (place.data,), "seed": (place.control,), "all": (place.data, place.control)}
                 for link in links[where]:
                     link.cut(silent=how == "silent")
             case "slow":
                 rate = f"to {action.rate_bps / 1e6:.2f} MB/s, {1e3 * action.delay_s:.0f} ms"
-                injury.detail = f"{rate}, {lasts}"
+                injected.detail = f"{rate}, {lasts}"
                 place.data.slow(action.rate_bps, action.delay_s)
             case "corrupt":
-                injury.detail = f"one byte in the next {action.skip_bytes + 1} on the ring"
+                injected.detail = f"one byte in the next {action.skip_bytes + 1} on the ring"
                 place.data.damage(action.skip_bytes)
             case "disk":
                 files = (self.cluster.local.root / place.name).glob("jobs/*/checkpoints/step-*/*")
                 largest = max((path.stat().st_size for path in files), default=0)
                 # Half of a checkpoint's largest file, but enough for the worker's log, which must stay complete.
                 limit_bytes = max(largest // 2, place.child.log.stat().st_size + (1 << 20))
-                injury.detail = f"no file past {limit_bytes} bytes, {lasts}"
+                injected.detail = f"no file past {limit_bytes} bytes, {lasts}"
                 place.limit_files(limit_bytes)
                 await self._save()
-        self._tell(injury)
+        self._tell(injected)
         await self._pause(action.lasts_s)
         if self.stop.is_set():
             return  # ``Cluster.let_go`` ends the faults
         if action.kind == "kill":
             await self.cluster.start_worker(place.number)
         if action.kind == "corrupt" and place.data.damaged == damaged:
-            injury.detail += "; nothing came by"
+            injected.detail += "; nothing came by"
         place.mend()
 
     async def _save(self) -> None:
         with suppress(P2PTrainError):
             await self.observer.ask("jobs.save", job=self.observer.job.id if self.observer.job else "")
 
-    async def _recovery(self, injury: InjectedFault, first_row: int) -> None:
+    async def _recovery(self, injected: InjectedFault, first_row: int) -> None:
         rows = self.observer.rows
 
         def back() -> Row | None:
-            return judge.recovered(injury, rows[first_row:], INTERVAL_S)
+            return judge.recovered(injected, rows[first_row:], INTERVAL_S)
 
         await self.observer.until(lambda: self._over or back() is not None, PATIENCE_S)
         if (row := back()) is not None:
-            injury.recovery_s = row.at_s - injury.at_s
-            after = f"after {injury.recovery_s:.2f} s"
-            self.console.event("info", f"fault {injury.number}: step {row.step} in view {row.generation}, {after}")
+            injected.recovery_s = row.at_s - injected.at_s
+            after = f"after {injected.recovery_s:.2f} s"
+            self.console.event("info", f"fault {injected.number}: step {row.step} in view {row.generation}, {after}")
         elif not self._over:
-            self.stuck.append(f"fault {injury.number} ({injury.kind}): no step within {PATIENCE_S:.0f} s")
+            self.stuck.append(f"fault {injected.number} ({injected.kind}): no step within {PATIENCE_S:.0f} s")
 
 
 # ------------------------------------------------------------------------------------------------- checkpoints on disk
@@ -529,7 +529,7 @@ class Run:
             try:
                 await faults.run(actions, count=plan.count, duration_s=plan.duration_s)
             finally:
-                report.injuries, report.seconds, report.steps = faults.done, now() - begin_s, observer.step
+                report.injected_faults, report.seconds, report.steps = faults.done, now() - begin_s, observer.step
                 report.steps_per_s = judge.steps_per_s(observer.rows, begin_s, now())
             self._go_on()
             step = await self._common_checkpoint(cluster, observer, faults)
@@ -638,7 +638,7 @@ class Run:
         ]
         dropped = judge.evictions(observer.views, faults.done, observer.names, grace_s)
         drift = [event.text for _, event in observer.told if event.kind == "drift"]
-        damaging = any(injury.kind == "corrupt" for injury in faults.done) and not plan.tls
+        damaging = any(injected.kind == "corrupt" for injected in faults.done) and not plan.tls
         found = await asyncio.to_thread(saved, plan.root, job, step, [it.name for it in cluster.places.values()])
         failed = [observer.job.reason] if observer.job and observer.job.state in ("failed", "cancelled") else []
         equal = judge.same("the state is equal on all members", found.states)

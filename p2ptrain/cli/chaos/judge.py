@@ -168,22 +168,22 @@ class Verdict:
     text: str = ""
 
 
-def recovered(injury: InjectedFault, rows: Iterable[Row], interval_s: float) -> Row | None:
+def recovered(injected: InjectedFault, rows: Iterable[Row], interval_s: float) -> Row | None:
     """Return the first row that shows recovery from the fault.
 
     Args:
         interval_s: longest time that the seed holds back a row.
     """
     for row in rows:
-        later = row.generation > injury.generation
-        in_time = injury.kind != "kill" and row.at_s > injury.at_s + interval_s and row.step > injury.step
-        if row.at_s > injury.at_s and (later or in_time):
+        later = row.generation > injected.generation
+        in_time = injected.kind != "kill" and row.at_s > injected.at_s + interval_s and row.step > injected.step
+        if row.at_s > injected.at_s and (later or in_time):
             return row
     return None
 
 
 def evictions(
-    views: Sequence[Seen], injuries: Sequence[InjectedFault], names: Mapping[str, str], grace_s: float
+    views: Sequence[Seen], injected_faults: Sequence[InjectedFault], names: Mapping[str, str], grace_s: float
 ) -> list[str]:
     """List the peers that lost their place in a view and that no fault excuses; one line each.
 
@@ -194,14 +194,14 @@ def evictions(
         f"{names.get(peer, peer)} left view {before.generation} for no fault of its own"
         for before, after in itertools.pairwise(views)
         for peer in before.members
-        if peer not in after.members and not excuse(peer, after.at_s, injuries, grace_s)
+        if peer not in after.members and not excuse(peer, after.at_s, injected_faults, grace_s)
     ]
 
 
-def excuse(peer: str, at_s: float, injuries: Iterable[InjectedFault], grace_s: float) -> bool:
+def excuse(peer: str, at_s: float, injected_faults: Iterable[InjectedFault], grace_s: float) -> bool:
     return any(
-        peer in injury.excused and injury.at_s <= at_s <= max(injury.until_s + grace_s, injury.whole_s)
-        for injury in injuries
+        peer in injected.excused and injected.at_s <= at_s <= max(injected.until_s + grace_s, injected.whole_s)
+        for injected in injected_faults
     )
 
 
@@ -263,7 +263,7 @@ class Report:
     steps: int = 0
     baseline_steps_per_s: float = 0.0
     steps_per_s: float = 0.0
-    injuries: list[InjectedFault] = field(default_factory=list)
+    injected_faults: list[InjectedFault] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     complete: bool = False
@@ -279,9 +279,9 @@ class Report:
     def recoveries(self) -> dict[str, dict[str, float]]:
         """Kind of fault → the number of recoveries, and the p50, p99 and maximum of their seconds."""
         found: dict[str, list[float]] = {}
-        for injury in self.injuries:
-            if injury.recovery_s is not None:
-                found.setdefault(injury.kind, []).append(injury.recovery_s)
+        for injected in self.injected_faults:
+            if injected.recovery_s is not None:
+                found.setdefault(injected.kind, []).append(injected.recovery_s)
         shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
         return {
             kind: {"n": len(values)} | {name: round(quantile(values, share), 3) for name, share in shares.items()}
@@ -301,8 +301,8 @@ class Report:
             "goodput": self.goodput,
             "recovery_s": self.recoveries(),
             "faults": [
-                {name: getattr(injury, name) for name in ("number", "kind", "peers", "detail", "step", "recovery_s")}
-                for injury in self.injuries
+                {name: getattr(injected, name) for name in ("number", "kind", "peers", "detail", "step", "recovery_s")}
+                for injected in self.injected_faults
             ],
             "invariants": [asdict(verdict) for verdict in self.verdicts],
             "notes": self.notes,
@@ -311,7 +311,7 @@ class Report:
     def print(self) -> None:
         from p2ptrain.cli.output import human_seconds, print_pairs, print_table, printable
 
-        under = f"{len(self.injuries)} faults in {human_seconds(self.seconds)}"
+        under = f"{len(self.injected_faults)} faults in {human_seconds(self.seconds)}"
         pairs = [("faults", under if self.complete else f"{under}, interrupted"), ("steps", str(self.steps))]
         if (goodput := self.goodput) is not None:
             text = f"{100 * goodput:.0f} %: {self.steps_per_s:.2f} of {self.baseline_steps_per_s:.2f} steps/s"

@@ -54,7 +54,7 @@ class Scene:
     network: MemoryNetwork
     directory: Path
     workers: dict[str, Stage]
-    around: Context
+    context: Context
     told: list[tuple[str, str, str]] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
 
@@ -62,11 +62,11 @@ class Scene:
         return [WorkerAt(name, name, name, PORT) for name in self.workers]
 
     async def replica(self, without: str = "") -> WorkerPool:
-        return await WorkerPool.connect(self.around, [worker for worker in self.at() if worker.name != without])
+        return await WorkerPool.connect(self.context, [worker for worker in self.at() if worker.name != without])
 
     async def model(self, config: str = CONFIG) -> Model:
         """One that this client has to give: the workers are told of no directory of theirs."""
-        model = await local_model(self.around, write_model(self.directory / "model", config))
+        model = await local_model(self.context, write_model(self.directory / "model", config))
         return replace(model, path="")
 
     async def plan(self, replica: WorkerPool, model: Model, **options: Any) -> Plan:
@@ -121,8 +121,8 @@ def play(
             told.append((level, kind, text))
 
         world = World(LoopClock(), network.at("client"), RealDisk(), random.Random(1), LoopThreads())
-        around = Context(world, "client", "client", "seed", directory / "client", notify)
-        scene = Scene(network, directory, workers, around, told)
+        context = Context(world, "client", "client", "seed", directory / "client", notify)
+        scene = Scene(network, directory, workers, context, told)
         for worker in workers.values():
             await worker.start()
         try:

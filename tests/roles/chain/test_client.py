@@ -436,7 +436,7 @@ def test_who_does_not_answer_is_not_of_the_replica(tmp_path: Path) -> None:
         with pytest.raises(NetworkError, match="w0: "):
             await scene.replica()
         with pytest.raises(UserError, match="no worker"):
-            await WorkerPool.connect(scene.around, [])
+            await WorkerPool.connect(scene.context, [])
         scene.network.mend("w2", "client")
 
     play(tmp_path, test)

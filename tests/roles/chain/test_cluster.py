@@ -44,7 +44,7 @@ async def joined(cluster: Cluster, count: int) -> list[Peer]:
     return peers
 
 
-async def around(cluster: Cluster, role: str = "operator") -> Context:
+async def context(cluster: Cluster, role: str = "operator") -> Context:
     if not cluster.encrypted:
         return Context(cluster.world(), "client", "client", cluster.address[0])
     member = await cluster.member(cluster.ticket(role))
@@ -53,7 +53,7 @@ async def around(cluster: Cluster, role: str = "operator") -> Context:
 
 @asynccontextmanager
 async def loaded(cluster: Cluster, tmp_path: Path) -> AsyncIterator[Chain]:
-    me = await around(cluster)
+    me = await context(cluster)
     async with cluster.operator() as seed:
         workers = await workers_of(seed.request)
     replica = await WorkerPool.connect(me, workers)
@@ -100,6 +100,6 @@ async def test_only_operators_use_chains(tmp_path: Path) -> None:
             assert caught.value.code == "not-permitted"
         async with cluster.operator() as seed:
             workers = await workers_of(seed.request)
-        as_worker = await around(cluster, "worker")
+        as_worker = await context(cluster, "worker")
         with pytest.raises(NetworkError, match="certificate"):
             await WorkerPool.connect(as_worker, workers)

@@ -177,13 +177,13 @@ def test_who_cannot_be_reached_holds_up_nobody_and_is_left_in_peace(
         seed = Seed()
         async with recruited(scene, seed) as chain:
             dialled: list[str] = []
-            connect = scene.around.world.network.connect
+            connect = scene.context.world.network.connect
 
             async def counted(host: str, *arguments: Any, **options: Any) -> None:
                 dialled.append(host)
                 await connect(host, *arguments, **options)
 
-            monkeypatch.setattr(scene.around.world.network, "connect", counted)
+            monkeypatch.setattr(scene.context.world.network, "connect", counted)
             scene.network.silence("client", "far")  # no answer, not even a refusal
             seed.here |= {"far": PORT, "nobody": PORT}
             scene.kill("w1")
