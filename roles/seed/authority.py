@@ -161,7 +161,7 @@ class AuthorityState:
                 "duplicate-peer", text, remedy="use the state directory that joined first, or another --state"
             )
         if member is None and len(self._valid(now)) >= MAX_MEMBERS:
-            raise Refused("full", f"{MAX_MEMBERS} peers have a certificate", remedy="revoke tickets that leaked")
+            raise Refused("full", f"all {MAX_MEMBERS} certificates are in use", remedy="revoke tickets that leaked")
         return ticket
 
     def judge_certificate(self, ticket_id: str, peer_id: str) -> None:
@@ -187,13 +187,13 @@ class AuthorityState:
             case "expired":
                 raise Refused("ticket-expired", f"ticket {ticket.id} has expired", remedy=_NEW)
             case "used" if not again:
-                text = f"ticket {ticket.id} was for {ticket.uses} and is used up"
+                text = f"ticket {ticket.id} is used up (uses allowed: {ticket.uses})"
                 raise Refused("ticket-used", text, remedy=_NEW)
 
     def _judge_peer(self, peer_id: str) -> None:
         if peer_id in self.evicted:
             text = f"the peer {self.evicted[peer_id]} ({peer_id}) was evicted from this cluster"
-            raise Refused("evicted", text, remedy="ask whoever runs the seed; another --state is another peer")
+            raise Refused("evicted", text, remedy="ask the seed's operator, or join as a new peer with another --state")
 
     def _is_revoked(self, ticket_id: str) -> bool:
         return ticket_id not in self.tickets or self.tickets[ticket_id].revoked
@@ -217,8 +217,8 @@ class AuthorityState:
         if len(kept.tickets) >= MAX_TICKETS:
             kept = self.pruned(now, told_s=0.0)
         if len(kept.tickets) >= MAX_TICKETS:
-            remedy = "revoke some; those that are over leave when the certificates that came from them have lapsed"
-            raise Refused("full", f"{len(kept.tickets)} tickets are kept", remedy=remedy)
+            remedy = "revoke some; an expired ticket is removed when all its certificates have expired"
+            raise Refused("full", f"the seed keeps {len(kept.tickets)} tickets, the limit", remedy=remedy)
         return replace(kept, tickets={**kept.tickets, ticket.id: ticket})
 
     def with_member(self, ticket_id: str, peer_id: str, key: str, not_after: float, now: float) -> AuthorityState:
@@ -246,7 +246,7 @@ class AuthorityState:
         """Evict a peer. Raises ``Refused`` if too many are evicted already."""
         if peer_id not in self.evicted and len(self.evicted) >= MAX_EVICTED:
             text = f"{MAX_EVICTED} peers are evicted already"
-            raise Refused("full", text, remedy="revoke the tickets that they come with")
+            raise Refused("full", text, remedy="revoke the tickets that these peers join with")
         return replace(self, evicted={**self.evicted, peer_id: name})
 
     def pruned(self, now: float, *, told_s: float = TOLD_S) -> AuthorityState:
@@ -279,14 +279,14 @@ class AuthorityState:
         except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
             raise StorageError(f"it is damaged: {type(error).__name__}") from error
         if any(item.role not in ROLES or len(item.secret) != SECRET_BYTES for item in tickets):
-            raise StorageError("it is damaged: a ticket that is none")
+            raise StorageError("it is damaged: it has an invalid ticket")
         if not all(map(is_id, members)):
-            raise StorageError("it is damaged: a peer id that is none")
+            raise StorageError("it is damaged: it has an invalid peer id")
         return cls({item.id: item for item in tickets}, members, evicted)
 
 
 def _revoked(ticket_id: str) -> Refused:
-    text = f"ticket {ticket_id} was revoked, and the certificates that came from it with it"
+    text = f"ticket {ticket_id} was revoked together with its certificates"
     return Refused("ticket-revoked", text, remedy=_NEW)
 
 
@@ -478,7 +478,7 @@ def keep_files(disk: Disk, directory: Path, files: Mapping[str, bytes]) -> None:
     Raises ``ProtocolError`` if a file is none of an authority's, and ``StorageError``.
     """
     if unknown := files.keys() - {KEY_FILE, BOOK_FILE, CA_FILE}:
-        raise ProtocolError(f"an authority has no file {min(unknown)[:40]!r}")
+        raise ProtocolError(f"unknown file {min(unknown)[:40]!r} among the authority's files")
     disk.make_dir(directory, mode=0o700)
     disk.set_mode(directory, 0o700)
     for name in (KEY_FILE, BOOK_FILE, CA_FILE):
@@ -492,7 +492,7 @@ def keep_files(disk: Disk, directory: Path, files: Mapping[str, bytes]) -> None:
 def _requested(csr_der: bytes, peer_id: str) -> tuple[ec.EllipticCurvePublicKey, str]:
     named, key = request_of_untrusted(csr_der)
     if named != peer_id:
-        raise ProtocolError(f"a certificate request for {named} from {peer_id}")
+        raise ProtocolError(f"peer {peer_id} requested a certificate for {named}")
     form = serialization.PublicFormat.SubjectPublicKeyInfo
     return key, hashlib.sha256(key.public_bytes(serialization.Encoding.DER, form)).hexdigest()
 
@@ -503,4 +503,4 @@ def ticket_of(identity: PeerIdentity) -> str:
         raw = identity.serial.to_bytes(len(_SERIAL_LEAD) + ID_BYTES + _SERIAL_RANDOM_BYTES)
         if raw.startswith(_SERIAL_LEAD):
             return raw[len(_SERIAL_LEAD) :][:ID_BYTES].hex()
-    raise Refused("ticket-unknown", "a certificate that does not tell the ticket it came from")
+    raise Refused("ticket-unknown", "the certificate does not name the ticket that it was issued for")

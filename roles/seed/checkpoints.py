@@ -141,7 +141,7 @@ class Catalogue:
         holder = self._links.get(checkpoint.peer_id)
         if holder is None:
             text = f"{checkpoint.peer_name}, which holds that checkpoint, is not connected"
-            raise Refused("holder-away", text, remedy="start that worker, or choose a checkpoint of another")
+            raise Refused("holder-away", text, remedy="start that worker, or choose a checkpoint of another worker")
         return holder
 
     async def verified(self, controller: JobController, checkpoint: CheckpointInfo) -> str:
@@ -165,7 +165,7 @@ class Catalogue:
             for told in found:
                 if isinstance(told, P2PTrainError):
                     raise told
-            text = f"what the stages have saved as step {checkpoint.step} is not of one state"
+            text = f"the stages' checkpoints of step {checkpoint.step} hold different states"
             raise Refused("damaged", text, remedy="choose another step")
         return lineage
 
@@ -187,9 +187,9 @@ class Catalogue:
     def _check_whole(self, controller: JobController, checkpoint: CheckpointInfo) -> None:
         if controller.stages > 1 and not _is_whole(found := self._alike_here(checkpoint), controller.stages):
             stages = sorted({item.stage for item in found if item.stage is not None})
-            where = f"of {controller.stages} stages only {stages} have a checkpoint at a worker here"
-            text = f"step {checkpoint.step} is not here as a whole: {where}"
-            raise Refused("holder-away", text, remedy="start the workers that hold the others, or choose another step")
+            where = f"of {controller.stages} stages, connected workers hold only {stages}"
+            text = f"the checkpoint of step {checkpoint.step} is incomplete: {where}"
+            raise Refused("holder-away", text, remedy="start the holders of the other stages, or choose another step")
 
     def _named_to(self, checkpoint: CheckpointInfo) -> dict[str, Any]:
         controller, whole = self._controllers.get(checkpoint.job), {"job": checkpoint.job, "step": checkpoint.step}
@@ -214,7 +214,7 @@ class Catalogue:
         result = await self.holder(checkpoint).ask("checkpoint.verify", asked, timeout_s=60.0)
         lineage = result.get("lineage")
         if result.get("step") != checkpoint.step or not isinstance(lineage, str) or not is_lineage(lineage):
-            raise Refused("damaged", f"{checkpoint.peer_name} does not say what state that checkpoint holds")
+            raise Refused("damaged", f"{checkpoint.peer_name} sent no valid lineage of that checkpoint")
         return lineage
 
 

@@ -79,14 +79,14 @@ class EnrolmentPolicy:
 
     async def evict(self, peer_id: str, name: str) -> None:
         """Refuse that peer's certificates from now on. Raises ``Refused``, ``StorageError``."""
-        await self._of_the_run("to evict a peer").evict(peer_id, name)
+        await self._of_the_run("evicting a peer").evict(peer_id, name)
         self._note("warning", "evicted", f"an operator evicted {name} ({peer_id})")
 
     # -------------------------------------------------------------------------------------------------------- enrolment
 
     async def enrol(self, connection: Connection, hello: Hello) -> None:
         """Enrol a peer within ``HANDSHAKE_TIMEOUT_S``. Refusals are sent to it, and raised as ``P2PTrainError``."""
-        authority = self._of_the_run("to enrol")
+        authority = self._of_the_run("enrolment")
         nonce = secrets.token_bytes(NONCE_BYTES)
         connection.send(EnrolOffer(authority.ca_der, nonce))
         try:
@@ -100,7 +100,7 @@ class EnrolmentPolicy:
                 case Refuse():
                     raise Refused(message.code, message.message, remedy=message.remedy)
                 case _:
-                    raise ProtocolError(f"a newcomer does not say {type(message).__name__}")
+                    raise ProtocolError(f"unexpected message {type(message).__name__} during enrolment")
         except ConnectionLost:
             raise
         except P2PTrainError as problem:
@@ -112,7 +112,7 @@ class EnrolmentPolicy:
     ) -> None:
         ticket = authority.records.ticket(request.ticket_id)
         if not verify_proof(request.mac, secret=ticket.secret, nonce=nonce, csr_der=request.csr_der):
-            text = f"the proof for ticket {ticket.id} is wrong: its secret is another"
+            text = f"the proof for ticket {ticket.id} is wrong: the secret does not match"
             raise Refused(RefusalCode.BAD_PROOF, text, remedy="copy the whole ticket again, or ask for a new one")
         now = self._clock.wall()
         certificate_der = await authority.enrol(ticket.id, hello.peer_id, request.csr_der, now)
@@ -121,13 +121,13 @@ class EnrolmentPolicy:
 
     async def renew(self, params: Params, connection: Connection) -> Result:
         """Renew the certificate that opened this connection. Raises ``Refused``, ``ProtocolError``."""
-        authority, identity = self._of_the_run("to renew a certificate"), connection.identity
+        authority, identity = self._of_the_run("renewing a certificate"), connection.identity
         if identity is None:
             raise Refused("no-certificate", "this connection has no certificate that could be renewed")
         try:
             csr_der = base64.b64decode(str(params.get("csr")), validate=True)
         except (ValueError, binascii.Error):
-            raise ProtocolError("a certificate request that is not base64") from None
+            raise ProtocolError("the certificate request is not valid base64") from None
         certificate_der = await authority.renew(identity, csr_der, self._clock.wall())
         return {"certificate": base64.b64encode(certificate_der).decode()}
 
@@ -170,7 +170,7 @@ class EnrolmentPolicy:
             text = f"{len(found) or 'no'} tickets begin with {str(begun)[:40]!r}"
             raise Refused("unknown-ticket", text, remedy="see p2ptrain ticket list")
         await authority.revoke(found[0], self._clock.wall())
-        self._note("warning", "ticket", f"an operator revoked ticket {found[0]}, and the certificates that came of it")
+        self._note("warning", "ticket", f"an operator revoked ticket {found[0]} and its certificates")
         record = authority.records.ticket(found[0])
         if record.kind == "local":  # programs of this machine need a new one
             await self._tickets_of_the_start(authority)
@@ -189,7 +189,7 @@ class EnrolmentPolicy:
 
     def _of_the_run(self, what: str) -> Authority:
         if self._authority is None:
-            text = f"{what} takes an encrypted cluster, and this seed is plain TCP on the loopback"
+            text = f"{what} requires an encrypted cluster; this seed uses plain TCP on the loopback"
             raise Refused(RefusalCode.NOT_ENCRYPTED, text, remedy="start the seed with --tls, or with --host")
         return self._authority
 
@@ -200,4 +200,4 @@ def _checked_host(host: object) -> str:
             return parse_address(format_address(host, 1))[0]
     except UserError as error:
         raise Refused("bad-parameter", error.message, remedy="choose another --host") from error
-    raise Refused("bad-parameter", "host is no address", remedy="choose another --host")
+    raise Refused("bad-parameter", "host is not a valid address", remedy="choose another --host")

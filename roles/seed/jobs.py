@@ -257,7 +257,7 @@ class JobController:
     def view_told(self, peer_id: str, view: View) -> None:
         """Take in a view that an earlier term minted. Raises ``ProtocolError`` if no such view can exist."""
         if view.job != self.id or view.rank_of(peer_id) is None or view.generation > self._seed.minted_below:
-            raise ProtocolError(f"{peer_id} tells of a view that was never minted: generation {view.generation}")
+            raise ProtocolError(f"{peer_id} reported a view that the seed never minted: generation {view.generation}")
         self._views_told[peer_id] = view
         self.told_view.set()
 
@@ -282,7 +282,7 @@ class JobController:
                 held = {member.peer_id: newest.stage_of(rank) for rank, member in enumerate(newest.members)}
                 self.record = replace(self.record, held=self.record.held | held)
             await store.call(Records.adopt_view, newest, self.record, wall=self._seed.world.clock.wall())
-            self._note("info", "restored", f"goes on from generation {newest.generation}, as its members tell it")
+            self._note("info", "restored", f"continues from generation {newest.generation}, which its members reported")
         self._begin(await store.call(history, self.id, split=self.stages > 1))
         self.settled.set()
         self._seed.settled(self)
@@ -390,8 +390,8 @@ class JobController:
         wall = seed.world.clock.wall()
         if await seed.store.call(Records.add_view, view, self.record, restored=restored, wall=wall):
             self.ledger.began_anew(view)
-            text = f"generation {view.generation} begins at step {view.step} with another past than the ledger's, which"
-            self._note("warning", "ledger", f"{text} begins anew: who computed the steps before is not on record")
+            text = f"generation {view.generation} begins at step {view.step} with another lineage than the ledger; the"
+            self._note("warning", "ledger", f"{text} ledger restarts there, without the rows of earlier steps")
         seed.copy_soon()
         if self._row is not None and self._row.step > view.step:
             self._row, self._val_loss = await seed.store.call(_last, self.id)

@@ -134,7 +134,7 @@ class Ledger:
             lineage, missing = self._ahead[first][0], self.step + 1
             if len(run) == len(self._ahead) and self.begins.lineage_at(first - 1) in ("", lineage):
                 self.head = LedgerHead(first - 1, lineage, first - 1, lineage)
-                return f"nobody knows who computed steps {missing} to {first - 1}: the record begins anew after them"
+                return f"no member has the ledger rows of steps {missing} to {first - 1}; the ledger restarts there"
             # There is a second gap, so the rows before it are of no use; or they contradict a view's lineage.
             self._ahead = {step: row for step, row in self._ahead.items() if step > run[-1]}
         return ""

@@ -166,18 +166,18 @@ def measured_untrusted(result: dict[str, Any], asked: Collection[str]) -> dict[s
     """Parse a worker's answer: peer id → quality of the link to it. Raises ``ProtocolError`` if it is invalid."""
     links = result.get("links")
     if not isinstance(links, list) or len(links) > len(asked):
-        raise ProtocolError("links.measure is answered by a list of links, one for each peer at most")
+        raise ProtocolError("the answer to links.measure is not a list of at most one link for each peer")
     found: dict[str, LinkQuality] = {}
     for item in links:
         if not isinstance(item, list) or len(item) != 3:
-            raise ProtocolError("a link is a peer, a latency and a bandwidth")
+            raise ProtocolError("a measured link is not a list of a peer, a latency and a bandwidth")
         peer_id, latency_s, bandwidth_bps = item
         if not isinstance(peer_id, str) or peer_id not in asked or peer_id in found:
-            raise ProtocolError("a link to a peer that was not asked for")
+            raise ProtocolError(f"unrequested or repeated link to peer {str(peer_id)[:40]!r}")
         if not _within(latency_s, 0, 60.0):
-            raise ProtocolError("a latency that cannot be")
+            raise ProtocolError(f"invalid latency to peer {peer_id}: it must be 0 to 60 s")
         if bandwidth_bps is not None and not _within(bandwidth_bps, MIN_BPS, MAX_BPS):
-            raise ProtocolError("a bandwidth that cannot be")
+            raise ProtocolError(f"invalid bandwidth to peer {peer_id}: it must be {MIN_BPS:g} to {MAX_BPS:g} bit/s")
         found[peer_id] = LinkQuality(latency_s, bandwidth_bps)
     return found
 

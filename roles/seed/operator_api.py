@@ -55,7 +55,7 @@ def text_of(params: Params, name: str, limit: int) -> str:
 def label_of(params: Params, name: str) -> str:
     label = clipped(text_of(params, name, NAME_CHARS), NAME_CHARS)
     if not label:
-        raise Refused("bad-parameter", f"{name} has nothing that can be shown", remedy=f"give {name}")
+        raise Refused("bad-parameter", f"{name} has no printable characters", remedy=f"give {name}")
     return label
 
 
@@ -94,11 +94,11 @@ def checked_shape(params: Mapping[str, Any], profile: Profile) -> ModelShape | N
         raise Refused("bad-shape", problem.message, remedy=REMEDY) from problem
     layers, cuts = shape.sizes.layers, profile.pipeline.cuts
     if not profile.model.path and layers != profile.model.layers:
-        text = f"the sizes are of {layers} layers, and the profile says {profile.model.layers}"
+        text = f"the model sizes have {layers} layers, but model.layers = {profile.model.layers}"
         raise Refused("bad-shape", text, remedy=REMEDY)
     if layers < profile.stages or (cuts and cuts[-1] >= layers):
-        text = f"a model of {layers} layers, and pipeline.stages = {profile.stages}, pipeline.cuts = {cuts}"
-        raise Refused("bad-shape", text, remedy=f"pipeline.stages at most {layers}, and cuts below that")
+        text = f"a model of {layers} layers does not fit pipeline.stages = {profile.stages}, pipeline.cuts = {cuts}"
+        raise Refused("bad-shape", text, remedy=f"use at most {layers} stages, and cuts below {layers}")
     return shape
 
 
@@ -114,9 +114,9 @@ async def planned(profile: Profile, shape: ModelShape, links: Mapping[str, Link]
     workers = [link for link in links.values() if link.trains]
     free = [link for link in workers if not link.job]
     if len(free) < training.workers:
-        busy = f", {len(workers) - len(free)} more work for other jobs" if len(workers) > len(free) else ""
-        text = f"the job begins with {training.workers} workers, and {len(free)} of them are free{busy}"
-        raise Refused("too-few", text, remedy="start more: p2ptrain join; or set job.workers to what there is")
+        busy = f", {len(workers) - len(free)} work on other jobs" if len(workers) > len(free) else ""
+        text = f"the job needs {training.workers} workers, but only {len(free)} are free{busy}"
+        raise Refused("too-few", text, remedy="start more with p2ptrain join, or lower job.workers")
     with suppress(TimeoutError):
         async with asyncio.timeout(TELL_S):
             await asyncio.gather(*(link.told.wait() for link in free if link.flops is None))
@@ -231,7 +231,7 @@ class OperatorApi:
                     continue  # it only watches; the feed ends if the operator stops reading
                 request = received.message
                 if not isinstance(request, Request):
-                    raise ProtocolError(f"an operator does not say {type(request).__name__} to a seed")
+                    raise ProtocolError(f"unexpected message {type(request).__name__} from an operator")
                 if request.method == "subscribe" and feed is None:
                     connection.send(Response(request.id, {}))
                     feed = asyncio.create_task(self._watch(connection), name="feed")
@@ -353,7 +353,7 @@ class OperatorApi:
         profile = checked_profile(text_of(params, "spec", MAX_SPEC_BYTES))
         shape = checked_shape(params, profile)
         if shape is None:
-            raise Refused("bad-shape", "a plan is made of a split model and its sizes", remedy="give shape")
+            raise Refused("bad-shape", "a plan requires a split model and its sizes", remedy="give shape")
         return await planned(profile, shape, self._seed.links, self._seed.survey)
 
     async def _jobs_list(self, params: Params, connection: Connection) -> Result:
@@ -372,14 +372,14 @@ class OperatorApi:
     async def _jobs_pause(self, params: Params, connection: Connection) -> Result:
         controller = self._controller(params)
         if controller.core.phase in ENDED or controller.core.paused:
-            raise _wrong_state(controller, "paused", "only a job that goes on can be")
-        return await self._tell(controller, co.Signal.PAUSE, "was told to pause")
+            raise _wrong_state(controller, "paused", "only a job that is neither paused nor over can be")
+        return await self._tell(controller, co.Signal.PAUSE, "was asked to pause")
 
     async def _jobs_resume(self, params: Params, connection: Connection) -> Result:
         controller = self._controller(params)
         if not controller.core.paused:
             raise _wrong_state(controller, "resumed", "only a paused job can be")
-        return await self._tell(controller, co.Signal.RESUME, "was told to go on")
+        return await self._tell(controller, co.Signal.RESUME, "was asked to resume")
 
     async def _jobs_cancel(self, params: Params, connection: Connection) -> Result:
         controller = self._controller(params)
@@ -390,8 +390,8 @@ class OperatorApi:
     async def _jobs_save(self, params: Params, connection: Connection) -> Result:
         controller = self._controller(params)
         if controller.core.phase is not Phase.RUNNING:
-            raise _wrong_state(controller, "saved", "its members save at step boundaries, while it runs")
-        return await self._tell(controller, co.Signal.SAVE, "was told to save")
+            raise _wrong_state(controller, "saved", "only a running job can save a checkpoint")
+        return await self._tell(controller, co.Signal.SAVE, "was asked to save a checkpoint")
 
     async def _tell(self, controller: JobController, event: co.Event, what: str) -> Result:
         if not controller.settled.is_set():

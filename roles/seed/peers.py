@@ -274,9 +274,9 @@ def check_hello(hello: Hello) -> None:
     """Raise ``ProtocolError`` if a number, the peer id, the host or the port is invalid."""
     check_numbers(hello)
     if not is_id(hello.peer_id):
-        raise ProtocolError("the peer id is none")
+        raise ProtocolError(f"invalid peer id {hello.peer_id[:40]!r}")
     if not 0 < hello.port < 65536 or len(hello.host) > 255:
-        raise ProtocolError(f"a peer must listen on a port of its own, {hello.port} is none")
+        raise ProtocolError(f"invalid port {hello.port}, or a host of more than 255 characters")
 
 
 def check_numbers(message: Message) -> None:
@@ -284,35 +284,35 @@ def check_numbers(message: Message) -> None:
     for item in dataclasses.fields(message):
         value = getattr(message, item.name)
         if type(value) is int and not 0 <= value <= MAX_WHOLE:
-            raise ProtocolError(f"{type(message).__name__}.{item.name} is {value}")
+            raise ProtocolError(f"{type(message).__name__}.{item.name} is out of range: {value}")
 
 
 def check_step(message: StepMetrics | CheckpointSaved, steps_total: int) -> None:
     """Raise ``ProtocolError`` if the job has no such step."""
     if message.step > steps_total:
-        raise ProtocolError(f"{type(message).__name__} of step {message.step}, and the job has {steps_total}")
+        raise ProtocolError(f"{type(message).__name__} of step {message.step}, but the job has {steps_total} steps")
 
 
 def check_part(message: CheckpointSaved, stages: int) -> None:
     """Raise ``ProtocolError`` if the job's model has no such part."""
     if message.stages not in (1, stages) or message.stage >= message.stages:
-        raise ProtocolError(f"a checkpoint of stage {message.stage} of {message.stages}, and there are {stages}")
+        raise ProtocolError(f"a checkpoint of stage {message.stage} of {message.stages}, but the job has {stages}")
 
 
 def checked_report(report: Report, steps_total: int) -> Report:
     """The report with its reason as one line for people. Raises ``ProtocolError`` if the report is invalid."""
     if report.status not in STATUSES:
-        raise ProtocolError(f"a report of status {report.status[:40]!r}")
+        raise ProtocolError(f"a report with the unknown status {report.status[:40]!r}")
     if report.applied > steps_total or report.prepared not in (report.applied, report.applied + 1):
-        raise ProtocolError(f"a report of {report.applied} applied and {report.prepared} prepared steps")
+        raise ProtocolError(f"a report with invalid steps: {report.applied} applied, {report.prepared} prepared")
     if not math.isfinite(report.square_sum):
         raise ProtocolError("a report of a norm that is not finite")
     nothing_loaded = report.status == "failed" and not report.lineage
     prepared = is_lineage(report.prepared_lineage) if report.prepared > report.applied else not report.prepared_lineage
     if not (nothing_loaded or is_lineage(report.lineage)) or not prepared:
-        raise ProtocolError("a report with a lineage that is none")
+        raise ProtocolError("a report with an invalid lineage")
     if any(len(text) > 128 for text in (report.corpus, report.suspect, report.beside, report.cause)):
-        raise ProtocolError("a report with a digest or id that is none")
+        raise ProtocolError("a report with a digest or id of more than 128 characters")
     return dataclasses.replace(report, reason=clipped(report.reason, REASON_BYTES))
 
 

@@ -125,10 +125,10 @@ def restore(disk: Disk, directory: Path, state_dir: Path) -> Restored:
         StorageError: the backup is damaged, or something cannot be written.
     """
     if COPY_NAME not in disk.list_dir(directory):
-        raise UserError(f"there is no backup of a seed in {directory}", remedy="name the DIR of seed --backup DIR")
+        raise UserError(f"there is no backup of a seed in {directory}", remedy="give the DIR of seed --backup DIR")
     disk.make_dir(state_dir, mode=0o700)
     if FILE_NAME in disk.list_dir(state_dir):
-        text = f"{state_dir} has a seed's record already"
+        text = f"{state_dir} already has a seed's database"
         raise UserError(text, remedy="start that seed without --restore, or choose another --state")
     data = disk.read(directory / COPY_NAME, max_bytes=16 << 30)
     with _opened(directory / COPY_NAME, data) as copy:
@@ -157,7 +157,7 @@ def _begin_term(copy: sqlite3.Connection) -> tuple[float, bool, int]:
 def next_term(term: int) -> int:
     """Raises ``StorageError`` if there is none."""
     if term + 1 >= MAX_TERM:
-        raise StorageError(f"this cluster was restored {term} times", remedy="begin a new one")
+        raise StorageError(f"this cluster was restored {term} times, the limit", remedy="begin a new cluster")
     return term + 1
 
 

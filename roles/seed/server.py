@@ -93,8 +93,8 @@ class Acceptor:
             return Refuse(RefusalCode.SHUTTING_DOWN, "the seed is stopping", "try again when it is back")
         self._seed.gate.judge(connection)
         if hello.cluster == self._seed.cluster_id and hello.term > self._seed.term:
-            text = f"this seed is of term {self._seed.term}, and was succeeded by one of term {hello.term}"
-            return Refuse(RefusalCode.STALE_TERM, text, "stop it, and use the seed that was restored")
+            text = f"this seed has term {self._seed.term}, and a restored seed with term {hello.term} has replaced it"
+            return Refuse(RefusalCode.STALE_TERM, text, "stop this seed, and use the restored one")
         match hello.purpose:
             case "peer":
                 return await self._decide_peer(hello, connection)
@@ -104,7 +104,7 @@ class Acceptor:
                 return self._welcome(0.0, 0.0)
             case "enrol" if self._seed.gate.encrypted:
                 return self._welcome(0.0, 0.0)
-        text = f"this is a seed: it does not answer {hello.purpose[:40]!r}"
+        text = f"this is a seed: it accepts no connection for {hello.purpose[:40]!r}"
         return Refuse(RefusalCode.ROLE, text, "dial the member itself")
 
     async def _decide_peer(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
@@ -117,10 +117,10 @@ class Acceptor:
             return Refuse(RefusalCode.DUPLICATE_PEER, text, "stop the other one, or give this one its own --state")
         listens = hello.capabilities.get("listens")
         if isinstance(listens, str) and is_loopback(listens) and not is_loopback(self.host):
-            text = "members of other machines join this seed, and this one listens on the loopback only"
+            text = "this peer listens on the loopback only, so members on other machines cannot reach it"
             return Refuse(RefusalCode.LOOPBACK_ONLY, text, "join with --host 0.0.0.0")
         if len(self._seed.links) >= MAX_PEERS:
-            return Refuse(RefusalCode.FULL, f"{MAX_PEERS} peers are here", "start another seed")
+            return Refuse(RefusalCode.FULL, f"{MAX_PEERS} peers are connected, the limit", "start another seed")
         began = self._seed.world.clock.now()
         try:
             await self.dial_back(host, hello.port, hello.peer_id)
@@ -246,7 +246,7 @@ class Seed:
     def stop(self) -> None:
         """Tell all connected peers and operators that the seed stops. Workers train on and look for it again."""
         self.acceptor.closed = True
-        last_word = Refuse(RefusalCode.SHUTTING_DOWN, "the seed is stopping", "running rings train on; start it again")
+        last_word = Refuse(RefusalCode.SHUTTING_DOWN, "the seed is stopping", "training continues; restart the seed")
         for connection in [link.connection for link in self.links.values()] + list(self.acceptor.operators):
             if not connection.closed.is_set() and connection.close_cause is None:
                 say(connection, last_word)
@@ -280,14 +280,14 @@ class Seed:
         old = self.links.get(link.id)
         if old is not None:
             old.connection.abort()
-            self._gone(old, co.PeerLost(link.id, "it connected anew"))
+            self._gone(old, co.PeerLost(link.id, "it connected again"))
         self._lost.pop(link.id, None)
         self.links[link.id] = link
         self.store.add(PeerRecord(link.id, link.name, link.hello.roles, link.info(0, None).device, link.joined_at))
         what = "joined" if link.trains else f"joined as a {link.role}"
         self.note("info", "joined", f"{link.name} {what} from {format_address(link.host, link.port)}", link.id, "")
         self.subscriptions.touch("cluster", "")
-        farewell: co.PeerLost = co.PeerLost(link.id, "the seed dropped it")
+        farewell: co.PeerLost = co.PeerLost(link.id, "the seed closed its connection")
         try:
             self.services.joined(link)
             if link.trains:
@@ -346,7 +346,7 @@ class Seed:
             case _ if link.trains:
                 await self._heard_of_work(link, message)
             case _:
-                raise ProtocolError(f"a {link.role} does not say {type(message).__name__} to a seed")
+                raise ProtocolError(f"unexpected message {type(message).__name__} from a {link.role}")
 
     async def _heard_of_work(self, link: Link, message: Message) -> None:
         controller = self.controllers.get(link.job)
@@ -405,7 +405,7 @@ class Seed:
             case Report() | StepMetrics() | CheckpointSaved() | LedgerRows() | ViewAnnounced():
                 pass  # about a job that the worker is no longer on
             case _:
-                raise ProtocolError(f"a worker does not say {type(message).__name__} to a seed")
+                raise ProtocolError(f"unexpected message {type(message).__name__} from a worker")
 
     def _served(self, *peer_ids: str) -> None:
         self.subscriptions.touch("serving", *peer_ids)

@@ -69,8 +69,8 @@ ASKED_BY_VERIFIERS = frozenset({"peers.list", "parts.list", "checkpoints.list", 
 def check_role(hello: Hello) -> None:
     """Raise ``Refused`` if a peer's role is not one of ``PERMITTED["peer"]``."""
     if len(hello.roles) != 1 or hello.roles[0] not in PERMITTED["peer"]:
-        text = "a peer of a seed is a worker, a verifier or a drafter"
-        raise Refused("role", text, remedy="join with p2ptrain join, and --role")
+        text = "a peer must have one role: worker, verifier or drafter"
+        raise Refused("role", text, remedy="set the role with p2ptrain join --role")
 
 
 class Services:
@@ -91,7 +91,7 @@ class Services:
         """Store a peer's report. Raises ``ProtocolError`` if the model changed: that requires a new link."""
         before, link.serving = link.serving, info_of(link, message)
         if before is not None and _model(before) != _model(link.serving):
-            raise ProtocolError(f"a {link.role} served {before.model!r}, and now it is another model")
+            raise ProtocolError(f"a {link.role} changed its model {before.model!r} without a new connection")
         if link.serving != before:
             self._touch(link.id)
         if before is None:
@@ -106,8 +106,8 @@ class Services:
                 continue
             verifier, drafter = (new, other) if new.role == "verifier" else (other, new)
             if drafter.tokenizer not in ("", verifier.tokenizer):
-                text = f"{verifier.name} writes with {verifier.model}, which has another tokenizer than {drafter.model}"
-                remedy = "nothing is drafted for it; draft with a model of the same family"
+                text = f"{verifier.name} uses {verifier.model}, whose tokenizer differs from that of {drafter.model}"
+                remedy = "that verifier requests no drafts here; use a draft model of the same family"
                 self._links[drafter.id].say(EventNotice("warning", "other-tokenizer", f"{text}: {remedy}"))
 
     def gone(self, link: Link) -> None:

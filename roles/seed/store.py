@@ -346,7 +346,7 @@ class Store:
         lock = disk.try_lock(directory / "seed.lock")
         if lock is None:
             text = f"another seed is running on {directory}"
-            raise UserError(text, remedy="stop it, or give this one another place with --state")
+            raise UserError(text, remedy="stop it, or give this one another directory with --state")
         thread = (threads or RealThreads()).start("store")
         try:
             path = directory / FILE_NAME
@@ -409,7 +409,7 @@ def _translated(path: Path) -> Iterator[None]:
     except (sqlite3.Error, OverflowError, UnicodeError) as error:  # the last two: a value that SQLite cannot store
         text = str(error)
         if "full" in text:
-            remedy = "free some space on that disk, then start the seed again: the workers train on meanwhile"
+            remedy = "free some space on that disk, then start the seed again: the workers continue to train meanwhile"
         elif "malformed" in text or "not a database" in text:
             remedy = f"the file is damaged: move {path.name} away and start again, or restore it from a backup"
         else:

@@ -40,4 +40,4 @@ async def test_a_seed_is_restored_elsewhere_and_its_workers_find_it(machine: Mac
     late = await machine.start("join", new, "--name", "late", "--slot", "2", **home)
     await late.until(r"step .* 2 members")
     code, said = await machine.run("seed", *again)
-    assert (code, "has a seed's record already" in said) == (2, True), said
+    assert (code, "already has a seed's database" in said) == (2, True), said

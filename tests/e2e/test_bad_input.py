@@ -88,7 +88,7 @@ async def test_two_of_a_kind_in_one_directory(machine: Any) -> None:
     first = await machine.start(*up)
     await first.until("workers start")
     cause = f"another seed is running on {machine.root}/seed"
-    remedy = "stop it, or give this one another place with --state"
+    remedy = "stop it, or give this one another directory with --state"
     where = ["--port", "0", "--state", str(machine.root)]
     await refused(machine, "seed", *where, code=2, cause=cause, remedy=remedy)
     cause, remedy = f"the seed did not start: {cause}", f"{remedy}; its log is {machine.root}/logs/seed.log"

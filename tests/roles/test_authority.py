@@ -66,7 +66,7 @@ async def test_a_member_renews_with_a_new_key_and_nobody_else_for_it(tmp_path):
     der = await authority.renew(identity, new_key_and_request("p1")[1], later)
     assert identity_of_untrusted(der).not_after == later + CERTIFICATE_LIFETIME_S
     assert authority.records.tickets[ticket.id].used == 1
-    with pytest.raises(ProtocolError, match="a certificate request for p2 from p1"):
+    with pytest.raises(ProtocolError, match="peer p1 requested a certificate for p2"):
         await authority.renew(identity, new_key_and_request("p2")[1], later)
     await authority.evict("p1", "ann")
     with pytest.raises(Refused, match="evicted"):

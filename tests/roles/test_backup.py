@@ -50,7 +50,7 @@ async def test_a_restored_seed_has_all_of_it_in_a_higher_term(tmp_path: Path) ->
     assert {job.id: job.unsettled for job in jobs} == {"j1": True, "j2": False}
     assert await store.call(Records.known_fact, "term") == "2"
     await store.close()
-    with pytest.raises(UserError, match="record already"):
+    with pytest.raises(UserError, match="already has a seed's database"):
         restore(world.disk, copies, tmp_path / "two")
 
 

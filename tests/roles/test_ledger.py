@@ -142,7 +142,7 @@ def test_a_gap_that_nobody_can_fill_is_given_up(kept: Records, monkeypatch: pyte
     assert ledger.step == 2, "of two runs the first is forgotten, and the second is short"
     message = LedgerRows("j1", past[12], [row(step) for step in range(13, 18)])
     entries, problem = ledger.take_untrusted(message, view(1, 0), micro_batches=8, steps_total=10**6)
-    assert problem == "nobody knows who computed steps 3 to 9: the record begins anew after them"
+    assert problem == "no member has the ledger rows of steps 3 to 9; the ledger restarts there"
     kept.add_rows(list(entries), [])
     assert kept.ledger_head("j1") == ledger.head == LedgerHead(9, past[9], 17, past[17])
     assert kept.ledger_rows("j1", 0, 99) == [row(step) for step in range(10, 18)]

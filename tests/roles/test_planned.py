@@ -78,7 +78,7 @@ async def test_the_seed_cuts_by_speed_keeps_the_cuts_and_tells_who_stays_a_spare
 
 async def test_what_does_not_fit_is_refused_with_the_numbers_and_waits_for_who_fits(cluster: Cluster) -> None:
     replica = Replica(cluster)
-    with pytest.raises(Refused, match="begins with 2 workers, and 0 of them are free"):
+    with pytest.raises(Refused, match="the job needs 2 workers, but only 0 are free"):
         await cluster.ask("jobs.plan", spec=PROFILE.to_spec(), shape=SHAPE.to_map())
     await replica.join(300, 1e9)
     await replica.join(100, 1e9)
@@ -99,7 +99,7 @@ async def test_sizes_that_cannot_be_are_refused(cluster: Cluster) -> None:
         with pytest.raises(Refused) as caught:
             await cluster.create(PROFILE, shape=wrong)
         assert caught.value.code == "bad-shape"
-    with pytest.raises(Refused, match="a plan is made of a split model"):
+    with pytest.raises(Refused, match="a plan requires a split model"):
         await cluster.ask("jobs.plan", spec=Profile().to_spec())
 
 

@@ -72,7 +72,7 @@ def test_members_stay_when_their_ticket_is_over_and_go_when_it_is_revoked():
 
 def test_everything_is_bounded():
     many = AuthorityState({f"{n:012x}": record(f"{n:012x}") for n in range(MAX_TICKETS)})
-    with pytest.raises(Refused, match="tickets are kept"):
+    with pytest.raises(Refused, match=r"the seed keeps .* tickets, the limit"):
         many.with_ticket(record(), NOW)
     full = replace(records(), members={f"p{n}": Member(T1, "k", NOW + DAY) for n in range(MAX_MEMBERS)})
     assert refusal(full, "new") == "full"
