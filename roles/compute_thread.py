@@ -52,7 +52,7 @@ class ComputeFailed(ResourceError):
 
 
 def translated(error: BaseException) -> ComputeFailed:
-    line = " ".join(str(error).split())[:300] or "it did not say why"
+    line = " ".join(str(error).split())[:300] or "the exception has no message"
     remedy = ""
     if isinstance(error, MemoryError) or "out of memory" in line.lower():
         remedy = "lower batch.micro_batch_sequences, or use a smaller model"

@@ -112,7 +112,7 @@ class Line:
         now = self._now()
         self._beats, self._beats_at = max(0.0, self._beats - BEATS_PER_S * (now - self._beats_at)) + 1, now
         if self._beats > MOST_BEATS:
-            raise ProtocolError(f"it said {MOST_BEATS} times that it lives, and little else")
+            raise ProtocolError(f"the peer sent over {MOST_BEATS} keep-alives and little other data")
 
     async def sent(self) -> None:
         """Wait until the kernel has taken all sent data, as long as it makes progress. Raises as ``flush``."""
@@ -158,7 +158,7 @@ class Line:
             if not waiting.done():
                 since = self._judged(since, due)
                 if self._now() - began > LONGEST_SILENCE_S:
-                    problem = DeadlineExceeded(f"what it owes did not come within {LONGEST_SILENCE_S:g} s")
+                    problem = DeadlineExceeded(f"the awaited data did not arrive within {LONGEST_SILENCE_S:g} s")
                     self.connection.abort(problem)
                     raise problem
         return waiting.result()
@@ -178,7 +178,7 @@ class Line:
             return since
         if (now := self._now()) - due > self.silence_s / LATE:
             return now - self.silence_s + 2 * self.silence_s / BEATS
-        problem = DeadlineExceeded(f"it sent nothing for {self.silence_s:.1f} s", remedy="is it frozen, or cut off?")
+        problem = DeadlineExceeded(f"it sent nothing for {self.silence_s:.1f} s", remedy="check its network")
         self.connection.abort(problem)
         raise problem
 

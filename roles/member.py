@@ -224,7 +224,7 @@ class ServingMember:
 
     async def _leave(self) -> None:
         self._leaving = True
-        await self._link.leave(self._problem.message if self._problem else "the person stopped it")
+        await self._link.leave(self._problem.message if self._problem else "its user stopped it")
 
     # -------------------------------------------------------------------------------------------------- the seed link
 
@@ -274,12 +274,12 @@ class ServingMember:
             case EventNotice(text=text) if self.role == "drafter":
                 self._notify_person("warning", "seed", printable(text))
             case Request():
-                text = f"a {self.role} does not know {message.method[:80]!r}"
+                text = f"a {self.role} does not support the request {message.method[:80]!r}"
                 self._link.send(Response(message.id, {}, "unknown-method", text))
             case Refuse():
                 raise Refused(message.code, message.message, remedy=message.remedy)
             case _:
-                raise ProtocolError(f"a seed does not say {type(message).__name__} to a {self.role}")
+                raise ProtocolError(f"unexpected message {type(message).__name__} from the seed to a {self.role}")
 
     # --------------------------------------------------------------------------------------------------------- callers
 
@@ -292,7 +292,7 @@ class ServingMember:
         if hello.purpose == "probe":
             return None
         if hello.purpose not in PURPOSES[self.role]:
-            text = f"this is a {self.role}: it does not answer {hello.purpose[:40]!r}"
+            text = f"this is a {self.role}: it accepts no connection for {hello.purpose[:40]!r}"
             return Refuse(RefusalCode.ROLE, text, "use the seed's address")
         if self._leaving:
             return Refuse(RefusalCode.SHUTTING_DOWN, f"this {self.role} is leaving", "use another one")
@@ -314,14 +314,14 @@ def drafters_untrusted(message: DrafterList, seed_host: str) -> tuple[DrafterAt,
     Raises ``ProtocolError`` if there are too many, or one is listed twice or invalid.
     """
     if len(message.drafters) > MAX_DRAFTERS:
-        raise ProtocolError(f"the seed tells of {len(message.drafters)} drafters; {MAX_DRAFTERS} is the most")
+        raise ProtocolError(f"the seed's list has {len(message.drafters)} drafters; the limit is {MAX_DRAFTERS}")
     if len({item.peer_id for item in message.drafters}) < len(message.drafters):
-        raise ProtocolError("the seed tells of a drafter twice")
+        raise ProtocolError("the seed's list has one drafter twice")
     return tuple(_drafter(item, seed_host) for item in message.drafters)
 
 
 def _drafter(item: DrafterAt, seed_host: str) -> DrafterAt:
     if not is_id(item.peer_id) or not 0 < item.port < 65536 or len(item.host) > 255 or item.vocab_size < 0:
-        raise ProtocolError("the seed tells of a drafter that cannot be")
+        raise ProtocolError(f"the seed's list has an invalid drafter: {item.peer_id[:40]!r}")
     at_seed = not item.host or (is_loopback(item.host) and not is_loopback(seed_host))
     return replace(item, host=seed_host if at_seed else item.host)

@@ -81,7 +81,7 @@ def cached_untrusted(data: bytes) -> dict[str, tuple[Stamp, dict[str, bytes]]]:
             size, mtime_ns = (int(each) for each in entry["stamp"])
             digests = {str(name): bytes.fromhex(text) for name, text in entry["digests"].items()}
             if any(not digest or len(digest) % DIGEST_BYTES for digest in digests.values()):  # e.g. of an older hash
-                raise ProtocolError("a digest that is none")
+                raise ProtocolError(f"invalid digest of a tensor in {str(path)[:80]!r}")
             found[str(path)] = ((size, mtime_ns), digests)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"the table of digests is damaged ({type(error).__name__})") from None
@@ -131,14 +131,14 @@ def open_model(directory: Path, cache: DigestCache | None) -> ModelDirectory:
     table = table_of(directory)
     small = _small_files(directory)
     if "config.json" not in small:
-        raise ConfigError(f"{directory} has no config.json", remedy="name a directory as save_pretrained writes it")
+        raise ConfigError(f"{directory} has no config.json", remedy="give a directory that save_pretrained wrote")
     with _opened(directory / "config.json") as (file, stamp):
         if stamp[0] > _MAX_CONFIG_BYTES:
             raise ConfigError(f"{directory / 'config.json'} is larger than {_MAX_CONFIG_BYTES} bytes")
         try:
             config = read_range(file, 0, stamp[0]).decode()
         except UnicodeDecodeError as error:
-            raise StorageError(f"{directory / 'config.json'} is no text") from error
+            raise StorageError(f"{directory / 'config.json'} is not UTF-8 text") from error
     if any(entry.size_bytes > MAX_TENSOR_BYTES for entry in table.entries.values()):
         raise ConfigError(f"{directory} has a tensor of more than {MAX_TENSOR_BYTES >> 30} GiB")
     if any(not name.isprintable() for name in table.entries):

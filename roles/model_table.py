@@ -93,25 +93,25 @@ class TableReceiver:
 
     def take_untrusted(self, page: TensorsPage) -> None:
         if not 0 < page.total <= _MAX_RECORDS or self._total not in (-1, page.total):
-            raise ProtocolError(f"a table of {page.total} tensors")
+            raise ProtocolError(f"a page with an invalid table size: {page.total} tensors")
         if not page.tensors or len(self.records) + len(page.tensors) > page.total:
-            raise ProtocolError("a page that does not lead to the end of its table")
+            raise ProtocolError("a page without tensors, or with more than the rest of its table")
         self._total = page.total
         for record in page.tensors:
             check_record_untrusted(record)
             if record.name in self.records:
-                raise ProtocolError(f"a table that names {record.name[:80]!r} twice")
+                raise ProtocolError(f"the table has {record.name[:80]!r} twice")
             self.records[record.name] = record
 
 
 def check_record_untrusted(record: TensorRecord) -> None:
     """Raise ``ProtocolError`` if there can be no such tensor or file."""
     if not 0 < len(record.name) <= _MAX_NAME or len(record.digest) != digest_size(record.size_bytes):
-        raise ProtocolError("a tensor without a proper name or digest")
+        raise ProtocolError(f"tensor {record.name[:80]!r} has an invalid name or digest")
     if len(record.shape) > MAX_DIMS or not all(0 <= each < 1 << 48 for each in record.shape):
-        raise ProtocolError(f"{record.name[:80]!r} has an impossible shape")
+        raise ProtocolError(f"{record.name[:80]!r} has an invalid shape")
     if record.dtype == FILE:
         if not is_file_name(record.name) or record.shape != [record.size_bytes] or record.size_bytes > MAX_FILE_BYTES:
-            raise ProtocolError(f"{record.name[:80]!r} is no file that comes with a model")
+            raise ProtocolError(f"{record.name[:80]!r} is not a valid file of a model")
     elif record.dtype not in ITEM_BYTES or record.size_bytes != math.prod(record.shape) * ITEM_BYTES[record.dtype]:
-        raise ProtocolError(f"{record.name[:80]!r} has another number of bytes than its shape has")
+        raise ProtocolError(f"{record.name[:80]!r} has {record.size_bytes} bytes, not those of its shape")

@@ -172,8 +172,8 @@ class SeedLink:
                 self._met(place, welcome)
                 return connection, welcome
             connection.abort()
-            text = f"the seed at {place[0]}:{place[1]} is of term {welcome.term}, and was succeeded in term {met}"
-            problems.append(Refused(RefusalCode.STALE_TERM, text, remedy="join the seed that was restored"))
+            text = f"the seed at {place[0]}:{place[1]} has term {welcome.term}; one with term {met} has replaced it"
+            problems.append(Refused(RefusalCode.STALE_TERM, text, remedy="join the restored seed"))
         raise problems[0]
 
     def _met(self, place: Address, welcome: Welcome) -> None:
@@ -348,7 +348,7 @@ class Membership:
         try:
             await self._thread.submit(partial(write_atomic, self._world.disk, path, data))
         except StorageError as problem:
-            self._notify("warning", "terms", f"the seed's term is not kept: {problem.message}")
+            self._notify("warning", "terms", f"cannot store the seed's term: {problem.message}")
 
 
 def terms_in(disk: Disk, directory: Path) -> dict[str, int]:

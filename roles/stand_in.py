@@ -223,8 +223,8 @@ class TimedPart:
 
     def _check(self, payload: Payload | None, kind: bytes, index: int, stage: int) -> None:
         if payload is None:
-            assert not 0 <= stage < self._stages, "nothing came"
+            assert not 0 <= stage < self._stages, "no payload arrived"
             return
         wanted, got = (kind, self._step, index, stage), _STAMP.unpack_from(payload.data)
         if got != wanted:
-            raise ProtocolError(f"the payload of another operation: {got}, not {wanted}")
+            raise ProtocolError(f"the payload is of operation {got}, expected {wanted}")

@@ -91,7 +91,7 @@ class TimedModel:
         ends_s = time.perf_counter() + self._pass_s
         states = self._states[session]
         if not 0 <= work.keep < len(states) or work.payload.nbytes != 4 * work.count:
-            text = f"{work.keep} positions of {len(states) - 1} and {work.payload.nbytes} bytes of ids cannot be"
+            text = f"invalid request: {work.keep} of {len(states) - 1} positions, {work.payload.nbytes} bytes of ids"
             raise ProtocolError(text)
         del states[work.keep + 1 :]
         for token in np.frombuffer(work.payload, "<i4").tolist():

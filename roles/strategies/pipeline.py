@@ -76,7 +76,7 @@ class StageRunner:
     ) -> None:
         sizes = (engine.activation_bytes, engine.gradient_bytes)
         if sizes != (chain.activation_bytes, chain.gradient_bytes):
-            raise ValueError(f"an engine whose payloads have {sizes} bytes in a chain of others")
+            raise ValueError(f"the engine's payload sizes {sizes} differ from the chain's")
         self._engine, self._chain, self._compute = engine, chain, compute
         self._on_work = on_work
 

@@ -130,11 +130,11 @@ class CheckpointAssembler:
             try:
                 entry = await self._assembled(wanted)
             except P2PTrainError as problem:
-                text = f"step {wanted.step} is not put together here: {problem.message}"
-                self._context.notify("warning", "not-gathered", f"{text}; its parts lie where they were saved")
+                text = f"cannot assemble the checkpoint of step {wanted.step}: {problem.message}"
+                self._context.notify("warning", "not-gathered", f"{text}; its parts remain where they were saved")
             else:
                 announce(self._context, self._job, entry)
-                self._context.notify("info", "gathered", f"step {entry.step} is whole in {entry.path}")
+                self._context.notify("info", "gathered", f"assembled a checkpoint of step {entry.step}: {entry.path}")
 
     async def _assembled(self, wanted: _Wanted) -> CheckpointEntry:
         async with AsyncExitStack() as stack:
@@ -152,7 +152,7 @@ class CheckpointAssembler:
         for entry in await self._parts.entries():
             if (entry.step, entry.meta.get(LINEAGE)) == (wanted.step, wanted.lineage):
                 return self._lying(entry)
-        raise StorageError("its own part was not saved")
+        raise StorageError("this worker did not save its own part")
 
     def _lying(self, entry: CheckpointEntry) -> _Part:
         meta, files = part_of(entry, self._stage.index, self._stage.count)
@@ -176,14 +176,14 @@ class CheckpointAssembler:
 
         def heard(message: Message) -> None:
             if not isinstance(message, FilesOffer) or offer.done():
-                raise ProtocolError(f"who gives files sent {type(message).__name__}")
+                raise ProtocolError(f"unexpected message {type(message).__name__} from a sender of files")
             offer.set_result(message)
 
         await stack.enter_async_context(receiver.attached(source, heard))
         connection.send(asked)
         told: FilesOffer = await source.line.landed(offer)
         if told.reason:
-            raise ProtocolError(f"{member.name}, who gives the files of stage {asked.stage}: {shortened(told.reason)}")
+            raise ProtocolError(f"{member.name} cannot send the files of stage {asked.stage}: {shortened(told.reason)}")
         meta, files = offered_untrusted(told.manifest, asked)
 
         async def pieces(name: str, size_bytes: int) -> AsyncIterator[bytearray]:
@@ -212,7 +212,7 @@ class CheckpointAssembler:
                         await into.at_disk(partial(draft.add, memoryview(piece)))
                         self._did_something()
                     if await into.at_disk(draft.end) != (size_bytes, digest):
-                        raise StorageError(f"{name} of {part.whose} is not what its manifest says")
+                        raise StorageError(f"{name} of {part.whose} does not match its manifest")
             return await into.publish(draft, meta)
         except BaseException:
             into.at_disk(draft.discard)  # not awaited
@@ -259,10 +259,10 @@ class CheckpointAssembler:
         try:
             entry = await take
         except P2PTrainError as problem:
-            text = f"the files of {self._stage} did not come from {whence}: {problem.message}"
+            text = f"cannot take the files of {self._stage} from {whence}: {problem.message}"
             self._context.notify("warning", "not-taken", text)
             return False
-        self._context.notify("info", "taken", f"step {entry.step} of {self._stage} is from {whence}")
+        self._context.notify("info", "taken", f"took the files of step {entry.step} of {self._stage} from {whence}")
         return True
 
     async def _from_here(self, entry: CheckpointEntry) -> CheckpointEntry:
@@ -285,17 +285,17 @@ def offered_untrusted(manifest: bytes, asked: FilesRequest) -> tuple[Meta, dict[
     step, meta, files = manifest_untrusted(manifest)
     told = (step, meta.get("job"), meta.get(STAGE), meta.get(STAGES))
     if told != (asked.step, asked.job, asked.stage, asked.stages):
-        raise ProtocolError(f"the manifest of something else than step {asked.step} of stage {asked.stage}")
+        raise ProtocolError(f"the manifest is not that of step {asked.step} of stage {asked.stage}")
     lineage = meta.get(LINEAGE)
     if not isinstance(lineage, str) or not is_lineage(lineage):
-        raise ProtocolError("a manifest that does not say which state it is of")
+        raise ProtocolError("the manifest has no valid lineage")
     if asked.lineage not in ("", lineage):
-        raise ProtocolError(f"the manifest of another state of step {asked.step}")
+        raise ProtocolError(f"the manifest has another lineage of step {asked.step}")
     if len(files) > 256 or sum(size for size, _ in files.values()) > 1 << 48:
-        raise ProtocolError("a manifest of more files than a stage can have")
+        raise ProtocolError("the manifest lists more files than a stage can have")
     strange = [name for name in files if name == MANIFEST or not is_of_stage(name, asked.stage, asked.stages)]
     if strange:
-        raise ProtocolError(f"{strange[0][:80]!r} is no file of stage {asked.stage}")
+        raise ProtocolError(f"{strange[0][:80]!r} is not a file of stage {asked.stage}")
     return meta, files
 
 
@@ -318,10 +318,10 @@ class FileSender:
 
     def decide(self, hello: Hello) -> Refuse | None:
         if "worker" not in hello.roles or not is_id(hello.job):
-            return Refuse(RefusalCode.ROLE, "only workers are given a job's checkpoints")
+            return Refuse(RefusalCode.ROLE, "only workers can fetch a job's checkpoints")
         if self._recipients >= MAX_RECIPIENTS:
             return Refuse(
-                RefusalCode.BUSY, f"{MAX_RECIPIENTS} workers take checkpoints from this one", "try again later"
+                RefusalCode.BUSY, f"{MAX_RECIPIENTS} workers already fetch checkpoints from this one", "try again later"
             )
         return None
 
@@ -341,7 +341,7 @@ class FileSender:
         async def read(asked: RangeRequest) -> bytes:
             path, size_bytes = offered.get(asked.name, (Path(), 0))
             if not 0 <= asked.start <= asked.stop <= size_bytes:
-                raise StorageError(f"no bytes {asked.start} to {asked.stop} of {asked.name[:80]!r} were offered")
+                raise StorageError(f"bytes {asked.start} to {asked.stop} of {asked.name[:80]!r} were not offered")
             return await self._thread.submit(partial(self._disk.read_range, path, asked.start, asked.stop))
 
         async with line.alive():
@@ -352,13 +352,13 @@ class FileSender:
                     case RangeRequest():
                         await send_range(line, message, read)
                     case _:
-                        raise ProtocolError(f"who takes checkpoints sent {type(message).__name__}, or of another job")
+                        raise ProtocolError(f"unexpected message {type(message).__name__}, or one of another job")
 
     async def _offer(
         self, connection: Connection, offered: dict[str, tuple[Path, int]], asked: FilesRequest
     ) -> FilesOffer:
         if not 0 <= asked.stage < asked.stages <= MAX_STAGES or asked.step < 0:
-            raise ProtocolError(f"step {asked.step} of stage {asked.stage} of {asked.stages} is asked for")
+            raise ProtocolError(f"invalid request: step {asked.step} of stage {asked.stage} of {asked.stages}")
         stage = Stage(asked.stage, asked.stages)
         try:
             manifest = await self._thread.submit(lambda: self._found(offered, asked, stage))
@@ -387,7 +387,7 @@ class FileSender:
                 meta, files = part_of(entry, stage.index, stage.count)
                 manifest = manifest_of(entry.step, meta, files)
                 if len(manifest) > 48 << 10:  # it travels in one control frame
-                    raise StorageError(f"{entry.path} has too many files to tell of: {len(files)}")
+                    raise StorageError(f"{entry.path} has too many files for one manifest: {len(files)}")
                 offered.clear()
                 offered.update({name: (entry.path / name, size) for name, (size, _) in files.items()})
                 return manifest

@@ -262,7 +262,7 @@ def _pauses() -> Callable[[], None]:
 def lineage_of(entry: CheckpointEntry) -> str:
     lineage = entry.meta.get("lineage")
     if not isinstance(lineage, str) or not is_lineage(lineage):
-        raise StorageError(f"{entry.path} does not say which state it holds", remedy="move it away and join again")
+        raise StorageError(f"{entry.path} has no valid lineage", remedy="move it away and join again")
     return lineage
 
 

@@ -183,23 +183,23 @@ class StageSession:
             raise ProtocolError(f"a request of {work.count} positions; 1 to {WORK_POSITIONS} are allowed")
         if not 0 <= work.keep <= self.asked.positions - work.count:
             text = (
-                f"a request of {work.count} positions after {work.keep}, and the session is for {self.asked.positions}"
+                f"a request of {work.count} positions after {work.keep}, but the session is for {self.asked.positions}"
             )
             raise ProtocolError(text)
         if not self.index <= work.last < self.asked.stages:
             raise ProtocolError(
-                f"stage {self.index} of {self.asked.stages} is given a request that ends at {work.last}"
+                f"stage {self.index} of {self.asked.stages} received a request that ends at stage {work.last}"
             )
         if not 0 <= work.samples <= (work.count if work.last == self.asked.stages - 1 else 0):
-            raise ProtocolError(f"{work.samples} tokens to pick of a request of {work.count} that ends at {work.last}")
+            raise ProtocolError(f"cannot sample {work.samples} tokens of {work.count} positions at stage {work.last}")
         if not (0 <= work.sample_index < 1 << 31 and 0 <= work.number < 1 << 53):
-            raise ProtocolError("a request or a draw with an impossible number")
+            raise ProtocolError(f"invalid sample index {work.sample_index} or request number {work.number}")
         if len(work.spent_us) != self.index or any(not 0 <= each < 1 << 53 for each in work.spent_us):
-            raise ProtocolError(f"stage {self.index} is told what {len(work.spent_us)} stages before it took")
+            raise ProtocolError(f"stage {self.index} needs {self.index} valid stage times, got {len(work.spent_us)}")
         if self.first and work.encoding != IDS:
             raise ProtocolError(f"the first stage takes token ids, not {work.encoding[:40]!r}")
         if not self.first and work.encoding != self.out_encoding(work):
-            raise ProtocolError(f"hidden states in {work.encoding[:40]!r}, and the session has others")
+            raise ProtocolError(f"hidden states in {work.encoding[:40]!r}, expected {self.out_encoding(work)!r}")
         return activation_bytes(work.encoding, work.count, self.part.engine.width)
 
     def out_encoding(self, work: ForwardRequest) -> str:
@@ -213,11 +213,11 @@ class StageSession:
     def admit(self, work: ForwardRequest, payload: bytearray) -> bool:
         """Queue a checked request; False if it is dropped. Raises ``ProtocolError``: unknown epoch, or full queue."""
         if work.epoch > self.epoch:
-            raise ProtocolError(f"a request of epoch {work.epoch}, and the client told of {self.epoch}")
+            raise ProtocolError(f"a request of epoch {work.epoch}, but the session is at epoch {self.epoch}")
         if work.epoch < self.epoch or self.broken or self.closed:
             return False
         if len(self.queue) >= MOST_QUEUED:
-            raise ProtocolError(f"more than {MOST_QUEUED} requests wait: the client sends more than it may")
+            raise ProtocolError(f"more than {MOST_QUEUED} requests wait: the client exceeds its limit")
         self.queue.append((work, payload))
         return True
 
@@ -226,7 +226,7 @@ class StageSession:
 
     def begin(self, work: ForwardRequest) -> None:
         if work.keep > self.position:
-            raise ProtocolError(f"{work.keep} positions are to be kept, and there are {self.position}")
+            raise ProtocolError(f"the request keeps {work.keep} positions, but the session has {self.position}")
 
     def done(self, work: ForwardRequest, payload: memoryview) -> None:
         self.history.cut(work.keep)
@@ -258,7 +258,9 @@ class StageSession:
         ``Refused`` if this stage does not have these positions."""
         if self.last or not self.index < last < self.asked.stages or stop > self.history.positions:
             have = 0 if self.last else self.history.positions
-            raise Refused("no-history", f"stage {self.index} has {have} positions to replay, not {stop} to {last}")
+            raise Refused(
+                "no-history", f"stage {self.index} has {have} positions, cannot replay {stop} to stage {last}"
+            )
         spent = [0] * (self.index + 1)
         for run in self.history.runs(stop):
             work = ForwardRequest(
@@ -323,7 +325,7 @@ class NextStage:
             async with self._line.alive():
                 while True:
                     message = await self._line.receive()
-                    raise ProtocolError(f"the next stage sent {type(message).__name__}, and it has nothing to say here")
+                    raise ProtocolError(f"unexpected message {type(message).__name__} from the next stage")
         except P2PTrainError as error:
             problem = error
         if not self.closed:
@@ -405,7 +407,7 @@ class ForwardRequests:
         """
         session = self._find(caller, request)
         if (request.next is None) != session.last:
-            raise ProtocolError("the last stage has no next one, and every other has")
+            raise ProtocolError("every stage but the last must have a next stage")
         session.raise_epoch(request.epoch)
         self._turns.drop(session)
         session.changed.set()
@@ -498,7 +500,7 @@ class ForwardRequests:
                 host = place.host or self._seed_host()
                 connection, _ = await dial_worker(self._world.network, host, place.port, place.peer, hello)
             except P2PTrainError as problem:
-                text = f"stage {session.index} cannot reach the next one: {problem.message}"
+                text = f"stage {session.index} cannot reach the next stage: {problem.message}"
                 raise Refused(NEXT_STAGE, text, remedy=problem.remedy) from problem
             if session.closed:
                 connection.abort()
@@ -543,7 +545,7 @@ class ForwardRequests:
         async with line.alive():
             async for message in line.messages():
                 if not isinstance(message, ForwardRequest) or message.session != session.id:
-                    raise ProtocolError(f"a stage sent {type(message).__name__}, or a request of another session")
+                    raise ProtocolError(f"unexpected message {type(message).__name__}, or a request of another session")
                 while session.crowded and session.incoming is connection:
                     await self._changed(session)
                 if session.closed:

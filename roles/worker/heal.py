@@ -66,31 +66,31 @@ def base_untrusted(offer: HealOffer, request: HealRequest, me: ReceiverIdentity)
     """Return the state that a source offers to ``me`` in answer to ``request``. Raises ``ProtocolError`` if no correct
     source of this member's model offers this."""
     if offer.chunk_bytes != CHUNK_BYTES:
-        raise ProtocolError(f"it gives chunks of {offer.chunk_bytes} bytes, this version takes {CHUNK_BYTES}")
+        raise ProtocolError(f"it sends chunks of {offer.chunk_bytes} bytes, this version requires {CHUNK_BYTES}")
     if not is_lineage(offer.lineage) or offer.step < 0:
-        raise ProtocolError(f"it offers a state of step {offer.step} whose lineage is none")
+        raise ProtocolError(f"it offers step {offer.step}, with an invalid step or lineage")
     if not offer.blobs:
         if (offer.step, offer.lineage) != (request.have_step, request.have_lineage):
-            raise ProtocolError("it offers steps after a state that is not this member's")
+            raise ProtocolError("it offers steps that do not follow this member's state")
         return Base(offer.step, offer.lineage)
     if request.step >= 0 and (offer.step, offer.lineage) != (request.step, request.lineage):
-        raise ProtocolError(f"it offers step {offer.step}, not step {request.step} as asked for")
+        raise ProtocolError(f"it offers step {offer.step}, but this member asked for step {request.step}")
     mine = [(blob.name, blob.view.nbytes) for blob in me.state]
     if [(record.name, record.size_bytes) for record in offer.blobs] != mine:
-        raise ProtocolError("its state has other parts or sizes than this model's")
+        raise ProtocolError("its state's arrays differ in name or size from this model's")
     if len(offer.root) != DIGEST_BYTES:
-        raise ProtocolError("its table's digest is none")
+        raise ProtocolError("its table's digest is invalid")
     return Base(offer.step, offer.lineage, offer.square_sum, offer.root)
 
 
 def news_untrusted(news: StepLogged, me: ReceiverIdentity) -> News:
     """Return what a source reports about a committed step. Raises ``ProtocolError`` if no correct source reports it."""
     if len(news.digest) != DIGEST_BYTES or news.size_bytes != me.reduce_bytes:
-        raise ProtocolError(f"it tells of step {news.step} what cannot be")
+        raise ProtocolError(f"its report of step {news.step} has an invalid digest or size")
     stage, size_bytes = me.stage, DIGEST_BYTES * me.stage.count if me.stage.split else 0
     own = news.digests[DIGEST_BYTES * stage.index : DIGEST_BYTES * (stage.index + 1)]
     if len(news.digests) != size_bytes or (stage.split and own != news.digest):
-        raise ProtocolError(f"it tells of step {news.step} what is not of {stage}")
+        raise ProtocolError(f"its report of step {news.step} has invalid digests for {stage}")
     return news.digest, news.square_sum, news.digests
 
 
@@ -266,7 +266,7 @@ class Fetch:
             case StepLogged():
                 self._logged_untrusted(sender, message)
             case _:
-                raise ProtocolError(f"{type(message).__name__} from one who gives a state")
+                raise ProtocolError(f"unexpected message {type(message).__name__} from a source of a state")
 
     # ----------------------------------------------------------------------------------------------------------- state
 
@@ -291,7 +291,7 @@ class Fetch:
         for sender in list(self.senders.values()):
             its = sender.offer
             if its is not None and its != base and (its.step, its.lineage) == (base.step, base.lineage):
-                sender.end("its state of the same step differs from that of most who give it")
+                sender.end("its state of the same step differs from that of most sources")
         if base.root != self._root:
             self.receiver.forget(self._root)
             self._root, self._table = base.root, bytearray(DIGEST_BYTES * len(self._chunks))
@@ -321,7 +321,7 @@ class Fetch:
             return base is not None
         if self.newest - base.step > self._log_steps:
             raise StepsGone(
-                f"{self.newest - base.step} steps were made since the one being fetched: it is too slow for that"
+                f"the ring is {self.newest - base.step} steps ahead of the state being fetched: this member is too slow"
             )
         return self.receiver.has(base.root) and self.receiver.complete
 
@@ -339,12 +339,12 @@ class Fetch:
 
     def _logged_untrusted(self, sender: Sender, news: StepLogged) -> None:
         if sender.offer is None or (sender.last >= 0 and news.step != sender.last + 1) or news.step < 1:
-            raise ProtocolError(f"it tells of step {news.step} out of turn")
+            raise ProtocolError(f"it reported step {news.step} out of order")
         value = news_untrusted(news, self._me)
         sender.first = sender.first if sender.last >= 0 else news.step
         sender.last = news.step
         if self._done.get(news.step, value) != value:
-            raise ProtocolError(f"its step {news.step} is not the one that others gave: it is on another course")
+            raise ProtocolError(f"its step {news.step} differs from the step {news.step} of other sources")
         most = 2 * self._log_steps + STEPS_AHEAD
         if news.step >= self._next and (self._next < 0 or news.step < self._next + most):  # beyond, ``_next`` is gone
             sender.said[news.step] = value
@@ -355,7 +355,7 @@ class Fetch:
     def _gone(self, source: Source, key: Hashable) -> None:
         sender = self.senders.get(source.id)
         if sender is None or not isinstance(key, int):
-            source.end("it has no more of what it offered")
+            source.end("it no longer has the state that it offered")
             return
         sender.first = max(sender.first, key + 1)
         self._want_steps()
@@ -383,7 +383,7 @@ class Fetch:
         def reached() -> bool:
             found = satisfied()
             if not found and self._next >= 0 and self._nobody_has_next():
-                raise StepsGone(f"step {self._next} is kept by nobody any more: this member is too slow to follow")
+                raise StepsGone(f"no source keeps step {self._next} any more: this member is too slow to follow")
             return found
 
         try:
@@ -391,7 +391,7 @@ class Fetch:
         except StepsGone:
             raise
         except NetworkError as problem:
-            raise NetworkError(f"no member could give the state: {problem.message}") from None
+            raise NetworkError(f"no member could send the state: {problem.message}") from None
 
     def _nobody_has_next(self) -> bool:
         known = [sender for sender in self.senders.values() if sender.offer is not None]
@@ -553,7 +553,7 @@ class Follower:
         except (NetworkError, PeerError) as problem:
             self._context.notify("warning", "not-following", f"does not follow the ring any more: {problem.message}")
             if self._core.torn:
-                self._then.insert(0, Unloaded("what was fetched beside the ring is not whole"))
+                self._then.insert(0, Unloaded("the state fetched beside the ring is incomplete"))
             else:
                 self._say()  # report how far it came: the ring may admit it, and the rest is healed within
         except P2PTrainError as problem:

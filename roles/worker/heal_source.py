@@ -309,7 +309,7 @@ class HealSource:
         request = await connection.expect(HealRequest, timeout_s=ANSWER_S)
         name = hello.name[:64]
         if not SHORTEST_SILENCE_S <= request.silence_s <= LONGEST_SILENCE_S:
-            raise ProtocolError(f"{name} would give up after {request.silence_s} s of silence")
+            raise ProtocolError(f"{name} requested an invalid silence limit: {request.silence_s} s")
         if not self._has_part(request):
             raise PeerError(f"{name} asks for stage {request.stage}, this member holds {self._stage}")
         line = Line(connection, request.silence_s)
@@ -338,7 +338,7 @@ class HealSource:
             self._let_go(recipient)
             if recipient.given_bytes:
                 size = f"{recipient.given_bytes / 1e6:.1f} MB"
-                self._context.tell("info", "gave", f"gave {size} of state and steps to {recipient.name}")
+                self._context.tell("info", "gave", f"sent {size} of state and steps to {recipient.name}")
 
     # ------------------------------------------------------------------------------------------------------ internals
 
@@ -357,7 +357,7 @@ class HealSource:
             return
         async for message in recipient.line.messages():
             if not isinstance(message, RangeRequest):
-                raise ProtocolError(f"{recipient.name} sent {type(message).__name__} to one who gives it a state")
+                raise ProtocolError(f"unexpected message {type(message).__name__} from {recipient.name}")
             await self._give_range(recipient, message)
 
     async def _give_range(self, recipient: Recipient, asked: RangeRequest) -> None:
@@ -390,12 +390,12 @@ class HealSource:
             for each in waiting:
                 each.cancel()
         if recipient.line.connection.closed.is_set():
-            raise ConnectionLost("it has gone")
+            raise ConnectionLost("the receiver closed the connection")
 
     async def _offer_inside(self, recipient: Recipient, request: HealRequest, engine: Engine) -> None:
         core, view = self._core, self._core.view
         if view is None or not core.may_give or (request.step, request.lineage) != (view.step, view.lineage):
-            raise Refused(_NOT_HERE, f"this member stands at step {core.applied}, not at {request.step} as asked for")
+            raise Refused(_NOT_HERE, f"this member is at step {core.applied}, but step {request.step} was requested")
         entries = self._log.since(request.have_step, request.have_lineage)
         if entries and (entries[-1].step, entries[-1].lineage) == (view.step, view.lineage):
             self._offer_steps(recipient, request, entries)
@@ -430,12 +430,12 @@ class HealSource:
     async def _stands_still(self, engine: Engine, view: View) -> SourceState:
         blobs = await self._context.compute.run(engine.state)
         if self._core.view is not view or not self._core.may_give:
-            raise Refused(_NOT_HERE, "the view ended before the state was at hand")
+            raise Refused(_NOT_HERE, "the view ended before the state was ready")
         return SourceState(view.step, view.lineage, view.square_sum, blobs)
 
     def _begin_log(self, engine: Engine) -> None:
         if self._core.torn or not self._core.lineage:
-            raise Refused(_NOT_HERE, "this member has no state to give")
+            raise Refused(_NOT_HERE, "this member has no state to send")
         self._logging = True
         self._log.limit_bytes = log_limit_bytes(self.state_bytes, engine.reduce_buffer.nbytes)
         self._log.begin(self._core.applied, self._core.lineage)
@@ -477,20 +477,20 @@ def piece_untrusted(given: SourceState | None, entry: Entry | None, asked: Range
     such bytes, ``StorageError`` if the log has dropped the step."""
     if asked.name.startswith(STEP):
         if entry is None:
-            raise StorageError("that step is kept no more")
+            raise StorageError(f"{asked.name[:80]!r} is no longer in the log")
         data = entry.data
     elif given is None:
-        raise ProtocolError(f"{asked.name[:80]!r} is asked for, of a state that was not offered")
+        raise ProtocolError(f"{asked.name[:80]!r} was requested of a state that was not offered")
     elif asked.name == TABLE:
         data = memoryview(given.table)
     else:
         found = next((blob.view for blob in given.blobs if blob.name == asked.name), None)
         if found is None:
-            raise ProtocolError(f"{asked.name[:80]!r} is asked for, which there is not")
+            raise ProtocolError(f"the state has no {asked.name[:80]!r}")
         data = found
     if not 0 <= asked.start < asked.stop <= data.nbytes:
         raise ProtocolError(
-            f"bytes {asked.start} to {asked.stop} of {asked.name[:80]!r} are asked for, which there are not"
+            f"bytes {asked.start} to {asked.stop} of {asked.name[:80]!r} were requested, but it has {data.nbytes}"
         )
     return data[asked.start : asked.stop]
 

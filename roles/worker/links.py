@@ -78,7 +78,7 @@ class ProbeResponder:
                     self._turn.release()
                 return
             if request.method != "probe.clock":
-                raise ProtocolError(f"a worker does not answer {request.method[:80]!r} to a probe")
+                raise ProtocolError(f"a probe sent the unsupported request {request.method[:80]!r}")
             connection.send(Response(request.id))
 
     async def _take(self, connection: Connection) -> None:
@@ -87,7 +87,7 @@ class ProbeResponder:
             request = await connection.expect(Request, timeout_s=QUIET_S)
             stream = request.params.get("stream")
             if request.method != "probe.sink" or not isinstance(stream, int) or not 0 <= stream < 2**31:
-                raise ProtocolError("a push is a row of probe.sink requests, each with a stream")
+                raise ProtocolError("a push must consist of probe.sink requests, each with a valid stream")
             arrived.clear()
             connection.post(into, generation=0, stream=stream, done=arrived.set)
             waiting = [asyncio.create_task(arrived.wait()), asyncio.create_task(connection.closed.wait())]
@@ -111,7 +111,7 @@ def targets_untrusted(params: dict[str, Any]) -> tuple[list[PeerAddress], float]
     if not isinstance(peers, list) or not 0 < len(peers) <= MAX_ASKED:
         raise ProtocolError(f"links.measure needs 1 to {MAX_ASKED} peers")
     if not isinstance(deadline_s, int | float) or not 0 < deadline_s <= MAX_DEADLINE_S:
-        raise ProtocolError(f"links.measure needs deadline_s, {MAX_DEADLINE_S:g} at most")
+        raise ProtocolError(f"links.measure needs a deadline_s above 0 and up to {MAX_DEADLINE_S:g}")
     named = [{**item, "peer": item.get("id")} if isinstance(item, dict) else item for item in peers]
     return [instance_untrusted(PeerAddress, item, lenient=True) for item in named], float(deadline_s)
 
@@ -192,7 +192,7 @@ class Prober:
         for number in range(pieces):
             response = await connection.expect(Response, timeout_s=MAX_DEADLINE_S)
             if response.id != number:
-                raise ProtocolError(f"an answer to piece {response.id}, where {number} was due")
+                raise ProtocolError(f"an answer to piece {response.id}, expected piece {number}")
             answered.append(self._world.clock.now())
 
 
@@ -202,7 +202,7 @@ async def within(seconds: float) -> AsyncIterator[None]:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError:
-        raise DeadlineExceeded(f"not done within {seconds:g} s") from None
+        raise DeadlineExceeded(f"not finished within {seconds:g} s") from None
 
 
 def rate_bps(answered: Sequence[float], due_at: float | None = None) -> float | None:

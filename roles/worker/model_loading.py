@@ -52,7 +52,7 @@ MAX_LOADS = 4
 """Parts loaded at a time. Beside its reserved memory, each keeps the tensors that are being received."""
 SENDER = "sender"
 """Refusal code: the sender of the tensors is at fault."""
-GIVEN_NO_MORE = "the model is not given here any more: whoever had it given is gone"
+GIVEN_NO_MORE = "the model is no longer available here: the client that opened it has left"
 
 OnBytes = Callable[[int, int], None]
 """Called with (bytes placed, bytes in all)."""
@@ -94,11 +94,11 @@ async def give(
                 case TensorsRequest(name, first) if name == model.model and 0 <= first < len(model.records):
                     connection.send(page_of(model.records, first))
                 case TensorsRequest(name):
-                    connection.send(TensorsPage(0, [], f"model {name[:40]} is not what is given here"))
+                    connection.send(TensorsPage(0, [], f"this connection does not send model {name[:40]}"))
                 case RangeRequest():
                     given_bytes += await send_range(line, message, read)
                 case _:
-                    raise ProtocolError(f"a receiver of tensors sent {type(message).__name__}")
+                    raise ProtocolError(f"unexpected message {type(message).__name__} from a receiver of tensors")
     return given_bytes
 
 
@@ -137,7 +137,7 @@ class ModelReceiver:
         def heard(message: Message) -> None:
             page = self._pages.get(source.id)
             if not isinstance(message, TensorsPage) or page is None or page.done():
-                raise ProtocolError(f"a sender of tensors sent {type(message).__name__}")
+                raise ProtocolError(f"unexpected message {type(message).__name__} from a sender of tensors")
             page.set_result(message)
 
         return source, heard
@@ -151,7 +151,7 @@ class ModelReceiver:
                 async with asyncio.timeout(BEHIND_S):
                     return await self._table_of(source, config)
             except TimeoutError:
-                problem: P2PTrainError = DeadlineExceeded(f"it gives less than {SLOWEST_BYTES_S >> 10} KiB a second")
+                problem: P2PTrainError = DeadlineExceeded(f"it sends less than {SLOWEST_BYTES_S >> 10} KiB a second")
             except (NetworkError, ProtocolError) as error:
                 problem = error
             finally:
@@ -227,8 +227,8 @@ class ModelReceiver:
         return source.id not in self._receiver.sources
 
     def _refusal(self) -> Refused:
-        said = "; ".join(f"{name}, who gives the model: {why}" for name, why in self._receiver.problems.items())
-        return Refused(SENDER, said or "nobody gives the model", remedy="load it from another copy")
+        said = "; ".join(f"the sender {name}: {why}" for name, why in self._receiver.problems.items())
+        return Refused(SENDER, said or "the model has no sender", remedy="load it from another copy")
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
@@ -392,7 +392,7 @@ def _owned_untrusted(builder: PartBuilder, records: dict[str, TensorRecord]) -> 
         record = records.get(name)
         if record is None or record.dtype == FILE or tuple(record.shape) != tuple(shape):
             found = "is missing" if record is None else f"has shape {record.shape}"
-            text = f"{name[:80]} {found}, and by its config the model has it with {list(shape)}"
-            raise ProtocolError(text, remedy="is config.json that of these weights?")
+            text = f"{name[:80]} {found}, but the model's config requires shape {list(shape)}"
+            raise ProtocolError(text, remedy="check that config.json belongs to these weights")
         owned.append(record)
     return owned

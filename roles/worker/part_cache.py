@@ -134,8 +134,8 @@ class PartCache:
         if left < need_bytes:
             raise Refused(
                 MEMORY,
-                f"{what} need {human_bytes(need_bytes)}, and {human_bytes(max(left, 0))} of "
-                f"{human_bytes(self.limit_bytes)} that this worker gives to parts are free",
+                f"{what} need {human_bytes(need_bytes)}, but only {human_bytes(max(left, 0))} of "
+                f"{human_bytes(self.limit_bytes)} for parts of models on this worker are free",
                 remedy="ask for fewer positions, split the model further, or start the worker with a larger --memory",
             )
         for part in going:

@@ -251,7 +251,7 @@ class Reports:
         self.send(report)
         if report.status == "done" and not self._done_told:  # once: a returning seed asks again
             self._done_told = True
-            self._context.tell("info", "done", f"the job is done: all {report.applied:,} steps; waits for another one")
+            self._context.tell("info", "done", f"the job is done: all {report.applied:,} steps; waits for a new job")
         if report.status == "broken":
             self._context.notify("warning", "ring-broken", f"step {report.applied + 1} aborted: {report.reason}")
 
@@ -296,7 +296,7 @@ class Reports:
 
     def loaded(self, applied: int, lineage: str, *, wanted: int) -> None:
         if self._stage.split and applied < wanted:
-            text = f"no checkpoint of step {wanted} of {self._stage} is here: begins with that of step {applied}"
+            text = f"no checkpoint of step {wanted} of {self._stage} is here: starting from that of step {applied}"
             self._context.notify("warning", "no-checkpoint", text)
         self.steps.forget()
         self.ledger.stands_at(applied, lineage)
@@ -305,7 +305,7 @@ class Reports:
         self._fetched = done
         if not done.steps:
             self.steps.forget()
-        what = f"what it lacked (steps: {done.steps}) up to step" if done.steps else "the state of step"
+        what = f"the missing steps ({done.steps} in all) up to step" if done.steps else "the state of step"
         self._context.notify("info", "healed", f"fetched {what} {view.step}: {done}")
 
     def meta(self, val_loss: float | None) -> Meta:

@@ -152,14 +152,16 @@ class JobRunner:
     def view_announced(self, view: View) -> None:
         rank = view.rank_of(self._context.peer_id)
         if view.stages != self.stage.count or (rank is not None and view.stage_of(rank) != self.stage.index):
-            raise ProtocolError(f"a view of {view.stages} stages, at rank {rank}, for one that holds {self.stage}")
+            raise ProtocolError(
+                f"this worker holds {self.stage}, but has rank {rank} in a view of {view.stages} stages"
+            )
         self._context.inbound.announced(view, self._context.peer_id)
         self._after_following(ViewArrived(view))
 
     def catch_up(self, message: CatchUp) -> None:
         if self.core.phase is Phase.IDLE and self._engine is not None:
             if not self.follower.active:  # it may give its state to others, and that state is about to change
-                self.heal_source.cut("it follows the ring itself")
+                self.heal_source.cut("the source itself fetches a state")
             self.follower.begin(message, self._engine)
 
     def wish(self, flag: Flag, generation: int = 0) -> None:
@@ -179,7 +181,7 @@ class JobRunner:
 
     def _tell_what_it_has(self) -> None:
         if self.core.torn:
-            self._handle(Unloaded("what was fetched beside the ring is not whole"))
+            self._handle(Unloaded("the state fetched beside the ring is incomplete"))
         else:
             self.seed_is_back()
 
@@ -202,7 +204,7 @@ class JobRunner:
 
     async def give_state(self, connection: Connection, hello: Hello) -> None:
         if self._engine is None or self.follower.active:
-            raise PeerError("this member has no state to give")
+            raise PeerError("this member has no state to send")
         await self.heal_source.give(connection, hello, self._engine)
 
     # ------------------------------------------------------------------------------------------------ core and shell
@@ -501,5 +503,5 @@ class JobRunner:
 
     def _ready_session(self) -> RingSession:
         if self._session is None:
-            raise NetworkError("the ring is gone")
+            raise NetworkError("the ring has ended")
         return self._session

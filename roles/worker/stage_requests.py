@@ -63,9 +63,9 @@ class LoadRequest:
 
     def check(self) -> None:
         if not self.start < self.stop <= self.layers:
-            raise ProtocolError(f"layers [{self.start}, {self.stop}) of {self.layers} are none")
+            raise ProtocolError(f"invalid layers [{self.start}, {self.stop}) of {self.layers}")
         if self.sender == "peer" and not (is_id(self.sender_peer) and self.sender_port):
-            raise ProtocolError("a sender to dial has an id and a port")
+            raise ProtocolError("a sender of kind 'peer' must have a valid id and a port")
         config_untrusted(self.config)
         if self.path:
             _check_path(self.path)
@@ -133,7 +133,7 @@ class OpenRequest:
 
     def check(self) -> None:
         if self.index >= self.stages or (self.next is None) != (self.index == self.stages - 1):
-            raise ProtocolError("the last stage has no next one, and every other has")
+            raise ProtocolError("every stage but the last must have a next stage")
         try:
             check_sampling(self.sampling)
         except UserError as error:
@@ -183,13 +183,13 @@ def request_untrusted(method: str, params: dict[str, Any]) -> StageRequest:
     """Parse a client's request. Raises ``ProtocolError``: wrong parameters; ``Refused``: unknown method."""
     kind = _REQUESTS.get(method)
     if kind is None:
-        raise Refused("unknown-method", f"a stage does not know {method[:80]!r}")
+        raise Refused("unknown-method", f"a stage does not support the request {method[:80]!r}")
     return instance_untrusted(kind, params, lenient=True)
 
 
 def _check_path(path: str) -> None:
     if not os.path.isabs(path) or "\0" in path:
-        raise ProtocolError("a path is that of a directory of this machine, from the root on")
+        raise ProtocolError("the path must be absolute, without null characters")
 
 
 def printable(text: str) -> str:

@@ -179,19 +179,19 @@ class Stages:
                     RefusalCode.BUSY, f"{MAX_CALLERS} clients are connected to this worker", "try another one"
                 )
             case "stage" if "worker" not in hello.roles:
-                return Refuse(RefusalCode.ROLE, "only workers are stages")
+                return Refuse(RefusalCode.ROLE, "only workers can connect as a stage")
             case "stage" if of_session(hello) not in self.works.sessions:
                 return Refuse(UNKNOWN_SESSION, "that session is not open here", "open it on the last stage first")
             case "model" if self._given(hello.job) is None:
-                return Refuse("unknown-model", f"model {hello.job[:40]!r} is not given here", "ask it to: model.open")
+                return Refuse("unknown-model", f"model {hello.job[:40]!r} is not open here", "first send model.open")
             case "model" if self._recipients >= MAX_CALLERS:
-                return Refuse(RefusalCode.BUSY, f"{MAX_CALLERS} peers take models from this worker", "try again later")
+                return Refuse(RefusalCode.BUSY, f"{MAX_CALLERS} peers fetch models from this worker", "try again later")
             case "give" if hello.peer_id not in {client.peer_id for client in self._clients}:
-                return Refuse(RefusalCode.NOT_A_MEMBER, "who gives a model must be a client of this worker")
+                return Refuse(RefusalCode.NOT_A_MEMBER, "a peer that sends a model must be a client of this worker")
             case "give" if not is_id(hello.job):
-                return Refuse(RefusalCode.PROTOCOL, "a model whose id is none")
+                return Refuse(RefusalCode.PROTOCOL, f"invalid model id {hello.job[:40]!r}")
             case "give" if sum(each.sources for each in self._senders.values()) >= MAX_CALLERS:
-                return Refuse(RefusalCode.BUSY, f"{MAX_CALLERS} connections give models to this worker", "close some")
+                return Refuse(RefusalCode.BUSY, f"{MAX_CALLERS} connections send models to this worker", "close some")
         return None
 
     async def serve(self, connection: Connection, hello: Hello) -> None:
@@ -234,14 +234,14 @@ class Stages:
             case ForwardRequest():
                 session = self.works.sessions.get((message.session, 0))
                 if session is not None and session.caller is not client:
-                    raise ProtocolError("a work of a session of another client")
+                    raise ProtocolError(f"session {message.session[:64]!r} belongs to another client")
                 await self.works.take(client.line, message, session)
             case Request() if len(client.answers) >= MAX_REQUESTS:
                 client.say(Response(message.id, {}, RefusalCode.BUSY, "too many requests at a time"))
             case Request():
                 client.answers.start(self._answer(client, message), f"answer {message.method[:40]}")
             case _:
-                raise ProtocolError(f"a client sent {type(message).__name__}")
+                raise ProtocolError(f"unexpected message {type(message).__name__} from a client")
 
     async def _answer(self, client: _Client, request: Request) -> None:
         try:
@@ -368,7 +368,7 @@ class Stages:
             host = place.host or me.seed_host()
             connection, welcome = await dial_worker(self._world.network, host, place.port, place.peer, hello)
         except P2PTrainError as problem:
-            text = f"who gives the model was not reached: {problem.message}"
+            text = f"cannot reach the sender of the model: {problem.message}"
             raise Refused(SENDER, text, remedy=problem.remedy or "load it from another copy") from problem
         receiver = ModelReceiver(self._now, model, self._disk)
         async with receiver.taking(connection, printable(welcome.name)):
@@ -383,7 +383,7 @@ class Stages:
             async with asyncio.timeout(GIVE_WAIT_S), self._sender_came:
                 await self._sender_came.wait_for(lambda: (client.peer_id, model) in self._senders)
         except TimeoutError:
-            text = f"the client did not come to give model {model} within {GIVE_WAIT_S:g} s"
+            text = f"the client did not connect to send model {model} within {GIVE_WAIT_S:g} s"
             raise Refused(SENDER, text, remedy="dial with purpose give, and the model as job") from None
         return self._senders[client.peer_id, model]
 
@@ -406,7 +406,7 @@ class Stages:
     async def _open_model(self, client: _Client, path: str) -> dict[str, Any]:
         async with self._hashing:
             if len(client.models) >= MAX_MODELS:  # checked under the lock: earlier requests are counted
-                raise Refused(RefusalCode.FULL, f"{MAX_MODELS} models are given for this client already")
+                raise Refused(RefusalCode.FULL, f"this client has opened {MAX_MODELS} models already, the limit")
             model = await self._hasher.submit(partial(open_model, Path(path), self._digests))
             client.models[model.model] = model
         return {"model": model.model, "config": model.config, "total": len(model.records)}

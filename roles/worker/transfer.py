@@ -135,7 +135,7 @@ class Transfer:
             if not self.has(key):
                 self._give_back([key])
                 return [
-                    GiveUp(source, "what it sent is something else: the bytes have another digest"),
+                    GiveUp(source, "the bytes that it sent have another digest"),
                     *self.lost(source, now),
                 ]
         return list(self.asks(now))
@@ -317,7 +317,7 @@ class Receiver:
         while not satisfied():
             if not self.sources and not waits():
                 said = "; ".join(f"{name}: {problem}" for name, problem in self.problems.items())
-                raise NetworkError(said or "nobody gives it")
+                raise NetworkError(said or "there is no source")
             self.changed.clear()
             await self.changed.wait()
 
@@ -344,7 +344,7 @@ class Receiver:
             if self._slowest_bytes_s:
                 owed_bytes = sum(size for _, size, _ in source.asked.values()) + piece.into.nbytes
                 patience_s = QUIET_S + owed_bytes / self._slowest_bytes_s
-                slow = f"it gives less than {self._slowest_bytes_s / 1024:.0f} KiB a second"
+                slow = f"it sends less than {self._slowest_bytes_s / 1024:.0f} KiB a second"
                 timer = asyncio.get_running_loop().call_later(patience_s, connection.abort, DeadlineExceeded(slow))
             source.asked[stream] = key, piece.into.nbytes, timer
 
@@ -378,7 +378,7 @@ class Receiver:
     def gone_untrusted(self, source: Source, said: RangeGone) -> None:
         key = self._taken(source, said.stream)
         if key is None or self._on_gone is None:
-            raise ProtocolError(f"it cannot give what it promised: {shortened(said.reason)}")
+            raise ProtocolError(f"it cannot send what it offered: {shortened(said.reason)}")
         self._core.gone(source.id, key)
         self._on_gone(source, key)
         self.ask()
@@ -402,7 +402,7 @@ async def send_range(
     """
     size = asked.stop - asked.start
     if not 0 <= asked.start < asked.stop or size > most_bytes or not 0 <= asked.stream < 1 << 31:
-        raise ProtocolError(f"bytes {asked.start} to {asked.stop} are asked for; {most_bytes} at a time are given")
+        raise ProtocolError(f"invalid range: bytes {asked.start} to {asked.stop}; the limit is {most_bytes} at a time")
     try:
         data = await read(asked)
     except StorageError as problem:

@@ -51,14 +51,14 @@ _SHOWN = {
 
 
 def no_parts(profile: Profile, stage: Stage) -> Engine:
-    raise JobFailed(f"this worker holds no parts of models, and {stage} was asked for")
+    raise JobFailed(f"this worker cannot hold parts of models, but was assigned {stage}")
 
 
 def _stage_untrusted(params: dict[str, Any]) -> Stage:
     index, count = params.get("stage", 0), params.get("stages", 1)
     whole = type(index) is int and type(count) is int
     if not whole or not 0 <= index < count <= MAX_STAGES:
-        raise ProtocolError("a stage that is none")
+        raise ProtocolError(f"invalid stage {str(index)[:20]} of {str(count)[:20]}")
     return Stage(index, count)
 
 
@@ -276,9 +276,9 @@ class Worker:
 
     def _assigned(self, message: Assign) -> None:
         if not is_id(message.job):
-            raise ProtocolError("a job whose id is none")
+            raise ProtocolError(f"invalid job id {message.job[:40]!r}")
         if not 0 <= message.stage < message.stages <= MAX_STAGES:
-            raise ProtocolError(f"a job at stage {message.stage} of {message.stages}")
+            raise ProtocolError(f"invalid assignment: stage {message.stage} of {message.stages}")
         stage = Stage(message.stage, message.stages)
         if self._runner is not None and (self._runner.job, self._runner.stage) == (message.job, stage):
             if message.restore_step >= 0:
@@ -361,7 +361,7 @@ class Worker:
                 if not await checkpoints.delete(step):
                     raise Refused("not-here", f"{self._identity.name} has no checkpoint of step {step}")
                 return {"deleted": step}
-        raise Refused("unknown-method", f"a worker does not know {request.method[:80]!r}")
+        raise Refused("unknown-method", f"a worker does not support the request {request.method[:80]!r}")
 
     def _in_use(self, job: str, stage: Stage) -> CheckpointFiles | None:
         """Return the store of a job that runs here. A second store would delete the first one's unfinished writes."""
@@ -388,7 +388,7 @@ class Worker:
         refusal: Refuse | None = None
         match hello.purpose:
             case "probe" if self._sink.full and "worker" in hello.roles:
-                refusal = Refuse(RefusalCode.BUSY, "others measure their way to this worker", "try again in a second")
+                refusal = Refuse(RefusalCode.BUSY, "others measure links to this worker", "try again in a second")
             case "probe":
                 pass
             case "ring":
@@ -398,7 +398,7 @@ class Worker:
                 if view is None or view.generation < hello.generation:
                     refusal = Refuse(RefusalCode.STALE_GENERATION, "this member is not in that view")
                 elif "worker" not in hello.roles:
-                    refusal = Refuse(RefusalCode.ROLE, "only workers are given a state")
+                    refusal = Refuse(RefusalCode.ROLE, "only workers can fetch a state")
             case "files":
                 refusal = self._files.decide(hello)
             case purpose if self._stages is not None and purpose in PURPOSES:
@@ -406,7 +406,7 @@ class Worker:
             case _:
                 refusal = Refuse(
                     RefusalCode.ROLE,
-                    f"this is a worker: it does not answer {hello.purpose[:40]!r}",
+                    f"this is a worker: it accepts no connection for {hello.purpose[:40]!r}",
                     "use the seed's address",
                 )
         return refusal or local_welcome(
@@ -441,6 +441,6 @@ class Worker:
                     await runner.stand_still()
             except TimeoutError:
                 pass  # the step is long: the other members abort it and continue without this one
-        await self._link.leave("the person stopped it")
+        await self._link.leave("its user stopped it")
         if self._job_task is not None:
             self._job_task.cancel()  # not awaited: the next start deletes unfinished files

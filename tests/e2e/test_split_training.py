@@ -22,7 +22,7 @@ async def test_a_stage_dies_with_its_disk_and_a_spare_takes_it_out_of_what_anoth
     sets = machine.settings(job__steps=steps, job__workers=2, checkpoint__every=10, checkpoint__copies=1)
     await machine.seed(*sets, *SPLIT)
     workers = {name: await machine.join("--name", name) for name in ("one", "two", "three")}
-    whole = [asyncio.create_task(worker.until(r"step \d+ is whole in")) for worker in workers.values()]
+    whole = [asyncio.create_task(worker.until(r"assembled a checkpoint of step \d+: ")) for worker in workers.values()]
     await asyncio.wait(whole, return_when=asyncio.FIRST_COMPLETED)
     for waiting in whole:
         waiting.cancel()

@@ -168,7 +168,7 @@ async def test_files_that_were_changed_are_not_taken(cluster: Cluster, impatient
     gate.on()
     spare = next(peer for peer in cluster.peers if peer not in members)
     await ended_undisturbed(cluster, job, profile)
-    assert "is not what its manifest says" in said(spare, "not-taken")[0]
+    assert "does not match its manifest" in said(spare, "not-taken")[0]
     assert said(spare, "taken") == [f"step 10 of stage 1 of 2 is from {members[0].identity.name}"]
     assert not list(spare.identity.directory.rglob(".new-*")), "nothing is left of what was given up"
 
@@ -203,7 +203,7 @@ async def test_no_room_for_the_whole_is_told_and_ends_nothing(
     await ended_undisturbed(cluster, job, profile)
     assert not await wholes_of(cluster, job)
     for peer in peers:
-        assert "step 30 is not put together here: a checkpoint needs" in said(peer, "not-gathered")[-1]
+        assert "cannot assemble the checkpoint of step 30: a checkpoint needs" in said(peer, "not-gathered")[-1]
 
 
 async def test_a_person_may_go_back_to_a_whole_and_delete_one(cluster: Cluster, gate: Gate) -> None:
@@ -238,6 +238,6 @@ async def test_a_sender_that_lies_is_named_and_nothing_is_left(
     await ended_undisturbed(cluster, job, profile)
     (keeper,) = [peer for peer in cluster.peers if said(peer, "not-gathered")]
     (sender,) = [peer for peer in cluster.peers if peer is not keeper]
-    expected = f"state-00002-of-00002.bin of {sender.identity.name} is not what its manifest says"
+    expected = f"state-00002-of-00002.bin of {sender.identity.name} does not match its manifest"
     assert expected in said(keeper, "not-gathered")[-1]
     assert not list(whole_of(keeper, job).iterdir())

@@ -102,7 +102,7 @@ async def test_what_was_saved_is_loaded_with_its_lineage_and_norm(controller: De
 async def test_a_manifest_that_names_no_lineage_is_refused(controller: Desk, lineage: object) -> None:
     engine = StandInEngine(Profile())
     await controller.save(engine, 7, lineage)
-    with pytest.raises(StorageError, match="does not say which state"):
+    with pytest.raises(StorageError, match="has no valid lineage"):
         await controller.load(engine)
 
 

@@ -85,7 +85,7 @@ async def test_a_run_ends_with_the_same_bits_everywhere_and_the_losses_of_one_pr
     assert len({state_of(peer) for peer in peers}) == 1
     for peer in peers:
         assert [text for _, kind, text in peer.told if kind == "done"] == [
-            "the job is done: all 12 steps; waits for another one"
+            "the job is done: all 12 steps; waits for a new job"
         ]
     rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=100))["rows"]
     assert [row["step"] for row in rows] == list(range(1, 13))
@@ -149,7 +149,7 @@ async def test_a_newcomer_is_brought_to_the_same_state(cluster: Cluster) -> None
     kinds = {kind for _, kind, _ in newcomer.told}
     assert kinds >= {"fetched", "following"}, "it was not brought to the state beside the ring"
     for _, kind, text in newcomer.told:
-        assert kind != "healed" or "what it lacked" in text, "the ring had to wait for its state"
+        assert kind != "healed" or "the missing steps" in text, "the ring had to wait for its state"
 
 
 async def test_a_member_leaves_within_two_seconds_and_the_others_go_on(cluster: Cluster) -> None:

@@ -177,7 +177,7 @@ async def test_what_is_served_is_told_when_it_changes_and_gone_with_its_link(clu
     await peer.leave()
     assert verifier.ended
     assert await listed(cluster, lambda infos: not infos) == []
-    assert "left: the person stopped it" in str(await cluster.ask("events.list"))
+    assert "left: its user stopped it" in str(await cluster.ask("events.list"))
 
 
 async def test_they_work_on_without_their_seed_and_are_there_again_when_it_is_back(cluster: Cluster) -> None:
