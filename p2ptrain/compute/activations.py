@@ -50,7 +50,7 @@ def decode_untrusted(
         ProtocolError: the encoding is unknown, or the payload has the wrong size.
     """
     if encoding not in ENCODINGS:
-        raise ProtocolError(f"no hidden states travel as {encoding[:32]!r}; known are {', '.join(ENCODINGS)}")
+        raise ProtocolError(f"unknown encoding of hidden states {encoding[:32]!r}; known are {', '.join(ENCODINGS)}")
     data = _checked_untrusted(payload, encoding, rows, width)
     if encoding in DTYPES:
         return _tensor_of(data, DTYPES[encoding], (rows, width)).to(dtype)
@@ -62,7 +62,7 @@ def ids_untrusted(payload: memoryview | bytes, rows: int, vocab_size: int) -> Te
     """Decode token ids (rows,), int64, each below ``vocab_size``. Raises ``ProtocolError``."""
     ids = _tensor_of(_checked_untrusted(payload, IDS, rows, 0), torch.int32, (rows,)).to(torch.int64)
     if rows and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-        raise ProtocolError(f"token ids from {int(ids.min())} to {int(ids.max())}, of a vocabulary of {vocab_size}")
+        raise ProtocolError(f"token ids from {int(ids.min())} to {int(ids.max())} for a vocabulary of {vocab_size}")
     return ids
 
 

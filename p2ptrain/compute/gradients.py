@@ -155,7 +155,7 @@ class BackwardProgress:
         if self._on_final is None:
             return
         if self._final[index]:
-            raise ValueError(f"part {index} became final twice in one pass")
+            raise ValueError(f"the gradient of parameter {index} became final twice in one pass")
         self._final[index] = True
         while self._reached < len(self._stops) and self._final[self._reached]:
             self._reached += 1

@@ -99,7 +99,7 @@ def model_config(spec: ModelSpec, vocab_size: int) -> PretrainedConfig:
             spec.architecture, **{**chosen, "tie_word_embeddings": spec.tie_embeddings, **special, **spec.extra}
         )
     except Exception as error:  # each architecture validates in its own way and with its own exceptions
-        raise ConfigError(f"the [model] table does not make a {spec.architecture!r}: {first_line(error)}") from error
+        raise ConfigError(f"the [model] table is not a valid {spec.architecture!r}: {first_line(error)}") from error
     return without_dropout(config)
 
 
@@ -113,7 +113,7 @@ def parameter_count(config: PretrainedConfig) -> int:
         with torch.device("meta"):
             model = _Auto.from_config(config, attn_implementation=ATTENTION)
     except Exception as error:
-        raise ConfigError(f"the [model] table does not make a {config.model_type!r}: {first_line(error)}") from error
+        raise ConfigError(f"the [model] table is not a valid {config.model_type!r}: {first_line(error)}") from error
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -155,7 +155,7 @@ def build_model(
         tied = head is not None and embedding is not None and head.weight is embedding.weight
         initialize(model, model, seed, "", skipped=head if tied else None)
         if undrawn := [name for name, parameter in model.named_parameters() if parameter.isnan().any()]:
-            text = f"a {config.model_type!r} model cannot be built here: nothing draws {undrawn[0]}"
+            text = f"a {config.model_type!r} model cannot be built here: {undrawn[0]} has no initialization"
             raise ConfigError(text, remedy=remedy)
     model.config.use_cache = False
     model.train()
@@ -204,7 +204,7 @@ def load_model(
             remedy="it needs config.json and *.safetensors, as save_pretrained writes them",
         ) from error
     if missing := sorted(report["missing_keys"]):
-        raise ConfigError(f"the weights in {directory} lack {missing[0]} and {len(missing) - 1} others")
+        raise ConfigError(f"the weights in {directory} lack {missing[0]} and {len(missing) - 1} other tensors")
     return cast(PreTrainedModel, model)
 
 
@@ -221,7 +221,7 @@ def _directory_config(directory: Path, vocab_size: int) -> PretrainedConfig:
             remedy="it needs config.json and *.safetensors, as save_pretrained writes them",
         ) from error
     if config.vocab_size < vocab_size:
-        raise ConfigError(f"the model in {directory} knows {config.vocab_size} tokens, its tokenizer {vocab_size}")
+        raise ConfigError(f"the model in {directory} has {config.vocab_size} tokens, its tokenizer has {vocab_size}")
     return without_dropout(config)
 
 
@@ -237,7 +237,7 @@ def _check_sizes(spec: ModelSpec) -> None:
     if spec.hidden_size // spec.heads % 2:
         raise ConfigError(
             f"model.hidden_size / model.heads = {spec.hidden_size // spec.heads} is odd",
-            remedy="rotary positions turn pairs: make a head's size even",
+            remedy="rotary positions need an even head size: change hidden_size or heads",
         )
     if spec.heads % spec.kv_heads:
         raise ConfigError(f"model.heads = {spec.heads} is not a multiple of model.kv_heads = {spec.kv_heads}")

@@ -52,7 +52,7 @@ class Part:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop <= self.layers:
-            raise ConfigError(f"layers {self.start} to {self.stop} are no part of a model of {self.layers} layers")
+            raise ConfigError(f"layers {self.start} to {self.stop} are not a part of a model of {self.layers} layers")
 
     @property
     def first(self) -> bool:
@@ -130,7 +130,7 @@ class ModelLayout:
         known = {id(parameter) for module in self.units.values() for parameter in module.parameters()}
         for name, parameter in self.model.named_parameters():
             if id(parameter) not in known:
-                raise refused(config, f"it is not known which stage {name} belongs to")
+                raise refused(config, f"its {name} belongs to no layer, embedding, norm or head")
 
     def _one_of(self, names: tuple[str, ...], what: str) -> str:
         found = [name for name in names if isinstance(getattr(self.base, name, None), nn.Module)]
@@ -249,7 +249,7 @@ class PartAssembly:
         shape = tuple(tensor.shape)
         if shape != expected or not tensor.is_floating_point():
             raise ConfigError(
-                f"{name} is of shape {shape} and {tensor.dtype}; by config.json it has real numbers, {expected}",
+                f"{name} has shape {shape} and {tensor.dtype}; config.json requires floats of shape {expected}",
                 remedy=_REMEDY,
             )
         # Always a copy: a view would keep its base, such as a whole file, alive or mapped.
@@ -266,7 +266,7 @@ class PartAssembly:
         shape = self._shape(name)
         if dtype not in FILE_DTYPES:
             raise ConfigError(
-                f"{name} is of dtype {dtype}; a part computes from {', '.join(FILE_DTYPES)}",
+                f"{name} has dtype {dtype}; a part supports only {', '.join(FILE_DTYPES)}",
                 remedy="use the model's unquantized weights",
             )
         source = FILE_DTYPES[dtype]
@@ -276,11 +276,11 @@ class PartAssembly:
         total = math.prod(shape) * source.itemsize
         if start + data.nbytes > total:
             raise ConfigError(
-                f"{name} as {dtype} has {start + data.nbytes} bytes or more; by config.json it has {total}",
+                f"{name} as {dtype} has {start + data.nbytes} bytes or more; config.json requires {total}",
                 remedy=_REMEDY,
             )
         if tensor is None or start != done or data.nbytes % source.itemsize:
-            raise ValueError(f"{data.nbytes} bytes of {name} from {start} on, where {done} of {total} are there")
+            raise ValueError(f"invalid piece of {name}: {data.nbytes} bytes from byte {start}, after {done} of {total}")
         fill(tensor.view(-1)[start // source.itemsize :], data, source)
         self._partial[name] = tensor, start + data.nbytes
         if start + data.nbytes == total:
@@ -299,7 +299,7 @@ class PartAssembly:
         for name, size_bytes in sizes.items():
             entry = table.entries[name]
             if tuple(entry.shape) != self.wanted[name]:
-                text = f"{name} is of shape {entry.shape}; by config.json it is {self.wanted[name]}"
+                text = f"{name} has shape {entry.shape}; config.json requires {self.wanted[name]}"
                 raise ConfigError(text, remedy=_REMEDY)
             for start in range(0, max(1, size_bytes), piece_bytes):
                 data = table.read(name, start, min(size_bytes, start + piece_bytes))
@@ -316,7 +316,7 @@ class PartAssembly:
             return
         if len({hashlib.blake2b(table.read(name)).digest() for name in stored}) > 1:
             raise ConfigError(
-                f"{' and '.join(stored)} differ in {table.directory}, and config.json says that they are one",
+                f"{' and '.join(stored)} differ in {table.directory}, but config.json ties them",
                 remedy="set tie_word_embeddings to false in its config.json",
             )
 
@@ -325,13 +325,13 @@ class PartAssembly:
         for name, places in self._places.items():
             owner, leaf = self._owner(places[0])
             if getattr(owner, leaf).is_meta:
-                raise ConfigError(f"{name} was not given, or not all of it", remedy=_REMEDY)
+                raise ConfigError(f"tensor {name} is missing or incomplete", remedy=_REMEDY)
         self._make_computed_buffers()
         return PartModel(self._model, self._config, self._part, self._names, tied=bool(self._tied))
 
     def _shape(self, name: str) -> tuple[int, ...]:
         if name not in self.wanted:
-            raise ConfigError(f"{name} is no tensor of layers {self._part.start} to {self._part.stop}", remedy=_REMEDY)
+            raise ConfigError(f"{name} is not part of layers {self._part.start} to {self._part.stop}", remedy=_REMEDY)
         return self.wanted[name]
 
     def _adopt(self, name: str, tensor: Tensor) -> None:
@@ -357,7 +357,7 @@ class PartAssembly:
                 fresh = type(module)(config=self._config)
                 module._buffers.update({name: fresh.get_buffer(name).to(self._device) for name in lacking})
             except Exception as error:  # a module's constructor may raise anything
-                raise refused(self._config, f"{type(module).__name__} cannot be made alone") from error
+                raise refused(self._config, f"its {type(module).__name__} cannot be created separately") from error
 
     def _in_files(self, name: str, names: Collection[str]) -> str:
         """Name in the files of the whole model's tensor ``name``. Files of a bare base model lack the base prefix. All
@@ -541,7 +541,7 @@ class PartCache(DynamicCache):
             elif type(layer) is DynamicSlidingWindowLayer:
                 made.append(_WindowLayer(_Room(shape, dtype, device), layer.sliding_window))
             else:
-                raise refused(config, f"its state ({type(layer).__name__}) cannot be taken back")
+                raise refused(config, f"its cache ({type(layer).__name__}) cannot be rolled back")
         self._own = made
         self.layers = cast("list[Any]", made)
 

@@ -92,7 +92,7 @@ class Picker:
         scores = scores[:, : self._sampling.vocab_size or None]
         if not scores.amax(-1).isfinite().all():  # a row's maximum is NaN if any entry is
             raise JobFailed(
-                "the model gave logits that are not numbers, so there is no next token",
+                "the model's logits are not finite, so no next token can be chosen",
                 remedy="compute in fp32 or bf16 (fp16 overflows in some models), and check the model's files",
             )
         return scores

@@ -72,7 +72,7 @@ class GlooGroup:
                 "gloo", store=self._store, rank=self.rank, world_size=self.size, timeout=self._timeout
             )
         except RuntimeError as error:
-            raise ConnectionLost(f"Gloo did not come together: {_line(error)}") from error
+            raise ConnectionLost(f"Gloo could not connect the workers: {_line(error)}") from error
 
     def all_reduce(self, buffer: npt.NDArray[np.generic], dtype: str) -> None:
         """Sum over all members, in place; ``dtype`` as in ``ring.dtypes``. Raises ``ConnectionLost``."""
@@ -187,8 +187,8 @@ class AssistedPair:
             own = ModelText(drafter)
             if self.text.tokenizer.vocab_size != own.tokenizer.vocab_size:
                 sizes = f"{self.text.tokenizer.vocab_size} and {own.tokenizer.vocab_size} tokens"
-                remedy = "take two models of one family, or train a pair: p2ptrain up --profile pair"
-                raise ConfigError(f"{verifier} and {drafter} know other tokens: {sizes}", remedy=remedy)
+                remedy = "use two models of one family, or train a pair: p2ptrain up --profile pair"
+                raise ConfigError(f"{verifier} and {drafter} have different vocabularies: {sizes}", remedy=remedy)
             self._drafter = self._loaded(drafter, own)
             self.can_assist = self._verifier.config.vocab_size == self._drafter.config.vocab_size
 

@@ -71,7 +71,7 @@ def load_whole(
         StorageError: a file cannot be read.
         UserError, ResourceError: see ``begin_part``.
     """
-    path, remedy = directory / "config.json", "a model directory is what save_pretrained writes"
+    path, remedy = directory / "config.json", "give a model directory that save_pretrained wrote"
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes", remedy=remedy)
@@ -81,7 +81,7 @@ def load_whole(
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no text", remedy=remedy) from error
+        raise ConfigError(f"{path} is not UTF-8 text", remedy=remedy) from error
     table = TensorTable(directory)
     layers = config_of(text).num_hidden_layers
     builder = begin_part(PartSpec(text, 0, layers, layers, dtype, device), table.entries)
@@ -102,21 +102,21 @@ def config_of(text: str) -> PretrainedConfig:
     check_architecture(table["model_type"])
     if "quantization_config" in table:
         raise ConfigError(
-            f"this {table['model_type']!r} model is quantized, which a part cannot be",
+            f"this {table['model_type']!r} model is quantized, which parts do not support",
             remedy="use the model's unquantized weights",
         )
     try:
         config = AutoConfig.for_model(**table)
     except Exception as error:  # each architecture validates in its own way and with its own exceptions
-        raise ConfigError(f"this config.json makes no {table['model_type']!r}: {first_line(error)}") from error
+        raise ConfigError(f"this config.json is not a valid {table['model_type']!r}: {first_line(error)}") from error
     if not isinstance(getattr(config, "num_hidden_layers", None), int):
-        raise refused(config, "its configuration does not say how many layers it has")
+        raise refused(config, "its configuration has no num_hidden_layers")
     return without_dropout(config)
 
 
 def _dtype(spec: PartSpec, config: PretrainedConfig) -> torch.dtype:
     if spec.dtype and spec.dtype not in DTYPES:
-        raise ConfigError(f"a part is not computed in {spec.dtype!r}", remedy=f"use {', '.join(DTYPES)}")
+        raise ConfigError(f"a part cannot be computed in {spec.dtype!r}", remedy=f"use {', '.join(DTYPES)}")
     return DTYPES[spec.dtype] if spec.dtype else dtype_of(config)
 
 
@@ -186,9 +186,9 @@ class ServedPart:
             ResourceError: there is too little memory for the cache, or there are ``MAX_SESSIONS`` sessions.
         """
         if session in self._sessions:
-            raise UserError(f"there is a session {session[:64]!r} on this part", remedy="close it, or use another name")
+            raise UserError(f"this part already has a session {session[:64]!r}", remedy="close it, or use another name")
         if positions < 1:
-            raise UserError(f"a session of {positions} positions", remedy="ask for at least one")
+            raise UserError(f"a session cannot have {positions} positions", remedy="use at least one")
         context = self._model.context
         if context is not None and positions > context:
             raise UserError(
@@ -196,7 +196,7 @@ class ServedPart:
                 remedy=f"ask for at most {context}, prompt and new tokens together",
             )
         if len(self._sessions) >= MAX_SESSIONS:
-            raise ResourceError(f"this part has {MAX_SESSIONS} sessions, the most it may have", remedy="close some")
+            raise ResourceError(f"this part already has {MAX_SESSIONS} sessions, the maximum", remedy="close one")
         picker = Picker(sampling)
         check_memory(
             positions * self.cache_position_bytes, self._place, f"a cache of {positions} positions for a session"
@@ -245,15 +245,15 @@ class ServedPart:
             raise ProtocolError(f"there is no session {session[:64]!r} on this part")
         length, most = state.cache.length, state.cache.positions
         if not 0 <= keep <= length:
-            raise ProtocolError(f"{keep} positions are to be kept of the {length} that the session has")
+            raise ProtocolError(f"cannot keep {keep} positions: the session has {length}")
         if count < 1 or keep + count > most:
-            raise ProtocolError(f"{count} positions after {keep}, in a session that was opened for {most}")
+            raise ProtocolError(f"cannot add {count} positions to {keep}: the session was opened for {most}")
         if samples and state.picker is None:
-            raise ProtocolError("tokens are picked on the last stage only")
+            raise ProtocolError("only the last stage samples tokens")
         if not 0 <= samples <= count:
-            raise ProtocolError(f"{samples} tokens to be picked for {count} positions")
+            raise ProtocolError(f"cannot sample {samples} tokens at {count} positions")
         if not 0 <= sample_index <= most:  # one sample per position; skipping ahead takes time
-            raise ProtocolError(f"draw {sample_index} in a session of {most} positions")
+            raise ProtocolError(f"sample index {sample_index} is out of range in a session of {most} positions")
         return state
 
     def _input(self, work: Pass) -> Tensor:

@@ -46,7 +46,7 @@ def check_splits(config: PretrainedConfig) -> None:
     """
     heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
     if heads and kv_heads and heads % kv_heads:  # the small model would hide this
-        raise refused(config, f"{heads} heads of queries cannot share {kv_heads} heads of keys and values")
+        raise refused(config, f"its {heads} query heads are not a multiple of its {kv_heads} key-value heads")
     _checked(config.model_type, config.to_json_string(use_diff=False))
 
 
@@ -56,7 +56,7 @@ def _checked(model_type: str, text: str) -> None:
     try:
         tiny = _tiny(config)
         if sum(weight.numel() for weight in ModelLayout(tiny, torch.float32).model.parameters()) > 1 << 26:
-            raise refused(config, "with so wide heads or so long a table of positions it cannot be tried first")
+            raise refused(config, "its heads or its position table are too large for the test of a split")
         with one_thread():  # more do not speed up such small tensors, and slow down a busy machine
             same = _same(tiny)
     except ConfigError:
@@ -64,7 +64,7 @@ def _checked(model_type: str, text: str) -> None:
     except Exception as error:  # an architecture may fail in any way
         raise refused(config, first_line(error)) from error
     if not same:
-        raise refused(config, "its parts together compute something else than the whole")
+        raise refused(config, "its parts compute other results than the whole model")
 
 
 def _same(config: PretrainedConfig) -> bool:

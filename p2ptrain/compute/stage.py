@@ -78,7 +78,7 @@ class StageSpec:
             )
         if self.gradients not in ("fp32", "bf16"):
             raise ConfigError(
-                f"gradients of activations do not travel as {self.gradients!r}", remedy="use fp32 or bf16"
+                f"gradients of activations cannot be sent as {self.gradients!r}", remedy="use fp32 or bf16"
             )
         if self.in_flight < 1:
             raise ConfigError(f"pipeline.max_in_flight = {self.in_flight} is less than 1")
@@ -105,7 +105,7 @@ def build_training_part(config: PretrainedConfig, part: Part, directory: Path | 
         built = assembly.finish()
     trained = dict(built.module.named_parameters(remove_duplicate=False))
     if untrained := [name for name in built.module.state_dict() if name not in trained]:
-        raise refused(config, f"it has a tensor that is not trained ({untrained[0]}), which parts do not save")
+        raise refused(config, f"its tensor {untrained[0]} is not trained, and parts save only trained tensors")
     built.module.train()
     return built
 
@@ -124,7 +124,7 @@ def initial_tensors(whole: ModelLayout, seed: int, wanted: set[str] | None = Non
         if wanted is not None and wanted.isdisjoint(f"{name}.{leaf}" for leaf in unit.state_dict()):
             continue
         need_bytes = 4 * sum(parameter.numel() for parameter in unit.parameters())
-        check_memory(need_bytes, HOST, f"drawing {name} of a {whole.model.config.model_type!r}")
+        check_memory(need_bytes, HOST, f"initializing {name} of a {whole.model.config.model_type!r}")
         unit.to_empty(device="cpu")
         with torch.no_grad():
             for parameter in unit.parameters():
@@ -132,7 +132,7 @@ def initial_tensors(whole: ModelLayout, seed: int, wanted: set[str] | None = Non
             initialize(whole.model, unit, seed, name)
         for leaf, tensor in unit.state_dict().items():
             if tensor.is_floating_point() and tensor.isnan().any():
-                raise refused(whole.model.config, f"{name}.{leaf} is not drawn by itself")
+                raise refused(whole.model.config, f"its initialization does not set {name}.{leaf}")
             if wanted is None or f"{name}.{leaf}" in wanted:
                 yield f"{name}.{leaf}", tensor
         unit.to(device="meta")
@@ -200,7 +200,7 @@ def check_training_memory(
     )
     if spec.memory_bytes and need > spec.memory_bytes:  # placement used no sizes, or wrong ones
         raise ResourceError(
-            f"{what} needs about {human_bytes(need)}, and this worker gives {human_bytes(spec.memory_bytes)}",
+            f"{what} needs about {human_bytes(need)}, but this worker offers {human_bytes(spec.memory_bytes)}",
             remedy="give it more (--memory), smaller parts (pipeline.cuts, pipeline.stages) or pipeline.recompute=true",
         )
     check_memory(need, device, what)

@@ -93,7 +93,7 @@ class ModelText:
     def checked(self, ids: list[int], max_new_tokens: int) -> list[int]:
         """Return ``ids`` if they and ``max_new_tokens`` fit into the context. Raises ``UserError``."""
         if not ids:
-            raise UserError("the prompt is empty", remedy="give the model something to go on with")
+            raise UserError("the prompt is empty", remedy="enter some text for the model to continue")
         if self.context is not None and len(ids) + max_new_tokens > self.context:
             room = self.context - len(ids)
             raise TooLong(
@@ -211,10 +211,10 @@ def _json_map(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"cannot read {path}: {getattr(error, 'strerror', None) or error}",
-            remedy="a model directory is what save_pretrained writes",
+            remedy="give a model directory that save_pretrained wrote",
         ) from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} is no JSON object", remedy="a model directory is what save_pretrained writes")
+        raise ConfigError(f"{path} is not a JSON object", remedy="give a model directory that save_pretrained wrote")
     return value
 
 
@@ -264,8 +264,8 @@ class ChatFormat:
             prompt = self._fast.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except (TemplateError, TypeError, ValueError) as error:
             raise UserError(
-                f"the chat template of {self.text.directory} refuses: {str(error) or type(error).__name__}",
-                remedy="some know no system text: leave --system out",
+                f"the chat template of {self.text.directory} fails for this chat: {str(error) or type(error).__name__}",
+                remedy="some templates accept no system text: leave out --system",
             ) from error
         return self.text.plain_ids(prompt)
 
@@ -334,7 +334,7 @@ class Conversation:
                 raise TooLong(
                     f"the question has {len(ids)} tokens, the model's context is {context}, and {room} are kept for "
                     "the answer",
-                    remedy="ask a shorter one",
+                    remedy="shorten the question",
                 )
             dropped, self._first = first - self._first, first
         return ids, min(answer_tokens, context - len(ids)), dropped

@@ -159,7 +159,7 @@ class Trainer:
         self._validation_batches = min(spec.validation_batches, len(self._corpus.validation) // sequences)
         if spec.validation_batches and not self._validation_batches:
             raise ConfigError(
-                f"{len(self._corpus.validation)} windows are held out, a micro-batch takes {sequences}",
+                f"validation has {len(self._corpus.validation)} windows, and a micro-batch needs {sequences}",
                 remedy="raise data.validation_fraction, give more text, or lower batch.micro_batch_sequences",
             )
         self._sampler = WindowSampler(len(self._corpus.training), spec.seed, spec.micro_batches, sequences)
@@ -227,7 +227,7 @@ class Trainer:
             ValueError: this micro-batch already had its forward pass.
         """
         if index in self._flights:
-            raise ValueError(f"forward of micro-batch {index} of step {step} for a second time")
+            raise ValueError(f"micro-batch {index} of step {step} already had its forward pass")
         if self._stage.recompute:
             self._let_go()
         flight = _Flight(step, index, None, None)
@@ -250,10 +250,10 @@ class Trainer:
         """
         flight = self._flights.get(index)
         if flight is None:
-            raise ValueError(f"backward of micro-batch {index} without a forward")
+            raise ValueError(f"micro-batch {index} had no forward pass before its backward pass")
         arrived = None if gradient is None else self._decoded(gradient, self._stage.gradients)
         if (arrived is None) != self._part.last:
-            raise ValueError(f"the backward of stage {self._stage.stage} with a gradient of the next stage, or without")
+            raise ValueError(f"backward pass of stage {self._stage.stage}: missing or unexpected gradient as input")
         if flight.graph is None:
             self._let_go()
             self._run(flight, flight.inputs)
@@ -278,7 +278,7 @@ class Trainer:
     def finish_gradients(self, on_final: OnFinal | None = None) -> None:
         """Copy the rest of the gradients, and the loss, into ``reduce_buffer``."""
         if self._flights:
-            raise ValueError(f"micro-batches {sorted(self._flights)} have had no backward")
+            raise ValueError(f"micro-batches {sorted(self._flights)} had no backward pass")
         if self._host_copier is not None:
             self._host_copier.finish(on_final or (lambda numel: None))
         elif self._host is not self._summed:
@@ -417,7 +417,7 @@ class Trainer:
         except P2PTrainError as error:
             raise StorageError(f"cannot read the checkpoint {directory}: {error.message}") from error
         if any(array.shape != loaded[name].shape for name, array in moments.items()):
-            raise StorageError(f"the optimizer's moments in {directory} are of another size")
+            raise StorageError(f"the optimizer's moments in {directory} do not fit this model")
         self._flat.copy_tensors(weights)
         for name, array in moments.items():
             array.copy_(loaded[name])
@@ -459,7 +459,7 @@ class Trainer:
     def _entering(self, tokens: Tensor, inputs: Payload | None) -> Tensor:
         """Inputs of the part: token ids (B, T) on the first stage, else hidden states (B, T, width)."""
         if (inputs is None) != self._part.first:
-            raise ValueError(f"the forward of stage {self._stage.stage} with activations of a stage before, or without")
+            raise ValueError(f"forward pass of stage {self._stage.stage}: missing or unexpected activations as input")
         return tokens[:, :-1] if inputs is None else self._decoded(inputs, self._stage.activations)
 
     def _through(self, x: Tensor, tokens: Tensor, reduction: str) -> Tensor:
@@ -501,7 +501,7 @@ def stage_bounds(model: ModelSpec, stages: int, cuts: Sequence[int] = ()) -> tup
     """
     layers = _tokenizer_and_config(model)[1].num_hidden_layers
     if not 1 <= stages <= layers:
-        raise ConfigError(f"{layers} layers do not make {stages} parts", remedy=f"pipeline.stages at most {layers}")
+        raise ConfigError(f"{layers} layers cannot make {stages} parts", remedy=f"use 1 to {layers} pipeline.stages")
     return (0, *cuts, layers) if cuts else tuple(layers * stage // stages for stage in range(stages + 1))
 
 

@@ -28,7 +28,7 @@ def activation_bytes(encoding: str, rows: int, width: int) -> int:
     if encoding == IDS:
         return rows * ID_BYTES
     if encoding not in ENCODINGS:
-        raise ProtocolError(f"no hidden states travel as {encoding[:32]!r}; known are {', '.join(ENCODINGS)}")
+        raise ProtocolError(f"unknown encoding of hidden states {encoding[:32]!r}; known are {', '.join(ENCODINGS)}")
     element, beside = ENCODINGS[encoding]
     return rows * (width * element + beside)
 

@@ -27,7 +27,7 @@ def is_of_stage(name: str, stage: int, stages: int) -> bool:
 def part_of(entry: CheckpointEntry, stage: int, stages: int) -> tuple[Meta, dict[str, tuple[int, str]]]:
     """Meta and files of one stage, from its own checkpoint or from a whole one. Raises ``StorageError``."""
     if is_part(entry) and (entry.meta.get(STAGE), entry.meta.get(STAGES)) != (stage, stages):
-        raise StorageError(f"{entry.path} is not of stage {stage} of {stages}")
+        raise StorageError(f"{entry.path} is not a checkpoint of stage {stage} of {stages}")
     files = {name: facts for name, facts in entry.files.items() if is_of_stage(name, stage, stages)}
     if not files:
         raise StorageError(f"{entry.path} has no files of stage {stage} of {stages}")

@@ -303,7 +303,7 @@ def manifest_of(step: int, meta: Meta, sums: Mapping[str, tuple[int, str]]) -> b
 def manifest_untrusted(encoded: bytes) -> tuple[int, Meta, dict[str, tuple[int, str]]]:
     """Parse a peer's manifest: step, meta, files. Raises ``ProtocolError``."""
     try:
-        return _parse_manifest(encoded, Path("what was sent"))
+        return _parse_manifest(encoded, Path("the received text"))
     except StorageError as error:
         raise ProtocolError(error.message) from error
 
@@ -313,7 +313,7 @@ def read_checkpoint(disk: Disk, path: Path) -> CheckpointEntry:
     encoded = disk.read(path / MANIFEST, max_bytes=MAX_MANIFEST_BYTES)
     step, meta, files = _parse_manifest(encoded, path / MANIFEST)
     if path.name != step_name(step):
-        raise StorageError(f"{path / MANIFEST} is of step {step}, not of {path.name}")
+        raise StorageError(f"{path / MANIFEST} is for step {step}, but its directory is {path.name}")
     return _entry(path, step, encoded, meta, files)
 
 
@@ -328,7 +328,7 @@ def _pieces(file: FilePlan, blobs: Mapping[str, memoryview]) -> Iterator[memoryv
             blob = blobs.get(part.blob)
             if blob is None or not 0 <= part.start <= part.stop <= blob.nbytes:
                 raise StorageError(
-                    f"{file.name} wants bytes {part.start} to {part.stop} of {part.blob}, which it lacks"
+                    f"{file.name} needs bytes {part.start} to {part.stop} of {part.blob}, which are missing"
                 )
             whole = blob[part.start : part.stop]
         else:

@@ -68,7 +68,7 @@ class RealDisk:
         except OSError as error:
             raise _translated("read", path, error) from error
         if len(data) != stop - start:
-            raise StorageError(f"{path} has no bytes {start} to {stop}")
+            raise StorageError(f"{path} is too short: it has no bytes {start} to {stop}")
         return data
 
     def hash_file(self, path: Path) -> str:

@@ -83,11 +83,11 @@ class ModelSizes:
 
     def __post_init__(self) -> None:
         if not self.layers_bytes or len(self.cache_bytes) != len(self.layers_bytes):
-            raise ValueError("a model has layers, and each of them a size of its cache")
+            raise ValueError("a model needs at least one layer, and a cache size for each layer")
         if min(*self.layers_bytes, *self.cache_bytes, self.first_bytes, self.last_bytes, self.tied_bytes) < 0:
-            raise ValueError("sizes are not negative")
+            raise ValueError("sizes must not be negative")
         if self.tied_bytes > min(self.first_bytes, self.last_bytes):
-            raise ValueError("what is tied is part of both ends")
+            raise ValueError("tied_bytes must not exceed first_bytes or last_bytes")
 
     @property
     def layers(self) -> int:

@@ -25,7 +25,7 @@ def config_untrusted(text: str) -> dict[str, Any]:
         ProtocolError: the text is not a valid configuration.
     """
     if len(text) > MAX_CONFIG_BYTES:
-        raise ProtocolError(f"a model's configuration of more than {MAX_CONFIG_BYTES} characters")
+        raise ProtocolError(f"a model's configuration has more than {MAX_CONFIG_BYTES} characters")
     try:
         table = json.loads(text, parse_constant=_not_a_number)
     except (ValueError, RecursionError) as error:
@@ -34,10 +34,10 @@ def config_untrusted(text: str) -> dict[str, Any]:
         raise ProtocolError("a model's configuration has no model_type")
     for key, value in _numbers(table):
         if abs(value) > (_MOST_EXPERTS if "experts" in key else _MOST) and not key.endswith("theta"):
-            raise ProtocolError(f"a model's configuration has {key[:64]} = {value}, which no model has")
+            raise ProtocolError(f"a model's configuration has {key[:64]} = {value}, which is out of range")
     for key in _LAYERS:
         if key in table and not (type(table[key]) is int and 1 <= table[key] <= _MAX_LAYERS):
-            raise ProtocolError(f"a model's configuration has another number of layers than 1 to {_MAX_LAYERS}")
+            raise ProtocolError(f"a model's configuration must have 1 to {_MAX_LAYERS} layers")
     return {key: value for key, value in table.items() if key not in _CODE and not key.startswith("_")}
 
 
@@ -53,4 +53,4 @@ def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _not_a_number(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number in JSON")

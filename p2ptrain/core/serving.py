@@ -95,29 +95,29 @@ def _number(said: Mapping[str, Any], name: str, usual: float) -> float:
     try:
         whole = name == "top_k"
         if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-            raise UserError(f"{name} = {str(value)[:40]} is no {'whole ' * whole}number")
+            raise UserError(f"{name} = {str(value)[:40]} is not a {'whole ' * whole}number")
         if abs(value) > MOST_TOP_K:
             raise UserError(f"{name} = {str(value)[:40]} is too large")
         changed: dict[str, Any] = {name: value}
         check_sampling(replace(USUAL, **changed))
     except UserError as error:
-        text = f"the model's generation_config.json says what cannot be: {error.message}"
-        raise ConfigError(text, remedy=f"give --{name.replace('_', '-')}, or mend the file") from error
+        text = f"the model's generation_config.json is invalid: {error.message}"
+        raise ConfigError(text, remedy=f"set --{name.replace('_', '-')}, or correct the file") from error
     return value
 
 
 def check_sampling(sampling: Sampling) -> None:
     """Raise ``UserError`` for an invalid value."""
     if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise UserError(f"temperature = {sampling.temperature} cannot be", remedy="use 0 (the likeliest token) or more")
+        raise UserError(f"temperature = {sampling.temperature} is invalid", remedy="use 0 (likeliest token) or more")
     if sampling.top_k < 0:
         raise UserError(f"top_k = {sampling.top_k} is negative", remedy="use 0 for all tokens")
     if sampling.top_k > MOST_TOP_K:
-        raise UserError(f"top_k is more than {MOST_TOP_K}, and no model has as many", remedy="use 0 for all tokens")
+        raise UserError(f"top_k is more than the maximum, {MOST_TOP_K}", remedy="use 0 for all tokens")
     if not 0 < sampling.top_p <= 1:
         raise UserError(f"top_p = {sampling.top_p} is not above 0 and at most 1", remedy="use 1 for all tokens")
     if not -(2**63) <= sampling.seed < 2**64:
-        raise UserError(f"seed = {sampling.seed} does not have 64 bits", remedy="use a smaller number")
+        raise UserError(f"seed = {sampling.seed} does not fit into 64 bits", remedy="use a smaller number")
 
 
 @dataclass(frozen=True, slots=True)

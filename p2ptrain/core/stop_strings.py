@@ -26,7 +26,7 @@ class StopStrings:
         self._strings = tuple(dict.fromkeys(strings))
         self._held = ""
         if "" in self._strings:
-            raise UserError("a stop string is empty", remedy="name the text before which to end, or leave --stop out")
+            raise UserError("a stop string is empty", remedy="give the text at which to stop, or leave out --stop")
 
     def feed(self, piece: str) -> str:
         """Take the next piece. Returns what is now certain to be part of the text."""

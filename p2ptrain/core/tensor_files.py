@@ -76,7 +76,7 @@ def header_entries_untrusted(header: bytes | memoryview, file: str, file_bytes: 
             raise ProtocolError(f"the tensors of {file} overlap, or there are bytes between them")
         end = entry.stop
     if end != file_bytes:
-        raise ProtocolError(f"{file} has {file_bytes} bytes, its header accounts for {end}")
+        raise ProtocolError(f"{file} has {file_bytes} bytes, but its header describes {end}")
     return entries
 
 
@@ -91,7 +91,7 @@ def index_files_untrusted(encoded: bytes) -> dict[str, str]:
         raise ProtocolError(f"{INDEX_FILE} has no weight_map")
     for name, file in where.items():
         if not isinstance(file, str) or not _FILE_NAME.fullmatch(file) or len(name) > _MAX_NAME:
-            raise ProtocolError(f"{INDEX_FILE} names a file that is none of a model's")
+            raise ProtocolError(f"{INDEX_FILE} has an invalid name of a file or tensor")
     if len(set(where.values())) > _MAX_FILES:
         raise ProtocolError(f"{INDEX_FILE} names more than {_MAX_FILES} files")
     return where
@@ -160,14 +160,14 @@ class TensorTable:
         files = {file: self._header(file) for file in sorted(set(where.values()))}
         lost = next((name for name, file in where.items() if name not in files[file]), None)
         if lost is not None:
-            raise StorageError(f"{path} names {lost} in {where[lost]}, which does not have it", remedy=_AGAIN)
+            raise StorageError(f"{path} lists {lost} in {where[lost]}, which lacks it", remedy=_AGAIN)
         return {name: files[file][name] for name, file in where.items()}
 
     def _header(self, file: str) -> dict[str, TensorEntry]:
         size = self._size(self.directory / file)
         length = int.from_bytes(self._read(file, 0, min(size, _LENGTH_BYTES)), "little")
         if length > min(size - _LENGTH_BYTES, MAX_HEADER_BYTES):
-            problem = f"{self.directory / file} is damaged: its header would have {length} bytes"
+            problem = f"{self.directory / file} is damaged: its header claims {length} bytes"
             raise StorageError(problem, remedy=_AGAIN)
         header = bytes(self._read(file, _LENGTH_BYTES, length))
         return self._checked(lambda: header_entries_untrusted(header, file, size))
@@ -194,7 +194,7 @@ class TensorTable:
                 while left:
                     count = opened.readinto(left)
                     if not count:
-                        problem = f"{path} ends {len(left)} bytes before the end of what it should hold"
+                        problem = f"{path} ends {len(left)} bytes too early"
                         raise StorageError(problem, remedy=_AGAIN)
                     left = left[count:]
                     self.bytes_read += count
@@ -208,12 +208,12 @@ def _entry_untrusted(name: str, item: Any, file: str, data_start: int) -> Tensor
         raise ProtocolError(f"the header of {file} has an ill-typed tensor")
     dtype, shape, place = item.get("dtype"), item.get("shape"), item.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise ProtocolError(f"the header of {file} has a tensor of a dtype that is not known")
+        raise ProtocolError(f"the header of {file} has a tensor of an unknown dtype")
     if not (_are_sizes(shape) and len(shape) <= MAX_DIMS and _are_sizes(place) and len(place) == 2):
-        raise ProtocolError(f"the header of {file} has a tensor of an impossible shape or place")
+        raise ProtocolError(f"the header of {file} has a tensor with an invalid shape or offset")
     start, stop = place
     if stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
-        raise ProtocolError(f"the header of {file} gives a tensor another number of bytes than its shape has")
+        raise ProtocolError(f"the header of {file} has a tensor whose offsets do not match its shape")
     return TensorEntry(file, dtype, tuple(shape), data_start + start, data_start + stop)
 
 
@@ -237,5 +237,5 @@ def _json_object_untrusted(encoded: bytes | memoryview, what: str) -> dict[str, 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        raise ValueError("a name stands twice")
+        raise ValueError("a name occurs twice")
     return value

@@ -43,5 +43,5 @@ def size_of(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     size_bytes = round(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if size_bytes < 1:
-        raise UserError(f"{text.strip()!r} is no size", remedy="write bytes, or 64K, 1.5M, 4GiB")
+        raise UserError(f"{text.strip()!r} is not a size", remedy="write bytes, or 64K, 1.5M, 4GiB")
     return size_bytes

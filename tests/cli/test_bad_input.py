@@ -31,7 +31,7 @@ CASES = {
     "seed --port 0 --state broken": (6, "cannot use broken/seed/seed.sqlite3: file is not a database"),
     "join a:b": (2, "'a:b' is not an address"),
     "join --device gpu": (2, "--device gpu is not a device"),
-    "join --memory much": (2, "'much' is no size"),
+    "join --memory much": (2, "'much' is not a size"),
     "join --advertise box": (2, "--advertise box names no port"),
     f"join --name {'n' * 65}": (2, "Invalid value for '--name'"),
     "join --state bytes.toml": (6, "cannot make the directory"),

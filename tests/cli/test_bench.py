@@ -365,7 +365,7 @@ def test_a_generation_is_held_against_its_goals() -> None:
     ("arguments", "words"),
     [
         (("allreduce", "--peers", "1"), "rings of 2 to 16"),
-        (("allreduce", "--sizes", "4K,nothing"), "'nothing' is no size"),
+        (("allreduce", "--sizes", "4K,nothing"), "'nothing' is not a size"),
         (("allreduce", "--codec", "int9"), "no codec is named 'int9'"),
         (("allreduce", "--codec", "int8", "--dtype", "float64"), "is for float32"),
         (("allreduce", "--link", "moon"), "no link preset 'moon'"),

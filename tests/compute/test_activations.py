@@ -64,7 +64,7 @@ def test_another_size_is_refused(encoding: str, change: int) -> None:
 
 def test_an_encoding_that_is_none_of_hidden_states() -> None:
     for encoding in ("ids", "fp64", ""):
-        with pytest.raises(ProtocolError, match="no hidden states travel as"):
+        with pytest.raises(ProtocolError, match="unknown encoding of hidden states"):
             decode_untrusted(bytes(24), encoding, 2, 3)
     with pytest.raises(ProtocolError):
         encode(torch.ones(1, 1), "fp64")
@@ -75,7 +75,7 @@ def test_token_ids() -> None:
     assert payload == np.array([0, 5, 9], "<i4").tobytes()
     assert ids_untrusted(payload, 3, 10).tolist() == [0, 5, 9]
     for wrong in ([0, 10], [-1, 3]):
-        with pytest.raises(ProtocolError, match="of a vocabulary of 10"):
+        with pytest.raises(ProtocolError, match="for a vocabulary of 10"):
             ids_untrusted(encode_ids(wrong), 2, 10)
     with pytest.raises(ProtocolError, match="2 positions as ids"):
         ids_untrusted(payload, 2, 10)

@@ -73,7 +73,7 @@ def test_one_unit_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(alive) > 20
     assert most <= 10, "a layer of llama has nine"
     monkeypatch.setattr("p2ptrain.compute.device._host_available", lambda: 1000)
-    with pytest.raises(ResourceError, match="drawing"):
+    with pytest.raises(ResourceError, match="initializing"):
         next(initial_tensors(ModelLayout(CONFIG, torch.float32), 7))
 
 
@@ -84,7 +84,7 @@ def test_what_is_not_drawn_by_its_own_module_is_refused(monkeypatch: pytest.Monk
         "_init_weights",
         lambda self, module: None if isinstance(module, torch.nn.Linear) else plain(self, module),
     )
-    with pytest.raises(ConfigError, match="not drawn by itself"):
+    with pytest.raises(ConfigError, match="initialization does not set"):
         build_training_part(CONFIG, Part(0, 1, 3), None, 7)
 
 

@@ -93,7 +93,7 @@ def test_an_architecture_that_cannot_be_built_is_named(architecture: str) -> Non
         ({"context": -1}, "model.context = -1"),
         ({"architecture": "lama"}, "model.architecture = 'lama'"),
         ({"architecture": "vit"}, "model.architecture = 'vit'"),
-        ({"extra": {"rms_norm_eps": "much"}}, "does not make a 'llama'"),
+        ({"extra": {"rms_norm_eps": "much"}}, "table is not a valid 'llama'"),
     ],
 )
 def test_bad_values_name_their_key(changes: dict[str, Any], key: str) -> None:
@@ -115,7 +115,7 @@ def test_a_local_directory(tmp_path: Path) -> None:
     again: Any = build_model(ModelSpec(path=tmp_path), 256, seed=9)
     assert same(model, again)
     assert again.config.resid_pdrop == 0.0
-    with pytest.raises(ConfigError, match="knows 256 tokens, its tokenizer 300"):
+    with pytest.raises(ConfigError, match="has 256 tokens, its tokenizer has 300"):
         model_config(ModelSpec(path=tmp_path), 300)
 
 

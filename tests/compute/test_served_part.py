@@ -147,7 +147,7 @@ def test_logits_that_are_not_numbers() -> None:
     for wrong in (torch.nan, torch.inf):
         logits[0, 2] = wrong
         for sampling in (GREEDY, Sampling()):
-            with pytest.raises(JobFailed, match="not numbers"):
+            with pytest.raises(JobFailed, match="logits are not finite"):
                 Picker(sampling).pick(logits, 0)
     logits[0, 2] = -torch.inf
     assert Picker(GREEDY).pick(logits, 0) == (0,)
@@ -222,18 +222,18 @@ def test_bf16_parts_say_what_a_bf16_whole_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "cause"),
     [
-        ({"keep": 7}, "7 positions are to be kept of the 6"),
+        ({"keep": 7}, "cannot keep 7 positions: the session has 6"),
         ({"keep": -1}, "to be kept"),
-        ({"count": 0}, "0 positions after"),
-        ({"count": 7}, "7 positions after 4, in a session that was opened for 10"),
-        ({"samples": 1}, "last stage only"),
+        ({"count": 0}, "cannot add 0 positions to"),
+        ({"count": 7}, "cannot add 7 positions to 4: the session was opened for 10"),
+        ({"samples": 1}, "only the last stage"),
         ({"encoding": "fp32"}, "the first stage takes token ids"),
-        ({"out_encoding": "fp64"}, "no hidden states travel as"),
+        ({"out_encoding": "fp64"}, "unknown encoding of hidden states"),
         ({"payload": memoryview(encode_ids([1]))}, "2 positions as ids are 8 bytes, not 4"),
-        ({"payload": memoryview(encode_ids([1, VOCAB]))}, "of a vocabulary"),
+        ({"payload": memoryview(encode_ids([1, VOCAB]))}, "for a vocabulary"),
         ({"session": "other"}, "no session 'other'"),
-        ({"sample_index": 11}, "draw 11"),
-        ({"sample_index": -1}, "draw -1"),
+        ({"sample_index": 11}, "sample index 11"),
+        ({"sample_index": -1}, "sample index -1"),
     ],
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(
@@ -265,12 +265,12 @@ def test_picks_of_the_last_stage(loaded: Callable[[str], Loaded]) -> None:
     part.open("s", positions=10, sampling=GREEDY)
     arguments: dict[str, Any] = {"keep": 0, "encoding": "fp32", "out_encoding": "fp32", "sample_index": 0}
     payload = memoryview(bytes(activation_bytes("fp32", 2, 64)))
-    with pytest.raises(ProtocolError, match="3 tokens to be picked for 2"):
+    with pytest.raises(ProtocolError, match="cannot sample 3 tokens at 2"):
         part.run("s", Pass(payload=payload, count=2, samples=3, **arguments))
     nan = memoryview(torch.full((2, 64), torch.nan).numpy().tobytes())
     with pytest.raises(JobFailed):
         part.run("s", Pass(payload=nan, count=2, samples=1, **arguments))
-    with pytest.raises(ProtocolError, match="1 positions are to be kept of the 0"):
+    with pytest.raises(ProtocolError, match="cannot keep 1 positions: the session has 0"):
         part.run("s", Pass(payload=payload, count=2, samples=1, **arguments | {"keep": 1}))
     part.close("s")
 
@@ -315,7 +315,7 @@ def test_sessions_that_cannot_be(loaded: Callable[[str], Loaded], monkeypatch: p
             part.open("s", positions=positions, sampling=sampling)
         assert caught.value.remedy
     part.open("s", positions=1, sampling=GREEDY)
-    with pytest.raises(UserError, match="there is a session 's'"):
+    with pytest.raises(UserError, match="already has a session 's'"):
         part.open("s", positions=1, sampling=GREEDY)
     for number in range(MAX_SESSIONS - 1):
         part.open(f"more {number}", positions=1, sampling=GREEDY)
@@ -357,7 +357,7 @@ def test_parts_that_cannot_be(loaded: Callable[[str], Loaded], monkeypatch: pyte
     granite = {"model_type": "granite", "embedding_multiplier": 2.0}
     refused("'granite' model cannot be split", config=json.dumps(config | granite))
     refused("quantized", config=json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
-    refused("not computed in 'int8'", dtype="int8")
+    refused("cannot be computed in 'int8'", dtype="int8")
     refused("device.kind = 'tpu'", device="tpu")
     with pytest.raises(ConfigError, match="has 6 layers, not 7"):
         begin_part(spec_of(directory, 0, 2, layers=7), names)
@@ -374,17 +374,17 @@ def test_tensors_that_cannot_be(loaded: Callable[[str], Loaded]) -> None:
     builder = begin_part(spec_of(directory, 0, 2), tuple(table.entries))
     name = "model.layers.1.input_layernorm.weight"
     assert builder.wanted[name] == (64,)
-    with pytest.raises(ConfigError, match="of dtype I8"):
+    with pytest.raises(ConfigError, match="has dtype I8"):
         builder.place(name, "I8", memoryview(bytes(64)))
-    with pytest.raises(ConfigError, match=r"has 260 bytes or more; by config\.json it has 256"):
+    with pytest.raises(ConfigError, match=r"has 260 bytes or more; config\.json requires 256"):
         builder.place(name, "F32", memoryview(bytes(260)))
-    with pytest.raises(ConfigError, match="no tensor of layers 0 to 2"):
+    with pytest.raises(ConfigError, match="not part of layers 0 to 2"):
         builder.place("model.layers.2.input_layernorm.weight", "F32", memoryview(bytes(256)))
     for each in builder.wanted:
         if each != name:
             builder.place(each, "F32", memoryview(table.read(each)))
     builder.place(name, "F32", memoryview(bytes(252)))
-    with pytest.raises(ConfigError, match=f"{name} was not given"):
+    with pytest.raises(ConfigError, match=f"tensor {name} is missing"):
         builder.finish()
 
 
@@ -449,21 +449,21 @@ def test_a_directory_that_is_no_model(tmp_path: Path, monkeypatch: pytest.Monkey
         assert caught.value.remedy  # type: ignore[attr-defined]
 
     config.write_text(json.dumps(said | {"intermediate_size": 81}))
-    refused(r"gate_proj\.weight is of shape \(80, 64\); by config\.json it is \(81, 64\)")
+    refused(r"gate_proj\.weight has shape \(80, 64\); config\.json requires \(81, 64\)")
     config.write_text(json.dumps(said))
     with monkeypatch.context() as patched:
         patched.setattr("p2ptrain.compute.device._host_available", lambda: 1000)
         refused("6 of 6 layers", ResourceError)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-5])
-    with pytest.raises(StorageError, match="accounts for"):
+    with pytest.raises(StorageError, match="header describes"):
         load_whole(tmp_path)
     weights.unlink()
     refused("no weights in safetensors")
     config.write_text(" " * (64 << 10) + "{}")
     refused("larger than")
     config.write_bytes(b"\xff\xff")
-    refused("is no text")
+    refused("is not UTF-8 text")
     config.unlink()
     refused("there is no")
 

@@ -58,9 +58,9 @@ def test_settings_of_published_models(kind: str, settings: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("kind", "settings", "why"),
     [
-        ("granite", {"embedding_multiplier": 3.0}, "something else than the whole"),  # scales what comes in
-        ("gemma3_text", {}, "cannot be made alone"),
-        ("llama", {"num_attention_heads": 4, "num_key_value_heads": 3, "hidden_size": 64}, "4 heads .* share 3"),
+        ("granite", {"embedding_multiplier": 3.0}, "other results than the whole"),  # scales what comes in
+        ("gemma3_text", {}, "cannot be created separately"),
+        ("llama", {"num_attention_heads": 4, "num_key_value_heads": 3, "hidden_size": 64}, "its 4 query .* its 3 key"),
         ("opt", {}, "its list of layers"),
         ("mamba", {}, "num_attention_heads"),
         ("bloom", {}, "scaled_dot_product_attention"),

@@ -143,7 +143,7 @@ def test_a_checkpoint_needs_files_and_ranges_that_are_there(store: CheckpointSto
     with pytest.raises(StorageError, match="no files"):
         store.write(1, [], {}, {})
     for part in (BlobRange("none", 0, 1), BlobRange("all", 2, 5), BlobRange("all", -1, 2)):
-        with pytest.raises(StorageError, match="which it lacks"):
+        with pytest.raises(StorageError, match="which are missing"):
             store.write(1, [FilePlan(WEIGHTS, (part,))], {"all": memoryview(b"abcd")}, {})
     assert list(root.iterdir()) == []
 
