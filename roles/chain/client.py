@@ -134,7 +134,7 @@ class Chain:
             P2PTrainError: a stage refuses, or is lost and no spare replaces it.
         """
         if self._closed:
-            raise UserError("this chain is closed", remedy="load another one")
+            raise UserError("this chain is closed", remedy="load another chain")
         encoding = encoding or self.encoding
         about = {"stages": self.stages, "positions": positions, "silence_s": self._silence_s()}
         encodings = {"encoding": encoding, "prefill_encoding": prefill_encoding or encoding}
@@ -182,7 +182,7 @@ class Chain:
         if not ids:
             raise UserError("the prompt is empty", remedy="give at least one token")
         if not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            text = f"the prompt has token ids up to {max(ids)}, and the model knows {self.vocab_size}"
+            text = f"the prompt has token ids up to {max(ids)}, but the model has {self.vocab_size} tokens"
             raise UserError(text, remedy="use the tokenizer of this model")
 
     def peer_in(self, index: int, number: int) -> Peer | None:
@@ -226,13 +226,13 @@ class Chain:
 
     @property
     def _known(self) -> Loaded:
-        assert self._about is not None, "load makes sure that every stage is held, once"
+        assert self._about is not None, "load() returns only after all stages are loaded"
         return self._about
 
     def seated(self, index: int) -> StageAssignment:
         seat = self.seats[index]
         if seat is None:
-            raise ConnectionLost(f"stage {index} of the chain is lost", remedy="it may be replaced in a moment")
+            raise ConnectionLost(f"stage {index} of the chain is lost", remedy="try again soon: it may be replaced")
         return seat
 
     def _silence_s(self) -> float:
@@ -335,10 +335,10 @@ class Chain:
         found = placing.replacement(replace(plan.wanted, apart=apart), plan.placement, empty, spares)
         if found.placement is None:
             said = "; ".join([found.reason, *reasons])
-            text = f"{self._named(index)} has nobody to hold it: {said}"
+            text = f"no worker can hold {self._named(index)}: {said}"
             remedy = "start another worker with enough memory: p2ptrain join"
             if self.recruits:
-                remedy += "; the chain goes on by itself when it, or one that was lost, is there: ask again then"
+                remedy += "; the chain continues when that worker, or a lost one, connects: try again then"
             raise ResourceError(text, remedy=remedy)
         self.plan = replace(plan, placement=found.placement)
         self.context.notify("info", "stage-loading", f"{found.reason}: loading")
@@ -455,5 +455,5 @@ class PoolUpdater:
     async def _dial(self, worker: WorkerAt) -> Peer:
         peer = await self._pool.admit(worker)
         del self._asked_before[worker.peer_id]  # forget the back-off: the next loss starts anew
-        self._chain.context.notify("info", "spare", f"{worker.name} is there, and may hold a stage")
+        self._chain.context.notify("info", "spare", f"{worker.name} connected and can hold a stage")
         return peer

@@ -91,10 +91,10 @@ class GenerationSession:
         """
         self._chain.check_ids(request.ids)
         if (needed := request.keep + len(request.ids)) > self._opening["positions"]:
-            text = f"{needed} positions, and the session is for {self._opening['positions']}"
+            text = f"{needed} positions are too many: the session has {self._opening['positions']}"
             raise UserError(text, remedy="open it for more positions")
         if self._closed:
-            raise ConnectionLost("this session is closed", remedy="open another one")
+            raise ConnectionLost("this session is closed", remedy="open another session")
         if self._error is not None:
             raise self._failure()
         index = self._core.submitted
@@ -110,7 +110,7 @@ class GenerationSession:
             return
         self._closed = True
         self.event(ev.Tick(end=True))
-        self._let_go(ConnectionLost("this session was closed meanwhile", remedy="open another one"))
+        self._let_go(ConnectionLost("this session was closed meanwhile", remedy="open another session"))
         if self._timer is not None:
             self._timer.cancel()
         await self._tasks.stop()
@@ -164,7 +164,7 @@ class GenerationSession:
             arrived = arrived_untrusted(message, self._chain.vocab_size)
             last = len(arrived.spent_us) - 1
             if last not in self._chain.held_by(peer):  # a stage must not put the blame on another one
-                raise ProtocolError(f"{peer.name} answers for stage {last}, which is not its own")
+                raise ProtocolError(f"{peer.name} answered for stage {last}, which it does not hold")
             self.event(arrived)
 
     # ------------------------------------------------------------------------------------------------------ internals
@@ -179,7 +179,7 @@ class GenerationSession:
         for index in wanted:
             if index in held:
                 return index
-        raise ProtocolError(f"{peer.name} tells of stage {message.lost}, which is not its own, nor the next one")
+        raise ProtocolError(f"{peer.name} reported stage {message.lost}, which is neither its own nor the next one")
 
     def _carry_out(self, instructions: Sequence[ev.Instruction]) -> None:
         for instruction in instructions:
@@ -267,7 +267,7 @@ class GenerationSession:
 
     def _failure(self) -> NetworkError:
         assert self._error is not None
-        text = f"the chain broke and cannot be mended: {self._error.message}"
+        text = f"the chain broke and cannot be repaired: {self._error.message}"
         failure = NetworkError(text, remedy=self._error.remedy or "start another worker: p2ptrain join; then try again")
         failure.__cause__ = self._error
         return failure
@@ -277,12 +277,12 @@ def arrived_untrusted(message: Sampled, vocab_size: int) -> ev.Arrived:
     """Check a ``Sampled`` message. Raises ``ProtocolError``."""
     spent_us = tuple(message.spent_us)
     if len(spent_us) > MAX_STAGES or not all(0 <= each < 1 << 53 for each in spent_us):
-        raise ProtocolError("a request of which stages took an impossible time")
+        raise ProtocolError("a request has invalid stage times")
     if len(message.tokens) % 4 or len(message.tokens) > 4 * CHUNK:
-        raise ProtocolError(f"{len(message.tokens)} bytes are no token ids")
+        raise ProtocolError(f"{len(message.tokens)} bytes are not a valid list of token ids")
     tokens = decode_ids(message.tokens)
     if not all(0 <= token < vocab_size for token in tokens):
-        raise ProtocolError(f"a token that is none of the {vocab_size} that there are")
+        raise ProtocolError(f"a token is not in the vocabulary of {vocab_size} tokens")
     return ev.Arrived(message.epoch, message.number, tokens, spent_us)
 
 

@@ -121,7 +121,7 @@ class Peer:
         )
         if welcome.peer_id != worker.peer_id:
             connection.abort()
-            raise Refused("wrong-identity", f"another peer answers where {worker.name} should be")
+            raise Refused("wrong-identity", f"another peer answered at the address of {worker.name}")
         return cls(context, worker, connection)
 
     @property
@@ -169,8 +169,8 @@ class Peer:
             while not asked.done():
                 await asyncio.wait([asked], timeout=max(0.0, self._loading_due - self._now()))
                 if not asked.done() and self._now() >= self._loading_due:
-                    text = f"the part that {self.name} loads did not get on for {LOADING_QUIET_S:.0f} s"
-                    raise DeadlineExceeded(text, remedy="is its disk, or the way to who gives the model, blocked?")
+                    text = f"{self.name} loads a part and made no progress for {LOADING_QUIET_S:.0f} s"
+                    raise DeadlineExceeded(text, remedy="check its disk and its connection to the model's sender")
             return asked.result()
         finally:
             self._on_bytes = None
@@ -211,7 +211,7 @@ class Peer:
         except P2PTrainError as error:
             problem = error
         except Exception as mistake:  # a defect of this program: end the calls that wait for the worker
-            self._end(ConnectionLost(f"this client failed over what it said: {type(mistake).__name__}"))
+            self._end(ConnectionLost(f"this client failed to process its message: {type(mistake).__name__}"))
             raise
         self._end(problem)
 
@@ -236,11 +236,11 @@ class Peer:
                     listener(self, message)
             case PartLoading(done_bytes, total_bytes):
                 if not 0 <= done_bytes <= total_bytes < 1 << 60:
-                    raise ProtocolError(f"{self.name} loaded {done_bytes} of {total_bytes} bytes")
+                    raise ProtocolError(f"{self.name} reported {done_bytes} of {total_bytes} bytes as loaded")
                 if self._on_bytes is not None:
                     self._loading_due = self._now() + LOADING_QUIET_S
                     self._on_bytes(done_bytes, total_bytes)
             case Refuse():
                 raise Refused(message.code, f"{self.name}: {message.message}", remedy=message.remedy)
             case _:
-                raise ProtocolError(f"{self.name} sent {type(message).__name__} to a client")
+                raise ProtocolError(f"{self.name} sent an unexpected {type(message).__name__}")

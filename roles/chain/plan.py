@@ -112,7 +112,7 @@ async def tensor_table(context: Context, model: Model) -> Mapping[str, TensorRec
 @asynccontextmanager
 async def _receiving(context: Context, model: Model) -> AsyncIterator[ModelReceiver]:
     if model.sender is None:
-        raise UserError(f"nobody gives {model.name}", remedy="name its directory")
+        raise UserError(f"no peer offers {model.name}", remedy="give its directory")
     connection = await _dialled(context, model.sender, "model", model.id)
     async with _disk(context) as disk:
         receiver = ModelReceiver(context.world.clock.now, model.id, disk)
@@ -154,7 +154,7 @@ async def workers_of(ask: Request) -> list[WorkerAt]:
         try:
             host, port = parse_address(info.address)
         except UserError as error:
-            raise ProtocolError(f"the seed tells of a peer at {info.address[:80]!r}: {error.message}") from error
+            raise ProtocolError(f"the seed listed a peer at {info.address[:80]!r}: {error.message}") from error
         found.append(WorkerAt(info.id, info.name, host, port, info.device))
     return found
 
@@ -247,12 +247,12 @@ class WorkerPool:
             UserError: there is no worker.
         """
         if not workers:
-            raise UserError("no worker is there to hold a part of the model", remedy="start some: p2ptrain join")
+            raise UserError("there is no worker to hold a part of the model", remedy="start one: p2ptrain join")
         pool = cls(context)
         await asyncio.gather(*(pool._try(worker, timeout_s) for worker in workers))
         if not pool.peers:
             said = "; ".join(f"{name}: {reason}" for name, reason in pool.refused.items())
-            raise NetworkError(f"no worker can be used: {said}", remedy="see p2ptrain check, on this machine")
+            raise NetworkError(f"no worker can be used: {said}", remedy="run p2ptrain check on this machine")
         return pool
 
     async def _try(self, worker: WorkerAt, timeout_s: float) -> None:
@@ -333,7 +333,7 @@ class WorkerPool:
         asked = [peer for peer in self.peers.values() if worker in ("", peer.name, peer.worker.peer_id)]
         if not asked:
             names = ", ".join(sorted(peer.name for peer in self.peers.values()))
-            raise UserError(f"there is no worker {worker!r}", remedy=f"there are: {names}")
+            raise UserError(f"there is no worker {worker!r}", remedy=f"use one of {names}")
         problems = []
         for peer in asked:
             try:

@@ -319,7 +319,7 @@ class Session:
 
     def __init__(self, seats: Sequence[int], now: float) -> None:
         if not seats:
-            raise ValueError("a chain has a stage")
+            raise ValueError("a chain needs at least one stage")
         self.epoch = 1
         self.phase = Phase.MENDING
         self.ids: list[int] = []
@@ -375,7 +375,7 @@ class Session:
             case StageAssigned(index, seat):
                 if self._stages[index].seat < seat:
                     if self._stages[index].seat >= 0:  # its loss was not reported
-                        self._vacate(index, "another peer has its place", now)
+                        self._vacate(index, "another peer replaced it", now)
                     self._stages[index] = _Stage(seat=seat)
             case Lost(index, seat, reason):
                 if self._stages[index].seat == seat:
@@ -407,9 +407,9 @@ class Session:
         if not 0 < len(event.ids) <= CHUNK:
             raise ValueError(f"a forward request has 1 to {CHUNK} positions, not {len(event.ids)}")
         if not 0 <= event.keep <= len(self.ids) or not 0 <= event.samples <= len(event.ids) or event.sample_index < 0:
-            raise ValueError(f"request {self.submitted} keeps {event.keep} of {len(self.ids)} positions")
+            raise ValueError(f"invalid request {self.submitted}: it keeps {event.keep} of {len(self.ids)} positions")
         if not self.room:
-            raise ValueError(f"{WINDOW} requests are under way")
+            raise ValueError(f"{WINDOW} requests are in flight, the maximum")
         del self.ids[event.keep :]
         self.ids += event.ids
         last, number = len(self._stages) - 1, self._number()
@@ -424,11 +424,11 @@ class Session:
         request = requests[0]
         if event.number != request.number:
             if event.number > self.last_number or any(event.number == other.number for other in requests):
-                what = f"it answered request {event.number} where {request.number} was due"
+                what = f"it answered request {event.number}, expected {request.number}"
                 self._misbehaved(request.last, what, now, out)
             return
         if len(event.tokens) != request.samples or len(event.spent_us) != request.last + 1:
-            what = f"its answer to request {request.number} has the wrong numbers of values"
+            what = f"its answer to request {request.number} has a wrong number of tokens or stage times"
             self._misbehaved(request.last, what, now, out)
             return
         requests.popleft()
@@ -502,7 +502,7 @@ class Session:
             return
         self._stalls += 1
         if self._stalls > MOST_STALLS:
-            text = f"no stage is lost, and yet the chain did not answer for {now - requests[0].sent_at:.0f} s"
+            text = f"no stage is lost, but the chain did not answer for {now - requests[0].sent_at:.0f} s"
             self._fail(DeadlineExceeded(text, remedy="a worker may be overloaded: see p2ptrain peers"), out)
             return
         self._begin_mending(now)
@@ -570,7 +570,7 @@ class Session:
     def _set_back(self, what: str, remedy: str, out: list[Instruction]) -> None:
         self._setbacks += 1
         if self._setbacks > 8 + 3 * len(self._stages):
-            text = f"the chain was set back {self._setbacks} times without any progress; the last time {what}"
+            text = f"the chain failed {self._setbacks} times without any progress; the last failure: {what}"
             self._fail(PeerError(text, remedy=remedy), out)
 
     def _fail(self, error: P2PTrainError, out: list[Instruction]) -> None:

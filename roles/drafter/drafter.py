@@ -211,7 +211,7 @@ class Drafter:
         fault."""
         caller = _Caller(Line(connection, QUIET_S, beat_s=BEAT_S), printable(hello.name) or "a verifier")
         self._callers.add(caller)
-        self._tell(f"{caller.name} is there: its texts are drafted for")
+        self._tell(f"{caller.name} connected: this drafter drafts for its texts")
         try:
             async with caller.line.alive():
                 while True:
@@ -243,7 +243,7 @@ class Drafter:
             case Request(id=number, method="probe.clock"):
                 caller.say(Response(number, {}))
             case message:
-                raise ProtocolError(f"a verifier sent {type(message).__name__}")
+                raise ProtocolError(f"a verifier sent an unexpected {type(message).__name__}")
 
     def _find_untrusted(self, caller: _Caller, stream: int) -> _Session | None:
         """The session; None: it is over. Raises ``ProtocolError``: it was never opened."""
@@ -256,7 +256,7 @@ class Drafter:
         arrive."""
         check_opening_untrusted(opening)
         if stream <= caller.last:
-            raise ProtocolError(f"session {stream} after session {caller.last}")
+            raise ProtocolError(f"session {stream} was opened after session {caller.last}")
         caller.last = stream
         caller.line.silence_s = min(caller.line.silence_s, opening.silence_s)
         data = await caller.line.bulk(ID_BYTES * opening.count, stream=stream)
@@ -281,11 +281,11 @@ class Drafter:
             raise Refused(OTHER_TOKENIZER, text, remedy="draft with a model of the same family")
         positions = min(opening.positions, serves.context or opening.positions)
         if positions <= opening.count:
-            text = f"{opening.count} tokens, and {serves.model} knows {serves.context} positions"
+            text = f"{opening.count} tokens are too many: {serves.model} has a context of {serves.context}"
             raise Refused(TOO_LONG, text, remedy=LONGER)
         if len(self._sessions) >= self._most_sessions:
             raise Refused(
-                FULL, f"{self._most_sessions} sessions are drafted for already", remedy="start another drafter"
+                FULL, f"the drafter already has {self._most_sessions} sessions", remedy="start another drafter"
             )
         cache_bytes = positions * self._engine.cache_position_bytes
         left_bytes = serves.limit_bytes - sum(session.cache_bytes for session in self._sessions)
@@ -384,7 +384,7 @@ class Drafter:
         """
         keep = run.keep + session.taken
         if keep + piece > session.positions:
-            text = f"{keep + piece} tokens, and {self.serves.model} knows {self.serves.context} positions"
+            text = f"{keep + piece} tokens are too many: {self.serves.model} has a context of {self.serves.context}"
             raise Refused(TOO_LONG, text, remedy=LONGER)
         began = self._now()
         if not session.opened:

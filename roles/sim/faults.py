@@ -270,7 +270,7 @@ class Faults:
                 room[:taken] = rest[:taken]
                 connection.buffer_updated(taken)
                 rest = rest[taken:]
-            self._simulation.observer.check("garbage ends it", connection._ended, lambda: f"{noise.hex()} was taken")
+            self._simulation.observer.check("garbage ends it", connection._ended, lambda: f"{noise.hex()} was accepted")
 
         self._simulation.loop.call_soon(inject, context=contextvars.copy_context())
 
@@ -325,23 +325,23 @@ class Faults:
     async def _person(self, kind: str) -> None:
         simulation = self._simulation
         if kind == "pause":
-            self._tell("the person pauses")
+            self._tell("the operator pauses the job")
             await simulation.ask("jobs.pause", job=simulation.job)
             self._lasting.append(asyncio.create_task(self._resume(self._random.uniform(0, 10))))
         elif kind == "save":
-            self._tell("the person saves")
+            self._tell("the operator saves a checkpoint")
             await simulation.ask("jobs.save", job=simulation.job)
         else:
             known = (await simulation.ask("checkpoints.list", job=simulation.job)).get("checkpoints", [])
             if known:
                 chosen = self._random.choice(known)
-                self._tell(f"the person restores step {chosen['step']}")
+                self._tell(f"the operator restores step {chosen['step']}")
                 self._simulation.observer.wanted.add(chosen["step"])
                 await simulation.ask("checkpoints.restore", id=chosen["id"])
 
     async def _resume(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        self._tell("the person resumes")
+        self._tell("the operator resumes the job")
         await self._simulation.ask("jobs.resume", job=self._simulation.job)
 
     async def _gone(self, machine: Machine) -> None:

@@ -317,7 +317,7 @@ class ProcessDisk:
     def read_range(self, path: Path, start: int, stop: int) -> bytes:
         data = self._file(path).data[start:stop]
         if len(data) != stop - start:
-            raise StorageError(f"{path} has no bytes {start} to {stop}")
+            raise StorageError(f"{path} is too short: it has no bytes {start} to {stop}")
         return data
 
     def hash_file(self, path: Path) -> str:
@@ -397,7 +397,7 @@ class ProcessDisk:
         if node is None:
             raise _problem(errno.ENOENT, source)
         if source.parent != target.parent:
-            raise NotImplementedError("nothing here is renamed into another directory")
+            raise NotImplementedError("the simulator cannot rename into another directory")
 
         def change(entries: Entries) -> None:
             entries.pop(source.name, None)

@@ -118,7 +118,7 @@ class Observer:
 
     def cut(self, who: str, cuts: tuple[int, ...]) -> None:
         known = self._cuts = cuts if self._cuts is None else self._cuts
-        self.check("one cut", cuts == known, lambda: f"{who} was told to cut at {cuts}, and it was {known}")
+        self.check("one cut", cuts == known, lambda: f"{who} received cuts {cuts}, expected {known}")
 
     # ----------------------------------------------------------------------------------------------------- the members
 
@@ -200,12 +200,12 @@ class Observer:
         self.check(
             "nothing saved is taken back",
             view.step >= line.saved_step,
-            lambda: f"generation {view.generation} begins at step {view.step}, {line.saved_step} was noted as saved",
+            lambda: f"generation {view.generation} begins at step {view.step}, but step {line.saved_step} was saved",
         )
         self.check(
             "progress",
             self.stages == 1 or len(self._members) < MOST_VIEWS,
-            lambda: f"{MOST_VIEWS} views, and the job is at step {view.step}",
+            lambda: f"after {MOST_VIEWS} views the job is only at step {view.step}",
         )
         step, members = self.kept
         gone = members - {member.name for member in view.members}
@@ -253,7 +253,7 @@ class Observer:
             return
         lineage, step = head.base_lineage, head.base_step
         anew = step == 0 or step in self.line.left_at
-        self.check("ledger", anew, lambda: f"the ledger begins with step {head.base_step}, and the line was not left")
+        self.check("ledger", anew, lambda: f"the ledger begins at step {head.base_step}, where no view left the line")
         for row in rows:
             step, lineage = step + 1, next_lineage(lineage, row.digest)
             on_line = self.line.lineages.get(row.step, lineage)
@@ -333,7 +333,7 @@ class Observer:
             self.check(
                 "verified",
                 not promised or step == restore_step,
-                lambda: f"{machine.host} had verified a checkpoint of step {restore_step}, and finds {step}",
+                lambda: f"{machine.host} verified a checkpoint of step {restore_step}, but loads {step}",
             )
             self._announced[key] = step
             machine.announced = {at: digest for at, digest in machine.announced.items() if at <= restore_step}
@@ -344,5 +344,5 @@ class Observer:
             return
         least = self._announced.get(key, 0)
         self.check(
-            "durable", step >= least, lambda: f"{machine.host} announced a checkpoint of step {least}, and finds {step}"
+            "durable", step >= least, lambda: f"{machine.host} announced a checkpoint of step {least}, but loads {step}"
         )

@@ -37,7 +37,7 @@ class Drafting:
 
     def __init__(self, ids: Sequence[int], *, prompt: int, positions: int, depth: int) -> None:
         if not 0 < prompt <= len(ids) <= positions:
-            raise ProtocolError("a session with no prompt, or with more tokens than it may have")
+            raise ProtocolError("the session has no prompt, or more tokens than positions")
         self.epoch = 0
         self.number = 0
         self.ready = False
@@ -81,11 +81,11 @@ class Drafting:
     def _told(self, verdict: VerdictReceived) -> None:
         start, end = verdict.start, verdict.start + len(verdict.tokens)
         if verdict.number != self.number + 1:
-            raise ProtocolError(f"verdict {verdict.number} after verdict {self.number}")
+            raise ProtocolError(f"verdict {verdict.number} arrived after verdict {self.number}")
         if not self._verified <= start <= len(self._ids):
-            raise ProtocolError(f"a verdict from position {start}, with {self._verified} to {len(self._ids)} known")
+            raise ProtocolError(f"a verdict starts at position {start}, expected {self._verified} to {len(self._ids)}")
         if end > self._positions:
-            raise ProtocolError(f"a verdict up to position {end} of a session of {self._positions}")
+            raise ProtocolError(f"a verdict ends at position {end}, but the session has {self._positions}")
         self.number = verdict.number
         self._depth = verdict.depth
         cut = next(

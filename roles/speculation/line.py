@@ -54,21 +54,21 @@ class Line:
     ) -> str:
         """Add drafts, and compare them with ``text``. Returns what is wrong with the message; empty if nothing is."""
         if not 0 <= epoch <= self.number:
-            return f"drafts after verdict {epoch}, with {self.number} sent"
+            return f"drafts name verdict {epoch}, but the last one sent is {self.number}"
         if not tokens:
             return "drafts without a token"
         if not 0 <= position <= position + len(tokens) <= self.told + self._reach:
-            return f"drafts up to position {position + len(tokens)}, with {self.told + self._reach} allowed"
+            return f"drafts end at position {position + len(tokens)}, but the limit is {self.told + self._reach}"
         if epoch < self.epoch:
-            return f"drafts after verdict {epoch}, behind some after verdict {self.epoch}"
+            return f"drafts for verdict {epoch} arrived after drafts for verdict {self.epoch}"
         began = epoch > self.epoch
         if began:
             if not self._sizes[epoch] <= position <= self.told:
-                return f"a line from position {position}, with {self._sizes[epoch]} to {self.told} told"
+                return f"drafts start at position {position}, expected {self._sizes[epoch]} to {self.told}"
             self._drop()
             self.epoch, self.dead = epoch, False
         elif not self._end <= position <= max(self.told, self._end):
-            return f"drafts from position {position}, with {self._end} next and {self.told} told"
+            return f"drafts continue at position {position}, expected {self._end}, or at most {self.told}"
         follows = not began and position == self._end
         self._end = position + len(tokens)
         if self.dead:

@@ -31,13 +31,13 @@ def check_opening_untrusted(message: DraftOpen) -> None:
     """Raise ``ProtocolError`` if no correct verifier opens a session like this."""
     if not 0 < message.prompt <= message.count <= message.positions <= MAX_POSITIONS:
         raise ProtocolError(
-            f"a session with {message.count} ids, {message.prompt} of them its prompt's, of {message.positions} at most"
+            f"invalid session: {message.count} ids ({message.prompt} in the prompt), {message.positions} positions"
         )
     if not 0 < message.vocab_size <= MAX_VOCAB or len(message.tokenizer) > 128:
-        raise ProtocolError("a session of a model that cannot be: by the size of its vocabulary, or its tokenizer")
+        raise ProtocolError("invalid session: the vocabulary's size or the tokenizer's name is out of range")
     _check_depth_untrusted(message.depth)
     if not SHORTEST_SILENCE_S <= message.silence_s <= LONGEST_SILENCE_S:
-        raise ProtocolError(f"a session in which silence is allowed for {message.silence_s:g} s")
+        raise ProtocolError(f"invalid session: a silence limit of {message.silence_s:g} s")
     try:
         check_sampling(sampling_of(message))
     except UserError as error:
@@ -51,10 +51,10 @@ def sampling_of(opening: DraftOpen) -> Sampling:
 def ids_untrusted(data: bytes | bytearray, *, vocab_size: int) -> tuple[int, ...]:
     """Decode token ids. Raises ``ProtocolError``: they are not in the vocabulary."""
     if len(data) % ID_BYTES:
-        raise ProtocolError(f"{len(data)} bytes are no whole token ids")
+        raise ProtocolError(f"{len(data)} bytes are not a whole number of token ids")
     ids = decode_ids(bytes(data))
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise ProtocolError(f"a token id is none of the {vocab_size} that there are")
+        raise ProtocolError(f"a token id is not in the vocabulary of {vocab_size} tokens")
     return ids
 
 
@@ -72,10 +72,10 @@ def tokens_untrusted(data: bytes, *, vocab_size: int) -> tuple[int, ...]:
     """Decode the tokens of drafts or of a verdict. Raises ``ProtocolError``: they are not in the vocabulary."""
     size = token_bytes(vocab_size)
     if len(data) % size:
-        raise ProtocolError(f"{len(data)} bytes are no whole tokens")
+        raise ProtocolError(f"{len(data)} bytes are not a whole number of tokens")
     tokens = tuple(int.from_bytes(data[at : at + size], "little") for at in range(0, len(data), size))
     if tokens and max(tokens) >= vocab_size:
-        raise ProtocolError(f"a token id is none of the {vocab_size} that there are")
+        raise ProtocolError(f"a token id is not in the vocabulary of {vocab_size} tokens")
     return tokens
 
 
@@ -86,7 +86,7 @@ def told_untrusted(message: Verdict, number: int, *, verified: int, vocab_size: 
         number: number of the verdict, from the header. verified: positions verified before it.
     """
     if not 0 < number <= MAX_NUMBER or not 0 <= message.right <= MAX_POSITIONS:
-        raise ProtocolError(f"verdict {number}, by which {message.right} drafts are right")
+        raise ProtocolError(f"invalid verdict {number}: it accepts {message.right} drafts")
     _check_depth_untrusted(message.depth)
     start = verified + message.right
     return VerdictReceived(number, start, tokens_untrusted(message.tokens, vocab_size=vocab_size), message.depth)
@@ -95,16 +95,16 @@ def told_untrusted(message: Verdict, number: int, *, verified: int, vocab_size: 
 def drafts_untrusted(message: Drafts, epoch: int, *, vocab_size: int) -> tuple[int, ...]:
     """Decode drafts. ``epoch``: from the header. Raises ``ProtocolError``: no correct drafter sends them."""
     if not 0 <= epoch <= MAX_NUMBER or not 0 <= message.position <= MAX_POSITIONS:
-        raise ProtocolError(f"drafts of epoch {epoch} from position {message.position}")
+        raise ProtocolError(f"invalid drafts: epoch {epoch}, position {message.position}")
     if not 0 < len(message.tokens) <= token_bytes(vocab_size) * MAX_DEPTH:
-        raise ProtocolError(f"drafts of {len(message.tokens)} bytes")
+        raise ProtocolError(f"invalid drafts: {len(message.tokens)} bytes")
     return tokens_untrusted(message.tokens, vocab_size=vocab_size)
 
 
 def step_untrusted(message: DraftReady) -> float:
     """Seconds that a draft takes; 0: unknown. Raises ``ProtocolError``."""
     if not (math.isfinite(message.step_ms) and 0 <= message.step_ms <= 3.6e6):
-        raise ProtocolError(f"a draft that takes {message.step_ms:g} ms")
+        raise ProtocolError(f"invalid time of a draft: {message.step_ms:g} ms")
     return message.step_ms / 1e3
 
 
@@ -115,4 +115,4 @@ def refused_untrusted(message: StreamRefused) -> Refused:
 
 def _check_depth_untrusted(depth: int) -> None:
     if not 0 <= depth <= MAX_DEPTH:
-        raise ProtocolError(f"{depth} positions are to be drafted; {MAX_DEPTH} are the most")
+        raise ProtocolError(f"invalid draft depth {depth}, expected 0 to {MAX_DEPTH}")

@@ -105,7 +105,7 @@ class Verifying:
         most_drafts: int = MOST_DRAFTS,
     ) -> None:
         if not ids or max_new_tokens < 1:
-            raise ValueError("a generation has a prompt, and makes a token")
+            raise ValueError("a generation needs a prompt and at least one new token")
         self.ended = ""
         self.stats = Stats()
         self.right_of = Counter[int]()
@@ -188,7 +188,7 @@ class Verifying:
 
     def _ready(self, event: DrafterReady, now: float) -> list[VerifierInstruction]:
         if not self._prompt <= event.known <= len(self._text):
-            raise ValueError(f"a drafter was opened with {event.known} of {len(self._text)} tokens")
+            raise ValueError(f"a drafter's session began with {event.known} of {len(self._text)} tokens")
         line = self._lines[event.drafter] = Line(event.known, self.opening_depth, event.model, now)
         out = self._review(now)
         return out if out or event.known == len(self._text) else [self._tell(event.drafter, line, now)]
@@ -198,7 +198,7 @@ class Verifying:
         if line is None:
             return []
         if not all(0 <= token < self._vocab_size for token in event.tokens):
-            fault = "a token that the model does not know"
+            fault = "a token is not in the model's vocabulary"
         else:
             fault = line.receive_untrusted(event.epoch, event.position, event.tokens, self._text, now)
         if fault:
@@ -293,7 +293,7 @@ class Verifying:
     def _passed(self, event: PassDone, now: float) -> list[VerifierInstruction]:
         run, self._pass = self._pass, None
         if run is None or len(event.tokens) != run.samples:
-            raise ValueError(f"a pass with {len(event.tokens)} picks, which was not asked for")
+            raise ValueError(f"unexpected result of a pass: {len(event.tokens)} sampled tokens")
         accepted = 0
         if run.prefill:
             self._held = run.keep + len(run.ids)

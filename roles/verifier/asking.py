@@ -95,5 +95,5 @@ def failed(mistake: Exception) -> JobFailed:
     """Report a defect to the loop's exception handler. Return the error that the client gets."""
     context = {"message": "a text failed", "exception": mistake}
     asyncio.get_running_loop().call_exception_handler(context)
-    text = f"the verifier failed over this text: {type(mistake).__name__}: {mistake}"
-    return JobFailed(text, remedy="this is a mistake in p2ptrain; the verifier's terminal tells more")
+    text = f"the verifier failed on this text: {type(mistake).__name__}: {mistake}"
+    return JobFailed(text, remedy="this is a bug in p2ptrain; the verifier's terminal has the details")

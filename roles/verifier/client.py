@@ -33,7 +33,7 @@ ENDS = ("stop", "end", "length", "cancelled")
 MOST_PIECES = 1 << 16
 """Most unread pieces of one text: far more than a correct verifier sends ahead of the reader."""
 MOST_CHARS = 1 << 28
-IF_LOST = "ask again when it is back, or ask another one: p2ptrain generate --verifier NAME"
+IF_LOST = "try again when it is back, or use another one: p2ptrain generate --verifier NAME"
 
 
 def dialled_host(verifier: ServingInfo, seed_host: str) -> str:
@@ -82,7 +82,7 @@ class VerifierClient:
         )
         if welcome.peer_id != verifier.id:
             connection.abort()
-            raise Refused("wrong-identity", f"another peer answers where {verifier.name} should be")
+            raise Refused("wrong-identity", f"another peer answered at the address of {verifier.name}")
         return cls(verifier, connection, if_lost)
 
     @property
@@ -139,7 +139,7 @@ class VerifierClient:
         if text is None:
             remedy = self._problem.remedy or self._if_lost
             return NetworkError(f"the verifier {name} is lost: {why}", remedy=remedy)
-        made = f"{text.count} tokens ({text.chars} characters) of its text had come"
+        made = f"{text.count} tokens ({text.chars} characters) of its text had arrived"
         return NetworkError(
             f"the verifier {name} was lost in the middle of a text: {why}; {made}", remedy=self._if_lost
         )
@@ -165,7 +165,7 @@ class VerifierClient:
 
     def _take_untrusted(self, message: Message, stream: int) -> None:
         if not isinstance(message, wire.QuestionAccepted | wire.Piece | wire.Written | wire.StreamRefused):
-            raise ProtocolError(f"a verifier does not say {type(message).__name__} to a client")
+            raise ProtocolError(f"the verifier sent an unexpected {type(message).__name__}")
         if not 0 < stream < self._next:
             raise ProtocolError(f"an answer to question {stream}, which was not asked")
         if (text := self._texts.get(stream)) is None:  # the text was closed
@@ -224,26 +224,26 @@ class Text:
     def take_untrusted(self, message: wire.QuestionAccepted | wire.Piece | wire.Written | wire.StreamRefused) -> None:
         """Process a message. Raises ``ProtocolError``: no correct verifier sends it."""
         if self.ended or self._error is not None:
-            raise ProtocolError(f"{type(message).__name__} after the end of a text")
+            raise ProtocolError(f"{type(message).__name__} arrived after the end of a text")
         match message:
             case wire.QuestionAccepted(prompt_tokens, left_out):
                 if self._began or prompt_tokens < 1 or left_out < 0:
-                    raise ProtocolError("a text that begins twice, or after no prompt")
+                    raise ProtocolError("a text began twice, or its counts are invalid")
                 self._began, self.prompt_tokens, self.left_out = True, prompt_tokens, left_out
             case wire.Piece():
                 if not self._began or len(message.tokens) % ID_BYTES:
-                    raise ProtocolError("a piece of no text")
+                    raise ProtocolError("a piece came before its text began, or has invalid tokens")
                 if len(self._pieces) >= MOST_PIECES or self.chars > MOST_CHARS:
-                    raise ProtocolError("more text than a verifier writes")
+                    raise ProtocolError("the text exceeds the size limit")
                 tokens = decode_ids(message.tokens)
                 if tokens and min(tokens) < 0:
-                    raise ProtocolError("a token below 0")
+                    raise ProtocolError("a token id is negative")
                 self._pieces.append(Piece(message.text, tokens))
                 self.chars += len(message.text)
                 self.count += len(tokens)
             case wire.Written(ended, stats):
                 if ended not in ENDS or not (self._began or ended == "cancelled"):
-                    raise ProtocolError(f"a text that ends by {ended[:40]!r}")
+                    raise ProtocolError(f"invalid end of a text: {ended[:40]!r}")
                 self._began, self.ended, self._stats = True, ended, _plain(stats)
             case wire.StreamRefused():
                 so_far = f" (after {self.count} tokens of the text)" if self._began else ""

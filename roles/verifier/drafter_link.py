@@ -310,7 +310,7 @@ class DrafterLink:
 
     def _late(self, session: DraftSession) -> None:
         if not session.ready:
-            self.drop(DeadlineExceeded(f"it did not take in a session's tokens within {READY_S:g} s"))
+            self.drop(DeadlineExceeded(f"it did not process a session's tokens within {READY_S:g} s"))
 
     def _forget(self, session: DraftSession) -> None:
         session.over = True
@@ -326,15 +326,15 @@ class DrafterLink:
         match message:
             case Response():
                 if not self._calls.answered(message):
-                    raise ProtocolError("it answers what it was not asked")
+                    raise ProtocolError("it answered a request that was not sent")
                 return
             case Refuse(code, text, remedy):
                 raise Refused(code, f"it refuses: {printable(text)}", remedy=printable(remedy))
             case Drafts() | DraftReady() | StreamRefused():
                 if not 0 < stream <= self._last_stream:
-                    raise ProtocolError(f"it speaks of session {stream}, which was never opened")
+                    raise ProtocolError(f"it named session {stream}, which was never opened")
             case _:
-                raise ProtocolError(f"it sent {type(message).__name__} to a verifier")
+                raise ProtocolError(f"it sent an unexpected {type(message).__name__}")
         session = self._sessions.get(stream)
         if session is None:  # the session ended while the message was on its way
             return
@@ -342,14 +342,14 @@ class DrafterLink:
         match message:
             case DraftReady():
                 if session.ready:
-                    raise ProtocolError("a session of it is ready twice")
+                    raise ProtocolError("it reported a session as ready twice")
                 if (draft_s := step_untrusted(message)) and not self.model.draft.count:
                     self.model.draft = Average(draft_s)
                 session.ready = True
                 session.on_event(DrafterReady(session.drafter, len(session.opening.ids), self.model))
             case Drafts(position):
                 if not session.ready:
-                    raise ProtocolError("it drafts for a session before it is ready")
+                    raise ProtocolError("it drafted for a session that is not ready")
                 tokens = drafts_untrusted(message, received.generation, vocab_size=self.tokens.vocab_size)
                 position = position or session.drafted
                 session.drafted = position + len(tokens)

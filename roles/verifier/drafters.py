@@ -89,7 +89,7 @@ class Drafters:
             return True
         if at.peer_id != self._unfit:
             self._unfit = at.peer_id
-            text = f"drafter {at.name} is of no use here: {at.model} has another tokenizer"
+            text = f"drafter {at.name} cannot be used here: {at.model} has another tokenizer"
             self._context.notify("warning", "other-tokenizer", f"{text}; draft with a model of the same family")
         return False
 
@@ -149,7 +149,7 @@ class SessionDrafters:
 
     def drop(self, drafter: int, reason: str) -> None:
         if (session := self._open.get(drafter)) is not None:
-            session.link.drop(ProtocolError(f"it drafts what cannot be: {reason}"))
+            session.link.drop(ProtocolError(f"it sent invalid drafts: {reason}"))
 
     def facts(self) -> list[DrafterFacts]:
         """Facts of every drafter that ever became ready in this session, also after ``close``."""

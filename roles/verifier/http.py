@@ -104,7 +104,7 @@ async def listening(host: str, port: int, key: str | None) -> socket.socket:
     if not is_loopback(sock.getsockname()[0]) and key is None:
         sock.close()
         raise UserError(
-            f"HTTP on {host} needs a key: whoever reaches that port could use the model",
+            f"HTTP on {host} needs an API key: without it, everyone who reaches the port can use the model",
             remedy="give --api-key-file FILE, or listen on 127.0.0.1",
         )
     return sock
@@ -133,7 +133,7 @@ def read_key(path: Path, warn: Callable[[str], None]) -> str:
     key = content.decode("ascii", "replace").strip()
     if len(key) not in KEY_CHARS or not all("!" <= letter <= "~" for letter in key):
         least, most = KEY_CHARS[0], KEY_CHARS[-1]
-        text = f"{path} holds no API key: one line of {least} to {most} letters, digits and signs, no spaces"
+        text = f"{path} has no valid API key: one line of {least} to {most} letters, digits and signs, no spaces"
         raise UserError(text, remedy=_MAKE_KEY)
     if sys.platform != "win32" and mode & (stat.S_IRWXG | stat.S_IRWXO):
         warn(f"other users of this machine may read the API key in {path}: chmod 600 {path}")

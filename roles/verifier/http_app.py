@@ -141,7 +141,7 @@ class HttpApp:
         if not shown:
             raise Problem(
                 401,
-                "an API key is wanted: send it as Authorization: Bearer KEY",
+                "an API key is required: send it as Authorization: Bearer KEY",
                 code="missing_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
@@ -154,11 +154,11 @@ class HttpApp:
         """Refuse requests that a browser sends for a foreign page. A page may make a browser send requests to this
         machine (with its ``Origin``), and rename this machine to read the answers (``Host``: DNS rebinding). Programs
         do neither."""
-        remedy = "give the endpoint an API key if that is meant to be"
+        remedy = "to allow it, start the endpoint with an API key"
         if not _names_loopback(request.headers.get("host", "")):
-            raise Problem(403, f"Host names another machine than this one: {remedy}", code="host_refused")
+            raise Problem(403, f"the Host header names another machine: {remedy}", code="host_refused")
         if not all(_names_loopback(origin.partition("://")[2]) for origin in request.headers.getlist("origin")):
-            raise Problem(403, f"pages from elsewhere may not ask here: {remedy}", code="origin_refused")
+            raise Problem(403, f"pages of other machines may not use this endpoint: {remedy}", code="origin_refused")
 
     # routes
 
@@ -181,7 +181,7 @@ class HttpApp:
 
     def _check_model(self, name: str) -> None:
         if name != self.service.model:
-            here = f"there is no such model here, only {self.service.model}"
+            here = f"this endpoint has only the model {self.service.model}"
             raise Problem(404, here, code="model_not_found", param="model")
 
     async def _body(self, request: HttpRequest) -> bytes:
@@ -195,10 +195,10 @@ class HttpApp:
                     if size <= MOST_BODY_BYTES:
                         body += chunk
         except TimeoutError:
-            late = "the body did not come in time"
+            late = "the request body did not arrive in time"
             raise Problem(408, late, code="request_timeout", headers={"connection": "close"}) from None
         if size > MOST_BODY_BYTES:
-            large = f"a body may have {MOST_BODY_BYTES >> 20} MiB: send less"
+            large = f"the request body is larger than {MOST_BODY_BYTES >> 20} MiB: send less"
             raise Problem(413, large, code="request_too_large", headers={"connection": "close"})
         return bytes(body)
 
@@ -351,7 +351,7 @@ async def _not_routed(request: HttpRequest, error: HTTPException) -> Response:
 
 def _stops() -> Problem:
     again = {"retry-after": str(RETRY_AFTER_S), "connection": "close"}
-    return Problem(503, "this endpoint stops: ask again later", code=STOPPING, headers=again)
+    return Problem(503, "this endpoint is shutting down: try again later", code=STOPPING, headers=again)
 
 
 def _tell(error: Exception) -> None:

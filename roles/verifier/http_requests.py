@@ -40,16 +40,16 @@ IGNORED = frozenset(
     }
 )
 """Parameters for OpenAI's own service, and hints: the text is the same without them."""
-_PICKED = "a token is picked by temperature, top_k and top_p alone"
-_TEXT_ONLY = "text is all that is written"
-_NO_TOOLS = "this model is given no tools"
+_PICKED = "tokens are sampled by temperature, top_k and top_p only"
+_TEXT_ONLY = "only text is supported"
+_NO_TOOLS = "this endpoint has no tools"
 NOT_OBEYED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), "one text a prompt is written; ask again, with another seed"),
-    "best_of": ((1,), "one text a prompt is written; ask again, with another seed"),
-    "echo": ((False,), "the prompt is not repeated"),
-    "suffix": (("",), "text is written behind the prompt, not into a gap"),
-    "logprobs": ((False,), "probabilities are not told"),
-    "top_logprobs": ((0,), "probabilities are not told"),
+    "n": ((1,), "each prompt gets one text; ask again with another seed"),
+    "best_of": ((1,), "each prompt gets one text; ask again with another seed"),
+    "echo": ((False,), "the answer never repeats the prompt"),
+    "suffix": (("",), "text is written after the prompt, not into a gap"),
+    "logprobs": ((False,), "probabilities are not returned"),
+    "top_logprobs": ((0,), "probabilities are not returned"),
     "presence_penalty": ((0, 0.0), _PICKED),
     "frequency_penalty": ((0, 0.0), _PICKED),
     "repetition_penalty": ((1, 1.0), _PICKED),
@@ -59,10 +59,10 @@ NOT_OBEYED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tool_choice": (("none", "auto"), _NO_TOOLS),
     "functions": (([],), _NO_TOOLS),
     "function_call": (("none", "auto"), _NO_TOOLS),
-    "response_format": (({"type": "text"},), "the form of the text is not forced"),
+    "response_format": (({"type": "text"},), "the format of the text cannot be set"),
     "modalities": ((["text"],), _TEXT_ONLY),
     "audio": ((), _TEXT_ONLY),
-    "web_search_options": ((), "nothing is looked up"),
+    "web_search_options": ((), "there is no web search"),
 }
 """Parameters that would change the text → values that request nothing, and why others are refused."""
 
@@ -117,7 +117,7 @@ def problem_of(error: Exception) -> Problem:
     if isinstance(error, Problem):
         return error
     if not isinstance(error, P2PTrainError):
-        return Problem(500, "a mistake in this program; whoever runs it finds it told there", code="internal_error")
+        return Problem(500, "internal error; the verifier's terminal has the details", code="internal_error")
     message = f"{error.message}: {error.remedy}" if error.remedy else error.message
     if isinstance(error, TooLong):
         return Problem(400, message, code="context_length_exceeded")
@@ -165,7 +165,7 @@ def read_chat(body: bytes, draw_seed: Callable[[], int]) -> Request:
             if name != "name" and value not in (None, []):  # earlier answers may have empty fields
                 raise _refused(f"messages.{index}.{_shown(name)}", _TEXT_ONLY)
     if given.messages[-1].role != "user":
-        raise _wrong("messages", "the last message must be a user's: the next one is written")
+        raise _wrong("messages", "the last message must be a user's, for the model to answer")
     return _request(given, ({"turns": tuple(message.turn() for message in given.messages)},), draw_seed)
 
 
@@ -233,7 +233,7 @@ def _read(schema: type[_SomeBody], body: bytes) -> _SomeBody:
             str(part) for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part != "str")
         )
         if first["type"] == "json_invalid":
-            raise Problem(400, f"the body is no JSON: {first['msg']}", code="invalid_json") from None
+            raise Problem(400, f"the body is not JSON: {first['msg']}", code="invalid_json") from None
         if first["type"] == "missing":
             raise Problem(400, f"{where} is missing", code="missing_required_parameter", param=where) from None
         raise _wrong(where, first["msg"]) from None
@@ -247,7 +247,7 @@ def _check_other(name: str, value: object) -> None:
         return
     if name not in NOT_OBEYED:
         named = _shown(name)
-        raise Problem(400, f"there is no parameter {named}: leave it out", code="unknown_parameter", param=named)
+        raise Problem(400, f"unknown parameter {named}: leave it out", code="unknown_parameter", param=named)
     if value is None:
         return
     harmless, why = NOT_OBEYED[name]
@@ -258,9 +258,9 @@ def _check_other(name: str, value: object) -> None:
 def _request(given: _Body, asked: tuple[dict[str, Any], ...], draw_seed: Callable[[], int]) -> Request:
     named = {most for most in (given.max_tokens, given.max_completion_tokens) if most is not None}
     if len(named) > 1:
-        raise _wrong("max_tokens", "max_completion_tokens is its new name, and says something else")
+        raise _wrong("max_tokens", "max_completion_tokens is its new name, and has another value")
     if given.stream_options is not None and not given.stream:
-        raise _wrong("stream_options", "only of use where stream is true")
+        raise _wrong("stream_options", "allowed only if stream is true")
     sampling = SamplingOptions(
         temperature=given.temperature,
         top_k=given.top_k,
@@ -286,7 +286,7 @@ def _wrong(param: str, message: str) -> Problem:
 
 
 def _refused(param: str, why: str) -> Problem:
-    return Problem(400, f"{param} is not obeyed here: {why}", code="unsupported_parameter", param=param)
+    return Problem(400, f"{param} is not supported here: {why}", code="unsupported_parameter", param=param)
 
 
 def _shown(name: str) -> str:

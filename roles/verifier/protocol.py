@@ -44,10 +44,10 @@ def question(request: TextRequest) -> tuple[wire.Ask, bytes]:
     if (size_bytes := sum(map(len, texts))) > MOST_BYTES or len(texts) > MOST_TURNS:
         raise UserError(
             f"the question has {size_bytes} bytes in {len(texts)} parts",
-            remedy=f"ask a shorter one: at most {MOST_BYTES >> 20} MiB in {MOST_TURNS} parts",
+            remedy=f"shorten it: at most {MOST_BYTES >> 20} MiB in {MOST_TURNS} parts",
         )
     if len(request.stop) > MOST_STOPS or any(len(text) > STOP_CHARS for text in request.stop):
-        raise UserError(f"a verifier takes {MOST_STOPS} stop strings of {STOP_CHARS} characters", remedy="give fewer")
+        raise UserError(f"more than {MOST_STOPS} stop strings, or over {STOP_CHARS} characters", remedy="give fewer")
     wanted = request.sampling
     ask = wire.Ask(
         sizes=[len(text) for text in texts],
@@ -66,23 +66,23 @@ def question(request: TextRequest) -> tuple[wire.Ask, bytes]:
 def size_untrusted(ask: wire.Ask) -> int:
     """Size in bytes of a question's texts, checked before allocation. Raises ``ProtocolError``."""
     if not (len(ask.sizes) == len(ask.roles) <= MOST_TURNS or (len(ask.sizes) == 1 and not ask.roles)):
-        raise ProtocolError(f"a question of {len(ask.sizes)} texts and {len(ask.roles)} turns")
+        raise ProtocolError(f"invalid question: {len(ask.sizes)} texts and {len(ask.roles)} turns")
     if not ask.sizes or min(ask.sizes) < 0 or (size_bytes := sum(ask.sizes)) > MOST_BYTES:
-        raise ProtocolError(f"a question of more than {MOST_BYTES >> 20} MiB, or of no text")
+        raise ProtocolError(f"invalid question: it has more than {MOST_BYTES >> 20} MiB, or no text")
     return size_bytes
 
 
 def request_untrusted(ask: wire.Ask, data: bytes | bytearray) -> TextRequest:
     """Decode a question. ``data`` has ``size_untrusted`` bytes. Raises ``ProtocolError``: no client sends it."""
     if len(ask.stop) > MOST_STOPS or not all(0 < len(text) <= STOP_CHARS for text in ask.stop):
-        raise ProtocolError(f"{len(ask.stop)} stop strings; {MOST_STOPS} of {STOP_CHARS} characters are the most")
+        raise ProtocolError(f"{len(ask.stop)} stop strings; the limit is {MOST_STOPS} of {STOP_CHARS} characters")
     if not 0 <= ask.max_new_tokens < 1 << 31:
-        raise ProtocolError(f"{ask.max_new_tokens} new tokens")
+        raise ProtocolError(f"invalid number of new tokens: {ask.max_new_tokens}")
     try:
         sampling = SamplingOptions(ask.temperature, ask.top_k, ask.top_p, ask.seed)
         texts = list(_cut(data, ask.sizes))
     except (UserError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"a question that cannot be: {shortened(str(error), 200)}") from error
+        raise ProtocolError(f"invalid question: {shortened(str(error), 200)}") from error
     turns = tuple(Turn(role[:40], text) for role, text in zip(ask.roles, texts, strict=False))
     return TextRequest(
         prompt="" if turns else texts[0],

@@ -63,12 +63,12 @@ class _Caller:
             case wire.Ask():
                 size_bytes = size_untrusted(message)
                 if stream in self._asked:
-                    raise ProtocolError(f"question {stream} is asked twice")
+                    raise ProtocolError(f"question {stream} was sent twice")
                 data = await self._line.bulk(size_bytes, stream=stream)
                 request = request_untrusted(message, data)
                 if len(self._asked) >= MOST_ASKED:
-                    text = f"{MOST_ASKED} questions of yours are under way"
-                    error = Refused(RefusalCode.BUSY, text, remedy="wait for one")
+                    text = f"this connection already has {MOST_ASKED} questions"
+                    error = Refused(RefusalCode.BUSY, text, remedy="wait for an answer")
                     self._connection.send(refused(error), stream=stream)  # ``listen`` handles a lost connection
                     return
                 self._asked[stream] = self.tasks.start(self._answer(stream, request), f"question {stream}")
@@ -79,7 +79,7 @@ class _Caller:
                     self._stopped.add(stream)
                     task.cancel()
             case _:
-                raise ProtocolError(f"a client does not say {type(message).__name__} to a verifier")
+                raise ProtocolError(f"a client sent an unexpected {type(message).__name__}")
 
     def _forget(self, stream: int) -> None:
         if self._asked.pop(stream).cancelled() and stream in self._stopped:  # cancelled before it began

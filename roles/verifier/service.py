@@ -241,14 +241,14 @@ class VerifierService:
         text = self._text
         sampling = text.sampling(request.sampling)
         if request.max_new_tokens is not None and request.max_new_tokens < 1:
-            raise UserError(f"{request.max_new_tokens} new tokens are none", remedy="ask for at least one")
+            raise UserError(f"{request.max_new_tokens} new tokens are too few", remedy="ask for at least one")
         if not request.turns:
             ids = text.prompt_ids(request.prompt)
             most = self._most(len(ids)) if request.max_new_tokens is None else request.max_new_tokens
             text.checked(ids, most)
             return Prepared(ids, most, 0, text.writer(ids, stop=request.stop), sampling, grows=False)
         if request.prompt:
-            raise UserError("a prompt and a conversation", remedy="ask for one of them")
+            raise UserError("the request has both a prompt and a conversation", remedy="send one of them")
         form = self._form = self._form or ChatFormat(text)
         ids, most, left_out = _conversation(request).fit(form, self.context, request.max_new_tokens or self._most(0))
         ends = text.end_tokens | form.end_tokens
@@ -300,7 +300,7 @@ class VerifierService:
             async with asyncio.timeout(self._options.wait_s):
                 await self._ended.wait()
         except TimeoutError:
-            text = f"the verifier is busy: {len(self._running)} texts take its memory"
+            text = f"the verifier is busy: {len(self._running)} texts use its memory"
             raise Refused(RefusalCode.BUSY, text, remedy="try again later, or ask for fewer tokens") from problem
 
     def _let_go(self, kept: KeptSession) -> None:
@@ -367,16 +367,16 @@ class VerifierService:
 
 
 def _leaving() -> Refused:
-    return Refused(RefusalCode.SHUTTING_DOWN, "the verifier is leaving", remedy="ask another one")
+    return Refused(RefusalCode.SHUTTING_DOWN, "the verifier is shutting down", remedy="use another verifier")
 
 
 def _conversation(request: TextRequest) -> Conversation:
     turns = request.turns
     for turn in turns:
         if turn.role not in _ROLES:
-            raise UserError(f"a turn of {turn.role[:40]!r}", remedy=f"roles are {', '.join(_ROLES)}")
+            raise UserError(f"unknown role {turn.role[:40]!r} of a turn", remedy=f"use {', '.join(_ROLES)}")
     if turns[-1].role == ASSISTANT:
-        raise UserError("the last turn is the assistant's own", remedy="end with what it is to answer")
+        raise UserError("the last turn is the assistant's", remedy="end with a turn that it can answer")
     made = Conversation(turns[0].text if turns[0].role == SYSTEM else "")
     made.turns += turns[len(made.turns) :]
     return made

@@ -243,7 +243,7 @@ class TextSession:
                     async with asyncio.timeout(READER_S):
                         await self._taken.wait()
                 except TimeoutError:
-                    raise DeadlineExceeded(f"nobody took any of the text for {READER_S:g} s") from None
+                    raise DeadlineExceeded(f"the client read none of the text for {READER_S:g} s") from None
             else:
                 run, self._run = self._run, None
                 return run

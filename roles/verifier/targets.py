@@ -92,7 +92,7 @@ class Target(Protocol):
 
 def _check_positions(positions: int, context: int | None) -> None:
     if positions < 1:
-        raise UserError(f"a session of {positions} positions", remedy="ask for at least one")
+        raise UserError(f"a session cannot have {positions} positions", remedy="use at least one")
     if context is not None and positions > context:
         raise UserError(
             f"{positions} positions are more than the model's context of {context}",
@@ -172,12 +172,12 @@ class WholeTarget:
 
     def _check(self, positions: int, need_bytes: int) -> None:
         if self._closed:
-            raise Refused(RefusalCode.SHUTTING_DOWN, f"{self.label} is being let go", remedy="try again later")
+            raise Refused(RefusalCode.SHUTTING_DOWN, f"{self.label} is being released", remedy="try again later")
         _check_positions(positions, self.context)
         if self._cache_bytes and need_bytes > self._cache_bytes:
             most = self._cache_bytes // max(1, self.engine.cache_position_bytes)
             raise UserError(
-                f"a session of {positions} positions takes {human_bytes(need_bytes)}, and sessions may take "
+                f"a session of {positions} positions takes {human_bytes(need_bytes)}, but sessions may take only "
                 f"{human_bytes(self._cache_bytes)}",
                 remedy=(f"ask for at most {most} positions, or " if most > 0 else "") + "give the verifier more memory",
             )
@@ -221,7 +221,7 @@ class WholeSession:
     async def run(self, *, keep: int, ids: Sequence[int], samples: int, sample_index: int, prefill: bool) -> Passed:
         """See ``TargetSession``. ``prefill`` has no effect here."""
         if self._running or self._closed:
-            raise RuntimeError("a session that is closed, or runs already, was given a pass")
+            raise RuntimeError("the session is closed, or still runs another pass")
         self._running = True
         if not 0 < len(ids) <= CHUNK:
             raise ValueError(f"a pass has 1 to {CHUNK} positions, not {len(ids)}")
@@ -381,7 +381,7 @@ class ChainSession:
     async def run(self, *, keep: int, ids: Sequence[int], samples: int, sample_index: int, prefill: bool) -> Passed:
         """See ``TargetSession``. The duration includes the transfer and other sessions' requests at a stage."""
         if self._over:
-            raise RuntimeError("a session that failed was given a pass")
+            raise RuntimeError("the session has failed and runs no more passes")
         try:
             done = await self._session.run(Submit(tuple(ids), keep, samples, sample_index, prefill))
         except BaseException:

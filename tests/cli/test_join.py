@@ -131,7 +131,7 @@ def test_nonsense_is_told_with_a_remedy(command: Command, arguments: list[str], 
 async def test_what_http_cannot_be_is_refused_before_anything_is_dialled(model: Path, tmp_path: Path) -> None:
     root = tmp_path / "state"
     of = Joining("verifier", [("127.0.0.1", 1)], "", root, None, "", 0, ("", 0), "", 0, 0, "", False)
-    with pytest.raises(UserError, match="needs a key"):
+    with pytest.raises(UserError, match="needs an API key"):
         await joining.served(of, ServeOptions("verifier", model, http=("0.0.0.0", 0)))
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="is in use"):
         await joining.served(of, ServeOptions("verifier", model, http=taken.getsockname()[:2]))

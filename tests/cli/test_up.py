@@ -265,8 +265,8 @@ async def test_where_http_cannot_be_nothing_is_trained(machine: Machine, free_po
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for http, problem in (
             (HttpOptions("127.0.0.1", taken.getsockname()[1], None), "is in use"),
-            (HttpOptions("0.0.0.0", 0, None), "needs a key"),
-            (HttpOptions("127.0.0.1", 0, damaged), "holds no API key"),
+            (HttpOptions("0.0.0.0", 0, None), "needs an API key"),
+            (HttpOptions("127.0.0.1", 0, damaged), "has no valid API key"),
             (HttpOptions("127.0.0.1", 0, machine.root / "none"), "cannot read the API key"),
         ):
             with pytest.raises(UserError, match=problem):

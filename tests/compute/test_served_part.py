@@ -223,7 +223,7 @@ def test_bf16_parts_say_what_a_bf16_whole_says(tmp_path: Path) -> None:
     ("changes", "cause"),
     [
         ({"keep": 7}, "cannot keep 7 positions: the session has 6"),
-        ({"keep": -1}, "to be kept"),
+        ({"keep": -1}, "cannot keep -1 positions"),
         ({"count": 0}, "cannot add 0 positions to"),
         ({"count": 7}, "cannot add 7 positions to 4: the session was opened for 10"),
         ({"samples": 1}, "only the last stage"),

@@ -121,7 +121,7 @@ async def test_texts_of_a_verifier_and_what_is_left_when_it_is_killed(
     assert "\n".join(writing.out).startswith(expected_text.rstrip("\ufffd").rstrip())
     lost = await writing.until(r"the verifier big was lost in the middle of a text: .*; (\d+) tokens")
     assert int(lost[1]) > 20
-    await writing.until("→ ask again when it is back")
+    await writing.until("→ try again when it is back")
 
     # A conversation says so, and goes on as soon as the verifier is back.
     await asyncio.to_thread(chat.until, r"the verifier big was lost in the middle of a text.*> ")

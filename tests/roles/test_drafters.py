@@ -91,7 +91,7 @@ def test_who_lends_a_drafter_hears_of_verifiers_that_come_and_go() -> None:
         host = scene.host("d1", Wobbly(0.9))
         host.options["tell"] = told.append
         async with scene.running(host):
-            assert told == ["verifier is there: its texts are drafted for"]
+            assert told == ["verifier connected: this drafter drafts for its texts"]
             for _ in range(2):  # a text is no event
                 written = await write(scene.drafters, PROMPT, 100, GREEDY)
             assert written.stats.accepted > 40

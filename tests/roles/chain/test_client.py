@@ -280,7 +280,7 @@ def test_what_a_peer_says_of_a_stage_that_it_held_once_costs_it_nothing(tmp_path
     async def test(scene: Scene) -> None:
         async with scene.chain() as chain, await generate(chain, PROMPT, max_new_tokens=3, sampling=GREEDY) as session:
             first = chain.pool.peers["w0"]
-            with pytest.raises(ProtocolError, match="tells of stage 2"):
+            with pytest.raises(ProtocolError, match="reported stage 2"):
                 session.session.heard(
                     first, ChainBroken(session.session.id, 1, 2, NEXT_STAGE, "the next stage is lost")
                 )
@@ -308,7 +308,7 @@ def test_nobody_left(tmp_path: Path) -> None:
             assert 5 <= len(made) < 50
             assert made == tokens_of(CONFIG, PROMPT, 50, SEEDED)[: len(made)]
             assert session.tokens == made
-            assert "cannot be mended" in caught.value.message
+            assert "cannot be repaired" in caught.value.message
             assert "layers 2 to 3" in caught.value.message
             assert "p2ptrain join" in caught.value.remedy
             with pytest.raises(P2PTrainError):  # another one is refused, and says why

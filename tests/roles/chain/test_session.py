@@ -195,7 +195,7 @@ def test_a_prompt_flows_through_the_chain_as_a_pipeline() -> None:
     assert len(works) == WINDOW  # no queue grows without bound
     sent = [send for work in works for send in core.handle(work, 0.0) if isinstance(send, ev.Send)]
     assert [(send.keep, len(send.ids), send.samples) for send in sent] == [(2048 * i, 2048, 0) for i in range(WINDOW)]
-    with pytest.raises(ValueError, match="under way"):
+    with pytest.raises(ValueError, match="in flight"):
         core.handle(ev.Submit((1,), 0, 0, 0), 0.0)
 
 
@@ -301,7 +301,7 @@ def test_a_peer_that_answers_nonsense_loses_its_place() -> None:
     assert isinstance(send, ev.Send)
     out = core.handle(ev.Arrived(1, send.number, (7, 8), (1, 1)), 0.0)  # two tokens, one was wanted
     assert [item for item in out if isinstance(item, ev.Replace)] == [
-        ev.Replace(1, 1, f"its answer to request {send.number} has the wrong numbers of values")
+        ev.Replace(1, 1, f"its answer to request {send.number} has a wrong number of tokens or stage times")
     ]
 
 

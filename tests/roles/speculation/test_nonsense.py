@@ -39,14 +39,14 @@ def verifier() -> Verifying:
 @pytest.mark.parametrize(
     ("epoch", "position", "tokens", "reason"),
     [
-        (0, 3, (10,), "a token that the model does not know"),
+        (0, 3, (10,), "a token is not in the model's vocabulary"),
         (0, 3, (), "drafts without a token"),
-        (0, 99, (1,), "drafts up to position 100"),
-        (0, -1, (1, 1), "drafts up to position 1"),
-        (3, 5, (1,), "drafts after verdict 3, with 2 sent"),
-        (0, 2, (3,), "drafts from position 2, with 3 next"),
-        (0, 6, (1,), "drafts from position 6, with 3 next and 5 told"),
-        (2, 4, (5,), "a line from position 4, with 5 to 5 told"),
+        (0, 99, (1,), "drafts end at position 100"),
+        (0, -1, (1, 1), "drafts end at position 1"),
+        (3, 5, (1,), "drafts name verdict 3, but the last one sent is 2"),
+        (0, 2, (3,), "drafts continue at position 2, expected 3"),
+        (0, 6, (1,), "drafts continue at position 6, expected 3, or at most 5"),
+        (2, 4, (5,), "drafts start at position 4, expected 5 to 5"),
     ],
 )
 def test_a_drafter_that_says_nonsense_is_dropped(

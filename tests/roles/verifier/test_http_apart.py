@@ -32,7 +32,7 @@ def test_a_key_is_read(tmp_path: Path) -> None:
     assert KEY not in "".join(told)
     for wrong in ("", "short", "two words of a key", "ключ-ключ-ключ-ключ", "x" * 513, f"{KEY}\n{KEY}"):
         path.write_text(wrong)
-        with pytest.raises(UserError, match="holds no API key") as caught:
+        with pytest.raises(UserError, match="has no valid API key") as caught:
             read_key(path, told.append)
         assert "chmod 600" in caught.value.remedy
         assert not wrong or wrong not in caught.value.message

@@ -117,7 +117,7 @@ async def test_pages_from_elsewhere_may_not_ask(endpoint: Endpoint, host: str, o
 
 
 async def test_elsewhere_it_does_not_begin_without_a_key() -> None:
-    with pytest.raises(UserError, match="needs a key") as caught:
+    with pytest.raises(UserError, match="needs an API key") as caught:
         async with serving_http(ScriptedService(), "0.0.0.0", 0, world=WORLD):
             pass
     assert "--api-key-file" in caught.value.remedy

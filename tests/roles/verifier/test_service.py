@@ -311,9 +311,9 @@ def test_a_service_that_closes_ends_what_runs_and_lets_nobody_in(tmp_path: Path)
         waiting = asyncio.create_task(serving.write(wish()))
         await asyncio.sleep(0.2)
         await settled(serving, target)
-        with pytest.raises(Refused, match="leaving"):
+        with pytest.raises(Refused, match="shutting down"):
             await read(writing)  # after what had come
-        with pytest.raises(Refused, match="leaving"):
+        with pytest.raises(Refused, match="shutting down"):
             await waiting
 
     within(scene())

@@ -130,7 +130,7 @@ def test_sessions_and_their_memory_are_bounded() -> None:
             with refused(UserError, "context of 200") as caught:
                 await target.open(positions=201, sampling=GREEDY)
             assert "200" in caught.value.remedy
-            with refused(UserError, r"takes \d[^,]* KiB, and sessions may take \d") as caught:
+            with refused(UserError, r"takes \d[^,]* KiB, but sessions may take only \d") as caught:
                 await target.open(positions=101, sampling=GREEDY)
             assert "100 positions" in caught.value.remedy
             with refused(UserError, "0 positions"):
@@ -145,7 +145,7 @@ def test_sessions_and_their_memory_are_bounded() -> None:
                 await target.open(positions=1, sampling=GREEDY)
             await one.close()
             await target.open(positions=60, sampling=GREEDY)
-        with refused(Refused, "being let go"):
+        with refused(Refused, "being released"):
             await target.open(positions=1, sampling=GREEDY)
 
     run_virtual(main())
