@@ -12,7 +12,7 @@ _HEAD = """\
 #
 #   p2ptrain up --profile ./my.toml
 #
-# A file may stand on a profile that ships (base = "tiny", above the first table). Stronger than any file are the
+# A file may extend a shipped profile (base = "tiny", above the first table). Every file is overridden by the
 # environment (P2PTRAIN__OPTIMIZER__LR=1e-3) and the command line (--set optimizer.lr=1e-3).
 # Made from configs/schema.py by `python -m configs.example`.
 """

@@ -270,7 +270,7 @@ _COMPLAINTS = {
     "finite_number": "must be a finite number",
     "bool_type": "must be true or false",
     "string_type": "must be text",
-    "string_pattern_mismatch": "is not one of the forms it may have",
+    "string_pattern_mismatch": "is not an allowed value",
 }
 
 

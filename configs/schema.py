@@ -49,7 +49,7 @@ class Job(Table):
     strategy: Literal["sync", "pipeline"] = Field(
         default="sync",
         description="What members exchange: 'sync' reduces the gradients of every step; 'pipeline' also splits the "
-        "model over several workers, as [pipeline] says.",
+        "model over several workers (see [pipeline]).",
     )
     steps: int = Field(default=400, ge=1, le=10**9, description="Optimizer steps of the whole run.")
     seed: int = Field(
@@ -57,14 +57,14 @@ class Job(Table):
     )
     exact: bool = Field(
         default=False,
-        description="Sum gradients in fixed point, so that neither the number of members nor their order changes a "
-        "bit: a run with any churn ends with the hash of an undisturbed one (on equal hardware). Twice the bytes.",
+        description="Exact mode: sum gradients in fixed point, so that the number and order of members change no bit. "
+        "A run with faults ends with the same hash as one without (on equal hardware). Twice the bytes.",
     )
     workers: int = Field(
         default=2,
         ge=1,
         le=1024,
-        description="The run starts when so many workers are ready; it goes on with fewer or more.",
+        description="Workers that must be ready before the run starts; it continues with fewer or more.",
     )
 
 
@@ -78,7 +78,7 @@ class Model(Table):
     )
     path: Text = Field(
         default="",
-        description="Directory of a model to go on from, on every worker; it brings its own sizes. Empty: a new model.",
+        description="Directory of a model to train further, on every worker; it sets the sizes. Empty: a new model.",
     )
     hidden_size: int = Field(
         default=128, ge=8, le=65536, description="Width of the residual stream; a multiple of heads."
@@ -104,7 +104,7 @@ class Data(Table):
     text_key: str = Field(
         default="text", min_length=1, max_length=128, description="Key of the text in each line of a .jsonl file."
     )
-    limit_bytes: int = Field(default=0, ge=0, le=2**50, description="Use at most so many bytes of text; 0: all of it.")
+    limit_bytes: int = Field(default=0, ge=0, le=2**50, description="Most bytes of text to use; 0: all of it.")
     sequence_tokens: int = Field(
         default=128, ge=2, le=2**20, description="Tokens of a training sequence; at most model.context."
     )
@@ -117,7 +117,7 @@ class Batch(Table):
     """The global batch of a step. Its size is the same for any number of members; they share its micro-batches."""
 
     micro_batches: int = Field(
-        default=8, ge=1, le=65536, description="Micro-batches in a step: the most workers that can share one."
+        default=8, ge=1, le=65536, description="Micro-batches in a step; at most so many workers can share a step."
     )
     micro_batch_sequences: int = Field(
         default=4, ge=1, le=65536, description="Sequences in a micro-batch; memory grows with it."
@@ -134,7 +134,7 @@ class Pipeline(Table):
     cuts: list[Annotated[int, Field(ge=1, le=1023)]] = Field(
         default=[],
         max_length=255,
-        description="Layers with which the second and each later part begin; empty: by memory, speed and links.",
+        description="First layers of the second and each later part; empty: chosen by memory, speed and links.",
     )
     schedule: Literal["1f1b", "gpipe"] = Field(
         default="1f1b",
@@ -142,14 +142,14 @@ class Pipeline(Table):
     )
     activations: Literal["fp32", "bf16", "fp16", "int8"] = Field(
         default="fp32",
-        description="How hidden states travel between the parts; their gradients go as fp32 with fp32, else as bf16.",
+        description="Encoding of hidden states between parts; their gradients use fp32 with fp32, else bf16.",
     )
     recompute: bool = Field(
         default=False,
         description="Compute the hidden states of a part again in its backward pass, rather than keep them.",
     )
     max_in_flight: int = Field(
-        default=0, ge=0, le=65536, description="Most micro-batches that a part holds at a time; 0: by the schedule."
+        default=0, ge=0, le=65536, description="Most micro-batches that a part holds at a time; 0: set by the schedule."
     )
 
 
@@ -161,14 +161,16 @@ class Drafter(Table):
         default=0,
         ge=0,
         le=1024,
-        description="Number of its transformer blocks, a fraction of model.layers; 0: no drafter.",
+        description="Transformer blocks of the drafter, a fraction of model.layers; 0: no drafter.",
     )
-    hidden_size: int = Field(default=64, ge=8, le=65536, description="Its width; a multiple of its heads.")
-    heads: int = Field(default=4, ge=1, le=1024, description="Its attention heads; a multiple of its kv_heads.")
-    kv_heads: int = Field(default=4, ge=1, le=1024, description="Its heads of keys and values.")
-    intermediate_size: int = Field(default=172, ge=8, le=2**20, description="Width of its feed-forward layer.")
-    steps: int = Field(default=0, ge=0, le=10**9, description="Optimizer steps of its run; 0: job.steps.")
-    lr: float = Field(default=0.0, ge=0, le=10, description="Its highest learning rate; 0: optimizer.lr.")
+    hidden_size: int = Field(
+        default=64, ge=8, le=65536, description="Width of the residual stream; a multiple of heads."
+    )
+    heads: int = Field(default=4, ge=1, le=1024, description="Attention heads; a multiple of kv_heads.")
+    kv_heads: int = Field(default=4, ge=1, le=1024, description="Heads of keys and values.")
+    intermediate_size: int = Field(default=172, ge=8, le=2**20, description="Width of the feed-forward layer.")
+    steps: int = Field(default=0, ge=0, le=10**9, description="Optimizer steps of the drafter's run; 0: job.steps.")
+    lr: float = Field(default=0.0, ge=0, le=10, description="Highest learning rate of the drafter; 0: optimizer.lr.")
 
 
 class Optimizer(Table):
@@ -244,42 +246,42 @@ class Ring(Table):
 
     order: Literal["auto", "joined"] = Field(
         default="auto",
-        description="Who sits beside whom: 'auto' makes the slowest link of the ring as fast as it can be, 'joined' "
-        "keeps the order in which members were taken in.",
+        description="Order of the members in the ring: 'auto' makes the slowest link as fast as possible, 'joined' "
+        "keeps the order in which members joined.",
     )
     codec: Literal["fp32", "bf16", "fp16", "int8", "int4", "topk", "auto"] = Field(
         default="fp32",
-        description="How gradients travel: fp32 as they are, the others smaller and less exact; 'auto': the smallest "
-        "that error_budget allows, where the network is what a step waits for.",
+        description="Encoding of gradients: fp32 is exact, the others are smaller and less exact; 'auto': the smallest "
+        "that error_budget allows if steps wait for the network.",
     )
     error_budget: float = Field(
         default=0.03,
         ge=0,
         le=1,
         description="Largest relative error of one exchange that codec 'auto' may cause (bf16 0.004, int8 0.025, int4 "
-        "0.25, topk 1); what int8, int4 and topk lose is made up for in later steps.",
+        "0.25, topk 1); int8, int4 and topk add their error to the next exchange.",
     )
     streams: int = Field(
         default=0,
         ge=0,
         le=16,
-        description="Connections to each neighbour that share the bulk: more fill a long fat link; 0: by itself.",
+        description="Connections to each neighbour for bulk data: more fill a fast link with long delay; 0: automatic.",
     )
     sub_chunk_bytes: int = Field(
         default=0,
         ge=0,
         le=16 * 1024 * 1024,
         multiple_of=1024,
-        description="Bytes reduced and passed on as one piece: small ones overlap better, large ones cost less; "
-        "0: by itself.",
+        description="Bytes reduced and sent on as one piece: small pieces overlap better, large ones cost less; "
+        "0: automatic.",
     )
     bucket_bytes: int = Field(
         default=0,
         ge=0,
         le=2**30,
         multiple_of=1024,
-        description="Bytes of gradients that are sent as soon as the backward pass has made them, while it goes on; "
-        "0: by itself.",
+        description="Bytes of gradients that are sent as soon as they are computed, while the backward pass continues; "
+        "0: automatic.",
     )
 
 
@@ -290,8 +292,8 @@ class Guard(Table):
         default=1000.0,
         ge=0,
         le=1e12,
-        description="A gradient so many times longer than the running median is not applied before another member has "
-        "computed it, too; 0: never doubted.",
+        description="A gradient so many times longer than the running median is applied only after another member has "
+        "computed it too; 0: no limit.",
     )
 
 
@@ -313,7 +315,7 @@ class Membership(Table):
         default=0.0,
         ge=0,
         le=86400,
-        description="Seconds of silence that count as death; 0: from the measured round trip.",
+        description="Seconds of silence after which a member is dead; 0: from the measured round trip.",
     )
 
 
@@ -377,12 +379,12 @@ class Profile(Table):
     def from_spec_untrusted(cls, text: str) -> Profile:
         """Parse a profile from a peer's JSON. Raises ``ProtocolError``."""
         if len(text.encode(errors="replace")) > SPEC_LIMIT_BYTES:
-            raise ProtocolError(f"a job's profile of more than {SPEC_LIMIT_BYTES} bytes")
+            raise ProtocolError(f"a job's profile has more than {SPEC_LIMIT_BYTES} bytes")
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the whole"
+            where = ".".join(str(part) for part in first["loc"]) or "the whole profile"
             raise ProtocolError(f"a job's profile is not valid: {where}: {first['msg']}") from error
 
 
@@ -398,37 +400,37 @@ def _check(profile: Profile) -> None:
         _check_at_most(profile, "data.sequence_tokens", "model.context")
     if split != (stages >= 2):
         remedy = "strategy 'pipeline' with pipeline.stages of 2 or more, or strategy 'sync' with 0"
-        raise _conflict(profile, "job.strategy", "pipeline.stages", why="they belong together", remedy=remedy)
+        raise _conflict(profile, "job.strategy", "pipeline.stages", why="they contradict each other", remedy=remedy)
     if split:
         _check_at_most(profile, "pipeline.stages", "job.workers", why=": each part needs a worker")
         if new:
-            _check_at_most(profile, "pipeline.stages", "model.layers", why=": a part without a layer")
+            _check_at_most(profile, "pipeline.stages", "model.layers", why=": each part needs a layer")
         _check_cuts(profile)
     else:
-        _check_at_most(profile, "job.workers", "batch.micro_batches", why=": some would have nothing to do")
+        _check_at_most(profile, "job.workers", "batch.micro_batches", why=": some workers would have no micro-batch")
     if profile.job.workers // profile.stages > profile.batch.micro_batches:
-        why = "more replicas than micro-batches, and some would have nothing to do"
+        why = "more replicas than micro-batches, so some replicas would have none"
         remedy = f"job.workers at most {profile.batch.micro_batches * stages}"
         raise _conflict(profile, "job.workers", "pipeline.stages", "batch.micro_batches", why=why, remedy=remedy)
     if profile.job.exact and split:
-        why = "exact sums are not made of a model in parts yet"
+        why = "exact mode does not support split models"
         raise _conflict(profile, "job.exact", "job.strategy", why=why, remedy="job.exact = false")
     if profile.job.exact and profile.ring.codec not in ("fp32", "auto"):
         remedy = "ring.codec = 'fp32', or job.exact = false"
-        raise _conflict(profile, "job.exact", "ring.codec", why="a codec rounds what exact sums keep", remedy=remedy)
+        raise _conflict(profile, "job.exact", "ring.codec", why="exact mode allows no codec that rounds", remedy=remedy)
     beats = ("membership.heartbeat_s", "membership.death_s")
     beat, death = profile.membership.heartbeat_s, profile.membership.death_s
     if (beat == 0) != (death == 0):
-        raise _conflict(profile, *beats, why="one is measured, one is set", remedy="set both, or neither")
+        raise _conflict(profile, *beats, why="one is automatic (0), the other is set", remedy="set both, or neither")
     if death < 2 * beat:
-        remedy = f"{beats[1]} at least {2 * beat}, so that one late beat is no death"
-        raise _conflict(profile, *beats, why="death comes within two beats", remedy=remedy)
+        remedy = f"{beats[1]} at least {2 * beat}, so that one late heartbeat is allowed"
+        raise _conflict(profile, *beats, why="death_s is less than two heartbeats", remedy=remedy)
     if profile.drafter.layers:
         if not new:
-            why = "a drafter is a new model of bytes, and knows other tokens than that one"
-            remedy = "drafter.layers = 0, or a new model"
+            why = "a drafter is a new model of bytes, so its tokens differ from those of this model"
+            remedy = "set drafter.layers = 0, or leave model.path empty"
             raise _conflict(profile, "drafter.layers", "model.path", why=why, remedy=remedy)
-        why = ": it would draft no sooner than the model writes"
+        why = ": such a drafter is not faster than the model"
         _check_at_most(profile, "drafter.layers", "model.layers", why=why)
         _check_divides(profile, "drafter.hidden_size", "drafter.heads")
         _check_divides(profile, "drafter.heads", "drafter.kv_heads")
@@ -442,7 +444,7 @@ def _check_cuts(profile: Profile) -> None:
         why, remedy = f"{len(cuts)} cuts make {len(cuts) + 1} parts", f"{stages - 1} cuts, or none"
         raise _conflict(profile, "pipeline.cuts", "pipeline.stages", why=why, remedy=remedy)
     if any(before >= after for before, after in pairwise(cuts)):
-        why, remedy = "they must grow, for each begins the next part", f"such as {sorted(set(cuts))}"
+        why, remedy = "each cut must be greater than the one before", f"such as {sorted(set(cuts))}"
         raise _conflict(profile, "pipeline.cuts", why=why, remedy=remedy)
     if not profile.model.path and cuts[-1] >= profile.model.layers:
         remedy = f"the last cut at most {profile.model.layers - 1}"

@@ -135,14 +135,14 @@ def _refusal(profile: str, environ: dict[str, str] | None = None, sets: list[str
         ),
         (
             "device.kind=gpu",
-            'device.kind = "gpu" is not one of the forms it may have',
+            'device.kind = "gpu" is not an allowed value',
             "device.kind: auto, cpu, cuda, cuda:1, ... or mps.",
         ),
         (
             "ring.sub_chunk_bytes=5000",
             "ring.sub_chunk_bytes = 5000 must be a multiple of 1024",
-            "ring.sub_chunk_bytes: Bytes reduced and passed on as one piece: small ones overlap better, "
-            "large ones cost less; 0: by itself.",
+            "ring.sub_chunk_bytes: Bytes reduced and sent on as one piece: small pieces overlap better, "
+            "large ones cost less; 0: automatic.",
         ),
         (
             "model.hidden_size=130",
@@ -161,12 +161,12 @@ def _refusal(profile: str, environ: dict[str, str] | None = None, sets: list[str
         ),
         (
             "job.workers=20",
-            "job.workers = 20 is more than batch.micro_batches = 8: some would have nothing to do",
+            "job.workers = 20 is more than batch.micro_batches = 8: some workers would have no micro-batch",
             "job.workers at most 8, or batch.micro_batches at least 20",
         ),
         (
             "membership.death_s=3",
-            "membership.heartbeat_s = 0.0, membership.death_s = 3.0: one is measured, one is set",
+            "membership.heartbeat_s = 0.0, membership.death_s = 3.0: one is automatic (0), the other is set",
             "set both, or neither",
         ),
     ],
@@ -180,9 +180,9 @@ def test_death_takes_two_beats() -> None:
     message, remedy = _refusal("tiny", sets=["membership.heartbeat_s=5", "membership.death_s=9"])
     assert message == (
         "--set membership.death_s=9: membership.heartbeat_s = 5.0, membership.death_s = 9.0: "
-        "death comes within two beats"
+        "death_s is less than two heartbeats"
     )
-    assert remedy == "membership.death_s at least 10.0, so that one late beat is no death"
+    assert remedy == "membership.death_s at least 10.0, so that one late heartbeat is allowed"
 
 
 def test_a_conflict_is_blamed_on_the_strongest_layer() -> None:

@@ -100,15 +100,15 @@ def test_a_model_is_split_where_strategy_and_stages_both_say_so() -> None:
 @pytest.mark.parametrize(
     ("job", "pipeline", "said"),
     [
-        ({"strategy": "pipeline"}, {}, "pipeline.stages = 0: they belong together"),
-        ({"strategy": "pipeline"}, {"stages": 1}, "pipeline.stages = 1: they belong together"),
-        ({}, {"stages": 2}, "job.strategy = 'sync', pipeline.stages = 2: they belong together"),
+        ({"strategy": "pipeline"}, {}, "pipeline.stages = 0: they contradict each other"),
+        ({"strategy": "pipeline"}, {"stages": 1}, "pipeline.stages = 1: they contradict each other"),
+        ({}, {"stages": 2}, "job.strategy = 'sync', pipeline.stages = 2: they contradict each other"),
         ({"workers": 1}, {"stages": 2}, "pipeline.stages = 2 is more than job.workers = 1"),
         ({"exact": True}, {"stages": 2}, "job.exact = True, job.strategy = 'pipeline'"),
         ({"workers": 5}, {"stages": 5}, "pipeline.stages = 5 is more than model.layers = 4"),
         ({"workers": 20}, {"stages": 2}, "more replicas than micro-batches"),
         ({"workers": 3}, {"stages": 3, "cuts": [1]}, "1 cuts make 2 parts"),
-        ({"workers": 3}, {"stages": 3, "cuts": [2, 2]}, "they must grow"),
+        ({"workers": 3}, {"stages": 3, "cuts": [2, 2]}, "each cut must be greater than the one before"),
         ({"workers": 3}, {"stages": 3, "cuts": [2, 4]}, "the last part would have no layer"),
     ],
 )
