@@ -298,7 +298,7 @@ async def test_ideal_stages_reach_the_known_figures() -> None:
 async def test_a_schedule_that_is_too_slow_is_told() -> None:
     report = await pipeline(slower=1.06, rtts=[20.0])
     assert report.facts["held"] is False
-    assert any("reaches 94.3 % of its ideal at least; to reach 95.0 %: not reached" in note for note in report.notes)
+    assert any("reaches 94.3 % of its ideal at least; goal 95.0 %: not reached" in note for note in report.notes)
 
 
 # ----------------------------------------------------------------------------------------------------------- generate
@@ -369,13 +369,13 @@ def test_a_generation_is_held_against_its_goals() -> None:
         (("allreduce", "--codec", "int9"), "no codec is named 'int9'"),
         (("allreduce", "--codec", "int8", "--dtype", "float64"), "is for float32"),
         (("allreduce", "--link", "moon"), "no link preset 'moon'"),
-        (("allreduce", "--csv", "/nowhere/a.csv"), "no place for a file"),
+        (("allreduce", "--csv", "/nowhere/a.csv"), "not a path for a file"),
         (("step", "--workers", "9"), "9 workers cannot share the 8 micro-batches"),
         (("step", "--profile", "none-such"), "none-such"),
-        (("generate", "--drafter", "/nowhere"), "a real drafter is for a real verifier"),
+        (("generate", "--drafter", "/nowhere"), "--drafter works only with --verifier"),
         (("generate", "--verifier", "/nowhere"), "holds no model"),
-        (("generate", "--alpha", "1.5"), "no list of numbers from 0 to 1"),
-        (("pipeline", "--rtt", "20,far"), "'20,far' is no list of numbers"),
+        (("generate", "--alpha", "1.5"), "not a list of numbers, 0 to 1"),
+        (("pipeline", "--rtt", "20,far"), "'20,far' is not a list of numbers"),
     ],
 )
 def test_a_bad_argument_is_refused_before_anything_starts(

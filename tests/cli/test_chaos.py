@@ -76,9 +76,9 @@ def test_no_duration(text: str) -> None:
 def test_kinds_that_a_person_names() -> None:
     assert kinds_of("kill, freeze", tls=False, here=KINDS) == ("kill", "freeze")
     assert kinds_of("none", tls=False, here=KINDS) == ()
-    with pytest.raises(UserError, match="'kil' is no kind"):
+    with pytest.raises(UserError, match="'kil' is not a kind"):
         kinds_of("kil", tls=False, here=KINDS)
-    with pytest.raises(UserError, match="no way"):
+    with pytest.raises(UserError, match="does not support"):
         kinds_of("disk", tls=False, here=("kill",))
     with pytest.raises(UserError, match="no kind of fault is named"):
         kinds_of(" , ", tls=False, here=KINDS)
@@ -115,7 +115,7 @@ def test_what_was_on_its_way_is_no_recovery_from_a_cut() -> None:
 def test_an_eviction_without_a_fault_is_told() -> None:
     views = [Seen(1.0, 1, ("a", "b", "c")), Seen(11.0, 2, ("a", "c"))]
     names = {"a": "one", "b": "two", "c": "three"}
-    blamed = ["two left view 1 for no fault of its own"]
+    blamed = ["two left view 1 without a fault"]
     assert evictions(views, [], names, 2.0) == blamed
     hit = injected(excused=frozenset({"b"}), until_s=10.5)
     assert evictions(views, [hit], names, 2.0) == []
@@ -171,9 +171,9 @@ def test_a_report_says_what_a_program_needs(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--duration", "5s", "--faults", "3"], "two ways"),
-        (["--kinds", "none", "--faults", "3"], "none has none"),
-        (["--kinds", "bite"], "no kind of fault"),
+        (["--duration", "5s", "--faults", "3"], "exclude each other"),
+        (["--kinds", "none", "--faults", "3"], "does not work with --kinds none"),
+        (["--kinds", "bite"], "not a kind of fault"),
         (["--duration", "soon"], "not a duration"),
         (["--set", "job.workers=5", "--workers", "2"], "5 workers"),
         (["--set", "checkpoint.every=0"], "nothing to compare"),

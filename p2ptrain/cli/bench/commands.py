@@ -25,8 +25,8 @@ app = new_typer(
 SIZES, LINK_SIZES = "4K,64K,1M,16M,64M,256M", "64K,1M,4M"
 """Default sizes of the tensor without and with ``--link``. 4M takes about half a second at 100 Mbit/s."""
 
-JsonTo = Annotated[str, typer.Option("--json", metavar="FILE", help="Write JSON; - for standard output, alone.")]
-CsvTo = Annotated[str, typer.Option("--csv", metavar="FILE", help="Write CSV, one row a sample.")]
+JsonTo = Annotated[str, typer.Option("--json", metavar="FILE", help="JSON file; -: only JSON, on standard output.")]
+CsvTo = Annotated[str, typer.Option("--csv", metavar="FILE", help="CSV file, one row per sample.")]
 ThreadsOption = Annotated[
     int, typer.Option("--threads", metavar="N", min=1, max=1024, help="CPU threads of each process.")
 ]
@@ -39,15 +39,15 @@ LinkOption = Annotated[
     ),
 ]
 CodecOption = Annotated[
-    str, typer.Option("--codec", metavar="NAME", help="How elements travel: fp32, bf16, fp16, int8, int4, topk.")
+    str, typer.Option("--codec", metavar="NAME", help="Encoding of elements: fp32, bf16, fp16, int8, int4, topk.")
 ]
 RoundsOption = Annotated[
-    int, typer.Option("--rounds", metavar="N", min=0, max=10_000, help="Of each size; 0: as the time allows.")
+    int, typer.Option("--rounds", metavar="N", min=0, max=10_000, help="Rounds per tensor size; 0: automatic.")
 ]
 RttOption = Annotated[
     str, typer.Option("--rtt", metavar="LIST", help="Emulated round trips between neighbours, in milliseconds.")
 ]
-TlsOption = Annotated[bool, typer.Option("--tls", help="Encrypt, as peers do off the loopback.")]
+TlsOption = Annotated[bool, typer.Option("--tls", help="Encrypt all connections, as between different machines.")]
 
 
 @app.command()
@@ -55,9 +55,9 @@ def allreduce(
     peers: Annotated[int, typer.Option("--peers", "-n", metavar="N", help="Processes, on the loopback.")] = 2,
     sizes: Annotated[
         str,
-        typer.Option("--sizes", metavar="LIST", help=f"Of the tensor; by itself {SIZES}, with --link {LINK_SIZES}."),
+        typer.Option("--sizes", metavar="LIST", help=f"Tensor sizes; default: {SIZES}, with --link {LINK_SIZES}."),
     ] = "",
-    dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="Of the elements.")] = "float32",
+    dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="Element type of the tensor.")] = "float32",
     codec: CodecOption = "fp32",
     link: LinkOption = "",
     tls: TlsOption = False,
@@ -65,7 +65,7 @@ def allreduce(
         int, typer.Option("--streams", metavar="N", min=1, max=16, help="Connections to each neighbour.")
     ] = 1,
     sub_chunk: Annotated[
-        str, typer.Option("--sub-chunk", metavar="SIZE", help="Bytes that travel as one piece. Default: by itself.")
+        str, typer.Option("--sub-chunk", metavar="SIZE", help="Bytes sent as one piece; default: automatic.")
     ] = "",
     rounds: RoundsOption = 0,
     json_to: JsonTo = "",
@@ -98,10 +98,10 @@ def allreduce(
     listed = sizes or (LINK_SIZES if link else SIZES)
     chosen = sorted({size_of(part) for part in listed.split(",") if part.strip()})
     if not chosen or any(size_bytes % item_bytes for size_bytes in chosen):
-        raise UserError(f"--sizes {listed}: not all are a whole number of elements of {dtype}", remedy="such as 64K,1M")
+        raise UserError(f"--sizes {listed}: a size is not a whole number of {dtype} elements", remedy="such as 64K,1M")
     sub_chunk_bytes = size_of(sub_chunk) if sub_chunk else 0
     if sub_chunk and (sub_chunk_bytes % 8 or not 1 << 10 <= sub_chunk_bytes <= 64 << 20):
-        text = f"a sub-chunk of {sub_chunk_bytes} bytes: a multiple of 8, from 1K to 64M, is possible"
+        text = f"a sub-chunk of {sub_chunk_bytes} bytes is not a multiple of 8 from 1K to 64M"
         raise UserError(text, remedy="such as 256K")
     check_memory(peers, chosen[-1])
     ring = RingPlan(link, tls, streams, sub_chunk_bytes, codec)
@@ -120,7 +120,7 @@ def step(
     ] = 40,
     sets: SetOption = [],  # noqa: B006 - Typer copies it
     codec: Annotated[
-        str, typer.Option("--codec", metavar="NAME", help="How gradients travel; default: the profile's.")
+        str, typer.Option("--codec", metavar="NAME", help="Encoding of gradients; default: the profile's.")
     ] = "",
     link: LinkOption = "",
     tls: TlsOption = False,
@@ -184,26 +184,24 @@ def pipeline(
         int, typer.Option("--stages", "-n", metavar="N", min=2, max=16, help="Processes, on the loopback.")
     ] = 2,
     micro_batches: Annotated[
-        int, typer.Option("--micro-batches", metavar="N", min=1, max=1024, help="Of a step.")
+        int, typer.Option("--micro-batches", metavar="N", min=1, max=1024, help="Micro-batches per step.")
     ] = 16,
     rtt: RttOption = "0,20,80,200",
     forward_ms: Annotated[
-        float, typer.Option("--forward-ms", metavar="MS", min=0.1, max=60_000, help="A stage takes for a forward.")
+        float, typer.Option("--forward-ms", metavar="MS", min=0.1, max=60_000, help="Time of a forward pass, in ms.")
     ] = 40.0,
     backward_ms: Annotated[
-        float, typer.Option("--backward-ms", metavar="MS", min=0.1, max=60_000, help="And for a backward.")
+        float, typer.Option("--backward-ms", metavar="MS", min=0.1, max=60_000, help="Time of a backward pass, in ms.")
     ] = 80.0,
     steps: Annotated[
-        int, typer.Option("--steps", metavar="N", min=1, max=1000, help="Of each schedule, at each round trip.")
+        int, typer.Option("--steps", metavar="N", min=1, max=1000, help="Steps per schedule and round trip.")
     ] = 3,
     payload: Annotated[
-        str, typer.Option("--payload", metavar="SIZE", help="Of a micro-batch's activations, and of its gradients.")
+        str, typer.Option("--payload", metavar="SIZE", help="Size of a micro-batch's activations or gradients.")
     ] = "1M",
     max_in_flight: Annotated[
         int,
-        typer.Option(
-            "--max-in-flight", metavar="N", min=0, help="Kept by a stage at once, except by GPipe; 0: no bound."
-        ),
+        typer.Option("--max-in-flight", metavar="N", min=0, help="Micro-batches per stage, except GPipe; 0: no limit."),
     ] = 0,
     json_to: JsonTo = "",
     csv_to: CsvTo = "",
@@ -234,33 +232,33 @@ def pipeline(
 @app.command()
 def generate(
     verifier: Annotated[
-        Path | None, typer.Option("--verifier", metavar="DIR", help="A real model; default: one that takes time only.")
+        Path | None, typer.Option("--verifier", metavar="DIR", help="Verifier's model; default: one that only waits.")
     ] = None,
     drafter: Annotated[
-        Path | None, typer.Option("--drafter", metavar="DIR", help="A smaller one of the same tokenizer.")
+        Path | None, typer.Option("--drafter", metavar="DIR", help="Model of the drafter, with the same tokenizer.")
     ] = None,
     split: Annotated[
         int, typer.Option("--split", metavar="N", min=0, max=15, help="Workers that hold the verifier's model.")
     ] = 0,
     rtt: RttOption = "0,20,80,200",
     alpha: Annotated[
-        str, typer.Option("--alpha", metavar="LIST", help="How often a draft is right where all before it are.")
+        str, typer.Option("--alpha", metavar="LIST", help="Probability that a draft is right if all before it are.")
     ] = ".8",
     pass_ms: Annotated[
-        float, typer.Option("--pass-ms", metavar="MS", min=0.5, max=10_000, help="A pass of the verifier takes.")
+        float, typer.Option("--pass-ms", metavar="MS", min=0.5, max=10_000, help="Time of a verifier's pass, in ms.")
     ] = 50.0,
     draft_ms: Annotated[
-        float, typer.Option("--draft-ms", metavar="MS", min=0.1, max=10_000, help="A draft takes.")
+        float, typer.Option("--draft-ms", metavar="MS", min=0.1, max=10_000, help="Time of a draft, in ms.")
     ] = 5.0,
     tokens: Annotated[
-        int, typer.Option("--tokens", "-t", metavar="N", min=8, max=10_000, help="New ones of a text.")
+        int, typer.Option("--tokens", "-t", metavar="N", min=8, max=10_000, help="New tokens per text.")
     ] = 128,
-    texts: Annotated[int, typer.Option("--texts", metavar="N", min=1, max=1000, help="Of each contender.")] = 4,
+    texts: Annotated[int, typer.Option("--texts", metavar="N", min=1, max=1000, help="Texts per contender.")] = 4,
     together: Annotated[
-        int, typer.Option("--together", metavar="N", min=0, max=16, help="So many texts at once as well.")
+        int, typer.Option("--together", metavar="N", min=0, max=16, help="Also measure N texts at once; 0: do not.")
     ] = 0,
     kill: Annotated[
-        bool, typer.Option("--kill", help="Kill the drafter, or N of 2 N workers, in the midst of a text as well.")
+        bool, typer.Option("--kill", help="Also kill the drafter, or N of 2 N workers, during a text.")
     ] = False,
     threads: ThreadsOption = 1,
     json_to: JsonTo = "",

@@ -99,7 +99,7 @@ class GeneratePlan:
         if self.together:
             report.columns["together_per_s"] = (f"{self.together} AT ONCE", "{:.1f}/s".format)
         report.notes.append(
-            "of a token, from asking for a text to its last; faster: than the verifier alone; every text was compared"
+            "time per token, from the request to the last; faster: than the verifier alone; every text was compared"
         )
         return report
 
@@ -152,7 +152,7 @@ def ask(port: int, body: Answer, on_piece: Callable[[int], None] = lambda number
     finally:
         connection.close()
     if not text.came_s:
-        raise JobFailed("a text without a token")
+        raise JobFailed("the verifier wrote a text without a token")
     return text
 
 
@@ -276,7 +276,7 @@ async def _texts(bench: Bench, peers: Peers, case: Case, plain: list[Answer]) ->
                 case.contenders[name].seconds.append(text.token_s)
                 case.facts.setdefault("first_s", []).append(text.came_s[0] - text.asked_s)
             elif plan.is_timed:
-                raise JobFailed(f"text {number}, {name}: not the verifier's own text; its times count for nothing")
+                raise JobFailed(f"text {number}, {name}: not the verifier's own text, so its times are invalid")
             else:
                 case.facts["differ"] += 1
 
@@ -285,8 +285,8 @@ def _conclude(plan: GeneratePlan, report: Report, case: Case) -> None:
     facts, round_trip_s = case.facts, case.facts["round_trip_ms"] / 1e3
     if facts["differ"]:
         report.notes.append(
-            f"{case.label}: {facts['differ']} texts were not transformers' own, as rounding may have it; their "
-            "times do not count"
+            f"{case.label}: {facts['differ']} texts differ from those of transformers, possibly by rounding; "
+            "their times do not count"
         )
     if plan.drafts:
         facts["faster"] = case.ratio("alone", "ahead")
@@ -303,7 +303,7 @@ def _conclude(plan: GeneratePlan, report: Report, case: Case) -> None:
         facts["rest_a_hop_s"] = rest_s = (case.contenders["alone"].median_s - whole_s - link_s) / hops
         verdict = "reached" if rest_s <= HOP_GOAL_S else "not reached"
         report.notes.append(
-            f"{case.label}: besides computing and links a hop takes {milliseconds(rest_s)}; to reach "
+            f"{case.label}: apart from computing and links a hop takes {milliseconds(rest_s)}; goal "
             f"{milliseconds(HOP_GOAL_S)}: {verdict}"
         )
 
@@ -377,7 +377,7 @@ def _by_transformers(verifier: Path, drafter: str, texts: int, tokens: int, thre
 def check_models(verifier: Path | None, drafter: Path | None, stages: int) -> None:
     """Raises ``UserError``."""
     if drafter is not None and verifier is None and not stages:
-        raise UserError("a real drafter is for a real verifier", remedy="give --verifier DIR, too")
+        raise UserError("--drafter works only with --verifier", remedy="add --verifier DIR, or leave it out")
     for directory in (verifier, drafter):
         if directory is not None and not (directory / "config.json").is_file():
             raise UserError(f"{directory} holds no model", remedy="name a directory with a config.json")

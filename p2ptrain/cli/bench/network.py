@@ -140,7 +140,7 @@ async def measure_allreduce(bench: Bench, plan: AllReducePlan, report: Report) -
             )
         if ring.link:
             report.notes.append(f"Gloo is left out: the link {ring.link} is emulated inside this program's connections")
-            report.notes.append("the limit is what the link's rate and delay allow for fp32, computed")
+            report.notes.append("the limit is computed from the link's rate and delay, for fp32")
         else:
             bench.progress("loading torch")
             report.torch, missing = await open_gloo(members, plan.operation_s(max(plan.sizes)) * 20 + 60)
@@ -154,8 +154,8 @@ async def measure_allreduce(bench: Bench, plan: AllReducePlan, report: Report) -
             await connect_sockets(bench, members, "sockets", tls=ring.tls)
             report.notes.append(
                 "sockets: the same bytes between the same processes, from one tensor into another, sent and received "
-                f"at the same time in pieces of {human_size(plan.piece_bytes)}; nothing is answered, so a small "
-                "tensor's round trips are no part of this limit"
+                f"at the same time in pieces of {human_size(plan.piece_bytes)}; there is no answer, so this "
+                "limit does not include a small tensor's round trips"
             )
         report.notes.append("a time is that of the slowest member, after a barrier; bytes are those of the tensor")
         began = time.monotonic()

@@ -70,8 +70,8 @@ class PipelinePlan:
             "reached": ("EXTENDED OF IDEAL", per_cent),
         }
         report.notes = [
-            "busy/s: the part of a step that each stage computes; ideal: where nothing but computing and links takes "
-            "time, of each schedule; found: a payload there and one back, without computing, at the slowest hop",
+            "busy/s: the share of a step that each stage computes; ideal: if only computing and links took time, for "
+            "each schedule; found: a payload there and one back, without computing, at the slowest hop",
         ]
         return report
 
@@ -84,7 +84,7 @@ async def measure_pipeline(bench: Bench, plan: PipelinePlan, report: Report) -> 
             await _at(bench, members, plan, report, round_trip_ms)
     least = min(case.facts["reached"] for case in report.cases)
     report.facts = {"least_part_of_ideal": least, "must_reach": MUST_REACH, "held": least >= MUST_REACH}
-    verdict = f"to reach {per_cent(MUST_REACH)}: {'reached' if least >= MUST_REACH else 'not reached'}"
+    verdict = f"goal {per_cent(MUST_REACH)}: {'reached' if least >= MUST_REACH else 'not reached'}"
     report.notes.append(f"extended 1F1B reaches {per_cent(least)} of its ideal at least; {verdict}")
 
 

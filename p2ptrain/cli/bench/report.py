@@ -215,7 +215,7 @@ def check_targets(json_to: str, csv_to: str) -> None:
             continue
         path = Path(name)
         if path.is_dir() or not path.absolute().parent.is_dir():
-            raise UserError(f"{option} {name}: that is no place for a file", remedy="name a file in a directory")
+            raise UserError(f"{option} {name}: this is not a path for a file", remedy="name a file in a directory")
 
 
 def origin() -> dict[str, Any]:

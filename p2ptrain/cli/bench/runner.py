@@ -183,7 +183,7 @@ def numbers_of(text: str, option: str, most: float) -> list[float]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     form = re.compile(r"\d{0,4}\.?\d{1,4}", re.ASCII)
     if not parts or not all(form.fullmatch(part) and float(part) <= most for part in parts):
-        raise UserError(f"{option} {text!r} is no list of numbers from 0 to {most:g}", remedy=f"such as {option} 0,.5")
+        raise UserError(f"{option} {text!r} is not a list of numbers, 0 to {most:g}", remedy=f"such as {option} 0,.5")
     return sorted({float(part) for part in parts})
 
 
@@ -200,7 +200,7 @@ def check_fits(what: str, need_bytes: int) -> None:
     if need_bytes > available_bytes:
         raise ResourceError(
             f"{what} need {need_bytes / 2**30:.1f} GiB, {available_bytes / 2**30:.1f} GiB are free",
-            remedy="choose less: see --help",
+            remedy="choose smaller numbers: see --help",
         )
 
 

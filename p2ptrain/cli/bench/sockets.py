@@ -221,7 +221,7 @@ def _wait(readable: Sequence[socket.socket], writable: Sequence[socket.socket]) 
 
 def _translated(error: OSError) -> P2PTrainError:
     if isinstance(error, TimeoutError):
-        return DeadlineExceeded(f"the sockets moved nothing for {SILENCE_S:.0f} s")
+        return DeadlineExceeded(f"the sockets moved no data for {SILENCE_S:.0f} s")
     return ConnectionLost(f"a plain socket of the benchmark ended: {error}")
 
 

@@ -118,7 +118,7 @@ def conclude(report: Report, case: Case) -> None:
     facts["hidden"] = max(0.0, 1 - waited_s / under_way_s) if under_way_s else None
     notes = [
         f"communication: a step waits {human_duration(mean(ours.facts['exposed_s']))} for the ring after its backward "
-        f"pass; {human_size(facts['reduce_bytes'])} a step; hidden: the part that was under way behind it"
+        f"pass; {human_size(facts['reduce_bytes'])} a step; hidden: the part that overlaps the backward pass"
     ]
     if (cost := facts["exact_to_usual_step"]) is not None:
         notes.append(f"exact sums: a step takes {cost:.2f} times as long as in the usual mode")

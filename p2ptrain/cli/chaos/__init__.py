@@ -27,7 +27,7 @@ def chaos(
     ] = 4,
     profile: ProfileOption = "tiny",
     duration: Annotated[
-        str, typer.Option("--duration", metavar="TIME", help=f"Hurt it for so long; by itself {DURATION}.")
+        str, typer.Option("--duration", metavar="TIME", help=f"How long to inject faults; default: {DURATION}.")
     ] = "",
     faults: Annotated[
         int,
@@ -36,31 +36,29 @@ def chaos(
             metavar="N",
             min=0,
             max=100_000,
-            help="Instead of --duration: N faults, one at a time, each when all are members again.",
+            help="Instead of --duration: inject N faults, each after all workers are members again.",
         ),
     ] = 0,
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="S", min=0, help="Of the schedule: the same one, the same faults.")
-    ] = 1,
+    seed: Annotated[int, typer.Option("--seed", metavar="S", min=0, help="Seed of the random fault schedule.")] = 1,
     kinds: Annotated[
         str,
         typer.Option(
             "--kinds",
             metavar="LIST",
-            help="Of kill, freeze, cut, slow, corrupt, seed, disk; or none. By itself all, corrupt with --tls only.",
+            help="Any of kill, freeze, cut, slow, corrupt, seed, disk; or none. Default: all, corrupt only with --tls.",
         ),
     ] = "",
     sets: SetOption = [],  # noqa: B006 - Typer copies it
     exact: Annotated[
-        bool, typer.Option("--exact", help="Sum exactly, and compare the end with that of an undisturbed run.")
+        bool, typer.Option("--exact", help="Use exact mode; compare the final state with an undisturbed run's.")
     ] = False,
-    tls: Annotated[bool, typer.Option("--tls", help="Encrypt, as peers do off the loopback.")] = False,
+    tls: Annotated[bool, typer.Option("--tls", help="Encrypt all connections, as between different machines.")] = False,
     state: Annotated[
         Path | None,
         typer.Option(
             "--state",
             metavar="DIR",
-            help="Keep everything there, new or empty; default: a temporary one.",
+            help="Directory for all files, new or empty; default: a temporary one.",
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -84,14 +82,14 @@ def chaos(
     from p2ptrain.cli.output import print_json
 
     if duration and faults:
-        raise UserError("--duration and --faults are two ways to say how long", remedy="give one of them")
+        raise UserError("--duration and --faults exclude each other", remedy="leave one of them out")
     chosen = kinds_of(kinds, tls=tls, here=kinds_here())
     if faults and not chosen:
-        raise UserError("--faults counts faults, and --kinds none has none", remedy="give --duration")
+        raise UserError("--faults does not work with --kinds none", remedy="give --duration instead")
     loaded = _profile(profile, sets, workers, exact=exact)
     root = Path(tempfile.mkdtemp(prefix="p2ptrain-chaos-")) if state is None else state.absolute()
     if root.is_dir() and any(root.iterdir()):
-        raise UserError(f"{root} is not empty", remedy="name another directory: each run begins afresh")
+        raise UserError(f"{root} is not empty", remedy="name another directory: a run needs an empty one")
     plan = Plan(
         profile_name=profile,
         profile=loaded,
@@ -113,7 +111,7 @@ def chaos(
         if state is None and well:
             shutil.rmtree(root, ignore_errors=True)
         else:
-            typer.echo(f"everything is left in {root}", err=True)
+            typer.echo(f"all files are kept in {root}", err=True)
     if report.broken:
         raise typer.Exit(1)
     if not report.complete:
@@ -140,7 +138,7 @@ def _profile(name: str, sets: list[str], workers: int, *, exact: bool) -> Profil
     made = load(name, os.environ, [*sets, *mine]).profile
     if made.job.workers > workers:
         raise UserError(
-            f"the job begins with {made.job.workers} workers, and {workers} would be started",
+            f"the job needs {made.job.workers} workers to begin, and --workers is {workers}",
             remedy=f"give --workers {made.job.workers}",
         )
     if made.checkpoint.every == 0:

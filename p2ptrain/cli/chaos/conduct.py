@@ -183,7 +183,7 @@ class Cluster:
             mine.touch(mode=0o600)
             mine.write_text(str(dataclasses.replace(ticket, port=place.control.address[1])))
         except OSError as error:
-            raise StorageError(f"cannot pass on {path}: {error.strerror}", remedy="choose another --state") from error
+            raise StorageError(f"cannot copy {path}: {error.strerror}", remedy="choose another --state") from error
         return f"@{mine}"
 
     async def kill(self, child: Child) -> None:
@@ -300,7 +300,7 @@ class Faults:
         if action.kind == "seed":
             return None
         if not await self.observer.until(lambda: self._over or self._fits(action), PATIENCE_S):
-            self.stuck.append(f"fault {action.number} ({action.kind}): nobody could be hit within {PATIENCE_S:.0f} s")
+            self.stuck.append(f"fault {action.number} ({action.kind}): no worker available within {PATIENCE_S:.0f} s")
         if self._over:
             return None
         place = self._whole(action)[0]
@@ -344,7 +344,7 @@ class Faults:
             )
             injected.whole_s = now()
             if not whole:
-                self.stuck.append(f"{name}: no member {PATIENCE_S:.0f} s after fault {injected.number}")
+                self.stuck.append(f"{name}: not a member {PATIENCE_S:.0f} s after fault {injected.number}")
         finally:
             if place is not None:
                 place.busy = False
@@ -383,14 +383,14 @@ class Faults:
                 injected.detail = f"{rate}, {lasts}"
                 place.data.slow(action.rate_bps, action.delay_s)
             case "corrupt":
-                injected.detail = f"one byte in the next {action.skip_bytes + 1} on the ring"
+                injected.detail = f"one damaged byte in the next {action.skip_bytes + 1} on the ring"
                 place.data.damage(action.skip_bytes)
             case "disk":
                 files = (self.cluster.local.root / place.name).glob("jobs/*/checkpoints/step-*/*")
                 largest = max((path.stat().st_size for path in files), default=0)
                 # Half of a checkpoint's largest file, but enough for the worker's log, which must stay complete.
                 limit_bytes = max(largest // 2, place.child.log.stat().st_size + (1 << 20))
-                injected.detail = f"no file past {limit_bytes} bytes, {lasts}"
+                injected.detail = f"files of at most {limit_bytes} bytes, {lasts}"
                 place.limit_files(limit_bytes)
                 await self._save()
         self._tell(injected)
@@ -400,7 +400,7 @@ class Faults:
         if action.kind == "kill":
             await self.cluster.start_worker(place.number)
         if action.kind == "corrupt" and place.data.damaged == damaged:
-            injected.detail += "; nothing came by"
+            injected.detail += "; no byte was sent"
         place.mend()
 
     async def _save(self) -> None:
@@ -506,7 +506,7 @@ async def conduct(plan: Plan, report: Report) -> None:
     try:
         await run.all()
     except Stopped:
-        report.notes.append("interrupted: what only shows at the end was not looked at")
+        report.notes.append("interrupted: the checks at the end of the run were skipped")
     finally:
         for cluster in run.clusters:
             await cluster.end()
@@ -534,7 +534,7 @@ class Run:
             self._go_on()
             step = await self._common_checkpoint(cluster, observer, faults)
             name = "the ledger covers every sample once"
-            audit = Verdict(name, None, "asked of plain clusters only")
+            audit = Verdict(name, None, "checked only without --tls")
             if not plan.tls:
                 audit = await command(name, "jobs", "audit", job, "--seed", cluster.local.address, "--json")
             last = observer.step  # the job continues while its record is read
@@ -568,7 +568,7 @@ class Run:
             self._console.event("info", f"{plan.workers} workers start; logs are in {local.logs}")
             remedy = f"the logs are in {local.logs}"
             if not await observer.until(lambda: self._over(cluster) or _whole(cluster, observer), PATIENCE_S):
-                raise JobFailed("the workers form no ring", remedy=remedy)
+                raise JobFailed("the workers did not form a ring", remedy=remedy)
             self._go_on()
             if cluster.exits:
                 raise JobFailed(cluster.exits[0], remedy=remedy)
@@ -587,23 +587,23 @@ class Run:
         first = observer.step + 3  # the first steps load kernels and pages
         await observer.until(lambda: self._stop.is_set() or observer.step >= first, PATIENCE_S)
         begin_s, step = now(), observer.step
-        self._console.event("info", "all are in the ring; first some undisturbed steps")
+        self._console.event("info", "all workers are in the ring; measuring steps without faults first")
         await observer.until(
             lambda: self._stop.is_set() or observer.finished or observer.step >= step + BASELINE_STEPS, PATIENCE_S
         )
         await observer.until(self._stop.is_set, BASELINE_S - (now() - begin_s))
         self._go_on()
         if observer.step <= step:
-            raise JobFailed(f"no step was committed within {PATIENCE_S:.0f} s, undisturbed")
+            raise JobFailed(f"no step was committed within {PATIENCE_S:.0f} s before the first fault")
         rate = self.report.baseline_steps_per_s = judge.steps_per_s(observer.rows, begin_s, observer.rows[-1].at_s)
-        self._console.event("info", f"undisturbed: {rate:.2f} steps/s; now the faults")
+        self._console.event("info", f"undisturbed: {rate:.2f} steps/s; injecting faults now")
 
     async def _common_checkpoint(self, cluster: Cluster, observer: JobObserver, faults: Faults) -> int:
-        self._console.event("info", "no more faults; waiting for all, and for a checkpoint that all of them write")
+        self._console.event("info", "no more faults; waiting for all workers and for a checkpoint from each of them")
         if not await observer.until(
             lambda: self._stop.is_set() or observer.finished or _whole(cluster, observer), PATIENCE_S
         ):
-            faults.stuck.append(f"after the faults not all were members within {PATIENCE_S:.0f} s")
+            faults.stuck.append(f"some workers were not members {PATIENCE_S:.0f} s after the last fault")
             return 0
         after, names = observer.step, {place.name for place in cluster.places.values()}
 
@@ -613,7 +613,7 @@ class Run:
             return max((step for step in steps if names <= observer.holders(step)), default=done)
 
         if not await observer.until(lambda: self._stop.is_set() or common() > 0, PATIENCE_S):
-            faults.stuck.append(f"no checkpoint by all within {PATIENCE_S:.0f} s after step {after}")
+            faults.stuck.append(f"no checkpoint from all workers within {PATIENCE_S:.0f} s after step {after}")
         self._go_on()
         return common()
 
@@ -646,9 +646,9 @@ class Run:
             text = f"{len(found.states)} of {plan.workers} hold a whole checkpoint of step {step}"
             equal = Verdict(equal.name, False, text)
         report.verdicts += [
-            judge.none_of("it goes on after every fault", [*faults.stuck, *failed]),
+            judge.none_of("training continues after every fault", [*faults.stuck, *failed]),
             judge.none_of("no process ended by itself", cluster.exits),
-            judge.none_of("nobody is evicted to whom nothing was done", dropped + lost),
+            judge.none_of("no worker is evicted without a fault", dropped + lost),
             *seen,
             equal,
             _unless(damaging, judge.none_of("no replica drifted", drift)),
@@ -662,14 +662,14 @@ class Run:
             report.verdicts.append(_unless(damaging, await self._as_undisturbed(found, step)))
         if damaging:
             report.notes.append(
-                "plain TCP has no integrity of its own: a byte that is damaged on the way may be summed and applied "
-                "by all alike, so only that all stay equal is asked; with --tls everything is"
+                "plain TCP does not detect damaged bytes: all workers may sum and apply the same damaged byte, so the "
+                "run only checks that their states stay equal; with --tls it checks everything"
             )
 
     async def _as_undisturbed(self, found: Saved, step: int) -> Verdict:
         name = "the state is that of an undisturbed run"
         if not found.states:
-            return Verdict(name, False, "there is none to compare")
+            return Verdict(name, False, "there is no state to compare")
         self._console.event("info", f"an undisturbed run of the same job to step {step}, to compare")
         root = self.plan.root / "undisturbed"
         patience_s = PATIENCE_S + 4 * step / (self.report.baseline_steps_per_s or 1.0)
@@ -691,7 +691,7 @@ def _whole(cluster: Cluster, observer: JobObserver) -> bool:
 
 def _unless(damaging: bool, verdict: Verdict) -> Verdict:
     """Replace the verdict by "not checked" if bytes were damaged on links without encryption."""
-    return Verdict(verdict.name, None, "not asked on plain TCP with damaged bytes") if damaging else verdict
+    return Verdict(verdict.name, None, "not checked on plain TCP with damaged bytes") if damaging else verdict
 
 
 async def _then(awaited: Coroutine[Any, Any, object], act: Callable[[], None]) -> None:

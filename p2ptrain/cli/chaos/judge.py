@@ -122,9 +122,9 @@ def kinds_of(text: str, *, tls: bool, here: Sequence[str]) -> tuple[str, ...]:
         return ()
     for kind in named:
         if kind not in KINDS:
-            raise UserError(f"{kind!r} is no kind of fault", remedy=f"use some of {', '.join(KINDS)}, or none alone")
+            raise UserError(f"{kind!r} is not a kind of fault", remedy=f"use some of {', '.join(KINDS)}, or only none")
         if kind not in here:
-            raise UserError(f"this system has no way to do {kind!r} to a process", remedy="leave it out")
+            raise UserError(f"this operating system does not support the fault {kind!r}", remedy="leave it out")
     if not named:
         raise UserError("no kind of fault is named", remedy=f"use some of {', '.join(KINDS)}, or none")
     return named
@@ -191,7 +191,7 @@ def evictions(
         grace_s: time after its end in which a fault still excuses a loss, because silence is noticed late.
     """
     return [
-        f"{names.get(peer, peer)} left view {before.generation} for no fault of its own"
+        f"{names.get(peer, peer)} left view {before.generation} without a fault"
         for before, after in itertools.pairwise(views)
         for peer in before.members
         if peer not in after.members and not excuse(peer, after.at_s, injected_faults, grace_s)
