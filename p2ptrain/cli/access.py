@@ -147,7 +147,7 @@ def _read(path: Path) -> str:
             raise UserError(f"{path} is longer than a ticket can be", remedy="name a file that holds a ticket")
         return data.decode().strip()
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or an invalid path
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         shown = without_secrets(str(path))  # the user may have put @ before a ticket
         remedy = "name a file that holds a ticket"
         if shown != str(path):
@@ -178,7 +178,7 @@ async def reach(target: Ticket | tuple[str, int], caller: Caller, base: Network,
         return await _by_ticket(dataclasses.replace(local, host=host), caller, base, afresh=afresh)
     if kept := _kept(caller, lambda item: item.address == (host, port)):
         return _encrypted(host, port, kept.credentials, base)
-    raise UserError(f"the seed at {format_address(host, port)} wants a ticket", remedy=_advice(caller, own=own))
+    raise UserError(f"the seed at {format_address(host, port)} requires a ticket", remedy=_advice(caller, own=own))
 
 
 def _advice(caller: Caller, *, own: bool) -> str:
@@ -198,7 +198,7 @@ async def _by_ticket(ticket: Ticket, caller: Caller, base: Network, *, afresh: b
     if ticket.role != caller.role:
         held, wanted = (f"{'an' if role == 'operator' else 'a'} {role}" for role in (ticket.role, caller.role))
         does = "watches and controls" if caller.role == "operator" else f"joins as {wanted}"
-        text = f"this is the ticket of {held}, and only that of {wanted} {does}"
+        text = f"this ticket is for {held}; only a ticket for {wanted} {does}"
         may_join = caller.role == "worker" and ticket.role in ("verifier", "drafter")
         as_it_says = f"add --role {ticket.role}; or, " if may_join else ""
         raise UserError(text, remedy=as_it_says + _advice(caller, own=False))

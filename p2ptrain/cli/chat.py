@@ -58,10 +58,10 @@ app = new_typer()
 def chat(
     system: Annotated[
         str,
-        typer.Option("--system", metavar="TEXT", callback=is_text, help="What the model is told before all else."),
+        typer.Option("--system", metavar="TEXT", callback=is_text, help="System message, before the first question."),
     ] = "",
     max_new_tokens: Annotated[
-        int, typer.Option("--tokens", "-n", metavar="N", min=1, help="An answer has at most so many tokens.")
+        int, typer.Option("--tokens", "-n", metavar="N", min=1, help="Most tokens of an answer.")
     ] = 512,
     *,
     options: TextOptions,
@@ -254,7 +254,7 @@ class ChatSession:
     def show_stats(self) -> None:
         """Raises ``UserError`` if there are none."""
         if not self._stats and "split" not in self._source.facts():  # a split model always has figures
-            raise UserError("no answer is whole yet", remedy="/stats tells of the last one")
+            raise UserError("no answer is complete yet", remedy="/stats shows the last one")
         self._source.show_stats([self._stats])
 
     def _typed(self) -> Iterator[str]:

@@ -61,7 +61,7 @@ def check(
     port: Annotated[
         int,
         typer.Option(
-            "--port", metavar="PORT", min=0, max=65535, help="Port to be dialled back on; 0 picks a free one."
+            "--port", metavar="PORT", min=0, max=65535, help="Port on which the seed dials back; 0: any free one."
         ),
     ] = 0,
     once: Annotated[bool, typer.Option("--once", help="Also join as a worker, and leave at once.")] = False,

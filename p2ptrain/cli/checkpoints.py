@@ -14,13 +14,13 @@ from p2ptrain.core.texts import human_bytes
 app = new_typer(help="List, restore and delete checkpoints.")
 
 CheckpointArgument = Annotated[
-    str, typer.Argument(metavar="ID", callback=not_empty, help="As `p2ptrain checkpoints list` shows it.")
+    str, typer.Argument(metavar="ID", callback=not_empty, help="Id, as `p2ptrain checkpoints list` shows it.")
 ]
 
 
 @app.command("list")
 def list_checkpoints(
-    job: Annotated[str, typer.Option("--job", metavar="JOB", help="Only those of this job.")] = "",
+    job: Annotated[str, typer.Option("--job", metavar="JOB", help="Only checkpoints of this job.")] = "",
     seed: SeedOption = DEFAULT_SEED,
     as_json: JsonOption = False,
 ) -> None:

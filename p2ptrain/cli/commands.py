@@ -66,7 +66,7 @@ def unknown_command(name: str, names: Iterable[str], *, path: str = "p2ptrain") 
     """The error for an unknown command. It suggests the closest name."""
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    return UserError(f"no such command: {name}", remedy=f"{hint}`{path} --help` lists what there is")
+    return UserError(f"no such command: {name}", remedy=f"{hint}`{path} --help` lists the commands")
 
 
 def new_typer(**settings: Any) -> typer.Typer:
@@ -83,15 +83,13 @@ class Commands(LazyGroup):
         Entry("seed", "p2ptrain.cli.seed:seed", "Start a seed: the place where workers meet.", _RUN),
         Entry("join", "p2ptrain.cli.join:app", "Join a seed: as a worker, or to write text.", _RUN),
         Entry("tui", "p2ptrain.cli.tui:tui", "Watch a cluster full-screen.", _WATCH),
-        Entry("peers", "p2ptrain.cli.peers:app", "Who is there, and what each one does; evict one.", _WATCH),
-        Entry("parts", "p2ptrain.cli.peers:parts", "Who holds which layers of which split models.", _WATCH),
+        Entry("peers", "p2ptrain.cli.peers:app", "Show peers and what each one does; evict a peer.", _WATCH),
+        Entry("parts", "p2ptrain.cli.peers:parts", "Show the layers that each peer holds of split models.", _WATCH),
         Entry("ticket", "p2ptrain.cli.ticket:app", "Make, list, revoke and replace tickets.", _WATCH),
         Entry("jobs", "p2ptrain.cli.jobs:app", "Create, show, pause, resume, save and cancel jobs.", _WATCH),
         Entry("checkpoints", "p2ptrain.cli.checkpoints:app", "List, restore and delete checkpoints.", _WATCH),
-        Entry(
-            "bench", "p2ptrain.cli.bench.commands:app", "Measure this machine, beside what there is to beat.", _WATCH
-        ),
-        Entry("chaos", "p2ptrain.cli.chaos:chaos", "Hurt a local cluster, and see whether it holds.", _WATCH),
+        Entry("bench", "p2ptrain.cli.bench.commands:app", "Measure this machine, and compare it with targets.", _WATCH),
+        Entry("chaos", "p2ptrain.cli.chaos:chaos", "Inject faults into a local cluster; check recovery.", _WATCH),
         Entry("sim", "p2ptrain.cli.sim:sim", "Simulate whole clusters under faults; check what must hold.", _WATCH),
         Entry("check", "p2ptrain.cli.check:check", "Find out why this machine cannot join a seed.", _WATCH),
         Entry("generate", "p2ptrain.cli.generate:app", "Write text with a checkpoint.", _USE),

@@ -28,8 +28,8 @@ STDIN = "-"
 PROMPTS_BYTES = 1 << 24  # a larger file is most likely not a file of prompts
 COMPARED_TOKENS = 16  # with fewer tokens one late token would decide the speed
 ROUNDING = (
-    "as they may where two tokens are as good as equally likely: a pass of several positions rounds otherwise than a "
-    "step, in bf16 far more than in fp32"
+    "which can happen if two tokens are almost equally likely: a pass over several positions rounds differently from "
+    "a step, in bf16 far more than in fp32"
 )
 
 app = new_typer()
@@ -40,23 +40,23 @@ app = new_typer()
 def generate(
     prompt: Annotated[
         str,
-        typer.Argument(metavar="[PROMPT]", callback=is_text, help="The text to go on from; -: standard input, whole."),
+        typer.Argument(metavar="[PROMPT]", callback=is_text, help="Text to continue; -: all of standard input."),
     ] = "",
     prompts: Annotated[
-        str, typer.Option("--prompts", metavar="FILE", help="A file of prompts, one a line; -: standard input.")
+        str, typer.Option("--prompts", metavar="FILE", help="File of prompts, one per line; -: standard input.")
     ] = "",
     max_new_tokens: Annotated[
-        int, typer.Option("--tokens", "-n", metavar="N", min=1, help="Write at most so many tokens.")
+        int, typer.Option("--tokens", "-n", metavar="N", min=1, help="Most tokens to write.")
     ] = 200,
     compare: Annotated[
         bool,
         typer.Option(
-            "--compare", help="Of a verifier: write each text also without drafters, and say what they are good for."
+            "--compare", help="With a verifier: write each text also without drafters, and compare the times."
         ),
     ] = False,
     sessions: Annotated[
         int,
-        typer.Option("--sessions", metavar="N", min=0, max=8, help="So many prompts at once; 0: as many as are good."),
+        typer.Option("--sessions", metavar="N", min=0, max=8, help="Prompts processed at once; 0: automatic."),
     ] = 0,
     *,
     options: TextOptions,
@@ -237,8 +237,9 @@ class Texts:
                 if shown:
                     self._piece(index, piece.text)
         except BaseException:
-            elapsed_s = time.perf_counter() - began
-            self.broken[index] = Written(Answer(request.prompt, said, tokens, elapsed_s, first_s, "failed"))
+            self.broken[index] = Written(
+                Answer(request.prompt, said, tokens, time.perf_counter() - began, first_s, "failed")
+            )
             raise
         finally:
             await writing.close()
@@ -297,12 +298,12 @@ def compare(texts: list[Written]) -> dict[str, Any]:
 
 def compared_text(compared: dict[str, Any]) -> str:
     """The result of ``compare`` in words."""
-    same = "the same text" if compared["same_text"] else f"the texts part, {ROUNDING}"
+    same = "the same text" if compared["same_text"] else f"the texts differ, {ROUNDING}"
     if compared["times"] is None:
-        return f"{same}; they are too short to say how fast"
+        return f"{same}; they are too short to compare times"
     pace = f"{compared['token_ms']:.1f} ms a token, alone {compared['alone_token_ms']:.1f} ms; {same}"
     if not compared["accepted"]:
-        return f"no draft was taken, so both are the verifier alone: {pace}"
+        return f"no draft was accepted, so both are the verifier alone: {pace}"
     return f"{compared['times']:.2f} times as fast as the verifier alone: {pace}"
 
 
@@ -353,14 +354,14 @@ class Shown:
 def _prompts(prompt: str, file: str) -> list[str]:
     """Raises ``UserError``."""
     if bool(prompt) == bool(file):
-        raise UserError("generate needs something to go on from", remedy="give either a PROMPT or --prompts FILE")
+        raise UserError("generate needs a prompt", remedy="give either a PROMPT or --prompts FILE")
     if prompt and prompt != STDIN:
         return [prompt]
     content = _read(file or STDIN)
     lines = [line.removesuffix("\r") for line in content.split("\n") if line.strip()]
     asked = lines if file else [content.removesuffix("\n")]
     if not any(asked):
-        raise UserError(f"{_named(file or STDIN)} holds no prompt", remedy="one a line" if file else "")
+        raise UserError(f"{_named(file or STDIN)} holds no prompt", remedy="write one per line" if file else "")
     return asked
 
 

@@ -50,20 +50,18 @@ def create(
     sets: SetOption = [],  # noqa: B006 - Typer copies it
     name: Annotated[
         str,
-        typer.Option(
-            "--name", metavar="NAME", callback=is_name, help="What to call it; the profile's name if not given."
-        ),
+        typer.Option("--name", metavar="NAME", callback=is_name, help="Name of the job; default: the profile's name."),
     ] = "",
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
-            help="Of a split model: only show who would train which layers, what that takes, and how fast it would be.",
+            help="With a split model: only show the planned layers, memory and speed of each worker.",
         ),
     ] = False,
     drafter: Annotated[
         bool,
-        typer.Option("--drafter", help="The job of the profile's [drafter] instead: the smaller model of a pair."),
+        typer.Option("--drafter", help="Create the job of the profile's [drafter] instead of the main model's."),
     ] = False,
     seed: SeedOption = DEFAULT_SEED,
     as_json: JsonOption = False,
@@ -116,11 +114,11 @@ def _one_of_pair(profile: Profile, label: str, *, drafter: bool) -> tuple[Profil
     if drafter:
         if not profile.drafter.layers:
             remedy = "set drafter.layers and its sizes; `p2ptrain profiles show pair` has an example"
-            raise UserError(f"the profile {label} says of no drafter: drafter.layers = 0", remedy=remedy)
+            raise UserError(f"the profile {label} has no drafter (drafter.layers = 0)", remedy=remedy)
         return profile.of_drafter(), ""
     if not profile.drafter.layers:
         return profile, ""
-    return profile.alone(), "only the model's own job is created; that of its drafter: the same with --drafter"
+    return profile.alone(), "only the main model's job is created; for the drafter's job add --drafter"
 
 
 def _shape_of(profile: Profile) -> dict[str, Any]:
@@ -141,7 +139,7 @@ def _planned(seed: str, profile: Profile, *, dry_run: bool) -> tuple[TrainingPla
 
     if profile.stages < 2:
         raise UserError(
-            "the model of this job is not split: every worker trains all of it, and there is nothing to place",
+            "the model of this job is not split: every worker trains all of it, so there is nothing to plan",
             remedy="leave --dry-run out, or set job.strategy=pipeline and pipeline.stages",
         )
     if dry_run:
@@ -152,7 +150,7 @@ def _planned(seed: str, profile: Profile, *, dry_run: bool) -> tuple[TrainingPla
     if shape is None:
         text = f"the sizes of the model at {profile.model.path} are not known here"
         if dry_run:
-            raise UserError(text, remedy="run this where the directory is")
+            raise UserError(text, remedy="run this on a machine that has it")
         typer.echo(f"no plan: {text}; the workers cut the model by its weights", err=True)
         return None
     try:
@@ -231,7 +229,7 @@ def _newest(checkpoints: list[CheckpointInfo]) -> str:
     newest = max((item for item in checkpoints if item.stage is None), key=lambda item: item.step, default=None)
     if newest is not None:
         return f"step {newest.step:,} on {newest.peer_name}: {newest.path}"
-    return f"only of parts, {len(checkpoints)} in all" if checkpoints else "none"
+    return f"only parts of the model, {len(checkpoints)} in all" if checkpoints else "none"
 
 
 def _ring(job: JobInfo) -> str:
@@ -309,7 +307,7 @@ _add_verb("cancel", "is cancelled", "End a job for good. Its checkpoints stay.",
 _add_verb(
     "forget",
     "is forgotten",
-    "Remove a job that is over from the seed's record. Its checkpoints stay on the workers' disks.",
+    "Remove a finished job from the seed's record. Its checkpoints stay on the workers' disks.",
     "Forget {} and its metrics for good?",
 )
 
@@ -366,7 +364,7 @@ def _audited(info: JobInfo, verdict: Verdict, unrecorded: int) -> list[tuple[str
         ("steps", f"{verdict.first:,} to {verdict.steps:,}{folded}"),
         ("views", f"{verdict.views:,} on record"),
         ("lineage", verdict.lineage or "none yet"),
-        ("samples", samples if verdict.windows else "not compared: no worker has told how many there are"),
+        ("samples", samples if verdict.windows else "not compared: no worker has reported their number"),
         ("computed", ", ".join(shares) or "nothing yet"),
     ]
     pairs += [("unrecorded", awaited)] if unrecorded else []

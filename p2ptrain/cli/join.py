@@ -53,21 +53,19 @@ def join(
             "--model",
             metavar="DIR",
             callback=is_text,
-            help="Of a verifier or drafter: a checkpoint, or where to find the newest.",
+            help="For a verifier or drafter: a checkpoint, or a directory with checkpoints.",
         ),
     ] = "",
     name: Annotated[
         str,
-        typer.Option("--name", metavar="NAME", callback=is_name, help="What to call this machine; default: its name."),
+        typer.Option("--name", metavar="NAME", callback=is_name, help="Name of this peer; default: the machine's."),
     ] = "",
     state: Annotated[
         Path | None, typer.Option("--state", metavar="DIR", help=f"Where checkpoints are kept. {STATE_DEFAULT}")
     ] = None,
     slot: Annotated[
         int | None,
-        typer.Option(
-            "--slot", metavar="N", min=1, max=64, help="Take this place in --state; default: the first free one."
-        ),
+        typer.Option("--slot", metavar="N", min=1, max=64, help="Slot to use in --state; default: the first free one."),
     ] = None,
     host: Annotated[
         str,
@@ -80,9 +78,7 @@ def join(
     ] = 0,
     advertise: Annotated[
         str,
-        typer.Option(
-            "--advertise", metavar="HOST:PORT", help="The address that others shall dial, behind NAT or a proxy."
-        ),
+        typer.Option("--advertise", metavar="HOST:PORT", help="Address that other peers dial, behind NAT or a proxy."),
     ] = "",
     device: Annotated[
         str,
@@ -98,7 +94,7 @@ def join(
             "--threads",
             metavar="N",
             min=0,
-            help="CPU threads to compute with; 0: as many as are good, or as the job says.",
+            help="CPU threads for computing; 0: automatic, or as the job says.",
         ),
     ] = 0,
     memory: Annotated[
@@ -106,8 +102,8 @@ def join(
         typer.Option(
             "--memory",
             metavar="SIZE",
-            help="What models, their parts and caches may take here, such as 4GiB; default: of a worker 80 % of what "
-            "the device has free, else no bound.",
+            help="Memory limit for models, their parts and caches, such as 4GiB; default: for a worker 80 % of the "
+            "device's free memory, else no limit.",
         ),
     ] = "",
     dtype: Annotated[
@@ -115,7 +111,7 @@ def join(
         typer.Option(
             "--dtype",
             metavar="TYPE",
-            help="Of a verifier or drafter: compute in fp32, bf16 or fp16; default: what the model says. In fp32 drafts"
+            help="For a verifier or drafter: compute in fp32, bf16 or fp16; default: the model's. In fp32 drafts"
             " hardly ever change a verifier's text, and weights and caches take twice the memory of bf16.",
         ),
     ] = "",
@@ -125,19 +121,19 @@ def join(
             "--split",
             metavar="[N]",
             min=0,
-            help="Of a verifier: N workers of the seed hold and compute its model; no number: as many as are fastest.",
+            help="For a verifier: split its model over N workers; no number: the fastest number.",
         ),
     ] = None,
     http: Annotated[
-        str, typer.Option("--http", metavar="HOST:PORT", help="Of a verifier: answer the OpenAI API there.")
+        str, typer.Option("--http", metavar="HOST:PORT", help="For a verifier: address of its OpenAI API.")
     ] = "",
     api_keys: Annotated[
         Path | None,
-        typer.Option("--api-key-file", metavar="FILE", help="Of a verifier: the file that holds the key of its HTTP."),
+        typer.Option("--api-key-file", metavar="FILE", help="For a verifier: file with the key of its API."),
     ] = None,
     sessions: Annotated[
         int,
-        typer.Option("--sessions", metavar="N", min=0, help="Of a verifier or drafter: texts at a time; 0: as usual."),
+        typer.Option("--sessions", metavar="N", min=0, help="For a verifier or drafter: texts at a time; 0: default."),
     ] = 0,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
     link: Annotated[
@@ -182,7 +178,7 @@ def join(
     check_dtype(dtype)
     memory_bytes = size_of(memory) if memory else 0
     if 0 < memory_bytes < LEAST_MEMORY_BYTES:
-        raise UserError(f"--memory {memory} holds no model", remedy="write its unit, too, such as 4GiB")
+        raise UserError(f"--memory {memory} is too small", remedy="add a unit, such as 4GiB")
     joining = Joining(
         role=role,
         targets=targets,
@@ -191,7 +187,7 @@ def join(
         slot=slot,
         host=host,
         port=port,
-        advertise=host_and_port("--advertise", advertise, "the address that others shall dial") or ("", 0),
+        advertise=host_and_port("--advertise", advertise, "the address that others dial") or ("", 0),
         device=device,
         threads=threads,
         memory_bytes=memory_bytes,
@@ -206,7 +202,7 @@ def join(
         memory_bytes=memory_bytes,
         sessions=sessions,
         split=split,
-        http=host_and_port("--http", http, "such as 127.0.0.1:8000, where programs shall reach it"),
+        http=host_and_port("--http", http, "such as 127.0.0.1:8000, where programs reach it"),
         api_keys=api_keys,
         dtype=dtype,
     )
@@ -257,7 +253,7 @@ def _check_split(serve_options: ServeOptions) -> None:
     extra = next((option for option, is_given in given.items() if is_given), None)
     if serve_options.split is not None and extra is not None:
         raise UserError(
-            f"{extra} means nothing to a verifier with --split: workers compute its model",
+            f"{extra} does not apply to a verifier with --split: workers compute its model",
             remedy=f"leave it out, and give it to the workers: p2ptrain join {extra} ...",
         )
 
@@ -286,7 +282,7 @@ def host_and_port(option: str, text: str, meaning: str) -> tuple[str, int] | Non
     except UserError as problem:
         raise UserError(f"{option}: {problem.message}", remedy=remedy) from None
     if not named:
-        raise UserError(f"{option} {text} names no port", remedy=remedy)
+        raise UserError(f"{option} {text} has no port", remedy=remedy)
     return host, port
 
 

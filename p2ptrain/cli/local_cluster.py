@@ -243,7 +243,7 @@ class LocalCluster:
                     raise ConnectionLost("the seed ended")
             except TimeoutError:
                 text = f"{' and '.join(missing())} did not {what} within {THERE_S:.0f} s"
-                raise JobFailed(text, remedy=f"the logs in {self.logs} say what is waited for") from None
+                raise JobFailed(text, remedy=f"see the logs in {self.logs}") from None
             finally:
                 await client.close()
 
@@ -385,7 +385,7 @@ class JobObserver:
     async def ask(self, method: str, **params: Any) -> dict[str, Any]:
         """Send a request. Raises ``P2PTrainError``; ``DeadlineExceeded`` without a connection to the seed."""
         if self._client is None:
-            raise DeadlineExceeded("the seed is away")
+            raise DeadlineExceeded("no connection to the seed")
         return await self._client.request(method, params)
 
     async def run(self, job: str) -> None:
@@ -441,7 +441,7 @@ def free_port() -> int:
     for port in random.sample(range(first, max(end, first + 1)), k=min(64, max(end - first, 1))):
         if is_free(port):
             return port
-    raise UserError("no free port on this machine", remedy="end what uses them")
+    raise UserError("no free port on this machine", remedy="stop programs that use them")
 
 
 def is_free(port: int) -> bool:

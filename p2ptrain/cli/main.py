@@ -96,7 +96,7 @@ def _translated(error: Exception) -> P2PTrainError:
         path = context.command_path if context is not None else "p2ptrain"
         from wire.address import without_secrets  # the wrong argument may be half of a ticket
 
-        return UserError(without_secrets(str(usage())).rstrip("."), remedy=f"`{path} --help` says what there is")
+        return UserError(without_secrets(str(usage())).rstrip("."), remedy=f"`{path} --help` lists the options")
     return P2PTrainError(
         f"a mistake in this program: {type(error).__name__}: {error}",
         remedy=f"set {DEBUG_VARIABLE}=1 and run it again: the traceback that you then see belongs into a bug report",

@@ -185,7 +185,7 @@ def _of_directory(directory: Path) -> ModelShape:
     found, table = model_layout(config, records, "fp32"), config_untrusted(config)
     vocab, inner = table.get("vocab_size"), table.get("intermediate_size")
     if not isinstance(vocab, int) or vocab < 1:
-        raise ConfigError(f"{path} does not say how many tokens it knows", remedy="add vocab_size to it")
+        raise ConfigError(f"{path} does not give the size of the vocabulary", remedy="add vocab_size to it")
     without_cache = replace(found.sizes, cache_bytes=(0,) * found.sizes.layers)
     return ModelShape(without_cache, found.width, inner if isinstance(inner, int) else 4 * found.width, vocab)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tui.chains import Chain, Gap
     from wire.records import PartInfo, PeerInfo, ServingInfo
 
-app = new_typer(help="Show who is there, and what each one does; evict one.", invoke_without_command=True)
+app = new_typer(help="Show peers and what each one does; evict a peer.", invoke_without_command=True)
 
 
 @app.callback()
@@ -48,7 +48,7 @@ def list_peers(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> 
 
 @app.command("evict")
 def evict(
-    peer: Annotated[str, typer.Argument(metavar="NAME|ID", callback=not_empty, help="Whom; an id where names repeat.")],
+    peer: Annotated[str, typer.Argument(metavar="NAME|ID", callback=not_empty, help="Peer; its id if names repeat.")],
     seed: SeedOption = DEFAULT_SEED,
     yes: YesOption = False,
     as_json: JsonOption = False,
@@ -67,7 +67,7 @@ def evict(
         print_json({"evicted": gone, "name": name})
         return
     typer.echo(f"{printable(name)} ({printable(gone)}) is evicted")
-    typer.echo("It could come back as another peer with an open ticket: p2ptrain ticket rotate closes those.", err=True)
+    typer.echo("It could join again as another peer with a ticket: p2ptrain ticket rotate replaces them.", err=True)
 
 
 def _list(seed: str, as_json: bool) -> None:
@@ -111,7 +111,7 @@ def _served(peer: PeerInfo, serving: ServingInfo | None) -> tuple[str, str, str]
 
 def print_hint(seed: str) -> None:
     join = "TICKET (`p2ptrain ticket new` prints one)" if seed.startswith("@") or "/" in seed else seed
-    typer.echo(f"Nobody is here yet. On a machine that is to train: p2ptrain join {join}", err=True)
+    typer.echo(f"No peers yet. On a machine that is to train: p2ptrain join {join}", err=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------- parts
@@ -142,7 +142,7 @@ def parts(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
         return
     print_table(COLUMNS, [row for chain in chains_of(found) for row in _rows(chain)], right=_FIGURES)
     if total > len(found):
-        typer.echo(f"{total - len(found)} more parts are held: an answer has room for these.", err=True)
+        typer.echo(f"{total - len(found)} more parts are held: one answer has no room for them.", err=True)
     if not found:
         typer.echo(f"No model is split over machines yet. To talk to one: {how_to_split(seed)}", err=True)
 
@@ -165,7 +165,7 @@ def _layers(start: int, stop: int, layers: int) -> str:
 
 
 def _missing(name: str, chain: Chain, gap: Gap) -> tuple[str, ...]:
-    why = "no part fits in here" if gap.held else "nobody holds these layers"
+    why = "no part fits this gap" if gap.held else "nobody holds these layers"
     return (name, _layers(gap.start, gap.stop, chain.layers), *(["-"] * (len(COLUMNS) - 3)), why)
 
 

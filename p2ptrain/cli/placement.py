@@ -123,7 +123,7 @@ def print_plan(info: TrainingPlanInfo, stages: list[StagePlanInfo]) -> None:
 def prediction(info: TrainingPlanInfo) -> list[str]:
     replicas = f"{info.replicas} replica{'s' * (info.replicas != 1)} of {info.stages} stages, {info.schedule}"
     if info.step_s is None or info.bubble is None:
-        told = [f"{replicas}: no worker has told how fast it is, so nothing is predicted"]
+        told = [f"{replicas}: no worker has reported its speed, so nothing is predicted"]
     else:
         told = [
             f"{replicas}, {info.micro_batches} micro-batches a step, predicted: {number(info.step_s, '.3g')} s a step, "

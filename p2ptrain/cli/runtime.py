@@ -33,7 +33,7 @@ JsonOption = Annotated[
     bool,
     typer.Option("--json", help="Write one JSON document, for programs.", callback=json_output.want, is_eager=True),
 ]
-YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 ProfileOption = Annotated[
     str, typer.Option("--profile", "-p", metavar="NAME|PATH", help="A profile that ships, or a TOML file.")
 ]
@@ -198,7 +198,7 @@ def check_one_of(option: str, value: str, values: Sequence[str], more: str = "")
         return
     near = difflib.get_close_matches(value, values, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise UserError(f"{option} {value} is none", remedy=f"{hint}use {', '.join(values)}{more}")
+    raise UserError(f"{option} {value} is not a valid value", remedy=f"{hint}use {', '.join(values)}{more}")
 
 
 def operator_name() -> str:

@@ -42,21 +42,19 @@ def seed(
     name: Annotated[
         str,
         typer.Option(
-            "--name", metavar="NAME", callback=is_name, help="What to call this cluster; default: the machine's name."
+            "--name", metavar="NAME", callback=is_name, help="Name of this cluster; default: the machine's name."
         ),
     ] = "",
     job: Annotated[
         str,
-        typer.Option(
-            "--job", "-j", metavar="NAME|PATH", help="Profile of the job to begin with, where there is none yet."
-        ),
+        typer.Option("--job", "-j", metavar="NAME|PATH", help="Profile of the first job, if there is no job yet."),
     ] = "tiny",
     no_job: Annotated[
         bool, typer.Option("--no-job", help="Begin with no job; `p2ptrain jobs create` makes one.")
     ] = False,
     sets: SetOption = [],  # noqa: B006 - Typer copies it
     tls: Annotated[
-        bool, typer.Option("--tls", help="Encrypt on the loopback, too; elsewhere everything always is.")
+        bool, typer.Option("--tls", help="Also encrypt the loopback; all else is always encrypted.")
     ] = False,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Do not encrypt. Only on the loopback, where that is the default.")
@@ -66,10 +64,11 @@ def seed(
     ] = False,
     backup: Annotated[
         Path | None,
-        typer.Option("--backup", metavar="DIR", help="Keep a copy of all that the seed knows there, on another disk."),
+        typer.Option("--backup", metavar="DIR", help="Directory for a copy of the seed's data, on another disk."),
     ] = None,
     restore: Annotated[
-        Path | None, typer.Option("--restore", metavar="DIR", help="Begin with the copy there, of a seed that is lost.")
+        Path | None,
+        typer.Option("--restore", metavar="DIR", help="Directory with the copy of a lost seed to start from."),
     ] = None,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
 ) -> None:
@@ -108,7 +107,7 @@ def _restore(directory: Path, root: Path, *, encrypted: bool) -> bool:
     made = datetime.fromtimestamp(found.wall).astimezone().isoformat(sep=" ", timespec="seconds")
     typer.echo(
         f"restored the copy of {made}; the seed leads in term {found.term}\n"
-        "what happened after that is told by running workers, but for evictions, revocations and tickets:"
+        "running workers report what happened after that, except evictions, revocations and tickets:"
         " repeat those that you made since",
         err=True,
     )
@@ -203,7 +202,7 @@ def _spec(profile: str, sets: list[str]) -> str:
     loaded = load(profile, os.environ, sets).profile
     if loaded.drafter.layers:
         more = f"p2ptrain jobs create --profile {profile} --drafter"
-        typer.echo(f"--job {profile} is of the model alone; for that of its drafter: {more}", err=True)
+        typer.echo(f"--job {profile} creates the main model's job only; for the drafter's: {more}", err=True)
     return loaded.to_spec()
 
 

@@ -200,8 +200,8 @@ def cache_bytes(memory_bytes: int, directory: Path, dtype: str = "") -> int:
     if weights_bytes >= memory_bytes:
         has = f"has {human_bytes(weights_bytes)}" + f" in {dtype}" * bool(dtype)
         raise ResourceError(
-            f"the model in {directory} {has}, and --memory says {human_bytes(memory_bytes)}",
-            remedy="give it more, or split the model over workers: --split",
+            f"the model in {directory} {has}, but --memory is {human_bytes(memory_bytes)}",
+            remedy="raise --memory, or split the model over workers: --split",
         )
     return memory_bytes - weights_bytes
 
@@ -235,8 +235,8 @@ async def split_target(
     found = model_layout(model.config, await tensor_table(context, model), serve_options.dtype)
     console.clear()
     if serve_options.split > found.sizes.layers:
-        said = f"a chain of {serve_options.split} stages was asked for, and the model has {found.sizes.layers} layers"
-        raise UserError(said, remedy=f"give --split {found.sizes.layers} at most, or no number to have the best one")
+        said = f"--split {serve_options.split} needs as many layers, but the model has {found.sizes.layers} layers"
+        raise UserError(said, remedy=f"give --split {found.sizes.layers} at most, or no number for the fastest chain")
     chain = await _awaited_chain(
         member, context, serve_options, console, model, found, sessions * conversation_positions(text)
     )
@@ -282,9 +282,7 @@ async def _awaited_chain(
         pool: WorkerPool | None = None
         try:
             if len(workers) < (serve_options.split or 1):
-                there = (
-                    f"{len(workers)} of {serve_options.split} workers are there" if workers else "no worker is there"
-                )
+                there = f"{len(workers)} of {serve_options.split} workers joined" if workers else "no worker has joined"
                 raise UserError(f"{there} to hold a part of the model", remedy="start some: p2ptrain join")
             pool = await WorkerPool.connect(context, workers)
             chain = await _loaded_by(pool, serve_options, console, model, found, positions)
@@ -321,7 +319,7 @@ async def _loaded_by(
     assert isinstance(pool, WorkerPool)
     if (here := len(pool.peers)) < (serve_options.split or 1):
         refused = "; ".join(f"{name}: {reason}" for name, reason in pool.refused.items())
-        raise UserError(f"{here} of {serve_options.split} workers can be used: {refused}", remedy="start another one")
+        raise UserError(f"{here} of {serve_options.split} workers can be used: {refused}", remedy="start another")
     try:
         plan = await pool.plan(
             model,
@@ -427,8 +425,8 @@ async def _small_model(
     limit_bytes = serve_options.memory_bytes - engine.weights_bytes if serve_options.memory_bytes else 0
     if serve_options.memory_bytes and limit_bytes <= 0:
         takes, given = human_bytes(engine.weights_bytes), human_bytes(serve_options.memory_bytes)
-        text = f"{directory} takes {takes}, and --memory says {given}"
-        raise ResourceError(text, remedy="give it more, or draft with a smaller model")
+        text = f"{directory} needs {takes}, but --memory is {given}"
+        raise ResourceError(text, remedy="raise --memory, or draft with a smaller model")
     return Serves(engine, model_name(directory), context or 0, tokenizer.digest, limit_bytes)
 
 

@@ -21,12 +21,12 @@ VIOLATED = 1
 
 
 def sim(
-    peers: Annotated[int, typer.Option(min=0, max=1000, help="Workers; 0: 2 to 16, as the schedule has it.")] = 0,
-    schedules: Annotated[int, typer.Option(min=1, help="How many schedules of faults.")] = 100,
-    seed: Annotated[int, typer.Option(min=-1, help="Number of the first one; -1: any.")] = -1,
-    mutation: Annotated[str, typer.Option("--without", metavar="SAFEGUARD", help="Switch one off: it must show.")] = "",
-    stages: Annotated[int, typer.Option(min=1, max=8, help="Split the model into so many parts; 1: do not.")] = 1,
-    faults: Annotated[str, typer.Option(metavar="KIND,KIND", help="Only these kinds; default: all.")] = "",
+    peers: Annotated[int, typer.Option(min=0, max=1000, help="Workers; 0: 2 to 16, set by the schedule.")] = 0,
+    schedules: Annotated[int, typer.Option(min=1, help="Number of fault schedules.")] = 100,
+    seed: Annotated[int, typer.Option(min=-1, help="Number of the first schedule; -1: any.")] = -1,
+    mutation: Annotated[str, typer.Option("--without", metavar="SAFEGUARD", help="Safeguard to switch off.")] = "",
+    stages: Annotated[int, typer.Option(min=1, max=8, help="Parts of the model; 1: not split.")] = 1,
+    faults: Annotated[str, typer.Option(metavar="KIND,KIND", help="Kinds of faults; default: all.")] = "",
     jobs: Annotated[int, typer.Option(min=1, max=64, help="Processes.")] = 1,
     timeline: Annotated[bool, typer.Option("--timeline", help="Show what happened, moment by moment.")] = False,
     as_json: JsonOption = False,
@@ -90,7 +90,7 @@ def sim(
 
 def _known(option: str, name: str, names: list[str]) -> None:
     if name not in names:
-        raise UserError(f"{option} does not know {name!r}", remedy=f"it knows: {', '.join(names)}")
+        raise UserError(f"{option}: {name!r} is not valid", remedy=f"use one of {', '.join(names)}")
 
 
 def _report(summary: Summary, options: dict[str, Any], *, as_json: bool) -> None:

@@ -99,7 +99,7 @@ async def planned(
         await client.close()
     if not workers:
         raise UserError(
-            "no worker is there to hold a part of the model",
+            "no worker has joined to hold a part of the model",
             remedy="start some: p2ptrain join, or all on this machine: p2ptrain up --split 2 --checkpoint DIR",
         )
     pool = await WorkerPool.connect(context, workers)
@@ -148,7 +148,7 @@ async def _held_by_job(client: SeedClient, job: str) -> list[CheckpointInfo]:
         raise UserError(f"job {job} has no checkpoint yet", remedy=f"p2ptrain jobs save {job}")
     whole = [item for item in found if item.stage is None]
     if not whole:
-        text = f"of job {job} nobody has the checkpoints of all stages in one directory yet"
+        text = f"no worker has the checkpoints of all stages of job {job} in one directory yet"
         raise UserError(text, remedy=f"p2ptrain jobs save {job}: its workers then collect them")
     return sorted(whole, key=lambda item: -item.step)
 
@@ -159,7 +159,7 @@ async def _model_of_worker(pool: WorkerPool, held: list[CheckpointInfo]) -> Mode
         if item.peer_id in pool.peers:
             return await pool.model_at(item.path, worker=item.peer_id)
     names = ", ".join(sorted({item.peer_name for item in held}))
-    raise UserError(f"who holds checkpoints of job {held[0].job} is away: {names}", remedy="start them again")
+    raise UserError(f"workers with checkpoints of job {held[0].job} are away: {names}", remedy="start them again")
 
 
 async def _text_of(pool: WorkerPool, model: Model, directory: Path) -> ModelText:

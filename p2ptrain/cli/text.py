@@ -35,9 +35,9 @@ LOOK_AGAIN_S = 1.0
 MOST_ASKS = 3
 """Attempts for one question if the verifier is lost each time. The question may be the cause."""
 _GONE = frozenset({"lost", "away", "leaving", "failed"})
-_OTHER_WAYS = "or let a checkpoint of this machine write: --checkpoint DIR, or --job JOB"
+_OTHER_WAYS = "or use a checkpoint of this machine: --checkpoint DIR, or --job JOB"
 _CHAT_IF_LOST = (
-    "ask again: the question waits until it, or another one of its model, is there; or: p2ptrain chat --verifier NAME"
+    "ask again: the question waits for this verifier or one with its model; or: p2ptrain chat --verifier NAME"
 )
 
 
@@ -306,8 +306,8 @@ async def dialled(
         await access.freshen(client.request)
         found = [each for each in await client.serving() if each.role == VERIFIER]
         if not found and (coming := await _loading(client)):
-            text = f"no verifier writes text yet: {coming} is there, and loads its model, or waits for workers"
-            raise UserError(text, remedy=f"ask again in a moment; its terminal says how far it is; {_OTHER_WAYS}")
+            text = f"no verifier is ready yet: {coming} still loads its model, or waits for workers"
+            raise UserError(text, remedy=f"ask again in a moment; its terminal shows its progress; {_OTHER_WAYS}")
     finally:
         await client.close()
     if like is not None and not name:
@@ -315,7 +315,7 @@ async def dialled(
             each for each in found if _writes(each) == _writes(like)
         ]
         if not same:
-            raise UserError(f"the verifier {like.name} is not there", remedy="is it still running?")
+            raise UserError(f"the verifier {like.name} is not connected", remedy="is it still running?")
         found = same
     return await VerifierClient.dial(
         access.network,
@@ -340,7 +340,7 @@ def chosen(found: Sequence[ServingInfo], name: str) -> ServingInfo:
     """The verifier with this name or id; without a name the least busy one. Raises ``UserError``."""
     if not found:
         raise UserError(
-            "no verifier is there to write text",
+            "no verifier is connected to write text",
             remedy=f"start one: p2ptrain join SEED --role verifier --model DIR, {_OTHER_WAYS}",
         )
     named = [each for each in found if each.id == name] or [each for each in found if name in ("", each.name)]
@@ -351,7 +351,7 @@ def chosen(found: Sequence[ServingInfo], name: str) -> ServingInfo:
         raise UserError(f"no verifier is called {name}", remedy=f"there {'is' if len(found) == 1 else 'are'} {listed}")
     if len({_writes(each) for each in named}) > 1:
         called = f" called {name}" if name else ""
-        text = f"there are verifiers{called} of several models"
+        text = f"verifiers{called} have different models"
         raise UserError(text, remedy=f"name one, or its id, with --verifier: {listed}")
     return min(named, key=lambda each: (each.sessions, each.name))
 
@@ -378,10 +378,10 @@ def print_text_stats(stats: dict[str, Any]) -> None:
         )
         by_place = [f"{each:.2f}" for each in stats.get("acceptance_at") or [] if isinstance(each, int | float)]
         if by_place:
-            typer.echo(f"right by place in the pass: {' '.join(by_place)}")
+            typer.echo(f"share of right drafts by position in the pass: {' '.join(by_place)}")
     if known.get("drafted"):
         carried = f"; {known['bytes_per_token']:.1f} bytes of messages a token" if "bytes_per_token" in known else ""
-        fate = f"{known.get('wasted', 0):.0f} of them wrong, or behind a wrong one"
+        fate = f"{known.get('wasted', 0):.0f} of them wrong, or after a wrong one"
         fate = fate if known.get("verified", 1) else "none was used"
         typer.echo(f"{known['drafted']:.0f} drafts came, {fate}{carried}")
     drafters = [_drafter(each) for each in stats.get("drafters") or [] if isinstance(each, dict)]

@@ -22,10 +22,10 @@ WIRES = (*DTYPES, "int8")
 
 CheckpointOption = Annotated[
     Path | None,
-    typer.Option("--checkpoint", "-c", metavar="DIR", help="A checkpoint, or a directory to find the newest in."),
+    typer.Option("--checkpoint", "-c", metavar="DIR", help="A checkpoint, or a directory with checkpoints."),
 ]
 DtypeOption = Annotated[
-    str, typer.Option("--dtype", metavar="TYPE", help="Compute in fp32, bf16 or fp16; default: what the model says.")
+    str, typer.Option("--dtype", metavar="TYPE", help="Compute in fp32, bf16 or fp16; default: the model's type.")
 ]
 
 _JOINERS = "\u200c\u200d"  # zero-width joiners of compound letters and emoji
@@ -60,12 +60,12 @@ class TextOptions:
     job: Annotated[str, typer.Option("--job", metavar="JOB", help="Use the newest checkpoint of this job.")] = ""
     temperature: Annotated[
         float | None,
-        typer.Option(metavar="T", min=0.0, help="0: always the likeliest token. Default: what the model says."),
+        typer.Option(metavar="T", min=0.0, help="Temperature; 0: the likeliest token. Default: the model's."),
     ] = None
     top_k: Annotated[
         int | None,
         typer.Option(
-            metavar="K", min=0, help="Draw among the k likeliest tokens; 0: among all. Default: the model's, else 50."
+            metavar="K", min=0, help="Sample from the K likeliest tokens; 0: from all. Default: the model's, else 50."
         ),
     ] = None
     top_p: Annotated[
@@ -74,7 +74,7 @@ class TextOptions:
             metavar="P",
             min=0.0,
             max=1.0,
-            help="Draw among the likeliest tokens that hold this probability. Default: the model's, else 1.",
+            help="Sample from the likeliest tokens with this total probability. Default: the model's, else 1.",
         ),
     ] = None
     stop: Annotated[
@@ -82,7 +82,7 @@ class TextOptions:
         typer.Option(
             "--stop",
             metavar="TEXT",
-            help="End before this text; may be repeated. \\n is a new line, \\t a tab, \\\\ a backslash.",
+            help="Stop before this text; may be repeated. \\n is a new line, \\t a tab, \\\\ a backslash.",
         ),
     ] = field(default_factory=list)
     random_seed: Annotated[
@@ -92,12 +92,10 @@ class TextOptions:
     device: Annotated[str, typer.Option(metavar="KIND", help="auto, cpu, cuda, cuda:1, ... or mps.")] = "auto"
     dtype: DtypeOption = ""
     seed: SeedOption = DEFAULT_SEED
-    verifier: Annotated[
-        str, typer.Option("--verifier", metavar="NAME", help="Have this verifier of the cluster write.")
-    ] = ""
+    verifier: Annotated[str, typer.Option("--verifier", metavar="NAME", help="Name of the verifier that writes.")] = ""
     no_speculation: Annotated[
         bool,
-        typer.Option("--no-speculation", help="Of a verifier: by itself, without drafters. The text is the same."),
+        typer.Option("--no-speculation", help="With a verifier: use no drafters. The text is the same."),
     ] = False
     split: Annotated[
         int | None,
@@ -105,7 +103,7 @@ class TextOptions:
             "--split",
             metavar="[N]",
             min=0,
-            help="Have N workers of the seed compute it, each some of the layers; no number: as many as are fastest.",
+            help="Split the model over N workers of the seed; no number: the fastest number.",
         ),
     ] = None
     wire: Annotated[
@@ -113,17 +111,17 @@ class TextOptions:
         typer.Option(
             "--wire",
             metavar="TYPE",
-            help="Of --split: hidden states travel as fp32, bf16, fp16, or int8 (prompts only); default: as computed.",
+            help="With --split: send hidden states as fp32, bf16, fp16, or int8 (prompts only); default: as computed.",
         ),
     ] = ""
     positions: Annotated[
         int,
         typer.Option(
-            "--positions", metavar="N", min=0, help="Of --split: have caches for so many tokens; 0: for what is asked."
+            "--positions", metavar="N", min=0, help="With --split: size of the caches, in tokens; 0: automatic."
         ),
     ] = 0
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Of --split: only show who would hold what, and how fast that would be.")
+        bool, typer.Option("--dry-run", help="With --split: only show the planned layers and speed.")
     ] = False
     stats: Annotated[bool, typer.Option("--stats", help="Show where a token's time goes.")] = False
     as_json: JsonOption = False
@@ -162,16 +160,16 @@ class TextOptions:
         of_verifier = {"verifier": self.verifier, "no-speculation": self.no_speculation, "compare": compare}
         if not self.by_verifier and (extra := next((name for name, value in of_verifier.items() if value), None)):
             remedy = "leave out --checkpoint, --job and --split"
-            raise UserError(f"--{extra} is for text of a verifier", remedy=remedy)
+            raise UserError(f"--{extra} does not work with --checkpoint, --job or --split", remedy=remedy)
         if self.split is None and (extra := next((name for name, value in of_split.items() if value), None)):
-            raise UserError(f"--{extra} is for a model that is split", remedy="add --split, or leave it out")
+            raise UserError(f"--{extra} works only with --split", remedy="add --split, or leave it out")
         if not self.by_verifier and (self.checkpoint is None) == (not self.job):
             raise UserError(f"{command} needs one checkpoint", remedy="give either --checkpoint DIR or --job JOB")
         if self.device != "auto" and (self.by_verifier or self.split is not None):
-            text = f"--device {self.device} means nothing here: a verifier, or workers, compute the model"
+            text = f"--device {self.device} does not apply: a verifier, or workers, compute the model"
             raise UserError(text, remedy="leave it out, and give it to them: p2ptrain join --device ...")
         if compare and self.no_speculation:
-            raise UserError("--compare compares with drafters", remedy="leave out --no-speculation")
+            raise UserError("--compare needs drafters", remedy="leave out --no-speculation")
 
 
 def takes_text_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -206,8 +204,8 @@ class WithBareSplit(TyperCommand):
             at = args.index("--split") + 1 if "--split" in args else len(args)
             word = args[at] if at < len(args) and not args[at].startswith("-") else ""
             if word and "unexpected extra" in str(error) and f"({word})" in str(error):
-                remedy = "write --split N, or --split alone: as many as are fastest"
-                raise UserError(f"--split {word}: that is no number of parts", remedy=remedy) from None
+                remedy = "write --split N, or --split alone for the fastest number"
+                raise UserError(f"--split {word} is not a number of parts", remedy=remedy) from None
             raise
 
 

@@ -29,20 +29,20 @@ _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])", re.ASCII)
 @app.command("new")
 def new(
     operator: Annotated[
-        bool, typer.Option("--operator", help="For one who watches and controls; default: for workers.")
+        bool, typer.Option("--operator", help="Ticket for an operator; default: for a worker.")
     ] = False,
     role: Annotated[
         str,
         typer.Option("--role", metavar="ROLE", help="worker, verifier, drafter or operator."),
     ] = "",
     expires: Annotated[
-        str, typer.Option("--expires", metavar="TIME", help="How long it lets somebody in: 30m, 12h, 7d.")
+        str, typer.Option("--expires", metavar="TIME", help="How long the ticket is valid: 30m, 12h, 7d.")
     ] = "7d",
     uses: Annotated[
-        int | None, typer.Option("--uses", metavar="N", min=1, help="For so many peers; default: any number.")
+        int | None, typer.Option("--uses", metavar="N", min=1, help="Peers that may use it; default: any number.")
     ] = None,
     host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", callback=is_text, help="The seed's address, as they reach it.")
+        str, typer.Option("--host", metavar="ADDRESS", callback=is_text, help="The seed's address for other machines.")
     ] = "",
     seed: SeedOption = DEFAULT_SEED,
     as_json: JsonOption = False,
@@ -99,7 +99,7 @@ def list_tickets(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -
 
 @app.command("revoke")
 def revoke(
-    ticket: Annotated[str, typer.Argument(metavar="ID", callback=not_empty, help="Its id, or the beginning of it.")],
+    ticket: Annotated[str, typer.Argument(metavar="ID", callback=not_empty, help="Id, or the beginning of it.")],
     seed: SeedOption = DEFAULT_SEED,
     yes: YesOption = False,
     as_json: JsonOption = False,
@@ -110,7 +110,7 @@ def revoke(
     Examples:
       p2ptrain ticket revoke 3fa9
     """
-    confirm(f"Let go everybody who joined with ticket {printable(ticket)}?", yes=yes)
+    confirm(f"Disconnect all peers that joined with ticket {printable(ticket)}?", yes=yes)
     revoked = ask(seed, lambda client: client.revoke_ticket(ticket))
     print_json({"ticket": revoked.to_map()}) if as_json else typer.echo(f"ticket {printable(revoked.id)} is revoked")
 
@@ -134,13 +134,13 @@ def _show(ticket: TicketInfo, text: str, as_json: bool) -> None:
     typer.echo(printable(text))
     verb = _USES.get(ticket.role, "join TICKET")
     end = f" until {human_time(ticket.expires_at)}" if ticket.expires_at is not None else ""
-    typer.echo(f"good{end}; a secret. Use it as: p2ptrain {verb}", err=True)
+    typer.echo(f"valid{end}; keep it secret. Use it as: p2ptrain {verb}", err=True)
 
 
 def _seconds(text: str) -> float:
     match = _TIME.fullmatch(text.strip())
     if match is None:
-        raise UserError(f"--expires {text} is no time", remedy="write a number and s, m, h or d, such as 12h or 7d")
+        raise UserError(f"--expires {text} is not a time", remedy="write a number and s, m, h or d, as in 12h or 7d")
     return float(match[1]) * _UNITS[match[2]]
 
 

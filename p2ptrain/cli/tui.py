@@ -26,7 +26,7 @@ def tui(
     """
     if not at_terminal():
         raise UserError(
-            "the full-screen view needs a terminal, and this is none",
+            "the full-screen view needs a terminal, and there is no terminal here",
             remedy="for scripts there are `p2ptrain jobs list --json` and `p2ptrain peers --json`",
         )
     from p2ptrain.cli.access import read_target, shown_address

@@ -45,7 +45,7 @@ def up(
     new: Annotated[
         bool,
         typer.Option(
-            "--new", help="Begin afresh: cancel an unfinished job of other settings; train a pair that is trained."
+            "--new", help="Start over: cancel an unfinished job of other settings; train a trained pair again."
         ),
     ] = False,
     plain: Annotated[
@@ -67,28 +67,28 @@ def up(
             metavar="N",
             min=1,
             max=63,
-            help="Train nothing: start N workers that hold the model of --checkpoint between them, and stay.",
+            help="Do not train: split the model of --checkpoint over N workers, and keep them running.",
         ),
     ] = None,
     checkpoint: CheckpointOption = None,
     spare: Annotated[
         int,
-        typer.Option("--spare", metavar="K", min=0, max=32, help="With --split: K workers more, for when one dies."),
+        typer.Option("--spare", metavar="K", min=0, max=32, help="With --split: spare workers that replace dead ones."),
     ] = 0,
     memory: Annotated[
         str,
-        typer.Option("--memory", metavar="SIZE", help="With --split: what each worker may hold of a model, as 2GiB."),
+        typer.Option("--memory", metavar="SIZE", help="With --split: memory limit of each worker, such as 2GiB."),
     ] = "",
     dtype: DtypeOption = "",
     http: Annotated[
         str,
         typer.Option(
-            "--http", metavar="HOST:PORT", help="With a profile of a pair: the verifier answers the OpenAI API there."
+            "--http", metavar="HOST:PORT", help="With a profile of a pair: address of the verifier's OpenAI API."
         ),
     ] = "",
     api_keys: Annotated[
         Path | None,
-        typer.Option("--api-key-file", metavar="FILE", help="With --http: the file that holds the key to it."),
+        typer.Option("--api-key-file", metavar="FILE", help="With --http: file with the key of the API."),
     ] = None,
     dry_run: Annotated[
         bool,
@@ -124,17 +124,17 @@ def up(
     port = port or (DEFAULT_PORT if is_free(DEFAULT_PORT) else free_port())  # `p2ptrain tui` uses the default port
     if split is not None:
         if http or api_keys is not None:
-            raise UserError("--http is answered by a verifier, and --split starts none", remedy="leave one of them out")
+            raise UserError("--http needs a verifier, and --split starts none", remedy="leave one of them out")
         if checkpoint is None:
             raise UserError("up --split needs a model", remedy="name its directory: --checkpoint DIR")
         if dry_run:
             remedy = "see p2ptrain generate --split --dry-run for --split"
-            raise UserError("--dry-run is of a training", remedy=remedy)
+            raise UserError("--dry-run works only for training", remedy=remedy)
         _hold(split, spare, checkpoint, memory, dtype, root, port, link, as_json)
         return
     given = {"checkpoint": checkpoint is not None, "spare": spare > 0, "memory": bool(memory), "dtype": bool(dtype)}
     if extra := next((name for name, value in given.items() if value), None):
-        raise UserError(f"--{extra} is for a model that is split", remedy="add --split N, or leave it out")
+        raise UserError(f"--{extra} works only with --split", remedy="add --split N, or leave it out")
     loaded = _profile(profile, sets, workers)
     endpoint = http_options(http, api_keys, loaded)
     if dry_run or loaded.stages > 1:
@@ -175,7 +175,7 @@ def _hold(
         raise UserError(f"cannot read {directory / 'config.json'}: {error}") from error
     layers = table.get("num_hidden_layers", table.get("n_layer"))
     if isinstance(layers, int) and split > layers:
-        raise UserError(f"a model of {layers} layers has no {split} stages", remedy=f"give --split 1 to {layers}")
+        raise UserError(f"a model of {layers} layers cannot have {split} stages", remedy=f"give --split 1 to {layers}")
     run(hold(SplitPlan(split, spare, directory, memory, dtype, root, port, link), as_json=as_json), children=True)
 
 
@@ -193,12 +193,12 @@ def _profile(name: str, sets: list[str], workers: int) -> Profile:
         return loaded.profile
     stages = loaded.profile.stages
     if workers < stages:
-        text = f"the model is in {stages} parts, each for a worker of its own, and {workers} would be started"
+        text = f"each of the model's {stages} parts needs a worker, and {workers} would be started"
         raise UserError(text, remedy=f"give --workers {stages}, or set fewer pipeline.stages")
     if is_shipped(source):
         return load(name, os.environ, [*sets, f"job.workers={workers}"]).profile
     raise UserError(
-        f"{source}: the job begins with {wanted} workers, and {workers} would be started",
+        f"{source}: the job needs {wanted} workers to begin, and {workers} would be started",
         remedy=f"give --workers {wanted}, or --set job.workers={workers}",
     )
 
@@ -216,7 +216,7 @@ def _plan_here(profile: Profile, workers: int, link: str, *, dry_run: bool, as_j
 
     if profile.stages < 2:
         raise UserError(
-            "the model of this job is not split: every worker trains all of it, and there is nothing to place",
+            "the model of this job is not split: every worker trains all of it, so there is nothing to plan",
             remedy="leave --dry-run out, or set job.strategy=pipeline and pipeline.stages",
         )
     flops = 0.0

@@ -65,8 +65,8 @@ def http_options(http: str, key_file: Path | None, profile: Profile) -> HttpOpti
         return None
     if not profile.drafter.layers:
         remedy = "choose a profile with a [drafter], such as pair, or leave it out"
-        raise UserError("--http is answered by a verifier, and this profile trains none", remedy=remedy)
-    place = host_and_port("--http", http, "such as 127.0.0.1:8000, where programs shall reach it")
+        raise UserError("--http needs a verifier, and this profile trains none", remedy=remedy)
+    place = host_and_port("--http", http, "such as 127.0.0.1:8000, where programs reach it")
     assert place is not None
     return HttpOptions(*place, None if key_file is None else key_file.absolute())
 
@@ -257,7 +257,7 @@ class Run:
         if self._served:
             self._tell_serving()
         else:
-            self._console.event("info", "the view is closed; it goes on here. Ctrl+C stops everything")
+            self._console.event("info", "the view is closed; the run continues here. Ctrl+C stops everything")
 
     async def outcome(self) -> Summary | None:
         """Let the workers save and leave. Returns the outcome; see ``train``."""
@@ -338,7 +338,7 @@ class Run:
         plan, cluster = self._plan, self.cluster
         for role, summary in self._trained.items():
             check_whole(role, summary)
-        self._say("info", "both are trained; a verifier and a drafter load them")
+        self._say("info", "both models are trained; a verifier and a drafter load them")
         device = plan.profile.device.kind
         for role in (VERIFIER, DRAFTER):
             options = ["--role", role, "--model", self._trained[role]["checkpoint"], "--threads", plan.threads(2)]
@@ -355,7 +355,7 @@ class Run:
             self.view.serves("\n".join(["from another terminal:", *self._ways()]))
 
         def alone(child: Child) -> None:
-            self._say("warning", f"{child.failed().message}; the verifier goes on alone")
+            self._say("warning", f"{child.failed().message}; the verifier continues without it")
 
         await cluster.while_alive(forever(), needed=[cluster.seed, verifier], others=[drafter], on_end=alone)
 
@@ -371,7 +371,7 @@ class Run:
             loss = f"validation {number(summary['val_loss'])} nats/token"
             rows.append((role, f"job {summary['job']}, {summary['step']} steps, {loss}; {summary['checkpoint']}"))
         print_pairs(rows)
-        typer.echo("\nThey serve. From another terminal:\n")
+        typer.echo("\nThe models are served. From another terminal:\n")
         for way in [*self._ways(), f"p2ptrain tui {self.cluster.address}"]:
             typer.echo(f"  {way}")
         typer.echo("\nCtrl+C stops everything; the same command serves them again at once.")
@@ -557,7 +557,7 @@ def _tell_held(loaded: Planned, chain: Chain, plan: SplitPlan, *, as_json: bool)
     print_prediction(placement)
     options = f"--split {plan.stages} -c {loaded.label}" + f" --dtype {plan.dtype}" * bool(plan.dtype)
     options += f" --seed {seed_at}" * (plan.port != DEFAULT_PORT)
-    typer.echo("\nIt is loaded and stays so. From another terminal:\n")
+    typer.echo("\nThe model is loaded and stays loaded. From another terminal:\n")
     typer.echo(f'  p2ptrain generate "Once upon a time" {options}')
     typer.echo(f"  p2ptrain chat {options}")
     typer.echo(f"  p2ptrain tui {seed_at}\n\nCtrl+C stops everything.")
@@ -594,17 +594,17 @@ class View:
         from tui.app import SERVING
 
         self.app.go_to(SERVING)
-        self.app.tell("info", "They serve", text)
+        self.app.tell("info", "The models are served", text)
 
     def _over(self, work: asyncio.Task[Any]) -> None:
         if work.cancelled():
             return
-        leaves = "q leaves the view, and what was started here ends"
+        leaves = "q closes the view and stops what was started here"
         problem = work.exception()
         if problem is None:
-            self.app.tell("info", "It is over", leaves)
+            self.app.tell("info", "The run has ended", leaves)
         elif isinstance(problem, P2PTrainError):
             remedy = f"\n{problem.remedy}" if problem.remedy else ""
-            self.app.tell("error", "It has failed", f"{problem.message}{remedy}\n{leaves}")
+            self.app.tell("error", "The run has failed", f"{problem.message}{remedy}\n{leaves}")
         else:
-            self.app.tell("error", "It has failed", f"{type(problem).__name__}: {problem}\n{leaves}")
+            self.app.tell("error", "The run has failed", f"{type(problem).__name__}: {problem}\n{leaves}")

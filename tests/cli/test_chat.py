@@ -271,7 +271,7 @@ def test_json_is_one_document(chat: Callable[..., Any]) -> None:
 
 def test_stats_are_shown(chat: Callable[..., Any]) -> None:
     assert "a token took 2.0 ms: 2.0 the rest" in chat(["a", "/stats"], ["one"])[0].out
-    assert "error: no answer is whole yet" in chat(["/stats"], [])[0].err
+    assert "error: no answer is complete yet" in chat(["/stats"], [])[0].err
 
 
 def test_the_real_service_answers_as_transformers_does(command: Command, tmp_path: Path) -> None:

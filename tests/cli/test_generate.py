@@ -134,7 +134,7 @@ def test_what_is_no_file_of_prompts(command: Command, loads: list[Any], tmp_path
     assert loads == []
     for arguments in ([], ["x", "--prompts", str(file)]):
         outcome = command("generate", *arguments, "-c", path)
-        assert outcome.err.startswith("error: generate needs something to go on from\n")
+        assert outcome.err.startswith("error: generate needs a prompt\n")
 
 
 def test_stop_strings_are_read_as_a_person_writes_them(command: Command, tmp_path: Path) -> None:

@@ -92,12 +92,16 @@ def test_a_drafter_and_its_model(
 @pytest.mark.parametrize(
     ("arguments", "problem", "remedy"),
     [
-        (["--role", "verifyer"], "--role verifyer is none", "did you mean verifier? use worker, verifier, drafter"),
-        (["--role", "operator"], "--role operator is none", "use worker, verifier, drafter"),
+        (
+            ["--role", "verifyer"],
+            "--role verifyer is not a valid value",
+            "did you mean verifier? use worker, verifier, drafter",
+        ),
+        (["--role", "operator"], "--role operator is not a valid value", "use worker, verifier, drafter"),
         (["--role", "verifier"], "a verifier needs a model", "--model"),
         (["--role", "drafter"], "a drafter needs a model", "--model"),
         (["--role", "verifier", "--model", "x", "--http", "a:99999"], "--http: 'a:99999' is", "such as 127.0.0.1:8000"),
-        (["--advertise", "a b:1"], "--advertise: 'a b:1' is not an address", "others shall dial"),
+        (["--advertise", "a b:1"], "--advertise: 'a b:1' is not an address", "others dial"),
         (["--role", "drafter", "--model", "nowhere"], "nowhere is not a directory", "checkpoints list"),
         (["--model", "x"], "--model is not for a worker", "--role drafter, or verifier"),
         (["--sessions", "2"], "--sessions is not for a worker", "--role drafter, or verifier"),
@@ -106,13 +110,13 @@ def test_a_drafter_and_its_model(
         (["--http", "127.0.0.1:8000"], "--http is not for a worker", "--role verifier"),
         (["--split"], "--split is not for a worker", "--role verifier"),
         *(
-            (["--role", "verifier", "--model", "x", "--split", *given], f"{given[0]} means nothing", "to the workers")
+            (["--role", "verifier", "--model", "x", "--split", *given], f"{given[0]} does not apply", "to the workers")
             for given in (["--memory", "4GiB"], ["--device", "cpu"], ["--threads", "2"])
         ),
-        (["--role", "drafter", "--model", "x", "--memory", "10"], "--memory 10 holds no model", "its unit"),
+        (["--role", "drafter", "--model", "x", "--memory", "10"], "--memory 10 is too small", "add a unit"),
         (["--role", "drafter", "--model", "x", "--split", "2"], "--split is not for a drafter", "--role verifier"),
         (["--role", "drafter", "--model", "x", "--api-key-file", "x"], "is not for a drafter", "--role verifier"),
-        (["--role", "verifier", "--model", "x", "--http", "127.0.0.1"], "names no port", "HOST:PORT"),
+        (["--role", "verifier", "--model", "x", "--http", "127.0.0.1"], "has no port", "HOST:PORT"),
         (["--role", "verifier", "--model", "x", "--api-key-file", "x"], "is for an HTTP endpoint", "--http"),
         (
             ["--role", "verifier", "--model", "x", "--http", "127.0.0.1:80", "--api-key-file", "none"],
@@ -136,9 +140,9 @@ async def test_what_http_cannot_be_is_refused_before_anything_is_dialled(model: 
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="is in use"):
         await joining.served(of, ServeOptions("verifier", model, http=taken.getsockname()[:2]))
     save_file({"weight": np.zeros(1250, np.float32)}, model / "model.safetensors")
-    with pytest.raises(ResourceError, match="--memory says"):
+    with pytest.raises(ResourceError, match="but --memory is"):
         await joining.served(of, ServeOptions("verifier", model, memory_bytes=4000))
     save_file({"weight": np.zeros(1250, np.float16)}, model / "model.safetensors")
-    with pytest.raises(ResourceError, match="in fp32, and --memory says"):
+    with pytest.raises(ResourceError, match="in fp32, but --memory is"):
         await joining.served(of, ServeOptions("verifier", model, memory_bytes=4000, dtype="fp32"))
     assert not root.exists()

@@ -30,7 +30,7 @@ async def child(log: Path, *arguments: str) -> Child:
 async def test_its_own_error_and_remedy(tmp_path: Path) -> None:
     failed = (await child(old(tmp_path), "sed")).failed("it did not start")
     assert failed.message == "it did not start: no such command: sed"
-    assert failed.remedy == f"did you mean seed? `p2ptrain --help` lists what there is; its log is {tmp_path / 'log'}"
+    assert failed.remedy == f"did you mean seed? `p2ptrain --help` lists the commands; its log is {tmp_path / 'log'}"
 
 
 async def test_the_error_of_an_earlier_start_is_not_its_own(tmp_path: Path) -> None:

@@ -86,8 +86,8 @@ def test_version(command: Command) -> None:
 def test_an_unknown_command_names_the_one_that_was_meant(command: Command) -> None:
     outcome = command("job")
     assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err == "error: no such command: job\n  → did you mean jobs? `p2ptrain --help` lists what there is\n"
-    assert command("zzz").err == "error: no such command: zzz\n  → `p2ptrain --help` lists what there is\n"
+    assert outcome.err == "error: no such command: job\n  → did you mean jobs? `p2ptrain --help` lists the commands\n"
+    assert command("zzz").err == "error: no such command: zzz\n  → `p2ptrain --help` lists the commands\n"
     outcome = command("jobs", "lst")
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.startswith("error: No such command 'lst'. Did you mean 'list'?\n  → `p2ptrain jobs --help`")

@@ -133,7 +133,7 @@ def test_create_of_a_pair_makes_the_job_of_one_of_them(command: Command, fake_se
     both = load("pair", {}, []).profile
     outcome = command("jobs", "create", "--profile", "pair")
     assert (outcome.code, outcome.out) == (0, f"{JOB.id}\n")
-    assert "the same with --drafter" in outcome.err
+    assert "for the drafter's job add --drafter" in outcome.err
     assert command("jobs", "create", "--profile", "pair", "--drafter").err == ""
     assert command("jobs", "create", "--profile", "pair", "--drafter", "--name", "small").code == 0
     sent = [(params["name"], Profile.from_spec_untrusted(params["spec"])) for _, params in fake_seed.asked]

@@ -244,11 +244,11 @@ def test_it_waits_for_enough_workers_and_says_for_what(tmp_path: Path) -> None:
             await served.until("waiting")
             await asyncio.sleep(60)  # virtual: it is told once, and waited for as long as it takes
             assert served.told("waiting") == 1
-            assert "no worker is there" in served.said("waiting")[0]
+            assert "no worker has joined" in served.said("waiting")[0]
             assert "p2ptrain join" in served.said("waiting")[0]
             join(served.cluster, 1)
             await served.until("waiting", 2)
-            assert "1 of 2 workers are there" in served.said("waiting")[1]
+            assert "1 of 2 workers joined" in served.said("waiting")[1]
             join(served.cluster, 2)
             await served.until("serving")
             assert served.told("waiting") == 2

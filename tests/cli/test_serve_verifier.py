@@ -42,7 +42,7 @@ def test_what_memory_is_left_for_caches(tmp_path: Path) -> None:
     save_file({"moments": np.zeros(9000, np.uint8)}, tmp_path / "optimizer.safetensors")
     assert cache_bytes(0, tmp_path) == 0
     assert cache_bytes(4000, tmp_path) == 2500
-    with pytest.raises(ResourceError, match="--memory says"):
+    with pytest.raises(ResourceError, match="but --memory is"):
         cache_bytes(1500, tmp_path)
 
 
@@ -50,5 +50,5 @@ def test_what_memory_is_left_beside_weights_of_another_type(tmp_path: Path) -> N
     save_file({"a": np.zeros((10, 100), np.float16), "b": np.zeros(500, np.float16)}, tmp_path / "model.safetensors")
     given = [cache_bytes(9000, tmp_path, dtype) for dtype in ("", "fp16", "bf16", "fp32")]
     assert given == [6000, 6000, 6000, 3000]
-    with pytest.raises(ResourceError, match=r"5\.9 KiB in fp32, and --memory says"):
+    with pytest.raises(ResourceError, match=r"5\.9 KiB in fp32, but --memory is"):
         cache_bytes(6000, tmp_path, "fp32")

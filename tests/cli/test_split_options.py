@@ -37,24 +37,24 @@ def test_what_travels(wire: str, encodings: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["generate", "x", "--dtype", "bf16"], "--dtype is for a model that is split"),
-        (["generate", "x", "--dry-run"], "--dry-run is for a model that is split"),
-        (["chat", "--wire", "bf16"], "--wire is for a model that is split"),
+        (["generate", "x", "--dtype", "bf16"], "--dtype works only with --split"),
+        (["generate", "x", "--dry-run"], "--dry-run works only with --split"),
+        (["chat", "--wire", "bf16"], "--wire works only with --split"),
         (["chat", "--split", "--dtype", "int8"], "--dtype int8 is not a type to compute in"),
         (["generate", "x", "--split", "--wire", "topk"], "--wire topk is not a type to send"),
         (["generate", "x", "--split"], "generate needs one checkpoint"),
         (["chat", "--split", "--job", "j", "-c", "d"], "chat needs one checkpoint"),
         (["generate", "x", "--split", "--job", "j", "--temperature", "inf"], "temperature = inf is invalid"),
-        (["generate", "x", "--split", "two"], "--split two: that is no number of parts"),
-        (["chat", "--split", "two"], "--split two: that is no number of parts"),
+        (["generate", "x", "--split", "two"], "--split two is not a number of parts"),
+        (["chat", "--split", "two"], "--split two is not a number of parts"),
         (["up", "--split", "2"], "up --split needs a model"),
         (
             ["up", "--workers", "1", "--set", "job.strategy=pipeline", "--set", "pipeline.stages=2"],
-            "the model is in 2 parts",
+            "each of the model's 2 parts needs a worker",
         ),
-        (["up", "--checkpoint", "d"], "--checkpoint is for a model that is split"),
-        (["up", "--spare", "1"], "--spare is for a model that is split"),
-        (["up", "--memory", "1GiB"], "--memory is for a model that is split"),
+        (["up", "--checkpoint", "d"], "--checkpoint works only with --split"),
+        (["up", "--spare", "1"], "--spare works only with --split"),
+        (["up", "--memory", "1GiB"], "--memory works only with --split"),
         (["up", "--split", "2", "-c", "d", "--memory", "much"], "'much' is not a size"),
         (["up", "--split", "2", "-c", "d", "--dtype", "fp8"], "--dtype fp8 is not a type to compute in"),
         (["up", "--split", "2", "-c", "no-such-directory"], "no-such-directory is not a directory"),
@@ -71,5 +71,5 @@ def test_more_stages_than_layers_are_refused_before_anything_starts(command: Com
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
     state = tmp_path / "state"
     outcome = command("up", "--split", "3", "-c", str(tmp_path), "--state", str(state))
-    assert outcome.err.startswith("error: a model of 2 layers has no 3 stages\n")
+    assert outcome.err.startswith("error: a model of 2 layers cannot have 3 stages\n")
     assert not state.exists()

@@ -109,6 +109,6 @@ def test_without_speeds_nothing_is_predicted() -> None:
     made = local_plan(PROFILE, workers=2, memory_bytes=0)
     assert made is not None
     assert prediction(made[0]) == [
-        "1 replica of 2 stages, 1f1b: no worker has told how fast it is, so nothing is predicted"
+        "1 replica of 2 stages, 1f1b: no worker has reported its speed, so nothing is predicted"
     ]
     assert short(*made) == "plan: layers 0–1 worker-1, layers 2–3 worker-2"

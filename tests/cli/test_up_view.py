@@ -49,8 +49,8 @@ async def ends(problem: Exception | None) -> None:
 @pytest.mark.parametrize(
     ("problem", "said"),
     [
-        (JobFailed("the seed ended: no room", remedy="make some"), "error It has failed: the seed ended: no room"),
-        (None, "information It is over: q leaves the view"),
+        (JobFailed("the seed ended: no room", remedy="make some"), "error The run has failed: the seed ended: no room"),
+        (None, "information The run has ended: q closes the view"),
     ],
 )
 async def test_that_it_is_over_is_said_within_the_view(
@@ -58,7 +58,7 @@ async def test_that_it_is_over_is_said_within_the_view(
 ) -> None:
     ((severity, text),) = await seen(View(1), ends(problem), monkeypatch)
     assert f"{severity} {text}".startswith(said)
-    assert "q leaves the view" in text
+    assert "q closes the view" in text
     assert ("make some" in text) == ("no room" in text)
 
 
@@ -90,6 +90,6 @@ async def test_what_is_served_is_shown_with_how_to_ask(monkeypatch: pytest.Monke
         view.serves("p2ptrain chat")
 
     found = await seen(view, serves(), monkeypatch, standing)
-    assert ("information", "They serve: p2ptrain chat") in found
+    assert ("information", "The models are served: p2ptrain chat") in found
     assert view.app.view == SERVING
     assert view.app.has_class("-serving")

@@ -194,7 +194,7 @@ def test_two_texts_that_rounding_parts(command: Command, at: list[str], verifier
     assert outcome.code == 0
     assert not outcome.json["compared"]["same_text"]
     assert outcome.json["alone"]["text"] != outcome.json["text"]
-    assert f"the texts part, {ROUNDING}" in command("generate", PROMPT, *at, "-n", "20", "--compare").out
+    assert f"the texts differ, {ROUNDING}" in command("generate", PROMPT, *at, "-n", "20", "--compare").out
 
 
 def test_nobody_is_there(command: Command, fake_seed: Any) -> None:
@@ -203,7 +203,7 @@ def test_nobody_is_there(command: Command, fake_seed: Any) -> None:
     for words in (["generate", "x"], ["chat"]):
         outcome = command(*words, "--seed", fake_seed.address)
         assert (outcome.code, outcome.out) == (2, "")
-        assert "no verifier is there to write text" in outcome.err
+        assert "no verifier is connected to write text" in outcome.err
         assert "p2ptrain join SEED --role verifier --model DIR" in outcome.err
         assert "--checkpoint DIR" in outcome.err
     outcome = command("generate", "x", "--seed", "127.0.0.1:1")
@@ -214,10 +214,10 @@ def test_nobody_is_there(command: Command, fake_seed: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["generate", "x", "-c", "d", "--verifier", "v"], "--verifier is for text of a verifier"),
-        (["generate", "x", "--job", "j", "--compare"], "--compare is for text of a verifier"),
-        (["generate", "x", "--compare", "--no-speculation"], "--compare compares with drafters"),
-        (["chat", "--split", "--job", "j", "--no-speculation"], "--no-speculation is for text of a verifier"),
+        (["generate", "x", "-c", "d", "--verifier", "v"], "--verifier does not work with --checkpoint"),
+        (["generate", "x", "--job", "j", "--compare"], "--compare does not work with --checkpoint"),
+        (["generate", "x", "--compare", "--no-speculation"], "--compare needs drafters"),
+        (["chat", "--split", "--job", "j", "--no-speculation"], "--no-speculation does not work with --checkpoint"),
         (["generate", "x", "--device", "cuda"], "a verifier, or workers, compute the model"),
         (["chat", "--device", "cpu"], "a verifier, or workers, compute the model"),
         (["generate", "x", "--split", "-c", "d", "--device", "cpu"], "a verifier, or workers, compute the model"),
@@ -269,7 +269,7 @@ def test_which_verifier(command: Command, fake_seed: Any, verifier: Verifier) ->
     assert "no verifier is called x" in command(*ask, "--verifier", "x").err
     twin = verifier.record(id="b" * 12, port=1, weights="1234567890")
     fake_seed.answers["serving.list"] = {"serving": [twin, verifier.record(weights="abcdefghij")]}
-    assert "verifiers called big one of several models" in command(*ask, "--verifier", "big one").err
+    assert "verifiers called big one have different models" in command(*ask, "--verifier", "big one").err
     assert command(*ask, "--verifier", PEER).code == 0
     busy = verifier.record(name="busy", id="b" * 12, sessions=3, port=1)
     fake_seed.answers["serving.list"] = {"serving": [busy, verifier.record()]}

@@ -268,7 +268,7 @@ def test_a_conversation_at_a_terminal(cluster: Cluster) -> None:
         (["generate", "x", "--split", "--positions", "900000000"], "GiB"),
         (["generate", "x" * 100, "--split", "-n", str(CONTEXT)], "are more than the context of 60000"),
         (["generate", "x", "--split", "--wire", "fp8"], "--wire fp8 is not a type to send"),
-        (["up", "--split", "7"], "a model of 6 layers has no 7 stages"),
+        (["up", "--split", "7"], "a model of 6 layers cannot have 7 stages"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_numbers(cluster: Cluster, arguments: list[str], said: str) -> None:
