@@ -88,7 +88,7 @@ class Epochs:
         self._seen[:] = False
         whole, self._whole = self._whole, True
         if whole and missing:
-            return Fault(step, "samples", f"epoch {epoch} left out {missing} of {self._windows} samples")
+            return Fault(step, "samples", f"epoch {epoch} did not use {missing} of {self._windows} samples")
         self.complete += whole
         return None
 

@@ -44,7 +44,7 @@ HELP = """\
   /save FILE   write the conversation to a file: JSON where its name ends so, else text
   /help        this list
   /quit        leave, as Ctrl+D does
-  Ctrl+C cancels an answer; what was said so far stays. A line that begins with a space is never a command."""
+  Ctrl+C cancels an answer; the text so far stays. A line that begins with a space is never a command."""
 PERSON_WAITS_S, PIPE_WAITS_S = 3600.0, 60.0
 """Seconds to wait for a lost verifier: at a terminal, where the user can leave, and over a pipe."""
 _THINKING = "…"
@@ -386,7 +386,7 @@ class ChatSession:
             self._save(rest.strip())
         else:
             raise UserError(
-                f"there is no command {name}", remedy="/help lists them; begin with a space to say it to the model"
+                f"there is no command {name}", remedy="/help lists them; begin with a space to send it to the model"
             )
         return True
 

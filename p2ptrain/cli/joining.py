@@ -155,7 +155,7 @@ async def stay(joining: Joining, make: Make) -> None:
                     console.event("info", "members of other machines join this seed: listening on all addresses")
                     listen_host = EVERYWHERE
                 elif refusal.code in MENDED_BY_A_TICKET and access.member is not None and not afresh:
-                    console.event("info", f"{refusal.message}; joining afresh")
+                    console.event("info", f"{refusal.message}; joining again with the ticket")
                     afresh = True
                 else:
                     raise

@@ -64,7 +64,7 @@ def model_layout(config: str, tensors: Mapping[str, TensorRecord], dtype: str = 
     sizes = _by_names(table, weights_in(computed, tensors), ELEMENT_BYTES[computed]) or _by_building(config, computed)
     width = _number(table, "hidden_size", "n_embd")
     if width is None:
-        raise ConfigError("the model's configuration does not say how wide it is", remedy="add hidden_size to it")
+        raise ConfigError("the model's configuration does not give its width", remedy="add hidden_size to it")
     return ModelLayout(sizes, computed, width)
 
 

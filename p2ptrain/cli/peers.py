@@ -144,7 +144,7 @@ def parts(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
     if total > len(found):
         typer.echo(f"{total - len(found)} more parts are held: one answer has no room for them.", err=True)
     if not found:
-        typer.echo(f"No model is split over machines yet. To talk to one: {how_to_split(seed)}", err=True)
+        typer.echo(f"No model is split over machines yet. To use one: {how_to_split(seed)}", err=True)
 
 
 def _rows(chain: Chain) -> list[tuple[str, ...]]:

@@ -120,7 +120,7 @@ def _is_encrypted(host: str, *, tls: bool, insecure: bool) -> bool:
     if insecure and tls:
         raise UserError("--insecure and --tls exclude each other", remedy="leave one of them out")
     if insecure and not near:
-        text = f"--insecure is for the loopback: on {host} everybody on the way could read and change what is sent"
+        text = f"--insecure is for the loopback: on {host} others could read and change the traffic"
         raise UserError(text, remedy="leave it out: the encryption sets itself up, and other machines join by a ticket")
     return tls or not near
 

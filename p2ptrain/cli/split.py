@@ -200,7 +200,7 @@ def show_plan(plan: Planned, *, as_json: bool) -> None:
         return
     print_placement(placement)
     if is_loaded:
-        typer.echo("These parts are loaded there already.")
+        typer.echo("The workers have these parts loaded already.")
 
 
 # ------------------------------------------------------------------------------------------------------ the figures

@@ -230,7 +230,7 @@ async def _of_verifier(options: TextOptions, needs: Needs, console: Console) -> 
     at = client.verifier
     known = "" if client.context is None else f"{client.context} tokens of context, "
     count = len(at.drafters)
-    drafters = f"{count} drafter{'s' if count != 1 else ''}" if count else "no drafter is there"
+    drafters = f"{count} drafter{'s' if count != 1 else ''}" if count else "no drafter is connected"
     identity = {"verifier": at.name, "model": at.model}
     service: TextService = lasting if needs.wait_s else client
     try:

@@ -254,7 +254,7 @@ def newest_in(directory: Path) -> Path:
     manifests = [path for path in directory.rglob("step-*/manifest.json") if path.parent.name[5:].isdigit()]
     if not manifests:
         problem = "holds no checkpoint" if directory.is_dir() else "is not a directory"
-        remedy = "name a model as save_pretrained writes it; `p2ptrain checkpoints list` shows where those of jobs lie"
+        remedy = "name a model as save_pretrained writes it; `p2ptrain checkpoints list` shows where jobs store theirs"
         raise UserError(f"{directory} {problem}", remedy=remedy)
     return _whole(max(manifests, key=lambda path: (path.stat().st_mtime, path.parent.name)).parent)
 

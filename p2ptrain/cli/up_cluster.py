@@ -414,7 +414,7 @@ async def unfinished(client: SeedClient, specs: Collection[str], root: Path, *, 
         else:
             raise UserError(
                 f"{root} holds an unfinished job {job.name} ({job.id}) of other settings",
-                remedy="give the same settings to go on with it, --new to cancel it, or another --state",
+                remedy="give the same settings to continue it, --new to cancel it, or another --state",
             )
     return found
 

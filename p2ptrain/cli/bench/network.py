@@ -136,7 +136,7 @@ async def measure_allreduce(bench: Bench, plan: AllReducePlan, report: Report) -
             titles = {"ring": f"this ring, {ring.codec}", "ring plain": "this ring, fp32"}
             report.notes.append(
                 f"{ring.codec}: bytes/s are those of the tensor, not of the fewer bytes on the wire; a small tensor "
-                "travels as it is, because there the round trips count"
+                "is sent uncoded, because its time depends on round trips"
             )
         if ring.link:
             report.notes.append(f"Gloo is left out: the link {ring.link} is emulated inside this program's connections")
