@@ -101,7 +101,7 @@ def test_a_drafter_and_its_model(
         (["--role", "verifier"], "a verifier needs a model", "--model"),
         (["--role", "drafter"], "a drafter needs a model", "--model"),
         (["--role", "verifier", "--model", "x", "--http", "a:99999"], "--http: 'a:99999' is", "such as 127.0.0.1:8000"),
-        (["--advertise", "a b:1"], "--advertise: 'a b:1' is not an address", "others dial"),
+        (["--advertise", "a b:1"], "--advertise: 'a b:1' is not an address", "the address that others dial"),
         (["--role", "drafter", "--model", "nowhere"], "nowhere is not a directory", "checkpoints list"),
         (["--model", "x"], "--model is not for a worker", "--role drafter, or verifier"),
         (["--sessions", "2"], "--sessions is not for a worker", "--role drafter, or verifier"),
@@ -116,7 +116,7 @@ def test_a_drafter_and_its_model(
         (["--role", "drafter", "--model", "x", "--memory", "10"], "--memory 10 is too small", "add a unit"),
         (["--role", "drafter", "--model", "x", "--split", "2"], "--split is not for a drafter", "--role verifier"),
         (["--role", "drafter", "--model", "x", "--api-key-file", "x"], "is not for a drafter", "--role verifier"),
-        (["--role", "verifier", "--model", "x", "--http", "127.0.0.1"], "has no port", "HOST:PORT"),
+        (["--role", "verifier", "--model", "x", "--http", "127.0.0.1"], "127.0.0.1 has no port", "HOST:PORT"),
         (["--role", "verifier", "--model", "x", "--api-key-file", "x"], "is for an HTTP endpoint", "--http"),
         (
             ["--role", "verifier", "--model", "x", "--http", "127.0.0.1:80", "--api-key-file", "none"],

@@ -248,7 +248,7 @@ def test_it_waits_for_enough_workers_and_says_for_what(tmp_path: Path) -> None:
             assert "p2ptrain join" in served.said("waiting")[0]
             join(served.cluster, 1)
             await served.until("waiting", 2)
-            assert "1 of 2 workers joined" in served.said("waiting")[1]
+            assert "1 of 2 workers joined to hold a part" in served.said("waiting")[1]
             join(served.cluster, 2)
             await served.until("serving")
             assert served.told("waiting") == 2
