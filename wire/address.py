@@ -34,7 +34,7 @@ def parse_address(text: str, *, default_port: int = DEFAULT_PORT) -> tuple[str, 
     """Parse ``host``, ``host:port``, ``[IPv6]`` or ``[IPv6]:port`` to host and port. Raises ``UserError``."""
     match = _ADDRESS.fullmatch(text.strip())
     if match is None:
-        raise _bad_address(text, "it is no host with or without a port")
+        raise _bad_address(text, "expected a host, with or without a port")
     host, port = match["v6"] or match["host"], int(match["port"] or default_port)
     if len(host) > MAX_HOST_CHARS or not host.isprintable():
         raise _bad_address(text[:80], f"a host is {MAX_HOST_CHARS} printable characters at most")
@@ -42,7 +42,7 @@ def parse_address(text: str, *, default_port: int = DEFAULT_PORT) -> tuple[str, 
         try:
             ipaddress.IPv6Address(host)
         except ValueError:
-            raise _bad_address(text, f"{without_secrets(host)!r} is no IPv6 address") from None
+            raise _bad_address(text, f"{without_secrets(host)!r} is not an IPv6 address") from None
     if not 1 <= port <= 65535:
         raise _bad_address(text, f"port {port} is not between 1 and 65535")
     return host, port
@@ -121,11 +121,11 @@ class Ticket:
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
-            raise ValueError(f"a ticket is for one of {ROLES}, not for {self.role!r}")
+            raise ValueError(f"invalid ticket role {self.role!r}, expected one of {ROLES}")
         if bytes.fromhex(self.id).hex() != self.id or len(self.id) != 2 * ID_BYTES:
-            raise ValueError(f"{self.id!r} is no id of a ticket")
+            raise ValueError(f"invalid ticket id {self.id!r}")
         if (len(self.secret), len(self.pin)) != (SECRET_BYTES, PIN_BYTES):
-            raise ValueError("a secret or a pin of the wrong length")
+            raise ValueError("the ticket's secret or pin has the wrong length")
 
     def __str__(self) -> str:
         """The whole ticket with its secret: only for places that show or store a ticket on purpose."""
@@ -143,25 +143,25 @@ class Ticket:
             raise _no_ticket("it is longer than 512 characters")
         address, slash, encoded = "".join(text.split()).rpartition("/")
         if not slash:
-            remedy = "copy the whole ticket again; or, if it is the name of a machine, write it in small letters"
-            raise _no_ticket("no slash stands between the seed's address and what follows it", remedy)
+            remedy = "copy the whole ticket again; if this is a host name, write it in lower case"
+            raise _no_ticket("it has no slash after the seed's address", remedy)
         if len(encoded) != _BODY_CHARS:
-            lost = f"{len(encoded)} letters follow the slash, and a ticket has {_BODY_CHARS} there"
+            lost = f"{len(encoded)} characters follow the slash, expected {_BODY_CHARS}"
             raise _no_ticket(lost)
         if not _BODY.fullmatch(encoded):
-            raise _no_ticket("behind the slash are letters or signs that no ticket has")
+            raise _no_ticket("it has invalid characters after the slash")
         raw = urlsafe_b64decode(encoded)
         body = raw[:_BODY_BYTES]
         if raw[_BODY_BYTES:] != _checksum(body):
-            raise _no_ticket("behind the slash a letter or more of it are others than they were")
+            raise _no_ticket("its checksum is wrong: a character after the slash was changed")
         version, role = body[0] >> 4, body[0] & 15
         if version != _VERSION or role >= len(ROLES):
-            raise _no_ticket(f"it is of version {version}, kind {role}", "use the same release of p2ptrain as the seed")
+            raise _no_ticket(f"unknown version {version}, role {role}", "use the same release of p2ptrain as the seed")
         secret_at = 1 + ID_BYTES
         try:
             host, port = parse_address(address)
         except UserError as error:
-            raise _no_ticket("what stands before the slash is not an address", error.remedy) from None
+            raise _no_ticket("the text before the slash is not an address", error.remedy) from None
         return cls(
             host=host,
             port=port,

@@ -166,7 +166,7 @@ class HeldPart:
 
     def check(self) -> None:
         if not self.start < self.stop <= self.layers:
-            raise ProtocolError(f"a part of layers [{self.start}, {self.stop}) of {self.layers}")
+            raise ProtocolError(f"invalid part: layers [{self.start}, {self.stop}) of {self.layers}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,4 +178,4 @@ class PartsHeld(Message):
 
     def check(self) -> None:
         if len({part.part for part in self.parts}) < len(self.parts):
-            raise ProtocolError("a worker that holds a part twice")
+            raise ProtocolError("the list of held parts names a part twice")

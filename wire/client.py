@@ -212,7 +212,7 @@ class SeedClient:
         views = await self._records(ViewBegan, "jobs.views", "views", job=job, after_generation=after_generation)
         generations = [after_generation, *(view.generation for view in views)]
         if any(later <= earlier for earlier, later in pairwise(generations)):
-            raise ProtocolError("views that are not in order")
+            raise ProtocolError("the seed sent views that are not in order of generation")
         return views
 
     async def metrics(self, job: str, after_step: int, limit: int) -> list[MetricRow]:
@@ -315,7 +315,7 @@ class SeedClient:
         elif isinstance(message, Response) and 0 < message.id <= self._calls.last_id:
             self._calls.answered(message)  # dropped if the caller gave up waiting
         elif not isinstance(message, Refuse):  # a Refuse explains the end that follows it
-            raise ProtocolError(f"the seed sent an operator {type(message).__name__}, which answers nothing")
+            raise ProtocolError(f"the seed sent an unexpected {type(message).__name__}")
 
 
 def _checked(result: dict[str, Any], key: str, kind: type) -> Any:
@@ -334,7 +334,7 @@ def _records(kind: type[R], result: dict[str, Any], key: str) -> list[R]:
 def plan_of(result: dict[str, Any]) -> tuple[TrainingPlanInfo, list[StagePlanInfo]]:
     stages = _records(StagePlanInfo, result, "stages")
     if not stages:
-        raise ProtocolError("a plan without stages")
+        raise ProtocolError("the seed sent a training plan without stages")
     return TrainingPlanInfo.from_map_untrusted(result.get("plan")), stages
 
 

@@ -135,9 +135,9 @@ def _unpack_untrusted(body: bytes | bytearray | memoryview, *, handshake: bool) 
 def _strict_map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise ProtocolError("a map that names a key twice")
+        raise ProtocolError("a map has a key twice")
     if not all(type(key) is str for key in result):
-        raise ProtocolError("a map with a key that is not text")
+        raise ProtocolError("a map has a key that is not text")
     return result
 
 

@@ -64,13 +64,13 @@ def identity_of_untrusted(certificate_der: bytes) -> PeerIdentity:
     try:
         names = _names(certificate.extensions)
     except (ValueError, UnsupportedAlgorithm, *_NAMELESS) as error:
-        raise ProtocolError(f"a certificate that names no peer: {error}") from error
+        raise ProtocolError(f"the certificate names no peer: {error}") from error
     peers = [name.removeprefix(_PEER) for name in names if name.startswith(_PEER)]
     roles = [name.removeprefix(_ROLE) for name in names if name.startswith(_ROLE)]
     if len(peers) != 1 or len(peers) + len(roles) != len(names) or len(roles) > 8:
-        raise ProtocolError("a certificate that does not name one peer and its roles")
+        raise ProtocolError("the certificate does not name exactly one peer and its roles")
     if not all(map(is_id, (*peers, *roles))):
-        raise ProtocolError("a certificate whose peer or role is no identifier")
+        raise ProtocolError("the certificate's peer id or role is not a valid identifier")
     return PeerIdentity(
         peers[0], frozenset(roles), certificate.not_valid_after_utc.timestamp(), certificate.serial_number
     )
@@ -79,7 +79,7 @@ def identity_of_untrusted(certificate_der: bytes) -> PeerIdentity:
 def certificate_of_untrusted(certificate_der: bytes) -> x509.Certificate:
     """Parse a certificate in DER. Raises ``ProtocolError``."""
     if len(certificate_der) > MAX_DER_BYTES:
-        raise ProtocolError(f"a certificate of {len(certificate_der)} bytes, {MAX_DER_BYTES} are allowed")
+        raise ProtocolError(f"the certificate has {len(certificate_der)} bytes, at most {MAX_DER_BYTES} are allowed")
     try:
         with warnings.catch_warnings():
             # Reject defects that the library tolerates for old authorities, such as a negative serial number.
@@ -98,28 +98,28 @@ def request_of_untrusted(csr_der: bytes) -> tuple[str, ec.EllipticCurvePublicKey
         ProtocolError: it is no request, not for a P-256 key, or not signed with that key.
     """
     if len(csr_der) > MAX_DER_BYTES:
-        raise ProtocolError(f"a certificate request of {len(csr_der)} bytes, {MAX_DER_BYTES} are allowed")
+        raise ProtocolError(f"the certificate request has {len(csr_der)} bytes, at most {MAX_DER_BYTES} are allowed")
     try:
         request = x509.load_der_x509_csr(csr_der)
         key = request.public_key()
         if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
-            raise ProtocolError("a certificate request for a key that is not P-256")
+            raise ProtocolError("the certificate request's key is not a P-256 key")
         if not request.is_signature_valid:
-            raise ProtocolError("a certificate request that its own key did not sign")
+            raise ProtocolError("the certificate request is not signed with its own key")
         names = _names(request.extensions)
     except (ValueError, x509.InvalidVersion, *_NAMELESS) as error:
         raise ProtocolError(f"not a certificate request: {error}") from error
     except (UnsupportedAlgorithm, InvalidSignature) as error:
-        raise ProtocolError("a certificate request of an unknown algorithm") from error
+        raise ProtocolError("the certificate request uses an unknown algorithm") from error
     if len(names) != 1 or not names[0].startswith(_PEER) or not is_id(peer_id := names[0].removeprefix(_PEER)):
-        raise ProtocolError("a certificate request that does not name one peer")
+        raise ProtocolError("the certificate request does not name exactly one peer")
     return peer_id, key
 
 
 def _names(extensions: x509.Extensions) -> list[str]:
     names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     if not all(isinstance(name, x509.UniformResourceIdentifier) for name in names):
-        raise ProtocolError("a name that is no URI")
+        raise ProtocolError("the certificate has a name that is not a URI")
     return [str(name.value) for name in names]
 
 
@@ -304,7 +304,7 @@ class Credentials:
         certificate, authority = map(x509.load_pem_x509_certificate, (self.certificate_pem, self.ca_pem))
         certificate.verify_directly_issued_by(authority)
         if key.public_key() != certificate.public_key():
-            raise ValueError("the key is not the certificate's")
+            raise ValueError("the private key does not belong to the certificate")
         identity_of_untrusted(der_of(self.certificate_pem))
 
 
@@ -321,7 +321,7 @@ def granted_untrusted(
     try:
         granted._check()
     except _DAMAGED as error:
-        raise ProtocolError(f"the seed granted a certificate that is of no use: {error}") from error
+        raise ProtocolError(f"the seed granted an invalid certificate: {error}") from error
     identity = granted.identity
     if identity.peer_id != peer_id or identity.roles != frozenset(roles):
         raise ProtocolError(f"the seed granted a certificate of another peer or role: {identity.peer_id}")

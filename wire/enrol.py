@@ -143,12 +143,12 @@ async def _fetch_ca(network: Network, ticket: Ticket, peer_id: str, timeout_s: f
             certificate_of_untrusted(ca_der)
             return ca_der
         with suppress(ConnectionLost):
-            text = "the CA that was offered is not the one that the ticket pins"
+            text = "the offered CA does not match the ticket's pin"
             connection.send(Refuse(RefusalCode.WRONG_PIN, text))
     finally:
         await connection.close()
-    text = f"{ticket.host}:{ticket.port} is not the seed that made this ticket: its CA is another"
-    remedy = "get a new ticket if the seed was set up anew; else somebody is in between: do not go on"
+    text = f"{ticket.host}:{ticket.port} is not the seed that made this ticket: its CA does not match the ticket's pin"
+    remedy = "if the seed was set up anew, get a new ticket; else the connection is being intercepted: stop here"
     raise Refused(RefusalCode.WRONG_PIN, text, remedy=remedy)
 
 

@@ -286,7 +286,7 @@ class FrameDecoder:
     def _check_length(self, length: int) -> None:
         limit = HEADER.size + MAX_BULK_BYTES if self._large else HANDSHAKE_FRAME_BYTES
         if not HEADER.size - LENGTH_BYTES <= length <= limit - LENGTH_BYTES:
-            raise self._failure(f"a frame that says it has {length + LENGTH_BYTES} bytes")
+            raise self._failure(f"a frame with an invalid length of {length + LENGTH_BYTES} bytes")
 
     def _failure(self, what: str) -> ProtocolError:
         start = bytes(self._header[:LENGTH_BYTES])
@@ -297,6 +297,6 @@ class FrameDecoder:
             if start.startswith(words):
                 return ProtocolError(
                     f"the other side speaks {protocol}, not the protocol of p2ptrain",
-                    remedy="check the address and the port: a seed listens on 7337 unless told otherwise",
+                    remedy="check the address and the port: a seed listens on port 7337 by default",
                 )
         return ProtocolError(what, remedy="is the other side a p2ptrain of the same release?")

@@ -140,20 +140,20 @@ def judge_caller(hello: Hello, identity: PeerIdentity | None) -> Refuse | None:
     if hello.purpose == ENROL:
         return None
     if identity is None:
-        text = "it presents no certificate, and this is an encrypted cluster"
+        text = "the caller presented no certificate, but this cluster is encrypted"
         return Refuse(RefusalCode.NOT_PERMITTED, text, "join with a ticket: p2ptrain ticket new, at the seed")
     if hello.peer_id != identity.peer_id:
-        text = f"it calls itself {hello.peer_id[:64]!r}, and its certificate says {identity.peer_id!r}"
+        text = f"the caller's peer id is {hello.peer_id[:64]!r}, but its certificate names {identity.peer_id!r}"
         return Refuse(RefusalCode.IDENTITY, text, "give each worker its own --state, or join again with a ticket")
     permitted, text = PERMITTED.get(hello.purpose, frozenset()), ""
     if not identity.roles.issuperset(hello.roles):
         claim = ", ".join(hello.roles)[:64]
-        text = f"it says that it is {claim!r}, and its certificate is for {_named(identity.roles)}"
+        text = f"the caller claims {claim!r}, but its certificate is for {_named(identity.roles)}"
     elif identity.roles.isdisjoint(permitted):
-        text = f"its certificate is for {_named(identity.roles)}, which does not permit {hello.purpose[:40]!r}"
+        text = f"the caller's certificate is for {_named(identity.roles)}, which does not permit {hello.purpose[:40]!r}"
     elif hello.roles and permitted.isdisjoint(hello.roles):
         claim = _named(frozenset(hello.roles))[:128]
-        text = f"{hello.purpose!r} is for {_named(permitted)}, and it says that it is {claim}"
+        text = f"{hello.purpose!r} is for {_named(permitted)}, but the caller claims {claim}"
     return Refuse(RefusalCode.NOT_PERMITTED, text, _ANOTHER_TICKET) if text else None
 
 
@@ -168,12 +168,12 @@ def judge_answerer(identity: PeerIdentity | None, *, peer_id: str, role: str) ->
     """
     if not peer_id and not role:
         return None
-    found = f"peer {identity.peer_id!r} ({', '.join(sorted(identity.roles))})" if identity else "nobody that is known"
+    found = f"peer {identity.peer_id!r} ({', '.join(sorted(identity.roles))})" if identity else "no known peer"
     if identity is not None and peer_id in ("", identity.peer_id) and (not role or role in identity.roles):
         return None
     wanted = " ".join(filter(None, (f"peer {peer_id!r}" if peer_id else "", f"a {role}" if role else "")))
-    text = f"{wanted} was dialled, and the certificate names {found}"
-    return Refuse(RefusalCode.IDENTITY, text, "check the address; has another peer taken it over?")
+    text = f"expected {wanted}, but the certificate names {found}"
+    return Refuse(RefusalCode.IDENTITY, text, "check the address: another peer may use it now")
 
 
 def _version_refusal(caller: tuple[int, str], answerer: tuple[int, str]) -> Refuse:

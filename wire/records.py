@@ -268,7 +268,7 @@ class StagePlanInfo(Record):
 
     def check(self) -> None:
         if not self.start < self.stop:
-            raise ProtocolError(f"a stage of layers [{self.start}, {self.stop})")
+            raise ProtocolError(f"invalid stage: layers [{self.start}, {self.stop})")
 
 
 @dataclass(frozen=True, slots=True)

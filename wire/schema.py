@@ -48,11 +48,11 @@ class Bound:
         sized = isinstance(value, str | bytes | list | dict)
         if not self.least <= (len(value) if sized else value) <= self.most:  # false for NaN
             what = f"{len(value)} long" if sized else f"{value}"
-            raise ProtocolError(f"{where} is {what}, and {self} is allowed")
+            raise ProtocolError(f"{where} is {what}, expected {self}")
         if self.pattern and not re.fullmatch(self.pattern, value, re.ASCII):
             raise ProtocolError(f"{where} is {value[:40]!r}, which does not match {self.pattern}")
         if self.one_of and value not in self.one_of:
-            raise ProtocolError(f"{where} is {str(value)[:40]!r}, and there is {self}")
+            raise ProtocolError(f"{where} is {str(value)[:40]!r}, expected one of {self}")
 
     def __str__(self) -> str:
         if self.one_of:

@@ -226,7 +226,7 @@ class Served:
     def check(self) -> None:
         for figures in (self.drafter_alpha, self.drafter_latency_ms, self.drafter_share):
             if len(figures) not in (0, len(self.drafters)):
-                raise ProtocolError("drafters with more or fewer figures than drafters")
+                raise ProtocolError("a list of drafters' figures has another length than the list of drafters")
 
 
 @dataclass(frozen=True, slots=True)

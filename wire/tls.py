@@ -45,19 +45,19 @@ CHECK_CLOCKS = "check the date and time of both machines"
 _VERIFY = {
     9: ("certificate-not-yet-valid", "a certificate that is not valid yet", CHECK_CLOCKS),
     10: ("certificate-expired", "an expired certificate", f"{CHECK_CLOCKS}, or {JOIN_AGAIN}"),
-    26: ("certificate-untrusted", "a certificate made for something else", JOIN_AGAIN),
+    26: ("certificate-untrusted", "a certificate for another purpose", JOIN_AGAIN),
 }
 _UNTRUSTED = (
     "certificate-untrusted",
-    "a certificate that this cluster's CA did not sign: it belongs to another cluster, or somebody is in between",
+    "a certificate not signed by this cluster's CA: of another cluster, or the connection is being intercepted",
     f"check the address; if the seed was set up anew, {JOIN_AGAIN}",
 )
 
 # Keys: the end of SSLError.reason for alerts that the peer sent (RFC 8446, section 6.2).
 _ALERTS = {
-    "CERTIFICATE_REQUIRED": ("not-permitted", "it wants a certificate, and this side has none", JOIN_AGAIN),
+    "CERTIFICATE_REQUIRED": ("not-permitted", "it requires a certificate, and this side has none", JOIN_AGAIN),
     "CERTIFICATE_EXPIRED": ("certificate-expired", "this side's certificate has expired", JOIN_AGAIN),
-    "UNKNOWN_CA": ("certificate-untrusted", "this side's certificate is not of its cluster", JOIN_AGAIN),
+    "UNKNOWN_CA": ("certificate-untrusted", "this side's certificate is from another cluster", JOIN_AGAIN),
     "BAD_CERTIFICATE": ("certificate-untrusted", "this side's certificate is bad, or not valid yet", CHECK_CLOCKS),
     "CERTIFICATE_UNKNOWN": ("certificate-untrusted", "this side's certificate is not acceptable", JOIN_AGAIN),
     "CERTIFICATE_REVOKED": ("certificate-untrusted", "this side's certificate was revoked", JOIN_AGAIN),
@@ -79,7 +79,7 @@ def tls_problem(error: ssl.SSLError, who: str) -> P2PTrainError:
         return ConnectionLost(f"{who} ended TLS: {words}")
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
         return Refused("not-permitted", f"{who} presented no certificate", remedy=JOIN_AGAIN)
-    return ProtocolError(f"{who} does not speak TLS as it should: {words or 'no reason given'}")
+    return ProtocolError(f"{who} does not speak TLS correctly: {words or 'no reason given'}")
 
 
 # -------------------------------------------------------------------------------------------------------- the transport
@@ -241,7 +241,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         if self._answers_bytes <= ANSWERS_BYTES:
             self._send_encrypted()
             return
-        self._error = ConnectionAbortedError("it changes its keys again and again")
+        self._error = ConnectionAbortedError("it sent too many TLS key updates")
         self.abort()
 
     def _decrypt(self) -> tuple[int, Exception | None]:
@@ -302,7 +302,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         return False
 
     def write_eof(self) -> None:
-        raise NotImplementedError("TLS has no half of a connection to close")
+        raise NotImplementedError("TLS cannot close one direction of a connection")
 
     def close(self) -> None:
         """Send what was written and close_notify, then close. Nothing more is read."""
@@ -321,7 +321,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
             shaking = self._state in (_State.QUIET, _State.SHAKING)
             self._state = _State.CLOSING
             if shaking:
-                self._failed(ConnectionAbortedError("given up by this side"))
+                self._failed(ConnectionAbortedError("this side closed the connection during the TLS handshake"))
         self._below.abort()
 
     def is_closing(self) -> bool:
@@ -468,7 +468,7 @@ class TlsDialler:
                 await shaking.settled
         except TimeoutError:
             shaking.abort()
-            text = f"cannot reach {who}: it did not answer in TLS within {timeout_s:g} s"
+            text = f"cannot reach {who}: it did not complete the TLS handshake within {timeout_s:g} s"
             raise Unreachable(text, remedy="is a p2ptrain listening on this port?") from None
         except OSError as error:
             await shaking.gone.wait()  # within LINGER_S
@@ -592,7 +592,7 @@ class _Accepted(TlsTransport):
         self.fail(NotTlsError(f"it began with {start[:4]!r}"), _plain(refuse))
 
     def _too_slow(self) -> None:
-        error = TimeoutError(f"it did not shake hands in TLS within {HANDSHAKE_TIMEOUT_S:g} s")
+        error = TimeoutError(f"it did not complete the TLS handshake within {HANDSHAKE_TIMEOUT_S:g} s")
         quiet = not self._heard
         self.fail(error, _plain(Refuse("too-slow", str(error), "try again")) if quiet else BUSY_ALERT)
 
@@ -605,16 +605,14 @@ def handshake_problem(error: Exception, who: str, *, dialled: bool) -> P2PTrainE
     if isinstance(error, ssl.SSLError):
         return tls_problem(error, who)
     if isinstance(error, NotTlsError):
-        code, remedy = "tls-required", "let it join with a ticket"
+        code, remedy = "tls-required", "run p2ptrain join with a ticket there"
         if dialled:
             code = "not-encrypted"
-            remedy = (
-                "check the port; or, if that cluster is on this machine and plain, use its address without a ticket"
-            )
+            remedy = "check the port; if that cluster is here and not encrypted, use its address without a ticket"
         return Refused(code, f"{who} does not speak TLS: {error}", remedy=remedy)
     if isinstance(error, TimeoutError) and not dialled:
         return DeadlineExceeded(f"{who}: {error}")
-    remedy = "is it p2ptrain that listens there, and is its cluster encrypted?" if dialled else ""
+    remedy = "check that p2ptrain listens there and that its cluster is encrypted" if dialled else ""
     return ConnectionLost(f"{who}: {error}", remedy=remedy)
 
 

@@ -33,8 +33,8 @@ CLIENT_HELLO = bytes.fromhex("16030100f1010000ed0303") + random.Random(0).randby
 GARBAGE = {
     "HTTP": b"GET / HTTP/1.1\r\nHost: seed\r\n\r\n",
     "TLS": CLIENT_HELLO,
-    "a frame that says it has 4294967299 bytes": struct.pack("!I", 0xFFFFFFFF),
-    "a frame that says it has": random.Random(1).randbytes(100_000),
+    "a frame with an invalid length of 4294967299 bytes": struct.pack("!I", 0xFFFFFFFF),
+    "a frame with an invalid length of": random.Random(1).randbytes(100_000),
 }
 
 

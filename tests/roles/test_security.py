@@ -278,7 +278,9 @@ async def test_only_the_neighbour_that_was_announced_is_dialled(secure: Cluster)
     world, now = secure.world(caller.network), asyncio.get_running_loop().time()
     with pytest.raises(NeighbourAway, match="the certificate names peer"):
         await dial_patiently(world, record, HOST, hello, deadline=now + 1.0)
-    assert any("was dialled, and the certificate names" in text for _, _, text in peers[0].told), "both sides hear it"
+    assert any(
+        f"expected peer {record.peer_id!r}, but the certificate names" in text for _, _, text in peers[0].told
+    ), "both sides hear it"
 
 
 async def test_a_member_that_is_not_the_neighbour_is_refused_in_a_running_ring(secure: Cluster) -> None:

@@ -206,14 +206,14 @@ def header(length: int, kind: int = 16, flags: int = 0, header_bytes: int | None
         (header(20, kind=99), "unknown kind 99"),
         (header(20, kind=255), "unknown kind 255"),
         (header(16), "0 bytes"),
-        (header(15, header_bytes=0), "says it has 19 bytes"),
-        (header(0, header_bytes=0), "says it has 4 bytes"),
+        (header(15, header_bytes=0), "invalid length of 19 bytes"),
+        (header(0, header_bytes=0), "invalid length of 4 bytes"),
         (header(20, header_bytes=3), "says its header has 3"),
         (header(20, header_bytes=5), "says its header has 5"),
         (header(CONTROL_FRAME_BYTES - 3), "a control frame of 65537 bytes"),
         (header(20, kind=BULK_KIND, header_bytes=4), "a bulk frame with a header"),
-        (header(MAX_BULK_BYTES + 17, kind=BULK_KIND, header_bytes=0), "says it has 1073741845 bytes"),
-        (header(0xFFFFFFFF, kind=BULK_KIND, header_bytes=0), "says it has 4294967299 bytes"),
+        (header(MAX_BULK_BYTES + 17, kind=BULK_KIND, header_bytes=0), "invalid length of 1073741845 bytes"),
+        (header(0xFFFFFFFF, kind=BULK_KIND, header_bytes=0), "invalid length of 4294967299 bytes"),
     ],
 )
 @pytest.mark.parametrize("chunk", [1, 1 << 20])

@@ -72,7 +72,7 @@ def test_another_version_or_kind_is_told_so(head: int, monkeypatch: pytest.Monke
 
     body = bytes([head]) + bytes(54)
     text = f"seed/{urlsafe_b64encode(body + module._checksum(body)).decode()}"
-    with pytest.raises(ProtocolError, match=f"version {head >> 4}, kind {head & 15}") as caught:
+    with pytest.raises(ProtocolError, match=f"version {head >> 4}, role {head & 15}") as caught:
         Ticket.parse_untrusted(text)
     assert "same release" in caught.value.remedy
 
