@@ -261,11 +261,11 @@ class P2PTrainApp(App[bool]):
         stale = link.phase is not Phase.LIVE and self.source.store.cluster is not None
         self.set_class(stale, "-stale")
         if stale and before is Phase.LIVE:
-            remedy = link.remedy or "training goes on without it; it is dialled until it answers"
+            remedy = link.remedy or "training continues without it; this screen reconnects automatically"
             text = f"{link.problem}\n{remedy}"
             self.notify(text, title="The seed was lost", severity="warning", timeout=10, markup=False)
         elif before is Phase.LOST and link.phase is Phase.LIVE:
-            self.notify("what is shown is live again", title="The seed is back", markup=False)
+            self.notify("the screen is live again", title="The seed is back", markup=False)
 
     def on_resize(self, event: events.Resize) -> None:
         self._lay_out(event.size)
@@ -390,7 +390,7 @@ class P2PTrainApp(App[bool]):
 
 _DONE = {
     "pause": "will pause at the next step boundary",
-    "resume": "will go on",
+    "resume": "will resume",
     "save": "will be saved after the next step",
     "cancel": "is cancelled",
 }

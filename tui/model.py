@@ -260,7 +260,7 @@ class Store:
         else:
             if isinstance(record, ServingInfo):
                 if len(record.stats) > MAX_FIGURES:
-                    raise ProtocolError(f"{len(record.stats)} figures of one that serves")
+                    raise ProtocolError(f"a serving peer sent {len(record.stats)} figures, limit {MAX_FIGURES}")
                 if record.id not in self._paces:
                     _put(self._paces, record.id, deque(maxlen=MAX_PACES), MAX_RECORDS)
                 self._paces[record.id].append((now, record.stats.get("tokens_per_s", 0.0)))
@@ -280,7 +280,7 @@ class Store:
 
     def _drop(self, kind: str, item: object) -> None:
         if not isinstance(item, dict) or not isinstance(item.get("id"), str):
-            raise ProtocolError("what is gone has no id")
+            raise ProtocolError("a removed item has no id")
         getattr(self, kind).pop(item["id"], None)
 
     # ------------------------------------------------------------------------------------------------------- reading

@@ -94,7 +94,7 @@ class SeedSource:
         if self._client is None or self.store.link.phase is not Phase.LIVE:
             raise ConnectionLost(
                 f"there is no connection to the seed at {self.address}",
-                remedy="it is dialled again by itself; ask again when the header says live",
+                remedy="it is dialled again automatically; try again when the header says live",
             )
         return await self._ask(method, **params)
 
