@@ -295,9 +295,9 @@ class Chain:
         order = list(order) or [member.peer_id for member in view.members]
         ranks = [view.rank_of(stage) for stage in order]
         if peer_id not in order or None in ranks or len(set(order)) != len(order) or len(order) > MAX_STAGES:
-            raise ValueError(f"{peer_id} is no stage, or {order} is no chain, in generation {view.generation}")
+            raise ValueError(f"{peer_id} is not a stage, or {order} is not a chain, in generation {view.generation}")
         if not (0 < activation_bytes <= MAX_BULK_BYTES and 0 < gradient_bytes <= MAX_BULK_BYTES):
-            raise ValueError(f"payloads of {activation_bytes} and {gradient_bytes} bytes")
+            raise ValueError(f"invalid payload sizes: {activation_bytes} and {gradient_bytes} bytes")
         if not 1 <= streams <= MAX_STREAMS:
             raise ValueError(f"{streams} streams, 1 to {MAX_STREAMS} are possible")
         stage, began = order.index(peer_id), world.clock.now()
@@ -333,7 +333,7 @@ class Chain:
         try:
             await chain._measure(timeout_s - (world.clock.now() - began))
         except BaseException:  # also cancelled in the instant when all were there: nobody else could close the chain
-            chain.close("the stage gave up")
+            chain.close("forming the chain failed at this stage")
             raise
         chain.links.begin_beats(heartbeat_s, death_s)
         return chain
@@ -354,7 +354,7 @@ class Chain:
     def blame(self, kind: Kind, error: P2PTrainError) -> None:
         """Count the neighbour that sent the payload for an operation of ``kind`` as lost: the payload was invalid."""
         hop = self._before if kind is Kind.FORWARD else self._after
-        assert hop is not None, "nothing comes from there"
+        assert hop is not None, "the chain has no neighbour on this side"
         self.links.give_up(hop.neighbour, error)
 
     # ----------------------------------------------------------------------------------------------------------- a step
@@ -391,7 +391,7 @@ class Chain:
         hop = self._before if kind is Kind.FORWARD else self._after
         if hop is None:
             return None
-        what = f"{'activations' if kind is Kind.FORWARD else 'gradients'} {index}"
+        what = f"{'activations' if kind is Kind.FORWARD else 'gradients'} of micro-batch {index}"
         return await self._arrival(hop, self._stream(index), what, patience_s)
 
     def release(self, kind: Kind, payload: Payload | None) -> None:
@@ -472,7 +472,7 @@ class Chain:
         for ping in range(PINGS):
             began = self._now()
             hop.send(ping, payload)
-            hop.release(await self._arrival(hop, ping, "its answer", patience_s))
+            hop.release(await self._arrival(hop, ping, "the answer to its ping", patience_s))
             shortest_s = min(shortest_s, self._now() - began)
         return max(shortest_s, 0.0)
 
@@ -483,7 +483,7 @@ class Chain:
         payload = np.zeros(self.gradient_bytes, np.uint8)
         hop.expect(range(PINGS), self.activation_bytes, ahead=1)
         for ping in range(PINGS):
-            hop.release(await self._arrival(hop, ping, "its measuring", patience_s))
+            hop.release(await self._arrival(hop, ping, "the neighbour's ping", patience_s))
             hop.send(ping, payload)
 
     async def _figures(self, hop: Hop, stream: int, patience_s: float) -> tuple[list[float], list[int]]:
@@ -575,11 +575,11 @@ def figures_untrusted(payload: bytes, stages: int) -> tuple[list[float], list[in
     """Decode the figures that stages exchange: seconds of each hop, and micro-batches that each stage has memory for.
     Raises ``ProtocolError``."""
     if len(payload) != (2 * stages - 1) * _FIGURE.size:
-        raise ProtocolError(f"figures of {stages} stages in {len(payload)} bytes")
+        raise ProtocolError(f"figures of {stages} stages have an invalid length of {len(payload)} bytes")
     figures = [figure for (figure,) in _FIGURE.iter_unpack(payload)]
     round_trips_s, most = figures[: stages - 1], figures[stages - 1 :]
     if not all(0 <= seconds <= 3600 for seconds in round_trips_s):
-        raise ProtocolError("a round trip that cannot be")
+        raise ProtocolError("a round trip is not between 0 and 3600 s")
     if not all(0 <= count <= MAX_MICRO_BATCHES and count == int(count) for count in most):
-        raise ProtocolError("a number of micro-batches that cannot be")
+        raise ProtocolError(f"a number of micro-batches is not a whole number from 0 to {MAX_MICRO_BATCHES}")
     return round_trips_s, [int(count) for count in most]

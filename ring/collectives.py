@@ -168,7 +168,7 @@ def barrier(rank: int, n: int) -> Schedule:
 def broadcast(rank: int, n: int, numel: int, sub_chunk_numel: int, *, root: int) -> Schedule:
     """Every member gets the root's array. Raises ``ValueError`` if ``root`` is no rank."""
     if not 0 <= root < n:
-        raise ValueError(f"root {root} is no rank of a ring of {n}")
+        raise ValueError(f"root {root} is not a rank of a ring of {n}")
     _check(rank, n, numel, sub_chunk_numel, 1)
     spans = [(start, min(start + sub_chunk_numel, numel)) for start in range(0, numel, sub_chunk_numel) if n > 1]
     if rank == root:

@@ -583,17 +583,17 @@ class RecoveryPolicy:
         if not patient:
             return own or ready, ""
         best = f"step {max(report.applied for report in own.values())}" if own else "none of this run"
-        return {}, f"waiting for a worker that holds step {wanted} (at hand: {best})"
+        return {}, f"waiting for a worker that holds step {wanted} (newest here: {best})"
 
     def given_up(self, step: int, chosen_from: Reports, survivors: Reports, view: View) -> tuple[str, str]:
         """What is lost if the next view starts at ``step``, as an event's kind and text; usually empty."""
         if carried(survivors, view):
             return "", ""
         if step < self._reached:
-            lost = f"{self._reached - step} steps are lost, for nobody that holds step {self._reached} is here"
-            return "steps-lost", f"goes on from step {step}: {lost}"
+            lost = f"{self._reached - step} steps are lost: no connected worker holds step {self._reached}"
+            return "steps-lost", f"continues from step {step}; {lost}"
         if self.branch is not None and not self.branch & chosen_from.keys():
-            return "branch", f"goes on from step {step} of a course that was given up: nobody here holds another"
+            return "branch", f"continues from step {step} of an abandoned branch: no connected worker holds another"
         return "", ""
 
     def begin(self, step: int, members: Reports, *, went_back: bool) -> None:

@@ -196,7 +196,7 @@ class Coordinator:
     def _offered(self, event: co.PeerOffered, now: float) -> None:
         peer_id = event.peer.peer_id
         if not self.wants(peer_id):
-            self._out.append(co.SendRelease(peer_id, f"the job is {self.state} and takes no worker now"))
+            self._out.append(co.SendRelease(peer_id, f"the job is {self.state} and accepts no workers now"))
             return
         self._roster.peers[peer_id] = KnownPeer(event.peer)
         if event.own is not None:
@@ -258,7 +258,7 @@ class Coordinator:
 
     def _give_up(self, peer_id: str) -> None:
         self._forget(peer_id)
-        self._out.append(co.SendRelease(peer_id, "the ring went on without it"))
+        self._out.append(co.SendRelease(peer_id, "the ring continued without this worker; it will join again"))
 
     def _of_the_view(self, known: KnownPeer, report: Report, now: float) -> None:
         peer_id = known.peer.peer_id
@@ -307,21 +307,21 @@ class Coordinator:
             self._catch_ups.said(peer_id, report.status)
         else:
             mine, ours = report.corpus[:12] or "none", self.corpus[:12]
-            remedy = "give it the same files that the job began with"
+            remedy = "give it the files that the job started with"
             self._ban(known, f"its data differs from the job's (SHA-256 {mine}, not {ours}); {remedy}", "corpus")
         self._no_longer_trains(peer_id, now)
 
     def _failed(self, known: KnownPeer, report: Report, now: float) -> None:
         peer_id = known.peer.peer_id
-        reason = report.reason or "it did not say why"
+        reason = report.reason or "it gave no reason"
         if self._is_current(peer_id, report.generation):
             self._failures[peer_id] = reason
-        self._ban(known, f"cannot go on: {reason}", "member-failed")
+        self._ban(known, f"cannot continue: {reason}", "member-failed")
         self._no_longer_trains(peer_id, now)
         if not self._roster.peers and self.view is None and "return" not in self._deadlines:
             self._end(Phase.FAILED, reason)
         elif not self._roster.peers and self.phase is Phase.WAITING:
-            self.reason = f"waiting for another worker: {known.peer.name} cannot go on: {reason}"
+            self.reason = f"waiting for another worker: {known.peer.name} cannot continue: {reason}"
             self._last_failure = reason
 
     def _no_longer_trains(self, peer_id: str, now: float, status: str = "broken") -> None:
@@ -364,7 +364,7 @@ class Coordinator:
                 self._roster.away.add(peer_id)
                 self._deadlines.start("absence", now + self.options.grace_s)
                 if not self._roster.running:
-                    self.reason = "no member is connected: its ring may well be running"
+                    self.reason = "no member is connected; the ring may still be running"
         self._hurry(now)
 
     def _progress(self, event: co.Progress, now: float) -> None:
@@ -389,19 +389,19 @@ class Coordinator:
         self.paused = True
         self._save(Signal.SAVE, now)
         if self.phase is Phase.RUNNING:
-            self._stop(now, "the job is to pause")
+            self._stop(now, "the job is pausing")
         elif self.phase is Phase.WAITING:
             self._go(Phase.PAUSED, "paused by a person")
 
     def _resume(self, event: Signal, now: float) -> None:
         self.paused = False
         if self.phase is Phase.PAUSED:
-            self._stop(now, "the job goes on")
+            self._stop(now, "the job resumes")
 
     def _yield(self, event: Signal, now: float) -> None:
         if self.paused_survivors() is not None:
             for peer_id in sorted(self._roster.peers):
-                self._out.append(co.SendRelease(peer_id, "the job is paused, and another needs its workers"))
+                self._out.append(co.SendRelease(peer_id, "the job is paused, and another job needs its workers"))
                 self._forget(peer_id)
 
     def _cancel(self, event: Signal, now: float) -> None:
@@ -431,9 +431,9 @@ class Coordinator:
         self._catch_ups.expire(now)
         due = self._deadlines.expire(now)
         if "absence" in due and self.phase in (Phase.RUNNING, Phase.STOPPING):
-            self._strike_off(self._roster.unheard | self._roster.away, "it stayed away")
+            self._strike_off(self._roster.unheard | self._roster.away, "it did not reconnect in time")
             if self._roster.running and self.phase is Phase.RUNNING:
-                self._stop(now, "members stayed away")
+                self._stop(now, "members did not reconnect in time")
         if "return" in due and self._last_failure and not self._roster.peers:
             self._end(Phase.FAILED, self._last_failure)
         if "stop" in due:
@@ -465,7 +465,7 @@ class Coordinator:
         elif self.paused:
             self._go(Phase.PAUSED, "paused by a person")
         elif not self._is_hopeless(survivors, now):
-            self._go(Phase.WAITING, "every member stands still")
+            self._go(Phase.WAITING, "every member has stopped")
 
     def _is_hopeless(self, survivors: Reports, now: float) -> bool:
         verdict = self._quarantine.judge(survivors, self.view.step if self.view else 0, self._roster.name, now)
@@ -517,7 +517,7 @@ class Coordinator:
         if holders:
             self._mint(holders, now)
             return False
-        self._say("error", "restore-failed", f"nobody could load the checkpoint of step {restore.step}")
+        self._say("error", "restore-failed", f"no worker could load the checkpoint of step {restore.step}")
         self.restore = None
         self._deadlines.passed |= {"grace", "build"}  # newer states were set aside: there is nothing to wait for
         return True
@@ -525,7 +525,7 @@ class Coordinator:
     def _mint(self, chosen_from: Reports, now: float) -> None:
         step, lineage = newest(chosen_from)
         for peer_id, seconds in self._quarantine.flapping(self._roster.survivors(self.view), now):
-            text = f"{self._roster.name(peer_id)} dies again and again: it is not let in for {seconds:.0f} s"
+            text = f"{self._roster.name(peer_id)} is excluded for {seconds:.0f} s: it died repeatedly"
             self._say("warning", "flapping", text, peer_id)
         ready, survivors, moving = self._candidates(), self._roster.survivors(self.view), self._catch_ups.moving
         holders = {key for key, it in self._roster.standing().items() if key not in moving and holds(it, step, lineage)}
@@ -693,9 +693,9 @@ class Coordinator:
                 self._roster.peers[peer_id] = KnownPeer(known.peer)
                 continue
             if known:
-                self._out.append(co.SendRelease(peer_id, f"out of the ring: {why}"))
+                self._out.append(co.SendRelease(peer_id, f"removed from the ring: {why}"))
             name = known.peer.name if known else peer_id
-            self._say("warning", "struck-off", f"{name} is out of the ring: {why}", peer_id)
+            self._say("warning", "struck-off", f"{name} was removed from the ring: {why}", peer_id)
 
     def _forget(self, peer_id: str) -> None:
         self._roster.forget(peer_id)

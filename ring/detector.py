@@ -33,7 +33,7 @@ class FailureDetector:
 
     def __init__(self, *, heartbeat_s: float, death_s: float, now: float) -> None:
         if not 0 < heartbeat_s <= death_s:
-            raise ValueError(f"a death after {death_s} s of silence, with a beat every {heartbeat_s} s")
+            raise ValueError(f"invalid heartbeat_s {heartbeat_s}, death_s {death_s}: 0 < heartbeat_s <= death_s")
         self.heartbeat_s, self.death_s = heartbeat_s, death_s
         self._last_heard = now
         self._doubt_s = 0.0

@@ -27,7 +27,7 @@ _STORAGE: dict[str, np.dtype[Any]] = {
 def storage_dtype(name: str) -> np.dtype[Any]:
     """The numpy type that holds elements of type ``name``. Raises ``ValueError`` for a type that cannot be summed."""
     if name not in _STORAGE:
-        raise ValueError(f"no sum is known for elements of type {name!r}; known are {', '.join(_STORAGE)}")
+        raise ValueError(f"elements of type {name!r} cannot be summed; known types are {', '.join(_STORAGE)}")
     return _STORAGE[name]
 
 

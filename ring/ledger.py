@@ -84,7 +84,7 @@ def pack_counts(counts: Iterable[int]) -> bytes:
 def counts_of_untrusted(counts: bytes) -> tuple[int, ...]:
     """Raises ``ProtocolError``."""
     if not 4 <= len(counts) <= 4 * MAX_MEMBERS or len(counts) % 4:
-        raise ProtocolError(f"the shares of a step in {len(counts)} bytes")
+        raise ProtocolError(f"the shares of a step have an invalid length of {len(counts)} bytes")
     return struct.unpack(f"!{len(counts) // 4}I", counts)
 
 
@@ -95,10 +95,10 @@ def rows_untrusted(message: LedgerRows, *, micro_batches: int, steps_total: int)
         ProtocolError: the message has other rows, or none.
     """
     if not message.rows or not is_lineage(message.lineage):
-        raise ProtocolError("ledger rows without a lineage, or none")
+        raise ProtocolError("the message has no ledger rows, or an invalid lineage")
     for number, row in enumerate(message.rows):
         if row.step != message.rows[0].step + number or not 1 <= row.step <= steps_total or row.generation < 1:
-            raise ProtocolError(f"a ledger row of step {row.step} and generation {row.generation}")
+            raise ProtocolError(f"unexpected ledger row: step {row.step}, generation {row.generation}")
         if len(row.digest) != DIGEST_BYTES:
             raise ProtocolError(f"a ledger row with a digest of {len(row.digest)} bytes")
         if sum(counts_of_untrusted(row.counts)) != micro_batches:
@@ -151,11 +151,11 @@ def continuing(
         after = next_lineage(lineage, row.digest)
         if row.step == head.step + 1:
             if lineage != head.lineage:
-                return head, taken, f"step {row.step} was told with another past than the ledger's"
+                return head, taken, f"step {row.step} was reported with a lineage that contradicts the ledger"
             if row.generation > view.generation:
-                return head, taken, f"step {row.step} was told of generation {row.generation}, which is not there yet"
+                return head, taken, f"step {row.step} was reported for the unknown generation {row.generation}"
             if begins.lineage_at(row.step) not in ("", after):
-                return head, taken, f"step {row.step} was told with another outcome than a view's that began there"
+                return head, taken, f"step {row.step} was reported with a result that contradicts a view"
             head = replace(head, step=row.step, lineage=after)
             taken.append(row)
     return head, taken, ""
@@ -223,7 +223,7 @@ class Audit:
         step = self.step + 1
         if row.step != step:
             if row.step < step:
-                return Fault(row.step, "twice", f"step {row.step} stands in the ledger twice")
+                return Fault(row.step, "twice", f"step {row.step} is in the ledger twice")
             missing = f"step {step} is" if row.step == step + 1 else f"steps {step} to {row.step - 1} are"
             return Fault(step, "gap", f"{missing} missing")
         try:
@@ -242,7 +242,7 @@ class Audit:
 
     def finish(self, step: int, lineage: str) -> Fault | None:
         if self.step != step:
-            return Fault(self.step + 1, "gap", f"the ledger ends with step {self.step}, and should with {step}")
+            return Fault(self.step + 1, "gap", f"the ledger ends with step {self.step}, expected {step}")
         if lineage != self.lineage:
             text = f"the rows lead to lineage {self.lineage}, and the ledger's last step has {lineage}"
             return Fault(step, "lineage", text)
@@ -257,7 +257,7 @@ class Audit:
         own = row.generation == newest.generation and not self._taken_up
         view = newest if own else self._line_taken_up(row, newest)
         if view is None:
-            text = f"step {row.step} is told of generation {row.generation}; generation {newest.generation} computed it"
+            text = f"step {row.step} names generation {row.generation}, but generation {newest.generation} computed it"
             return Fault(row.step, "generation", text)
         self._generation = row.generation
         if len(counts) != len(view.members):

@@ -51,7 +51,7 @@ class Topology(Enum):
     """
 
     RING = ("", "right neighbour", "left neighbour")
-    CHAIN = ("chain-", "next stage", "stage before")
+    CHAIN = ("chain-", "next stage", "previous stage")
     PAIR = ("pair-", "other end of the chain", "other end of the chain")
 
     def __init__(self, prefix: str, dialled: str, dialling: str) -> None:
@@ -139,7 +139,7 @@ class Inbound:
     def _judge(self, job: str, generation: int, peer_id: str, topology: Topology) -> Refuse | None:
         newest, dialling = self._newest.get(job, (0, {}))
         if generation < newest:
-            text = f"generation {generation} is over, the job is at {newest}"
+            text = f"generation {generation} is over, the job is at generation {newest}"
             return Refuse(RefusalCode.STALE_GENERATION, text, "wait for the view that the seed announces next")
         if generation == newest and dialling.get(topology, peer_id) != peer_id:
             text = f"{peer_id[:64]} is not the {topology.dialling} here in generation {generation}"
@@ -168,7 +168,7 @@ class Inbound:
 
     async def _hold(self, connection: Connection, hello: Hello) -> Refuse | None:
         key = hello.peer_id, str(hello.capabilities.get("channel"))
-        again = Refuse(RefusalCode.STALE_GENERATION, "this peer has dialled again since", "wait for the next view")
+        again = Refuse(RefusalCode.STALE_GENERATION, "this peer opened a newer connection", "wait for the next view")
         mine = {other: held for other, held in self._held.items() if other[0] == hello.peer_id}
         if any(held.job == hello.job and held.generation > hello.generation for held in mine.values()):
             return again

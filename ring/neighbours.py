@@ -284,7 +284,7 @@ class NeighbourLinks:
             case Leave():
                 neighbour.leaving = True
             case Refuse(message=text):
-                raise ConnectionLost(f"it refuses to go on: {text}")
+                raise ConnectionLost(f"it refuses to continue: {text}")
             case Heartbeat(seq=seq) if self.left is not None and connection is self.left.beat:
                 connection.send(HeartbeatAck(seq), generation=self._view.generation)
             case HeartbeatAck(seq=seq) if self.right is not None and connection is self.right.beat:
@@ -293,7 +293,7 @@ class NeighbourLinks:
             case MemberLost() if connection is neighbour.beat:
                 self._told(neighbour, message)
             case _:
-                raise ProtocolError(f"it sent {type(message).__name__}, which has no place in a ring")
+                raise ProtocolError(f"it sent {type(message).__name__}, which is not allowed in a ring")
 
     # ---------------------------------------------------------------------------------------------------------- beating
 
@@ -313,7 +313,7 @@ class NeighbourLinks:
                 detector.loop_late(late_s)
                 detector.heard(neighbour.last_heard)  # a sign of life after the deadline ends the doubt
                 if detector.dead(now):
-                    silence = f"it gave no sign of life for {detector.silent_for(now):.1f} s"
+                    silence = f"it sent no heartbeat for {detector.silent_for(now):.1f} s"
                     self.give_up(neighbour, DeadlineExceeded(silence))
 
     def _beat(self, now: float, late_s: float) -> None:

@@ -253,16 +253,16 @@ def _order(
     if ring_options.order == "joined":
         return joined, "order as they joined, as the profile says"
     if len(joined) < 3:
-        return joined, "order as they joined: there is one circle only"
+        return joined, "order as they joined: fewer than 3 members have only one order"
     if len(joined) > MOST_MEMBERS:
-        return joined, f"order as they joined: more than {MOST_MEMBERS} are not searched"
+        return joined, f"order as they joined: only up to {MOST_MEMBERS} members are reordered"
     # The size hardly changes the order: 4 MiB if no worker has reported it.
     found = best_order(joined, links, total_bytes=total_bytes or 4 << 20)
     if found is None:
         return joined, "order as they joined: no link between them is measured"
     order, seconds, joined_s = found
     if order == tuple(joined):
-        return joined, "order as they joined: none is known to be much faster"
+        return joined, "order as they joined: no other order is known to be much faster"
     return order, f"order from measured links, {joined_s / seconds:.2g} times as fast as the order of joining"
 
 
@@ -270,7 +270,7 @@ def _streams(link: LinkQuality | None, ring_options: RingOptions) -> tuple[int, 
     if ring_options.streams:
         return ring_options.streams, f"{_counted(ring_options.streams)}, as the profile says"
     if link is None:
-        return 1, "1 stream: nothing is known of the links"
+        return 1, "1 stream: no link is measured"
     if _is_near(link):
         return 1, "1 stream: the members are near each other"
     return STRIPES, f"{STRIPES} streams: the members are far from each other"
@@ -290,7 +290,7 @@ def _codec(
     if ring_options.codec != "auto":
         return ring_options.codec, f"codec {ring_options.codec}, as the profile says"
     if slowest is None or slowest.bandwidth_bps is None or not total_bytes:
-        return "fp32", "codec fp32: nothing is known of the links, or of what a step sends"
+        return "fp32", "codec fp32: the links' bandwidth or the bytes of a step are not known"
     from ring.codecs.choice import choose_codec  # imports numpy, which a seed needs for nothing else
 
     codec, reason = choose_codec(

@@ -288,8 +288,8 @@ def place(wanted: Wanted, peers: Iterable[Peer], *, stages: int | None = None) -
     most = min(len(given), wanted.sizes.layers)
     if stages is not None and not 1 <= stages <= most:
         raise UserError(
-            f"a chain of {stages} stages was asked for, of {len(given)} peers and {wanted.sizes.layers} layers",
-            remedy=f"ask for 1 to {most}, or for none to have the best number",
+            f"{len(given)} peers and {wanted.sizes.layers} layers do not make a chain of {stages} stages",
+            remedy=f"ask for 1 to {most} stages, or leave the number out for the best one",
         )
     looked_at = _looked_at(reached)
     cuts, hops = cut_places(wanted.sizes.layers), _Hops(wanted, given)
@@ -351,7 +351,7 @@ def replacement(wanted: Wanted, plan: Placement, dead: Collection[str], spares: 
                 tries.append((made.bottleneck_s, made.token_s, len(tries), made, peer))
         if not tries:
             told = _named(refusals, "; ") or "there is no other peer"
-            return Replacement(None, f"nobody can take layers {start} to {stop - 1}: {told}")
+            return Replacement(None, f"no peer can take layers {start} to {stop - 1}: {told}")
         *_, plan, peer = min(tries, key=lambda made: made[:3])
         chain[index] = (peer, start, stop)
         taken.append(f"{peer.name} takes layers {start} to {stop - 1}")
@@ -364,7 +364,7 @@ def _why_not(wanted: Wanted, chain: Sequence[Part], index: int, dead: Collection
     if need_bytes > peer.memory_bytes:
         mine_bytes = wanted.need_bytes(start, stop)
         left_bytes = max(0, peer.memory_bytes - need_bytes + mine_bytes)
-        return f"has {human_bytes(left_bytes)} left of the {human_bytes(mine_bytes)} they need"
+        return f"has {human_bytes(left_bytes)} of memory left, the layers need {human_bytes(mine_bytes)}"
     if (wanted.client, peer.id) in wanted.apart:
         return "cannot be reached by the client"
     if index and (before := chain[index - 1][0]).id not in dead and (before.id, peer.id) in wanted.apart:
@@ -423,9 +423,9 @@ def _checked(wanted: Wanted, peers: Iterable[Peer]) -> list[Peer]:
     ordered = sorted(peers, key=lambda peer: peer.id)
     ids = {peer.id for peer in ordered}
     if len(ids) != len(ordered) or wanted.client in ids:
-        raise ValueError("peer ids are unique, and the client is none of them")
+        raise ValueError("peer ids must be unique, and the client must not be one of them")
     if wanted.positions < 0 or wanted.activation_bytes < 0:
-        raise ValueError("numbers of positions and bytes are not negative")
+        raise ValueError("positions and activation_bytes must not be negative")
     return ordered
 
 
@@ -454,18 +454,18 @@ def _refusal(wanted: Wanted, given: Sequence[Peer], reached: Sequence[Peer], sta
     do = []
     if away:
         told.append(f"the client cannot reach {_named(away, ', ')}")
-        do.append("let all peers be reached (p2ptrain check tells why not)")
+        do.append("make all peers reachable (p2ptrain check shows the cause)")
     if stages is not None:
-        told.append(f"it is asked for as {stages} stage{'s' if stages != 1 else ''}")
-        do.append("ask for another number of stages, or for none")
+        told.append(f"{stages} stage{'s were' if stages != 1 else ' was'} requested")
+        do.append("ask for another number of stages, or leave it out")
     if wanted.apart and need_bytes <= offered_bytes:
-        told.append("the memory would do, but some peers cannot reach each other")
-        do.append("let the peers reach each other (p2ptrain check tells why not)")
+        told.append("the memory is sufficient, but some peers cannot reach each other")
+        do.append("make the peers reach each other (p2ptrain check shows the cause)")
     if largest_bytes > max((peer.memory_bytes for peer in reached), default=0):
         do.append(f"start a peer with {human_bytes(largest_bytes)} at least")
     else:
         do.append("start more peers, or peers with more memory")
-    return ResourceError("; ".join(told), remedy=", or ".join([*do, "take fewer positions or a smaller dtype"]))
+    return ResourceError("; ".join(told), remedy=", or ".join([*do, "use fewer positions or a smaller dtype"]))
 
 
 def _named(names: Sequence[str], between: str) -> str:

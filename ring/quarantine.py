@@ -29,7 +29,7 @@ FIRST_FALL_S = 1.0
 """First exclusion after repeated deaths. A death and a newcomer cost a ring about as much, so less is no use."""
 
 _NOT_FINITE = (
-    "the gradient is not finite, whoever computes it; lower the learning rate, or go back to an older checkpoint "
+    "the gradient is not finite on any worker; lower the learning rate, or go back to an older checkpoint "
     "(p2ptrain checkpoints restore)"
 )
 
@@ -135,17 +135,17 @@ class Quarantine:
             others = set(self._contributors) - {suspect}
             self.lenient = bool(others) or (alone and suspect in self._contributors)
             self._contributors.append(suspect)
-            what = f"{name(suspect)} contributes what is not finite, or absurdly large"
+            what = f"{name(suspect)} sent gradients that are not finite or are outliers"
             if self.lenient:
                 for peer_id in others:
                     self.out.discard(peer_id)
                     self._last.pop(peer_id, None)
-                done = "as did whoever computed it before, so the data is like that, and it is applied if it is finite"
+                done = "another worker sent the same, so the data is the cause; the step is applied if it is finite"
                 return Verdict("step-refused", f"step {step} was not applied: {what}: {done}")
         elif cause == "hop":
-            what = f"what {name(suspect)} sent is not what {name(beside)} received"
+            what = f"{name(beside)} received other bytes than {name(suspect)} sent"
         else:
-            what = f"{name(suspect)} holds another sum than others"
+            what = f"{name(suspect)} holds another sum than the other members"
         return Verdict("step-refused", f"step {step} was not applied: {what}: {self._excluded(suspect, name, now)}")
 
     def _broken_link(self, survivors: Reports, began_at: int, name: Callable[[str], str], now: float) -> Verdict | None:
@@ -166,7 +166,7 @@ class Quarantine:
 
     def _excluded(self, suspect: str, name: Callable[[str], str], now: float) -> str:
         seconds = self._sits_out(suspect, now, self._cooldown_s, 600.0)
-        return f"{name(suspect)} sits out {seconds:.0f} s"
+        return f"{name(suspect)} is excluded for {seconds:.0f} s"
 
     def view_began(self) -> None:
         self.broken, self._first = False, None

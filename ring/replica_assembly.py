@@ -286,8 +286,8 @@ class StagePlanner:
             need = training.need_bytes
             needs = ((need(at, bounds[at], bounds[at + 1], on_host=peer.on_host), at) for at in stages)
             need_bytes, at = min(needs)
-            text = f"it gives {human_bytes(peer.memory_bytes)}, and stage {at} (layers {bounds[at]} to "
-            text += f"{bounds[at + 1] - 1}) takes {human_bytes(need_bytes)} to train"
+            text = f"it offers {human_bytes(peer.memory_bytes)}, and stage {at} (layers {bounds[at]} to "
+            text += f"{bounds[at + 1] - 1}) needs {human_bytes(need_bytes)} to train"
             said.append(Emit("warning", "too-small", f"{peer.name} stays a spare: {text}", key))
         return said
 

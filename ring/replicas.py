@@ -255,13 +255,13 @@ class ReplicaCoordinator:
         ]
         assert all(replica.in_view or self._is_moving(replica) for replica in empty), history
         void = [replica for replica in self._replicas.values() if replica.known and replica.said == NOTHING]
-        assert not void or self._anchored(), f"told of a replica that nobody can heal: {history}"
+        assert not void or self._anchored(), f"the coordinator knows a replica that cannot heal: {history}"
 
     # ---------------------------------------------------------------------------------------------- workers come and go
 
     def _offered(self, peer: co.Peer) -> None:
         if not self.wants(peer.peer_id):
-            self._out.append(co.SendRelease(peer.peer_id, f"the job is {self.state} and takes no worker now"))
+            self._out.append(co.SendRelease(peer.peer_id, f"the job is {self.state} and accepts no workers now"))
             return
         worker = self._workers[peer.peer_id] = Worker(peer, self.held.get(peer.peer_id), fresh=True)
         if worker.stage is not None:
@@ -308,7 +308,7 @@ class ReplicaCoordinator:
             return
         self._tell(co.Signal.YIELD)
         for worker in list(self._workers.values()):
-            self._release(worker, "the job is paused, and another needs its workers")
+            self._release(worker, "the job is paused, and another job needs its workers")
 
     def _ban(self, worker: Worker, text: str, kind: str) -> None:
         self._banned.add(worker.peer_id)
@@ -333,7 +333,7 @@ class ReplicaCoordinator:
             if current:
                 self._trains(worker, report)
             elif not worker.trains:
-                self._release(worker, "the ring went on without it")
+                self._release(worker, "the ring continued without this worker; it will join again")
         elif report.status == "healed":
             if current:
                 self._healed(worker, report)
@@ -385,7 +385,7 @@ class ReplicaCoordinator:
         self._corpus = self._corpus or report.corpus
         if report.corpus != self._corpus:
             mine, ours = report.corpus[:12] or "none", self._corpus[:12]
-            remedy = "give it the same files that the job began with"
+            remedy = "give it the files that the job started with"
             self._ban(worker, f"its data differs from the job's (SHA-256 {mine}, not {ours}); {remedy}", "corpus")
             return
         if 0 <= worker.restored < report.applied:
@@ -407,14 +407,14 @@ class ReplicaCoordinator:
             replica.due = True
 
     def _failed(self, worker: Worker, report: Report) -> None:
-        reason = report.reason or "it did not say why"
+        reason = report.reason or "it gave no reason"
         if self._is_member(worker.peer_id) and worker.trains:
             self._failures[worker.peer_id] = reason
         was_member = worker.trains
         worker.trains = False
-        self._ban(worker, f"cannot go on: {reason}", "member-failed")
+        self._ban(worker, f"cannot continue: {reason}", "member-failed")
         if was_member and not self._regrouped:
-            self._ring_is_over(f"{worker.peer.name} cannot go on")
+            self._ring_is_over(f"{worker.peer.name} cannot continue")
         if not self._workers and self.view is None:  # show the coordinator a failed peer, so that it ends the job
             nobody = self._new_id()
             self._tell(co.PeerOffered(co.Peer(nobody, worker.peer.name, "", 0)))
@@ -460,7 +460,7 @@ class ReplicaCoordinator:
             del self._due["absence"]
             self._unheard.clear()
             if self._training():
-                self._ring_is_over("members stayed away", broken=False)
+                self._ring_is_over("members did not reconnect in time", broken=False)
         if self._due.get("stop", math.inf) <= now:
             self._due["stop"] = now + self.options.hold_s
             silent = self._training()
@@ -476,8 +476,8 @@ class ReplicaCoordinator:
             self._quarantine.excused.add(worker.peer_id)
             return
         text = "it did not stop in time"
-        self._say("warning", "struck-off", f"{worker.peer.name} is out of the ring: {text}", worker.peer_id)
-        self._release(worker, f"out of the ring: {text}")
+        self._say("warning", "struck-off", f"{worker.peer.name} was removed from the ring: {text}", worker.peer_id)
+        self._release(worker, f"removed from the ring: {text}")
 
     def _is_over(self) -> bool:
         if self.view is None or self._regrouped or self._training():
@@ -528,7 +528,7 @@ class ReplicaCoordinator:
                 for replica in self._replicas.values()
                 if not replica.in_view and survivors & set(replica.members)
             ]:
-                self._dissolve(replica, "its workers carry the run's state on")
+                self._dissolve(replica, "its workers hold the run's state")
             for replica in kept:
                 for member in replica.members:
                     self._workers[member].replica = replica.replica_id
@@ -537,7 +537,7 @@ class ReplicaCoordinator:
                     replica for replica in self._replicas.values() if replica.known and not replica.in_view
                 ]:
                     if replica.said is None or replica.said == NOTHING or self._is_moving(replica):
-                        self._dissolve(replica, "there is nobody left to follow")
+                        self._dissolve(replica, "no replica is left to catch up with")
             for replica in kept:
                 self._place_stands(replica, state)
             for replica in empty:
@@ -805,7 +805,7 @@ class ReplicaCoordinator:
             group = next(in_groups([holders & stage.keys() for stage in by_stage]), None)
             if group is not None:
                 for replica in [replica for replica in self._void() if set(replica.members) & set(group)]:
-                    self._dissolve(replica, "its workers can do better")
+                    self._dissolve(replica, "its workers hold a state that they can continue from")
                 self._offer(group)
                 return True
         rest = next(in_groups([free & stage.keys() for stage in by_stage]), None)
@@ -875,7 +875,7 @@ class ReplicaCoordinator:
             self._due["back"] = self._short + self.core.patience_s(step)
             if self._now < self._due["back"]:
                 return False
-        self._say("warning", "steps-lost", f"goes back to step {step}: no part of a later state has all the others")
+        self._say("warning", "steps-lost", f"goes back to step {step}: no later state is held for every stage")
         self._tried = self._back = step
         self._stays()
         for replica in [replica for replica in self._replicas.values() if not replica.in_view]:
@@ -1049,7 +1049,7 @@ class ReplicaCoordinator:
         names = {member.peer_id: member.name for member in before.members}
         back = [member.peer_id for member in self.view.members]
         for peer_id, seconds in self._quarantine.flapping(back, self._now):
-            text = f"{names.get(peer_id, peer_id)} dies again and again: it is not let in for {seconds:.0f} s"
+            text = f"{names.get(peer_id, peer_id)} is excluded for {seconds:.0f} s: it died repeatedly"
             self._say("warning", "flapping", text, peer_id)
 
     def _progress(self, event: co.Progress) -> None:

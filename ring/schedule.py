@@ -78,9 +78,9 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if not 1 <= self.stages <= MAX_STAGES or not 1 <= self.micro_batches <= MAX_MICRO_BATCHES:
-            raise ValueError(f"a pipeline of {self.stages} stages and {self.micro_batches} micro-batches")
+            raise ValueError(f"invalid pipeline: {self.stages} stages and {self.micro_batches} micro-batches")
         if not all(0 <= warm_up < self.micro_batches for warm_up in self.warm_ups):
-            raise ValueError(f"warm-ups {self.warm_ups} of {self.micro_batches} micro-batches")
+            raise ValueError(f"invalid warm-ups {self.warm_ups} for {self.micro_batches} micro-batches")
         if any(after > before for before, after in zip(self.warm_ups, self.warm_ups[1:], strict=False)):
             raise ValueError(f"warm-ups {self.warm_ups} rise: those stages would wait for one another for ever")
 
@@ -156,9 +156,9 @@ def extended(
             bound below the need makes the stage wait.
     """
     if not (math.isfinite(period_s) and period_s > 0):
-        raise ValueError(f"a period of {period_s} s")
+        raise ValueError(f"invalid period: {period_s} s")
     if not all(math.isfinite(seconds) and seconds >= 0 for seconds in round_trips_s):
-        raise ValueError(f"round trips of {list(round_trips_s)} s")
+        raise ValueError(f"invalid round trips: {list(round_trips_s)} s")
     warm_ups = [0]
     for round_trip_s in reversed(round_trips_s):
         periods = (1 + min(round_trip_s / period_s, micro_batches)) / (1 + slack)  # more are never in flight
@@ -207,7 +207,7 @@ def simulate(schedule: Schedule, costs: Costs) -> float:
     stages = schedule.stages
     wanted = {len(costs.forward_s), len(costs.backward_s), len(costs.there_s) + 1, len(costs.back_s) + 1}
     if wanted != {stages}:
-        raise ValueError(f"costs of {sorted(wanted)} stages for {stages}")
+        raise ValueError(f"costs of {sorted(wanted)} stages for a schedule of {stages} stages")
     left = [deque(schedule.order(stage)) for stage in range(stages)]
     free_s = [0.0] * stages
     ended: dict[tuple[int, Operation], float] = {}  # (stage, operation) → when

@@ -147,7 +147,7 @@ class RingSession:
         """
         rank = view.rank_of(peer_id)
         if rank is None:
-            raise ValueError(f"{peer_id} is no member of generation {view.generation}")
+            raise ValueError(f"{peer_id} is not a member of generation {view.generation}")
         if sub_chunk_bytes and not MIN_SUB_CHUNK_BYTES <= sub_chunk_bytes <= MAX_SUB_CHUNK_BYTES:
             raise ValueError(f"sub-chunks of {sub_chunk_bytes} bytes, 8 to {MAX_SUB_CHUNK_BYTES} are possible")
         if not 1 <= streams <= MAX_STREAMS:
@@ -180,7 +180,7 @@ class RingSession:
         try:
             await session.barrier(patience_s=deadline - world.clock.now())
         except BaseException:  # also cancelled in the instant when all were there: nobody else could close it
-            session.close("the member gave up")
+            session.close("forming the ring failed at this member")
             raise
         session.links.begin_beats(heartbeat_s, death_s)
         return session
@@ -394,7 +394,7 @@ class RingSession:
     def _abandoned(self, future: asyncio.Future[None]) -> None:
         """End the session if the caller cancelled an operation: its memory is still posted and borrowed."""
         if future.cancelled():
-            self.links.give_up(None, ConnectionLost("an operation was abandoned by this member"))
+            self.links.give_up(None, ConnectionLost("this member cancelled an operation"))
 
     def _moved(self, flow: Flow | None) -> None:
         """Note progress: a sub-chunk of ``flow`` arrived or, if ``flow`` is None, the kernel took what was sent."""

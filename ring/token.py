@@ -93,10 +93,10 @@ class Token:
     def decode_untrusted(cls, data: bytes) -> Token:
         """Raises ``ProtocolError``."""
         if len(data) != TOKEN_BYTES:
-            raise ProtocolError(f"a step token of {len(data)} bytes")
+            raise ProtocolError(f"a step token has {len(data)} bytes, expected {TOKEN_BYTES}")
         body = data[: _TOKEN.size]
         if _SUM.pack(zlib.crc32(body)) != data[_TOKEN.size :]:
-            raise ProtocolError("a step token was damaged on its way")
+            raise ProtocolError("a step token was corrupted in transit")
         generation, step, flags, unit_us, part, own, *sums, digest, lineage = _TOKEN.unpack(body)
         if flags & ~_KNOWN:
             raise ProtocolError(f"a step token with unknown flags {flags:#x}")
@@ -217,12 +217,12 @@ def _identity(token: Token) -> tuple[int, int, bytes, bytes]:
 def _blamed(tokens: Sequence[Token]) -> tuple[int | None, str]:
     for rank, token in enumerate(tokens):
         if not math.isfinite(token.own):
-            return rank, "contributed what is not finite"
+            return rank, "contributed a gradient that is not finite"
     total, summands = math.fsum(token.part for token in tokens), math.fsum(math.sqrt(token.own) for token in tokens)
     if not total <= (2 * summands) ** 2:  # the factor allows for rounding and a codec's feedback
-        return None, "the sum is not that of what the members contributed: it was spoiled on its way"
+        return None, "the sum does not match the members' contributions: it was corrupted in transit"
     rank = max(range(len(tokens)), key=lambda rank: tokens[rank].own)
-    return rank, f"contributed a gradient of norm {math.sqrt(tokens[rank].own):.3g}, absurdly large"
+    return rank, f"contributed a gradient of norm {math.sqrt(tokens[rank].own):.3g}, an outlier"
 
 
 # --------------------------------------------------------------------------------------------------------------- shares
@@ -268,7 +268,7 @@ def balanced(micro_batches: int, unit_us: Sequence[int], before: Sequence[int] =
         ValueError: no member, or a negative number.
     """
     if not unit_us or min(unit_us) < 0 or micro_batches < 0:
-        raise ValueError(f"shares of {micro_batches} micro-batches for units {list(unit_us)}")
+        raise ValueError(f"invalid shares: {micro_batches} micro-batches, unit times {list(unit_us)}")
     units = _known(unit_us)
     best = _fastest(micro_batches, units)
     if len(before) == len(units) and sum(before) == micro_batches and min(before) >= 0:

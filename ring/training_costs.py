@@ -62,15 +62,15 @@ class ModelShape:
 def shape_untrusted(source: object) -> ModelShape:
     """Decode a peer's ``ModelShape.to_map``. Raises ``ProtocolError``."""
     if not isinstance(source, dict):
-        raise ProtocolError("a model's sizes are a map")
+        raise ProtocolError("a model's sizes must be a map")
     layers = source.get("layers_bytes")
     if not isinstance(layers, list) or not 1 <= len(layers) <= MAX_LAYERS:
-        raise ProtocolError(f"a model's sizes are of 1 to {MAX_LAYERS} layers")
+        raise ProtocolError(f"a model's sizes must have 1 to {MAX_LAYERS} layers")
     if not all(type(size) is int and 0 < size <= _MOST_BYTES for size in layers):
-        raise ProtocolError("a layer's size that cannot be")
+        raise ProtocolError(f"a layer's size must be a whole number from 1 to {_MOST_BYTES}")
     first, last, tied = (_number(source, name, 0, _MOST_BYTES) for name in ("first_bytes", "last_bytes", "tied_bytes"))
     if tied > min(first, last):
-        raise ProtocolError("what is tied is part of both ends")
+        raise ProtocolError("tied_bytes must not exceed first_bytes or last_bytes")
     width, inner, vocab = (_number(source, name, 1, _MOST) for name in ("width", "inner", "vocab"))
     return ModelShape(ModelSizes(tuple(layers), (0,) * len(layers), first, last, tied), width, inner, vocab)
 
@@ -78,7 +78,7 @@ def shape_untrusted(source: object) -> ModelShape:
 def _number(source: dict[str, Any], name: str, least: int, most: int) -> int:
     value = source.get(name)
     if type(value) is not int or not least <= value <= most:
-        raise ProtocolError(f"a model's {name[:32]} is a whole number from {least} to {most}")
+        raise ProtocolError(f"a model's {name[:32]} must be a whole number from {least} to {most}")
     return value
 
 

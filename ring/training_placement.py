@@ -103,16 +103,16 @@ def plan(training: Training, candidates: Iterable[CandidateWorker], links: Links
     """
     there = sorted(candidates, key=lambda candidate: candidate.id)
     if training.layers < training.stages:
-        text = f"a model of {training.layers} layers does not make {training.stages} stages"
+        text = f"a model of {training.layers} layers cannot be cut into {training.stages} stages"
         raise UserError(text, remedy=f"set pipeline.stages to {training.layers} at most")
     if len(there) < training.workers:
         raise UserError(
-            f"{training.stages} stages of {training.replicas} replica{'s' * (training.replicas != 1)} want "
-            f"{training.workers} workers, and {len(there)} {'is' if len(there) == 1 else 'are'} here",
+            f"{training.stages} stages of {training.replicas} replica{'s' * (training.replicas != 1)} need "
+            f"{training.workers} workers, and {len(there)} {'is' if len(there) == 1 else 'are'} connected",
             remedy="start more: p2ptrain join",
         )
     if training.cuts and (len(training.cuts) != training.stages - 1 or training.cuts[-1] >= training.layers):
-        text = f"cuts at {list(training.cuts)} do not make {training.stages} stages of {training.layers} layers"
+        text = f"cuts at {list(training.cuts)} do not cut {training.layers} layers into {training.stages} stages"
         raise UserError(text, remedy="correct pipeline.cuts, or leave it out")
     known = any(candidate.flops for candidate in there)
     found = _best(training, _with_speeds(there), _Hops(training, links or {}, there), known=known)
@@ -348,9 +348,9 @@ def _refusal(training: Training, there: Sequence[CandidateWorker]) -> ResourceEr
     told = (
         f"the model ({human_bytes(training.shape.sizes.weights_bytes(0, layers))} of weights) cannot train as {stages} "
         f"stages by {training.replicas} replica{'s' * (training.replicas != 1)}: "
-        f"{'' if training.cuts else 'of equal stages '}"
-        f"{_told(training, min(needs), 'the smallest')}, {_told(training, max(needs), 'the largest')}, all of a "
-        f"replica together {human_bytes(sum(need[0] for need in needs))}, and there are {', '.join(offers)}"
+        f"{'' if training.cuts else 'with equal stages, '}"
+        f"{_told(training, min(needs), 'the smallest')}, {_told(training, max(needs), 'the largest')}, a "
+        f"whole replica {human_bytes(sum(need[0] for need in needs))}, and the workers offer {', '.join(offers)}"
     )
     do = ["start workers with more memory"]
     if not training.recompute:
@@ -364,7 +364,7 @@ def _refusal(training: Training, there: Sequence[CandidateWorker]) -> ResourceEr
     if training.replicas > 1:
         do.append(f"set job.workers={stages} for one replica")
     elif stages < layers:
-        do.append("set pipeline.stages higher, with as many workers")
+        do.append("set pipeline.stages higher and start as many workers")
     return ResourceError(told, remedy=", or ".join(do))
 
 

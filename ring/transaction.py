@@ -402,7 +402,7 @@ class Transaction:
             assert self._prepared.step == self.applied + 1, "a row of another step"
         if self.view is not None:
             given = sum(member.count for member in self.view.members)
-            assert sum(self.shares.counts) == given, "shares that do not cover"
+            assert sum(self.shares.counts) == given, "the shares do not cover the micro-batches"
         assert self._pending_break is None or self.phase in UNINTERRUPTIBLE
         assert self._pending_view is None or self.phase in (*UNINTERRUPTIBLE, Phase.EMPTY)
 
@@ -511,7 +511,7 @@ class Transaction:
         return []
 
     def _stop_forming(self) -> list[Instruction]:
-        instructions = self._leave_view("the view was given up before its ring was formed")
+        instructions = self._leave_view("the view ended before its ring was formed")
         if self.torn:
             self._go(Phase.EMPTY)
             return [*instructions, Reload()]
@@ -532,7 +532,7 @@ class Transaction:
                 return [Reduce(self._next_ticket(), self.applied)]
             case Phase.BOUNDARY:
                 return self._boundary_done()
-        raise self._invalid("an activity ended that cannot end so")
+        raise self._invalid("an activity ended that this phase does not have")
 
     def _formed(self) -> list[Instruction]:
         view = self._current_view()
@@ -615,7 +615,7 @@ class Transaction:
         if redone:
             self.square_sum = self._current_view().square_sum
         if self._prepared is None:
-            raise self._invalid("nobody knows who computed the step")
+            raise self._invalid("the members that computed the step are not known")
         record = Record(self._prepared, self.lineage)
         self.applied += 1
         self.lineage, self.prepared_lineage = self.prepared_lineage, ""
@@ -652,7 +652,7 @@ class Transaction:
             raise self._invalid(f"{len(digests)} digests")
         if self._rank in odd_ones_out(digests, view.stages):
             self.torn = True
-            return self._break_off(Broken(0, "", "its state has drifted from the others'"))
+            return self._break_off(Broken(0, "", "this member's state differs from the other members'"))
         return self._to_boundary(confirmed=True)
 
     def _unconfirmed(self, event: Broken) -> list[Instruction]:

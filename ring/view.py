@@ -131,23 +131,23 @@ class View:
         if len({member.peer_id for member in members}) != len(members):
             raise ProtocolError("a view that names a member twice")
         if message.generation < 1 or message.step < 0:
-            raise ProtocolError(f"a view of generation {message.generation} at step {message.step}")
+            raise ProtocolError(f"invalid view: generation {message.generation}, step {message.step}")
         covered = 0
         for member in members:
             if not 0 < member.port < 65536:
-                raise ProtocolError(f"a view whose member listens on port {member.port}")
+                raise ProtocolError(f"a view with a member's invalid port {member.port}")
             if member.first != covered or member.count < 0:
                 raise ProtocolError("a view whose shares do not cover the micro-batches in order")
             covered += member.count
         _check_stages_untrusted(members, message.stages)
         if not is_lineage(message.lineage):
-            raise ProtocolError("a view whose lineage is none")
+            raise ProtocolError("a view with an invalid lineage")
         beats = (message.heartbeat_s, message.death_s)
         if not all(0 <= seconds <= LONGEST_SILENCE_S for seconds in beats) or not math.isfinite(message.square_sum):
-            raise ProtocolError("a view with times or a norm that cannot be")
+            raise ProtocolError("a view with invalid heartbeat times or an invalid norm")
         _check_carriage_untrusted(message.streams, message.sub_chunk_bytes, message.codec)
         if min(message.ledger_step, message.reduce_bytes) < 0:
-            raise ProtocolError(f"a view of ledger step {message.ledger_step}, {message.reduce_bytes} bytes to reduce")
+            raise ProtocolError(f"invalid view: ledger step {message.ledger_step}, reduce_bytes {message.reduce_bytes}")
         values = {field.name: getattr(message, field.name) for field in fields(cls)}
         return cls(**(values | {"members": members}))
 
@@ -156,14 +156,14 @@ def _check_carriage_untrusted(streams: int, sub_chunk_bytes: int, codec: str) ->
     if not 1 <= streams <= MAX_STREAMS:
         raise ProtocolError(f"a view of {streams} streams, 1 to {MAX_STREAMS} are possible")
     if sub_chunk_bytes and not MIN_SUB_CHUNK_BYTES <= sub_chunk_bytes <= MAX_SUB_CHUNK_BYTES:
-        raise ProtocolError(f"a view whose sub-chunks are of {sub_chunk_bytes} bytes")
+        raise ProtocolError(f"a view with invalid sub-chunks of {sub_chunk_bytes} bytes")
     if codec not in CODEC_NAMES:
-        raise ProtocolError(f"a view whose codec {codec[:20]!r} is none")
+        raise ProtocolError(f"a view with the unknown codec {codec[:20]!r}")
 
 
 def _check_stages_untrusted(members: tuple[MemberRecord, ...], stages: int) -> None:
     if not 1 <= stages <= MAX_STAGES or len(members) % stages:
-        raise ProtocolError(f"a view of {len(members)} members in {stages} stages")
+        raise ProtocolError(f"invalid view: {len(members)} members, {stages} stages")
     if any(member.count and rank % stages for rank, member in enumerate(members)):
         raise ProtocolError("a view that gives a share to a member beyond its replica's first stage")
 

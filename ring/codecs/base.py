@@ -77,7 +77,7 @@ class Codec:
     def _check_untrusted(self, encoded: U8, out: F32) -> None:
         expected = self.encoded_bytes(out.size)
         if encoded.size != expected:
-            raise ProtocolError(f"{out.size} elements in {self.name} are {expected} bytes, {encoded.size} came")
+            raise ProtocolError(f"{out.size} elements in {self.name} take {expected} bytes, received {encoded.size}")
 
     def _encode(self, values: F32, out: U8) -> None:
         raise NotImplementedError

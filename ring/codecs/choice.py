@@ -46,9 +46,9 @@ def choose_codec(
         error_budget: the largest relative error that one exchange may have.
     """
     if not (math.isfinite(edge_bps) and edge_bps > 0):
-        raise ValueError(f"a rate is positive, not {edge_bps}")
+        raise ValueError(f"invalid rate {edge_bps}: it must be positive")
     if not all(math.isfinite(value) and value >= 0 for value in (rtt_s, total_bytes, compute_s, error_budget)):
-        raise ValueError(f"not a time, size or error: {(rtt_s, total_bytes, compute_s, error_budget)}")
+        raise ValueError(f"invalid time, size or error: {(rtt_s, total_bytes, compute_s, error_budget)}")
 
     def exchange_s(name: str) -> float:
         share = codec_named(name).encoded_bytes(1 << 20) / (4 * (1 << 20))

@@ -245,7 +245,7 @@ class TopK(Codec):
         for elements, kept, length, count in self._rows(numel):
             places = result[kept].reshape(-1, count)
             if (places[:, 1:] <= places[:, :-1]).any() or (places[:, -1] >= length).any():
-                raise ProtocolError("indices of kept elements do not rise, or leave their block")
+                raise ProtocolError("indices of kept elements are not ascending, or are outside their block")
             places += np.arange(elements.start, elements.stop, length)[:, np.newaxis]
         return result
 

@@ -71,7 +71,7 @@ def test_some_shares_of_eight(units: list[int], before: list[int], expected: lis
 
 @pytest.mark.parametrize(("micro_batches", "units"), [(8, []), (8, [1, -1]), (-1, [1])])
 def test_what_cannot_be_is_refused(micro_batches: int, units: list[int]) -> None:
-    with pytest.raises(ValueError, match="shares of"):
+    with pytest.raises(ValueError, match="invalid shares: "):
         balanced(micro_batches, units)
 
 

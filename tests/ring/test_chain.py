@@ -94,7 +94,7 @@ async def test_no_more_buffers_are_held_than_the_schedule_says() -> None:
             first.send(F, index, content(F, 0, index, 0, ACTIVATION_BYTES))
         held = [await last.receive(F, index, patience_s=30) for index in range(schedule.ahead(0))]
         finishing = asyncio.create_task(first.finish(patience_s=30))
-        with pytest.raises(DeadlineExceeded, match="this stage waited for activations 3"):
+        with pytest.raises(DeadlineExceeded, match="this stage waited for activations of micro-batch 3"):
             await last.receive(F, schedule.ahead(0), patience_s=0.2)
         assert len({payload.ctypes.data for payload in held if payload is not None}) == schedule.ahead(0) == 3
         with pytest.raises(ConnectionLost):
@@ -225,7 +225,7 @@ async def test_only_the_stage_before_may_connect() -> None:
                 generation=1,
             )
             port = member.server.address[1]
-            with pytest.raises(Refused, match="x is not the stage before here in generation 1") as refused:
+            with pytest.raises(Refused, match="x is not the previous stage here in generation 1") as refused:
                 await dial(member.world.network, HOST, port, hello, timeout_s=AT_ONCE_S)
             assert refused.value.code == RefusalCode.NOT_A_NEIGHBOUR
 
@@ -238,8 +238,11 @@ async def test_a_stage_that_does_not_come_is_named() -> None:
     forming = [member.form_chain(view, **SIZES) for member in members if member.peer_id != "b"]
     ends = await asyncio.gather(*forming, return_exceptions=True)
     assert all(isinstance(end, DeadlineExceeded) for end in ends)
-    assert ends[0].message == "lost the next stage b: it was not ready within 10 s: this stage waits for its answer"
-    assert "the stage before b has not connected" in ends[1].message
+    assert (
+        ends[0].message
+        == "lost the next stage b: it was not ready within 10 s: this stage waits for the answer to its ping"
+    )
+    assert "the previous stage b has not connected" in ends[1].message
     for member in members:
         await member.stop()
 

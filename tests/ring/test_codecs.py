@@ -228,7 +228,7 @@ def test_a_wrong_size_is_a_peers_fault_when_decoding_and_ones_own_when_encoding(
     payload = encoded(codec, values)
     for wrong in (payload[:-1], payload[:0], np.append(payload, np.uint8(0))):
         for decode in (codec.decode, codec.decode_add):
-            with pytest.raises(ProtocolError, match=f"100 elements in {name} are {payload.size} bytes"):
+            with pytest.raises(ProtocolError, match=f"100 elements in {name} take {payload.size} bytes"):
                 decode(wrong, values)
         with pytest.raises(ValueError, match="100 elements"):
             codec.encode(values, wrong)
@@ -246,5 +246,5 @@ def test_topk_refuses_places_that_do_not_rise_within_their_block(places):
     codec, memory = codec_named("topk"), np.zeros(256 + 33, np.float32)
     payload = np.array(places + [0] * 20, np.uint8)
     for decode in (codec.decode, codec.decode_add):
-        with pytest.raises(ProtocolError, match="do not rise, or leave their block"):
+        with pytest.raises(ProtocolError, match="are not ascending, or are outside their block"):
             decode(payload, memory)

@@ -152,7 +152,7 @@ def test_a_worker_with_other_data_is_released_with_a_remedy_and_not_taken_again(
     (release,) = desk.of(co.SendRelease)
     assert isinstance(release, co.SendRelease)
     assert "its data differs" in release.reason
-    assert "same files" in release.reason
+    assert "the files that the job started with" in release.reason
     assert desk.kinds() == ["corpus"]
     assert not desk.core.wants("b")
     desk.tell(co.PeerLost("b", "closed"))
@@ -200,7 +200,7 @@ def test_a_silent_survivor_is_struck_off_and_may_come_back() -> None:
     desk.tell(co.PeerLost("c", "closed"))
     assert desk.after(29.0) == []
     desk.after(1.0)
-    assert co.SendRelease("b", "out of the ring: it did not stop in time") in desk.said
+    assert co.SendRelease("b", "removed from the ring: it did not stop in time") in desk.said
     assert ids(desk.minted()) == ["a"]
     assert desk.core.wants("b")
 
@@ -262,7 +262,7 @@ def test_if_the_newest_state_is_gone_the_best_at_hand_is_used_and_the_loss_is_na
     desk.offer("a")
     desk.ready("a", applied=50)
     assert desk.of(co.SetState) == [
-        co.SetState("waiting", "waiting for a worker that holds step 73 (at hand: step 50)")
+        co.SetState("waiting", "waiting for a worker that holds step 73 (newest here: step 50)")
     ]
     if how == "patience":
         desk.after(30.0)
@@ -280,7 +280,7 @@ def test_pause_and_resume_keep_the_members_and_their_state() -> None:
     desk = Desk()
     desk.start("a", "b")
     desk.tell(co.Signal.PAUSE)
-    assert desk.of(co.SendHold) == [co.SendHold(("a", "b"), 1, "the job is to pause")]
+    assert desk.of(co.SendHold) == [co.SendHold(("a", "b"), 1, "the job is pausing")]
     desk.stand("held", 6, "a", "b")
     assert desk.said == [co.SetState("paused", "paused by a person")]
     assert not desk.core.wants("z")
@@ -295,7 +295,9 @@ def test_cancel_releases_everybody() -> None:
     desk.tell(co.Signal.CANCEL)
     assert {item.peer_id for item in desk.said if isinstance(item, co.SendRelease)} == {"a", "b"}
     assert desk.core.state == "cancelled"
-    assert desk.tell(co.PeerOffered(peer("c"))) == [co.SendRelease("c", "the job is cancelled and takes no worker now")]
+    assert desk.tell(co.PeerOffered(peer("c"))) == [
+        co.SendRelease("c", "the job is cancelled and accepts no workers now")
+    ]
 
 
 def test_restore_takes_all_back_and_state_of_the_given_up_branch_counts_no_more() -> None:
@@ -338,7 +340,7 @@ def test_a_failed_member_leaves_the_view_and_the_others_go_on() -> None:
     desk = Desk()
     desk.start("a", "b")
     desk.report("b", "failed", 3, reason="out of memory")
-    assert co.SendRelease("b", "cannot go on: out of memory") in desk.said
+    assert co.SendRelease("b", "cannot continue: out of memory") in desk.said
     desk.report("a", "broken", 3, suspect="b")
     assert ids(desk.minted()) == ["a"]
     assert not desk.core.wants("b")

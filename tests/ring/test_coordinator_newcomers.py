@@ -200,7 +200,9 @@ def test_the_side_that_was_cut_off_is_given_up_when_a_newer_view_was_minted() ->
     for peer_id, status in (("a", "training"), ("b", "broken")):
         desk.tell(co.PeerReturned(peer(peer_id), 1))
         desk.report(peer_id, status, 160, generation=1)
-        assert desk.of(co.SendRelease) == [co.SendRelease(peer_id, "the ring went on without it")]
+        assert desk.of(co.SendRelease) == [
+            co.SendRelease(peer_id, "the ring continued without this worker; it will join again")
+        ]
     assert desk.core.known_step == 1
 
 

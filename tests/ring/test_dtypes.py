@@ -68,5 +68,5 @@ def test_overflow_and_nan_are_values_not_warnings(dtype):
 
 
 def test_an_unknown_type_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="'complex64'; known are float64"):
+    with pytest.raises(ValueError, match="'complex64' cannot be summed; known types are float64"):
         storage_dtype("complex64")

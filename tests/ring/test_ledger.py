@@ -49,14 +49,14 @@ def test_rows_of_another_past_are_refused_and_told_of():
     head, _, _ = fitting(LedgerHead(0, START, 0, START), view(1, 0), NONE, START, [row(1)])
     same, taken, problem = fitting(head, view(1, 0), NONE, chained([row(1, salt="x")]), [row(2)])
     assert (same, taken) == (head, [])
-    assert "another past" in problem
+    assert "a lineage that contradicts the ledger" in problem
 
 
 def test_rows_that_lead_elsewhere_than_to_where_a_view_began_are_refused_and_told_of():
     begins = Begins([(1, 0, START), (2, 2, chained([row(1), row(2)])), (3, 4, "11" * 16)])
     liar = [row(1), row(2, salt="x"), row(3), row(4)]
     head, taken, problem = fitting(LedgerHead(0, START, 0, START), view(3, 4, "11" * 16), begins, START, liar)
-    assert (taken, "another outcome" in problem) == (liar[:1], True)
+    assert (taken, "a result that contradicts a view" in problem) == (liar[:1], True)
     assert fitting(head, view(3, 4, "11" * 16), begins, START, [row(1), row(2)])[1:] == ([row(2)], "")
 
 

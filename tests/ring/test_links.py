@@ -142,11 +142,11 @@ async def test_an_older_view_is_refused_and_a_newer_one_is_not(network):
     members = [LocalMember(peer_id, network) for peer_id in "ab"]
     ports = {member.peer_id: await member.listen() for member in members}
     members[1].inbound.expect("job", 5)
-    with pytest.raises(Refused, match="generation 4 is over, the job is at 5") as refusal:
+    with pytest.raises(Refused, match="generation 4 is over, the job is at generation 5") as refusal:
         await members[0].form(local_view(ports, generation=4))
     assert refusal.value.code == RefusalCode.STALE_GENERATION
     await asyncio.gather(*(member.form(local_view(ports, generation=6)) for member in members))
-    with pytest.raises(Refused, match="generation 5 is over, the job is at 6"):
+    with pytest.raises(Refused, match="generation 5 is over, the job is at generation 6"):
         await dial_member(members[0], ring_hello("b", generation=5))
     for member in members:
         await member.stop()
@@ -247,7 +247,7 @@ def test_a_place_in_a_chain_is_judged_apart_from_the_one_in_the_ring():
     inbound.announced_chain(view, "c")
     assert inbound.decide(ring_hello("c", "chain-bulk", generation=4)) is None
     assert inbound.decide(ring_hello("a", "bulk", generation=4)) is None
-    for peer_id, channel, wanted in (("a", "chain-bulk", "stage before"), ("c", "bulk", "left neighbour")):
+    for peer_id, channel, wanted in (("a", "chain-bulk", "previous stage"), ("c", "bulk", "left neighbour")):
         refusal = inbound.decide(ring_hello(peer_id, channel, generation=4))
         assert refusal.code == RefusalCode.NOT_A_NEIGHBOUR
         assert f"{peer_id} is not the {wanted} here" in refusal.message

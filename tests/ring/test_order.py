@@ -141,7 +141,7 @@ def test_without_measurements_all_is_as_it_was():
     assert (plan.order, plan.streams, plan.sub_chunk_bytes, plan.codec) == (("a", "b", "c"), 1, 0, "fp32")
     assert not plan.measured
     assert plan.reason == "order as they joined: no link between them is measured"
-    assert plan.carriage_reason == "1 stream: nothing is known of the links; codec fp32, as the profile says"
+    assert plan.carriage_reason == "1 stream: no link is measured; codec fp32, as the profile says"
     assert plan_ring("a", {}, AUTO, 1 << 20).codec == "fp32"
 
 
@@ -176,7 +176,7 @@ def test_the_codec_follows_from_the_edge_the_load_and_the_budget():
     assert plan_ring("ab", mesh("ab", FAR), RingOptions(codec="auto", error_budget=0.0), *load).codec == "fp32"
     unknown = plan_ring("ab", mesh("ab", FAR), AUTO)
     assert unknown.codec == "fp32"
-    assert unknown.carriage_reason.endswith("codec fp32: nothing is known of the links, or of what a step sends")
+    assert unknown.carriage_reason.endswith("codec fp32: the links' bandwidth or the bytes of a step are not known")
 
 
 def test_the_slowest_edge_is_one_of_the_circle():

@@ -78,7 +78,7 @@ def test_a_view_that_breaks_before_its_first_commit_is_a_further_attempt():
 
 def test_what_a_person_asked_for_is_no_interruption():
     recorder = running()
-    recorder.held("the job is to pause", 10.5, 0.0)
+    recorder.held("the job is pausing", 10.5, 0.0)
     recorder.abandon()
     recorder.minted(view(2, 5), 500.0)
     assert recorder.committed(2, 6, 501.0) is None

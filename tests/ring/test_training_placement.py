@@ -230,9 +230,9 @@ def test_a_refusal_tells_what_each_has_what_the_smallest_stage_needs_and_what_wo
 
 
 def test_what_cannot_be_asked_for_is_refused():
-    with pytest.raises(UserError, match="want 2 workers, and 1 is here"):
+    with pytest.raises(UserError, match="need 2 workers, and 1 is connected"):
         plan(TRAINING, workers((0, 0)))
-    with pytest.raises(UserError, match="12 layers does not make 13 stages"):
+    with pytest.raises(UserError, match="12 layers cannot be cut into 13 stages"):
         plan(replace(TRAINING, stages=13), workers(*[(0, 0)] * 13))
     with pytest.raises(UserError, match="cuts at"):
         plan(replace(TRAINING, cuts=(12,)), workers((0, 0), (0, 0)))

@@ -57,8 +57,8 @@ def member(peer_id: str, first: int, count: int) -> MemberRecord:
         (spoiled(sub_chunk_bytes=7), "of 7 bytes"),
         (spoiled(sub_chunk_bytes=-1), "of -1 bytes"),
         (spoiled(sub_chunk_bytes=(64 << 20) + 1), "of 67108865 bytes"),
-        (spoiled(codec="zip"), "codec 'zip' is none"),
-        (spoiled(reduce_bytes=-1), "-1 bytes to reduce"),
+        (spoiled(codec="zip"), "unknown codec 'zip'"),
+        (spoiled(reduce_bytes=-1), "reduce_bytes -1"),
     ],
 )
 def test_what_is_no_view_is_refused(message, why):
@@ -88,7 +88,9 @@ def test_members_of_a_split_model_stand_by_replicas_and_by_stages() -> None:
     assert View.from_message_untrusted(view.to_message()) == view
 
 
-@pytest.mark.parametrize(("stages", "said"), [(0, "in 0 stages"), (4, "6 members in 4 stages"), (257, "in 257 stages")])
+@pytest.mark.parametrize(
+    ("stages", "said"), [(0, "members, 0 stages"), (4, "6 members, 4 stages"), (257, "members, 257 stages")]
+)
 def test_a_view_whose_stages_do_not_fit_is_refused(stages: int, said: str) -> None:
     with pytest.raises(ProtocolError, match=said):
         View.from_message_untrusted(dataclasses.replace(split_view(2, 3), stages=stages))

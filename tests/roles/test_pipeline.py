@@ -219,7 +219,7 @@ async def test_who_sends_what_cannot_be_read_is_blamed() -> None:
         async with asyncio.timeout(AT_ONCE_S):
             ends = await asyncio.gather(*running, return_exceptions=True)
         assert isinstance(ends[1], ProtocolError)
-        assert ends[1].message == "lost the stage before a: these are no activations"
+        assert ends[1].message == "lost the previous stage a: these are no activations"
         assert members[2].chain.broken.result().suspect == "a"
         assert members[1].chain.broken.result().suspect == "a"
 
