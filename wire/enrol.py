@@ -148,7 +148,7 @@ async def _fetch_ca(network: Network, ticket: Ticket, peer_id: str, timeout_s: f
     finally:
         await connection.close()
     text = f"{ticket.host}:{ticket.port} is not the seed that made this ticket: its CA does not match the ticket's pin"
-    remedy = "if the seed was set up anew, get a new ticket; else the connection is being intercepted: stop here"
+    remedy = "if the seed was set up anew, get a new ticket; else the connection may be intercepted: stop here"
     raise Refused(RefusalCode.WRONG_PIN, text, remedy=remedy)
 
 

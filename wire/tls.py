@@ -49,7 +49,7 @@ _VERIFY = {
 }
 _UNTRUSTED = (
     "certificate-untrusted",
-    "a certificate not signed by this cluster's CA: of another cluster, or the connection is being intercepted",
+    "a certificate not signed by this cluster's CA: of another cluster, or the connection is intercepted",
     f"check the address; if the seed was set up anew, {JOIN_AGAIN}",
 )
 

@@ -162,7 +162,7 @@ def test_a_wrong_pin_ends_it_before_anything_is_said(on_stage: Play, tmp_path: P
             with pytest.raises(Refused) as caught:
                 await enrolled(network, replace(seed.ticket, pin=bytes(32)), tmp_path)
             assert caught.value.code == "wrong-pin"
-            assert "being intercepted" in caught.value.remedy
+            assert "may be intercepted" in caught.value.remedy
             told = await seed.problem()
             assert isinstance(told, Refused)
             assert told.code == "wrong-pin"
