@@ -308,7 +308,7 @@ def priced(wanted: Wanted, peers: Iterable[Peer], chain: Sequence[Part]) -> Plac
     _checked(wanted, [peer for peer, _, _ in chain])
     ends = [0, *(stop for _, _, stop in chain)]
     if [start for _, start, _ in chain] != ends[:-1] or ends[-1] != wanted.sizes.layers:
-        raise ValueError("the parts of a chain make the model, in their order")
+        raise ValueError("the parts of the chain do not make up the model in order")
     hops = _Hops(wanted, _checked(wanted, peers))
     if any(_why_not(wanted, chain, index, ()) for index in range(len(chain))):
         return None

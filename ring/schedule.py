@@ -168,7 +168,7 @@ def extended(
 
 def _bounded(name: str, micro_batches: int, warm_ups: Sequence[int], max_in_flight: Sequence[int]) -> Schedule:
     if max_in_flight and (len(max_in_flight) != len(warm_ups) or min(max_in_flight) < 1):
-        raise ValueError(f"at most {list(max_in_flight)} in flight, on {len(warm_ups)} stages")
+        raise ValueError(f"invalid bounds: {list(max_in_flight)} micro-batches in flight, on {len(warm_ups)} stages")
     bounded: list[int] = []
     for stage, warm_up in enumerate(warm_ups):
         most = min(micro_batches, max_in_flight[stage] if max_in_flight else micro_batches) - 1
