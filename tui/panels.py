@@ -242,7 +242,7 @@ def what_next(frame: Frame) -> list[list[Span]]:
     if frame.job is None and not workers:
         writing = fmt.plural(len(store.peers), "peer")
         return [
-            [Span("nobody here trains", "strong")],
+            [Span("no peer here trains", "strong")],
             [],
             [Span(f"{writing} write text: 6 shows them. On each machine that should train:")],
             [Span(f"  p2ptrain join {seed_address(frame)}", "accent")],

@@ -229,7 +229,7 @@ def serving_rows(frame: Frame, width: int) -> list[Row]:
             rows += [[], [Span("  no drafter: "), Span(_command("drafter", frame), "accent")]]
     if not rows:
         rows = [
-            [Span("nobody writes text yet", "strong")],
+            [Span("no verifier has joined yet", "strong")],
             [],
             [Span("A verifier writes with its model; drafters with a small one speed it up:")],
             [Span(f"  {_command('verifier', frame)}", "accent")],
