@@ -23,7 +23,7 @@ demo: $(VENV)/.installed ## train a small model on this machine with two workers
 	$(BIN)/p2ptrain generate "$(PROMPT)" --tokens 200 --temperature 0.6 --checkpoint $(DEMO_STATE)
 
 # Two halves at a time: tests that compute, and tests that start processes and mostly wait for them.
-COMPUTING := $(addprefix tests/,compute configs core fuzz net ring sim tui wire)
+COMPUTING := $(addprefix tests/,compute configs core fuzz net ring roles sim tui wire)
 WAITING := $(filter-out $(COMPUTING) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 
 test: $(VENV)/.installed-dev ## run all tests
