@@ -120,7 +120,9 @@ class StoredJob:
     Attributes:
         paused: a person asked for a pause; ``state`` may not show it yet.
         saved: peer id → step of its newest known checkpoint.
-        branch: peers whose newest checkpoint is of this run, if the run ever went back; see ``Mint``.
+        branch: the peers whose states and checkpoints belong to the run as it continued after it last went back to an
+            older step. Those of other peers may belong to an *abandoned branch*: the later steps that it gave up.
+            None: it never went back, so all peers' count.
         step_s: duration of a step; 0: not known.
         reread: an earlier seed ran this job, so its workers may be on their way back.
     """
@@ -304,7 +306,7 @@ class Mint:
     Attributes:
         restored: the run went back to ``view.step``, because a person asked, or because no newer state is here. Peers'
             states of later steps no longer belong to this run.
-        branch: the peers whose newest checkpoint counts as this run's from now on; None: any peer's.
+        branch: as ``StoredJob.branch``, from now on.
     """
 
     view: View
@@ -532,8 +534,7 @@ class RecoveryPolicy:
     Attributes:
         known_step: the newest step that some peer is known to have applied.
         saved: peer id → step of its newest known checkpoint.
-        branch: once the run went back, the peers whose newest checkpoint belongs to the run, and not to an abandoned
-            branch of it. None: it never went back.
+        branch: as ``StoredJob.branch``.
         step_s: moving average of a step's duration; 0: not known.
     """
 

@@ -7,14 +7,17 @@ Rules
     1. A worker keeps its stage while it holds that part of the state. A spare gets a stage, and builds it, when it can
        complete a replica. The stage outlives the worker's process, as its checkpoints do (``held``).
     2. The *places* of a view are its replicas' ids. While its ring may run, the coordinator sees all places train,
-       whatever happens to links. It is notified of an end when every linked worker of the view is stopped or struck
-       off, and never before. So no view is minted while a worker of an older view trains.
+       whatever happens to links. It learns that the ring is over only when no connected worker of the view counts as
+       training: each has reported that it stopped or has no ring, or missed a deadline and was struck off. Members that
+       are away are waited for, up to a deadline, and not long once another has stopped. So no view is minted while a
+       connected worker of an older view trains, unless it missed a deadline.
     3. *Regroup.* Then the places are filled with whole replicas of stopped workers, which share the newest state
        that some worker applied and every stage holds (applied or prepared). They may come from different replicas: the
        rests of two replicas carry the run's state on together. Places that stay empty are lost.
     4. All other workers come in as newcomers, in a whole replica with a new id. If its workers share a state, it
-       reports that state. Otherwise it reports that it holds nothing, and heals stage by stage. The coordinator knows
-       of such a replica only while another one can heal it: it is withdrawn first. So no view begins from nothing.
+       reports that state. Otherwise it reports that it holds nothing, and heals stage by stage. The coordinator is told
+       of such a replica only while another one can heal it (``_anchored``). When the last one that could is gone, the
+       empty replica is withdrawn. So no view begins from nothing.
     5. If no place is filled, replicas are made of workers that share what they loaded. If that is impossible, the run
        goes back to the newest step of which every stage has a checkpoint at a worker that is here. It goes back at once
        if no absent worker could bring more, else after patience, because this sets newer checkpoints aside. A whole
@@ -103,12 +106,13 @@ class ReplicaCoordinator:
         self._failures: dict[str, str] = {}  # worker → reason, in the current view
         self._quarantine = Quarantine(options.cooldown_s)
         self._broke = False
-        self._held = ""  # why the ring was asked to stop; empty: it was not
-        self._committed = True
+        self._stop_reason = ""  # why the ring was asked to stop; empty: it was not
+        self._committed = True  # the current view has committed a step; assumed for a view of an earlier seed
         self._tried: int | None = None  # the step that the run last went back to since the last view
         self._back: int | None = None  # the step that it is going back to now
-        self._short: float | None = None
-        self._due: dict[str, float] = {}  # deadlines by name: absence, stop, build, back
+        self._back_wanted_since: float | None = None  # could go back since then; absent workers might bring more
+        # Deadlines. absence: members are away; stop: they must stop; build: workers load a state; back: it goes back.
+        self._due: dict[str, float] = {}
         self._now = now
         self._out: list[co.Instruction] = []
         self._batch: list[co.Event] | None = None
@@ -196,7 +200,7 @@ class ReplicaCoordinator:
         self._out, self._now = [], now
         self._history.append(f"{now:.3f} {self.core.phase} {event}"[:300])
         if self._due.get("back", math.inf) <= now:
-            self._settle()  # first, or the coordinator would begin from a replica's older state
+            self._run_rules()  # first, or the coordinator would begin from a replica's older state
         match event:
             case co.PeerOffered(peer):
                 self._offered(peer)
@@ -225,9 +229,9 @@ class ReplicaCoordinator:
             case _:
                 self._tell(event)
         self._expire()
-        self._settle()
+        self._run_rules()
         self._tell(co.Signal.TICK)
-        self._settle()
+        self._run_rules()
         return self._out
 
     def validate(self) -> None:
@@ -281,7 +285,7 @@ class ReplicaCoordinator:
         elif self._is_member(peer.peer_id) and not self._regrouped:
             worker.trains = True  # until it reports
             self._unheard.discard(peer.peer_id)
-            if self._all_linked() and not self._held:
+            if self._all_linked() and not self._stop_reason:
                 self._due.pop("absence", None)
 
     def _lost(self, peer_id: str, *, left: bool) -> None:
@@ -299,7 +303,7 @@ class ReplicaCoordinator:
     def _member_lost(self, worker: Worker, left: bool) -> None:
         if left or not self._committed:
             self._ring_is_over(f"{worker.peer.name} {'left' if left else 'is lost'}", broken=False)
-        elif not self._held:
+        elif not self._stop_reason:
             self._due.setdefault("absence", self._now + self.options.grace_s)
         self._hurry()
 
@@ -338,7 +342,7 @@ class ReplicaCoordinator:
             if current:
                 self._healed(worker, report)
         elif current or (worker.trains and worker.returned):
-            self._stands(worker, report)
+            self._stopped(worker, report)
         elif not worker.trains:  # else the report was sent before the worker's current view was announced
             worker.report = report
 
@@ -346,11 +350,12 @@ class ReplicaCoordinator:
         worker.trains, worker.report, worker.moving = True, None, False
         self._unheard.discard(worker.peer_id)
         if self._regrouped:
+            # It still trains in a ring that counted as over: that ring must stop first. Then the regroup is repeated.
             self._regrouped = False
             self._ring_is_over("its ring is over", broken=False)
             return
-        if self._held and self.view:
-            self._out.append(co.SendHold((worker.peer_id,), self.view.generation, self._held))
+        if self._stop_reason and self.view:
+            self._out.append(co.SendHold((worker.peer_id,), self.view.generation, self._stop_reason))
         for replica in self._places():
             if not replica.known or self.core.phase is Phase.WAITING:
                 self._introduce(replica)
@@ -362,7 +367,7 @@ class ReplicaCoordinator:
         if replica and not self._regrouped and not any(self._workers[key].healing for key in self._here(replica)):
             self._report(replica, [report], (report.applied, report.lineage), "healed", report.generation)
 
-    def _stands(self, worker: Worker, report: Report) -> None:
+    def _stopped(self, worker: Worker, report: Report) -> None:
         first = worker.trains
         worker.trains, worker.report, worker.healing = False, report, False
         self._unheard.discard(worker.peer_id)
@@ -440,7 +445,7 @@ class ReplicaCoordinator:
         self._hurry()
 
     def _hold(self, reason: str) -> None:
-        self._held = self._held or reason
+        self._stop_reason = self._stop_reason or reason
         self._due.setdefault("stop", self._now + self.options.hold_s)
         training = tuple(sorted(worker.peer_id for worker in self._training()))
         if training and self.view is not None:
@@ -484,8 +489,8 @@ class ReplicaCoordinator:
             return False
         if self._unheard:
             return False  # the deadline "absence" clears this set
-        stands = any(worker.report is not None for key, worker in self._workers.items() if self._is_member(key))
-        return stands or self._broke or bool(self._held) or "absence" not in self._due
+        stopped = any(worker.report is not None for key, worker in self._workers.items() if self._is_member(key))
+        return stopped or self._broke or bool(self._stop_reason) or "absence" not in self._due
 
     def _regroup(self) -> None:
         view = self.view
@@ -496,7 +501,7 @@ class ReplicaCoordinator:
         reports = {
             key: worker.report
             for key, worker in self._workers.items()
-            if worker.report is not None and self._stands_in(view, key, worker.report)
+            if worker.report is not None and self._is_stopped_in(view, key, worker.report)
         }
         by_stage = self._by_stage(reports)
         states = shared_states(by_stage)
@@ -539,16 +544,17 @@ class ReplicaCoordinator:
                     if replica.said is None or replica.said == NOTHING or self._is_moving(replica):
                         self._dissolve(replica, "no replica is left to catch up with")
             for replica in kept:
-                self._place_stands(replica, state)
+                self._fill_place(replica, state)
             for replica in empty:
-                self._place_lost(replica)
+                self._empty_place(replica)
 
-    def _stands_in(self, view: View, peer_id: str, report: Report) -> bool:
+    def _is_stopped_in(self, view: View, peer_id: str, report: Report) -> bool:
         if report.status not in STANDSTILL or view.rank_of(peer_id) is None or self._workers[peer_id].moving:
             return False
         return report.generation == view.generation or holds(report, view.step, view.lineage)
 
-    def _place_stands(self, replica: Replica, state: State | None) -> None:
+    def _fill_place(self, replica: Replica, state: State | None) -> None:
+        """Report to the coordinator that the workers of a place are stopped with ``state``."""
         if replica.known and replica.said == state:
             return
         if not replica.known:
@@ -558,7 +564,8 @@ class ReplicaCoordinator:
         reports = self._reports_of(replica)
         self._report(replica, reports, state, standing_status(reports), self.view.generation)
 
-    def _place_lost(self, replica: Replica) -> None:
+    def _empty_place(self, replica: Replica) -> None:
+        """Report to the coordinator that a place has no workers any more."""
         replica.known, replica.said = False, None
         if self.view is not None and all(member.peer_id in self._failures for member in self.view.members):
             reason = next(iter(self._failures.values()))
@@ -606,13 +613,14 @@ class ReplicaCoordinator:
             worker = self._workers[member]
             worker.replica = ""
             view, report = self.view, worker.report
-            stands = view and report and not worker.trains and self._stands_in(view, member, report)
-            if self.core.phase in ENDED or not stands:
+            stopped = view and report and not worker.trains and self._is_stopped_in(view, member, report)
+            if self.core.phase in ENDED or not stopped:
                 self._release(worker, reason)
 
     # ------------------------------------------------------------------------------------------------ replicas are made
 
-    def _settle(self) -> None:
+    def _run_rules(self) -> None:
+        """Apply the rules, one at a time, until none changes anything."""
         for _ in range(1000):  # more rounds after one event are a defect
             if self.core.phase in ENDED:
                 self._end()
@@ -640,12 +648,14 @@ class ReplicaCoordinator:
         self._banned.clear()
         self._unheard.clear()
         self._quarantine.out.clear()
-        self._regrouped, self._held, self._broke, self._tried, self._back = True, "", False, None, None
-        self._short = None
+        self._regrouped, self._stop_reason, self._broke, self._tried, self._back = True, "", False, None, None
+        self._back_wanted_since = None
         self._due.clear()
         self._planner.end()
 
     def _anchored(self) -> bool:
+        """Whether a replica that holds nothing can be healed: the view's ring may still run, or the coordinator knows a
+        replica with a state of a step above 0 (while a restore is under way: with the restored state)."""
         if self.view is not None and not self._regrouped:
             return True
         said = [
@@ -701,7 +711,7 @@ class ReplicaCoordinator:
                 if self._workers[member].replica == replica.replica_id:
                     self._workers[member].replica = ""
             replica.members, replica.due = (), False
-            self._place_lost(replica)
+            self._empty_place(replica)
         else:
             self._dissolve(replica, "its workers share no state")
 
@@ -819,6 +829,7 @@ class ReplicaCoordinator:
         return report is not None and report.status in BESIDE
 
     def _void(self) -> list[Replica]:
+        """Replicas outside the view that were reported as holding nothing and do not fetch a ring's state."""
         return [
             replica
             for replica in self._replicas.values()
@@ -871,8 +882,8 @@ class ReplicaCoordinator:
         if at_hand and step <= max(at_hand):
             return self._stays()
         if self._could_be_more(step):
-            self._short = self._short if self._short is not None else self._now
-            self._due["back"] = self._short + self.core.patience_s(step)
+            self._back_wanted_since = self._back_wanted_since if self._back_wanted_since is not None else self._now
+            self._due["back"] = self._back_wanted_since + self.core.patience_s(step)
             if self._now < self._due["back"]:
                 return False
         self._say("warning", "steps-lost", f"goes back to step {step}: no later state is held for every stage")
@@ -886,7 +897,7 @@ class ReplicaCoordinator:
         return True
 
     def _stays(self) -> bool:
-        self._short = None
+        self._back_wanted_since = None
         self._due.pop("back", None)
         return False
 
@@ -1030,8 +1041,8 @@ class ReplicaCoordinator:
             worker = self._workers[record.peer_id]
             worker.trains, worker.report, worker.moving, worker.returned = True, None, False, False
             worker.healing, worker.restored = not record.healthy, -1
-        self._regrouped, self._committed, self._broke, self._held = False, False, False, ""
-        self._short = None
+        self._regrouped, self._committed, self._broke, self._stop_reason = False, False, False, ""
+        self._back_wanted_since = None
         self._due.clear()
         self._tried = self._back = None
         self._unheard.clear()

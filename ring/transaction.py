@@ -2,15 +2,17 @@
 
 Rules
 -----
-1. A member applies a step only after it has seen one token from *every* member of the view. All tokens must name the
-   same generation, step, lineage and digest of the reduced bytes, and none may refuse the step (``ring.token``).
+1. In the view that reduced it, a member applies a step only after it has seen one token from *every* member. All
+   tokens must name the same generation, step, lineage and digest of the reduced bytes, and none may refuse the step
+   (``ring.token``). Otherwise it applies a step only in a redo (rule 3), or fetches it from a member that applied it.
 2. From the moment a member sends its token until it knows the outcome, it keeps the reduced bytes (the redo buffer)
-   and does not compute.
+   and does not compute: the step is *prepared*.
 3. After a break, the next view's (step, lineage) decides. A member whose prepared step is exactly that one redoes it
    from its buffer. A member that applied it continues. Every other member fetches the state from a healthy member. A
    prepared step that the view does not name is discarded.
-4. Requests to the whole ring (hold, save, leave) travel as flags in the tokens. All members see the same tokens, so
-   all stop, or save, after the same step.
+4. Requests to the whole ring travel as flags in the tokens (hold: stop after this step; save: write a checkpoint;
+   leave: stop, because a member leaves; snapshot: copy the state for workers that fetch it). All members see the same
+   tokens, so all stop, or save, after the same step.
 5. An optimizer step cannot be interrupted. A break that arrives during it is handled after it.
 6. A step is *confirmed* when every member has sent the digest of its state after the step. A member that sent this
    digest has applied the step, and no break can take it back. Only a confirmed step becomes a checkpoint.
@@ -50,8 +52,8 @@ REASON_CHARS = 500
 
 
 class Phase(StrEnum):
-    EMPTY = "building"  # no state yet
-    IDLE = "waiting"  # has a state, no view
+    EMPTY = "building"  # no usable state: it is being built or loaded
+    IDLE = "waiting"  # no ring runs; ``view`` may still be the last one
     REDOING = "redoing"
     FORMING = "forming"
     HEALING = "healing"
@@ -102,19 +104,20 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Unloaded:
-    """The state in memory is discarded, because a person restored a checkpoint. ``Loaded`` follows."""
+    """The state in memory is discarded: the job goes back to a checkpoint, or replacing it beside a ring failed or was
+    called off. ``Reload`` answers, and ``Loaded`` follows."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Torn:
-    """Outside a view, the worker begins to replace its state in memory. ``Followed`` or ``Unloaded`` follows."""
+    """In IDLE, while no ring runs: the worker begins to replace its state. ``Followed`` or ``Unloaded`` follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """Outside a view, the state in memory became the state of a step of a running ring."""
+    """In IDLE, while no ring runs here: the state in memory became the state of a step of a running ring."""
 
     applied: int
     lineage: str
@@ -133,7 +136,8 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """The reduce with ``ticket`` succeeded. The other fields go into this member's token (``ring.token.Token``)."""
+    """The reduce with ``ticket`` succeeded. The other fields are those of this member's token (``ring.token.Token``):
+    ``part`` of the sum's squared norm; ``own``: squared norm of its contribution; ``unit_us`` per micro-batch."""
 
     ticket: int
     digest: bytes
@@ -154,7 +158,8 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The ring of ``generation`` lost a neighbour, or a collective failed. The fields are those of ``Report``."""
+    """The ring of ``generation`` lost a neighbour, or a collective failed. The fields are those of ``Report``.
+    ``beside``: the member at the other end of the suspect's link, which noticed the loss or received other bytes."""
 
     generation: int
     suspect: str
@@ -204,7 +209,7 @@ class Heal:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Compute the gradients of micro-batches ``range(first, first + count)`` of step ``step`` (steps applied so far):
+    """Compute the gradients of micro-batches ``range(first, first + count)`` of the step after the first ``step`` ones:
     the share of this member, or of its replica if the model is split."""
 
     ticket: int
@@ -326,7 +331,7 @@ class Transaction:
         self._prepared: LedgerRow | None = None  # the row of the step in the redo buffer
         self._next_shares = Shares(())
         self._requested_flags = Flag(0)
-        self._asked = Flag(0)  # the requests that this member's last token carried
+        self._flags_sent = Flag(0)  # the requests that this member's last token carried
         self._granted = Flag(0)  # the union of the flags in the last committed step's tokens
         self._pending_break: Broken | None = None
         self._pending_view: View | None = None
@@ -352,7 +357,7 @@ class Transaction:
             case Failed(reason):
                 return self._failed(reason)
             case FlagRequested():
-                return self._wish(event)
+                return self._flag_requested(event)
             case Finished(ticket) if ticket == self._ticket:
                 return self._finished()
             case Reduced(ticket) if ticket == self._ticket:
@@ -418,7 +423,7 @@ class Transaction:
         return [*instructions, SendReport(self.report("ready")), *(self._enter(view) if view else [])]
 
     def _moved_beside(self, event: Torn | Followed) -> list[Instruction]:
-        """Forget the redo buffer and the norms seen so far: the new state is not from a step of this member's ring."""
+        """Forget the redo buffer; with the new state, also the norms: it is from no step of this member's ring."""
         self.prepared_lineage, self.torn = "", isinstance(event, Torn)
         if isinstance(event, Followed):
             self.applied, self.lineage, self.square_sum = event.applied, event.lineage, event.square_sum
@@ -452,8 +457,8 @@ class Transaction:
         self.view, self._rank, self.anew = view, rank, False
         self.shares = Shares(member.count for member in view.members)
         old = [CloseRing("a new view was announced")] if self.phase in (Phase.HELD, Phase.DONE) else []
-        committed = self.applied + 1 == view.step and self.prepared_lineage == view.lineage
-        redo = bool(self.prepared_lineage) and committed and view.square_sum > 0  # clipping needs the norm
+        named = self.applied + 1 == view.step and self.prepared_lineage == view.lineage
+        redo = bool(self.prepared_lineage) and named and view.square_sum > 0  # clipping needs the norm
         if redo:
             self._go(Phase.REDOING)
             return [*old, Apply(self._next_ticket(), self.applied, view.square_sum, redo=True)]
@@ -493,7 +498,7 @@ class Transaction:
         self.phase = Phase.FAILED  # allowed from every phase
         return [*instructions, SendReport(report)]
 
-    def _wish(self, event: FlagRequested) -> list[Instruction]:
+    def _flag_requested(self, event: FlagRequested) -> list[Instruction]:
         generation = self.view.generation if self.view else 0
         if event.generation not in (0, generation):
             return []
@@ -561,12 +566,12 @@ class Transaction:
         self.prepared_lineage = next_lineage(self.lineage, event.digest)
         self._prepared = LedgerRow(self.applied + 1, view.generation, event.digest, self.shares.packed())
         self._go(Phase.VOTING)
-        self._asked = self._requested_flags
+        self._flags_sent = self._requested_flags
         refused = self._guard.refuses(event.own, event.part, lenient=view.lenient)
         token = Token(
             view.generation,
             self.applied,
-            self._asked | (Flag.REJECT if refused else Flag(0)),
+            self._flags_sent | (Flag.REJECT if refused else Flag(0)),
             event.part,
             event.digest,
             bytes.fromhex(self.lineage),
@@ -587,7 +592,7 @@ class Transaction:
         self._granted = Flag(0)
         for token in tokens:
             self._granted |= token.flags
-        self._requested_flags &= ~self._asked  # a request that came after the token waits for the next token
+        self._requested_flags &= ~self._flags_sent  # a request that came after the token waits for the next token
         # Every member sums the same numbers in the same order, so clipping is bit-equal.
         self.square_sum = sum((token.part for token in tokens), start=0.0)
         # A split model keeps its shares: they depend on each replica's slowest stage, which the tokens do not show.
