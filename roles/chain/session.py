@@ -1,14 +1,15 @@
-"""The core of one session over a chain of stages. It answers forward requests in order, whenever stages are lost. Pure.
+"""The core of a session over a chain of stages: answers requests in order, even if stages are lost at any time. Pure.
 
 Theory of operation
 -------------------
-The client *submits* forward requests. Each one cuts the history to its first ``keep`` positions, appends token ids, and
-has a token sampled for each of the last ``samples`` positions. Requests are answered in the order of their submission.
+The client *submits* forward requests. The *history* is the session's token positions so far. Each request cuts it to
+its first ``keep`` positions, appends token ids, and has a token sampled for each of the last ``samples`` positions.
+Requests are answered in the order of their submission.
 
-A position is *committed* when its request was answered and no request under way cuts it off. Every stage holds the
-committed positions. The client keeps the token ids, and each stage keeps its outputs, which are the next stage's
-inputs. So a lost stage is rebuilt from the stage before it. Stages are numbered from 0. A *seat* number identifies a
-holder of a stage; each new holder gets a higher number.
+A position is *committed* when its request was answered and no request under way cuts it off. (The word has another
+meaning for a training step.) Every stage holds the committed positions. The client keeps the token ids, and each stage
+keeps its outputs, which are the next stage's inputs. So a lost stage is rebuilt from the stage before it. Stages are
+numbered from 0. A *seat* number identifies a holder of a stage; each new holder gets a higher number.
 
 Any failure raises the session's *epoch* and begins a *mending*. Stages and this core drop whatever belongs to an older
 epoch. A mending has no script. After each event it compares the state of every stage with what it should be, and asks
@@ -20,18 +21,19 @@ which all stages are missing:
     it has not opened the session                   Ask open, once the next stage is ready: the stage dials it then
     it does not know the epoch, or its link does    Ask resume: cut the history to the committed positions; the answer
       not lead to the next stage's current peer       tells how many it holds (fewer if it was still being rebuilt)
-    all are ready, some hold fewer positions than   Ask replay of the last complete stage before them, through these
-      are committed                                   stages only; if stage 0 is among them, Send from the token ids
+    all are ready, some hold fewer positions than   Ask the last complete stage before them to replay its outputs,
+      are committed                                   to these only; if stage 0 is among them, Send the token ids
     all hold the committed positions                Send the requests under way again: RUNNING
 
-A later request may have cut the history below the start of the first request under way. The positions in between are
-sent again first, in requests of their own. Repeated requests give the same tokens, because samples are numbered.
+If a later request under way cut the history below the start of the first one, the stages were resumed at that lower
+position. The first request needs the positions in between, so they are sent again before it, in requests of their own.
+Repeated requests give the same tokens, because samples are numbered.
 
-If a stage's own request fails, the stage is closed and opened again at the same peer. If it fails again before any
-request was answered, its peer is replaced. If a stage cannot reach the next one, the next stage's peer is replaced; the
-second time its own peer is. Too many setbacks without an answer end the session. If no stage is lost and an answer is
-overdue, the epoch is raised. A stage that hangs does not answer the resume that follows, and is replaced. After
-``MOST_STALLS`` stalls in a row the session ends.
+If a stage reports that it failed itself (not its link to the next), it is closed and opened again at the same peer. If
+it fails again before any request was answered, its peer is replaced. If a stage cannot reach the next one, the next
+stage's peer is replaced; the second time its own peer is. Too many setbacks without an answer end the session. If no
+stage is lost and an answer is overdue, the epoch is raised. A stage that hangs does not answer the resume that follows,
+and is replaced. After ``MOST_STALLS`` stalls in a row the session ends.
 """
 
 from __future__ import annotations
@@ -353,8 +355,8 @@ class Session:
         return min([len(self._answered), *(request.keep for request in self.flight if request.sent)])
 
     def next_deadline(self) -> float | None:
-        """Time at which ``Tick`` is due if no event comes first. None: nothing is awaited that lacks its own
-        deadline."""
+        """Time at which ``Tick`` is due if no event comes first. None: no answer to a forward request is awaited (an
+        ``Ask`` has its own timeout)."""
         requests = self._waited_for
         return requests[0].due if requests and requests[0].sent and self.phase is not Phase.ENDED else None
 
@@ -594,7 +596,7 @@ class Session:
                     stage.sought = True
                     out.append(Replace(index, -1, self._lost.get(index, "")))
             self._connect(out)
-            if all(self._ready(index) for index in range(len(self._stages))) and self._filled(now, out):
+            if all(self._ready(index) for index in range(len(self._stages))) and self._fill(now, out):
                 self._go_on(now, out)
         if self.phase is Phase.RUNNING:
             self._send_all(self.flight, now, out)
@@ -622,7 +624,8 @@ class Session:
             stage.ask = Ask(kind, index, stage.seat, self._last_ask, self.epoch, timeout_s, next_seat, keep)
             out.append(stage.ask)
 
-    def _filled(self, now: float, out: list[Instruction]) -> bool:
+    def _fill(self, now: float, out: list[Instruction]) -> bool:
+        """Send what stages still lack; returns whether nothing is missing."""
         committed, complete = self.committed, True
         index = 0
         while index < len(self._stages):

@@ -85,14 +85,14 @@ def cut_spec(spec: str, cuts: Sequence[int]) -> str:
     return profile.model_copy(update={"pipeline": profile.pipeline.model_copy(update={"cuts": list(cuts)})}).to_spec()
 
 
-def _wishes_of(profile: Profile) -> RingOptions:
+def _ring_options_of(profile: Profile) -> RingOptions:
     ring, exact = profile.ring, profile.job.exact
     return RingOptions(
         ring.order, ring.streams, ring.sub_chunk_bytes, "fp32" if exact else ring.codec, ring.error_budget
     )
 
 
-_STANDING = frozenset({str(phase) for phase in (*ENDED, Phase.PAUSED)})
+_NOT_RUNNING = frozenset({str(phase) for phase in (*ENDED, Phase.PAUSED)})
 _METRICS = frozenset(item.name for item in dataclasses.fields(MetricRow)) - {
     "job",
     "step",
@@ -109,14 +109,14 @@ SETTLE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What the store knows of a job beside its record. ``reread``: the job is older than this run of the seed."""
+    """What the store knows of a job apart from its record. ``reread``: the job is older than this run of the seed."""
 
     view: View | None = None
     row: MetricRow | None = None
     val_loss: float | None = None
     saved: co.Saved = field(default_factory=lambda: co.Saved({}))
     head: LedgerHead | None = None
-    begins: Sequence[tuple[int, int, str]] = ()
+    begins: Sequence[tuple[int, int, str]] = ()  # generation, step and lineage of each known view
     recoveries: int = 0
     reread: bool = False
 
@@ -133,15 +133,15 @@ class JobController:
         self.told_view = asyncio.Event()
         self._profile = profile_of(spec)
         self.stages = self._profile.stages if self._profile else 1
-        if not record.unsettled:
+        if not record.unsettled:  # else the seed was restored, and its members may be in a newer view
             self.settled.set()
         if record.restoring is not None:  # the seed died before it had carried out this request
-            ring_options: list[co.Event] = [
+            requests: list[co.Event] = [
                 co.Restore(*record.restoring),
                 *([co.Signal.PAUSE] if record.paused else []),
             ]  # the pause came after the restore
-            for wish in ring_options:
-                self._events.put_nowait((wish, asyncio.get_running_loop().create_future()))
+            for request in requests:
+                self._events.put_nowait((request, asyncio.get_running_loop().create_future()))
         self._begin(history)
 
     def _begin(self, history: History) -> None:
@@ -162,8 +162,8 @@ class JobController:
         options = co.JobOptions(
             workers=record.workers // self.stages,
             micro_batches=record.micro_batches,
-            ring_options=_wishes_of(self._profile) if self._profile else RingOptions(),
-            minted_below=self._seed.minted_below,
+            ring_options=_ring_options_of(self._profile) if self._profile else RingOptions(),
+            minted_below=self._seed.minted_below,  # the highest that an earlier term may have minted
         )
         self._links_seen = 0
         self.ledger = Ledger(record.id, history.head, history.begins)
@@ -223,7 +223,7 @@ class JobController:
     async def run(self) -> None:
         """Handle events and deadlines until ``retire``, or cancelled. Raises ``StorageError``."""
         if not self.settled.is_set():
-            await self._settle()
+            await self._await_members()
         while not self._retired.is_set():
             handled: asyncio.Future[bool] | None = None
             event: co.Event = co.Signal.TICK
@@ -261,7 +261,7 @@ class JobController:
         self._views_told[peer_id] = view
         self.told_view.set()
 
-    async def _settle(self) -> None:
+    async def _await_members(self) -> None:
         """Wait until all members of the newest view are here, for ``SETTLE_S`` at most; then go on from that view.
 
         A member that reports an older view was lost before the newest view was announced to it.
@@ -359,7 +359,7 @@ class JobController:
                 self._recoveries.minted(view, self._seed.world.clock.now())
             case co.SetState(state, reason):
                 await self._set_state(state, reason)
-                if state in _STANDING:
+                if state in _NOT_RUNNING:
                     self._recoveries.abandon()
             case co.SetCorpus(digest):
                 await self._keep(corpus=digest)
@@ -484,7 +484,7 @@ class JobController:
         return [member.count for member in view.members]
 
     async def told_windows(self, windows: int) -> None:
-        if windows and not self.record.windows:
+        if windows and not self.record.windows:  # training sequences in the corpus, as first reported
             await self._keep(windows=windows)
 
     def _note(self, level: str, kind: str, text: str) -> None:
@@ -535,7 +535,7 @@ def _last(records: Records, job: str) -> tuple[MetricRow | None, float | None]:
 
 
 def history(records: Records, job: str, *, split: bool) -> History:
-    """Read what the store knows of a job beside its record. Runs on the store's thread."""
+    """Read what the store knows of a job apart from its record. Runs on the store's thread."""
     row, val_loss = _last(records, job)
     view, saved = records.last_view(job), saved_of(records.checkpoints_of(job), split=split)
     newest = records.recoveries(job, 1)

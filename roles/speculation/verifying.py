@@ -1,11 +1,12 @@
-"""The core of a verifier: one session. It decides what the target computes next, and what is sent to drafters.
+"""The core of one verifier session: decides what the *target*, its own model, computes, and what drafters are sent.
 
 The text is the target's alone. Each pass takes the last token and the drafts after it, and samples after each of them.
 The first sample is right whatever the drafts are. A later sample is right if all drafts before it equal the samples
 before it. So the text is that of plain decoding, whatever drafters send; they decide only how much of it a pass gives.
 
-The target is never idle for long: a pass without drafts is a step of plain decoding. Late drafts, for positions that
-the text has already, are compared with the text, and the line goes on if they agree.
+The target is never idle for long: a pass without drafts is a step of plain decoding. A *line* (``Line``, not the
+connection of ``roles.line``) is what one drafter drafted after the tokens that it knew to be ours. Late drafts, for
+positions that the text has already, are compared with the text, and the line is kept if they agree.
 """
 
 from __future__ import annotations
@@ -116,18 +117,18 @@ class Verifying:
         self._stop_ids = frozenset(stop_ids)
         self._vocab_size = vocab_size
         self._most_drafts = max(1, most_drafts)
-        self._held = min(cached, len(ids) - 1)  # valid positions in the target's cache
+        self._cached = min(cached, len(ids) - 1)  # valid positions in the target's cache
         self._pass: Run | None = None  # under way
         self._guide: int | None = None  # the drafter whose drafts it contains
         self._lines: dict[int, Line] = {}  # by drafter
-        self._drafts: int | None = None  # the drafter that drafts; the others rest
+        self._active_drafter: int | None = None  # the drafter that drafts; the others rest
         self._idle_since = 0.0
         self._waited_s = 0.0  # before the pass under way
         self._due: float | None = None
         self._began = False
         self._between = Average()  # from a result to the next pass, without waiting for drafts
         self._rate = (0.0, 0.0)  # tokens and seconds, with decay
-        self.opening_depth = 0 if self._model.resting else 8
+        self.opening_depth = 0 if self._model.resting else 8  # drafts that a drafter may make before its first verdict
 
     @property
     def history(self) -> tuple[int, ...]:
@@ -217,9 +218,9 @@ class Verifying:
         step_s = self._model.step_s
         cost_s = {drafter: line.model.token_s(step_s) for drafter, line in self._lines.items()}
         best = min(cost_s, key=lambda drafter: cost_s[drafter], default=None)
-        if best is not None and self._drafts in cost_s and cost_s[best] > 0.9 * cost_s[self._drafts]:
-            best = self._drafts
-        self._drafts = best
+        if best is not None and self._active_drafter in cost_s and cost_s[best] > 0.9 * cost_s[self._active_drafter]:
+            best = self._active_drafter
+        self._active_drafter = best
         out: list[VerifierInstruction] = []
         for drafter, line in self._lines.items():
             if bool(line.depth) != (drafter == best and not self._model.resting):
@@ -235,12 +236,12 @@ class Verifying:
 
     def _tell(self, drafter: int, line: Line, now: float) -> SendVerdict:
         self._works(line, now)
-        depth = line.model.depth if drafter == self._drafts and not self._model.resting else 0
+        depth = line.model.depth if drafter == self._active_drafter and not self._model.resting else 0
         number, start, right = line.verdict(len(self._text), depth, now)
         return SendVerdict(drafter, number, start, tuple(self._text[start:]), depth, right)
 
     def _works(self, line: Line, now: float) -> None:
-        """A drafting drafter works until it gets the next verdict and ends its current draft."""
+        """Tell the cost model how long this drafter may still compute: the verdict must reach it, and its draft end."""
         if line.depth:
             self._model.works_until(now + line.model.latency_s + min(2 * line.model.draft.seconds, 1.0))
 
@@ -250,9 +251,9 @@ class Verifying:
         self._due = None
         if len(self._text) == self._prompt:
             chunk = CHUNK if self._model.sessions <= 1 else SHARED_CHUNK
-            stop = min(self._held + chunk, self._prompt)
-            ids = tuple(self._text[self._held : stop])
-            self._pass = Run(self._held, ids, int(stop == self._prompt), 0, prefill=True)
+            stop = min(self._cached + chunk, self._prompt)
+            ids = tuple(self._text[self._cached : stop])
+            self._pass = Run(self._cached, ids, int(stop == self._prompt), 0, prefill=True)
             return [self._pass]
         count, wait_s, self._guide = self._choose(now)
         if wait_s > 0:
@@ -296,7 +297,7 @@ class Verifying:
             raise ValueError(f"unexpected result of a pass: {len(event.tokens)} sampled tokens")
         accepted = 0
         if run.prefill:
-            self._held = run.keep + len(run.ids)
+            self._cached = run.keep + len(run.ids)
             if not run.samples:
                 return []
             fresh = self._grow(event.tokens)

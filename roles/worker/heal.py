@@ -4,8 +4,9 @@ Within: the view's healthy members send their live state. If they have logged th
 only those. Beside: ``Follower`` fetches a snapshot, replays the steps since, and then follows the ring step by step.
 So the ring waits only for a new view when this worker is admitted.
 
-``Fetch`` asks several sources at a time. Their most frequent answer decides which table of digests is right, and what
-each step was. Then chunks land in the state's own memory, and the reduced bytes of later steps land in buffers.
+A state is fetched in chunks. The *table* has each chunk's digest, and the *root* is the table's digest. ``Fetch`` asks
+several sources at a time. They offer a root and report each step's digest; the most frequent answer is taken. Then
+chunks land in the state's own memory, and the reduced bytes of later steps land in buffers.
 """
 
 from __future__ import annotations
@@ -160,7 +161,8 @@ class Fetch:
         self._log_steps = log_limit_bytes(self.total_bytes, me.reduce_bytes) // max(me.reduce_bytes, 1)
         self.receiver = Receiver(world.clock.now, _digest, on_landed=self._landed, on_gone=self._gone)
         self.senders: dict[str, Sender] = {}
-        self._lanes = self._unanswered = 0
+        self._conversations = 0  # tasks that each converse with one candidate after another, until none is left
+        self._unanswered = 0  # those of them whose source has not answered with an offer yet
         self._root, self._table = b"", bytearray()  # of the state that is fetched: digest of the table, and the table
         self._base: Base | None = None
         self._buffers = [memoryview(bytearray(me.reduce_bytes)) for _ in range(STEPS_AHEAD)]
@@ -183,8 +185,8 @@ class Fetch:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Fetch]:
         # Members asked at a time. Each hashes its whole state for this one. When one fails, another is asked.
-        self._lanes = self._unanswered = min(4, len(self._candidates))
-        lanes = [asyncio.create_task(self._lane(), name="heal") for _ in range(self._lanes)]
+        self._conversations = self._unanswered = min(4, len(self._candidates))
+        lanes = [asyncio.create_task(self._lane(), name="heal") for _ in range(self._conversations)]
         try:
             yield self
         finally:
@@ -241,7 +243,7 @@ class Fetch:
             sender = self.senders.pop(member.peer_id, None)
             waited_for = sender is None or sender.offer is None
             self._decide()
-        self._lanes -= 1
+        self._conversations -= 1
         self._unanswered -= waited_for
         self._decide()
 
@@ -313,7 +315,7 @@ class Fetch:
         if request.have_step >= 0 and 0 <= request.step - request.have_step <= self._log_steps:
             return False  # a source that has not answered may have the steps: far fewer bytes than the state
         states = [offer for offer in offers if offer.root]
-        return 2 * max((states.count(offer) for offer in states), default=0) > self._lanes
+        return 2 * max((states.count(offer) for offer in states), default=0) > self._conversations
 
     def _has_state(self) -> bool:
         base = self._base
@@ -346,7 +348,8 @@ class Fetch:
         if self._done.get(news.step, value) != value:
             raise ProtocolError(f"its step {news.step} differs from the step {news.step} of other sources")
         most = 2 * self._log_steps + STEPS_AHEAD
-        if news.step >= self._next and (self._next < 0 or news.step < self._next + most):  # beyond, ``_next`` is gone
+        # A source that is further ahead no longer keeps the step ``_next``.
+        if news.step >= self._next and (self._next < 0 or news.step < self._next + most):
             sender.said[news.step] = value
             if self._next < 0 and len(sender.said) > most:
                 del sender.said[next(iter(sender.said))]  # older than any state that can still be used
@@ -387,7 +390,7 @@ class Fetch:
             return found
 
         try:
-            await self.receiver.until(reached, waits=lambda: self._lanes > 0)
+            await self.receiver.until(reached, waits=lambda: self._conversations > 0)
         except StepsGone:
             raise
         except NetworkError as problem:
@@ -530,7 +533,7 @@ class Follower:
         return self._task is not None
 
     @property
-    def level(self) -> bool:
+    def reported(self) -> bool:
         return self.active and self._said
 
     def begin(self, message: CatchUp, engine: Engine) -> None:
@@ -540,7 +543,8 @@ class Follower:
             self._task = self._tasks.create_task(self._guarded(message, engine), name="follow")
 
     def end(self, event: Event | None = None, *, then: Callable[[], None] | None = None) -> None:
-        """Stop following. Once the state in memory no longer changes, handle ``event``, or else call ``then``."""
+        """Cancel the task that follows. When it has ended, the state in memory no longer changes. Then the core handles
+        the events of all calls, in order. If there are none, the last call's ``then`` is called."""
         if event is not None:
             self._then.append(event)
         self._last = then

@@ -186,7 +186,7 @@ class JobRunner:
             self.seed_is_back()
 
     def seed_is_back(self) -> None:
-        self.reports.seed_is_back(follows=self.follower.active, level=self.follower.level)
+        self.reports.seed_is_back(follows=self.follower.active, level=self.follower.reported)
 
     def held(self, limit_bytes: int) -> list[HeldPart]:
         return self.reports.held(self._strategy, state_bytes=self._state_bytes, limit_bytes=limit_bytes)

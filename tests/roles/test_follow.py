@@ -76,7 +76,7 @@ def begin(newcomer: Newcomer, ring: Ring) -> None:
 
 
 def is_level(newcomer: Newcomer, ring: Ring) -> Callable[[], bool]:
-    return lambda: newcomer.follower.level
+    return lambda: newcomer.follower.reported
 
 
 async def heal(ring: Ring, newcomer: Newcomer, have: tuple[int, str] | None = None) -> Fetched:
