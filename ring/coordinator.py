@@ -44,7 +44,7 @@ names, and expire with the next event after their time (``Signal.TICK`` tells no
     PAUSED    resume, restore, or a member that still trains           STOPPING    SendHold
     any live  cancel                                                   CANCELLED   SendRelease
     WAITING   every worker has failed, there never was a view, and     FAILED
-              no worker may return to a seed that was away
+              no worker can be on its way back to a seed that was away
     ended     restore                                                  WAITING     SendAssign, as peers are offered
 """
 

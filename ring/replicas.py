@@ -1006,14 +1006,14 @@ class ReplicaCoordinator:
         replica, view = self._replicas.get(replica_id), self.view
         if replica is None or view is None:
             return
-        ranks = [replica for replica, place in enumerate(self.core.view.members if self.core.view else ())
+        ranks = [number for number, place in enumerate(self.core.view.members if self.core.view else ())
                  if place.peer_id in sources]  # fmt: skip
         replica.said, replica.due = None, False
         for stage, member in enumerate(replica.members):
             worker = self._workers[member]
             worker.moving, worker.report = True, None
             alike = view.same_stage(stage)
-            given = tuple(alike[replica] for replica in ranks)
+            given = tuple(alike[number] for number in ranks)
             self._out.append(co.SendCatchUp(member, generation, given))
 
     def _minted(self, mint: co.Mint) -> None:

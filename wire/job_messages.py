@@ -64,7 +64,7 @@ class Report(Message):
         unit_us: average microseconds per micro-batch at this worker, for its share; 0 if unknown.
         windows: training sequences in the corpus, for auditing the ledger; 0 if unknown.
         cause: for ``broken``: empty (a neighbour or a link was lost), ``digest`` (members had different sums),
-            ``contribution`` (that of ``suspect`` is not finite, or absurdly large), ``hop`` (``beside`` did not receive
+            ``contribution`` (that of ``suspect`` is not finite, or an outlier), ``hop`` (``beside`` did not receive
             what ``suspect`` sent).
         beside: the other end of the hop; for a lost neighbour, the neighbour that noticed it.
         fetched_bytes, sources: for ``healed`` and ``following``: bytes fetched, and from how many sources; 0 if

@@ -67,7 +67,9 @@ def evict(
         print_json({"evicted": gone, "name": name})
         return
     typer.echo(f"{printable(name)} ({printable(gone)}) is evicted")
-    typer.echo("It could join again as another peer with a ticket: p2ptrain ticket rotate replaces them.", err=True)
+    typer.echo(
+        "It could join again as another peer with an open ticket: p2ptrain ticket rotate closes those.", err=True
+    )
 
 
 def _list(seed: str, as_json: bool) -> None:

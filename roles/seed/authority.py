@@ -217,7 +217,7 @@ class AuthorityState:
         if len(kept.tickets) >= MAX_TICKETS:
             kept = self.pruned(now, told_s=0.0)
         if len(kept.tickets) >= MAX_TICKETS:
-            remedy = "revoke some; an expired ticket is removed when all its certificates have expired"
+            remedy = "wait: a ticket that has ended is removed when all its certificates have expired"
             raise Refused("full", f"the seed keeps {len(kept.tickets)} tickets, the limit", remedy=remedy)
         return replace(kept, tickets={**kept.tickets, ticket.id: ticket})
 

@@ -276,7 +276,7 @@ def check_hello(hello: Hello) -> None:
     if not is_id(hello.peer_id):
         raise ProtocolError(f"invalid peer id {hello.peer_id[:40]!r}")
     if not 0 < hello.port < 65536 or len(hello.host) > 255:
-        raise ProtocolError(f"invalid port {hello.port}, or a host of more than 255 characters")
+        raise ProtocolError(f"invalid port {hello.port}, or invalid host of {len(hello.host)} characters")
 
 
 def check_numbers(message: Message) -> None:

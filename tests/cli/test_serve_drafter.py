@@ -95,7 +95,7 @@ def test_a_model_drafts_in_the_type_that_is_asked_for(model: Path) -> None:
 
 
 def test_a_model_beyond_its_memory_or_without_a_tokenizer_is_refused(model: Path) -> None:
-    with pytest.raises(ResourceError, match="--memory says 1 B"):
+    with pytest.raises(ResourceError, match="--memory is 1 B"):
         run_virtual(served(ServeOptions("drafter", model, memory_bytes=1)))
     (model / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="tokenizer"):

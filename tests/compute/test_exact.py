@@ -264,7 +264,7 @@ def test_a_device_with_memory_of_its_own_computes_the_same(
         streams.append(SideStream(gradients, host))
         return HostCopier(streams[-1].copy, [stop for _, stop in bucket_bounds(len(gradients), 8, 4096)])
 
-    monkeypatch.setattr("p2ptrain.compute.trainer._ferry", host_copier)
+    monkeypatch.setattr("p2ptrain.compute.trainer._host_copier", host_copier)
     far = make_trainer(exact=True, device=FAR)
     assert far.reduce_buffer.ctypes.data != far._summed.data_ptr()
     follower = Follower(far)

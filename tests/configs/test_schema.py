@@ -66,10 +66,10 @@ def _spec(**tables: object) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "the whole: Invalid JSON"),
-        ("[]", "the whole"),
-        ("null", "the whole"),
-        ("{" * 5000, "the whole"),
+        ("", "the whole profile: Invalid JSON"),
+        ("[]", "the whole profile"),
+        ("null", "the whole profile"),
+        ("{" * 5000, "the whole profile"),
         ("[" * 20000, "the whole"),
         (_spec(job={"steps": "400"}), "job.steps"),
         (_spec(job={"steps": True}), "job.steps"),

@@ -125,7 +125,7 @@ class Machine:
         """
         env = os.environ | {"PYTHONUNBUFFERED": "1"} | environment
         process: asyncio.subprocess.Process | Forked
-        if self.warm is not None and arguments[0] == "join" and not inside:
+        if self.warm is not None and arguments[0] in ("join", "generate") and not inside:
             process = await self.warm.start(arguments, self.root, env)
         else:
             process = await asyncio.create_subprocess_exec(

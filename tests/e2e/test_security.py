@@ -59,7 +59,7 @@ async def test_a_cluster_with_tls_from_ticket_to_eviction(machine: Machine, tmp_
     # A worker's ticket controls nothing; an operator's does, from elsewhere too.
     code, refused = await guest.run("jobs", "list", "--seed", ticket)
     assert code == 2
-    assert "the ticket of a worker" in refused.text
+    assert "this ticket is for a worker" in refused.text
     operator = (await owner.ask("ticket", "new", "--operator", *at))["text"]
     (guest.state.parent / "ticket.txt").write_text(operator)
     jobs = await guest.ask("jobs", "list", "--seed", f"@{guest.state.parent / 'ticket.txt'}")

@@ -1,7 +1,7 @@
-"""Workers that begin warm: forked from a process in which torch and transformers are loaded already.
+"""Workers and commands that write text, started warm: forked from a process that has loaded torch and transformers.
 
-To load them takes a processor five seconds, of every worker that a test starts. What is forked is a process like any
-other, with a pid, a directory, an environment, streams, signals and an exit code of its own, and runs ``python -m
+Loading them takes five seconds of a processor for every process that a test starts. What is forked is a process like
+any other, with a pid, a directory, an environment, streams, signals and an exit code of its own, and runs ``python -m
 p2ptrain`` from its first line; only the modules are there before. How a worker starts cold is shown by whoever starts
 one through ``up``, ``bench`` or ``chaos``, and where a test says so.
 

@@ -284,14 +284,14 @@ def test_a_spare_takes_the_stage_that_it_has_the_memory_for_and_is_told_why_not(
     play.tell(co.Progress(1, 1.0))
     play.come(seen("d", 20))
     assert [item.text for item in play.of(co.Emit)] == [
-        "d stays a spare: it gives 20.0 MiB, and stage 0 (layers 0 to 2) takes 142.1 MiB to train"
+        "d stays a spare: it offers 20.0 MiB, and stage 0 (layers 0 to 2) needs 142.1 MiB to train"
     ]
     play.lost("d")
     play.come(seen("c", 170))
     assert not play.of(co.Emit), "it may be of use"
     play.lost("b")
     texts = [item.text for item in play.of(co.Emit) if item.kind == "too-small"]
-    assert any("c stays a spare: it gives 170.0 MiB, and stage 1 (layers 3 to 11)" in text for text in texts)
+    assert any("c stays a spare: it offers 170.0 MiB, and stage 1 (layers 3 to 11)" in text for text in texts)
     assert play.core.stage_of("c") is None
     play.come(seen("e", 600))
     assert play.core.stage_of("e") == 1

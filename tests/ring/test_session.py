@@ -250,7 +250,7 @@ async def test_a_cancelled_operation_breaks_the_ring_and_leaves_the_memory_alone
                     await other
             await members[2].session.broken
         assert members[0].session.broken.result().suspect == ""
-        assert "abandoned" in members[0].session.broken.result().cause.message
+        assert "cancelled an operation" in members[0].session.broken.result().cause.message
 
 
 async def test_a_neighbour_that_speaks_nonsense_breaks_the_ring(network):
