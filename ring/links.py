@@ -265,14 +265,14 @@ async def dial_patiently(
                 raise
             problem = error
         left_s = deadline - now()
-        if left_s <= FIRST_PAUSE_S:
+        if left_s <= 2 * FIRST_PAUSE_S:  # too little for a pause and another attempt, whose error would hide this one
             raise NeighbourAway(
                 f"the {title} {member.name} was not reached in time: {problem.message}",
                 peer_id=member.peer_id,
                 remedy=problem.remedy,
             ) from problem
         # Random pauses, or members that were refused together retry together. Shorter ones when time runs out.
-        await asyncio.sleep(min(pause_s * world.random.uniform(0.5, 1.5), max(left_s / 2, FIRST_PAUSE_S)))
+        await asyncio.sleep(min(pause_s * world.random.uniform(0.5, 1.5), left_s / 2))
         pause_s = min(2 * pause_s, 1.0)
 
 

@@ -133,7 +133,14 @@ async def test_every_reason_not_to_enrol(secure: Cluster) -> None:
     for code, ticket in cases.items():
         assert await refusal(secure.member(ticket)) == code
     told = "\n".join(await event_log(secure))
-    for word in ("is used up", "was revoked", "has expired", "knows no ticket", "the secret does not match", "pins"):
+    for word in (
+        "is used up",
+        "was revoked",
+        "has expired",
+        "knows no ticket",
+        "the secret does not match",
+        "ticket's pin",
+    ):
         assert word in told, (word, told)
     await secure.member(open_one)
 

@@ -107,7 +107,7 @@ async def linked(seed: FakeSeed) -> AsyncIterator[Linked]:
     link = SeedLink(
         world=replace(seed.world, network=network.at("worker")),
         seeds=[("seed", 1)],
-        options={},
+        terms={},
         hello=lambda: local_hello(peer_id="w", name="w", roles=["worker"], purpose="peer", port=5),
         pulse=lambda: HeartbeatStats(1, 2, "training", {}),
         on_message=messages.put,
