@@ -305,5 +305,6 @@ async def test_a_cluster_with_churn_ends_with_the_bits_of_one_process(cluster: C
     there += [peer for peer in cluster.peers[3:] if 14 in peer.steps]  # those that came in time
     ends = [peer.engines[-1] for peer in there]
     assert {sha256(engine) for engine in ends} == {sha256(alone)}
-    manifests = [json.loads(path.read_text()) for path in cluster.root.rglob("manifest.json")]
+    await cluster.saved(job, 14, writers=1)
+    manifests = [json.loads(path.read_text()) for path in cluster.root.rglob("step-*/manifest.json")]
     assert {item["meta"]["lineage"] for item in manifests if item["step"] == 14} == {lineage}
