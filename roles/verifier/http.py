@@ -16,9 +16,11 @@ import stat
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+import h11
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -28,6 +30,7 @@ from p2ptrain.core.errors import UserError
 from p2ptrain.core.world import World
 from roles.verifier.asking import TextService
 from roles.verifier.http_app import HttpApp
+from roles.verifier.http_requests import RETRY_AFTER_S, Problem
 from wire.address import is_loopback
 from wire.transport import TcpNetwork
 
@@ -78,7 +81,6 @@ async def serving_http(
         server_header=False,
         date_header=False,
         workers=1,
-        limit_concurrency=MOST_CONNECTIONS,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=STOP_S,
         h11_max_incomplete_event_size=MOST_HEADER_BYTES,
@@ -141,7 +143,7 @@ def read_key(path: Path, warn: Callable[[str], None]) -> str:
 
 
 class _Connection(H11Protocol):
-    """uvicorn's connection with the deadlines that it lacks. Relies only on the methods that asyncio calls."""
+    """uvicorn's connection with the deadlines that it lacks, and with JSON as its answer to what is no HTTP."""
 
     def __init__(self, *, app_state: dict[str, Any], **given: Any) -> None:
         super().__init__(app_state=app_state | {"connection": self}, **given)
@@ -164,6 +166,24 @@ class _Connection(H11Protocol):
         await self._lost.wait()
         raise asyncio.CancelledError
 
+    @property
+    def one_too_many(self) -> bool:
+        return len(self.connections) >= MOST_CONNECTIONS
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a malformed request. uvicorn calls this while it handles the error of h11."""
+        error = sys.exception()
+        assert isinstance(error, h11.RemoteProtocolError)
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else the request's answer has begun
+            status, why = error.error_status_hint, str(error).partition(": bytearray")[0]
+            code = "request_too_large" if status == 431 else "invalid_http"
+            problem = Problem(status, f"this is not a valid HTTP request: {why}", code=code).response()
+            headers, reason = [*problem.raw_headers, (b"connection", b"close")], HTTPStatus(status).phrase.encode()
+            body = h11.Data(data=bytes(problem.body))
+            for event in (h11.Response(status_code=status, headers=headers, reason=reason), body, h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
     def begins(self) -> None:
         if self._patience is not None:
             self._patience.cancel()
@@ -174,6 +194,14 @@ class _Connection(H11Protocol):
 
     def _wait(self, time_s: float) -> None:
         self._patience = asyncio.get_running_loop().call_later(time_s, self.transport.abort)
+
+
+_BUSY = Problem(
+    503,
+    f"{MOST_CONNECTIONS} clients are connected, the limit: try again later",
+    code="overloaded",
+    headers={"retry-after": str(RETRY_AFTER_S), "connection": "close"},
+)
 
 
 def _timed(app: ASGIApp) -> ASGIApp:
@@ -191,7 +219,7 @@ def _timed(app: ASGIApp) -> ASGIApp:
 
         connection.begins()
         try:
-            await app(scope, receive, sent)
+            await (_BUSY.response() if connection.one_too_many else app)(scope, receive, sent)
         finally:
             connection.ends()
 

@@ -222,13 +222,28 @@ async def test_a_huge_body_is_not_kept(endpoint: Endpoint, monkeypatch: pytest.M
         b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1" + b"0" * 5000 + b"\r\n\r\n",
         b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nAuthorization: x\x00\r\n\r\n",
         b"x" * 100_000,
     ],
 )
 async def test_what_is_no_http(endpoint: Endpoint, sent: bytes) -> None:
-    status, _, _ = await endpoint.raw(sent)
+    status, headers, body = await endpoint.raw(sent)
     assert 400 <= status < 500 or status == 501
+    assert headers["content-type"] == "application/json"
+    assert "bytearray" not in json.loads(body)["error"]["message"]
+    assert code_of(body) in ("invalid_http", "host_refused", "unknown_url", "request_too_large")
     gc.collect()  # a task that failed, and that nobody asks, tells it when it is forgotten
+
+
+async def test_what_is_no_http_after_the_answer_is_cut_off(endpoint: Endpoint) -> None:
+    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+    async with asyncio.timeout(PATIENCE_S):
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: evil.example\r\nTransfer-Encoding: chunked\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 403")
+        writer.write(b"ZZ\r\n")
+        assert b"HTTP/1.1" not in await reader.read()
+        await hung_up(writer)
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /v1/models HTTP/1.1\r\nHost: loc"])
@@ -280,7 +295,8 @@ async def test_connections_are_bounded(endpoint: Endpoint, monkeypatch: pytest.M
         few = Endpoint(endpoint.service, host, port, endpoint.client, [])
         assert (await few.raw(request("GET", "/health")))[0] == 200
         _, writer = await asyncio.open_connection(host, port)
-        assert (await few.raw(request("GET", "/health")))[0] == 503
+        status, headers, body = await few.raw(request("GET", "/health"))
+        assert (status, code_of(body), headers["retry-after"]) == (503, "overloaded", "2")
         await hung_up(writer)
 
 
