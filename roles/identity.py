@@ -40,7 +40,7 @@ def claim(disk: Disk, root: Path, *, role: str, name: str = "", slot: int | None
     """
     for number in [slot] if slot is not None else range(1, MAX_SLOTS + 1):
         directory = root / f"{role}-{number}"
-        disk.make_dir(directory, mode=0o700)
+        disk.make_dir(directory)
         lock = disk.try_lock(directory / "lock")
         if lock is not None:
             peer_id = _peer_id(disk, directory / "peer-id")

@@ -58,7 +58,7 @@ class DigestCache:
             name: {"stamp": list(kept), "digests": {key: value.hex() for key, value in each.items()}}
             for name, (kept, each) in files.items()
         }
-        self._disk.make_dir(self._path.parent, mode=0o700)
+        self._disk.make_dir(self._path.parent)
         write_atomic(self._disk, self._path, json.dumps({"files": table}).encode())
 
     def _known(self) -> dict[str, tuple[Stamp, dict[str, bytes]]]:

@@ -271,7 +271,7 @@ class Credentials:
 
     def save(self, disk: Disk) -> None:
         """Write the file atomically, readable by this user only. Raises ``StorageError``."""
-        disk.make_dir(self.directory, mode=0o700)
+        disk.make_dir(self.directory)
         disk.set_mode(self.directory, 0o700)  # if it existed already
         write_atomic(disk, self.path, self.key_pem + self.certificate_pem + self.ca_pem, private=True)
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -73,7 +74,7 @@ class Child:
             environment: the child's whole environment; None: that of this process.
         """
         try:
-            log.parent.mkdir(parents=True, exist_ok=True)
+            RealDisk().make_dir(log.parent)
             sink = log.open("ab")
             log_start = sink.tell()  # the end of the file
         except OSError as error:

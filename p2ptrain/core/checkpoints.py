@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from p2ptrain.core.disk import Disk
-from p2ptrain.core.errors import ProtocolError, ResourceError, StorageError
+from p2ptrain.core.errors import DiskFull, ProtocolError, StorageError
 from p2ptrain.core.training import BlobRange, FilePlan
 
 MANIFEST = "manifest.json"
@@ -95,15 +95,15 @@ class CheckpointStore:
         *,
         between: Callable[[], None] = lambda: None,
     ) -> CheckpointEntry:
-        """Write ``files`` as the durable checkpoint of ``step``, replacing an existing one. Then prune older ones.
+        """Write ``files`` as the durable checkpoint of ``step``, replacing an existing one. Then prune older ones. If
+        the disk is full, prune first those that would be pruned afterwards, and try again.
 
         Args:
             files: files whose ranges refer to ``blobs``; these must not change during the call.
             between: called after every piece of ``WRITE_BYTES``.
 
         Raises:
-            ResourceError: the free space is smaller than the files.
-            StorageError: a write or a flush fails, or the disk is full. Older checkpoints are unharmed.
+            DiskFull: the files do not fit. StorageError: a write or a flush fails. Older checkpoints are unharmed.
         """
         if not files:
             raise StorageError(f"the checkpoint of step {step} has no files")
@@ -116,20 +116,24 @@ class CheckpointStore:
                     between()
                 draft.end()
             return self.publish(draft, meta)
-        except StorageError:
+        except StorageError as error:
             draft.discard()
+            if isinstance(error, DiskFull) and self._prune(self._keep - 1, step):
+                return self.write(step, files, blobs, meta, between=between)
             raise
 
     def draft(self, step: int, need_bytes: int) -> Draft:
         """Start a checkpoint whose files are written piece by piece. ``publish`` or ``discard`` it.
 
         Raises:
-            ResourceError: less than ``need_bytes`` is free.
+            DiskFull: less than ``need_bytes`` is free, also after old checkpoints were pruned.
             StorageError: the directory cannot be made.
         """
-        free = self._disk.free_bytes(self._root)
+        self._disk.make_dir(self._root)  # a person may have removed it
+        while (free := self._disk.free_bytes(self._root)) < need_bytes and self._prune(self._keep - 1, step):
+            pass
         if free < need_bytes:
-            raise ResourceError(
+            raise DiskFull(
                 f"a checkpoint needs {need_bytes / 1e6:.1f} MB and {self._root} has {free / 1e6:.1f} MB free",
                 remedy="free some space, keep fewer checkpoints, or choose another place with --state",
             )
@@ -143,9 +147,7 @@ class CheckpointStore:
         self._publish(draft.path, target)
         with suppress(StorageError):  # the new one is durable; the next call prunes what is left now
             self._disk.remove_tree(self._aside(target))
-            for old, path in self._directories()[self._keep :]:  # a restored run writes lower steps
-                if old not in self.spared | {step}:
-                    self._remove(path)
+            self._prune(self._keep, step)
         return _entry(target, step, encoded, meta, draft.sums)
 
     def entries(self) -> list[CheckpointEntry]:
@@ -212,6 +214,15 @@ class CheckpointStore:
     def _directories(self) -> list[tuple[int, Path]]:
         matches = ((_STEP_DIR.fullmatch(name), name) for name in self._disk.list_dir(self._root))
         return sorted(((int(match[1]), self._root / name) for match, name in matches if match), reverse=True)
+
+    def _prune(self, keep: int, step: int) -> bool:
+        """Remove old checkpoints, and return whether there were any. The newest ``keep`` stay, at least ``MIN_KEEP``.
+        So does ``step``: a restored run writes lower steps."""
+        old = self._directories()[max(keep, MIN_KEEP) :]
+        pruned = [path for found, path in old if found not in self.spared | {step}]
+        for path in pruned:
+            self._remove(path)
+        return bool(pruned)
 
     def _write_manifest(self, directory: Path, step: int, meta: Meta, sums: Mapping[str, tuple[int, str]]) -> bytes:
         encoded = manifest_of(step, meta, sums)

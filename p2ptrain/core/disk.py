@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from p2ptrain.core.errors import StorageError
+from p2ptrain.core.errors import DiskFull, StorageError
 
 if TYPE_CHECKING:
     import sqlite3
@@ -34,7 +34,7 @@ class Disk(Protocol):
     def set_mode(self, path: Path, mode: int) -> None: ...
     def sync_file(self, path: Path) -> None: ...
     def sync_dir(self, path: Path) -> None: ...
-    def make_dir(self, path: Path, *, mode: int = 0o755) -> None: ...
+    def make_dir(self, path: Path) -> None: ...
     def rename(self, source: Path, target: Path) -> None: ...
     def list_dir(self, path: Path) -> list[str]: ...
     def is_dir(self, path: Path) -> bool: ...
@@ -126,8 +126,8 @@ class RealDisk:
         except OSError as error:
             raise _translated("flush", path, error) from error
 
-    def make_dir(self, path: Path, *, mode: int = 0o755) -> None:
-        """Make ``path`` and its missing parents durably, with ``mode``, which the umask may narrow.
+    def make_dir(self, path: Path) -> None:
+        """Make ``path`` and its missing parents durably, for this user only.
 
         A flushed file is lost in a power cut if its directory is not durable. An existing directory is flushed too,
         because its maker may have died before the flush.
@@ -136,7 +136,7 @@ class RealDisk:
             missing = list(itertools.takewhile(lambda each: not each.exists(), (path, *path.parents)))
             self._sync_if_ours((missing[-1].parent if missing else path).parent)
             for each in dict.fromkeys((*reversed(missing), path)):
-                each.mkdir(mode=mode, exist_ok=True)
+                each.mkdir(mode=0o700, exist_ok=True)
                 if missing:
                     self.sync_dir(each.parent)  # at once: a kill leaves at most one that is not durable
         except OSError as error:
@@ -223,9 +223,8 @@ def write_atomic(disk: Disk, path: Path, data: bytes, *, private: bool = False) 
 
 
 def _translated(verb: str, path: Path, error: OSError) -> StorageError:
-    first = {
-        errno.ENOSPC: "free some space, or ",
-        errno.EACCES: "check the owner and the permissions, or ",
-    }.get(error.errno or 0, "")
-    remedy = f"{first}choose another place with --state"
-    return StorageError(f"cannot {verb} {path}: {error.strerror or error}", remedy=remedy)
+    text, elsewhere = f"cannot {verb} {path}: {error.strerror or error}", "choose another place with --state"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(text, remedy=f"free some space, or {elsewhere}")
+    first = "check the owner and the permissions, or " if error.errno == errno.EACCES else ""
+    return StorageError(text, remedy=first + elsewhere)

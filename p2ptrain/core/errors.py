@@ -12,8 +12,9 @@
     │   ├── ConnectionLost   an established connection ended
     │   └── DeadlineExceeded a peer was silent for too long
     │       └── NeighbourAway    the next member of the ring was not reached in time
-    ├── ResourceError      too little memory, disk space or device
+    ├── ResourceError      too little memory or device
     ├── StorageError       a file or a directory is damaged, missing or cannot be written
+    │   └── DiskFull         the disk has no room, or the user's quota is used up
     └── JobFailed          the job itself failed (every member refused, loss not finite, ...)
 
 Exceptions of other libraries (OSError, msgpack's, torch's) are translated once, where they appear. The command line
@@ -119,7 +120,7 @@ class NeighbourAway(DeadlineExceeded):
 
 
 class ResourceError(P2PTrainError):
-    """Too little memory, disk space or device."""
+    """Too little memory or device."""
 
     exit_code = 6
 
@@ -128,6 +129,10 @@ class StorageError(P2PTrainError):
     """A file or a directory is damaged, missing or cannot be written."""
 
     exit_code = 6
+
+
+class DiskFull(StorageError):
+    """The disk has no room, or the user's quota is used up."""
 
 
 class JobFailed(P2PTrainError):

@@ -321,7 +321,7 @@ class Authority:
     @classmethod
     def open(cls, disk: Disk, directory: Path, *, name: str, now: float) -> Authority:
         """Open the authority in ``directory``, or create it. Blocking. Raises ``StorageError``."""
-        disk.make_dir(directory, mode=0o700)
+        disk.make_dir(directory)
         disk.set_mode(directory, 0o700)  # the directory may have existed before
         if "ca.pem" not in disk.list_dir(directory):
             key_pem, ca_pem = new_authority(f"p2ptrain {name}", now=now)
@@ -479,7 +479,7 @@ def keep_files(disk: Disk, directory: Path, files: Mapping[str, bytes]) -> None:
     """
     if unknown := files.keys() - {KEY_FILE, BOOK_FILE, CA_FILE}:
         raise ProtocolError(f"unknown file {min(unknown)[:40]!r} among the authority's files")
-    disk.make_dir(directory, mode=0o700)
+    disk.make_dir(directory)
     disk.set_mode(directory, 0o700)
     for name in (KEY_FILE, BOOK_FILE, CA_FILE):
         path = directory / name

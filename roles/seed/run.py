@@ -103,7 +103,7 @@ class Backup:
 
 def keep_copy(disk: Disk, directory: Path, data: bytes) -> None:
     """Blocking. Raises ``StorageError``."""
-    disk.make_dir(directory, mode=0o700)
+    disk.make_dir(directory)
     disk.set_mode(directory, 0o700)
     write_atomic(disk, directory / COPY_NAME, data, private=True)
 
@@ -126,7 +126,7 @@ def restore(disk: Disk, directory: Path, state_dir: Path) -> Restored:
     """
     if COPY_NAME not in disk.list_dir(directory):
         raise UserError(f"there is no backup of a seed in {directory}", remedy="give the DIR of seed --backup DIR")
-    disk.make_dir(state_dir, mode=0o700)
+    disk.make_dir(state_dir)
     if FILE_NAME in disk.list_dir(state_dir):
         text = f"{state_dir} already has a seed's database"
         raise UserError(text, remedy="start that seed without --restore, or choose another --state")

@@ -342,7 +342,7 @@ class Store:
 
         Raises ``UserError`` if another seed uses it, and ``StorageError``.
         """
-        disk.make_dir(directory, mode=0o700)
+        disk.make_dir(directory)
         lock = disk.try_lock(directory / "seed.lock")
         if lock is None:
             text = f"another seed is running on {directory}"

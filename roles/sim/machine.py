@@ -374,12 +374,12 @@ class ProcessDisk:
         directory = self._dir(path)
         directory.flushed, directory.since = dict(directory.entries), []
 
-    def make_dir(self, path: Path, *, mode: int = 0o755) -> None:
+    def make_dir(self, path: Path) -> None:
         if isinstance(self._machine.find(path), _Dir):
             self.sync_dir(path.parent)  # its maker may have died before it was durable
             return
         if path.parent != path:
-            self.make_dir(path.parent, mode=mode)
+            self.make_dir(path.parent)
         dies = self._changing()
         if self._machine.full:
             raise _problem(errno.ENOSPC, path)

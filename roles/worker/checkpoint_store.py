@@ -152,7 +152,11 @@ class CheckpointFiles:
         return await self._on_disk(lambda store: store.find(step))
 
     async def draft(self, step: int, need_bytes: int) -> Draft:
-        return await self._on_disk(lambda store: store.draft(step, need_bytes))
+        def draft(store: CheckpointStore) -> Draft:
+            store.spared = self._spared()
+            return store.draft(step, need_bytes)
+
+        return await self._on_disk(draft)
 
     async def publish(self, draft: Draft, meta: Meta) -> CheckpointEntry:
         def publish(store: CheckpointStore) -> CheckpointEntry:
@@ -202,7 +206,7 @@ class CheckpointFiles:
             spared: the checkpoint of this step is kept, however old it is, as is a verified one.
 
         Raises:
-            StorageError, ResourceError: the write failed; older checkpoints are unharmed.
+            StorageError: the write failed; older checkpoints are unharmed.
         """
         blobs = {blob.name: blob.view for blob in snapshot.blobs}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
@@ -14,7 +15,7 @@ import pytest
 
 from p2ptrain.core.checkpoints import MANIFEST, CheckpointEntry, CheckpointStore, verify_checkpoint
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import ResourceError, StorageError
+from p2ptrain.core.errors import DiskFull, StorageError
 from p2ptrain.core.training import BlobRange, FilePlan
 from tests.core.torn_disk import Crash, TornDisk, no_space
 
@@ -149,7 +150,7 @@ def test_a_checkpoint_needs_files_and_ranges_that_are_there(store: CheckpointSto
 
 
 def test_refuses_to_begin_without_room(store: CheckpointStore, root: Path) -> None:
-    with pytest.raises(ResourceError, match=r"needs .* MB") as caught:
+    with pytest.raises(DiskFull, match=r"needs .* MB") as caught:
         store.write(1, [FilePlan(WEIGHTS, (BlobRange("all", 0, 1 << 62),))], {}, {})
     assert "keep fewer" in caught.value.remedy
     assert list(root.iterdir()) == []
@@ -270,6 +271,36 @@ def test_a_full_disk_harms_nothing_and_leaves_room(scenario: str) -> None:
         write_checkpoint(CheckpointStore(disk, ROOT, keep=2), 20, CONTENTS[20])
 
 
+@pytest.mark.parametrize("noticed", ["before", "while writing"])
+@pytest.mark.parametrize(
+    ("keep", "spared", "left"),
+    [(4, frozenset(), [50, 40, 30, 20]), (4, {10}, [40, 30, 20, 10]), (2, frozenset(), [40, 30])],
+)
+def test_on_a_full_disk_old_checkpoints_are_pruned_first_where_keep_allows(
+    keep: int, spared: frozenset[int], left: list[int], noticed: str
+) -> None:
+    class Full(TornDisk):
+        room = 9
+
+        def append_file(self, path: Path, data: bytes | memoryview) -> None:
+            if len(self.list_dir(ROOT)) > self.room:
+                raise no_space(path)
+            super().append_file(path, data)
+
+        def free_bytes(self, path: Path) -> int:
+            return 0 if noticed == "before" and len(self.list_dir(ROOT)) >= self.room else self.free
+
+    disk = Full()
+    store = CheckpointStore(disk, ROOT, keep, spared=spared)
+    for step in (10, 20, 30, 40):
+        write_checkpoint(store, step)
+    disk.room = keep
+    with suppress(DiskFull):
+        write_checkpoint(store, 50)
+    assert [entry.step for entry in store.entries()] == left
+    assert len(disk.list_dir(ROOT)) == len(left)
+
+
 def test_a_directory_is_durable_whoever_made_it(tmp_path: Path) -> None:
     class Told(RealDisk):
         def __init__(self) -> None:
@@ -286,9 +317,15 @@ def test_a_directory_is_durable_whoever_made_it(tmp_path: Path) -> None:
         (tmp_path.name, True, False),
         ("a", True, True),
     ], "a kill leaves one at most that is not"
+    assert [path.stat().st_mode & 0o777 for path in (tmp_path / "a", tmp_path / "a" / "b")] == [0o700, 0o700]
     disk.flushed.clear()
     disk.make_dir(tmp_path / "a" / "b")
     assert disk.flushed == [("a", True, True)]
+
+
+def test_a_directory_that_was_removed_is_made_again(store: CheckpointStore, root: Path) -> None:
+    shutil.rmtree(root)
+    assert write_checkpoint(store, 1).path.is_dir()
 
 
 def test_the_real_disk_translates_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

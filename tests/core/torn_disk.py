@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from p2ptrain.core.disk import Lock
-from p2ptrain.core.errors import StorageError
+from p2ptrain.core.errors import DiskFull, StorageError
 
 N = TypeVar("N")
 
@@ -168,7 +168,7 @@ class TornDisk:
     def sync_dir(self, path: Path) -> None:
         self._called(self._folder(path).flush)
 
-    def make_dir(self, path: Path, *, mode: int = 0o755) -> None:
+    def make_dir(self, path: Path) -> None:
         missing = [each for each in (path, *path.parents) if not self.is_dir(each)]
         if not missing:
             return
@@ -257,7 +257,7 @@ class TornDisk:
 
 def no_space(path: Path = Path("x")) -> StorageError:
     """As the real disk's."""
-    return StorageError(f"cannot write {path}: No space left on device ({errno.ENOSPC})", remedy="free some space")
+    return DiskFull(f"cannot write {path}: No space left on device ({errno.ENOSPC})", remedy="free some space")
 
 
 def _subsets(count: int) -> list[tuple[int, ...]]:

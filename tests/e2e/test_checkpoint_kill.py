@@ -58,9 +58,9 @@ class Cut(RealDisk):
         self.cut()
         super().sync_dir(path)
 
-    def make_dir(self, path, *, mode=0o755):
+    def make_dir(self, path):
         self.cut()
-        super().make_dir(path, mode=mode)
+        super().make_dir(path)
 
     def rename(self, source, target):
         self.cut()
