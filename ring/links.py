@@ -30,9 +30,9 @@ from p2ptrain.core.world import World
 from ring.neighbours import Neighbour
 from ring.view import LABEL, MAX_STREAMS, View
 from wire.connection import Connection
-from wire.handshake import HANDSHAKE_TIMEOUT_S, RefusalCode, dial, local_hello
+from wire.handshake import HANDSHAKE_TIMEOUT_S, dial, local_hello
 from wire.job_messages import MemberRecord
-from wire.messages import Hello, Refuse
+from wire.messages import Hello, RefusalCode, Refuse
 
 FIRST_PAUSE_S = 0.05
 DIAL_PART = 0.4

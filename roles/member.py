@@ -19,6 +19,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, first_error
@@ -28,11 +29,11 @@ from p2ptrain.core.world import World
 from roles.gauges import Gauges
 from roles.identity import Identity
 from roles.seed_link import HeartbeatStats, Membership, Notify
-from wire.address import is_loopback, told_of
+from wire.address import is_loopback
 from wire.connection import Connection
 from wire.enrol import Member
-from wire.handshake import RefusalCode, local_hello, local_welcome, serve
-from wire.messages import EventNotice, Hello, Message, Refuse, Request, Response, Scalar, Welcome
+from wire.handshake import Refusals, local_hello, local_welcome, serve
+from wire.messages import EventNotice, Hello, Message, RefusalCode, Refuse, Request, Response, Scalar, Welcome
 from wire.text_messages import MAX_DRAFTERS, DrafterAt, DrafterList, Serving
 
 PURPOSES = {"verifier": ("generate",), "drafter": ("draft",)}
@@ -190,8 +191,9 @@ class ServingMember:
             P2PTrainError: raised by the program.
         """
         host, port = self._options.listen
+        refusals = Refusals(partial(self._notify_person, "warning", "refused"))
         server = await serve(
-            self.world.network, host, port, decide=self._decide, serve=self._serve, on_problem=self._stranger
+            self.world.network, host, port, decide=self._decide, serve=self._serve, on_problem=refusals
         )
         self._port = server.address[1]
         try:
@@ -303,9 +305,6 @@ class ServingMember:
     async def _serve(self, connection: Connection, hello: Hello) -> None:
         if hello.purpose in self._doors:
             await self._doors[hello.purpose][0](connection, hello)
-
-    def _stranger(self, problem: P2PTrainError, address: tuple[str, int]) -> None:
-        self._notify_person("warning", "stranger", told_of(address, problem.message))
 
 
 def drafters_untrusted(message: DrafterList, seed_host: str) -> tuple[DrafterAt, ...]:

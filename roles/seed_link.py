@@ -26,9 +26,20 @@ from p2ptrain.core.world import World
 from wire.client import PendingCalls
 from wire.connection import Connection
 from wire.enrol import LOOK_S, Member
-from wire.handshake import RefusalCode, dial
+from wire.handshake import dial
 from wire.job_messages import CheckpointSaved, StepMetrics
-from wire.messages import MAX_TERM, EventNotice, Heartbeat, HeartbeatAck, Hello, Leave, Message, Response, Welcome
+from wire.messages import (
+    MAX_TERM,
+    EventNotice,
+    Heartbeat,
+    HeartbeatAck,
+    Hello,
+    Leave,
+    Message,
+    RefusalCode,
+    Response,
+    Welcome,
+)
 
 TOLD_EVERY_S = 30.0
 TERMS_FILE = "terms.json"
@@ -39,7 +50,7 @@ Notify = Callable[[str, str, str], None]
 """(level, kind, text)"""
 
 # Refusals that another try cannot change.
-_FINAL = frozenset({RefusalCode.VERSION, RefusalCode.TICKET_REVOKED, "evicted"})
+_FINAL = frozenset({RefusalCode.VERSION, RefusalCode.TICKET_REVOKED, RefusalCode.EVICTED})
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from wire.frame import (
     encode_bulk_header,
     encode_control,
 )
-from wire.messages import Message, Refuse
+from wire.messages import Message, RefusalCode, Refuse
 from wire.tls import tls_problem
 from wire.transport import tune_for_bulk
 
@@ -42,8 +42,6 @@ if TYPE_CHECKING:  # an unencrypted cluster need not load cryptography
     from wire.credentials import PeerIdentity
 
 INBOX_FRAMES = 64
-GARBLED = "protocol-error"
-"""Code of the ``Refuse`` that is sent to a peer whose bytes violate the protocol."""
 
 _KINDS = frozenset(MESSAGE_TYPES)
 
@@ -264,7 +262,9 @@ class Connection(asyncio.BufferedProtocol):
         if not self._attached:
             return
         if isinstance(cause, ProtocolError) and not self._transport.get_write_buffer_size():
-            self._write_control(encode_control(Refuse.KIND, encode(last_word(GARBLED, cause)), generation=0, stream=0))
+            self._write_control(
+                encode_control(Refuse.KIND, encode(last_word(RefusalCode.PROTOCOL, cause)), generation=0, stream=0)
+            )
             if not self._transport.get_write_buffer_size():
                 self._transport.close()
                 return

@@ -43,8 +43,8 @@ from wire.credentials import (
     pem_of,
     unverified_context,
 )
-from wire.handshake import ENROL, RefusalCode, dial, local_hello
-from wire.messages import EnrolGranted, EnrolOffer, EnrolRequest, Refuse
+from wire.handshake import ENROL, dial, local_hello
+from wire.messages import EnrolGranted, EnrolOffer, EnrolRequest, RefusalCode, Refuse
 from wire.tls import TlsDialler, TlsNetwork
 
 RENEW = "credentials.renew"

@@ -18,18 +18,19 @@ limits of the handshake (4 KiB, 5 s, ``wire.transport.HalfOpen``) until it has a
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from p2ptrain import __version__
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, PeerError, ProtocolError, Refused
 from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
-from wire.connection import GARBLED, Connection, last_word
-from wire.messages import PROTOCOL_VERSION, Hello, Message, Refuse, Welcome
-from wire.transport import MAX_HALF_OPEN, HalfOpen
+from wire.address import told_of
+from wire.connection import Connection, last_word
+from wire.messages import PROTOCOL_VERSION, Hello, Message, RefusalCode, Refuse, Welcome
+from wire.transport import MAX_HALF_OPEN, HalfOpen, machine_of
 
 if TYPE_CHECKING:  # an unencrypted cluster need not load cryptography
     from wire.credentials import PeerIdentity
@@ -59,32 +60,7 @@ PERMITTED = MappingProxyType(
 roles: a peer acts only in the roles that it names. Over TLS any other purpose but ``enrol`` is refused."""
 
 
-class RefusalCode(StrEnum):
-    """Why a peer refuses: stable words for programs, the ``code`` of ``Refuse`` and ``Refused``."""
-
-    VERSION = "version-mismatch"
-    PROTOCOL = GARBLED
-    TOO_SLOW = "too-slow"
-    STALE_GENERATION = "stale-generation"
-    NOT_A_NEIGHBOUR = "not-a-neighbour"
-    NOT_A_MEMBER = "not-a-member"
-    UNREACHABLE = "unreachable"
-    LOOPBACK_ONLY = "loopback-only"
-    DUPLICATE_PEER = "duplicate-peer"
-    ROLE = "role"
-    FULL = "full"
-    BUSY = "busy"
-    SHUTTING_DOWN = "shutting-down"
-    TLS_REQUIRED = "tls-required"
-    NOT_ENCRYPTED = "not-encrypted"
-    IDENTITY = "wrong-identity"
-    NOT_PERMITTED = "not-permitted"
-    WRONG_PIN = "wrong-pin"
-    TICKET_REVOKED = "ticket-revoked"
-    BAD_PROOF = "bad-proof"
-    STALE_TERM = "stale-term"
-
-
+_CODES = frozenset(RefusalCode)
 _ANOTHER_TICKET = "ask for a ticket of the right role: p2ptrain ticket new --role ROLE, at the seed"
 
 Decide = Callable[[Hello, Connection], Awaitable[Welcome | Refuse]]
@@ -252,6 +228,54 @@ async def _check_answerer(connection: Connection, *, peer_id: str, role: str) ->
         connection.send(refuse)
     await connection.close(timeout_s=CLOSE_TIMEOUT_S)
     raise Refused(refuse.code, f"not connected to {host}:{port}: {refuse.message}", remedy=refuse.remedy)
+
+
+REFUSALS_S = 60.0
+MAX_MACHINES = 1000
+
+
+class Refusals:
+    """Tells people of refused callers in at most one line a minute. An instance is an ``OnProblem``.
+
+    The first refusal is told at once. Those of the next minute are counted by their codes, which are few, and by their
+    machines, up to ``MAX_MACHINES``. Problems of the network are not told.
+
+    Args:
+        tell: gets the line.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._codes: Counter[RefusalCode | str] = Counter()
+        self._machines: set[str] = set()
+        self._last = ""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __call__(self, problem: P2PTrainError, address: tuple[str, int]) -> None:
+        if not isinstance(problem, PeerError):
+            return
+        self._last = told_of(address, problem.message)
+        if self._timer is None:
+            self._tell(f"refused a caller: {self._last}")
+            self._timer = asyncio.get_running_loop().call_later(REFUSALS_S, self._sum_up)
+            return
+        code = problem.code if isinstance(problem, Refused) else RefusalCode.PROTOCOL
+        self._codes[code if code in _CODES else "other reasons"] += 1  # the caller may have sent the code
+        if len(self._machines) <= MAX_MACHINES:
+            self._machines.add(machine_of(address[0]))
+
+    def _sum_up(self) -> None:
+        self._timer = None
+        if not self._codes:
+            return
+        count, places = self._codes.total(), len(self._machines)
+        where = f"more than {MAX_MACHINES}" if places > MAX_MACHINES else str(places)
+        codes = ", ".join(f"{number} {code}" for code, number in self._codes.most_common())
+        callers, addresses = "callers" if count > 1 else "caller", "addresses" if places > 1 else "address"
+        self._tell(f"refused {count} more {callers} in a minute, from {where} {addresses}: {codes}; last {self._last}")
+        self._codes.clear()
+        self._machines.clear()
+        self._timer = asyncio.get_running_loop().call_later(REFUSALS_S, self._sum_up)
 
 
 class Server:

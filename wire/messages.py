@@ -19,6 +19,7 @@ and bound (``wire.codec``). An unknown, missing or ill-typed field is a ``Protoc
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Annotated, Any, ClassVar
 
 from wire.schema import Bound
@@ -100,6 +101,40 @@ class Welcome(Message):
     death_s: float
     wall: float
     term: int = 0
+
+
+class RefusalCode(StrEnum):
+    """Why a peer refuses: stable words for programs, the ``code`` of ``Refuse`` and ``Refused``. Answers to requests
+    have further codes."""
+
+    VERSION = "version-mismatch"
+    PROTOCOL = "protocol-error"
+    TOO_SLOW = "too-slow"
+    STALE_GENERATION = "stale-generation"
+    NOT_A_NEIGHBOUR = "not-a-neighbour"
+    NOT_A_MEMBER = "not-a-member"
+    UNREACHABLE = "unreachable"
+    LOOPBACK_ONLY = "loopback-only"
+    DUPLICATE_PEER = "duplicate-peer"
+    ROLE = "role"
+    FULL = "full"
+    BUSY = "busy"
+    SHUTTING_DOWN = "shutting-down"
+    TLS_REQUIRED = "tls-required"
+    NOT_ENCRYPTED = "not-encrypted"
+    IDENTITY = "wrong-identity"
+    NOT_PERMITTED = "not-permitted"
+    WRONG_PIN = "wrong-pin"
+    TICKET_UNKNOWN = "ticket-unknown"
+    TICKET_REVOKED = "ticket-revoked"
+    TICKET_EXPIRED = "ticket-expired"
+    TICKET_USED = "ticket-used"
+    BAD_PROOF = "bad-proof"
+    EVICTED = "evicted"
+    CERTIFICATE_NOT_YET_VALID = "certificate-not-yet-valid"
+    CERTIFICATE_EXPIRED = "certificate-expired"
+    CERTIFICATE_UNTRUSTED = "certificate-untrusted"
+    STALE_TERM = "stale-term"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,13 +29,13 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, cast
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused, Unreachable
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused, Unreachable
 from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
-from wire.address import format_address
+from wire.address import format_address, is_loopback
 from wire.codec import encode
 from wire.credentials import Credentials
-from wire.frame import encode_control
-from wire.messages import Refuse
+from wire.frame import LENGTH_BYTES, encode_control
+from wire.messages import Hello, RefusalCode, Refuse
 from wire.transport import Address, FlowControl, HalfOpen, WriteData, bytes_view
 
 JOIN_AGAIN = "join again with a fresh ticket: p2ptrain ticket new, at the seed"
@@ -43,25 +43,33 @@ CHECK_CLOCKS = "check the date and time of both machines"
 
 # Keys: OpenSSL's X509_V_ERR_*, for which the ssl module has no names.
 _VERIFY = {
-    9: ("certificate-not-yet-valid", "a certificate that is not valid yet", CHECK_CLOCKS),
-    10: ("certificate-expired", "an expired certificate", f"{CHECK_CLOCKS}, or {JOIN_AGAIN}"),
-    26: ("certificate-untrusted", "a certificate for another purpose", JOIN_AGAIN),
+    9: (RefusalCode.CERTIFICATE_NOT_YET_VALID, "a certificate that is not valid yet", CHECK_CLOCKS),
+    10: (RefusalCode.CERTIFICATE_EXPIRED, "an expired certificate", f"{CHECK_CLOCKS}, or {JOIN_AGAIN}"),
+    26: (RefusalCode.CERTIFICATE_UNTRUSTED, "a certificate for another purpose", JOIN_AGAIN),
 }
 _UNTRUSTED = (
-    "certificate-untrusted",
+    RefusalCode.CERTIFICATE_UNTRUSTED,
     "a certificate not signed by this cluster's CA: of another cluster, or the connection is intercepted",
     f"check the address; if the seed was set up anew, {JOIN_AGAIN}",
 )
 
 # Keys: the end of SSLError.reason for alerts that the peer sent (RFC 8446, section 6.2).
 _ALERTS = {
-    "CERTIFICATE_REQUIRED": ("not-permitted", "it requires a certificate, and this side has none", JOIN_AGAIN),
-    "CERTIFICATE_EXPIRED": ("certificate-expired", "this side's certificate has expired", JOIN_AGAIN),
-    "UNKNOWN_CA": ("certificate-untrusted", "this side's certificate is from another cluster", JOIN_AGAIN),
-    "BAD_CERTIFICATE": ("certificate-untrusted", "this side's certificate is bad, or not valid yet", CHECK_CLOCKS),
-    "CERTIFICATE_UNKNOWN": ("certificate-untrusted", "this side's certificate is not acceptable", JOIN_AGAIN),
-    "CERTIFICATE_REVOKED": ("certificate-untrusted", "this side's certificate was revoked", JOIN_AGAIN),
-    "INTERNAL_ERROR": ("busy", "too many handshakes are under way there", "try again in a few seconds"),
+    "CERTIFICATE_REQUIRED": (
+        RefusalCode.NOT_PERMITTED,
+        "it requires a certificate, and this side has none",
+        JOIN_AGAIN,
+    ),
+    "CERTIFICATE_EXPIRED": (RefusalCode.CERTIFICATE_EXPIRED, "this side's certificate has expired", JOIN_AGAIN),
+    "UNKNOWN_CA": (RefusalCode.CERTIFICATE_UNTRUSTED, "this side's certificate is from another cluster", JOIN_AGAIN),
+    "BAD_CERTIFICATE": (
+        RefusalCode.CERTIFICATE_UNTRUSTED,
+        "this side's certificate is bad or not valid yet",
+        CHECK_CLOCKS,
+    ),
+    "CERTIFICATE_UNKNOWN": (RefusalCode.CERTIFICATE_UNTRUSTED, "this side's certificate is not acceptable", JOIN_AGAIN),
+    "CERTIFICATE_REVOKED": (RefusalCode.CERTIFICATE_UNTRUSTED, "this side's certificate was revoked", JOIN_AGAIN),
+    "INTERNAL_ERROR": (RefusalCode.BUSY, "too many handshakes are under way there", "try again in a few seconds"),
 }
 
 
@@ -78,7 +86,7 @@ def tls_problem(error: ssl.SSLError, who: str) -> P2PTrainError:
                 return Refused(code, f"{who} refuses: {what}", remedy=remedy)
         return ConnectionLost(f"{who} ended TLS: {words}")
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-        return Refused("not-permitted", f"{who} presented no certificate", remedy=JOIN_AGAIN)
+        return Refused(RefusalCode.NOT_PERMITTED, f"{who} presented no certificate", remedy=JOIN_AGAIN)
     return ProtocolError(f"{who} does not speak TLS correctly: {words or 'no reason given'}")
 
 
@@ -559,7 +567,7 @@ class _Accepted(TlsTransport):
         if name is not None:  # None: the connection was reset already
             self._remote = (str(name[0]), int(name[1]))
         if busy := self._half_open.enter(self._remote[0]):
-            self._tell(Refused("busy", busy, remedy="try again in a few seconds"))
+            self._tell(Refused(RefusalCode.BUSY, busy, remedy="try again in a few seconds"))
             self._on_problem = None  # report it once
             self._below.write(BUSY_ALERT)
             self._below.close()
@@ -586,15 +594,16 @@ class _Accepted(TlsTransport):
             self._half_open.leave(self._remote[0])
 
     def _not_tls(self, start: bytes) -> None:
-        refuse = Refuse(
-            "tls-required", "this cluster is encrypted", "join with a ticket: p2ptrain ticket new, at the seed"
-        )
+        if is_loopback(self._remote[0]) and start[LENGTH_BYTES : LENGTH_BYTES + 1] == bytes((Hello.KIND,)):
+            self._on_problem = None  # a command of this machine asks whether the cluster is encrypted
+        remedy = "join with a ticket: p2ptrain ticket new, at the seed"
+        refuse = Refuse(RefusalCode.TLS_REQUIRED, "this cluster is encrypted", remedy)
         self.fail(NotTlsError(f"it began with {start[:4]!r}"), _plain(refuse))
 
     def _too_slow(self) -> None:
         error = TimeoutError(f"it did not complete the TLS handshake within {HANDSHAKE_TIMEOUT_S:g} s")
         quiet = not self._heard
-        self.fail(error, _plain(Refuse("too-slow", str(error), "try again")) if quiet else BUSY_ALERT)
+        self.fail(error, _plain(Refuse(RefusalCode.TOO_SLOW, str(error), "try again")) if quiet else BUSY_ALERT)
 
     def _tell(self, problem: P2PTrainError) -> None:
         if self._on_problem is not None:
@@ -605,13 +614,13 @@ def handshake_problem(error: Exception, who: str, *, dialled: bool) -> P2PTrainE
     if isinstance(error, ssl.SSLError):
         return tls_problem(error, who)
     if isinstance(error, NotTlsError):
-        code, remedy = "tls-required", "run p2ptrain join with a ticket there"
+        code, remedy = RefusalCode.TLS_REQUIRED, "run p2ptrain join with a ticket there"
         if dialled:
-            code = "not-encrypted"
+            code = RefusalCode.NOT_ENCRYPTED
             remedy = "check the port; if that cluster is here and not encrypted, use its address without a ticket"
         return Refused(code, f"{who} does not speak TLS: {error}", remedy=remedy)
     if isinstance(error, TimeoutError) and not dialled:
-        return DeadlineExceeded(f"{who}: {error}")
+        return Refused(RefusalCode.TOO_SLOW, f"{who}: {error}")
     remedy = "check that p2ptrain listens there and that its cluster is encrypted" if dialled else ""
     return ConnectionLost(f"{who}: {error}", remedy=remedy)
 

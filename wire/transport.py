@@ -580,7 +580,7 @@ class HalfOpen:
 
     def enter(self, host: str) -> str:
         """Count a connection from ``host`` until ``leave``. Return why it is not allowed, or an empty string."""
-        machine = _machine(host)
+        machine = machine_of(host)
         if self._by_machine[machine] >= self._limit_per_machine:
             return f"{self._by_machine[machine]} handshakes with {machine} are under way"
         if self._by_machine.total() >= self._limit:
@@ -589,7 +589,7 @@ class HalfOpen:
         return ""
 
     def leave(self, host: str) -> None:
-        machine = _machine(host)
+        machine = machine_of(host)
         self._by_machine[machine] -= 1
         if not self._by_machine[machine]:
             del self._by_machine[machine]
@@ -599,7 +599,7 @@ class HalfOpen:
         assert self._by_machine.total() <= self._limit
 
 
-def _machine(host: str) -> str:
+def machine_of(host: str) -> str:
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -24,6 +24,7 @@ from p2ptrain.core.disk import write_atomic
 from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError, Refused, StorageError, UserError
 from p2ptrain.core.ids import new_id
 from wire.address import format_address, is_loopback
+from wire.messages import RefusalCode
 from wire.transport import unreachable
 
 if TYPE_CHECKING:
@@ -36,7 +37,14 @@ CONNECT_TIMEOUT_S = 5.0
 ADDRESS_FILE = "seed"  # beside the credentials; has the address of their seed
 MAX_TARGET_BYTES = 4096
 EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
-MENDED_BY_A_TICKET = frozenset({"ticket-revoked", "ticket-unknown", "certificate-expired", "certificate-untrusted"})
+MENDED_BY_A_TICKET = frozenset(
+    {
+        RefusalCode.TICKET_REVOKED,
+        RefusalCode.TICKET_UNKNOWN,
+        RefusalCode.CERTIFICATE_EXPIRED,
+        RefusalCode.CERTIFICATE_UNTRUSTED,
+    }
+)
 """Reasons for which a seed refuses a certificate, but may accept a new ticket."""
 
 
@@ -317,7 +325,7 @@ async def _plain_host(host: str, port: int, base: Network) -> str:
     It is an address and not a name, because a name may lead elsewhere later, and only this machine is trusted without
     encryption. Raises what dialling raises.
     """
-    from wire.handshake import RefusalCode, dial, local_hello
+    from wire.handshake import dial, local_hello
 
     hello = local_hello(peer_id=new_id(), name="", roles=[], purpose="probe")
     try:

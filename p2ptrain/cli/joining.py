@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from p2ptrain.core.world import Network
     from roles.identity import Identity
     from wire.address import Ticket
-    from wire.messages import Scalar
+    from wire.messages import RefusalCode, Scalar
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - members on other machines must reach this one
 
@@ -130,7 +130,6 @@ async def stay(joining: Joining, make: Make) -> None:
     from p2ptrain.core.disk import RealDisk
     from p2ptrain.core.errors import Refused
     from roles.identity import claim
-    from wire.handshake import RefusalCode
 
     console, stop = stoppable(with_parent=joining.with_parent)
     base, role, targets = _network(joining.link), joining.role, joining.targets

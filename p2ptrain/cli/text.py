@@ -26,7 +26,7 @@ from p2ptrain.core.world import real_world
 from roles.verifier.asking import TextRequest, TextService
 from roles.verifier.client import IF_LOST, VERIFIER, Text, VerifierClient
 from wire.client import SeedClient
-from wire.handshake import RefusalCode
+from wire.messages import RefusalCode
 from wire.records import ServingInfo
 from wire.transport import TcpNetwork
 

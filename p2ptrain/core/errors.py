@@ -85,7 +85,7 @@ class Refused(PeerError):
     """The other peer refused a request.
 
     Args:
-        code: a stable code for programs, such as ``"version-mismatch"`` (see ``wire.handshake.RefusalCode``).
+        code: a stable code for programs, such as ``"version-mismatch"`` (see ``wire.messages.RefusalCode``).
     """
 
     def __init__(self, code: str, message: str, *, remedy: str = "") -> None:

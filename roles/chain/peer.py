@@ -22,7 +22,7 @@ from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, PartL
 from wire.client import PendingCalls
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
-from wire.messages import Message, Refuse, Response
+from wire.messages import Message, RefusalCode, Refuse, Response
 
 LOADING_QUIET_S = 240.0
 """Longest time without progress while a part is loaded. Another client's load may come first, a disk may be slow, and
@@ -121,7 +121,7 @@ class Peer:
         )
         if welcome.peer_id != worker.peer_id:
             connection.abort()
-            raise Refused("wrong-identity", f"another peer answered at the address of {worker.name}")
+            raise Refused(RefusalCode.IDENTITY, f"another peer answered at the address of {worker.name}")
         return cls(context, worker, connection)
 
     @property

@@ -49,8 +49,7 @@ from roles.speculation.received import (
 )
 from roles.worker.stage_requests import printable
 from wire.connection import Connection, Received
-from wire.handshake import RefusalCode
-from wire.messages import Hello, Message, Refuse, Request, Response
+from wire.messages import Hello, Message, RefusalCode, Refuse, Request, Response
 from wire.text_messages import (
     DraftOpen,
     DraftReady,

@@ -53,6 +53,7 @@ from wire.credentials import (
     request_of_untrusted,
     sign_certificate,
 )
+from wire.messages import RefusalCode
 
 Role = Literal["worker", "operator", "verifier", "drafter"]
 Kind = Literal["", "first", "local"]
@@ -158,10 +159,12 @@ class AuthorityState:
             left_h = (member.not_after - now) / 3600
             text = f"the peer id {peer_id} belongs to another key, whose certificate is valid for {left_h:.1f} h more"
             raise Refused(
-                "duplicate-peer", text, remedy="use the state directory that joined first, or another --state"
+                RefusalCode.DUPLICATE_PEER, text, remedy="use the state directory that joined first, or another --state"
             )
         if member is None and len(self._valid(now)) >= MAX_MEMBERS:
-            raise Refused("full", f"all {MAX_MEMBERS} certificates are in use", remedy="revoke tickets that leaked")
+            raise Refused(
+                RefusalCode.FULL, f"all {MAX_MEMBERS} certificates are in use", remedy="revoke tickets that leaked"
+            )
         return ticket
 
     def judge_certificate(self, ticket_id: str, peer_id: str) -> None:
@@ -175,7 +178,7 @@ class AuthorityState:
         found = self.tickets.get(ticket_id)
         if found is None:
             text = f"this seed knows no ticket {ticket_id[:40]!r}: it was removed, or belongs to another cluster"
-            raise Refused("ticket-unknown", text, remedy=_NEW)
+            raise Refused(RefusalCode.TICKET_UNKNOWN, text, remedy=_NEW)
         return found
 
     def _judge_open(self, ticket: TicketRecord, now: float, *, again: bool) -> None:
@@ -183,17 +186,21 @@ class AuthorityState:
             case "revoked":
                 raise _revoked(ticket.id)
             case "rotated":
-                raise Refused("ticket-revoked", f"ticket {ticket.id} was replaced by a newer one", remedy=_NEW)
+                raise Refused(
+                    RefusalCode.TICKET_REVOKED, f"ticket {ticket.id} was replaced by a newer one", remedy=_NEW
+                )
             case "expired":
-                raise Refused("ticket-expired", f"ticket {ticket.id} has expired", remedy=_NEW)
+                raise Refused(RefusalCode.TICKET_EXPIRED, f"ticket {ticket.id} has expired", remedy=_NEW)
             case "used" if not again:
                 text = f"ticket {ticket.id} is used up (uses allowed: {ticket.uses})"
-                raise Refused("ticket-used", text, remedy=_NEW)
+                raise Refused(RefusalCode.TICKET_USED, text, remedy=_NEW)
 
     def _judge_peer(self, peer_id: str) -> None:
         if peer_id in self.evicted:
             text = f"the peer {self.evicted[peer_id]} ({peer_id}) was evicted from this cluster"
-            raise Refused("evicted", text, remedy="ask the seed's operator, or join as a new peer with another --state")
+            raise Refused(
+                RefusalCode.EVICTED, text, remedy="ask the seed's operator, or join as a new peer with another --state"
+            )
 
     def _is_revoked(self, ticket_id: str) -> bool:
         return ticket_id not in self.tickets or self.tickets[ticket_id].revoked
@@ -218,7 +225,7 @@ class AuthorityState:
             kept = self.pruned(now, told_s=0.0)
         if len(kept.tickets) >= MAX_TICKETS:
             remedy = "wait: a ticket that has ended is removed when all its certificates have expired"
-            raise Refused("full", f"the seed keeps {len(kept.tickets)} tickets, the limit", remedy=remedy)
+            raise Refused(RefusalCode.FULL, f"the seed keeps {len(kept.tickets)} tickets, the limit", remedy=remedy)
         return replace(kept, tickets={**kept.tickets, ticket.id: ticket})
 
     def with_member(self, ticket_id: str, peer_id: str, key: str, not_after: float, now: float) -> AuthorityState:
@@ -246,7 +253,7 @@ class AuthorityState:
         """Evict a peer. Raises ``Refused`` if too many are evicted already."""
         if peer_id not in self.evicted and len(self.evicted) >= MAX_EVICTED:
             text = f"{MAX_EVICTED} peers are evicted already"
-            raise Refused("full", text, remedy="revoke the tickets that these peers join with")
+            raise Refused(RefusalCode.FULL, text, remedy="revoke the tickets that these peers join with")
         return replace(self, evicted={**self.evicted, peer_id: name})
 
     def pruned(self, now: float, *, told_s: float = TOLD_S) -> AuthorityState:
@@ -287,7 +294,7 @@ class AuthorityState:
 
 def _revoked(ticket_id: str) -> Refused:
     text = f"ticket {ticket_id} was revoked together with its certificates"
-    return Refused("ticket-revoked", text, remedy=_NEW)
+    return Refused(RefusalCode.TICKET_REVOKED, text, remedy=_NEW)
 
 
 FIRST_TICKET_S = 7 * 86_400.0
@@ -371,7 +378,7 @@ class Authority:
         """
         if peer_id == self._own_id:
             text = f"the peer id {peer_id} is the seed's own"
-            raise Refused("duplicate-peer", text, remedy="use another --state")
+            raise Refused(RefusalCode.DUPLICATE_PEER, text, remedy="use another --state")
         key, digest = _requested(csr_der, peer_id)
         role = self.records.judge_enrolment(ticket_id, peer_id, digest, now).role
 
@@ -503,4 +510,4 @@ def ticket_of(identity: PeerIdentity) -> str:
         raw = identity.serial.to_bytes(len(_SERIAL_LEAD) + ID_BYTES + _SERIAL_RANDOM_BYTES)
         if raw.startswith(_SERIAL_LEAD):
             return raw[len(_SERIAL_LEAD) :][:ID_BYTES].hex()
-    raise Refused("ticket-unknown", "the certificate does not name the ticket that it was issued for")
+    raise Refused(RefusalCode.TICKET_UNKNOWN, "the certificate does not name the ticket that it was issued for")

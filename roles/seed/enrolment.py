@@ -16,18 +16,10 @@ from roles.seed.authority import FIRST_TICKET_S, LONGEST_TICKET_S, MAX_USES, ROL
 from roles.seed.operator_api import Params, Result
 from roles.seed.peers import clipped
 from wire.address import NONCE_BYTES, Ticket, format_address, parse_address, verify_proof
-from wire.connection import GARBLED, Connection, last_word
+from wire.connection import Connection, last_word
 from wire.enrol import RENEW
-from wire.handshake import HANDSHAKE_TIMEOUT_S, RefusalCode
-from wire.messages import (
-    EnrolGranted,
-    EnrolOffer,
-    EnrolRequest,
-    Hello,
-    Refuse,
-    Request,
-    Response,
-)
+from wire.handshake import HANDSHAKE_TIMEOUT_S
+from wire.messages import EnrolGranted, EnrolOffer, EnrolRequest, Hello, RefusalCode, Refuse, Request, Response
 
 MAX_HOST_CHARS = 255
 SHORTEST_TICKET_S = 1.0
@@ -104,7 +96,7 @@ class EnrolmentPolicy:
         except ConnectionLost:
             raise
         except P2PTrainError as problem:
-            connection.send(last_word(problem.code if isinstance(problem, Refused) else GARBLED, problem))
+            connection.send(last_word(problem.code if isinstance(problem, Refused) else RefusalCode.PROTOCOL, problem))
             raise
 
     async def _enrol(

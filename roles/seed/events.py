@@ -8,25 +8,21 @@ behind, or reads nothing for ``PATIENCE_S``, is disconnected with a reason.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import msgpack
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded
 from p2ptrain.core.world import Clock
 from roles.seed.peers import clipped
 from roles.seed.store import Records, Store
-from wire.address import format_address, is_loopback, told_of
 from wire.connection import Connection
 from wire.messages import Update
 from wire.records import EventInfo, MetricRow, RecoveryInfo
 
-TOLD_EVERY_S = 1.0
-"""Equal refusals of one machine are logged once in this time, so that repeated tries do not displace other events."""
-MAX_KEPT = 1024
 INTERVAL_S = 0.1
 PATIENCE_S = 5.0
 MAX_ROWS = 4000
@@ -160,7 +156,6 @@ class EventLog:
         self.recent: deque[EventInfo] = deque(maxlen=RECENT_EVENTS)
         self._clock, self._store, self._subscriptions = clock, store, subscriptions
         self._last_id = 0
-        self._refused: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()  # logged at, left out since
 
     async def load(self) -> None:
         """Read the newest events from the store, and continue its numbers. Raises ``StorageError``."""
@@ -175,22 +170,3 @@ class EventLog:
         self._store.add(event)
         self.recent.append(event)
         self._subscriptions.add(event)
-
-    def refused(self, problem: P2PTrainError, address: tuple[str, int]) -> None:
-        if isinstance(problem, Refused | ProtocolError):
-            reason = problem.message.replace(format_address(*address), "")  # the port differs each time
-            text = self._told(address[0], reason, told_of(address, problem.message), self._clock.now())
-            # Commands on this machine probe without TLS whether the seed runs. This needs no warning.
-            asked = getattr(problem, "code", "") == "tls-required" and is_loopback(address[0])
-            if text is not None:
-                self.note("info" if asked else "warning", "refused", text, "", "")
-
-    def _told(self, host: str, reason: str, text: str, now: float) -> str | None:
-        told_at, left_out = self._refused.pop((host, reason), (-TOLD_EVERY_S, 0))
-        if now - told_at < TOLD_EVERY_S:
-            self._refused[host, reason] = (told_at, left_out + 1)
-            return None
-        self._refused[host, reason] = (now, 0)
-        while len(self._refused) > MAX_KEPT:
-            self._refused.popitem(last=False)
-        return f"{text} ({left_out} more like it before)" if left_out else text

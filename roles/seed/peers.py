@@ -23,9 +23,8 @@ from ring.view import View
 from wire.address import format_address, is_loopback
 from wire.client import PendingCalls
 from wire.connection import Connection, Received, last_word
-from wire.handshake import RefusalCode
 from wire.job_messages import CheckpointSaved, MemberRecord, Report, StepMetrics, ViewAnnounced
-from wire.messages import Heartbeat, Hello, Message
+from wire.messages import Heartbeat, Hello, Message, RefusalCode
 from wire.records import CheckpointInfo, PeerInfo, ServingInfo
 
 NAME_CHARS = 64

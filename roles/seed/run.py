@@ -34,7 +34,7 @@ from roles.seed.store import FILE_NAME, SCHEMA_VERSION, TERM_FACT, Records, Stor
 from wire.address import Ticket, format_address
 from wire.credentials import Credentials
 from wire.enrol import until_half_life
-from wire.handshake import Server, serve
+from wire.handshake import Refusals, Server, serve
 from wire.messages import MAX_TERM
 from wire.tls import TlsNetwork
 
@@ -252,10 +252,8 @@ async def run_seed(
             await backup.write()  # fails at once if no backup can be written
             seed.copy_soon = backup.soon
             beside.append(backup.run)
-        acceptor = seed.acceptor.decide
-        server = await serve(
-            world.network, host, port, decide=acceptor, serve=seed.serve, on_problem=seed.event_log.refused
-        )
+        acceptor, refusals = seed.acceptor.decide, Refusals(partial(seed.note, "warning", "refused"))
+        server = await serve(world.network, host, port, decide=acceptor, serve=seed.serve, on_problem=refusals)
         try:
             ticket = await seed.gate.opened(server.address)
             if encryption is not None and ticket is not None:

@@ -43,7 +43,7 @@ from roles.seed.store import TERM_FACT, JobRecord, PeerRecord, Records, Store
 from wire.address import format_address, is_loopback
 from wire.chain_messages import PartsHeld
 from wire.connection import Connection, last_word
-from wire.handshake import RefusalCode, dial, local_hello, local_welcome
+from wire.handshake import dial, local_hello, local_welcome
 from wire.job_messages import CheckpointSaved, LedgerRows, Release, Report, StepMetrics, ViewAnnounced
 from wire.messages import (
     EventNotice,
@@ -52,6 +52,7 @@ from wire.messages import (
     Hello,
     Leave,
     Message,
+    RefusalCode,
     Refuse,
     Request,
     Response,

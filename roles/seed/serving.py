@@ -12,7 +12,7 @@ from p2ptrain.core.errors import ProtocolError, Refused
 from roles.seed.peers import NAME_CHARS, Link, clipped, host_seen_from
 from wire.chain_messages import HeldPart, PartsHeld
 from wire.handshake import PERMITTED
-from wire.messages import EventNotice, Hello
+from wire.messages import EventNotice, Hello, RefusalCode
 from wire.records import PartInfo, ServingInfo
 from wire.text_messages import MAX_DRAFTERS, DrafterAt, DrafterList, Serving
 
@@ -70,7 +70,7 @@ def check_role(hello: Hello) -> None:
     """Raise ``Refused`` if a peer's role is not one of ``PERMITTED["peer"]``."""
     if len(hello.roles) != 1 or hello.roles[0] not in PERMITTED["peer"]:
         text = "a peer must have one role: worker, verifier or drafter"
-        raise Refused("role", text, remedy="set the role with p2ptrain join --role")
+        raise Refused(RefusalCode.ROLE, text, remedy="set the role with p2ptrain join --role")
 
 
 class Services:

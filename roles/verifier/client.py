@@ -24,7 +24,7 @@ from wire import text_messages as wire
 from wire.address import is_loopback
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
-from wire.messages import Message
+from wire.messages import Message, RefusalCode
 from wire.records import ServingInfo
 
 DIAL_S = 5.0
@@ -82,7 +82,7 @@ class VerifierClient:
         )
         if welcome.peer_id != verifier.id:
             connection.abort()
-            raise Refused("wrong-identity", f"another peer answered at the address of {verifier.name}")
+            raise Refused(RefusalCode.IDENTITY, f"another peer answered at the address of {verifier.name}")
         return cls(verifier, connection, if_lost)
 
     @property

@@ -17,8 +17,7 @@ from roles.verifier.asking import Piece, TextRequest, TextService, Writing, fail
 from roles.verifier.protocol import refused, request_untrusted, size_untrusted
 from wire import text_messages as wire
 from wire.connection import Connection
-from wire.handshake import RefusalCode
-from wire.messages import Hello, Message
+from wire.messages import Hello, Message, RefusalCode
 
 MOST_ASKED = 16
 """Most questions of one client under way."""

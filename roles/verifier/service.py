@@ -28,7 +28,7 @@ from roles.verifier.drafters import Drafters
 from roles.verifier.session import TextSession
 from roles.verifier.stats import Recent, added, figures_of, shares_of
 from roles.verifier.targets import Target, TargetSession
-from wire.handshake import RefusalCode
+from wire.messages import RefusalCode
 
 CONVERSATION_POSITIONS = 4096
 """Least length of a conversation's session, if the context allows it, so that the next question fits, too."""

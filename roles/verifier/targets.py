@@ -22,7 +22,7 @@ from roles.chain.session import CHUNK, Submit
 from roles.compute_thread import ComputeThread
 from roles.engine import StageEngine
 from roles.timed_model import timed_model_in
-from wire.handshake import RefusalCode
+from wire.messages import RefusalCode
 
 T = TypeVar("T")
 

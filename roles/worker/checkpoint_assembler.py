@@ -42,9 +42,9 @@ from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing, announ
 from roles.worker.context import Context
 from roles.worker.transfer import AllPieces, Piece, Receiver, Source, send_range
 from wire.connection import Connection
-from wire.handshake import RefusalCode, local_hello
+from wire.handshake import local_hello
 from wire.job_messages import FilesOffer, FilesRequest, MemberRecord, RangeRequest
-from wire.messages import Hello, Message, Refuse
+from wire.messages import Hello, Message, RefusalCode, Refuse
 
 PIECE_BYTES = 512 << 10
 """Bytes of a file requested at a time, also beside a training ring."""

@@ -30,9 +30,9 @@ from roles.line import Line, dial_worker
 from roles.worker.part_cache import MAX_SESSIONS, Part, PartCache
 from roles.worker.stage_requests import CloseRequest, OpenRequest, PeerAddress, ReplayRequest, ResumeRequest
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, Sampled
-from wire.connection import GARBLED, Connection
+from wire.connection import Connection
 from wire.handshake import local_hello
-from wire.messages import Hello, Message
+from wire.messages import Hello, Message, RefusalCode
 
 WORK_POSITIONS = 2048
 """Positions in one ``ForwardRequest`` at most. Longer prompts come as several requests that flow through the chain."""
@@ -634,4 +634,4 @@ def _let_go(parts: list[Part]) -> None:
 def _code(problem: P2PTrainError) -> str:
     if isinstance(problem, Refused):
         return problem.code
-    return GARBLED if isinstance(problem, ProtocolError) else "failed"
+    return RefusalCode.PROTOCOL if isinstance(problem, ProtocolError) else "failed"

@@ -40,9 +40,8 @@ from roles.worker.checkpoint_store import Snapshot, Snapshots
 from roles.worker.context import Context
 from roles.worker.transfer import Piece, send_range
 from wire.connection import Connection
-from wire.handshake import RefusalCode
 from wire.job_messages import BlobRecord, HealOffer, HealRequest, LedgerRow, RangeRequest, StepLogged
-from wire.messages import Hello, Message, Refuse
+from wire.messages import Hello, Message, RefusalCode, Refuse
 
 CHUNK_BYTES = 1 << 20
 DIGEST_BYTES = 16

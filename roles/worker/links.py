@@ -25,7 +25,7 @@ from ring.order import NEAR_RTT_S, LinkQuality
 from roles.worker.stage_requests import PeerAddress
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
-from wire.messages import Hello, Request, Response
+from wire.messages import Hello, RefusalCode, Request, Response
 from wire.schema import instance_untrusted
 
 PIECE_BYTES = 32 << 10
@@ -161,7 +161,7 @@ class Prober:
         )
         if welcome.peer_id != target.peer:
             connection.abort()
-            raise Refused("wrong-identity", f"another peer answers at {host}:{target.port}")
+            raise Refused(RefusalCode.IDENTITY, f"another peer answers at {host}:{target.port}")
         return connection
 
     async def _latency_s(self, connection: Connection) -> float:

@@ -40,9 +40,8 @@ from roles.worker.stage_requests import LoadRequest
 from roles.worker.transfer import AllPieces, Piece, Receiver, Source, send_range
 from wire.chain_messages import TensorRecord, TensorsPage, TensorsRequest
 from wire.connection import Connection
-from wire.handshake import RefusalCode
 from wire.job_messages import RANGE_BYTES, RangeGone, RangeRequest
-from wire.messages import Message
+from wire.messages import Message, RefusalCode
 
 SLOWEST_BYTES_S = 64 << 10
 """A slower sender is dropped: it keeps memory and a place from others. 10 Mbit/s serve 16 loads at this rate."""

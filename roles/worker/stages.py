@@ -51,8 +51,8 @@ from roles.worker.stage_requests import (
 )
 from wire.chain_messages import ForwardRequest, HeldPart, PartLoading, PartsHeld
 from wire.connection import Connection
-from wire.handshake import RefusalCode, local_hello
-from wire.messages import Hello, Message, Refuse, Request, Response
+from wire.handshake import local_hello
+from wire.messages import Hello, Message, RefusalCode, Refuse, Request, Response
 
 PURPOSES = frozenset({"chain", "stage", "model", "give"})
 MAX_CALLERS = 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from configs.schema import Profile
@@ -29,12 +30,11 @@ from roles.worker.context import Context, Notify
 from roles.worker.links import Prober, ProbeResponder, targets_untrusted, to_result
 from roles.worker.runner import JobRunner
 from roles.worker.stages import PURPOSES, Holding, StageContext, Stages
-from wire.address import told_of
 from wire.connection import Connection
 from wire.enrol import Member
-from wire.handshake import RefusalCode, local_hello, local_welcome, serve
+from wire.handshake import Refusals, local_hello, local_welcome, serve
 from wire.job_messages import Assign, CatchUp, Hold, Release, Report, SaveNow, ViewAnnounced
-from wire.messages import EventNotice, Hello, Message, Refuse, Request, Response, Welcome
+from wire.messages import EventNotice, Hello, Message, RefusalCode, Refuse, Request, Response, Welcome
 
 LEAVE_S = 1.2  # how long a leaving worker waits for the step boundary; with closing, Ctrl+C takes less than 2 s
 JOBS = "jobs"  # directory of the jobs' checkpoints, in a worker's own
@@ -157,8 +157,9 @@ class Worker:
             UserError: the port is in use.
         """
         host, port = self._options.listen
+        refusals = Refusals(partial(self._notify_person, "warning", "refused"))
         server = await serve(
-            self._world.network, host, port, decide=self._decide, serve=self._serve, on_problem=self._stranger
+            self._world.network, host, port, decide=self._decide, serve=self._serve, on_problem=refusals
         )
         self._port = server.address[1]
         try:
@@ -425,9 +426,6 @@ class Worker:
                 await self._files.serve(connection, hello)
             case purpose if self._stages is not None and purpose in PURPOSES:
                 await self._stages.serve(connection, hello)
-
-    def _stranger(self, problem: P2PTrainError, address: tuple[str, int]) -> None:
-        self._notify_person("warning", "stranger", told_of(address, problem.message))
 
     # -------------------------------------------------------------------------------------------------------- leaving
 

@@ -17,8 +17,9 @@ from ring.local import HOST, LocalMember, local_view
 from ring.schedule import Kind, Schedule, extended, gpipe, one_f_one_b
 from tests.ring.local import local_chain, networks_apart, virtual
 from wire.emulate import EmulatedNetwork, LinkPreset
-from wire.handshake import RefusalCode, dial, local_hello
+from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork
+from wire.messages import RefusalCode
 from wire.transport import TcpNetwork
 
 F, B = Kind.FORWARD, Kind.BACKWARD

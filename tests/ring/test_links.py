@@ -13,9 +13,9 @@ from ring.local import HOST, LocalMember, local_view
 from ring.view import View
 from tests.ring.local import virtual
 from wire.connection import Connection
-from wire.handshake import RefusalCode, dial, local_hello
+from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork
-from wire.messages import Hello
+from wire.messages import Hello, RefusalCode
 from wire.transport import TcpNetwork
 
 AT_ONCE_S = 5.0  # generous for a slow machine, far below every deadline that could otherwise have ended a wait

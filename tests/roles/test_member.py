@@ -15,8 +15,8 @@ from roles.member import ServingMember, drafters_untrusted
 from tests.roles.in_process import DEADLINE_S, HOST, Cluster, Peer
 from tests.roles.test_cluster import done, small_profile
 from wire.connection import Connection
-from wire.handshake import RefusalCode, dial, local_hello
-from wire.messages import Hello, Response
+from wire.handshake import dial, local_hello
+from wire.messages import Hello, RefusalCode, Response
 from wire.records import PeerInfo, ServingInfo
 from wire.text_messages import MAX_DRAFTERS, DrafterAt, DrafterList, Serving
 from wire.transport import TcpNetwork

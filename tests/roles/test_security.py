@@ -25,9 +25,9 @@ from wire.client import SeedClient
 from wire.connection import Connection
 from wire.credentials import CERTIFICATE_LIFETIME_S
 from wire.enrol import Member, enrol
-from wire.handshake import RefusalCode, dial, local_hello, local_welcome, serve
+from wire.handshake import dial, local_hello, local_welcome, serve
 from wire.job_messages import MemberRecord
-from wire.messages import EnrolGranted, EnrolOffer, EnrolRequest, Hello, Request, Response, Welcome
+from wire.messages import EnrolGranted, EnrolOffer, EnrolRequest, Hello, RefusalCode, Request, Response, Welcome
 from wire.transport import TcpNetwork
 
 

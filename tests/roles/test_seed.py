@@ -24,7 +24,7 @@ from roles.seed import events, run_seed
 from roles.seed.peers import announced_to
 from wire.client import SeedClient
 from wire.connection import Connection
-from wire.handshake import RefusalCode, Server, dial, local_hello, local_welcome, serve
+from wire.handshake import Server, dial, local_hello, local_welcome, serve
 from wire.job_messages import (
     Assign,
     CheckpointSaved,
@@ -43,6 +43,7 @@ from wire.messages import (
     Hello,
     Leave,
     Message,
+    RefusalCode,
     Refuse,
     Request,
     Response,

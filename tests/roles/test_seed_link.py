@@ -16,10 +16,10 @@ from p2ptrain.core.errors import P2PTrainError, Refused, Unreachable
 from p2ptrain.core.world import LoopClock, World
 from roles.seed_link import HeartbeatStats, SeedLink
 from wire.connection import Connection
-from wire.handshake import RefusalCode, Server, local_hello, local_welcome, serve
+from wire.handshake import Server, local_hello, local_welcome, serve
 from wire.job_messages import SaveNow, StepMetrics
 from wire.memory import MemoryNetwork, run_virtual
-from wire.messages import Heartbeat, HeartbeatAck, Hello, Message, Refuse, Welcome
+from wire.messages import Heartbeat, HeartbeatAck, Hello, Message, RefusalCode, Refuse, Welcome
 
 T = TypeVar("T")
 

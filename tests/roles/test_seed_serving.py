@@ -18,9 +18,9 @@ from roles.seed.serving import Services, infos_of
 from tests.roles.in_process import HOST, Cluster
 from wire.chain_messages import HeldPart, PartsHeld
 from wire.connection import Connection
-from wire.handshake import RefusalCode, dial, local_hello, local_welcome, serve
+from wire.handshake import dial, local_hello, local_welcome, serve
 from wire.job_messages import CheckpointSaved, LedgerRows, Report, StepMetrics
-from wire.messages import Heartbeat, HeartbeatAck, Hello, Leave, Message, Welcome
+from wire.messages import Heartbeat, HeartbeatAck, Hello, Leave, Message, RefusalCode, Welcome
 from wire.records import PartInfo
 from wire.schema import instance_untrusted
 from wire.text_messages import MAX_DRAFTERS, DrafterList, Serving

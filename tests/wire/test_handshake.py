@@ -24,7 +24,6 @@ from wire.connection import Connection
 from wire.frame import ControlFrame, FrameDecoder, encode_control
 from wire.handshake import (
     HANDSHAKE_TIMEOUT_S,
-    RefusalCode,
     Server,
     dial,
     judge_answer,
@@ -33,7 +32,7 @@ from wire.handshake import (
     local_welcome,
     serve,
 )
-from wire.messages import PROTOCOL_VERSION, EventNotice, Hello, Message, Refuse, Welcome
+from wire.messages import PROTOCOL_VERSION, EventNotice, Hello, Message, RefusalCode, Refuse, Welcome
 
 Scenario = Callable[[Network], Awaitable[None]]
 Play = Callable[[Scenario], None]

@@ -14,7 +14,6 @@ import pytest
 
 from p2ptrain.core.errors import (
     ConnectionLost,
-    DeadlineExceeded,
     P2PTrainError,
     ProtocolError,
     Refused,
@@ -26,6 +25,7 @@ from wire.address import ROLES
 from wire.connection import Connection
 from wire.credentials import Credentials, PeerIdentity, authority_context
 from wire.handshake import Dialler, Server, dial, judge_answerer, judge_caller, local_hello, local_welcome, serve
+from wire.memory import MemoryNetwork
 from wire.messages import EventNotice, Hello, Refuse, Welcome
 from wire.tls import HANDSHAKE_TIMEOUT_S, TlsDialler, TlsNetwork
 from wire.transport import MAX_HALF_OPEN_PER_MACHINE
@@ -306,10 +306,29 @@ def test_nobody_is_taken_for_somebody() -> None:
 
 def test_a_plain_caller_is_told_that_the_cluster_is_encrypted(on_stage: Play) -> None:
     async def scenario(network: Network) -> None:
-        seed = await exchange(tls(network, credentials("seed", "seed")), network, "tls-required")
-        assert "ticket" in seed.problems[0].remedy
+        async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
+            error = await refused(network, seed)
+            assert error.code == "tls-required"
+            assert "ticket" in error.remedy
+            assert not seed.problems, "a command of this machine asks so"
+            other = Recorder()
+            await network.connect(*seed.address, lambda: other, timeout_s=5)
+            other.transport.write(b"GET / HTTP/1.1\r\n\r\n")
+            assert "does not speak TLS: it began with b'GET '" in (await seed.problem()).message
 
     on_stage(scenario)
+
+
+def test_a_plain_caller_of_another_machine_is_reported(in_memory: Play) -> None:
+    async def scenario(network: Network) -> None:
+        assert isinstance(network, MemoryNetwork)
+        async with Seed().listening(tls(network, credentials("seed", "seed")), host=EVERYWHERE) as seed:
+            await refused(network.at("hostile"), seed)
+            told = await seed.problem()
+            assert isinstance(told, Refused)
+            assert told.code == "tls-required"
+
+    in_memory(scenario)
 
 
 @pytest.mark.parametrize("on_stage", ["asyncio", "uvloop"], indirect=True)  # in memory a reset overtakes the last word
@@ -364,7 +383,7 @@ def test_a_silent_caller_has_five_seconds(in_memory: Play) -> None:
                 began, silent = loop.time(), Recorder()
                 await network.connect(*seed.address, lambda caller=silent: caller, timeout_s=5)
                 silent.transport.write(words)
-                assert isinstance(await seed.problem(), DeadlineExceeded)
+                assert getattr(await seed.problem(), "code", "") == "too-slow"
                 assert loop.time() - began == pytest.approx(HANDSHAKE_TIMEOUT_S)
                 await silent.until(lambda caller=silent: "eof" in caller.events)
                 assert (b"too-slow" in silent.received) == (not words)
