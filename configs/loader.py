@@ -259,11 +259,13 @@ def _validated(settings: dict[str, _Setting]) -> Profile:
         place = next((settings[key].place for key in reversed(settings) if key in conflict.keys), "the profile")
         raise ConfigError(f"{place}: {conflict.problem}", remedy=conflict.remedy)
     key = ".".join(str(part) for part in details["loc"][:2])
-    problem = f"{key} = {_shown(details['input'])} {_complaint(details)}"
+    problem = f"{key} = {_shown(details['input'])} {complaint(details)}"
     raise ConfigError(f"{settings[key].place}: {problem}", remedy=f"{key}: {_FIELDS[key].description}")
 
 
 _COMPLAINTS = {
+    "int_parsing": "must be a whole number",
+    "float_parsing": "must be a number",
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
     "float_type": "must be a number",
@@ -274,7 +276,8 @@ _COMPLAINTS = {
 }
 
 
-def _complaint(details: Mapping[str, Any]) -> str:
+def complaint(details: Mapping[str, Any]) -> str:
+    """What is wrong with a value, in words that follow it. ``details``: of one of pydantic's errors."""
     message = str(details["msg"]).removeprefix("Input ").removeprefix("String ").replace("should ", "must ")
     return _COMPLAINTS.get(details["type"], message)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar
 
 import typer
@@ -37,47 +38,42 @@ class Entry:
         return typer.main.get_command(item)
 
 
-class LazyGroup(TyperGroup):
-    """A command group that loads its ``entries``, which a subclass sets, on demand.
+class Group(TyperGroup):
+    """A command group that shows its help when it is called alone.
 
     ``Any`` stands for parser types: some versions of Typer have their own, others use click's.
     """
 
-    entries: ClassVar[tuple[Entry, ...]] = ()
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return [entry.name for entry in self.entries]
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return next((entry.load() for entry in self.entries if entry.name == cmd_name), None)
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args or ["--help"])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if not args[0].startswith("-") and args[0] not in self.list_commands(ctx):
-            raise unknown_command(args[0], self.list_commands(ctx))
+        names = self.list_commands(ctx)
+        if not args[0].startswith("-") and args[0] not in names and not ctx.resilient_parsing:
+            near = difflib.get_close_matches(args[0], names, n=1)
+            raise no_such("command", args[0], near, ctx.command_path)
         return super().resolve_command(ctx, args)
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        for section in dict.fromkeys(entry.section for entry in self.entries):
-            with formatter.section(section):
-                formatter.write_dl([(entry.name, entry.help) for entry in self.entries if entry.section == section])
 
-
-def unknown_command(name: str, names: Iterable[str], *, path: str = "p2ptrain") -> UserError:
-    """The error for an unknown command. It suggests the closest name."""
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    return UserError(f"no such command: {name}", remedy=f"{hint}`{path} --help` lists the commands")
+def no_such(kind: str, name: str, near: Sequence[str], path: str) -> UserError:
+    """The error for an unknown command or option. ``near``: similar names, to suggest."""
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    return UserError(f"no such {kind}: {name}", remedy=f"{hint}`{path} --help` lists the {kind}s")
 
 
 def new_typer(**settings: Any) -> typer.Typer:
     """A ``Typer`` with plain help (Rich would double the start-up time). ``main`` handles its errors."""
-    return typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False, **settings)
+    fixed: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
+    return typer.Typer(**fixed, **{"cls": Group, "add_completion": False, **settings})
 
 
 _RUN, _WATCH, _USE = "Run a cluster", "Watch and control it", "Use it"
+_SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
 
-class Commands(LazyGroup):
+class Commands(Group):
+    """The root of all commands."""
+
     entries: ClassVar[tuple[Entry, ...]] = (
         Entry("up", "p2ptrain.cli.up:up", "Start a whole cluster on this machine and train.", _RUN),
         Entry("seed", "p2ptrain.cli.seed:seed", "Start a seed: the place where workers meet.", _RUN),
@@ -99,8 +95,42 @@ class Commands(LazyGroup):
         ),
     )
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if {"--install-completion", "--show-completion"} & {*args[:1]}:
+            _check_shell()
+        return super().parse_args(ctx, args)
 
-app = new_typer(cls=Commands, invoke_without_command=True)
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [entry.name for entry in self.entries]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return next((entry.load() for entry in self.entries if entry.name == cmd_name), None)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        near = (entry for entry in self.entries if entry.name.startswith(incomplete))
+        return [SimpleNamespace(value=entry.name, help=entry.help, type="plain") for entry in near]  # loads no command
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for section in dict.fromkeys(entry.section for entry in self.entries):
+            with formatter.section(section):
+                formatter.write_dl([(entry.name, entry.help) for entry in self.entries if entry.section == section])
+
+
+app = new_typer(cls=Commands, add_completion=True, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+def _check_shell() -> None:
+    """Raises ``UserError`` if there is no completion for the shell that runs this program."""
+    import shellingham  # type: ignore[import-untyped]
+
+    try:
+        shell = shellingham.detect_shell()[0]
+    except shellingham.ShellDetectionFailure:
+        shell = "unknown"
+    if shell not in _SHELLS:
+        raise UserError(f"no completion for this shell: {shell}", remedy=f"run it in one of {', '.join(_SHELLS)}")
 
 
 def _print_version(wanted: bool) -> None:
@@ -111,9 +141,8 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Train and serve language models on a few machines, as if they were one.
@@ -129,5 +158,3 @@ def root(
     Exit codes: 0 success, 1 another failure, 2 a wrong argument or profile, 3 the network, 4 a peer,
     5 the job, 6 memory or storage, 70 a bug in this program, 130 interrupted.
     """
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())

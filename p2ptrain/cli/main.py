@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from p2ptrain.core.errors import EXIT_INTERRUPTED, P2PTrainError, StorageError, UserError
 
@@ -29,6 +30,8 @@ def main(args: Sequence[str] | None = None) -> None:
             stream.reconfigure(errors="replace")  # print "?" if the output cannot encode "→"
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="strict")  # C locales would decode invalid bytes to surrogates
+    if "_P2PTRAIN_COMPLETE" in os.environ:
+        os.environ["COLUMNS"] = "9999"  # a shell would take each line of a folded help for a candidate
     try:
         from p2ptrain.cli.commands import app
         from p2ptrain.cli.output import json_output
@@ -67,6 +70,8 @@ def told(error: Exception) -> int:
 
     from p2ptrain.cli.output import failure, json_output, print_json, printable
 
+    if isinstance(error, typer.Abort):  # Ctrl+C at a question
+        return EXIT_INTERRUPTED
     known = _translated(error)
     # EX_SOFTWARE of sysexits.h
     code = known.exit_code if known is error or isinstance(known, UserError | StorageError) else 70
@@ -74,7 +79,7 @@ def told(error: Exception) -> int:
     typer.echo(printable(known.message), err=True)
     if known.remedy:
         typer.echo(f"  → {printable(known.remedy)}", err=True)
-    if json_output.wanted_of(error) and not json_output.written:
+    if json_output.wanted and not json_output.written:
         with suppress(OSError):  # standard output may be what failed
             print_json({"error": failure(known) | {"exit_code": code}})
     return code
@@ -85,19 +90,50 @@ def _translated(error: Exception) -> P2PTrainError:
         return error
     if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
         return StorageError(f"cannot write the output: {_FULL[error.errno]}", remedy="make room, or write it elsewhere")
-    import typer
-
-    if isinstance(error, typer.Abort):  # the user answered a question with no
-        return UserError("nothing was done")
-    # A usage error, of click or of Typer's own parser.
-    usage = getattr(error, "format_message", None)
-    if callable(usage):
-        context = getattr(error, "ctx", None)
-        path = context.command_path if context is not None else "p2ptrain"
-        from wire.address import without_secrets  # the wrong argument may be half of a ticket
-
-        return UserError(without_secrets(str(usage())).rstrip("."), remedy=f"`{path} --help` lists the options")
+    if hasattr(error, "format_message"):
+        return _usage_error(error)
     return P2PTrainError(
         f"a mistake in this program: {type(error).__name__}: {error}",
         remedy=f"set {DEBUG_VARIABLE}=1 and run it again: the traceback that you then see belongs into a bug report",
     )
+
+
+def _usage_error(error: Any) -> UserError:
+    """Translate an error of Typer's parser or of click; the version of Typer decides which."""
+    from p2ptrain.cli.commands import no_such
+    from wire.address import without_secrets  # the wrong argument may be half of a ticket
+
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else _typed_command()
+    message, option, param = str(error.message), getattr(error, "option_name", ""), getattr(error, "param", None)
+    if hasattr(error, "possibilities"):
+        return no_such("option", without_secrets(option), error.possibilities or (), path)
+    if option:
+        message = f"{option} takes no value" if "not take" in message else f"{option} needs a value"
+    elif param is not None:
+        name = param.opts[0] if param.param_type_name == "option" else param.metavar or param.name
+        message = f"{name}: {_complaint(error)}" if message else f"{name} is missing"
+    else:
+        message = message.replace("Got unexpected extra argument(s)", "too many arguments:")
+    return UserError(without_secrets(message).rstrip("."), remedy=f"`{path} --help` shows what it takes")
+
+
+def _complaint(error: Any) -> str:
+    """What is wrong with a value."""
+    if not hasattr(error.__cause__, "errors"):
+        return str(error.message)
+    from configs.loader import complaint
+
+    (details, *_) = error.__cause__.errors()  # of pydantic, with which Typer converts values
+    return f"{details['input']} {complaint(details)}"
+
+
+def _typed_command() -> str:
+    """The command that was typed, in full."""
+    from p2ptrain.cli.commands import Commands
+    from p2ptrain.cli.output import json_output
+
+    first, second = [*json_output.typed, "", ""][:2]
+    group = next((entry.load() for entry in Commands.entries if entry.name == first), None)
+    known = [first] * (group is not None) + [second] * (second in getattr(group, "commands", ()))
+    return " ".join(["p2ptrain", *known])

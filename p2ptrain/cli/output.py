@@ -8,6 +8,7 @@ without a document.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -24,26 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class JsonOutput:
-    """State of this process. ``typed``: its arguments; ``wanted``: JSON is requested; ``written``: it is printed."""
+    """State of this process. ``typed``: its arguments; ``written``: a document is printed."""
 
     typed: Sequence[str] = ()
-    wanted: bool = False
     written: bool = False
 
     def begin(self, typed: Sequence[str]) -> None:
-        self.typed, self.wanted, self.written = typed, False, False
+        self.typed, self.written = typed, False
 
-    def want(self, value: bool) -> bool:
-        """The callback of ``--json``."""
-        self.wanted = self.wanted or value
-        return value
-
-    def wanted_of(self, error: Exception) -> bool:
-        """Whether a document was requested, even if parsing the command line failed."""
-        context = getattr(error, "ctx", None)
-        options = context.command.params if context is not None else ()
-        has_it = any("--json" in option.opts and option.is_flag for option in options)
-        return self.wanted or (has_it and "--json" in self.typed)
+    @property
+    def wanted(self) -> bool:
+        """Whether a document is requested. It reads the typed words, because parsing them may be what failed."""
+        return "--json" in itertools.takewhile(lambda word: word != "--", self.typed)
 
 
 json_output = JsonOutput()
@@ -116,10 +109,14 @@ def number(value: float | None, form: str = ".4f") -> str:
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Ask before an action that cannot be undone, if there is a terminal. Raises ``typer.Abort`` if the answer is
-    no."""
-    if not yes and sys.stdin.isatty():
-        typer.confirm(question, abort=True, err=True)
+    """Ask before an action that cannot be undone. Raises ``UserError`` if the answer is no, or nobody can answer."""
+    from p2ptrain.core.errors import UserError
+
+    if not yes and not sys.stdin.isatty():
+        text = f"there is no terminal to ask: {printable(question)}"
+        raise UserError(text, remedy="add --yes to do it without a question")
+    if not yes and not typer.confirm(printable(question), err=True):
+        raise UserError("nothing was done")
 
 
 # ------------------------------------------------------------------------------------------------ long-running commands

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from tui.chains import Chain, Gap
     from wire.records import PartInfo, PeerInfo, ServingInfo
 
-app = new_typer(help="Show peers and what each one does; evict a peer.", invoke_without_command=True)
+app = new_typer(help="Show peers and what each one does; evict a peer.")
 
 
-@app.callback()
-def peers(context: typer.Context, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
+@app.command("list")
+def list_peers(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
     """Show the peers, and what each one does.
 
     If models are served: MODEL is the model's name, SESSIONS the number of texts under way, ACCEPTED how often a
@@ -27,52 +27,9 @@ def peers(context: typer.Context, seed: SeedOption = DEFAULT_SEED, as_json: Json
 
     \b
     Examples:
-      p2ptrain peers
-      p2ptrain peers --seed 192.168.1.20 --json
-      p2ptrain peers evict laptop
+      p2ptrain peers list
+      p2ptrain peers list --seed 192.168.1.20 --json
     """
-    if context.invoked_subcommand is None:
-        _list(seed, as_json)
-
-
-@app.command("list")
-def list_peers(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
-    """Show the peers, and what each one does: the same as `p2ptrain peers`.
-
-    \b
-    Examples:
-      p2ptrain peers list --json
-    """
-    _list(seed, as_json)
-
-
-@app.command("evict")
-def evict(
-    peer: Annotated[str, typer.Argument(metavar="NAME|ID", callback=not_empty, help="Peer; its id if names repeat.")],
-    seed: SeedOption = DEFAULT_SEED,
-    yes: YesOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Disconnect a peer, and refuse its certificate from now on. Its job goes on without it.
-
-    It could come back as another peer with a ticket that is still open: `p2ptrain ticket rotate` closes those.
-
-    \b
-    Examples:
-      p2ptrain peers evict laptop
-    """
-    confirm(f"Evict {printable(peer)} for good?", yes=yes)
-    gone, name = ask(seed, lambda client: client.evict(peer))
-    if as_json:
-        print_json({"evicted": gone, "name": name})
-        return
-    typer.echo(f"{printable(name)} ({printable(gone)}) is evicted")
-    typer.echo(
-        "It could join again as another peer with an open ticket: p2ptrain ticket rotate closes those.", err=True
-    )
-
-
-def _list(seed: str, as_json: bool) -> None:
     found = ask(seed, lambda client: client.peers())
     serve = any(peer.model for peer in found)
     serving = {info.id: info for info in ask(seed, lambda client: client.serving())} if serve else {}
@@ -104,6 +61,33 @@ def _list(seed: str, as_json: bool) -> None:
     print_table(columns, rows, right=(*figures, *of_serving[1:]))
     if not found:
         print_hint(seed)
+
+
+@app.command("evict")
+def evict(
+    peer: Annotated[str, typer.Argument(metavar="NAME|ID", callback=not_empty, help="Peer; its id if names repeat.")],
+    seed: SeedOption = DEFAULT_SEED,
+    yes: YesOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Disconnect a peer, and refuse its certificate from now on. Its job goes on without it.
+
+    It could come back as another peer with a ticket that is still open: `p2ptrain ticket rotate` closes those.
+
+    \b
+    Examples:
+      p2ptrain peers evict laptop
+      p2ptrain peers evict laptop --yes
+    """
+    confirm(f"Evict {printable(peer)} for good?", yes=yes)
+    gone, name = ask(seed, lambda client: client.evict(peer))
+    if as_json:
+        print_json({"evicted": gone, "name": name})
+        return
+    typer.echo(f"{printable(name)} ({printable(gone)}) is evicted")
+    typer.echo(
+        "It could join again as another peer with an open ticket: p2ptrain ticket rotate closes those.", err=True
+    )
 
 
 def _served(peer: PeerInfo, serving: ServingInfo | None) -> tuple[str, str, str]:

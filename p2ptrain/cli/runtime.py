@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from p2ptrain.cli.output import json_output
-
 if TYPE_CHECKING:
     from p2ptrain.cli.access import Access
     from wire.client import SeedClient
@@ -29,10 +27,7 @@ CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 20.0  # longer than the seed waits for a worker that it asks on our behalf
 
 SeedOption = Annotated[str, typer.Option("--seed", envvar=SEED_VARIABLE, metavar="SEED", help=SEED_HELP)]
-JsonOption = Annotated[
-    bool,
-    typer.Option("--json", help="Write one JSON document, for programs.", callback=json_output.want, is_eager=True),
-]
+JsonOption = Annotated[bool, typer.Option("--json", help="Write one JSON document, for programs.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 ProfileOption = Annotated[
     str, typer.Option("--profile", "-p", metavar="NAME|PATH", help="A profile that ships, or a TOML file.")

@@ -109,6 +109,7 @@ def revoke(
     \b
     Examples:
       p2ptrain ticket revoke 3fa9
+      p2ptrain ticket revoke 3fa9 --yes
     """
     confirm(f"Disconnect and lock out all peers that joined with ticket {printable(ticket)}?", yes=yes)
     revoked = ask(seed, lambda client: client.revoke_ticket(ticket))
@@ -122,6 +123,7 @@ def rotate(seed: SeedOption = DEFAULT_SEED, yes: YesOption = False, as_json: Jso
     \b
     Examples:
       p2ptrain ticket rotate
+      p2ptrain ticket rotate --yes
     """
     confirm("Replace all tickets?", yes=yes)
     _show(*ask(seed, lambda client: client.rotate_tickets()), as_json)

@@ -27,7 +27,7 @@ def tui(
     if not at_terminal():
         raise UserError(
             "the full-screen view needs a terminal, and there is no terminal here",
-            remedy="for scripts there are `p2ptrain jobs list --json` and `p2ptrain peers --json`",
+            remedy="for scripts there are `p2ptrain jobs list --json` and `p2ptrain peers list --json`",
         )
     from p2ptrain.cli.access import read_target, shown_address
     from tui.app import run_tui

@@ -505,7 +505,7 @@ class Session:
         self._stalls += 1
         if self._stalls > MOST_STALLS:
             text = f"no stage is lost, but the chain did not answer for {now - requests[0].sent_at:.0f} s"
-            self._fail(DeadlineExceeded(text, remedy="a worker may be overloaded: see p2ptrain peers"), out)
+            self._fail(DeadlineExceeded(text, remedy="a worker may be overloaded: see p2ptrain peers list"), out)
             return
         self._begin_mending(now)
 

@@ -319,7 +319,7 @@ class OperatorApi:
             ids = ", ".join(peer_id for peer_id, _ in named[:4])
             raise Refused("ambiguous", f"{len(named)} peers are called {text!r}: {ids}", remedy="give the id")
         hint = did_you_mean(text, [*infos, *infos.values()])
-        raise Refused("unknown-peer", f"there is no peer {clipped(text, 80)!r}{hint}", remedy="see p2ptrain peers")
+        raise Refused("unknown-peer", f"there is no peer {clipped(text, 80)!r}{hint}", remedy="see p2ptrain peers list")
 
     # ------------------------------------------------------------------------------------------------------- tickets
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def _fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 
 
 def test_help_names_every_command(command: Command) -> None:
-    for arguments in ([], ["--help"]):
+    for arguments in ([], ["--help"], ["-h"]):
         outcome = command(*arguments)
         assert (outcome.code, outcome.err) == (0, "")
         for entry in Commands.entries:
@@ -44,7 +45,9 @@ def test_every_command_explains_itself_with_an_example(command: Command, entry: 
     outcome = command(entry.name, "--help")
     assert outcome.code == 0
     names = [line.split()[0] for line in outcome.out.partition("Commands:")[2].splitlines() if line.strip()]
-    for page in [command(entry.name, name, "--help") for name in names] or [outcome]:
+    if names:
+        assert command(entry.name) == outcome, "a group alone shows its help"
+    for page in [command(entry.name, name, "-h") for name in names] or [outcome]:
         assert page.code == 0
         assert "Example" in page.out
         assert f"p2ptrain {entry.name}" in page.out.partition("Example")[2]
@@ -71,6 +74,10 @@ def test_what_fails_is_one_document_where_json_is_wanted(command: Command, monke
         ("jobs", "show", "--json"),
         ("generate", "--json", "x", "--tokens", "none"),
         ("generate", "x", "--temperature", "warm", "--json"),
+        ("jobs", "lst", "--json"),
+        ("--nonsense", "--json"),
+        ("seed", "--port", "none", "--json"),
+        ("tui", "--json"),
     ],
 )
 def test_a_wrong_argument_too_is_a_document(command: Command, arguments: tuple[str, ...]) -> None:
@@ -80,7 +87,7 @@ def test_a_wrong_argument_too_is_a_document(command: Command, arguments: tuple[s
 
 
 def test_version(command: Command) -> None:
-    assert command("--version").out == f"p2ptrain {p2ptrain.__version__}\n"
+    assert command("--version").out == command("-V").out == f"p2ptrain {p2ptrain.__version__}\n"
 
 
 def test_an_unknown_command_names_the_one_that_was_meant(command: Command) -> None:
@@ -90,16 +97,49 @@ def test_an_unknown_command_names_the_one_that_was_meant(command: Command) -> No
     assert command("zzz").err == "error: no such command: zzz\n  → `p2ptrain --help` lists the commands\n"
     outcome = command("jobs", "lst")
     assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err.startswith("error: No such command 'lst'. Did you mean 'list'?\n  → `p2ptrain jobs --help`")
+    assert outcome.err == (
+        "error: no such command: lst\n  → did you mean list? `p2ptrain jobs --help` lists the commands\n"
+    )
 
 
 def test_an_unknown_option_names_the_one_that_was_meant(command: Command) -> None:
     outcome = command("profiles", "list", "--jsn")
     assert (outcome.code, outcome.out) == (2, "")
-    assert "--json" in outcome.err
-    assert "`p2ptrain profiles list --help`" in outcome.err
-    assert command("--verson").code == 2
-    assert command("jobs", "show").code == 2  # a missing argument
+    assert outcome.err == (
+        "error: no such option: --jsn\n  → did you mean --json? `p2ptrain profiles list --help` lists the options\n"
+    )
+    assert "did you mean --version?" in command("--verson").err
+
+
+def test_a_shell_completes_commands_and_options(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("_P2PTRAIN_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    monkeypatch.setenv("COMP_WORDS", "p2ptrain ch")
+    assert command().out.split() == ["checkpoints", "chaos", "check", "chat"]
+    monkeypatch.setenv("_P2PTRAIN_COMPLETE", "complete_fish")
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "p2ptrain jobs list --")
+    names = [line.partition("\t")[0] for line in command().out.splitlines()]
+    assert names == ["--seed", "--json", "--help"], "one line for each, however long its help is"
+
+
+def test_completion_is_installed_for_the_shell_that_asks(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for shell, file in {
+        "bash": ".bash_completions/p2ptrain.sh",
+        "zsh": ".zfunc/_p2ptrain",
+        "fish": ".config/fish/completions/p2ptrain.fish",
+    }.items():
+        monkeypatch.setattr("shellingham.detect_shell", lambda shell=shell: (shell, f"/bin/{shell}"))
+        assert command("--install-completion").code == 0
+        assert "_P2PTRAIN_COMPLETE" in (tmp_path / file).read_text()
+    monkeypatch.setattr("shellingham.detect_shell", lambda: ("dash", "/bin/dash"))
+    outcome = command("--show-completion")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("error: no completion for this shell: dash\n  → ")
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ CHECKPOINT = CheckpointInfo(
 
 def test_peers_for_people(command: Command, fake_seed: Any) -> None:
     fake_seed.answers["peers.list"] = {"peers": [PEER.to_map()]}
-    outcome = command("peers")
+    outcome = command("peers", "list")
     assert (outcome.code, outcome.err) == (0, "")
     header, row = outcome.out.splitlines()
     assert header.split()[:4] == ["NAME", "ID", "ROLES", "STATE"]
@@ -85,16 +85,16 @@ def test_peers_that_serve_models(command: Command, fake_seed: Any) -> None:
     )
     fake_seed.answers["peers.list"] = {"peers": [peer.to_map() for peer in (PEER, verifier, drafter)]}
     fake_seed.answers["serving.list"] = {"serving": [served.to_map()], "total": 1}
-    header, *rows = command("peers").out.splitlines()
+    header, *rows = command("peers", "list").out.splitlines()
     at = header.index("MODEL")
     assert [row[at:].split()[:3] for row in [header, *rows]] == [
         ["MODEL", "SESSIONS", "ACCEPTED"], ["-", "-", "-"], ["big", "3", "78%"], ["small", "3", "-"],
     ]  # fmt: skip
-    told = command("peers", "--json").json
+    told = command("peers", "list", "--json").json
     assert told["serving"] == [served.to_map()]
     assert [peer["model"] for peer in told["peers"]] == ["", "big", "small"]
     fake_seed.answers["serving.list"] = {"serving": [served.to_map() | {"port": 0}]}
-    assert command("peers").code == 4
+    assert command("peers", "list").code == 4
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ def test_peers_that_serve_models(command: Command, fake_seed: Any) -> None:
 )
 def test_a_seed_that_talks_nonsense_is_a_peer_error(command: Command, fake_seed: Any, answer: dict[str, Any]) -> None:
     fake_seed.answers["peers.list"] = answer
-    outcome = command("peers", "--json")
+    outcome = command("peers", "list", "--json")
     assert (outcome.code, list(outcome.json)) == (4, ["error"])
     assert outcome.err.startswith("error: ")
 
 
 def test_no_seed_is_a_network_error_with_a_remedy(command: Command, free_port: int) -> None:
-    outcome = command("peers", "--seed", f"127.0.0.1:{free_port}")
+    outcome = command("peers", "list", "--seed", f"127.0.0.1:{free_port}")
     assert (outcome.code, outcome.out) == (3, "")
     assert f"127.0.0.1:{free_port}" in outcome.err
     assert "  → " in outcome.err
@@ -205,8 +205,9 @@ def test_show_tells_how_the_ring_runs(command: Command, fake_seed: Any) -> None:
 )
 def test_commands_to_a_job(command: Command, fake_seed: Any, verb: str, text: str) -> None:
     fake_seed.answers[f"jobs.{verb}"] = {"job": JOB.id}
-    assert command("jobs", verb, "tiny").out == f"job {JOB.id} {text}\n"
-    assert command("jobs", verb, "tiny", "--json").json == {"job": JOB.id}
+    sure = ["--yes"] if verb in ("cancel", "forget") else []
+    assert command("jobs", verb, "tiny", *sure).out == f"job {JOB.id} {text}\n"
+    assert command("jobs", verb, "tiny", *sure, "--json").json == {"job": JOB.id}
     assert fake_seed.asked == [(f"jobs.{verb}", {"job": "tiny"})] * 2
 
 
@@ -216,13 +217,28 @@ def test_a_refusal_names_the_remedy(command: Command, fake_seed: Any) -> None:
     assert (outcome.code, outcome.err) == (4, "error: no job 'tinny'\n  → did you mean tiny?\n")
 
 
-def test_a_person_is_asked_before_a_job_ends(command: Command, fake_seed: Any) -> None:
-    fake_seed.answers["jobs.cancel"] = {"job": JOB.id}
-    outcome = command("jobs", "cancel", "tiny", typed="n\n")
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "jobs cancel tiny",
+        "jobs forget tiny",
+        "checkpoints restore x@1@y",
+        "checkpoints delete x@1@y",
+        "peers evict laptop",
+        "ticket revoke 0011",
+        "ticket rotate",
+    ],
+)
+def test_what_cannot_be_undone_needs_an_answer_or_yes(command: Command, fake_seed: Any, typed: str) -> None:
+    outcome = command(*typed.split(), "--json")
+    assert (outcome.code, outcome.json["error"]["remedy"]) == (2, "add --yes to do it without a question")
+    outcome = command(*typed.split(), typed="n\n")
     assert (outcome.code, fake_seed.asked) == (2, [])
     assert outcome.err.endswith("error: nothing was done\n")
-    assert command("jobs", "cancel", "tiny", typed="y\n").code == 0
-    assert command("jobs", "cancel", "tiny", "--yes", typed="").code == 0
+    assert command(*typed.split(), typed="").code == 130, "Ctrl+C or Ctrl+D at the question"
+    assert fake_seed.asked == []
+    command(*typed.split(), typed="y\n")
+    command(*typed.split(), "--yes", typed="")
     assert len(fake_seed.asked) == 2
 
 
@@ -240,12 +256,9 @@ def test_list_checkpoints(command: Command, fake_seed: Any) -> None:
 def test_restore_and_delete(command: Command, fake_seed: Any) -> None:
     fake_seed.answers["checkpoints.restore"] = {"job": JOB.id}
     fake_seed.answers["checkpoints.delete"] = {}
-    assert command("checkpoints", "restore", CHECKPOINT.id, "--json").json == {"job": JOB.id}
-    assert command("checkpoints", "delete", CHECKPOINT.id, "--json").json == {"deleted": CHECKPOINT.id}
+    assert command("checkpoints", "restore", CHECKPOINT.id, "--yes", "--json").json == {"job": JOB.id}
+    assert command("checkpoints", "delete", CHECKPOINT.id, "--yes", "--json").json == {"deleted": CHECKPOINT.id}
     assert fake_seed.asked == [
         ("checkpoints.restore", {"id": CHECKPOINT.id}),
         ("checkpoints.delete", {"id": CHECKPOINT.id}),
     ]
-    assert command("checkpoints", "delete", CHECKPOINT.id, typed="n\n").code == 2
-    assert command("checkpoints", "restore", CHECKPOINT.id, typed="n\n").code == 2
-    assert len(fake_seed.asked) == 2

@@ -48,6 +48,11 @@ def loaded_by(code: str) -> set[str]:
     [
         ("command('--help')", LIGHT),
         ("command('--version')", LIGHT),
+        (
+            "import os; os.environ.update(_P2PTRAIN_COMPLETE='complete_bash', COMP_WORDS='p2ptrain j', COMP_CWORD='1');"
+            "command()",
+            LIGHT - {"pydantic"},  # with which Typer converts values
+        ),
         ("command('seed', '--help')", HEAVY | SCREEN | WEB),
         ("command('join', '--help')", HEAVY | SCREEN | WEB),
         ("command('up', '--help')", HEAVY | SCREEN | WEB),

@@ -299,7 +299,7 @@ async def gone(processes: list[psutil.Process]) -> bool:
 @pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
 async def test_closed_standard_streams(machine: Any, closed: str) -> None:
     seed = await machine.seed("--no-job")
-    program = f"{shlex.quote(sys.executable)} -m p2ptrain peers --seed {address(machine)} {closed}"
+    program = f"{shlex.quote(sys.executable)} -m p2ptrain peers list --seed {address(machine)} {closed}"
     process = await asyncio.create_subprocess_exec("sh", "-c", program, stdout=asyncio.subprocess.PIPE)
     async with asyncio.timeout(DEADLINE_S):
         output, _ = await process.communicate()

@@ -64,10 +64,10 @@ async def test_a_cluster_with_tls_from_ticket_to_eviction(machine: Machine, tmp_
     (guest.state.parent / "ticket.txt").write_text(operator)
     jobs = await guest.ask("jobs", "list", "--seed", f"@{guest.state.parent / 'ticket.txt'}")
     assert jobs["jobs"][0]["state"] == "running"
-    assert len((await guest.ask("peers", *at))["peers"]) == 3
+    assert len((await guest.ask("peers", "list", *at))["peers"]) == 3
 
     # One is evicted: it ends with the reason, stays out, and the job goes on.
-    await owner.ask("peers", "evict", "far", *at)
+    await owner.ask("peers", "evict", "far", "--yes", *at)
     assert await far.end() == 4
     assert "was evicted from this cluster" in far.text
     await near.until(r"step .* 2 members")
@@ -77,7 +77,7 @@ async def test_a_cluster_with_tls_from_ticket_to_eviction(machine: Machine, tmp_
 
     # A ticket that was taken back takes with it who came by it.
     [first] = [item for item in (await owner.ask("ticket", "list", *at))["tickets"] if item["kind"] == "first"]
-    await owner.ask("ticket", "revoke", first["id"], *at)
+    await owner.ask("ticket", "revoke", first["id"], "--yes", *at)
     assert await third.end() == 4
     assert "was revoked" in third.text
     await near.until(r"step .* 1 member\b")
