@@ -45,10 +45,10 @@ async def test_a_stage_dies_with_its_disk_and_a_spare_takes_it_out_of_what_anoth
 
 
 async def test_up_trains_a_split_model_stops_and_goes_on(machine: Any) -> None:
-    steps = 120
+    steps = 60
     arguments = ["up", "--plain", "--state", str(machine.root), *machine.settings(job__steps=steps), *SPLIT]
     first = await machine.start(*arguments)
-    await first.until(r"step +[2-9]\d/120 ")
+    await first.until(r"step +[2-5]\d/60 ")
     assert await first.interrupt() == 130
     code, said = await machine.run(*arguments)
     assert code == 0, said

@@ -163,7 +163,7 @@ async def ended_as_one_process(cluster: Cluster, job: str, profile: Profile) -> 
 async def test_without_a_spare_the_whole_replica_goes_on(cluster: Cluster, text: Path) -> None:
     """The other member of the replica that lost one waits; when somebody joins, it takes the place and heals by
     stage."""
-    steps = 90
+    steps = 60
     profile = profile_of(text, 2, 2, job={"steps": steps})
     job = await cluster.create(profile)
     for _ in range(4):
@@ -183,7 +183,7 @@ async def test_without_a_spare_the_whole_replica_goes_on(cluster: Cluster, text:
 
 
 async def test_a_restart_of_everything_goes_on_from_the_parts_checkpoints(cluster: Cluster, text: Path) -> None:
-    profile, gate = profile_of(text, 2, 1, job={"steps": 60}), Gate(35)
+    profile, gate = profile_of(text, 2, 1, job={"steps": 42}), Gate(35)
     job = await cluster.create(profile)
     peers = [cluster.join(build_part=gated(gate), strategies=strategy_of, slot=number) for number in (1, 2)]
     await cluster.saved(job, 20, 2)
@@ -201,7 +201,7 @@ async def test_a_spare_takes_a_lost_stage_out_of_the_whole_checkpoint_of_another
 ) -> None:
     """The disk of the lost one is gone with it."""
     monkeypatch.setattr(jobs.co, "JobOptions", partial(co.JobOptions, grace_s=1.0))  # nobody comes back
-    profile, gate = profile_of(text, 2, 1, job={"steps": 60}), Gate(35)
+    profile, gate = profile_of(text, 2, 1, job={"steps": 42}), Gate(35)
     job = await cluster.create(profile)
     for _ in range(3):
         cluster.join(build_part=gated(gate), strategies=strategy_of)
