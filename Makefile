@@ -40,8 +40,8 @@ fuzz: $(VENV)/.installed-dev ## give every parser of a peer's bytes whatever com
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
 
 sim: $(VENV)/.installed ## run SCHEDULES fresh schedules of the simulator, and a quarter as many of split models
-	$(BIN)/p2ptrain sim --schedules $(SCHEDULES) --jobs 2
-	$(BIN)/p2ptrain sim --schedules $$(($(SCHEDULES) / 4 + 1)) --stages 2 --jobs 2
+	$(BIN)/p2ptrain sim --schedules $(SCHEDULES) --processes 2
+	$(BIN)/p2ptrain sim --schedules $$(($(SCHEDULES) / 4 + 1)) --stages 2 --processes 2
 
 lint: $(VENV)/.installed-dev ## check style, types and who imports whom
 	$(BIN)/ruff check .

@@ -188,7 +188,7 @@ class LocalCluster:
                 ready = await seed.process.stdout.readline()
         except TimeoutError:
             ready = b""
-        if not ready:
+        if b'"ready"' not in ready:  # nothing, or the document of an error, which the log has too
             await end_all([seed])
             raise seed.failed("the seed did not start")
         return seed

@@ -32,6 +32,7 @@ YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for con
 ProfileOption = Annotated[
     str, typer.Option("--profile", "-p", metavar="NAME|PATH", help="A profile that ships, or a TOML file.")
 ]
+WorkersOption = Annotated[int, typer.Option("--workers", "-w", metavar="N", min=1, max=64, help="Number of workers.")]
 SetOption = Annotated[
     list[str], typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Override one setting; may be repeated.")
 ]

@@ -45,9 +45,9 @@ def seed(
             "--name", metavar="NAME", callback=is_name, help="Name of this cluster; default: the machine's name."
         ),
     ] = "",
-    job: Annotated[
+    profile: Annotated[
         str,
-        typer.Option("--job", "-j", metavar="NAME|PATH", help="Profile of the first job, if there is no job yet."),
+        typer.Option("--profile", "-p", metavar="NAME|PATH", help="Profile of the first job, if there is no job yet."),
     ] = "tiny",
     no_job: Annotated[
         bool, typer.Option("--no-job", help="Begin with no job; `p2ptrain jobs create` makes one.")
@@ -84,12 +84,12 @@ def seed(
       p2ptrain seed
       p2ptrain seed --backup /mnt/other-disk/seed
       p2ptrain seed --restore /mnt/other-disk/seed --host 0.0.0.0
-      p2ptrain seed --host 0.0.0.0 --job small --set job.steps=2000
+      p2ptrain seed --host 0.0.0.0 --profile small --set job.steps=2000
       p2ptrain seed --no-job --port 9000
     """
     root = (state or default_state_dir()).absolute()
     encrypted = _is_encrypted(host, tls=tls, insecure=insecure)
-    first_job = None if no_job or restore is not None else job
+    first_job = None if no_job or restore is not None else profile
     if restore is not None:
         encrypted = _restore(restore.absolute(), root, encrypted=encrypted)
     copies = backup.absolute() if backup is not None else None
@@ -202,7 +202,7 @@ def _spec(profile: str, sets: list[str]) -> str:
     loaded = load(profile, os.environ, sets).profile
     if loaded.drafter.layers:
         more = f"p2ptrain jobs create --profile {profile} --drafter"
-        typer.echo(f"--job {profile} creates the main model's job only; for the drafter's: {more}", err=True)
+        typer.echo(f"--profile {profile} creates the main model's job only; for the drafter's: {more}", err=True)
     return loaded.to_spec()
 
 

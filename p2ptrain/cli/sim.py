@@ -21,13 +21,22 @@ VIOLATED = 1
 
 
 def sim(
-    peers: Annotated[int, typer.Option(min=0, max=1000, help="Workers; 0: 2 to 16, set by the schedule.")] = 0,
-    schedules: Annotated[int, typer.Option(min=1, help="Number of fault schedules.")] = 100,
-    seed: Annotated[int, typer.Option(min=-1, help="Number of the first schedule; -1: any.")] = -1,
+    workers: Annotated[
+        int,
+        typer.Option(
+            "--workers", "-w", metavar="N", min=0, max=1000, help="Number of workers; 0: 2 to 16, set by the schedule."
+        ),
+    ] = 0,
+    schedules: Annotated[int, typer.Option(metavar="N", min=1, help="Number of fault schedules.")] = 100,
+    random_seed: Annotated[
+        int, typer.Option("--random-seed", metavar="N", min=-1, help="Number of the first schedule; -1: any.")
+    ] = -1,
     mutation: Annotated[str, typer.Option("--without", metavar="SAFEGUARD", help="Safeguard to switch off.")] = "",
-    stages: Annotated[int, typer.Option(min=1, max=8, help="Parts of the model; 1: not split.")] = 1,
-    faults: Annotated[str, typer.Option(metavar="KIND,KIND", help="Kinds of faults; default: all.")] = "",
-    jobs: Annotated[int, typer.Option(min=1, max=64, help="Processes.")] = 1,
+    stages: Annotated[
+        int, typer.Option("--stages", metavar="N", min=1, max=8, help="Parts of the model; 1: not split.")
+    ] = 1,
+    faults: Annotated[str, typer.Option("--kinds", metavar="LIST", help="Kinds of faults; default: all.")] = "",
+    processes: Annotated[int, typer.Option("--processes", metavar="N", min=1, max=64, help="Processes to use.")] = 1,
     timeline: Annotated[bool, typer.Option("--timeline", help="Show what happened, moment by moment.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -39,8 +48,8 @@ def sim(
 
     \b
     Examples:
-      p2ptrain sim --schedules 1000 --jobs 2
-      p2ptrain sim --schedules 1 --seed 17 --timeline
+      p2ptrain sim --schedules 1000 --processes 2
+      p2ptrain sim --schedules 1 --random-seed 17 --timeline
       p2ptrain sim --without dir-sync
     """
     from roles.sim.faults import KINDS, KINDS_OF_PARTS
@@ -50,14 +59,14 @@ def sim(
     safeguards = MUTATIONS | STAGED if stages > 1 else MUTATIONS
     kinds = tuple(name.strip() for name in faults.split(",") if name.strip())
     for name in kinds:
-        _known("--faults", name, [*KINDS, *(KINDS_OF_PARTS if stages > 1 else ())])
+        _known("--kinds", name, [*KINDS, *(KINDS_OF_PARTS if stages > 1 else ())])
     if mutation:
         _known("--without", mutation, list(safeguards))
         kinds = kinds or safeguards[mutation][1]
-    first = secrets.randbelow(1 << 31) if seed < 0 else seed
+    first = secrets.randbelow(1 << 31) if random_seed < 0 else random_seed
     if not as_json:
         typer.echo(f"schedules {first} to {first + schedules - 1}")
-    options: dict[str, Any] = {"peers": peers, "kinds": kinds, "mutation": mutation, "stages": stages}
+    options: dict[str, Any] = {"peers": workers, "kinds": kinds, "mutation": mutation, "stages": stages}
     shown_at = 0.0
 
     def show(verdict: Verdict, summary: Summary) -> None:
@@ -75,7 +84,7 @@ def sim(
 
     summary, interrupted, numbers = Summary(), False, range(first, first + schedules)
     try:
-        run_batch(numbers, jobs=jobs, on_verdict=show, summary=summary, verbose=timeline, **options)
+        run_batch(numbers, jobs=processes, on_verdict=show, summary=summary, verbose=timeline, **options)
     except KeyboardInterrupt:
         interrupted = True
     if shown_at:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +15,7 @@ from p2ptrain.cli.runtime import (
     JsonOption,
     ProfileOption,
     SetOption,
+    WorkersOption,
     at_terminal,
     default_state_dir,
     run,
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 def up(
     profile: ProfileOption = "tiny",
-    workers: Annotated[
-        int, typer.Option("--workers", "-n", metavar="N", min=1, max=64, help="How many workers to start.")
-    ] = 2,
+    workers: WorkersOption = 2,
     state: Annotated[
         Path | None, typer.Option("--state", metavar="DIR", help=f"Where everything is kept. {STATE_DEFAULT}")
     ] = None,
@@ -143,11 +141,13 @@ def up(
             return
     plan = Plan(profile, loaded, workers, root, port, new, link or loaded.link.preset, endpoint)
     full_screen = not plain and not as_json and at_terminal()
+    from p2ptrain.cli.output import print_json
+
     outcome = run(train(plan, full_screen=full_screen, as_json=as_json), children=True)
     if outcome is None:
         return
     if as_json:
-        typer.echo(json.dumps(outcome, indent=2))
+        print_json(outcome)
     elif plan.is_pair:
         _print_pair(outcome)
     else:

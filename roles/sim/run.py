@@ -267,7 +267,7 @@ def _run_one(number: int, *, options: dict[str, Any]) -> Verdict:
 
 
 def replay(verdict: Verdict, *, peers: int = 0, kinds: Sequence[str] = (), mutation: str = "", stages: int = 1) -> str:
-    words = [f"p2ptrain sim --schedules 1 --seed {verdict.number} --timeline"]
-    words += [f"--peers {peers}"] * bool(peers) + [f"--faults {','.join(kinds)}"] * bool(kinds)
+    words = [f"p2ptrain sim --schedules 1 --random-seed {verdict.number} --timeline"]
+    words += [f"--workers {peers}"] * bool(peers) + [f"--kinds {','.join(kinds)}"] * bool(kinds)
     words += [f"--stages {stages}"] * (stages > 1)
     return " ".join(words + [f"--without {mutation}"] * bool(mutation))

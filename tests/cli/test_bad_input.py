@@ -29,6 +29,10 @@ CASES = {
     "seed --port TAKEN --state state": (2, "cannot listen on 127.0.0.1:TAKEN: port TAKEN is in use"),
     "seed --port 0 --state bytes.toml": (6, "cannot make the directory"),
     "seed --port 0 --state broken": (6, "cannot use broken/seed/seed.sqlite3: file is not a database"),
+    "up --plain --state broken": (
+        5,
+        "the seed did not start: cannot use broken/seed/seed.sqlite3: file is not a database",
+    ),
     "join a:b": (2, "'a:b' is not an address"),
     "join --device gpu": (2, "--device gpu is not a device"),
     "join --memory much": (2, "'much' is not a size"),

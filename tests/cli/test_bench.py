@@ -92,8 +92,8 @@ def test_reports_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     report.columns = {"factor": ("FACTOR", "{:.1f}×".format), "missing": ("MISSING", str)}
     report.notes = ["a note"]
     json_to, csv_to = (str(tmp_path / name) for name in ("a.json", "a.csv"))
-    check_targets(json_to, csv_to)
-    report.publish(json_to, csv_to)
+    check_targets([json_to, csv_to])
+    report.publish([json_to, csv_to], as_json=False)
     said = capsys.readouterr().out
     assert "interrupted" in said
     assert re.search(r"1 MiB\s+this ring\s+0\.0028 G\s+375 ms\s+275–475 ms\s+2\s+2\.5×\s+-", said)
@@ -118,7 +118,7 @@ def test_reports_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_a_report_of_nothing_is_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report("x", "", "bytes", human_rate)
     assert report.picture() == ""
-    report.publish("-", "")
+    report.publish([], as_json=True)
     assert json.loads(capsys.readouterr().out)["results"] == []
 
 
@@ -364,16 +364,16 @@ def test_a_generation_is_held_against_its_goals() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("allreduce", "--peers", "1"), "rings of 2 to 16"),
+        (("allreduce", "--workers", "1"), "rings of 2 to 16"),
         (("allreduce", "--sizes", "4K,nothing"), "'nothing' is not a size"),
         (("allreduce", "--codec", "int9"), "no codec is named 'int9'"),
-        (("allreduce", "--codec", "int8", "--dtype", "float64"), "is for float32"),
+        (("allreduce", "--codec", "int8", "--elements", "float64"), "is for float32"),
         (("allreduce", "--link", "moon"), "no link preset 'moon'"),
-        (("allreduce", "--csv", "/nowhere/a.csv"), "not a path for a file"),
+        (("allreduce", "--output", "/nowhere/a.csv"), "not a path for a file"),
         (("step", "--workers", "9"), "9 workers cannot share the 8 micro-batches"),
         (("step", "--profile", "none-such"), "none-such"),
-        (("generate", "--drafter", "/nowhere"), "--drafter works only with --verifier"),
-        (("generate", "--verifier", "/nowhere"), "holds no model"),
+        (("generate", "--draft-model", "/nowhere"), "--draft-model works only with --model"),
+        (("generate", "--model", "/nowhere"), "holds no model"),
         (("generate", "--alpha", "1.5"), "not a list of numbers, 0 to 1"),
         (("pipeline", "--rtt", "20,far"), "'20,far' is not a list of numbers"),
     ],

@@ -13,17 +13,17 @@ Command = Callable[..., Any]
 
 
 def test_it_tells_what_holds(command: Command) -> None:
-    told = command("sim", "--schedules", "2", "--seed", "5", "--peers", "3", "--json").json
+    told = command("sim", "--schedules", "2", "--random-seed", "5", "--workers", "3", "--json").json
     assert (told["schedules"], told["violations"]) == (2, [])
-    shown = command("sim", "--schedules", "1", "--seed", "5", "--peers", "3").out
+    shown = command("sim", "--schedules", "1", "--random-seed", "5", "--workers", "3").out
     assert "same bits" in shown
     assert "schedules/s" in shown
 
 
 def test_a_violation_is_an_exit_code_and_a_line_to_replay(command: Command) -> None:
-    found = command("sim", "--without", "confirm", "--schedules", "9", "--seed", "0")
+    found = command("sim", "--without", "confirm", "--schedules", "9", "--random-seed", "0")
     assert found.code == 1
-    assert "p2ptrain sim --schedules 1 --seed" in found.err
+    assert "p2ptrain sim --schedules 1 --random-seed" in found.err
     assert "--without confirm" in found.err
 
 
@@ -36,20 +36,20 @@ def test_ctrl_c_shows_what_was_found_so_far(command: Command, monkeypatch: pytes
         return real(number, **more)
 
     monkeypatch.setattr("roles.sim.run.run_schedule", two)
-    ended = command("sim", "--schedules", "50", "--seed", "5", "--peers", "2")
+    ended = command("sim", "--schedules", "50", "--random-seed", "5", "--workers", "2")
     assert ended.code == 130
     assert "2 schedules" in ended.out
     assert "interrupted after 2 of 50" in ended.err
 
 
 def test_the_timeline_is_shown(command: Command) -> None:
-    shown = command("sim", "--schedules", "1", "--seed", "5", "--peers", "2", "--timeline").out
+    shown = command("sim", "--schedules", "1", "--random-seed", "5", "--workers", "2", "--timeline").out
     assert "generation 1 from step 0" in shown
     assert "everything holds" in shown
 
 
 def test_unknown_names_are_refused(command: Command) -> None:
-    for option in ("--without", "--faults"):
+    for option in ("--without", "--kinds"):
         refused = command("sim", option, "luck")
         assert refused.code == 2
         assert "use one of " in refused.err

@@ -32,7 +32,7 @@ async def all_gone(members: list[psutil.Process]) -> None:
 
 
 async def test_the_ring_beside_gloo_and_sockets(machine: Any) -> None:
-    process = await machine.start("bench", "allreduce", "--sizes", "4K,1M", "--rounds", "2", "--json", "-")
+    process = await machine.start("bench", "allreduce", "--sizes", "4K,1M", "--rounds", "2", "--json")
     found = await document(process)
     assert found["complete"]
     assert found["origin"]["torch"]
@@ -48,7 +48,7 @@ async def test_the_ring_beside_gloo_and_sockets(machine: Any) -> None:
 
 
 async def test_encrypted_with_a_codec_over_an_emulated_link(machine: Any) -> None:
-    options = ("--sizes", "1M", "--rounds", "1", "--tls", "--codec", "int8", "--link", "lan", "--json", "-")
+    options = ("--sizes", "1M", "--rounds", "1", "--tls", "--codec", "int8", "--link", "lan", "--json")
     found = await document(await machine.start("bench", "allreduce", *options))
     result = found["results"][0]
     assert set(result["contenders"]) == {"ring", "ring plain"}
@@ -58,7 +58,7 @@ async def test_encrypted_with_a_codec_over_an_emulated_link(machine: Any) -> Non
 
 @pytest.mark.slow
 async def test_training_steps_beside_ddp(machine: Any) -> None:
-    arguments = ("--steps", "6", "--json", "-", *machine.settings(job__workers=2))
+    arguments = ("--steps", "6", "--json", *machine.settings(job__workers=2))
     (found,) = (await document(await machine.start("bench", "step", *arguments)))["results"]
     ring, ddp = found["contenders"]["ring"], found["contenders"]["ddp"]
     assert ring["tokens_per_s"] * ring["median_s"] == pytest.approx(8 * 2 * 32)
@@ -70,7 +70,7 @@ async def test_training_steps_beside_ddp(machine: Any) -> None:
 async def test_schedules_of_a_pipeline_over_a_slow_link(machine: Any) -> None:
     """Real stages. How fast is another day's question: a busy machine may hold anybody up."""
     options = ("--stages", "3", "--micro-batches", "4", "--rtt", "0,30", "--forward-ms", "10", "--backward-ms", "20")
-    process = await machine.start("bench", "pipeline", *options, "--steps", "1", "--payload", "64K", "--json", "-")
+    process = await machine.start("bench", "pipeline", *options, "--steps", "1", "--payload", "64K", "--json")
     found = await document(process)
     assert found["complete"]
     near, far = found["results"]
@@ -84,7 +84,7 @@ async def test_schedules_of_a_pipeline_over_a_slow_link(machine: Any) -> None:
 
 
 async def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(machine: Any) -> None:
-    process = await machine.start("bench", "link", "--json", "-")
+    process = await machine.start("bench", "link", "--json")
     members = await members_of(process)
     assert len(members) == 2
     assert await process.interrupt() == 130
@@ -117,7 +117,7 @@ async def test_a_member_that_dies_is_told(machine: Any) -> None:
 async def test_a_far_drafter_beside_none_and_one_that_is_killed(machine: Any) -> None:
     """Texts are checked against the known one. How fast they come is another day's question."""
     times = ("--pass-ms", "4", "--draft-ms", "0.5", "--tokens", "24", "--texts", "1")
-    found = await document(await machine.start("bench", "generate", *times, "--rtt", "8", "--kill", "--json", "-"))
+    found = await document(await machine.start("bench", "generate", *times, "--rtt", "8", "--kill", "--json"))
     (case,) = found["results"]
     assert {name: item["samples"] for name, item in case["contenders"].items()} == {"alone": 1, "ahead": 1}
     assert (case["goal_s"], case["differ"]) == (None, 0)
@@ -130,8 +130,8 @@ async def test_a_real_pair_and_a_split_model_beside_transformers(machine: Any, t
     for name, layers in (("big", 2), ("small", 1)):
         build_model(tiny(layers=layers), 256, seed=1).save_pretrained(tmp_path / name)
         Tokenizer.of_bytes().save(tmp_path / name)
-    models = ("--verifier", str(tmp_path / "big"), "--drafter", str(tmp_path / "small"), "--split", "2")
-    options = ("--tokens", "12", "--texts", "2", "--rtt", "0", "--json", "-")
+    models = ("--model", str(tmp_path / "big"), "--draft-model", str(tmp_path / "small"), "--split", "2")
+    options = ("--tokens", "12", "--texts", "2", "--rtt", "0", "--json")
     found = await document(await machine.start("bench", "generate", *models, *options))
     (case,) = found["results"]
     assert set(case["contenders"]) == {"alone", "ahead", "transformers", "assisted"}

@@ -34,7 +34,7 @@ def left_behind(root: Any) -> list[str]:
 async def test_a_cluster_that_is_hurt_holds(machine: Any) -> None:
     state = machine.root / "state"
     process = await machine.start(
-        *("chaos", "--workers", "2", "--duration", "6s", "--seed", "5", "--kinds", KINDS, "--json"),
+        *("chaos", "--workers", "2", "--duration", "6s", "--random-seed", "5", "--kinds", KINDS, "--json"),
         *("--state", str(state), *settings(machine)),
     )
     code = await process.end()

@@ -7,7 +7,7 @@ import pytest
 from roles.sim.run import run_schedule
 from roles.sim.watching import MUTATIONS
 
-# Name → a schedule that shows it, and by which invariant. Another one: `p2ptrain sim --without NAME --seed 0`.
+# Name → a schedule that shows it, and by which invariant. Another one: `p2ptrain sim --without NAME --random-seed 0`.
 FOUND = {
     "fence": (3, "generations grow"),
     "digest": (3, "no fork"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from p2ptrain.cli.commands import new_typer
-from p2ptrain.cli.runtime import ProfileOption, SetOption, run
+from p2ptrain.cli.runtime import JsonOption, ProfileOption, SetOption, WorkersOption, run
 from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
 
 if TYPE_CHECKING:
@@ -25,8 +25,10 @@ app = new_typer(
 SIZES, LINK_SIZES = "4K,64K,1M,16M,64M,256M", "64K,1M,4M"
 """Default sizes of the tensor without and with ``--link``. 4M takes about half a second at 100 Mbit/s."""
 
-JsonTo = Annotated[str, typer.Option("--json", metavar="FILE", help="JSON file; -: only JSON, on standard output.")]
-CsvTo = Annotated[str, typer.Option("--csv", metavar="FILE", help="CSV file, one row per sample.")]
+OutputOption = Annotated[
+    list[str],
+    typer.Option("--output", metavar="FILE", help="Also write a file: .csv has a row per sample, others are JSON."),
+]
 ThreadsOption = Annotated[
     int, typer.Option("--threads", metavar="N", min=1, max=1024, help="CPU threads of each process.")
 ]
@@ -52,12 +54,12 @@ TlsOption = Annotated[bool, typer.Option("--tls", help="Encrypt all connections,
 
 @app.command()
 def allreduce(
-    peers: Annotated[int, typer.Option("--peers", "-n", metavar="N", help="Processes, on the loopback.")] = 2,
+    workers: WorkersOption = 2,
     sizes: Annotated[
         str,
         typer.Option("--sizes", metavar="LIST", help=f"Tensor sizes; default: {SIZES}, with --link {LINK_SIZES}."),
     ] = "",
-    dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="Element type of the tensor.")] = "float32",
+    dtype: Annotated[str, typer.Option("--elements", metavar="TYPE", help="Element type of the tensor.")] = "float32",
     codec: CodecOption = "fp32",
     link: LinkOption = "",
     tls: TlsOption = False,
@@ -68,8 +70,8 @@ def allreduce(
         str, typer.Option("--sub-chunk", metavar="SIZE", help="Bytes sent as one piece; default: automatic.")
     ] = "",
     rounds: RoundsOption = 0,
-    json_to: JsonTo = "",
-    csv_to: CsvTo = "",
+    output: OutputOption = [],  # noqa: B006 - Typer copies it
+    as_json: JsonOption = False,
 ) -> None:
     """Compare the ring with torch's Gloo and with plain sockets.
 
@@ -79,7 +81,7 @@ def allreduce(
     \b
     Examples:
       p2ptrain bench allreduce
-      p2ptrain bench allreduce --peers 4 --sizes 1M,64M
+      p2ptrain bench allreduce --workers 4 --sizes 1M,64M
       p2ptrain bench allreduce --codec int8 --link wan
     """
     from p2ptrain.cli.bench.network import AllReducePlan, RingPlan, check_memory, measure_allreduce
@@ -87,14 +89,14 @@ def allreduce(
     from p2ptrain.core.texts import size_of
     from ring.dtypes import storage_dtype
 
-    check_peers(peers)
+    check_peers(workers)
     _check_names(link, codec)
     try:
         item_bytes = storage_dtype(dtype).itemsize
     except ValueError as error:
-        raise UserError(str(error), remedy="choose one of these with --dtype") from None
+        raise UserError(str(error), remedy="choose one of these with --elements") from None
     if codec != "fp32" and dtype != "float32":
-        raise UserError(f"the codec {codec} is for float32, not {dtype}", remedy="leave out --dtype, or --codec")
+        raise UserError(f"the codec {codec} is for float32, not {dtype}", remedy="leave out --elements, or --codec")
     listed = sizes or (LINK_SIZES if link else SIZES)
     chosen = sorted({size_of(part) for part in listed.split(",") if part.strip()})
     if not chosen or any(size_bytes % item_bytes for size_bytes in chosen):
@@ -103,17 +105,17 @@ def allreduce(
     if sub_chunk and (sub_chunk_bytes % 8 or not 1 << 10 <= sub_chunk_bytes <= 64 << 20):
         text = f"a sub-chunk of {sub_chunk_bytes} bytes is not a multiple of 8 from 1K to 64M"
         raise UserError(text, remedy="such as 256K")
-    check_memory(peers, chosen[-1])
+    check_memory(workers, chosen[-1])
     ring = RingPlan(link, tls, streams, sub_chunk_bytes, codec)
     pieces = sub_chunk_bytes or 512 << 10  # no other size was faster
-    plan = AllReducePlan(peers, chosen, dtype, item_bytes, ring, rounds, pieces)
-    _measure(plan.report(), lambda bench, report: measure_allreduce(bench, plan, report), json_to, csv_to)
+    plan = AllReducePlan(workers, chosen, dtype, item_bytes, ring, rounds, pieces)
+    _measure(plan.report(), lambda bench, report: measure_allreduce(bench, plan, report), output, as_json)
 
 
 @app.command()
 def step(
     profile: ProfileOption = "tiny",
-    workers: Annotated[int, typer.Option("--workers", "-n", metavar="N", help="Processes, on the loopback.")] = 2,
+    workers: WorkersOption = 2,
     threads: ThreadsOption = 1,
     steps: Annotated[
         int, typer.Option("--steps", metavar="N", min=1, max=100_000, help="Measured steps of each contender.")
@@ -124,8 +126,8 @@ def step(
     ] = "",
     link: LinkOption = "",
     tls: TlsOption = False,
-    json_to: JsonTo = "",
-    csv_to: CsvTo = "",
+    output: OutputOption = [],  # noqa: B006 - Typer copies it
+    as_json: JsonOption = False,
 ) -> None:
     """Compare training steps with those of torch's DDP.
 
@@ -156,14 +158,14 @@ def step(
         )
     ring = RingPlan(link, tls, max(1, loaded.ring.streams), loaded.ring.sub_chunk_bytes, codec)
     plan = StepPlan(loaded, Path(profile).stem, workers, threads, steps, ring)
-    _measure(plan.report(), lambda bench, report: measure_steps(bench, plan, report), json_to, csv_to)
+    _measure(plan.report(), lambda bench, report: measure_steps(bench, plan, report), output, as_json)
 
 
 @app.command()
 def link(
     rounds: RoundsOption = 0,
-    json_to: JsonTo = "",
-    csv_to: CsvTo = "",
+    output: OutputOption = [],  # noqa: B006 - Typer copies it
+    as_json: JsonOption = False,
 ) -> None:
     """Measure this machine's sockets, with and without TLS.
 
@@ -175,14 +177,12 @@ def link(
     """
     from p2ptrain.cli.bench.network import link_report, measure_link
 
-    _measure(link_report(), lambda bench, report: measure_link(bench, rounds, report), json_to, csv_to)
+    _measure(link_report(), lambda bench, report: measure_link(bench, rounds, report), output, as_json)
 
 
 @app.command()
 def pipeline(
-    stages: Annotated[
-        int, typer.Option("--stages", "-n", metavar="N", min=2, max=16, help="Processes, on the loopback.")
-    ] = 2,
+    stages: Annotated[int, typer.Option("--stages", metavar="N", min=2, max=16, help="Stages of the pipeline.")] = 2,
     micro_batches: Annotated[
         int, typer.Option("--micro-batches", metavar="N", min=1, max=1024, help="Micro-batches per step.")
     ] = 16,
@@ -203,8 +203,8 @@ def pipeline(
         int,
         typer.Option("--max-in-flight", metavar="N", min=0, help="Micro-batches per stage, except GPipe; 0: no limit."),
     ] = 0,
-    json_to: JsonTo = "",
-    csv_to: CsvTo = "",
+    output: OutputOption = [],  # noqa: B006 - Typer copies it
+    as_json: JsonOption = False,
 ) -> None:
     """Compare pipeline schedules over slow links.
 
@@ -215,7 +215,7 @@ def pipeline(
     \b
     Examples:
       p2ptrain bench pipeline
-      p2ptrain bench pipeline --stages 4 --rtt 0,80 --steps 5 --json pipeline.json
+      p2ptrain bench pipeline --stages 4 --rtt 0,80 --steps 5 --output pipeline.json
       p2ptrain bench pipeline --rtt 200 --max-in-flight 3
     """
     from p2ptrain.cli.bench.pipeline import PipelinePlan, check_memory, measure_pipeline
@@ -226,16 +226,16 @@ def pipeline(
     check_memory(stages, micro_batches, payload_bytes)
     times_s = (forward_ms / 1e3, backward_ms / 1e3)
     plan = PipelinePlan(stages, micro_batches, round_trips_ms, *times_s, steps, payload_bytes, max_in_flight)
-    _measure(plan.report(), lambda bench, report: measure_pipeline(bench, plan, report), json_to, csv_to)
+    _measure(plan.report(), lambda bench, report: measure_pipeline(bench, plan, report), output, as_json)
 
 
 @app.command()
 def generate(
     verifier: Annotated[
-        Path | None, typer.Option("--verifier", metavar="DIR", help="Verifier's model; default: one that only waits.")
+        Path | None, typer.Option("--model", metavar="DIR", help="Verifier's model; default: one that only waits.")
     ] = None,
     drafter: Annotated[
-        Path | None, typer.Option("--drafter", metavar="DIR", help="Model of the drafter, with the same tokenizer.")
+        Path | None, typer.Option("--draft-model", metavar="DIR", help="Drafter's model, with the same tokenizer.")
     ] = None,
     split: Annotated[
         int, typer.Option("--split", metavar="N", min=0, max=15, help="Workers that hold the verifier's model.")
@@ -251,7 +251,7 @@ def generate(
         float, typer.Option("--draft-ms", metavar="MS", min=0.1, max=10_000, help="Time of a draft, in ms.")
     ] = 5.0,
     tokens: Annotated[
-        int, typer.Option("--tokens", "-t", metavar="N", min=8, max=10_000, help="New tokens per text.")
+        int, typer.Option("--tokens", "-n", metavar="N", min=8, max=10_000, help="New tokens per text.")
     ] = 128,
     texts: Annotated[int, typer.Option("--texts", metavar="N", min=1, max=1000, help="Texts per contender.")] = 4,
     together: Annotated[
@@ -261,8 +261,8 @@ def generate(
         bool, typer.Option("--kill", help="Also kill the drafter, or N of 2 N workers, during a text.")
     ] = False,
     threads: ThreadsOption = 1,
-    json_to: JsonTo = "",
-    csv_to: CsvTo = "",
+    output: OutputOption = [],  # noqa: B006 - Typer copies it
+    as_json: JsonOption = False,
 ) -> None:
     """Measure texts with a far drafter, and of a split model.
 
@@ -276,7 +276,7 @@ def generate(
       p2ptrain bench generate
       p2ptrain bench generate --alpha .6,.9 --rtt 40 --kill
       p2ptrain bench generate --split 3 --rtt 0,20 --kill
-      p2ptrain bench generate --verifier big/ --drafter small/ --rtt 0,20 --together 8
+      p2ptrain bench generate --model big/ --draft-model small/ --rtt 0,20 --together 8
     """
     from p2ptrain.cli.bench.generate import GeneratePlan, check_models, measure_generate
     from p2ptrain.cli.bench.runner import numbers_of
@@ -296,14 +296,14 @@ def generate(
         kill,
         threads,
     )
-    _measure(plan.report(), lambda bench, report: measure_generate(bench, plan, report), json_to, csv_to)
+    _measure(plan.report(), lambda bench, report: measure_generate(bench, plan, report), output, as_json)
 
 
 @app.command(hidden=True)
 def member(
     rank: int,
     size: int,
-    with_parent: Annotated[bool, typer.Option("--with-parent")] = False,
+    with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
 ) -> None:
     """One process of a benchmark: carries out the orders on its standard input."""
     from p2ptrain.cli.bench.member import run_member
@@ -314,15 +314,15 @@ def member(
 def _measure(
     report: Report,
     work: Callable[[Bench, Report], Coroutine[Any, Any, None]],
-    json_to: str,
-    csv_to: str,
+    outputs: list[str],
+    as_json: bool,
 ) -> None:
     from p2ptrain.cli.bench.report import check_targets
     from p2ptrain.cli.bench.runner import conduct
 
-    check_targets(json_to, csv_to)
+    check_targets(outputs)
     run(conduct(report, lambda bench: work(bench, report)), children=True)
-    report.publish(json_to, csv_to)
+    report.publish(outputs, as_json=as_json)
     if not report.complete:
         raise typer.Exit(EXIT_INTERRUPTED)
 

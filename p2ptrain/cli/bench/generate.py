@@ -377,7 +377,7 @@ def _by_transformers(verifier: Path, drafter: str, texts: int, tokens: int, thre
 def check_models(verifier: Path | None, drafter: Path | None, stages: int) -> None:
     """Raises ``UserError``."""
     if drafter is not None and verifier is None and not stages:
-        raise UserError("--drafter works only with --verifier", remedy="add --verifier DIR, or leave it out")
+        raise UserError("--draft-model works only with --model", remedy="add --model DIR, or leave it out")
     for directory in (verifier, drafter):
         if directory is not None and not (directory / "config.json").is_file():
             raise UserError(f"{directory} holds no model", remedy="name a directory with a config.json")

@@ -175,19 +175,15 @@ class Report:
                     writer.writerow([self.benchmark, case.label, name, number, seconds, case.amount / seconds])
         return text.getvalue()
 
-    def publish(self, json_to: str, csv_to: str) -> None:
-        """Print the report, and write the requested files. Raises ``StorageError``."""
-        if json_to == "-":
-            print_json(self.to_json())
-        else:
-            self._print()
-        written = {csv_to: self.csv} | {json_to: lambda: json.dumps(self.to_json(), indent=2) + "\n"}
-        for name, made in written.items():
-            if name not in ("", "-"):
-                try:
-                    Path(name).write_text(made(), "utf-8")
-                except OSError as error:
-                    raise StorageError(f"cannot write {name}: {error.strerror}", remedy="choose another") from error
+    def publish(self, outputs: Sequence[str], *, as_json: bool) -> None:
+        """Print the report, and write the files. Raises ``StorageError``."""
+        print_json(self.to_json()) if as_json else self._print()
+        for name in outputs:
+            text = self.csv() if name.endswith(".csv") else json.dumps(self.to_json(), indent=2) + "\n"
+            try:
+                Path(name).write_text(text, "utf-8")
+            except OSError as error:
+                raise StorageError(f"cannot write {name}: {error.strerror}", remedy="choose another") from error
 
     def _print(self) -> None:
         typer.secho(self.title, bold=True)
@@ -208,14 +204,12 @@ class Report:
                 typer.echo(line)
 
 
-def check_targets(json_to: str, csv_to: str) -> None:
+def check_targets(outputs: Sequence[str]) -> None:
     """Check the output files before anything is measured. Raises ``UserError``."""
-    for option, name in (("--json", json_to), ("--csv", csv_to)):
-        if name in ("", "-" if option == "--json" else ""):
-            continue
+    for name in outputs:
         path = Path(name)
         if path.is_dir() or not path.absolute().parent.is_dir():
-            raise UserError(f"{option} {name}: this is not a path for a file", remedy="name a file in a directory")
+            raise UserError(f"--output {name}: this is not a path for a file", remedy="name a file in a directory")
 
 
 def origin() -> dict[str, Any]:

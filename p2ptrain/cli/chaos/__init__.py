@@ -22,9 +22,7 @@ SAVE_EVERY = 20
 
 
 def chaos(
-    workers: Annotated[
-        int, typer.Option("--workers", "-n", metavar="N", min=2, max=32, help="How many workers to start.")
-    ] = 4,
+    workers: Annotated[int, typer.Option("--workers", "-w", metavar="N", min=2, max=32, help="Number of workers.")] = 4,
     profile: ProfileOption = "tiny",
     duration: Annotated[
         str, typer.Option("--duration", metavar="TIME", help=f"How long to inject faults; default: {DURATION}.")
@@ -39,7 +37,9 @@ def chaos(
             help="Instead of --duration: inject N faults, each after all workers are members again.",
         ),
     ] = 0,
-    seed: Annotated[int, typer.Option("--seed", metavar="S", min=0, help="Seed of the random fault schedule.")] = 1,
+    seed: Annotated[
+        int, typer.Option("--random-seed", metavar="N", min=0, help="Seed of the random fault schedule.")
+    ] = 1,
     kinds: Annotated[
         str,
         typer.Option(
@@ -75,7 +75,7 @@ def chaos(
       p2ptrain chaos --kinds kill --faults 200
       p2ptrain chaos --kinds seed --faults 50
       p2ptrain chaos --kinds none --duration 30m --workers 8
-      p2ptrain chaos --exact --tls --duration 10m --seed 7
+      p2ptrain chaos --exact --tls --duration 10m --random-seed 7
     """
     from p2ptrain.cli.chaos.conduct import Plan, conduct, kinds_here
     from p2ptrain.cli.chaos.judge import Report, kinds_of, seconds_of
