@@ -24,7 +24,7 @@ CASES = {
     "up --set optimizer.lr": (2, "--set optimizer.lr: no value"),
     "up --link dsl": (2, "there is no link preset 'dsl'"),
     "up --workers 2 --set job.workers=3": (2, "--set job.workers=3: the job needs 3 workers to begin"),
-    "up --state bytes.toml": (6, "cannot write"),
+    "up --state bytes.toml": (6, "cannot make the directory bytes.toml/logs: Not a directory"),
     "seed --port 99999": (2, "--port: 99999 must be less than or equal to 65535"),
     "seed --port TAKEN --state state": (2, "cannot listen on 127.0.0.1:TAKEN: port TAKEN is in use"),
     "seed --port 0 --state bytes.toml": (6, "cannot make the directory"),
