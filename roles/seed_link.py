@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from random import Random
+from typing import Any, NoReturn, TypeVar
 
 from p2ptrain.core.disk import Disk, write_atomic
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, Refused, StorageError
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, Refused, StorageError
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.threads import Thread
-from p2ptrain.core.world import World
+from p2ptrain.core.world import Clock, World
 from wire.client import PendingCalls
 from wire.connection import Connection
 from wire.enrol import LOOK_S, Member
@@ -49,8 +51,59 @@ Address = tuple[str, int]
 Notify = Callable[[str, str, str], None]
 """(level, kind, text)"""
 
-# Refusals that another try cannot change.
+# Refusals that another try cannot change, and those that it soon may.
 _FINAL = frozenset({RefusalCode.VERSION, RefusalCode.TICKET_REVOKED, RefusalCode.EVICTED})
+_PASSING = frozenset({RefusalCode.BUSY, RefusalCode.SHUTTING_DOWN, RefusalCode.TOO_SLOW})
+
+T = TypeVar("T")
+
+
+def _is_final(problem: P2PTrainError) -> bool:
+    return isinstance(problem, Refused) and problem.code in _FINAL
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a newcomer waits for a seed that does not answer yet. It does not wait after a refusal.
+
+    Attributes:
+        until: seconds on the world's clock.
+        tell: called with the problem before each further attempt.
+    """
+
+    until: float = -math.inf
+    tell: Callable[[P2PTrainError], None] = lambda problem: None
+
+    def left_s(self, problem: P2PTrainError, now: float) -> float:
+        passing = isinstance(problem, NetworkError) or (isinstance(problem, Refused) and problem.code in _PASSING)
+        left_s = self.until - now if passing else 0.0
+        if left_s > 0:
+            self.tell(problem)
+        return left_s
+
+
+NO_PATIENCE = Patience()
+
+
+async def until_reached(
+    attempt: Callable[[], Awaitable[T]],
+    left_s: Callable[[P2PTrainError, float], float],
+    clock: Clock,
+    random: Random,
+) -> T:
+    """Repeat ``attempt`` while ``left_s``, given its error and the time, is positive. Raises the last error."""
+    began, delay_s = clock.now(), 0.1
+    while True:
+        try:
+            return await attempt()
+        except P2PTrainError as problem:
+            if not (rest_s := left_s(problem, clock.now())) > 0:
+                raise
+        await asyncio.sleep(min(delay_s * (0.5 + random.random()), rest_s))
+        # The delay is a twentieth of the time that the seed has been away, so a member connects soon after its return.
+        # A refused try costs one packet. 500 members that connect at once take the seed a second.
+        least_s, most_s = (1.0, 5.0)
+        delay_s = min(2 * delay_s, max(least_s, min((clock.now() - began) / 20, most_s)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +121,7 @@ class SeedLink:
 
     Args:
         seeds: addresses of the seed. They are tried in turn, beginning with the one that accepted this member last.
+        patience: with the first connection.
         terms: cluster → the highest term that was met; changed in place.
         on_term: called when ``terms`` changed.
         hello: makes the current ``Hello`` (it names the running view).
@@ -81,6 +135,7 @@ class SeedLink:
         *,
         world: World,
         seeds: Sequence[Address],
+        patience: Patience,
         terms: dict[str, int],
         hello: Callable[[], Hello],
         pulse: Callable[[], HeartbeatStats],
@@ -89,7 +144,7 @@ class SeedLink:
         on_down: Callable[[P2PTrainError], None],
         on_term: Callable[[], None],
     ) -> None:
-        self._world = world
+        self._world, self._patience = world, patience
         self._seeds, self._terms, self._on_term = list(dict.fromkeys(seeds)), terms, on_term
         self._cluster = ""
         self._hello, self._pulse = hello, pulse
@@ -136,14 +191,17 @@ class SeedLink:
         """Stay connected until ``leave`` is called, or cancelled.
 
         Raises:
-            NetworkError, Refused: the *first* connection failed, or the seed refuses for good. Other later losses and
-                refusals are only reported to ``on_down``, so that a worker trains on.
+            NetworkError, Refused: the *first* connection failed, and patience is over, or the seed refuses for good.
+                Other later losses and refusals are only reported to ``on_down``, so that a worker trains on.
         """
-        connection, welcome = await self._dial()
+        clock, random = self._world.clock, self._world.random
+        connection, welcome = await until_reached(self._dial, self._patience.left_s, clock, random)
         while True:
             problem = await self._live(connection, welcome)
             if self._leaving:
                 return
+            if _is_final(problem):
+                raise problem
             self._on_down(problem)
             connection, welcome = await self._find_again()
 
@@ -174,7 +232,7 @@ class SeedLink:
                     expect_role="seed",
                 )
             except P2PTrainError as problem:
-                if isinstance(problem, Refused) and problem.code in _FINAL:
+                if _is_final(problem):
                     raise
                 problems.append(problem)
                 continue
@@ -195,24 +253,21 @@ class SeedLink:
             self._on_term()
 
     async def _find_again(self) -> tuple[Connection, Welcome]:
-        clock = self._world.clock
-        began = clock.now()
-        delay_s, tell_at = 0.1, began
-        while True:
-            await asyncio.sleep(delay_s * (0.5 + self._world.random.random()))
-            try:
-                return await self._dial()
-            except P2PTrainError as problem:
-                if isinstance(problem, Refused) and problem.code in _FINAL:
-                    raise
-                # The loss of the seed was reported already; this refusal was not.
-                if isinstance(problem, Refused) and clock.now() >= tell_at:
-                    tell_at = clock.now() + TOLD_EVERY_S
-                    self._on_down(problem)
-            # The delay is a twentieth of the time that the seed has been away, so a member reconnects soon after its
-            # return. A refused try costs one packet. 500 members that connect at once take the seed a second.
-            least_s, most_s = (1.0, 5.0)
-            delay_s = min(2 * delay_s, max(least_s, min((clock.now() - began) / 20, most_s)))
+        clock, random = self._world.clock, self._world.random
+        tell_at = clock.now()
+
+        def left_s(problem: P2PTrainError, now: float) -> float:
+            nonlocal tell_at
+            if _is_final(problem):
+                return 0.0
+            # The loss of the seed was reported already; this refusal was not.
+            if isinstance(problem, Refused) and now >= tell_at:
+                tell_at = now + TOLD_EVERY_S
+                self._on_down(problem)
+            return math.inf
+
+        await asyncio.sleep(0.05 + 0.1 * random.random())  # not all members at once
+        return await until_reached(self._dial, left_s, clock, random)
 
     async def _live(self, connection: Connection, welcome: Welcome) -> P2PTrainError:
         self._connection = connection
@@ -280,7 +335,7 @@ class Membership:
         certificate: the certificate that the world's network uses; None in a plain cluster.
         tasks: runs renewals and writes; entered before ``link.run``.
         thread: writes to the disk.
-        hello, pulse, on_message, on_up: as in ``SeedLink``.
+        patience, hello, pulse, on_message, on_up: as in ``SeedLink``.
         going_on: what continues without the seed, in words; empty if nothing does.
         notify: notifies the person and the seed.
         tell: notifies the person only.
@@ -296,6 +351,7 @@ class Membership:
         seeds: Sequence[Address],
         certificate: Member | None,
         *,
+        patience: Patience,
         tasks: asyncio.TaskGroup,
         thread: Thread,
         hello: Callable[[], Hello],
@@ -315,6 +371,7 @@ class Membership:
         self.link = SeedLink(
             world=world,
             seeds=seeds,
+            patience=patience,
             terms=self._terms,
             hello=hello,
             pulse=pulse,

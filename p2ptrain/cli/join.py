@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -135,6 +136,15 @@ def join(
         int,
         typer.Option("--sessions", metavar="N", min=0, help="For a verifier or drafter: texts at a time; 0: default."),
     ] = 0,
+    wait: Annotated[
+        float | None,
+        typer.Option(
+            "--wait",
+            metavar="SECONDS",
+            min=0,
+            help="Wait so long for a seed that does not answer; 0: not at all; default: until it does.",
+        ),
+    ] = None,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
     link: Annotated[
         str,
@@ -193,6 +203,7 @@ def join(
         memory_bytes=memory_bytes,
         link=link,
         with_parent=with_parent,
+        wait_s=math.inf if wait is None else wait,
     )
     serve_options = ServeOptions(
         role=role,
@@ -307,6 +318,7 @@ async def _work(joining: Joining) -> None:
                 advertise=joining.advertise,
                 capabilities={**capabilities(device), "parts_memory_bytes": parts.limit_bytes},
                 others=found.others,
+                patience=found.patience,
             ),
             build_engine=engine_builder(device=device, threads=threads),
             build_part=stage_builder(device=device, threads=threads, memory_bytes=memory_bytes),

@@ -13,9 +13,12 @@ ends the process. ``console`` shows progress to the user; ``member.notify`` also
 
 from __future__ import annotations
 
+import math
 import os
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from p2ptrain.cli.output import Console
     from p2ptrain.core.world import Network
     from roles.identity import Identity
+    from roles.seed_link import Patience
     from wire.address import Ticket
     from wire.messages import RefusalCode, Scalar
 
@@ -44,6 +48,7 @@ class Joining:
         host: empty: an address that the seed can reach. advertise: ("", 0): not given.
         device, threads, memory_bytes: empty or 0: not given.
         link: preset of an emulated link; empty: none.
+        wait_s: how long to wait for a seed that does not answer; ``inf``: for ever.
     """
 
     role: str
@@ -59,6 +64,7 @@ class Joining:
     memory_bytes: int
     link: str
     with_parent: bool
+    wait_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +105,7 @@ class Found:
     access: Access
     listen: tuple[str, int]
     others: tuple[tuple[str, int], ...]
+    patience: Patience
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +129,17 @@ async def stay(joining: Joining, make: Make) -> None:
     ``make`` is called again if the seed needs this process to listen elsewhere, or to join afresh.
 
     Raises:
-        P2PTrainError: there is no seed, slot or ticket, or what ran raised it.
+        P2PTrainError: there is no seed in time, no slot or no ticket, or what ran raised it.
     """
     from p2ptrain.cli.access import MENDED_BY_A_TICKET, Caller, reach_one, shown_address
+    from p2ptrain.cli.output import human_seconds
     from p2ptrain.cli.runtime import default_state_dir
     from p2ptrain.cli.stopping import stoppable, unless_stopped
     from p2ptrain.core.disk import RealDisk
-    from p2ptrain.core.errors import Refused
+    from p2ptrain.core.errors import P2PTrainError, Refused
+    from p2ptrain.core.world import LoopClock
     from roles.identity import claim
+    from roles.seed_link import Patience, until_reached
 
     console, stop = stoppable(with_parent=joining.with_parent)
     base, role, targets = _network(joining.link), joining.role, joining.targets
@@ -139,15 +149,28 @@ async def stay(joining: Joining, make: Make) -> None:
     console.event("info", f"{role} {identity.name} ({identity.peer_id}) joins {', '.join(map(shown_address, targets))}")
     caller = Caller(role, identity.directory / "credentials", [joining.root, default_state_dir()], identity.peer_id)
     listen_host, afresh = joining.host, False
+    clock = LoopClock()
+    began = clock.now()
+
+    def waits(problem: P2PTrainError) -> None:
+        waited_s = clock.now() - began
+        text = f"waiting for the seed, {human_seconds(waited_s)}: {problem.message}; Ctrl+C gives up"
+        console.progress(text, every_s=max(waited_s, 1.0))  # in a file the lines become rarer
+
+    patience = Patience(began + joining.wait_s, waits)
     try:
         while True:
-            access = await unless_stopped(stop, reach_one(targets, caller, base, afresh=afresh))
+            reaching = partial(reach_one, targets, caller, base, afresh=afresh)
+            access = await unless_stopped(
+                stop,
+                until_reached(reaching, patience.left_s, clock, random.Random()),  # noqa: S311 - a delay
+            )
             if access is None:
                 break
             others = tuple(place for place in places if place != (access.host, access.port))
             listen = (listen_host or usual_host(access.host), joining.port)
             try:
-                await make(here, Found(access, listen, others)).run(stop)
+                await make(here, Found(access, listen, others, patience)).run(stop)
                 break
             except Refused as refusal:
                 if refusal.code == RefusalCode.LOOPBACK_ONLY and not listen_host:
@@ -190,6 +213,7 @@ async def served(joining: Joining, serve_options: ServeOptions) -> None:
                 advertise=joining.advertise,
                 capabilities=said,
                 others=found.others,
+                patience=found.patience,
             ),
             program=program,
             notify=here.notify,

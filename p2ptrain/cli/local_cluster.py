@@ -200,7 +200,8 @@ class LocalCluster:
             slot: slot of the state directory. options: further options of ``join``.
             target: the seed to join; empty: this cluster's.
         """
-        arguments = ["join", target or self.address, "--state", str(self.root), "--slot", str(slot), "--name", name]
+        arguments = ["join", target or self.address, "--state", str(self.root), "--slot", str(slot)]
+        arguments += ["--name", name, "--wait", "0"]
         child = await Child.start(name, [*arguments, *options], self.logs / f"{name}.log")
         self.peers[name] = child
         return child

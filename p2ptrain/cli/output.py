@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -147,15 +148,19 @@ class Console:
         mark = typer.style(_MARKS.get(level, "·"), fg=_COLOURS.get(level, "cyan"), bold=level != "info")
         self._say(f"{time.strftime('%H:%M:%S')} {mark} {printable(text)}")
 
-    def progress(self, text: str, *, last: bool = False) -> None:
-        """Show progress. Dropped if the last one is too recent, unless ``last``."""
+    def progress(self, text: str, *, last: bool = False, every_s: float = 1.0) -> None:
+        """Show progress. Dropped if the last one is too recent, unless ``last``.
+
+        ``every_s``: seconds between two lines if lines are not rewritten.
+        """
         now = self._now()
         if self._quiet or (now < self._next and not last):
             return
-        self._next = now + (0.1 if self._live else 1.0)
+        self._next = now + (0.1 if self._live else every_s)
         if not self._live:
             self._say(text)
             return
+        text = text[: shutil.get_terminal_size().columns - 1]  # a folded line cannot be rewritten
         self._draw("\r" + text.ljust(self._drawn)[: max(len(text), self._drawn)])
         self._drawn = len(text)
         if last:

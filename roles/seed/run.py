@@ -252,10 +252,13 @@ async def run_seed(
             await backup.write()  # fails at once if no backup can be written
             seed.copy_soon = backup.soon
             beside.append(backup.run)
+        # before the port is open, where a `join` may wait for it
+        ticket = await seed.gate.opened((host, port)) if port else None
         acceptor, refusals = seed.acceptor.decide, Refusals(partial(seed.note, "warning", "refused"))
         server = await serve(world.network, host, port, decide=acceptor, serve=seed.serve, on_problem=refusals)
         try:
-            ticket = await seed.gate.opened(server.address)
+            if not port:
+                ticket = await seed.gate.opened(server.address)
             if encryption is not None and ticket is not None:
                 encryption.on_ticket(ticket)
             await _until(stop, seed, beside, server, on_ready)

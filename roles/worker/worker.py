@@ -114,6 +114,7 @@ class Worker:
             identity.directory,
             [options.seed, *options.others],
             member,
+            patience=options.patience,
             tasks=self._tasks,
             thread=self._disk,
             hello=self._hello,

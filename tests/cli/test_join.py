@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import socket
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +17,13 @@ from safetensors.numpy import save_file
 
 from p2ptrain.cli import join as command_of
 from p2ptrain.cli import joining
-from p2ptrain.cli.joining import Joining, ServeOptions
-from p2ptrain.core.errors import ResourceError, UserError
+from p2ptrain.cli.joining import Found, Joining, ProcessContext, ServeOptions
+from p2ptrain.cli.output import Console
+from p2ptrain.core.errors import ResourceError, Unreachable, UserError
+from wire.connection import Connection
+from wire.handshake import local_welcome, serve
+from wire.messages import Hello, Welcome
+from wire.transport import TcpNetwork
 
 Command = Callable[..., Any]
 
@@ -146,3 +155,52 @@ async def test_what_http_cannot_be_is_refused_before_anything_is_dialled(model: 
     with pytest.raises(ResourceError, match="in fp32, but --memory is"):
         await joining.served(of, ServeOptions("verifier", model, memory_bytes=4000, dtype="fp32"))
     assert not root.exists()
+
+
+async def test_it_waits_for_a_seed_that_is_not_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    waits, said, made = asyncio.Event(), list[str](), list[Found]()
+
+    def progress(console: Console, text: str, **_: Any) -> None:
+        said.append(text)
+        waits.set()
+
+    class Peer:
+        async def run(self, stop: asyncio.Event) -> None:
+            pass
+
+    def make(_: ProcessContext, found: Found) -> Peer:
+        made.append(found)
+        return Peer()
+
+    async def decide(hello: Hello, connection: Connection) -> Welcome:
+        return local_welcome(peer_id="seed", name="seed", wall=0.0)
+
+    async def hang_up(connection: Connection, hello: Hello) -> None:
+        pass
+
+    monkeypatch.setattr(Console, "progress", progress)
+    of = Joining("drafter", [("127.0.0.1", port)], "", tmp_path, None, "", 0, ("", 0), "", 0, 0, "", False)
+    with pytest.raises(Unreachable):
+        await joining.stay(replace(of, wait_s=0.0), make)
+    assert said == made == []
+    async with asyncio.timeout(10):
+        staying = asyncio.create_task(joining.stay(of, make))
+        await waits.wait()
+        assert "0 s: cannot reach 127.0.0.1" in said[0]
+        server = await serve(TcpNetwork(), "127.0.0.1", port, decide=decide, serve=hang_up, on_problem=lambda *_: None)
+        await staying
+        await server.close()
+    assert made[0].access.port == port
+
+
+def test_progress_is_rewritten_on_a_terminal_and_rarer_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    for live, shown in ((True, "\r0\r1\r2\r3\r4"), (False, "0\n1\n2\n4\n")):
+        monkeypatch.setattr(sys, "stderr", written := io.StringIO())
+        monkeypatch.setattr(written, "isatty", lambda live=live: live)
+        times = [0.0, 1.0, 2.0, 3.0, 4.0]
+        console = Console(iter(times).__next__)
+        for now in times:
+            console.progress(f"{now:.0f}", every_s=max(now, 1.0))
+        assert written.getvalue() == shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ import pytest
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, Refused, Unreachable
 from p2ptrain.core.world import LoopClock, World
-from roles.seed_link import HeartbeatStats, SeedLink
+from roles.seed_link import NO_PATIENCE, HeartbeatStats, Patience, SeedLink
 from wire.connection import Connection
 from wire.handshake import Server, local_hello, local_welcome, serve
 from wire.job_messages import SaveNow, StepMetrics
@@ -100,17 +101,24 @@ def metrics(step: int) -> StepMetrics:
 
 
 @asynccontextmanager
-async def linked(seed: FakeSeed) -> AsyncIterator[Linked]:
+async def linked(seed: FakeSeed, patience: Patience = NO_PATIENCE) -> AsyncIterator[Linked]:
     downs, messages = Box[P2PTrainError](), Box[Message]()
     network = seed.world.network
+
+    def heard(message: Message) -> None:
+        if isinstance(message, Refuse):  # as members do
+            raise Refused(message.code, message.message)
+        messages.put(message)
+
     assert isinstance(network, MemoryNetwork)
     link = SeedLink(
         world=replace(seed.world, network=network.at("worker")),
         seeds=[("seed", 1)],
+        patience=patience,
         terms={},
         hello=lambda: local_hello(peer_id="w", name="w", roles=["worker"], purpose="peer", port=5),
         pulse=lambda: HeartbeatStats(1, 2, "training", {}),
-        on_message=messages.put,
+        on_message=heard,
         on_up=lambda welcome: None,
         on_down=downs.put,
         on_term=lambda: None,
@@ -195,6 +203,56 @@ def test_the_first_join_must_succeed() -> None:
         async with linked(seed) as here:
             with pytest.raises(Refused, match="cannot reach you"):
                 await here.running
+        await seed.stop()
+
+    run_virtual(scenario())
+
+
+def test_a_newcomer_waits_for_a_seed_that_is_not_there_yet() -> None:
+    async def scenario() -> None:
+        seed, told = FakeSeed(world()), Box[P2PTrainError]()
+        async with linked(seed, Patience(math.inf, told.put)) as here:
+            assert all(isinstance(problem, Unreachable) for problem in await told.until(5))
+            seed.refusals = [Refuse(RefusalCode.SHUTTING_DOWN, "not now")]
+            await seed.start()
+            await seed.until(1, Heartbeat)
+            assert isinstance(told.items[-1], Refused)
+            assert not here.downs.items
+        await seed.stop()
+
+    run_virtual(scenario())
+
+
+def test_patience_ends_in_time_and_with_any_refusal_that_stays() -> None:
+    async def scenario() -> None:
+        seed, told, now = FakeSeed(world()), Box[P2PTrainError](), asyncio.get_running_loop().time
+        async with linked(seed, Patience(now() + 30, told.put)) as here:
+            with pytest.raises(Unreachable):
+                await here.running
+            assert now() == pytest.approx(30)
+        await seed.start()
+        told.items.clear()
+        for code in (RefusalCode.VERSION, RefusalCode.CERTIFICATE_UNTRUSTED, RefusalCode.UNREACHABLE):
+            seed.refusals = [Refuse(code, "never")]
+            async with linked(seed, Patience(math.inf, told.put)) as here:
+                with pytest.raises(Refused, match="never"):
+                    await here.running
+        assert not told.items
+        await seed.stop()
+
+    run_virtual(scenario())
+
+
+def test_who_was_evicted_is_told_so_and_does_not_search() -> None:
+    async def scenario() -> None:
+        seed = FakeSeed(world())
+        await seed.start()
+        async with linked(seed) as here:
+            await seed.until(1, Heartbeat)
+            seed.connections[-1].send(Refuse(RefusalCode.EVICTED, "an operator evicted w"))
+            with pytest.raises(Refused, match="an operator evicted w"):
+                await here.running
+            assert not here.downs.items
         await seed.stop()
 
     run_virtual(scenario())
