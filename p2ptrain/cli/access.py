@@ -216,9 +216,14 @@ async def _by_ticket(ticket: Ticket, caller: Caller, base: Network, *, afresh: b
     else:
         disk, peer_id = RealDisk(), caller.peer_id or new_id()
         directory = caller.store / f"{ticket.pin.hex()[:16]}-{peer_id}"
-        credentials = await enrol(
-            base, ticket, peer_id=peer_id, directory=directory, disk=disk, timeout_s=CONNECT_TIMEOUT_S
-        )
+        try:
+            credentials = await enrol(
+                base, ticket, peer_id=peer_id, directory=directory, disk=disk, timeout_s=CONNECT_TIMEOUT_S
+            )
+        except Refused as refusal:
+            if refusal.code.startswith("ticket-") or refusal.code == RefusalCode.BAD_PROOF:
+                refusal.exit_code = UserError.exit_code  # the user's ticket is at fault
+            raise
         write_atomic(disk, directory / ADDRESS_FILE, format_address(ticket.host, ticket.port).encode())
     return _encrypted(ticket.host, ticket.port, credentials, base)
 

@@ -155,6 +155,7 @@ def root(
     When something is wrong:      p2ptrain check TICKET
 
     \b
-    Exit codes: 0 success, 1 another failure, 2 a wrong argument or profile, 3 the network, 4 a peer,
-    5 the job, 6 memory or storage, 70 a bug in this program, 130 interrupted.
+    Exit codes: 0 success, 1 another failure, 2 a wrong argument (also an unknown profile, job, peer,
+    checkpoint or ticket), 3 the network, 4 a peer, 5 the job, 6 memory or storage,
+    70 a bug in this program, 130 interrupted.
     """

@@ -376,7 +376,8 @@ def _read(file: str) -> str:
             raise UserError(f"{_named(file)} has more than {PROMPTS_BYTES >> 20} MiB", remedy="is it the right file?")
         return raw.decode()
     except OSError as error:
-        raise UserError(f"cannot read {_named(file)}: {error.strerror}") from error
+        text = f"cannot read {_named(file)}: {error.strerror}"
+        raise UserError(text, remedy="name a text file with one prompt per line") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{_named(file)} is not UTF-8 text (byte {error.start})") from error
 

@@ -1,7 +1,7 @@
 """The entry point: runs one command, and turns every failure into one line, its remedy, and an exit code.
 
-Exit codes: 0 success, 1 another failure, 2 a wrong argument or profile, 3 the network, 4 a peer, 5 the job, 6 memory or
-storage, 70 a bug in this program, 130 interrupted.
+Exit codes: 0 success, 1 another failure, 2 a wrong argument (also an unknown profile, job, peer, checkpoint or ticket),
+3 the network, 4 a peer, 5 the job, 6 memory or storage, 70 a bug in this program, 130 interrupted.
 
 This module loads only the standard library, so that Ctrl+C during later imports ends the process quietly.
 """

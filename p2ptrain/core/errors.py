@@ -23,8 +23,6 @@ prints ``message`` and ``remedy`` and exits with ``exit_code``. It shows no trac
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 EXIT_INTERRUPTED = 130
 """Exit code after Ctrl+C: 128 + SIGINT, as in shells."""
 
@@ -37,7 +35,7 @@ class P2PTrainError(Exception):
         remedy: what the person can do, one line; may be empty.
     """
 
-    exit_code: ClassVar[int] = 1
+    exit_code: int = 1
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
         super().__init__(message)
@@ -85,12 +83,14 @@ class Refused(PeerError):
     """The other peer refused a request.
 
     Args:
-        code: a stable code for programs, such as ``"version-mismatch"`` (see ``wire.messages.RefusalCode``).
+        code: a stable code for programs, such as ``"version-mismatch"`` (see ``wire.messages.RefusalCode``). Some codes
+            say that the request, the network or the memory is at fault, and not the peer.
     """
 
     def __init__(self, code: str, message: str, *, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
         self.code = code
+        self.exit_code = _FAULTS.get(code, PeerError).exit_code
 
 
 class NetworkError(P2PTrainError):
@@ -139,3 +139,12 @@ class JobFailed(P2PTrainError):
     """The job itself failed."""
 
     exit_code = 5
+
+
+_FAULTS: dict[str, type[P2PTrainError]] = {
+    **dict.fromkeys(("ambiguous", "bad-parameter", "bad-shape", "bad-spec", "wrong-state"), UserError),
+    **dict.fromkeys(("unknown-checkpoint", "unknown-job", "unknown-peer", "unknown-ticket"), UserError),
+    "unreachable": NetworkError,
+    "does-not-fit": ResourceError,
+}
+"""Code of a refusal → the error whose exit code it has, if that is not the other peer's fault."""

@@ -93,7 +93,7 @@ def test_a_wrong_clock(command: Command, fake_seed: Any) -> None:
 def test_a_refused_probe_fails_its_line(command: Command, fake_seed: Any, method: str, name: str) -> None:
     fake_seed.answers[method] = Refused("unreachable", "cannot", remedy="open the port in the firewall")
     outcome = command("check", "--json")
-    assert outcome.code == 4
+    assert outcome.code == 3
     failed = {line["name"]: (line["detail"], line["remedy"]) for line in outcome.json["checks"] if not line["ok"]}
     assert failed[name] == ("cannot", "open the port in the firewall")
     assert set(failed) == {name} | ({"round trip"} if name == "clock" else set())

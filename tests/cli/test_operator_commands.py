@@ -214,7 +214,7 @@ def test_commands_to_a_job(command: Command, fake_seed: Any, verb: str, text: st
 def test_a_refusal_names_the_remedy(command: Command, fake_seed: Any) -> None:
     fake_seed.answers["jobs.pause"] = Refused("unknown-job", "no job 'tinny'", remedy="did you mean tiny?")
     outcome = command("jobs", "pause", "tinny")
-    assert (outcome.code, outcome.err) == (4, "error: no job 'tinny'\n  → did you mean tiny?\n")
+    assert (outcome.code, outcome.err) == (2, "error: no job 'tinny'\n  → did you mean tiny?\n")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -110,6 +111,19 @@ def test_a_garbled_ticket_is_refused_with_the_part_that_is_wrong_and_without_its
     assert outcome.code == 2
     assert wrong in said
     assert not [at for at in range(len(BODY) - 12) if BODY[at : at + 12] in said]
+
+
+@pytest.mark.parametrize("code", ["ticket-expired", "ticket-revoked", "ticket-unknown", "ticket-used", "bad-proof"])
+def test_a_ticket_that_the_seed_does_not_accept_is_a_wrong_argument(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str
+) -> None:
+    async def enrol(*_: Any, **__: Any) -> None:
+        raise Refused(code, "no", remedy="r")
+
+    monkeypatch.setattr("wire.enrol.enrol", enrol)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    outcome = command("jobs", "list", "--seed", str(dataclasses.replace(SAMPLE, role="operator")))
+    assert (outcome.code, outcome.err) == (2, "error: no\n  → r\n")
 
 
 def test_a_file_is_named_with_a_sign_before_it(command: Command, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_refused_and_not_made(command: Command, fake_seed: 
     fake_seed.answers["jobs.plan"] = Refused("does-not-fit", "w1 has 1 MiB, and needs 2 MiB", remedy="start another")
     for more in ((), ("--dry-run",)):
         outcome = command("jobs", "create", *SPLIT, *more)
-        assert (outcome.code, outcome.out) == (4, "")
+        assert (outcome.code, outcome.out) == (6, "")
         assert outcome.err == "error: w1 has 1 MiB, and needs 2 MiB\n  → start another\n"
     assert [method for method, _ in fake_seed.asked] == ["jobs.plan"] * 2
 
