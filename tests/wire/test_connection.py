@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
@@ -63,6 +65,26 @@ async def failure(of: Awaitable[object]) -> P2PTrainError:
     with pytest.raises(P2PTrainError) as caught:
         await of
     return caught.value
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+async def test_bulk_is_sent_from_and_received_into_the_callers_memory() -> None:
+    near, far, transport = Connection(), Connection(), Mock(spec=asyncio.Transport)
+    transport.get_extra_info.return_value = None
+    for connection in (near, far):
+        connection.connection_made(transport)
+        connection.allow_large()
+    source, target = np.arange(MIB, dtype=np.uint8), np.zeros(MIB, np.uint8)
+    near.send_bulk(source.data, generation=1, stream=0)
+    ((header, sent),) = transport.writelines.call_args.args
+    assert np.shares_memory(np.frombuffer(sent, np.uint8), source)
+
+    far.post(target.data, generation=1, stream=0, done=lambda: None)
+    far.get_buffer(-1)[: len(header)] = header
+    far.buffer_updated(len(header))
+    assert np.shares_memory(np.frombuffer(far.get_buffer(-1), np.uint8), target)
 
 
 # --------------------------------------------------------------------------------------------------------------- frames
