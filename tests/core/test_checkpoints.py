@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -54,6 +55,13 @@ def test_commit_and_find_again(store: CheckpointStore, root: Path) -> None:
     assert written.size_bytes == sum((written.path / name).stat().st_size for name in (WEIGHTS, "config.json"))
     assert written.meta == {"lineage": "l100", "val_loss": 1.5, "job": "j"}
     assert again.find(99) is None
+
+
+def test_all_that_was_written_is_flushed(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed = set()
+    monkeypatch.setattr("os.fsync", lambda descriptor: flushed.add(os.fstat(descriptor).st_ino))
+    written = write_checkpoint(store, 100).path
+    assert {path.stat().st_ino for path in (written.parent, written, *written.iterdir())} <= flushed
 
 
 def test_prunes_to_keep_but_never_what_was_just_written(store: CheckpointStore, root: Path) -> None:
