@@ -395,13 +395,32 @@ class LedgerRun(Record):
         ]
 
 
+def runs_of(rows: Iterable[LedgerRow]) -> list[LedgerRun]:
+    found: list[list[LedgerRow]] = []
+    for row in rows:
+        last = found[-1][-1] if found else None
+        if last and (last.step + 1, last.generation, last.counts) == (row.step, row.generation, row.counts):
+            found[-1].append(row)
+        else:
+            found.append([row])
+    return [
+        LedgerRun(
+            run[0].step,
+            run[0].generation,
+            list(struct.unpack(f"!{len(run[0].counts) // 4}I", run[0].counts)),
+            b"".join(row.digest for row in run).hex(),
+        )
+        for run in found
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class LedgerPage(Record):
     """A part of a job's ledger. ``windows``: training sequences in the corpus; 0 if unknown."""
 
     head: LedgerHead | None
     runs: list[LedgerRun]
-    windows: Annotated[int, Bound(0, 2**40)]
+    windows: Annotated[int, Bound(0, 2**40)] = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -355,7 +355,7 @@ def _audited(info: JobInfo, verdict: Verdict, unrecorded: int) -> list[tuple[str
     from wire.records import FINISHED_STATES
 
     samples = f"{verdict.samples:,}, each once an epoch; {verdict.epochs:,} complete epochs of {verdict.windows:,}"
-    folded = f", {verdict.first - 1:,} older steps are summarized" if verdict.first > 1 else ""
+    folded = f", {verdict.first - 1:,} older steps have no row any more" if verdict.first > 1 else ""
     total = sum(verdict.computed.values()) / verdict.stages  # each worker of a replica counts all of its micro-batches
     shares = (f"{peer} {100 * count / total:.1f} %" for peer, count in sorted(verdict.computed.items()))
     awaited = f"{unrecorded:,} newer steps are not on record" + ("" if info.state in FINISHED_STATES else " yet")

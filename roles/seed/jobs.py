@@ -468,10 +468,18 @@ class JobController:
 
     def told_rows(self, message: LedgerRows) -> None:
         """Record a member's ledger rows. Raises ``ProtocolError``."""
-        if self.core.view is None:
+        view = self.core.view
+        if view is None:
             return
-        most = {"micro_batches": self.record.micro_batches, "steps_total": self.record.steps_total}
-        entries, problem = self.ledger.take_untrusted(message, self.core.view, **most)
+        links = [self._seed.links.get(member.peer_id) for member in view.members]
+        held = [link.rows for link in links if link is not None and link.rows is not None]
+        entries, problem = self.ledger.take_untrusted(
+            message,
+            view,
+            micro_batches=self.record.micro_batches,
+            steps_total=self.record.steps_total,
+            held=held if len(held) == view.size else (),
+        )
         for entry in entries:
             self._seed.store.add(entry)
         if problem:

@@ -7,7 +7,6 @@ verified when they were taken in. So the table of a job with 8 members has at mo
 
 from __future__ import annotations
 
-import itertools
 import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
@@ -20,7 +19,7 @@ from wire.records import LedgerHead
 
 ROWS_KEPT = 1_000_000
 ROWS_AHEAD = 4096
-"""Rows kept beyond a gap until the gap is filled: as many as a member keeps. With more the gap is given up."""
+"""Rows kept beyond a gap, at most: as many as a member keeps. With more the gap is given up."""
 TABLES = ("ledger", "ledgers")
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS ledger (job TEXT, step INTEGER, generation INTEGER, digest BLOB, counts BLOB,
@@ -78,10 +77,11 @@ class Ledger:
         self._undecided = {}
 
     def take_untrusted(
-        self, message: LedgerRows, view: View, *, micro_batches: int, steps_total: int
+        self, message: LedgerRows, view: View, *, micro_batches: int, steps_total: int, held: Sequence[range] = ()
     ) -> tuple[list[LedgerEntry], str]:
         """Take in a member's rows. Raises ``ProtocolError`` if they are malformed.
 
+        ``held``: the steps of which each member of the view has rows, as it reported; empty if not all have reported.
         Returns the new entries, and in words a contradiction or a gap that was given up. Contradictions are reported
         once per view.
         """
@@ -92,7 +92,7 @@ class Ledger:
         entries, problem = self._fitted(view, told)
         if not problem:
             self._ahead |= {row.step: (lineage, row) for lineage, row in told if row.step > self.step + 1}
-        given_up = self._give_up_gap()
+        given_up = self._give_up_gap(held)
         found: Placed | None
         while found := self._ahead.pop(self.step + 1, None):
             more, contradiction = self._fitted(view, [found])
@@ -126,17 +126,20 @@ class Ledger:
             self._ahead.pop(row.step, None)
         return entries, problem
 
-    def _give_up_gap(self) -> str:
+    def _give_up_gap(self, held: Sequence[range]) -> str:
         """Restart the ledger after a gap that no member can fill any more. Returns the event in words, or ""."""
-        while len(self._ahead) >= ROWS_AHEAD:
-            first = min(self._ahead)
-            run = list(itertools.takewhile(self._ahead.__contains__, itertools.count(first)))
-            lineage, missing = self._ahead[first][0], self.step + 1
-            if len(run) == len(self._ahead) and self.begins.lineage_at(first - 1) in ("", lineage):
+        wanted = self.step + 1
+        there = min((max(steps.start, wanted) for steps in held if steps.stop > wanted), default=wanted)
+        while (first := min(self._ahead) if len(self._ahead) >= ROWS_AHEAD else there) in self._ahead:
+            if first == wanted:
+                return ""
+            lineage = self._ahead[first][0]
+            self._ahead = {step: row for step, row in self._ahead.items() if step >= first}
+            if self.begins.lineage_at(first - 1) in ("", lineage):
                 self.head = LedgerHead(first - 1, lineage, first - 1, lineage)
-                return f"no member has the ledger rows of steps {missing} to {first - 1}; the ledger restarts there"
-            # There is a second gap, so the rows before it are of no use; or they contradict a view's lineage.
-            self._ahead = {step: row for step, row in self._ahead.items() if step > run[-1]}
+                steps = f"step {wanted} is" if first == wanted + 1 else f"steps {wanted} to {first - 1} are"
+                return f"{steps} not on record: no member has the ledger rows; the ledger restarts with step {first}"
+            del self._ahead[first]
         return ""
 
 

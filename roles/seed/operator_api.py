@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ from p2ptrain.core.errors import (
 from p2ptrain.core.ids import new_id
 from ring import coordination as co
 from ring.coordination import ENDED, Phase
-from ring.ledger import counts_of_untrusted
 from ring.training_costs import CandidateWorker, ModelShape, Training, shape_untrusted
 from roles.seed.events import first_that_fit, newest_that_fit
 from roles.seed.jobs import SETTLE_S, seen_for, training_of
@@ -30,9 +29,8 @@ from roles.seed.peers import NAME_CHARS, Link, clipped, did_you_mean
 from roles.seed.store import RECOVERIES_KEPT, JobRecord, Records
 from wire.connection import Connection
 from wire.enrol import RENEW
-from wire.job_messages import LedgerRow
 from wire.messages import Request, Response
-from wire.records import StagePlanInfo, TrainingPlanInfo
+from wire.records import StagePlanInfo, TrainingPlanInfo, runs_of
 
 if TYPE_CHECKING:
     from ring.training_placement import StagePlan, TrainingPlan
@@ -434,15 +432,7 @@ class OperatorApi:
         controller, after = self._controller(params), whole_of(params, "after_step", 0, 0, 2**53)
         head = await self._seed.store.call(Records.ledger_head, controller.id)
         rows = await self._seed.store.call(Records.ledger_rows, controller.id, after, 512)
-        runs = [
-            {
-                "first": run[0].step,
-                "generation": run[0].generation,
-                "counts": list(counts_of_untrusted(run[0].counts)),
-                "digests": b"".join(row.digest for row in run).hex(),
-            }
-            for run in _runs(rows)
-        ]
+        runs = (run.to_map() for run in runs_of(rows))
         begins = dataclasses.asdict(head) if head else None
         return {"head": begins, "runs": first_that_fit(runs, ANSWER_BYTES), "windows": controller.record.windows}
 
@@ -514,17 +504,6 @@ class OperatorApi:
             remedy = "let that port in through the firewall of this machine"
             raise Refused("unreachable", f"dial-back failed: {problem.message}", remedy=remedy) from problem
         return {"port": port}
-
-
-def _runs(rows: Iterable[LedgerRow]) -> list[list[LedgerRow]]:
-    runs: list[list[LedgerRow]] = []
-    for row in rows:
-        last = runs[-1][-1] if runs else None
-        if last and (last.step + 1, last.generation, last.counts) == (row.step, row.generation, row.counts):
-            runs[-1].append(row)
-        else:
-            runs.append([row])
-    return runs
 
 
 def _wrong_state(controller: JobController, verb: str, why: str, remedy: str = "see p2ptrain jobs show") -> Refused:

@@ -64,6 +64,7 @@ class Link:
         host, port: where other peers reach it.
         job: id of the job that it is assigned to; empty while it is free.
         last_job: id of its job before. Reports that it kept while the link was down arrive late.
+        rows: steps of its job of which it has ledger rows, as last reported; None before its first report.
         fetched: its newest report with status ``following``; None before the first.
         lost_at: monotonic time at which it was lost; None while it is connected.
         told: set once it has reported its speed, or is gone.
@@ -83,6 +84,7 @@ class Link:
     last_job: str = ""
     lost_at: float | None = None
     beat: Heartbeat | None = None
+    rows: range | None = None
     fetched: Report | None = None
     calls: PendingCalls = field(default_factory=PendingCalls)
     told: asyncio.Event = field(default_factory=asyncio.Event)
@@ -102,7 +104,7 @@ class Link:
         return self.role == "worker"
 
     def let_go(self) -> None:
-        self.last_job, self.job = self.job, ""
+        self.last_job, self.job, self.rows = self.job, "", None
 
     @property
     def heartbeat_s(self) -> float:

@@ -435,6 +435,7 @@ class Seed:
 
     async def _reported(self, link: Link, controller: JobController, report: Report) -> None:
         event = co.PeerReported(link.id, report)
+        link.rows = range(report.first_row, report.applied + 1)
         if report.status == "following":
             link.fetched = report
             self.subscriptions.touch("peers", link.id)

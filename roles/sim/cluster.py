@@ -113,6 +113,7 @@ class Machine:
         if process.alive:
             self._simulation.loop.kill(process)
             self._simulation.network.crash(self.host)
+            self._simulation.observer.kept = (0, set())
             self.worker = self.engine = None
 
     def power_cut(self) -> None:
@@ -131,7 +132,7 @@ class Machine:
         self.disk.close()
         self.disk = self._new_disk()
         keep_copy(self.disk.seen_by(Process(self.host)), BACKUP, copy)
-        self._simulation.observer.restored([machine.host for machine in self._simulation.live if machine.up])
+        self._simulation.observer.restored([machine.host for machine in self._simulation.live if machine.left])
         self.start()
 
     def _new_disk(self) -> MachineDisk:

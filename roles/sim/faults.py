@@ -19,6 +19,7 @@ KINDS = {
     "kill-in-vote": 3,
     "kill-two": 2,
     "kill-most": 1,
+    "kill-all": 1,
     "kill-in-disk-call": 2,
     "power-cut": 3,
     "leave": 3,
@@ -91,6 +92,8 @@ class Faults:
             case "kill-most" if len(victims) > 1:
                 for victim in victims[1:]:
                     self._kill(victim)
+            case "kill-all" if victims:
+                await self._kill_all()
             case "kill-in-disk-call" if victims:
                 victims[0].disk.die_in = victims[0].disk.calls + rng.randint(1, 25)
                 self._tell(f"{victims[0].host} will die in a call of its disk")
@@ -297,15 +300,35 @@ class Faults:
         def behind() -> list[bytes]:
             return [copy for generation, copy in simulation.copies if 0 < generation < line.generation]
 
-        with suppress(TimeoutError):
-            async with asyncio.timeout(PATIENCE_S):
-                while not behind() or len(line.lineages) < 3:  # noqa: ASYNC110 - virtual time
-                    await asyncio.sleep(0.01)
+        await self._until(lambda: bool(behind()) and len(line.lineages) >= 3)
         if copies := behind() or [copy for generation, copy in simulation.copies if generation]:
             self._tell("the seed is lost with its disk, and restored from a copy")
             simulation.seed.kill()
             await asyncio.sleep(self._random.choice((0.0, 1.0, 10.0)))
             simulation.seed.restore(copies[-1])
+
+    async def _kill_all(self) -> None:
+        """Kill the seed while a ring trains, and all workers after one of them has saved a step without the seed."""
+        simulation, line = self._simulation, self._simulation.observer.line
+
+        def saved() -> int:
+            return max((step for machine in simulation.live for step in machine.announced), default=0)
+
+        await self._until(lambda: len(line.lineages) > 1)
+        self._tell("kill the seed")
+        simulation.seed.kill()
+        before = saved()
+        await self._until(lambda: saved() > before)
+        killed = [simulation.seed, *simulation.live]
+        for victim in killed[1:]:
+            self._kill(victim)
+        self._later(self._random.uniform(0, 5), lambda: self._start(*killed))
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):
+                while not holds():  # noqa: ASYNC110 - virtual time
+                    await asyncio.sleep(0.01)
 
     def _lie(self, victim: Machine) -> None:
         how, times = self._random.choice(("nan", "huge")), self._random.choice((1, 1, 3))

@@ -8,7 +8,9 @@
   generations left. It takes back no step whose checkpoint the seed has recorded, unless the job was restored;
 - *old generations change nothing*: once a newer generation was minted, commits of an older one never enter the line;
 - *confirmed*: a checkpoint is of a step that every member of its generation has applied;
-- *ledger*: the seed's rows are committed steps, and no live member knows the first step that is missing;
+- *ledger*: the seed's rows are committed steps. At the end the steps up to the newest that a live member knows are
+  recorded, unless the seed gave up a gap; then no member of its view knew these steps, also not from the checkpoint
+  that it loaded;
 - *verified*: a worker that verified a checkpoint for a restore still has it when the job is restored;
 - *durable*: a checkpoint recorded as saved survives a kill and a power cut; a loaded state was once committed;
 - *one cut*: every worker that builds a part of a split model, at any time, gets the same cuts.
@@ -98,6 +100,8 @@ class Observer:
         self._committed: dict[tuple[int, int], str] = {}  # generation, step → lineage
         self._manifests: dict[str, tuple[int, str, frozenset[int]]] = {}  # digest of a manifest → step, lineage, stages
         self._witnesses: dict[str, tuple[Process, int, int]] = {}  # host → process, first and last step it committed
+        self._resumed: dict[str, tuple[Process, int, int]] = {}  # the same, of the checkpoint that it loaded
+        self._rows: dict[str, int] = {}  # digest of a manifest → first step that its writer had committed in a row
         self._announced: dict[tuple[str, int], int] = {}  # host, stage → newest step announced since its last restore
         self._promised: dict[tuple[str, int], int] = {}  # host, stage → step that it verified for a restore
         self._replicas = 0  # in the newest view
@@ -136,6 +140,9 @@ class Observer:
         committed = view is not None and step == before[0] + 1
         if not committed:
             self._witnesses.pop(machine.host, None)
+            resumed = self._resumed.pop(machine.host, None)
+            if resumed is not None and resumed[2] == step:
+                self._witnesses[machine.host] = resumed
         if view is not None and committed:
             self.commits += 1
             process, first, last = self._witnesses.get(machine.host, (machine.process, step, step - 1))
@@ -262,12 +269,26 @@ class Observer:
                 "ledger", fits, partial("the ledger's row of step {} is not what was committed".format, row.step)
             )
         missing = step + 1
+        later = [
+            host
+            for host, (process, _, last) in self._witnesses.items()
+            if process.alive and missing <= last and missing in self.line.lineages
+        ]
+        self.check(
+            "ledger", not later, lambda: f"the ledger lacks step {missing}, and {later} know of that or later ones"
+        )
+
+    def gave_up(self, first: int, last: int) -> None:
+        """The seed's ledger continues after the steps ``first`` to ``last``, which are not recorded."""
+        members = self._members.get(self.line.generation, set())
         known = [
             host
-            for host, (process, first, last) in self._witnesses.items()
-            if process.alive and first <= missing <= last and missing in self.line.lineages
+            for host, (process, begin, end) in self._witnesses.items()
+            if process.alive and host in members and begin <= last and first <= end
         ]
-        self.check("ledger", not known, lambda: f"the ledger lacks step {missing}, which {known} know of")
+        self.line.left_at.add(last)
+        self.tell(f"the ledger lacks the steps {first} to {last}")
+        self.check("ledger", not known, lambda: f"the ledger gave up steps {first} to {last}, which {known} know of")
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
@@ -281,6 +302,9 @@ class Observer:
         lineage, told = str(meta.get("lineage")), meta.get("stage")
         stages = frozenset({told}) if isinstance(told, int) else frozenset(range(self.stages))
         self._manifests[digest] = (step, lineage, stages)
+        process, first, _ = self._witnesses.get(machine.host, (None, step + 1, 0))
+        if process is machine.process and len(stages) == 1:
+            self._rows[digest] = first
         generation = meta.get("generation")
         members = self._members.get(generation if isinstance(generation, int) else 0, set())
         behind = members - self._holders.get((step, lineage), set())
@@ -327,6 +351,8 @@ class Observer:
         if entry is not None:
             known = entry.digest in self._manifests
             self.check("loaded was saved", known, lambda: f"{machine.host} loads a checkpoint that nobody committed")
+            if (first := self._rows.get(entry.digest, step + 1)) <= step:
+                self._resumed[machine.host] = machine.process, first, step
         key = machine.host, machine.stage
         if restore_step >= 0:
             promised = self._promised.pop(key, -1) == restore_step

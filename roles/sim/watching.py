@@ -26,6 +26,7 @@ from ring.view import View
 from roles import gauges
 from roles.seed import run as backup
 from roles.seed.jobs import JobController
+from roles.seed.ledger import Ledger as SeedLedger
 from roles.seed.store import Records
 from roles.seed_link import SeedLink
 from roles.sim.machine import PROCESS, ProcessDisk, bits_of
@@ -147,6 +148,15 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
 
         return call
 
+    def give_up(original: Any) -> Any:
+        def call(self: SeedLedger, *given: Any) -> Any:
+            before, text = self.step, original(self, *given)
+            if text:
+                observer.gave_up(before + 1, self.step)
+            return text
+
+        return call
+
     def summarize(original: Any) -> Any:
         def call(self: SyncStrategy, rank: int, size: int, *rest: Any) -> Any:
             machine = here()
@@ -174,6 +184,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
                 "keep_copy",
                 _then(lambda disk, directory, data: simulation.copies.append((observer.line.generation, data))),
             ),
+            (SeedLedger, "_give_up_gap", give_up),
             (SyncStrategy, "_summarize", summarize),
             (secrets, "token_hex", lambda original: lambda number=32: names.randbytes(number).hex()),
             (secrets, "token_bytes", lambda original: lambda number=32: names.randbytes(number)),
@@ -238,6 +249,8 @@ MUTATIONS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
         [(Ledger, "tell_beyond", lambda original: lambda self, step: None)],
         ("seed-kill", "seed-freeze", "silence", "cut", "one-way", "seed-away"),
     ),
+    # Checkpoints lack the rows that the seed may not have.
+    "rows": ([(Ledger, "files", lambda original: lambda self: [])], ("kill-all", "join")),
     # A restored seed continues in the term of its copy.
     "term": ([(backup, "next_term", lambda original: lambda term: term)], ("seed-lost", "join", "kill")),
     # A restored seed continues from the newest view in its copy, whatever view the members are in.

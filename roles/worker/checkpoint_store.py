@@ -196,6 +196,12 @@ class CheckpointFiles:
         square_sum = entry.meta.get("square_sum")
         return entry.step, lineage_of(entry), float(square_sum) if isinstance(square_sum, float) else 0.0, entry
 
+    async def beside(self, entry: CheckpointEntry | None, name: str, max_bytes: int) -> bytes:
+        """Read a small file of a verified checkpoint; empty if the checkpoint has none, or it is too large."""
+        if entry is None or not 0 < entry.files.get(name, (0, ""))[0] <= max_bytes:
+            return b""
+        return await self.at_disk(lambda: self.disk.read(entry.path / name, max_bytes=max_bytes))
+
     async def save(
         self, snapshot: Snapshot, plan: list[FilePlan], meta: Meta, *, urgent: bool, spared: int = -1
     ) -> CheckpointEntry:
@@ -291,7 +297,12 @@ def _initial_digest(engine: Engine, split: bool) -> bytes:
 
 
 class Checkpointing:
-    """Saves one job's checkpoints and announces them. ``tasks`` holds the writes, which outlive their ring."""
+    """Saves one job's checkpoints and announces them.
+
+    Args:
+        tasks: holds the writes, which outlive their ring.
+        beside: returns small files to save with a state, at the moment of the save.
+    """
 
     def __init__(
         self,
@@ -302,8 +313,10 @@ class Checkpointing:
         snapshots: Snapshots,
         tasks: asyncio.TaskGroup,
         stage: Stage = WHOLE,
+        beside: Callable[[], list[FilePlan]] = list,
     ) -> None:
         self._context, self._job, self._files, self._stage = context, job, files, stage
+        self._beside = beside
         self._snapshots, self._tasks = snapshots, tasks
         self._saved = (-1, "")  # step and lineage of the newest durable checkpoint
         self._failed = (-1, "")  # of the newest failed save
@@ -347,7 +360,7 @@ class Checkpointing:
         # A ring that breaks now abandons the boundary, not the checkpoint. Later changes of the state run on the
         # compute thread, too, and so after the copy.
         copied = asyncio.Event()
-        saving = self._save(engine, meta, key, copied, urgent=wait, spared=spared)
+        saving = self._save(engine, meta, key, copied, self._beside(), urgent=wait, spared=spared)
         self._writing[key] = self._tasks.create_task(saving, name=f"save {step}")
         self._told()
         await (self.settled() if wait else copied.wait())
@@ -381,14 +394,22 @@ class Checkpointing:
             await asyncio.wait(self._writing.values())
 
     async def _save(
-        self, engine: Engine, meta: Meta, key: tuple[int, str], copied: asyncio.Event, *, urgent: bool, spared: int
+        self,
+        engine: Engine,
+        meta: Meta,
+        key: tuple[int, str],
+        copied: asyncio.Event,
+        beside: list[FilePlan],
+        *,
+        urgent: bool,
+        spared: int,
     ) -> None:
         (step, lineage), square_sum = key, float(meta["square_sum"] or 0.0)
         try:
             with await self._snapshots.take(engine, step=step, lineage=lineage, square_sum=square_sum) as snapshot:
                 plan = await self._context.compute.run(engine.checkpoint_files, step)
                 copied.set()
-                entry = await self._files.save(snapshot, plan, meta, urgent=urgent, spared=spared)
+                entry = await self._files.save(snapshot, [*plan, *beside], meta, urgent=urgent, spared=spared)
         except P2PTrainError as problem:
             # A full disk must not end the run: the state is in memory, here and at every member.
             text = f"no checkpoint at step {step}: {problem.message}. {problem.remedy}".rstrip(". ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,8 @@ from statistics import median_low
 
 from configs.schema import Profile
 from p2ptrain.core.checkpoints import Meta
-from p2ptrain.core.errors import P2PTrainError
+from p2ptrain.core.errors import P2PTrainError, ProtocolError
+from p2ptrain.core.training import FilePlan
 from ring.session import RingSession
 from ring.token import next_lineage
 from ring.transaction import Phase, Transaction
@@ -23,11 +25,15 @@ from roles.worker.heal import Fetched
 from wire.chain_messages import HeldPart
 from wire.job_messages import LedgerRow, LedgerRows, Report, StepMetrics
 from wire.messages import Message
+from wire.records import LedgerHead, LedgerPage, runs_of
 
 ROWS = 4096
 """Newest rows kept. A seed that is away for more steps misses the older ones."""
 BATCH_BYTES = 32 << 10
 """Size of one message: half the limit of a control frame."""
+LEDGER_FILE = "ledger.json"
+"""File of a checkpoint with its writer's rows: after a restart the worker tells the seed what the seed lacks."""
+LEDGER_FILE_BYTES = 2 << 20
 
 
 class Ledger:
@@ -48,6 +54,40 @@ class Ledger:
             before, row = self._rows[-1]
             if row.step != applied or next_lineage(before, row.digest) != lineage:
                 self._rows.clear()
+
+    def first_row(self, applied: int, lineage: str) -> int:
+        """The oldest step whose row is here, of those that lead to this state; ``applied + 1``: there is none."""
+        self.stands_at(applied, lineage)
+        return self._rows[0][1].step if self._rows else applied + 1
+
+    def files(self) -> list[FilePlan]:
+        """The rows as a file of a checkpoint of the newest step: the newest that fit into ``LEDGER_FILE_BYTES``."""
+        if not self._rows:
+            return []
+        row_bytes = 192 + 3 * max(len(row.counts) for _, row in self._rows)  # at most, with a head of its own
+        kept = list(self._rows)[-(LEDGER_FILE_BYTES // row_bytes) :]
+        (before, first), (lineage, last) = kept[0], kept[-1]
+        head = LedgerHead(first.step - 1, before, last.step, next_lineage(lineage, last.digest))
+        page = LedgerPage(head, runs_of(row for _, row in kept))
+        return [FilePlan(LEDGER_FILE, (json.dumps(page.to_map()).encode(),))]
+
+    def loaded_untrusted(self, applied: int, lineage: str, kept: bytes) -> None:
+        """Go on from a loaded state. Drops rows that do not lead to it, and a file that ``files`` did not make.
+
+        ``kept``: content of the file ``LEDGER_FILE`` of the state's checkpoint; empty if there is none.
+        """
+        self.stands_at(applied, lineage)
+        if self._rows or not kept:
+            return
+        try:
+            page = LedgerPage.from_map_untrusted(json.loads(kept))
+        except (ValueError, RecursionError, ProtocolError):
+            return
+        before = page.head.base_lineage if page.head else ""
+        for row in (row for run in page.runs for row in run.rows()) if before else ():
+            self.add(row, before)
+            before = next_lineage(before, row.digest)
+        self.stands_at(applied, lineage)
 
     def tell_last(self) -> None:
         if self._rows:
@@ -232,6 +272,7 @@ class Reports:
     # ---------------------------------------------------------------------------------------------- reports to the seed
 
     def send(self, report: Report) -> None:
+        report = replace(report, first_row=self.ledger.first_row(report.applied, report.lineage))
         if self.engine is not None:
             report = replace(
                 report,
@@ -294,12 +335,12 @@ class Reports:
 
     # -------------------------------------------------------------------------------------------------------- its state
 
-    def loaded(self, applied: int, lineage: str, *, wanted: int) -> None:
+    def loaded(self, applied: int, lineage: str, rows: bytes, *, wanted: int) -> None:
         if self._stage.split and applied < wanted:
             text = f"no checkpoint of step {wanted} of {self._stage} is here: starting from that of step {applied}"
             self._context.notify("warning", "no-checkpoint", text)
         self.steps.forget()
-        self.ledger.stands_at(applied, lineage)
+        self.ledger.loaded_untrusted(applied, lineage, rows)
 
     def healed(self, view: View, done: Fetched) -> None:
         self._fetched = done

@@ -51,7 +51,7 @@ from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing, Snapsh
 from roles.worker.context import Context
 from roles.worker.heal import Follower, Healer
 from roles.worker.heal_source import HealSource
-from roles.worker.reports import Reports
+from roles.worker.reports import LEDGER_FILE, LEDGER_FILE_BYTES, Reports
 from wire.chain_messages import HeldPart
 from wire.connection import Connection
 from wire.job_messages import CatchUp, MemberRecord
@@ -107,7 +107,13 @@ class JobRunner:
         self._standing = asyncio.Event()
         self.snapshots = Snapshots(context.compute)
         self._saving = Checkpointing(
-            context, job=job, files=checkpoints, snapshots=self.snapshots, tasks=self._tasks, stage=stage
+            context,
+            job=job,
+            files=checkpoints,
+            snapshots=self.snapshots,
+            tasks=self._tasks,
+            stage=stage,
+            beside=self.reports.ledger.files,
         )
         self.assembler: CheckpointAssembler | None = None
         if whole is not None:
@@ -334,7 +340,8 @@ class JobRunner:
         )
         self._state_bytes = await context.compute.run(lambda: state_bytes(self._ready_engine().state()))
         self.heal_source.state_bytes = self._state_bytes
-        self.reports.loaded(applied, lineage, wanted=restore_step)
+        rows = await self.checkpoints.beside(entry, LEDGER_FILE, LEDGER_FILE_BYTES)
+        self.reports.loaded(applied, lineage, rows, wanted=restore_step)
         await self._saving.resumed(entry)
         self._handle(Loaded(applied, lineage, square_sum))
 

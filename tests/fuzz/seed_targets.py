@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import asdict
 
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.ids import is_id
 from ring.ledger import counts_of_untrusted, pack_counts
+from ring.token import next_lineage
 from ring.training_costs import MAX_LAYERS, Training, shape_untrusted
 from ring.view import View
 from roles.member import drafters_untrusted
 from roles.seed.ledger import Ledger
+from roles.worker.reports import Ledger as MemberLedger
 from wire.address import is_loopback
 from wire.job_messages import LedgerRow, LedgerRows, MemberRecord
+from wire.records import LedgerHead, runs_of
 from wire.text_messages import MAX_DRAFTERS, DrafterAt, DrafterList
 
 from .engine import Target
-from .strategies import FREE, TEXT, made, mostly
+from .strategies import FREE, TEXT, made, mostly, mutated
 
 _SIZES = st.integers(1, 2**40)
 _SHAPES = st.fixed_dictionaries(
@@ -109,7 +114,31 @@ TOLD = Target(
     peak_bytes=256 << 10,
 )
 
+
+@st.composite
+def _file(draw: st.DrawFn) -> bytes:
+    first, shares = draw(st.integers(1, 3)), st.sampled_from([[4], [1, 3], [2**32 - 1] * 9])
+    rows = [
+        LedgerRow(first + number, 1, bytes(16), pack_counts(draw(shares))) for number in range(draw(st.integers(0, 4)))
+    ]
+    head = LedgerHead(first - 1, draw(mostly(st.just(START), TEXT)), draw(st.integers(0, 9)), START)
+    return json.dumps({"head": asdict(head), "runs": [run.to_map() for run in runs_of(rows)]}).encode()
+
+
+def _check_file(data: bytes) -> None:
+    kept = MemberLedger("j", lambda rows: None)
+    kept.loaded_untrusted(2, next_lineage(next_lineage(START, bytes(16)), bytes(16)), data)
+    assert all(row.step <= 2 for _, row in kept._rows)
+
+
 TARGETS = (
+    Target(
+        "ledger-files",
+        _file() | mutated(_file()),
+        _check_file,
+        ("roles.worker.reports.Ledger.loaded_untrusted",),
+        peak_bytes=512 << 10,
+    ),
     Target(
         "model-shapes", _SHAPES | FREE, _check_shape, ("ring.training_costs.shape_untrusted",), peak_bytes=256 << 10
     ),

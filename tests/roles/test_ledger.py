@@ -137,17 +137,43 @@ def test_a_gap_that_nobody_can_fill_is_given_up(kept: Records, monkeypatch: pyte
     monkeypatch.setattr(module, "ROWS_AHEAD", 6)
     past, ledger = lineages(40), Ledger("j1", kept.ledger_head("j1"))
     told(kept, ledger, 1, 2, START)
-    told(kept, ledger, 5, 7, past[4])
     told(kept, ledger, 10, 12, past[9])
-    assert ledger.step == 2, "of two runs the first is forgotten, and the second is short"
+    assert ledger.step == 2
     message = LedgerRows("j1", past[12], [row(step) for step in range(13, 18)])
     entries, problem = ledger.take_untrusted(message, view(1, 0), micro_batches=8, steps_total=10**6)
-    assert problem == "no member has the ledger rows of steps 3 to 9; the ledger restarts there"
+    assert problem == "steps 3 to 9 are not on record: no member has the ledger rows; the ledger restarts with step 10"
     kept.add_rows(list(entries), [])
     assert kept.ledger_head("j1") == ledger.head == LedgerHead(9, past[9], 17, past[17])
     assert kept.ledger_rows("j1", 0, 99) == [row(step) for step in range(10, 18)]
     told(kept, ledger, 18, 20, past[17])
     assert kept.ledger_head("j1") == ledger.head
+
+
+@pytest.mark.parametrize(
+    ("held", "text"),
+    [
+        ([range(6, 6), range(5, 6)], "steps 3 to 4 are"),  # the second member has the row of step 5
+        ([range(6, 6), range(1, 3)], "steps 3 to 5 are"),
+        ([range(6, 6), range(3, 6)], ""),  # it has them all, and they are on their way
+        ([range(6, 6), range(1, 4)], ""),
+        ([], ""),  # not all members have reported
+    ],
+)
+def test_a_gap_that_no_member_can_fill_is_given_up_at_the_next_row(kept: Records, held: list[range], text: str) -> None:
+    past, ledger = lineages(9), Ledger("j1", kept.ledger_head("j1"))
+    told(kept, ledger, 1, 2, START)
+    third = view(2, 5, past[5])
+    kept.add_view(third, JOB, restored=False, wall=2.0)
+    ledger.view_began(third)
+    found = []
+    for step in (6, 5, 7) if range(5, 6) in held else (6, 7):
+        message = LedgerRows("j1", past[step - 1], [row(step, 1 if step < 6 else 2)])
+        entries, problem = ledger.take_untrusted(message, third, micro_batches=8, steps_total=99, held=held)
+        kept.add_rows(list(entries), [])
+        found += [problem] if problem else []
+    assert [problem.split(" not")[0] for problem in found] == ([text] if text else [])
+    assert kept.ledger_head("j1") == ledger.head
+    assert ledger.step == (7 if text else 2)
 
 
 @pytest.mark.parametrize("restarted", [False, True])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ring.token import first_lineage, next_lineage
-from roles.worker.reports import BATCH_BYTES, ROWS, Ledger
+from roles.worker.reports import BATCH_BYTES, LEDGER_FILE_BYTES, ROWS, Ledger
 from wire.codec import encode
 from wire.frame import CONTROL_FRAME_BYTES
 from wire.job_messages import LedgerRow, LedgerRows
@@ -50,6 +52,29 @@ def test_messages_and_memory_are_bounded() -> None:
     sizes = [len(encode(message)) for message in told.said]
     assert max(sizes) < CONTROL_FRAME_BYTES
     assert min(sizes[:-1]) > BATCH_BYTES // 2
+
+
+def test_rows_come_back_from_the_checkpoint_that_they_were_saved_with() -> None:
+    told, again = Told(5), Told()
+    (file,) = told.ledger.files()
+    assert again.ledger.files() == []
+    again.ledger.loaded_untrusted(5, told.lineages[5], b"".join(map(bytes, file.parts)))  # type: ignore[arg-type]
+    again.lineages = told.lineages
+    assert again.ledger.first_row(5, told.lineages[5]) == 1
+    assert again.beyond(2) == [3, 4, 5]
+    assert again.ledger.files() == [file]
+    assert again.ledger.first_row(7, "ab" * 16) == 8, "they do not lead to that state"
+
+
+@pytest.mark.parametrize(("members", "kept"), [(2, ROWS), (1024, LEDGER_FILE_BYTES // (192 + 12 * 1024))])
+def test_the_file_is_bounded_and_has_the_newest_rows(members: int, kept: int) -> None:
+    told, again = Told(), Told()
+    for step in range(1, ROWS + 10):
+        told.apply(step, members, generation=2 + step % 2)  # no two rows have the same head
+    (file,) = told.ledger.files()
+    assert file.size_bytes <= LEDGER_FILE_BYTES
+    again.ledger.loaded_untrusted(ROWS + 9, told.lineages[-1], b"".join(map(bytes, file.parts)))  # type: ignore[arg-type]
+    assert again.ledger.first_row(ROWS + 9, told.lineages[-1]) == ROWS + 10 - kept
 
 
 def test_rows_of_a_past_that_was_given_up_are_dropped() -> None:

@@ -14,6 +14,7 @@ FOUND = {
     "redo": (24, "same bits"),
     "dir-sync": (3, "durable"),
     "ledger": (3, "ledger"),
+    "rows": (0, "ledger"),
     "confirm": (0, "confirmed"),
     "term": (2, "generations grow"),
     "adopt": (2, "restored keeps"),
