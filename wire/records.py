@@ -98,6 +98,7 @@ class JobInfo(Record):
         streams, codec: how gradients travel in the present view (``ring.view.View``); 0 and empty without a view.
         stages: parts that the model is split into, each held by another member; 1: it is not split.
         cuts: first layer of the second and each later part; empty: chosen by the workers' speed and memory.
+        trained_s: time of all committed steps, without the time in which the job waited.
         reason: why the job is in this state, for display.
     """
 
@@ -123,6 +124,7 @@ class JobInfo(Record):
     communicate_ms: float | None = None
     wait_ms: float | None = None
     tokens_total: int = 0
+    trained_s: float = 0.0
     reason: str = ""
     edge_ms: list[float | None] = dataclasses.field(default_factory=list)
     edge_bps: list[float | None] = dataclasses.field(default_factory=list)

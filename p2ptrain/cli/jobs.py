@@ -214,10 +214,12 @@ def show(
 
     info, text = ask(seed, lambda client: client.job(job))
     settings: dict[str, dict[str, Any]] = Profile.from_spec_untrusted(text).model_dump(mode="json")
+    saved = ask(seed, lambda client: client.checkpoints(info.id))
     if as_json:
-        print_json({"job": info.to_map(), "spec": settings})
+        newest = _newest(saved)
+        print_json({"job": info.to_map(), "checkpoint": newest.to_map() if newest else None, "spec": settings})
         return
-    print_pairs([*_pairs(info), ("checkpoint", _newest(ask(seed, lambda client: client.checkpoints(info.id))))])
+    print_pairs([*_pairs(info), ("checkpoint", _where(saved))])
     if spec:
         typer.echo()
         print_pairs(
@@ -225,9 +227,12 @@ def show(
         )
 
 
-def _newest(checkpoints: list[CheckpointInfo]) -> str:
-    newest = max((item for item in checkpoints if item.stage is None), key=lambda item: item.step, default=None)
-    if newest is not None:
+def _newest(checkpoints: list[CheckpointInfo]) -> CheckpointInfo | None:
+    return max((item for item in checkpoints if item.stage is None), key=lambda item: item.step, default=None)
+
+
+def _where(checkpoints: list[CheckpointInfo]) -> str:
+    if (newest := _newest(checkpoints)) is not None:
         return f"step {newest.step:,} on {newest.peer_name}: {newest.path}"
     return f"only parts of the model, {len(checkpoints)} in all" if checkpoints else "none"
 
@@ -268,14 +273,13 @@ def _pairs(job: JobInfo) -> list[tuple[str, str]]:
         ("gradient norm", number(job.grad_norm, ".3g")),
         ("speed", f"{number(job.tokens_per_s, ',.0f')} tokens/s, {job.tokens_total:,} tokens in all"),
         ("step time", f"{number(job.step_ms, '.0f')} ms: " + ", ".join(_parts(job))),
+        ("training time", human_seconds(job.trained_s)),
         ("created", human_time(job.created_at)),
     ]
     if job.started_at is not None:
         pairs.append(("started", human_time(job.started_at)))
     if job.finished_at is not None:
         pairs.append(("finished", human_time(job.finished_at)))
-        if job.started_at is not None:
-            pairs.append(("took", human_seconds(job.finished_at - job.started_at)))
     return pairs
 
 

@@ -257,7 +257,7 @@ def _print_summary(summary: dict[str, Any]) -> None:
         ("step", f"{summary['step']} of {summary['steps']}"),
         ("loss", f"{number(summary['loss'])} nats/token"),
         ("validation", f"{number(summary['val_loss'])} nats/token"),
-        ("time", human_seconds(summary["seconds"])),
+        ("training time", human_seconds(summary["seconds"])),
         ("checkpoint", summary["checkpoint"] or "none"),
     ]
     print_pairs(pairs)

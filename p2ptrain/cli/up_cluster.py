@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from wire.client import SeedClient
 
 DRAFTER, VERIFIER = "drafter", "verifier"
+SAVE_S, SAVE_LOOK_S = 60.0, 0.1
+"""How long an interrupted run may take to save its state, and how often to look."""
+_UNDER_WAY = ("running", "forming")
 
 Summary = dict[str, Any]
 
@@ -177,11 +180,11 @@ class Run:
         self._client: SeedClient | None = None
         self._jobs: dict[str, str] = {}  # role → id of a job that is not done yet
         self._last: dict[str, JobInfo] = {}  # id of such a job → its newest record
+        self._saved: dict[str, CheckpointInfo] = {}  # id of such a job → its newest checkpoint of the whole model
         self._told: dict[str, int] = {}  # id of such a job → newest step that was printed
         self._trained: dict[str, Summary] = {}  # role → summary of a job that is done
         self._served = False
         self._http_at = ""
-        self._began = time.monotonic()
 
     @property
     def client(self) -> SeedClient:
@@ -263,12 +266,34 @@ class Run:
         """Let the workers save and leave. Returns the outcome; see ``train``."""
         if self._served:
             return None
+        await self._save()
         await end_all(self._workers)  # before the seed, so that it records what they saved
         found = {**self._trained, **(await self._summaries(interrupted=True))}
         if not self._plan.is_pair:
             return found[""]
         bad = [item["state"] for item in found.values() if item["state"] in FINISHED_STATES - {"done"}]
         return {"state": bad[0] if bad else "interrupted", **found}
+
+    async def _save(self) -> None:
+        """Pause the jobs and let the workers save them, so that the next start continues from here."""
+        try:
+            async with asyncio.timeout(SAVE_S):
+                for job in self._jobs.values():
+                    info, _ = await self.client.job(job)
+                    if info.state not in _UNDER_WAY:
+                        continue
+                    await self.client.tell_job(job, "pause")
+                    while info.state in _UNDER_WAY or (info.state == "paused" and not await self._is_saved(info)):
+                        await asyncio.sleep(SAVE_LOOK_S)
+                        info, _ = await self.client.job(job)
+        except (TimeoutError, P2PTrainError) as error:
+            text = error.message if isinstance(error, P2PTrainError) else f"it took longer than {SAVE_S:g} s"
+            self._console.event("warning", f"the newest steps may not be saved: {text}")
+
+    async def _is_saved(self, job: JobInfo) -> bool:
+        """Whether the whole model, or every stage of it, is saved at the job's step."""
+        parts = {item.stage for item in await self.client.checkpoints(job.id) if item.step >= job.step}
+        return not job.step or None in parts or len(parts) == job.stages
 
     async def end(self) -> None:
         """End all processes, the seed last."""
@@ -296,6 +321,8 @@ class Run:
                 match item:
                     case JobInfo() if item.id in self._last:
                         self._last[item.id] = item
+                    case CheckpointInfo(stage=None) if item.job in self._last:
+                        self._saved[item.job] = max(item, self._saved.get(item.job, item), key=lambda each: each.step)
                     case MetricRow() if item.step > self._told.get(item.job, 2**63):
                         self._tell_step(item)
                     case EventInfo() if item.level != "info" and not self.quiet:
@@ -320,15 +347,13 @@ class Run:
     async def _summaries(self, *, interrupted: bool) -> dict[str, Summary]:
         found = {}
         for role, job in self._jobs.items():
-            shown, newest = self._last.get(job), None
-            try:
+            shown, newest = self._last.get(job), self._saved.get(job)  # in case the seed is lost
+            with suppress(P2PTrainError):
                 shown, _ = await self.client.job(job)
                 newest = await newest_saved(self.client, job)
-            except P2PTrainError:
-                newest = None
-            found[role] = summed_up(job, shown, newest, time.monotonic() - self._began)
+            found[role] = summed_up(job, shown, newest)
             if interrupted and found[role]["state"] not in FINISHED_STATES:
-                found[role]["state"] = "interrupted"
+                found[role] |= {"state": "interrupted", "reason": ""}  # why the job has no members now is no news
         return found
 
     # -------------------------------------------------------------------------------------------------------- serving
@@ -361,9 +386,8 @@ class Run:
 
     def _tell_serving(self) -> None:
         if self._as_json:
-            seconds = round(time.monotonic() - self._began, 1)
             where = {"state": "serving", "seed": self.cluster.address, "directory": str(self._plan.root)}
-            print_json({**where, "http": self._http_at, "seconds": seconds, **self._trained})
+            print_json({**where, "http": self._http_at, **self._trained})
             return
         rows = []
         for role in (VERIFIER, DRAFTER):
@@ -430,7 +454,7 @@ async def trained_before(client: SeedClient, profile: Profile) -> Summary | None
         _, spec = await client.job(job.id)
         newest = await newest_saved(client, job.id) if _alike(spec, profile) else None
         if newest is not None and newest.stage is None and _is_model(newest.path):
-            return summed_up(job.id, job, newest, (job.finished_at or 0.0) - (job.started_at or 0.0))
+            return summed_up(job.id, job, newest)
     return None
 
 
@@ -453,7 +477,7 @@ async def newest_saved(client: SeedClient, job: str) -> CheckpointInfo | None:
     return max(await client.checkpoints(job), key=lambda item: (item.stage is None, item.step), default=None)
 
 
-def summed_up(job: str, shown: JobInfo | None, newest: CheckpointInfo | None, seconds: float) -> Summary:
+def summed_up(job: str, shown: JobInfo | None, newest: CheckpointInfo | None) -> Summary:
     return {
         "job": job,
         "state": shown.state if shown else None,
@@ -463,7 +487,7 @@ def summed_up(job: str, shown: JobInfo | None, newest: CheckpointInfo | None, se
         "loss": shown.loss if shown else None,
         "val_loss": shown.val_loss if shown else None,
         "tokens": shown.tokens_total if shown else None,
-        "seconds": round(seconds, 1),
+        "seconds": shown.trained_s if shown else 0.0,
         "checkpoint": newest.path if newest else None,
         "whole": newest is not None and newest.stage is None,
     }

@@ -118,6 +118,7 @@ class History:
     head: LedgerHead | None = None
     begins: Sequence[tuple[int, int, str]] = ()  # generation, step and lineage of each known view
     recoveries: int = 0
+    step_ms: tuple[float, int] = (0.0, 0)  # as Records.mean_step_ms
     reread: bool = False
 
 
@@ -147,6 +148,7 @@ class JobController:
     def _begin(self, history: History) -> None:
         record, view = self.record, history.view
         self._row, self._val_loss = history.row, history.val_loss
+        self._mean_ms, self._timed = history.step_ms
         past = co.StoredJob(
             state=record.state,
             reason=record.reason,
@@ -459,6 +461,9 @@ class JobController:
         )
         seed.store.add(row)
         seed.subscriptions.add(row)
+        if row.step_ms is not None:
+            self._timed += 1
+            self._mean_ms += (max(row.step_ms, 0.0) - self._mean_ms) / self._timed
         if self._row is None or row.step >= self._row.step:
             self._row = row
             self._val_loss = row.val_loss if row.val_loss is not None else self._val_loss
@@ -529,6 +534,7 @@ class JobController:
             finished_at=record.finished_at,
             val_loss=self._val_loss,
             tokens_total=min(tokens, MAX_WHOLE),
+            trained_s=round(step * self._mean_ms / 1e3, 1),  # also of steps whose rows are gone
             reason="another job has the workers" if queued else self.core.reason,
             **shown,
         )
@@ -548,7 +554,8 @@ def history(records: Records, job: str, *, split: bool) -> History:
     view, saved = records.last_view(job), saved_of(records.checkpoints_of(job), split=split)
     newest = records.recoveries(job, 1)
     number = newest[-1].number if newest else 0
-    return History(view, row, val_loss, saved, records.ledger_head(job), records.begins(job), number, reread=True)
+    head, begins, step_ms = records.ledger_head(job), records.begins(job), records.mean_step_ms(job)
+    return History(view, row, val_loss, saved, head, begins, number, step_ms, reread=True)
 
 
 def saved_of(checkpoints: Iterable[CheckpointInfo], *, split: bool) -> co.Saved:

@@ -279,6 +279,13 @@ class Records:
         value = self._one(sql, job)
         return None if value is None else float(value)
 
+    def mean_step_ms(self, job: str) -> tuple[float, int]:
+        """The mean time of the job's known steps, and their number."""
+        ((mean, count),) = self._rows(
+            "SELECT coalesce(avg(step_ms), 0.0), count(step_ms) FROM metrics WHERE job = ?", job
+        )
+        return float(mean), int(count)
+
     def events(self, after_id: int, limit: int) -> list[EventInfo]:
         rows = self._rows("SELECT * FROM events WHERE id > ? ORDER BY id LIMIT ?", after_id, limit)
         return [EventInfo(*row) for row in rows]

@@ -42,7 +42,8 @@ JOB = JobInfo(
     generation=3,
     members=["a1b2", "c3d4"],
     started_at=1.7e9,
-    finished_at=1.7e9 + 7500,
+    finished_at=1.7e9 + 90_000,
+    trained_s=7500.0,
     loss=2.5,
     step_ms=100.0,
     compute_ms=70.0,
@@ -175,7 +176,8 @@ def test_show_a_job(command: Command, fake_seed: Any) -> None:
         assert "optimizer.lr" not in outcome.out
         assert "optimizer.lr" in command("jobs", "show", "tiny", "--spec").out
         shown = command("jobs", "show", "tiny", "--json").json
-        assert shown == {"job": JOB.to_map(), "spec": profile.model_dump(mode="json")}
+        saved = CHECKPOINT.to_map()
+        assert shown == {"job": JOB.to_map(), "checkpoint": saved, "spec": profile.model_dump(mode="json")}
     assert fake_seed.asked[0] == ("jobs.show", {"job": "tiny"})
 
 

@@ -360,13 +360,16 @@ async def test_from_offer_to_a_running_view(bench: Bench) -> None:
 
 async def test_a_restarted_seed_takes_the_ring_back_without_touching_it(bench: Bench) -> None:
     a, b = await bench.ring("a", "b")
-    a.say(StepMetrics(a.job, 1, 9, {"loss": 2.5, "tokens_per_s": 100.0, "step_ms": 10.0}))
+    a.say(StepMetrics(a.job, 1, 8, {"loss": 2.6, "tokens_per_s": 100.0, "step_ms": 3000.0}))
+    a.say(StepMetrics(a.job, 1, 9, {"loss": 2.5, "tokens_per_s": 100.0, "step_ms": 1000.0}))
     await a.beaten()
+    assert (await bench.ask("jobs.show", job="first"))["job"]["trained_s"] == 18.0, "nine steps of 2 s"
     await bench.end()
     assert (await a.hear(Refuse)).code == RefusalCode.SHUTTING_DOWN
     await bench.start()
     job = await bench.job_is("forming")
-    assert (job["step"], job["loss"], job["generation"], job["tokens_total"]) == (9, 2.5, 1, 9)
+    assert (job["step"], job["loss"], job["generation"]) == (9, 2.5, 1)
+    assert (job["tokens_total"], job["trained_s"]) == (900, 18.0)
     for worker in (a, b):
         await worker.connection.close()
         await worker.join(job=worker.job, generation=1)
