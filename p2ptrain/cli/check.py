@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from wire.client import SeedClient
     from wire.connection import Connection
     from wire.handshake import Server
-    from wire.messages import Hello, RefusalCode, Refuse, Welcome
+    from wire.messages import Hello, Refuse, Welcome
 
 PINGS = 10
 
@@ -287,7 +287,7 @@ class _Call(asyncio.BufferedProtocol):
 
 async def _welcome(clock: Clock, peer_id: str, hello: Hello, connection: Connection) -> Welcome | Refuse:
     from wire.handshake import local_welcome
-    from wire.messages import Refuse
+    from wire.messages import RefusalCode, Refuse
 
     if hello.purpose != "probe":
         return Refuse(RefusalCode.ROLE, "this is only a check, no worker")

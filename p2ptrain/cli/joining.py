@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from roles.identity import Identity
     from roles.seed_link import Patience
     from wire.address import Ticket
-    from wire.messages import RefusalCode, Scalar
+    from wire.messages import Scalar
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - members on other machines must reach this one
 
@@ -140,6 +140,7 @@ async def stay(joining: Joining, make: Make) -> None:
     from p2ptrain.core.world import LoopClock
     from roles.identity import claim
     from roles.seed_link import Patience, until_reached
+    from wire.messages import RefusalCode
 
     console, stop = stoppable(with_parent=joining.with_parent)
     base, role, targets = _network(joining.link), joining.role, joining.targets
