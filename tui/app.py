@@ -224,6 +224,8 @@ class P2PTrainApp(App[bool]):
     def refresh_panels(self) -> None:
         if not self.screen_stack or not self.screen_stack[0].query(HeaderBar):
             return  # the app is closing: its panels are gone, its timer is not
+        if self.chosen_job not in self.source.store.jobs:
+            self.chosen_job = None  # it was forgotten
         store, job, now = self.source.store, self.job, self.clock.now()
         self._tell_of_the_link(store.link)
         self._choose_drawing(job)
@@ -246,7 +248,7 @@ class P2PTrainApp(App[bool]):
 
     def _choose_drawing(self, job: JobInfo | None) -> None:
         store = self.source.store
-        instead = self.view == 1 and not (job is not None and job.members)
+        instead = self.view == 1 and self.chosen_job is None and not (job is not None and job.members)
         serving = self.view == SERVING or (instead and bool(store.serving))
         chains = self.view == CHAINS or (instead and bool(store.parts) and not serving)
         for name, wanted in (("-chains", chains), ("-serving", serving)):

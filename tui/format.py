@@ -44,12 +44,15 @@ PEER_LOOKS = {
     "building": Look("◔", "busy"),
     "joining": Look("◌", "busy"),
     "waiting": Look("○", "calm"),
-    "idle": Look("○", "calm"),
-    "held": Look("■", "warn"),
+    "idle": Look("·", "dim"),
+    "held": Look("□", "warn"),
+    "paused": Look("■", "warn"),
     "leaving": Look("↗", "warn"),
     "failed": Look("!", "bad"),
     "away": Look("◇", "warn"),
     "lost": Look("✗", "bad"),
+    "left": Look("–", "dim"),
+    "evicted": Look("⊘", "bad"),
 }
 STEP_LOOKS = {
     "compute": Look("█", "compute"),

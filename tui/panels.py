@@ -311,7 +311,8 @@ class TrainingPanel(Panel, can_focus=True):
 
     def show(self, frame: Frame) -> None:
         job = frame.job
-        set_title(self, f"Training · {fmt.fit(job.name, 30)}" if job else "Training")
+        rests = f" · {job.state}" if job is not None and job.state != "running" else ""
+        set_title(self, f"Training · {fmt.fit(job.name, 30)}{rests}" if job else "Training")
         drawn = job is not None and bool(frame.recent(1))
         self.set_class(not drawn, "-empty")
         if bool(self.border_subtitle) != drawn:
@@ -347,7 +348,7 @@ def training_numbers(frame: Frame, job: JobInfo, width: int) -> list[list[Span]]
         if sum(len(span.text) for span in first) + len(label) + len(value) + 1 <= width:
             first += [Span(f"{label} ", "dim"), Span(f"{value}  ", role)]
     rates = [row.tokens_per_s for row in frame.recent(max(1, width - 22))]
-    pace = f" {fmt.count(rates[-1]):>6} tok/s"
+    pace = f" {fmt.count(rates[-1] if job.state == 'running' else None):>6} tok/s"
     second = [
         Span("tokens   ", "dim"),
         Span(fmt.sparkline(rates, min(len(rates), width - 9 - len(pace))), "calm"),

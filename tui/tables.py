@@ -422,7 +422,10 @@ class CheckpointsPanel(TablePanel):
     )
 
     def rows(self, frame: Frame) -> dict[str, dict[str, Cell]]:
-        return {item.id: self._row(item, frame) for item in frame.store.checkpoints_in_order()}
+        return {
+            item.id: self._row(item, frame)
+            for item in frame.store.checkpoints_in_order(frame.job.id if frame.job else "")
+        }
 
     def _row(self, item: CheckpointInfo, frame: Frame) -> dict[str, Cell]:
         job = frame.store.jobs.get(item.job)

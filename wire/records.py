@@ -36,14 +36,18 @@ class ClusterInfo(Record):
     jobs: int
 
 
+ABSENT_STATES = frozenset({"failed", "leaving", "away", "lost", "left", "evicted"})
+"""States of peers that can be given no work."""
+
+
 @dataclass(frozen=True, slots=True)
 class PeerInfo(Record):
     """One peer, as the seed sees it now.
 
     Attributes:
         state: ``joining``, ``idle``, ``building``, ``waiting``, ``following``, ``healing``, ``training``, ``held``,
-            ``failed``, ``leaving``, ``away`` (only its link to the seed is lost: its ring may run), ``lost``;
-            ``serving``: an active verifier or drafter.
+            ``paused`` (its job is), ``failed``, ``leaving``, ``away`` (only its link to the seed is lost: its ring may
+            run), ``lost``, ``left``, ``evicted``; ``serving``: an active verifier or drafter.
         in_bps, out_bps: bits per second over the ring.
         rank: position in its job's ring; None outside a ring.
         share: micro-batches that it computed of the newest step.

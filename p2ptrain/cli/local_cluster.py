@@ -29,7 +29,16 @@ from p2ptrain.core.errors import (
     StorageError,
     UserError,
 )
-from wire.records import FINISHED_STATES, CheckpointInfo, EventInfo, JobInfo, MetricRow, PeerInfo, ServingInfo
+from wire.records import (
+    ABSENT_STATES,
+    FINISHED_STATES,
+    CheckpointInfo,
+    EventInfo,
+    JobInfo,
+    MetricRow,
+    PeerInfo,
+    ServingInfo,
+)
 from wire.schema import Record
 
 if TYPE_CHECKING:
@@ -217,7 +226,7 @@ class LocalCluster:
 
         def take(item: Record) -> None:
             if isinstance(item, PeerInfo):
-                (there.discard if item.state in ("lost", "leaving", "away") else there.add)(item.name)
+                (there.discard if item.state in ABSENT_STATES else there.add)(item.name)
 
         await self._told(take, lambda: sorted(set(names) - there), "join")
 

@@ -27,14 +27,13 @@ from roles.verifier.asking import TextRequest, TextService
 from roles.verifier.client import IF_LOST, VERIFIER, Text, VerifierClient
 from wire.client import SeedClient
 from wire.messages import RefusalCode
-from wire.records import ServingInfo
+from wire.records import ABSENT_STATES, ServingInfo
 from wire.transport import TcpNetwork
 
 LOOK_AGAIN_S = 1.0
 """Pause between attempts to find a lost verifier."""
 MOST_ASKS = 3
 """Attempts for one question if the verifier is lost each time. The question may be the cause."""
-_GONE = frozenset({"lost", "away", "leaving", "failed"})
 _OTHER_WAYS = "or use a checkpoint of this machine: --checkpoint DIR, or --job JOB"
 _CHAT_IF_LOST = (
     "ask again: the question waits for this verifier or one with its model; or: p2ptrain chat --verifier NAME"
@@ -329,7 +328,7 @@ async def dialled(
 
 async def _loading(client: SeedClient) -> str:
     peers = await client.peers()
-    return ", ".join(sorted(peer.name for peer in peers if VERIFIER in peer.roles and peer.state not in _GONE))
+    return ", ".join(sorted(peer.name for peer in peers if VERIFIER in peer.roles and peer.state not in ABSENT_STATES))
 
 
 def _writes(verifier: ServingInfo) -> tuple[str, str]:

@@ -320,6 +320,7 @@ class Run:
             for item in records:
                 match item:
                     case JobInfo() if item.id in self._last:
+                        self._tell_pause(self._last[item.id].state, item)
                         self._last[item.id] = item
                     case CheckpointInfo(stage=None) if item.job in self._last:
                         self._saved[item.job] = max(item, self._saved.get(item.job, item), key=lambda each: each.step)
@@ -331,6 +332,13 @@ class Run:
             if states <= FINISHED_STATES or states & (FINISHED_STATES - {"done"}):
                 return
         raise ConnectionLost("the seed ended")
+
+    def _tell_pause(self, before: str, job: JobInfo) -> None:
+        if job.state == "paused" != before:
+            resume = f"p2ptrain jobs resume {job.id}{self._seed_option}"
+            self._say("info", f"job {job.name} is paused at step {job.step:,}: {resume} continues it")
+        elif before == "paused" != job.state:
+            self._say("info", f"job {job.name} goes on")
 
     def _tell_step(self, row: MetricRow) -> None:
         job = row.job
@@ -400,9 +408,12 @@ class Run:
             typer.echo(f"  {way}")
         typer.echo("\nCtrl+C stops everything; the same command serves them again at once.")
 
+    @property
+    def _seed_option(self) -> str:
+        return f" --seed {self.cluster.address}" * (self._plan.port != DEFAULT_PORT)
+
     def _ways(self) -> list[str]:
-        options = f" --seed {self.cluster.address}" * (self._plan.port != DEFAULT_PORT)
-        ways = [f'p2ptrain generate "def " --stats{options}', f"p2ptrain chat{options}"]
+        ways = [f'p2ptrain generate "def " --stats{self._seed_option}', f"p2ptrain chat{self._seed_option}"]
         if self._plan.http is not None and self._http_at:
             ways.append(self._plan.http.example(self._http_at))
         return ways

@@ -27,7 +27,7 @@ from wire.address import parse_address
 from wire.chain_messages import TensorRecord
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
-from wire.records import PeerInfo
+from wire.records import ABSENT_STATES, PeerInfo
 from wire.schema import Bound, Count, Id, Record
 
 Request = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
@@ -149,7 +149,7 @@ async def workers_of(ask: Request) -> list[WorkerAt]:
     found = []
     for item in peers:
         info = PeerInfo.from_map_untrusted(item)
-        if "worker" not in info.roles or info.state in ("lost", "away", "leaving", "failed") or not is_id(info.id):
+        if "worker" not in info.roles or info.state in ABSENT_STATES or not is_id(info.id):
             continue
         try:
             host, port = parse_address(info.address)

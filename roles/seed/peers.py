@@ -66,7 +66,8 @@ class Link:
         last_job: id of its job before. Reports that it kept while the link was down arrive late.
         rows: steps of its job of which it has ledger rows, as last reported; None before its first report.
         fetched: its newest report with status ``following``; None before the first.
-        lost_at: monotonic time at which it was lost; None while it is connected.
+        lost_at: monotonic time at which it was lost; None while it is connected. end: then ``lost``, ``left`` or
+            ``evicted``.
         told: set once it has reported its speed, or is gone.
         serving: what a verifier or a drafter serves; None before it has reported that.
         early: messages that wait until its job is settled (``roles.seed.jobs``).
@@ -83,6 +84,7 @@ class Link:
     job: str = ""
     last_job: str = ""
     lost_at: float | None = None
+    end: str = "lost"
     beat: Heartbeat | None = None
     rows: range | None = None
     fetched: Report | None = None
@@ -179,8 +181,8 @@ class Link:
         """Send a request and await the answer. Raises ``Refused``, ``DeadlineExceeded`` or ``ConnectionLost``."""
         return await self.calls.ask(self.connection.send, method, params, whom=self.name, timeout_s=timeout_s)
 
-    def lost(self, now: float) -> None:
-        self.lost_at, self.job = now, ""
+    def lost(self, now: float, end: str) -> None:
+        self.lost_at, self.end, self.job = now, end, ""
         self.told.set()
         self.calls.lost(self.name)
 
@@ -192,6 +194,8 @@ class Link:
         shares: Sequence[int] = (),
         stage: int | None = None,
         stages: int = 1,
+        *,
+        paused: bool = False,
     ) -> PeerInfo:
         """The record that people see.
 
@@ -200,6 +204,7 @@ class Link:
             edge: quality of the link to its right neighbour.
             shares: the members' shares in the newest step, in rank order. A stage has the share of its replica's first.
             stage: its stage of a split model with ``stages`` stages.
+            paused: whether its job is.
         """
         beat, gone = self.beat, self.lost_at is not None
         stats = {name: value for name, value in beat.stats.items() if math.isfinite(value)} if beat and not gone else {}
@@ -207,7 +212,8 @@ class Link:
         head = rank - view.stage_of(rank) if view and rank is not None else None
         said = beat.state if beat else "joining"
         known = said if said in _STATES else "idle"
-        state = known if not gone else "lost" if rank is None else "away"
+        present = "paused" if paused and known == "held" else known
+        state = present if not gone else "away" if rank is not None and self.end == "lost" else self.end
         return PeerInfo(
             id=self.id,
             name=self.name,

@@ -419,7 +419,7 @@ class Seed:
     def _drop_unwelcome(self) -> None:
         for link in list(self.links.values()):
             if problem := self._unwelcome(link.connection):
-                self._gone(link, co.PeerLost(link.id, problem.message, left=True))
+                self._gone(link, co.PeerLost(link.id, problem.message, left=True), end="evicted")
         for connection in list(self.acceptor.operators):
             self._unwelcome(connection)
 
@@ -461,7 +461,7 @@ class Seed:
         """The job, if it is the worker's present or last one. Reports kept while the link was down arrive late."""
         return self.controllers.get(job) if job and job in (link.job, link.last_job) else None
 
-    def _gone(self, link: Link, event: co.PeerLost) -> None:
+    def _gone(self, link: Link, event: co.PeerLost, end: str = "") -> None:
         now = self.world.clock.now()
         verb, level = ("left", "info") if event.left else ("is lost", "warning")
         self.note(level, verb.split()[-1], f"{link.name} {verb}: {event.reason}", link.id, link.job)
@@ -469,7 +469,7 @@ class Seed:
         self.survey.drop(link.id)
         self.parts.drop(link.id)
         self.services.gone(link)
-        link.lost(now)
+        link.lost(now, end or verb.split()[-1])
         self._lost[link.id] = link
         for other in self.controllers.values():  # a job that released the worker for cause may take it when it returns
             if other.live:
@@ -565,7 +565,8 @@ class Seed:
             rank = view.rank_of(link.id) if view else None
         shares = controller.shares(view) if controller and view else ()
         stage = (controller.stage_of(link.id), controller.stages) if controller else (None, 1)
-        return link.info(now, view, edge, shares, *stage)
+        paused = controller is not None and controller.core.phase is co.Phase.PAUSED
+        return link.info(now, view, edge, shares, *stage, paused=paused)
 
     def is_queued(self, controller: JobController) -> bool:
         if controller.core.phase is not co.Phase.WAITING or controller.core.peer_ids:

@@ -98,6 +98,8 @@ async def test_an_evicted_worker_goes_and_the_job_goes_on_without_it(secure: Clu
         await asyncio.wait_for(asyncio.shield(victim.task), DEADLINE_S)
     secure.peers.remove(victim)
     victim.identity.release()
+    states = {peer["id"]: peer["state"] for peer in (await secure.ask("peers.list"))["peers"]}
+    assert states[victim.identity.peer_id] == "evicted"
     gate.set()
     await secure.job_until(job, done)
     assert [12 in peer.steps for peer in (peers[0], victim, peers[2])] == [True, False, True]

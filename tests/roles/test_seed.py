@@ -287,6 +287,8 @@ async def test_a_closed_link_is_a_death_notice_and_a_leave_is_not(bench: Bench) 
     assert (await bench.event("lost"))["peer"] == "a"
     left = await bench.event("left")
     assert (left["peer"], left["text"]) == ("b", "name-b left: enough")
+    peers = (await bench.ask("peers.list"))["peers"]
+    assert {peer["id"]: peer["state"] for peer in peers} == {"a": "lost", "b": "left"}
 
 
 @pytest.mark.parametrize(
@@ -390,6 +392,8 @@ async def test_pause_resume_save_and_cancel_reach_the_members(bench: Bench) -> N
         assert (await worker.hear(Hold)).generation == 1
         worker.report("held", 3)
     await bench.job_is("paused")
+    await a.beaten("held")
+    assert {peer["id"]: peer["state"] for peer in (await bench.ask("peers.list"))["peers"]}["a"] == "paused"
     assert (await bench.refused("jobs.pause", job="first")).code == "wrong-state"
     assert (await bench.refused("jobs.save", job="first")).code == "wrong-state"
     await bench.ask("jobs.resume", job=a.job)

@@ -348,6 +348,21 @@ async def test_the_cursor_in_jobs_chooses_the_job_in_view_and_a_refusal_is_shown
 # --------------------------------------------------------------------------------------------------------- reconnect
 
 
+async def test_the_whole_view_follows_the_job_that_the_user_chose():
+    async with staged(WIDE, serving=True) as stage:
+        store = stage.source.store
+        stage.app.query_one("#jobs-table").focus()
+        await stage.press("end")
+        assert (stage.app.job.id, stage.app.job.state) == ("j0", "done")
+        assert "ring" in stage.shown(), "its training and not what is served, although it has no ring"
+        assert "Training · hello-tiny · done" in stage.text("#training")
+        assert "no checkpoints yet" in stage.text("#checkpoints"), "those of the other job are not its own"
+        store.apply("jobs-gone", [{"id": "j0"}], 0.0)
+        await stage.settle()
+        assert stage.app.job.id == "j1"
+        assert stage.app.query_one("#jobs-table").key_at_cursor == "j1", "the keys act on the job under the cursor"
+
+
 async def test_a_lost_seed_is_told_once_refuses_commands_and_is_live_again():
     async with staged(WIDE) as stage:
         stage.source.lose()
