@@ -124,7 +124,8 @@ class Child:
         return True
 
     def failed(self, what: str = "") -> JobFailed:
-        """The error that explains the end: the process's last error with its remedy, or the signal that killed it.
+        """The error that explains the end: the process's last error with its remedy and exit code, or the signal that
+        killed it.
 
         ``what`` is what happened, such as ``"the seed did not start"``; empty: the process ended.
         """
@@ -136,7 +137,10 @@ class Child:
             if -code == signal.SIGKILL:
                 remedy = "the machine may have run out of memory"
         text = f"{what}: {reason}" if reason else what
-        return JobFailed(text, remedy=f"{remedy}; its log is {self.log}".removeprefix("; "))
+        error = JobFailed(text, remedy=f"{remedy}; its log is {self.log}".removeprefix("; "))
+        if code is not None and code > 1 and reason:
+            error.exit_code = code
+        return error
 
     def _last_words(self) -> tuple[str, str]:
         """The last error in its part of the log with its remedy, as written by ``p2ptrain.cli.main``; else the last

@@ -30,7 +30,7 @@ CASES = {
     "seed --port 0 --state bytes.toml": (6, "cannot make the directory"),
     "seed --port 0 --state broken": (6, "cannot use broken/seed/seed.sqlite3: file is not a database"),
     "up --plain --state broken": (
-        5,
+        6,
         "the seed did not start: cannot use broken/seed/seed.sqlite3: file is not a database",
     ),
     "join a:b": (2, "'a:b' is not an address"),

@@ -29,6 +29,7 @@ async def child(log: Path, *arguments: str) -> Child:
 
 async def test_its_own_error_and_remedy(tmp_path: Path) -> None:
     failed = (await child(old(tmp_path), "sed")).failed("it did not start")
+    assert failed.exit_code == 2, "as that of the process"
     assert failed.message == "it did not start: no such command: sed"
     assert failed.remedy == f"did you mean seed? `p2ptrain --help` lists the commands; its log is {tmp_path / 'log'}"
 
@@ -45,6 +46,7 @@ async def test_the_signal_that_killed_it(tmp_path: Path) -> None:
     failed = made.failed("it ended")
     assert failed.message == "it ended: it was killed by SIGKILL"
     assert failed.remedy == f"the machine may have run out of memory; its log is {tmp_path / 'log'}"
+    assert failed.exit_code == 5
 
 
 async def test_a_line_of_many_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ async def test_a_port_in_use(machine: Any, taken: int) -> None:
     where = ["--port", str(taken), "--state", str(machine.root / "other")]
     await refused(machine, "join", f"127.0.0.1:{machine.port}", *where, code=2, cause=cause, remedy=remedy)
     remedy += f"; its log is {machine.root}/other/logs/seed.log"
-    await refused(machine, "up", *where, code=5, cause=f"the seed did not start: {cause}", remedy=remedy)
+    await refused(machine, "up", *where, code=2, cause=f"the seed did not start: {cause}", remedy=remedy)
     assert await seed.interrupt() == 0
 
 
@@ -92,7 +92,7 @@ async def test_two_of_a_kind_in_one_directory(machine: Any) -> None:
     where = ["--port", "0", "--state", str(machine.root)]
     await refused(machine, "seed", *where, code=2, cause=cause, remedy=remedy)
     cause, remedy = f"the seed did not start: {cause}", f"{remedy}; its log is {machine.root}/logs/seed.log"
-    await refused(machine, *up, code=5, cause=cause, remedy=remedy)
+    await refused(machine, *up, code=2, cause=cause, remedy=remedy)
     slot = ["join", "--state", str(machine.root), "--slot", "1"]
     cause, remedy = f"worker-1 in {machine.root} is in use by another process", "stop it, or use another --state"
     await first.until("step")
