@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 TEMP_ROOT = "PYTEST_DEBUG_TEMPROOT"
@@ -25,3 +27,11 @@ if TEMP_ROOT not in os.environ and IN_MEMORY.is_dir() and shutil.disk_usage(IN_M
 
 # A shell's background job ignores SIGINT, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Commands and their processes neither see nor change what this user keeps, such as seeds that run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("home")))
+        yield

@@ -82,7 +82,7 @@ class Chain:
 
 
 def how_to_split(seed: str) -> str:
-    return f"p2ptrain chat --split -c DIRECTORY --seed {seed}"
+    return "p2ptrain chat --split -c DIRECTORY" + f" --seed {seed}" * bool(seed)
 
 
 def chains_of(parts: Iterable[PartInfo], jobs: Mapping[str, str] | None = None) -> list[Chain]:

@@ -18,6 +18,7 @@ from tui import format as fmt
 from tui.format import SLOWEST, Look, Row, Span
 from tui.model import Phase, Store, eta_s, split
 from tui.theme import DARK, Palette
+from wire.address import how_to_join
 from wire.records import EventInfo, JobInfo, MetricRow, PeerInfo, RecoveryInfo, recovery_spread
 
 READABLE_S = 0.5
@@ -236,7 +237,7 @@ def what_next(frame: Frame) -> list[list[Span]]:
             [Span("no peers yet", "strong")],
             [],
             [Span("On each machine that should train:")],
-            [Span(f"  p2ptrain join {seed_address(frame)}", "accent")],
+            [Span(f"  {how_to_join(seed_address(frame))}", "accent")],
         ]
     workers = sum(map(_trains, store.peers.values()))
     if frame.job is None and not workers:
@@ -245,7 +246,7 @@ def what_next(frame: Frame) -> list[list[Span]]:
             [Span("no peer here trains", "strong")],
             [],
             [Span(f"{writing} write text: 6 shows them. On each machine that should train:")],
-            [Span(f"  p2ptrain join {seed_address(frame)}", "accent")],
+            [Span(f"  {how_to_join(seed_address(frame))}", "accent")],
         ]
     if frame.job is None:
         many = fmt.plural(workers, "worker")

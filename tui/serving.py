@@ -14,6 +14,7 @@ from rich.cells import cell_len
 from tui import format as fmt
 from tui.format import UNKNOWN, Look, Row, Span, fit
 from tui.panels import ROOMY, Frame, TextPanel, lines, not_connected, seed_address
+from wire.address import how_to_join
 from wire.records import ServingInfo
 
 LABEL = 10
@@ -226,21 +227,17 @@ def serving_rows(frame: Frame, width: int) -> list[Row]:
         paces = store.paces(verifier.info.id, frame.now, max(1, width))
         rows += [*([[]] if rows else []), *draw_verifier(verifier, frame.look_of, paces, width)]
         if not verifier.drafters:
-            rows += [[], [Span("  no drafter: "), Span(_command("drafter", frame), "accent")]]
+            rows += [[], [Span("  no drafter: "), Span(how_to_join(seed_address(frame), "drafter"), "accent")]]
     if not rows:
         rows = [
             [Span("no verifier has joined yet", "strong")],
             [],
             [Span("A verifier writes with its model; drafters with a small one speed it up:")],
-            [Span(f"  {_command('verifier', frame)}", "accent")],
-            [Span(f"  {_command('drafter', frame)}", "accent")],
+            [Span(f"  {how_to_join(seed_address(frame), 'verifier')}", "accent")],
+            [Span(f"  {how_to_join(seed_address(frame), 'drafter')}", "accent")],
         ]
     left = unused(store.serving)
     if left:
         names = ", ".join(f"{fit(info.name, 18)} ({fit(info.model, 20)})" for info in left)
         rows += [[], [Span("drafters that no verifier uses: ", "dim"), Span(names)]]
     return rows
-
-
-def _command(role: str, frame: Frame) -> str:
-    return f"p2ptrain join {seed_address(frame)} --role {role} --model DIR"

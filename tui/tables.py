@@ -26,6 +26,7 @@ from tui.format import Span, fit
 from tui.model import eta_s
 from tui.panels import RECENT, Frame, Panel, lines, seed_address, set_title
 from tui.theme import DARK, Palette
+from wire.address import how_to_join
 from wire.records import CheckpointInfo, JobInfo, PeerInfo, ServingInfo
 
 Cell = tuple[Span, ...]
@@ -317,7 +318,7 @@ class PeersPanel(TablePanel):
         }
 
     def empty(self, frame: Frame) -> list[list[Span]]:
-        return [[Span("no peers yet: ", "strong"), Span(f"p2ptrain join {seed_address(frame)}", "accent")]]
+        return [[Span("no peers yet: ", "strong"), Span(how_to_join(seed_address(frame)), "accent")]]
 
     def detail(self, frame: Frame, key: str) -> list[Span]:
         peer = frame.store.peers.get(key)

@@ -22,6 +22,7 @@ from typing import Self
 from p2ptrain.core.errors import ProtocolError, UserError
 
 DEFAULT_PORT = 7337
+EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104 - addresses to listen on, not to dial
 MAX_HOST_CHARS = 255
 """Longest DNS name (RFC 1035, section 2.3.4)."""
 
@@ -66,6 +67,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def how_to_join(address: str, role: str = "") -> str:
+    """The command with which a peer joins a seed. ``address``: as ``ClusterInfo`` has it. ``role``: empty: a worker."""
+    option, more = (f" --role {role}", f" --role {role} --model DIR") if role else ("", "")
+    if is_loopback(address.rpartition(":")[0].strip("[]")):
+        return f"p2ptrain join {address}{more}"
+    return f"p2ptrain join TICKET{more}   (`p2ptrain ticket new{option}` prints one)"
 
 
 def told_of(address: tuple[str, int], text: str) -> str:

@@ -1,6 +1,7 @@
 """How a command reaches a seed: with a ticket, with the credentials of an earlier ticket, or locally without either.
 
-The user gives an address, a ticket, or ``@FILE`` with one of them. The result is a network to dial with.
+The user gives an address, a ticket, or ``@FILE`` with one of them; or nothing, or ``@DIR``, for a seed that the user
+runs here (``running``). The result is a network to dial with.
 
 * A *ticket* is spent once. The credentials that it gave are stored, found by the run's pin, and used while valid.
 * An *address of this machine* needs no ticket. A plain seed answers without encryption. An encrypted seed has left
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from p2ptrain.core.disk import write_atomic
 from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError, Refused, StorageError, UserError
 from p2ptrain.core.ids import new_id
-from wire.address import format_address, is_loopback
+from wire.address import EVERYWHERE, format_address, is_loopback
 from wire.messages import RefusalCode
 from wire.transport import unreachable
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 5.0
 ADDRESS_FILE = "seed"  # beside the credentials; has the address of their seed
 MAX_TARGET_BYTES = 4096
-EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
 MENDED_BY_A_TICKET = frozenset(
     {
         RefusalCode.TICKET_REVOKED,
@@ -116,13 +116,17 @@ async def reach_one(targets: Sequence[Target], caller: Caller, base: Network, *,
 
 
 def read_target(text: str) -> Ticket | tuple[str, int]:
-    """Read a ticket or an address, or the one in the file that is named with ``@``.
+    """Read a ticket or an address, or the one in the file that is named with ``@``. Empty, or ``@`` and a directory:
+    find the seed that runs here (with this ``--state``).
 
     Raises:
-        UserError: it is neither.
+        UserError: it is neither, or there is no such seed.
     """
+    from p2ptrain.cli.running import the_running_seed
     from wire.address import Ticket, is_ticket, parse_address
 
+    if not text or (text.startswith("@") and _is_dir(text[1:])):
+        return the_running_seed(Path(text[1:]) if text else None)
     if text.startswith("@"):
         text = _read(Path(text[1:]))
     if not is_ticket(text):
@@ -136,6 +140,13 @@ def read_target(text: str) -> Ticket | tuple[str, int]:
 
 def shown_address(target: Ticket | tuple[str, int]) -> str:
     return format_address(*target) if isinstance(target, tuple) else format_address(target.host, target.port)
+
+
+def _is_dir(text: str) -> bool:
+    try:
+        return Path(text).is_dir()
+    except (OSError, ValueError):
+        return False
 
 
 def _is_file(text: str) -> bool:
@@ -190,13 +201,9 @@ async def reach(target: Ticket | tuple[str, int], caller: Caller, base: Network,
 
 
 def _advice(caller: Caller, *, own: bool) -> str:
-    from wire.address import local_ticket_path
-
     option = {"worker": "", "operator": " --operator"}.get(caller.role, f" --role {caller.role}")
     text = f"on the seed's machine, `p2ptrain ticket new{option}` prints one: give it in place of the address"
-    if own:
-        text += f"; or name the file of a seed of yours: @{local_ticket_path(Path('STATE'), caller.role)}"
-    return text
+    return f"{text}; or ask as the user who runs it" if own else text
 
 
 async def _by_ticket(ticket: Ticket, caller: Caller, base: Network, *, afresh: bool) -> Access:
@@ -238,9 +245,10 @@ def _encrypted(host: str, port: int, credentials: Credentials, base: Network) ->
 
 
 def _local_ticket(caller: Caller, port: int) -> Ticket | None:
+    from p2ptrain.cli.running import running_seeds
     from wire.address import Ticket, local_ticket_path
 
-    for state in caller.states:
+    for state in [*caller.states, *(seed.state for seed in running_seeds())]:
         try:
             ticket = Ticket.parse_untrusted(_read(local_ticket_path(state, caller.role)))
         except (UserError, ProtocolError):

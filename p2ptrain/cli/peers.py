@@ -10,6 +10,7 @@ from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import confirm, number, print_json, print_table, printable
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, not_empty
 from p2ptrain.core.texts import human_bytes
+from wire.address import how_to_join
 
 if TYPE_CHECKING:
     from tui.chains import Chain, Gap
@@ -60,7 +61,8 @@ def list_peers(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> 
     columns = ("NAME", "ID", "ROLES", "STATE", *figures[:3], "DEVICE", *figures[3:], *of_serving, "ADDRESS")
     print_table(columns, rows, right=(*figures, *of_serving[1:]))
     if not found:
-        print_hint(seed)
+        where = ask(seed, lambda client: client.cluster()).address
+        typer.echo(f"No peers yet. On a machine that is to train: {how_to_join(where)}", err=True)
 
 
 @app.command("evict")
@@ -93,11 +95,6 @@ def evict(
 def _served(peer: PeerInfo, serving: ServingInfo | None) -> tuple[str, str, str]:
     alpha = serving.stats.get("alpha") if serving is not None else None
     return peer.model or "-", str(peer.sessions) if peer.model else "-", "-" if alpha is None else f"{alpha:.0%}"
-
-
-def print_hint(seed: str) -> None:
-    join = "TICKET (`p2ptrain ticket new` prints one)" if seed.startswith("@") or "/" in seed else seed
-    typer.echo(f"No peers yet. On a machine that is to train: p2ptrain join {join}", err=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------- parts

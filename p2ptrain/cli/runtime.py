@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DEFAULT_PORT = 7337  # copied from wire.address, so that --help does not load it; a test compares them
-DEFAULT_SEED = f"127.0.0.1:{DEFAULT_PORT}"
+DEFAULT_SEED = ""  # the seed that this user runs here (``running``)
 SEED_VARIABLE = "P2PTRAIN_SEED"
 NAME_BYTES = 64  # copied from roles.seed, for the same reason
 STATE_DEFAULT = "Default: the usual place for a program's data on this system."
-SEED_HELP = "The seed: its address, a ticket, or @FILE that holds one; several seeds with commas between."
+SEED_HELP = (
+    "The seed: its address, a ticket, @FILE that holds one, or @DIR, the --state of a seed that runs here; several "
+    "with commas between. Default: the one that you run here."
+)
 CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 20.0  # longer than the seed waits for a worker that it asks on our behalf
 
@@ -168,6 +171,19 @@ def is_text(text: str) -> str:
     except UnicodeEncodeError:
         raise typer.BadParameter("it is not UTF-8 text") from None
     return text
+
+
+def check_state(state: Path, seed: str) -> str:
+    """The seed that ``--state`` names. Raises ``UserError`` if there is no directory, or ``--seed`` is typed too."""
+    import os
+
+    from p2ptrain.core.errors import UserError
+
+    if seed not in ("", os.environ.get(SEED_VARIABLE)):
+        raise UserError("--seed and --state exclude each other", remedy="leave one of them out")
+    if not state.is_dir():
+        raise UserError(f"--state {state} is no directory", remedy="name the --state of a seed that runs here")
+    return f"@{state}"
 
 
 def not_empty(text: str) -> str:

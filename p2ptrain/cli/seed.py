@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from p2ptrain.cli.access import EVERYWHERE, shown_host
+from p2ptrain.cli.access import shown_host
 from p2ptrain.cli.output import Console
+from p2ptrain.cli.running import announced
 from p2ptrain.cli.runtime import (
     DEFAULT_PORT,
     STATE_DEFAULT,
@@ -22,7 +25,7 @@ from p2ptrain.cli.runtime import (
     run,
 )
 from p2ptrain.core.errors import P2PTrainError, UserError
-from wire.address import format_address, is_loopback
+from wire.address import EVERYWHERE, format_address, is_loopback
 from wire.records import FINISHED_STATES
 
 if TYPE_CHECKING:
@@ -173,7 +176,8 @@ async def _serve(
                     stop.set()
                     await serving  # if the seed failed, this raises its own error
                     raise
-        await serving
+        with announced(_near(address.result()), root) if address.done() and not with_parent else nullcontext():
+            await serving
     finally:
         stop.set()
         await asyncio.wait({serving})
@@ -206,9 +210,13 @@ def _spec(profile: str, sets: list[str]) -> str:
     return loaded.to_spec()
 
 
+def _near(address: tuple[str, int]) -> tuple[str, int]:
+    """Where this machine reaches a seed that listens on ``address``."""
+    return ("127.0.0.1" if address[0] in EVERYWHERE else address[0]), address[1]
+
+
 async def _first_job(host: str, port: int, root: Path, profile: str, spec: str, console: Console) -> None:
-    dial_host = "127.0.0.1" if host in EVERYWHERE else host
-    async with operator((dial_host, port), state=root) as client:
+    async with operator(_near((host, port)), state=root) as client:
         jobs = await client.jobs()
         unfinished = [job for job in jobs if job.state not in FINISHED_STATES]
         if unfinished:
@@ -230,24 +238,15 @@ def _tell(console: Console, host: str, port: int, root: Path, tickets: list[Tick
     if as_json:
         typer.echo(json.dumps({"event": "ready", "host": host, "port": port, "tls": bool(tickets)}))
         return
-    how = ", encrypted" if tickets else ""
-    console.event("info", f"the seed listens on {format_address(host, port)}{how}")
-    near = "127.0.0.1" if host in EVERYWHERE else host
-    where = near if port == DEFAULT_PORT else format_address(near, port)
-    here, at_root, watched, asked = "", "", where, ""
-    if tickets:
-        from wire.address import local_ticket_path
-
-        here = " on this machine"
-        if root != default_state_dir().absolute():  # commands do not look there by default
-            watched = f"@{local_ticket_path(root, 'operator')}"
-            at_root, asked = f" --state {root}", f" --seed {watched}"
-    console.event("info", f"join{here} with:  p2ptrain join {where}{at_root}")
-    console.event("info", f"watch{here} with: p2ptrain tui {watched}")
+    here, how = format_address(shown_host(host), port), ", encrypted" if tickets else ""
+    everywhere = f", on all addresses of port {port}" if host in EVERYWHERE else ""
+    console.event("info", f"the seed listens on {here}{everywhere}{how}")
+    only = "" if root == default_state_dir().absolute() else f" --state {quote(str(root))}"
+    console.event("info", f"on this machine, watch with: p2ptrain tui{only}")
+    console.event("info", f"on this machine, join with:  p2ptrain join {here}")
     if not is_loopback(host):
-        console.event(
-            "info", f"to watch from elsewhere: `p2ptrain ticket new --operator{asked}`, here, prints a ticket"
-        )
-        console.event("info", "join from another machine with this line, which is a secret:")
+        ticket = f"p2ptrain ticket new --operator{only}"
+        console.event("info", f"elsewhere, watch with:       p2ptrain tui TICKET   (`{ticket}`, here, prints one)")
+        console.event("info", "elsewhere, join with this line, which holds a ticket for workers and is a secret:")
     if tickets:
         typer.echo(f"p2ptrain join {tickets[0]}", err=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def tui(
-    address: Annotated[str, typer.Argument(envvar=SEED_VARIABLE, metavar="SEED", help=SEED_HELP)] = DEFAULT_SEED,
+    seed: Annotated[str, typer.Argument(envvar=SEED_VARIABLE, metavar="[SEED]", help=SEED_HELP)] = DEFAULT_SEED,
 ) -> None:
     """Watch a cluster full-screen, and pause, resume, save or cancel its jobs. Leaving the view stops nothing.
 
@@ -23,6 +23,7 @@ def tui(
     Examples:
       p2ptrain tui
       p2ptrain tui 192.168.1.20:7337/EJd0…
+      p2ptrain tui --state ./run
     """
     if not at_terminal():
         raise UserError(
@@ -32,7 +33,7 @@ def tui(
     from p2ptrain.cli.access import read_target, shown_address
     from tui.app import run_tui
 
-    run_tui(OperatorAccess(address), shown_address(read_target(address)))
+    run_tui(OperatorAccess(seed), shown_address(read_target(seed)))
 
 
 class OperatorAccess:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from p2ptrain.cli.local_cluster import free_port, is_free
+from p2ptrain.cli.local_cluster import LOOPBACK, free_port, is_free
+from p2ptrain.cli.running import announced
 from p2ptrain.cli.runtime import (
     DEFAULT_PORT,
     STATE_DEFAULT,
@@ -143,7 +144,8 @@ def up(
     full_screen = not plain and not as_json and at_terminal()
     from p2ptrain.cli.output import print_json
 
-    outcome = run(train(plan, full_screen=full_screen, as_json=as_json), children=True)
+    with announced((LOOPBACK, port), root):
+        outcome = run(train(plan, full_screen=full_screen, as_json=as_json), children=True)
     if outcome is None:
         return
     if as_json:
@@ -176,7 +178,9 @@ def _hold(
     layers = table.get("num_hidden_layers", table.get("n_layer"))
     if isinstance(layers, int) and split > layers:
         raise UserError(f"a model of {layers} layers cannot have {split} stages", remedy=f"give --split 1 to {layers}")
-    run(hold(SplitPlan(split, spare, directory, memory, dtype, root, port, link), as_json=as_json), children=True)
+    plan = SplitPlan(split, spare, directory, memory, dtype, root, port, link)
+    with announced((LOOPBACK, port), root):
+        run(hold(plan, as_json=as_json), children=True)
 
 
 def _profile(name: str, sets: list[str], workers: int) -> Profile:

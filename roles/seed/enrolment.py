@@ -15,7 +15,7 @@ from p2ptrain.core.world import Clock
 from roles.seed.authority import FIRST_TICKET_S, LONGEST_TICKET_S, MAX_USES, ROLES, Authority, TicketRecord
 from roles.seed.operator_api import Params, Result
 from roles.seed.peers import clipped
-from wire.address import NONCE_BYTES, Ticket, format_address, parse_address, verify_proof
+from wire.address import EVERYWHERE, NONCE_BYTES, Ticket, format_address, parse_address, verify_proof
 from wire.connection import Connection, last_word
 from wire.enrol import RENEW
 from wire.handshake import HANDSHAKE_TIMEOUT_S
@@ -23,7 +23,6 @@ from wire.messages import EnrolGranted, EnrolOffer, EnrolRequest, Hello, Refusal
 
 MAX_HOST_CHARS = 255
 SHORTEST_TICKET_S = 1.0
-_EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
 
 
 class EnrolmentPolicy:
@@ -31,7 +30,7 @@ class EnrolmentPolicy:
 
     Args:
         authority: None on a plain seed.
-        host: default address in tickets. ``opened`` sets the port.
+        host: address of this machine that others reach, for tickets. ``opened`` sets the port.
         note: adds (level, kind, text) to the event log. It never gets a secret.
     """
 
@@ -39,7 +38,7 @@ class EnrolmentPolicy:
         self, authority: Authority | None, clock: Clock, host: str, note: Callable[[str, str, str], None]
     ) -> None:
         self._authority, self._clock, self._note = authority, clock, note
-        self._host, self._local_host, self._port = host, host, 0
+        self.host, self._local_host, self._port = host, host, 0
 
     @property
     def encrypted(self) -> bool:
@@ -52,14 +51,14 @@ class EnrolmentPolicy:
         """
         if self._authority is None:
             return None
-        self._local_host, self._port = "127.0.0.1" if address[0] in _EVERYWHERE else address[0], address[1]
+        self._local_host, self._port = "127.0.0.1" if address[0] in EVERYWHERE else address[0], address[1]
         record = await self._tickets_of_the_start(self._authority)
         return self._authority.ticket(record, self._port)
 
     async def _tickets_of_the_start(self, authority: Authority) -> TicketRecord:
         now = self._clock.wall()
         await authority.write_local_tickets(host=self._local_host, port=self._port, now=now)
-        return await authority.first_ticket(host=self._host, now=now)
+        return await authority.first_ticket(host=self.host, now=now)
 
     def judge(self, connection: Connection) -> None:
         """Raise ``Refused`` if a connection's certificate is no longer honoured."""
@@ -145,7 +144,7 @@ class EnrolmentPolicy:
         uses = params.get("uses")
         if uses is not None and (type(uses) is not int or not 1 <= uses <= MAX_USES):
             raise Refused("bad-parameter", f"a ticket is for 1 to {MAX_USES} uses", remedy="choose another --uses")
-        host, now = _checked_host(params.get("host") or self._host), self._clock.wall()
+        host, now = _checked_host(params.get("host") or self.host), self._clock.wall()
         record = await authority.new_ticket(role, host=host, now=now, expires_s=float(expires_s), uses=uses)
         self._note("info", "ticket", f"an operator made ticket {record.id}, role {role}")
         return self._shown(authority, record)

@@ -40,7 +40,7 @@ from roles.seed.peers import (
 )
 from roles.seed.serving import ASKED_BY_VERIFIERS, Holdings, Services, check_role
 from roles.seed.store import TERM_FACT, JobRecord, PeerRecord, Records, Store
-from wire.address import format_address, is_loopback
+from wire.address import EVERYWHERE, format_address, is_loopback
 from wire.chain_messages import PartsHeld
 from wire.connection import Connection, last_word
 from wire.handshake import dial, local_hello, local_welcome
@@ -238,7 +238,8 @@ class Seed:
         self._tasks = tasks
         self.survey.start(tasks)
         self.checkpoints.start(tasks)
-        self._address, self.acceptor.host = format_address(*address), address[0]
+        self.acceptor.host = address[0]
+        self._address = format_address(self.gate.host if address[0] in EVERYWHERE else address[0], address[1])
         for controller in self.controllers.values():
             tasks.create_task(controller.run(), name=f"job {controller.id}")
         tasks.create_task(self.store.run(), name="store")

@@ -141,7 +141,7 @@ class Bench:
         world = World(LoopClock(), self.network, RealDisk(), random.Random(0))
         heartbeat_s, death_s = self.beats
         self._task = asyncio.create_task(
-            run_seed(world, state_dir=self.root, host=HOST, port=self.address[1], name="seed", heartbeat_s=heartbeat_s,
+            run_seed(world, state_dir=self.root, host=self.address[0], port=self.address[1], name="seed", heartbeat_s=heartbeat_s,
                      death_s=death_s, on_ready=ready.set_result, stop=self.stop)
         )  # fmt: skip
         both: set[asyncio.Future[Any]] = {self._task, ready}
@@ -624,6 +624,16 @@ async def test_bad_requests_are_refused_and_the_connection_lives_on(
             await client.request(method, params)
         assert caught.value.code == code
         assert (await client.request("cluster.info"))["cluster"]["name"] == "seed"
+
+
+async def test_a_seed_on_all_addresses_names_one_to_dial(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.address = ("0.0.0.0", 0)
+    await bench.start()
+    bench.address = (HOST, bench.address[1])
+    async with bench.operator() as client:
+        assert (await client.cluster()).address == f"{HOST}:{bench.address[1]}"
+    await bench.end()
 
 
 # ------------------------------------------------------------------------------------------------------------- updates

@@ -16,6 +16,7 @@ from tui.chains import how_to_split
 from tui.panels import HeaderBar, RingPanel, TrainingPanel
 from tui.tables import CheckpointsPanel, JobsPanel, LiveTable, PeersPanel
 from tui.theme import DARK, LIGHT
+from wire.address import how_to_join
 
 COMPACT, WIDE = (80, 24), (160, 48)
 
@@ -193,7 +194,7 @@ async def test_peers_come_and_go_and_their_names_are_shown_and_not_obeyed():
 
 async def test_empty_panels_say_what_to_do():
     async with staged(WIDE, peers=0) as stage:
-        assert "p2ptrain join 192.168.1.20:7337" in stage.text("#peers")
+        assert how_to_join("192.168.1.20:7337") in stage.text("#peers")
         for topic in ("jobs", "checkpoints", "parts"):
             stage.source.store.replace(topic, [], 0.0)
         await stage.settle()
@@ -207,14 +208,14 @@ async def test_empty_panels_say_what_to_do():
         assert all("no job" in notice for notice in stage.notices())
         assert stage.source.requests == []
         await stage.press("5")
-        assert "p2ptrain join 192.168.1.20:7337" in stage.text("#chains")
+        assert how_to_join("192.168.1.20:7337") in stage.text("#chains")
         stage.source.store.apply("peers", [DemoCluster(6).peer(3).to_map() | {"rank": None, "job": ""}], 0.0)
         await stage.press("1")
         assert "p2ptrain jobs create" in stage.text("#ring")
         await stage.press("5")
         assert how_to_split("192.168.1.20:7337") in stage.text("#chains")
         await stage.press("6")
-        assert "p2ptrain join 192.168.1.20:7337 --role verifier" in stage.text("#serving")
+        assert how_to_join("192.168.1.20:7337", "verifier") in stage.text("#serving")
 
 
 async def test_without_a_connection_it_says_so():
@@ -300,7 +301,7 @@ async def test_verifiers_that_are_idle_or_have_no_drafter():
         store.apply("serving", [lonely], 0.0)
         await stage.settle()
         assert "[b]v[/b]" in stage.text("#serving")
-        assert "no drafter: p2ptrain join 192.168.1.20:7337 --role drafter" in stage.text("#serving")
+        assert "no drafter: p2ptrain join TICKET --role drafter" in stage.text("#serving")
         store.apply("serving", [verifier(640, idle=True).to_map()], 1000.0)
         await stage.settle()
         for told in ("idle · ", "figures of the last texts", "81% right", " 0 tok/s"):
