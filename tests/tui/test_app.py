@@ -352,13 +352,15 @@ async def test_the_cursor_in_jobs_chooses_the_job_in_view_and_a_refusal_is_shown
 async def test_the_whole_view_follows_the_job_that_the_user_chose():
     async with staged(WIDE, serving=True) as stage:
         store = stage.source.store
+        store.apply("jobs", [store.jobs["j0"].to_map() | {"id": "j9", "created_at": 1.0}], 0.0)
+        await stage.settle()
         stage.app.query_one("#jobs-table").focus()
         await stage.press("end")
-        assert (stage.app.job.id, stage.app.job.state) == ("j0", "done")
+        assert (stage.app.job.id, stage.app.job.state) == ("j9", "done")
         assert "ring" in stage.shown(), "its training and not what is served, although it has no ring"
         assert "Training · hello-tiny · done" in stage.text("#training")
         assert "no checkpoints yet" in stage.text("#checkpoints"), "those of the other job are not its own"
-        store.apply("jobs-gone", [{"id": "j0"}], 0.0)
+        store.apply("jobs-gone", [{"id": "j9"}], 0.0)
         await stage.settle()
         assert stage.app.job.id == "j1"
         assert stage.app.query_one("#jobs-table").key_at_cursor == "j1", "the keys act on the job under the cursor"
