@@ -293,7 +293,7 @@ class SendSave:
 
 @dataclass(frozen=True, slots=True)
 class SendRelease:
-    """The peer no longer belongs to this job. The shell may offer it again if ``wants`` allows it."""
+    """The peer no longer belongs to this job. The shell may offer it again unless ``refusal`` says why not."""
 
     peer_id: str
     reason: str
@@ -583,8 +583,10 @@ class RecoveryPolicy:
             return at_hand, ""
         if not patient:
             return own or ready, ""
+        away = " or ".join(member.name for member in view.members if member.peer_id not in ready)
+        whom = f"{away}, which may hold" if away else "a worker that holds"
         best = f"step {max(report.applied for report in own.values())}" if own else "none of this run"
-        return {}, f"waiting for a worker that holds step {wanted} (newest here: {best})"
+        return {}, f"waiting for {whom} step {wanted} (newest here: {best})"
 
     def given_up(self, step: int, chosen_from: Reports, survivors: Reports, view: View) -> tuple[str, str]:
         """What is lost if the next view starts at ``step``, as an event's kind and text; usually empty."""

@@ -50,6 +50,7 @@ names, and expire with the next event after their time (``Signal.TICK`` tells no
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -139,12 +140,32 @@ class Coordinator:
     def peer_ids(self) -> frozenset[str]:
         return frozenset(self._roster.peers)
 
-    def wants(self, peer_id: str) -> bool:
-        if self.phase in {*ENDED, Phase.PAUSED} or self.paused or peer_id in self._banned:
-            return False
-        return len(self._roster.peers) < self.options.most or (
-            self.restore is not None and self.restore.peer_id == peer_id
-        )
+    def refusal(self, peer_id: str) -> str:
+        """Why the job takes no such worker now; empty if it does."""
+        if self.phase in {*ENDED, Phase.PAUSED} or self.paused:
+            return f"is {'paused' if self.paused else self.state}"
+        if peer_id in self._banned:
+            return "has released it"
+        full = len(self._roster.peers) >= self.options.most
+        restored = self.restore is not None and self.restore.peer_id == peer_id
+        return f"has the {self.options.most} workers that it can use" if full and not restored else ""
+
+    def kept_out(self) -> dict[str, tuple[str, float]]:
+        """Why workers of this job do not train now, and until when (``inf``: not known), for their own terminals."""
+        said: dict[str, tuple[str, float]] = {}
+        for peer_id, known in self._roster.peers.items():
+            if peer_id in self._roster.running | self._catch_ups.moving:
+                continue
+            if peer_id in self._quarantine.out:
+                said[peer_id] = self._quarantine.reason(peer_id)
+            elif self.phase is Phase.PAUSED:
+                said[peer_id] = "the job is paused", math.inf
+            elif self.phase is Phase.WAITING and known.standing:
+                until = min(self._deadlines.next(), default=math.inf) if self._short_since is not None else math.inf
+                said[peer_id] = self.reason, until
+            elif self.phase is Phase.RUNNING and self.view and self.view.size >= self.options.micro_batches:
+                said[peer_id] = "each micro-batch of a step has a worker; this one replaces one that leaves", math.inf
+        return said
 
     @property
     def short(self) -> bool:
@@ -195,7 +216,7 @@ class Coordinator:
 
     def _offered(self, event: co.PeerOffered, now: float) -> None:
         peer_id = event.peer.peer_id
-        if not self.wants(peer_id):
+        if self.refusal(peer_id):
             self._out.append(co.SendRelease(peer_id, f"the job is {self.state} and accepts no workers now"))
             return
         self._roster.peers[peer_id] = KnownPeer(event.peer)
@@ -468,7 +489,7 @@ class Coordinator:
             self._go(Phase.WAITING, "every member has stopped")
 
     def _is_hopeless(self, survivors: Reports, now: float) -> bool:
-        verdict = self._quarantine.judge(survivors, self.view.step if self.view else 0, self._roster.name, now)
+        verdict = self._quarantine.judge(survivors, self.view.step if self.view else 0, self._name, now)
         if verdict is not None and verdict.hopeless:
             self._end(Phase.FAILED, verdict.text)
         elif verdict is not None:
@@ -525,7 +546,7 @@ class Coordinator:
     def _mint(self, chosen_from: Reports, now: float) -> None:
         step, lineage = newest(chosen_from)
         for peer_id, seconds in self._quarantine.flapping(self._roster.survivors(self.view), now):
-            text = f"{self._roster.name(peer_id)} is excluded for {seconds:.0f} s: it died repeatedly"
+            text = f"{self._name(peer_id)} is excluded for {seconds:.0f} s: it died repeatedly"
             self._say("warning", "flapping", text, peer_id)
         ready, survivors, moving = self._candidates(), self._roster.survivors(self.view), self._catch_ups.moving
         holders = {key for key, it in self._roster.standing().items() if key not in moving and holds(it, step, lineage)}
@@ -685,7 +706,7 @@ class Coordinator:
 
     def _strike_off(self, peer_ids: set[str], why: str) -> None:
         for peer_id in sorted(peer_ids):
-            known, loading = self._roster.peers.get(peer_id), peer_id in self._roster.healing
+            known, loading, name = self._roster.peers.get(peer_id), peer_id in self._roster.healing, self._name(peer_id)
             self._forget(peer_id)
             self._quarantine.fallen.add(peer_id)
             if known and loading:
@@ -694,8 +715,11 @@ class Coordinator:
                 continue
             if known:
                 self._out.append(co.SendRelease(peer_id, f"removed from the ring: {why}"))
-            name = known.peer.name if known else peer_id
             self._say("warning", "struck-off", f"{name} was removed from the ring: {why}", peer_id)
+
+    def _name(self, peer_id: str) -> str:
+        gone = {member.peer_id: member.name for member in self.view.members} if self.view else {}
+        return self._roster.name(peer_id) if peer_id in self._roster.peers else gone.get(peer_id, peer_id)
 
     def _forget(self, peer_id: str) -> None:
         self._roster.forget(peer_id)

@@ -64,6 +64,7 @@ class Quarantine:
         self.excused: set[str] = set()
         self._cooldown_s = cooldown_s
         self._last: dict[str, tuple[float, float]] = {}  # length of the last exclusion, and its end
+        self._why: dict[str, str] = {}
         self._first: tuple[str, str] | None = None  # reporter and suspect of a break; later reports follow from it
         self._strikes: Counter[frozenset[str]] = Counter()
         self._step = 0  # the refused step; applied steps count from 1
@@ -76,7 +77,12 @@ class Quarantine:
 
     def expire(self, now: float) -> None:
         self.out = {peer_id for peer_id in self.out if self._last[peer_id][1] > now}
+        self._why = {key: why for key, why in self._why.items() if key in self.out}
         self._last = {key: last for key, last in self._last.items() if key in self.out or not self._forgiven(key, now)}
+
+    def reason(self, peer_id: str) -> tuple[str, float]:
+        """Why a peer of ``out`` is excluded, and until when."""
+        return f"it is excluded: {self._why[peer_id]}", self._last[peer_id][1]
 
     def _forgiven(self, peer_id: str, now: float) -> bool:
         seconds, until = self._last.get(peer_id, (0.0, -math.inf))
@@ -88,12 +94,13 @@ class Quarantine:
             if self._forgiven(peer_id, now):
                 self._last[peer_id] = 0.0, now
             else:
-                yield peer_id, self._sits_out(peer_id, now, FIRST_FALL_S, max(FIRST_FALL_S, self._cooldown_s))
+                most_s = max(FIRST_FALL_S, self._cooldown_s)
+                yield peer_id, self._exclude(peer_id, "it died repeatedly", now, FIRST_FALL_S, most_s)
 
-    def _sits_out(self, peer_id: str, now: float, first_s: float, most_s: float) -> float:
+    def _exclude(self, peer_id: str, why: str, now: float, first_s: float, most_s: float) -> float:
         again = not self._forgiven(peer_id, now)
         seconds = min(max(2 * self._last[peer_id][0], first_s), most_s) if again else first_s
-        self._last[peer_id] = seconds, now + seconds
+        self._last[peer_id], self._why[peer_id] = (seconds, now + seconds), why
         self.out.add(peer_id)
         return seconds
 
@@ -146,7 +153,8 @@ class Quarantine:
             what = f"{name(beside)} received other bytes than {name(suspect)} sent"
         else:
             what = f"{name(suspect)} holds another sum than the other members"
-        return Verdict("step-refused", f"step {step} was not applied: {what}: {self._excluded(suspect, name, now)}")
+        done = self._excluded(suspect, what, name, now)
+        return Verdict("step-refused", f"step {step} was not applied: {what}: {done}")
 
     def _broken_link(self, survivors: Reports, began_at: int, name: Callable[[str], str], now: float) -> Verdict | None:
         if self._first is None:
@@ -162,10 +170,10 @@ class Quarantine:
             return None
         del self._strikes[edge]
         text = f"the link between {name(reporter)} and {name(suspect)} keeps breaking"
-        return Verdict("link", f"{text}: {self._excluded(suspect, name, now)}")
+        return Verdict("link", f"{text}: {self._excluded(suspect, text, name, now)}")
 
-    def _excluded(self, suspect: str, name: Callable[[str], str], now: float) -> str:
-        seconds = self._sits_out(suspect, now, self._cooldown_s, 600.0)
+    def _excluded(self, suspect: str, why: str, name: Callable[[str], str], now: float) -> str:
+        seconds = self._exclude(suspect, why, now, self._cooldown_s, 600.0)
         return f"{name(suspect)} is excluded for {seconds:.0f} s"
 
     def view_began(self) -> None:

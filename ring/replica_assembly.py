@@ -357,9 +357,10 @@ def as_peer(replica_id: str, workers: Sequence[Worker]) -> Peer:
 
 
 def contracted(view: View, replica_ids: Sequence[str]) -> View:
+    names = ("+".join(member.name for member in view.replica(rank)) for rank in range(0, view.size, view.stages))
     members = tuple(
-        MemberRecord(replica_id, replica_id, "", head.port, head.first, head.count, head.healthy)
-        for replica_id, head in zip(replica_ids, view.members[:: view.stages], strict=True)
+        MemberRecord(replica_id, name, "", head.port, head.first, head.count, head.healthy)
+        for replica_id, name, head in zip(replica_ids, names, view.members[:: view.stages], strict=True)
     )
     return View(view.job, view.generation, view.step, view.lineage, members, view.square_sum)
 

@@ -176,10 +176,30 @@ class ReplicaCoordinator:
         enough = self.stages * (1 if self.view else self.options.workers)
         return self.core.phase is Phase.WAITING and len(self._workers) < enough
 
-    def wants(self, peer_id: str) -> bool:
-        if self.core.phase in {*ENDED, Phase.PAUSED} or self.core.paused or peer_id in self._banned:
-            return False
-        return peer_id in self.held or len(self._workers) < self.stages * self.options.most
+    def refusal(self, peer_id: str) -> str:
+        if self.core.phase in {*ENDED, Phase.PAUSED} or self.core.paused:
+            return self.core.refusal("")
+        if peer_id in self._banned:
+            return "has released it"
+        most = self.stages * self.options.most
+        return "" if peer_id in self.held or len(self._workers) < most else f"has the {most} workers that it can use"
+
+    def kept_out(self) -> dict[str, tuple[str, float]]:
+        said, replicas = dict[str, tuple[str, float]](), self.core.kept_out()
+        away = [member.name for member in self.view.members if member.peer_id not in self._workers] if self.view else []
+        names = " or ".join(away) or "others"
+        for key, worker in self._workers.items():
+            free = not worker.replica and (worker.stage is None or worker.settled)
+            if key in self._quarantine.out:
+                said[key] = self._quarantine.reason(key)
+            elif "back" in self._due and worker.settled:
+                said[key] = f"waiting for {names}, which may hold a later step", self._due["back"]
+            elif worker.replica in replicas:
+                said[key] = replicas[worker.replica]
+            elif free and self.phase in (Phase.WAITING, Phase.RUNNING):
+                text = f"waiting for workers of other stages: a replica has one for each of {self.stages}"
+                said[key] = self._planner.unfit or text, math.inf
+        return said
 
     def paused_survivors(self) -> dict[str, Report] | None:
         if self.core.paused_survivors() is None:
@@ -264,7 +284,7 @@ class ReplicaCoordinator:
     # ---------------------------------------------------------------------------------------------- workers come and go
 
     def _offered(self, peer: co.Peer) -> None:
-        if not self.wants(peer.peer_id):
+        if self.refusal(peer.peer_id):
             self._out.append(co.SendRelease(peer.peer_id, f"the job is {self.state} and accepts no workers now"))
             return
         worker = self._workers[peer.peer_id] = Worker(peer, self.held.get(peer.peer_id), fresh=True)

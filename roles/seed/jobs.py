@@ -29,7 +29,7 @@ from roles.seed.ledger import Ledger
 from roles.seed.peers import MAX_WHOLE, Link, announced_to, clipped, ring_beats, seen_from, whole
 from roles.seed.store import JobRecord, Records
 from wire.job_messages import Assign, CatchUp, Hold, LedgerRows, MemberRecord, Release, SaveNow, StepMetrics
-from wire.messages import Message
+from wire.messages import EventNotice, Message
 from wire.records import CheckpointInfo, JobInfo, LedgerHead, MetricRow
 
 if TYPE_CHECKING:
@@ -131,6 +131,7 @@ class JobController:
         self._retired = asyncio.Event()
         self.settled = asyncio.Event()
         self._views_told: dict[str, View] = {}
+        self._kept_out: dict[str, tuple[str, float]] = {}
         self.told_view = asyncio.Event()
         self._profile = profile_of(spec)
         self.stages = self._profile.stages if self._profile else 1
@@ -250,6 +251,7 @@ class JobController:
                     await self._carry_out(instruction)
             if self.record.restoring is not None and self.core.restore is None:
                 await self._keep(restoring=None)
+            self._tell_kept_out()
             _tell(handled, True)
             self._seed.subscriptions.touch("jobs", self.id)
             self._seed.assign_free()
@@ -372,6 +374,16 @@ class JobController:
         link = self._seed.links.get(peer_id)
         if link is not None and link.job == self.id:
             link.say(message)
+
+    def _tell_kept_out(self) -> None:
+        """Tell workers in their own terminals why they do not train, when the reason changes."""
+        before, self._kept_out = self._kept_out, self.core.kept_out()
+        for peer_id, (why, until) in self._kept_out.items():
+            if before.get(peer_id) != (why, until):
+                left_s = until - self._seed.world.clock.now()
+                limit = f" for up to {left_s:.0f} s" if math.isfinite(left_s) else ""
+                text = clipped(f"this worker does not train{limit}: {why}")
+                self._say(peer_id, EventNotice("info", "kept-out", text, self.id))
 
     def _places_seen_by(self, peer_id: str, peers: Iterable[co.Peer]) -> list[MemberRecord]:
         link = self._seed.links.get(peer_id)

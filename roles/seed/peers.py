@@ -70,6 +70,7 @@ class Link:
             ``evicted``.
         told: set once it has reported its speed, or is gone.
         serving: what a verifier or a drafter serves; None before it has reported that.
+        idle: why no job has it, as it was told; empty if one has.
         early: messages that wait until its job is settled (``roles.seed.jobs``).
     """
 
@@ -91,6 +92,7 @@ class Link:
     calls: PendingCalls = field(default_factory=PendingCalls)
     told: asyncio.Event = field(default_factory=asyncio.Event)
     serving: ServingInfo | None = None
+    idle: str = ""
     early: deque[Message] = field(default_factory=deque)
 
     @property

@@ -487,12 +487,14 @@ class Seed:
                 (
                     controller
                     for controller in self.controllers.values()
-                    if controller.settled.is_set() and controller.core.wants(link.id)
+                    if controller.settled.is_set() and not controller.core.refusal(link.id)
                 ),
                 None,
             )
-            if controller is not None:
-                link.job = controller.id
+            if controller is None:
+                self._tell_idle(link)
+            else:
+                link.job, link.idle = controller.id, ""
                 controller.post(co.PeerOffered(controller.peer(link)))
                 self.subscriptions.touch("peers", link.id)
         waiting = [controller for controller in self.controllers.values() if controller.core.phase is co.Phase.WAITING]
@@ -501,6 +503,14 @@ class Seed:
                 if self.may_yield(controller):
                     controller.post(co.Signal.YIELD)
         self.subscriptions.touch("jobs", *(controller.id for controller in waiting))
+
+    def _tell_idle(self, link: Link) -> None:
+        jobs = [item for item in self.controllers.values() if item.live]
+        reasons = (f"job {item.record.name} {item.core.refusal(link.id) or 'is being restored'}" for item in jobs)
+        idle = clipped("no job has this worker: " + ("; ".join(reasons) or "there is none to train"))
+        if idle != link.idle:
+            link.idle = idle
+            link.say(EventNotice("info", "kept-out", idle, ""))
 
     def may_yield(self, controller: JobController) -> bool:
         """Whether a paused job can release its workers, because its state is in a checkpoint on their disks."""

@@ -10,7 +10,7 @@ from typing import Any
 from configs.schema import Profile
 from p2ptrain.core.errors import JobFailed, P2PTrainError, ProtocolError, Refused, first_error
 from p2ptrain.core.ids import is_id
-from p2ptrain.core.texts import shortened
+from p2ptrain.core.texts import printable, shortened
 from p2ptrain.core.world import World
 from ring.links import Inbound
 from ring.token import Flag
@@ -269,6 +269,8 @@ class Worker:
                 self._runner = None
                 if self._stages is not None:
                     self._stages.changed()  # the seed still lists the stage that trained here
+            case EventNotice(level=level, text=text):
+                self._notify_person(level, "seed", printable(text))
             case Request():
                 self._tasks.create_task(self._answer(message), name=f"answer {message.method}")
             case Refuse():

@@ -219,7 +219,7 @@ class History(RuleBasedStateMachine):
     def offer(self) -> None:
         """Free workers go to the job, as the seed's scheduler has it."""
         for peer_id in sorted(self.linked - self.offered):
-            if self.core.wants(peer_id):
+            if not self.core.refusal(peer_id):
                 self.offered.add(peer_id)
                 self.tell(co.PeerOffered(self.peer_of(peer_id)))
 
@@ -419,6 +419,7 @@ class History(RuleBasedStateMachine):
     def holds(self) -> None:
         if hasattr(self, "core"):
             self.core.validate()
+            self.core.kept_out()  # raises nothing
 
     def comes_to_run(self, peer_ids: list[str], rounds: int) -> None:
         """All faults stop, and these workers are there: the job must come to run, or be done."""

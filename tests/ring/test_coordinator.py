@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -154,9 +155,9 @@ def test_a_worker_with_other_data_is_released_with_a_remedy_and_not_taken_again(
     assert "its data differs" in release.reason
     assert "the files that the job started with" in release.reason
     assert desk.kinds() == ["corpus"]
-    assert not desk.core.wants("b")
+    assert desk.core.refusal("b")
     desk.tell(co.PeerLost("b", "closed"))
-    assert desk.core.wants("b")  # another process may have the right files
+    assert not desk.core.refusal("b")  # another process may have the right files
 
 
 # ------------------------------------------------------------------------------------------------- newcomers and holds
@@ -202,7 +203,7 @@ def test_a_silent_survivor_is_struck_off_and_may_come_back() -> None:
     desk.after(1.0)
     assert co.SendRelease("b", "removed from the ring: it did not stop in time") in desk.said
     assert ids(desk.minted()) == ["a"]
-    assert desk.core.wants("b")
+    assert not desk.core.refusal("b")
 
 
 def test_when_a_link_breaks_twice_without_a_step_the_suspect_sits_out_and_longer_each_time() -> None:
@@ -261,9 +262,9 @@ def test_if_the_newest_state_is_gone_the_best_at_hand_is_used_and_the_loss_is_na
         desk.tell(co.PeerLost(peer_id, "closed"))
     desk.offer("a")
     desk.ready("a", applied=50)
-    assert desk.of(co.SetState) == [
-        co.SetState("waiting", "waiting for a worker that holds step 73 (newest here: step 50)")
-    ]
+    why = "waiting for name-b, which may hold step 73 (newest here: step 50)"
+    assert desk.of(co.SetState) == [co.SetState("waiting", why)]
+    assert desk.core.kept_out() == {"a": (why, desk.now + 30.0)}
     if how == "patience":
         desk.after(30.0)
     else:
@@ -283,7 +284,8 @@ def test_pause_and_resume_keep_the_members_and_their_state() -> None:
     assert desk.of(co.SendHold) == [co.SendHold(("a", "b"), 1, "the job is pausing")]
     desk.stand("held", 6, "a", "b")
     assert desk.said == [co.SetState("paused", "paused by a person")]
-    assert not desk.core.wants("z")
+    assert desk.core.refusal("z") == "is paused"
+    assert desk.core.kept_out() == dict.fromkeys(("a", "b"), ("the job is paused", math.inf))
     desk.tell(co.Signal.RESUME)
     view = desk.minted()
     assert (view.step, healthy(view)) == (6, ["a", "b"])
@@ -343,7 +345,7 @@ def test_a_failed_member_leaves_the_view_and_the_others_go_on() -> None:
     assert co.SendRelease("b", "cannot continue: out of memory") in desk.said
     desk.report("a", "broken", 3, suspect="b")
     assert ids(desk.minted()) == ["a"]
-    assert not desk.core.wants("b")
+    assert desk.core.refusal("b")
 
 
 @pytest.mark.parametrize("spares", [(), ("s",)])
@@ -352,6 +354,8 @@ def test_when_all_members_fail_the_job_has_failed_with_their_reason(spares: Iter
     desk.start("a", "b")
     desk.offer(*spares)
     desk.ready(*spares)
+    said = "each micro-batch of a step has a worker; this one replaces one that leaves"
+    assert desk.core.kept_out() == dict.fromkeys(spares, (said, math.inf))
     desk.report("a", "failed", 3, reason="the loss is not finite")
     desk.report("b", "failed", 3, reason="the loss is not finite")
     assert desk.core.state == "failed"

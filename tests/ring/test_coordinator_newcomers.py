@@ -143,6 +143,19 @@ def test_a_member_that_dies_again_and_again_is_kept_out_for_ever_longer() -> Non
     assert [die_and_return(desk) for _ in range(8)] == [0, 1, 2, 4, 8, 16, 30, 30]
 
 
+def test_a_dead_member_is_named_and_told_how_long_it_is_kept_out_when_it_is_back() -> None:
+    desk = Desk(co.JobOptions(workers=3, micro_batches=8))
+    desk.run("a", "b", "c")
+    die_and_return(desk)
+    step = desk.core.known_step
+    desk.tell(co.PeerLost("c", "closed"))
+    desk.stand("broken", step, "a", "b")
+    assert "name-c is excluded for 1 s: it died repeatedly" in [it.text for it in desk.said if isinstance(it, co.Emit)]
+    assert desk.core.kept_out() == {}
+    desk.offer("c")
+    assert desk.core.kept_out() == {"c": ("it is excluded: it died repeatedly", desk.now + FIRST_FALL_S)}
+
+
 def test_it_is_forgiven_after_a_quiet_while() -> None:
     desk = Desk(co.JobOptions(workers=3, micro_batches=8))
     desk.run("a", "b", "c")

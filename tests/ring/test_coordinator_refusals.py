@@ -49,6 +49,8 @@ def test_who_contributes_what_is_refused_sits_out_and_the_others_compute_its_par
     assert text(desk) == (
         "step 8 was not applied: name-c sent gradients that are not finite or are outliers: name-c is excluded for 30 s"
     )
+    why = "it is excluded: name-c sent gradients that are not finite or are outliers"
+    assert desk.core.kept_out() == {"c": (why, desk.now + 30.0)}
     desk.tell(co.Progress(STEP + 1))
     desk.after(30.0)
     assert desk.of(co.SendHold), "it may come back"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import Any
 
@@ -177,7 +178,7 @@ def test_a_worker_with_other_data_is_let_go_alone() -> None:
     play.tell(co.PeerReported("b", Report("job", 0, "ready", 0, 0, L[0], corpus="D")))
     assert [item.peer_id for item in play.of(co.SendRelease)] == ["b"]
     assert play.core.peer_ids == {"a"}
-    assert not play.core.wants("b")
+    assert play.core.refusal("b")
 
 
 def test_the_job_fails_where_everybody_failed() -> None:
@@ -383,3 +384,19 @@ def test_where_the_files_did_not_come_the_run_goes_back_further() -> None:
     assert told(play) == {"a": (0, 10, []), "c": (1, 10, ["a"])}
     play.ready("a", "c", applied=10)
     assert play.view.step == 10
+
+
+def test_workers_that_do_not_train_are_told_why() -> None:
+    play = Play()
+    play.begun("a", "b")
+    play.comes("c")
+    text = "waiting for workers of other stages: a replica has one for each of 2"
+    assert play.core.kept_out() == {"c": (text, math.inf)}
+    play.tell(co.Saved({}, {"a": frozenset({4}), "b": frozenset({2, 4}), "c": frozenset({2})}))
+    for peer_id in ("a", "b"):
+        play.tell(co.PeerLost(peer_id, "closed"))
+    play.tell(co.Signal.TICK, 31.0)
+    play.comes("b")
+    play.ready("b", "c", applied=0)
+    said = ("waiting for a, which may hold a later step", play.now + 30.0)
+    assert play.core.kept_out() == {"b": said, "c": said}

@@ -49,12 +49,21 @@ class Peer:
     worker: Worker | None = None
     member: ServingMember | None = None
     joined: asyncio.Event = field(default_factory=asyncio.Event)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def heard(self, level: str, kind: str, text: str) -> None:
         """What the worker tells the person."""
         self.told.append((level, kind, text))
+        self.news.set()
         if kind == "joined":
             self.joined.set()
+
+    async def hears(self, part: str) -> None:
+        """Wait until the person is told a text with this part."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not any(part in text for _, _, text in self.told):
+                self.news.clear()
+                await self.news.wait()
 
     @property
     def address(self) -> tuple[str, int]:

@@ -90,12 +90,15 @@ class Worker:
         self.connection.send(message)
 
     async def hear(self, kind: type[M]) -> M:
-        """The next message, which must be a ``kind``: echoes of beats, and holds of a ring that stops anyway, aside."""
+        """The next message, which must be a ``kind``: echoes of beats, holds of a ring that stops anyway, and what is
+        for the person at its terminal, aside."""
         while True:
             message = (await self.connection.receive(timeout_s=DEADLINE_S)).message
             if isinstance(message, kind):
                 return message
-            assert isinstance(message, HeartbeatAck | Hold), f"{self.id} waits for {kind.__name__} and hears {message}"
+            assert isinstance(message, HeartbeatAck | Hold | EventNotice), (
+                f"{self.id} waits for {kind.__name__} and hears {message}"
+            )
 
     def report(self, status: str, applied: int = 0, *, lineage: str = "", **more: Any) -> None:
         generation = 0 if status == "ready" else self.view.generation
