@@ -28,7 +28,7 @@ def draw_chain(chain: Chain, look_of: LookOf, width: int) -> list[Row]:
     columns = [
         ("layers", max(6, ranges) + 2),
         ("held by", 2 + max(5, names)),
-        ("a work", 8),
+        ("request", 8),
         ("weights, caches", 20),
         ("busy ░ bubble", 14),
         ("tok/s", 6),

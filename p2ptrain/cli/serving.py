@@ -299,7 +299,7 @@ async def _awaited_chain(
             raise
         else:
             if said:
-                member.notify("info", "mustered", "there are enough workers")
+                member.notify("info", "enough-workers", "there are enough workers")
             return chain
         for _ in range(AGAIN_LOOKS):
             await asyncio.sleep(LOOK_S)

@@ -27,7 +27,7 @@ MOST_TURNS = 1024
 MOST_STOPS, STOP_CHARS = 16, 1024
 
 _CODES: dict[str, type[P2PTrainError]] = {
-    "wrong-wish": UserError,
+    "bad-request": UserError,
     "wrong-settings": ConfigError,
     "no-memory": ResourceError,
     "damaged": StorageError,

@@ -82,7 +82,7 @@ _ANSWERS = st.lists(
         | _PIECE
         | _PIECE
         | made(wire.Written, ended=mostly(st.sampled_from(["stop", "end", "length", "cancelled"]), TEXT))
-        | made(wire.StreamRefused, code=mostly(st.sampled_from(["busy", "wrong-wish", "protocol-error"]), TEXT))
+        | made(wire.StreamRefused, code=mostly(st.sampled_from(["busy", "bad-request", "protocol-error"]), TEXT))
         | made(wire.Ask)
         | st.just(KeepAlive()),
         _STREAM,

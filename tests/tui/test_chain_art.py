@@ -65,7 +65,7 @@ def test_every_stage_is_drawn_and_the_slowest_is_marked_not_only_coloured(count:
 
 def test_a_stage_is_a_line() -> None:
     rows = plain(draw_chain(chain(12), look_of, 100))
-    assert rows[1] == "layers   held by  a work   weights, caches      busy ░ bubble  tok/s  to next   sessions"
+    assert rows[1] == "layers   held by  request  weights, caches      busy ░ bubble  tok/s  to next   sessions"
     assert re.fullmatch(r"0–1 +○ peer0 +4 ms █+▓+·+ 5.0/8 GiB █+░+  75% +31.2 +4 KiB +2", rows[2])
     assert re.fullmatch(r"2–3 ! +○ peer1 +8 ms █+▓+·+ 5.0/8 GiB █+░+  75% +31.2 +4 KiB +2", rows[3])
     assert len(rows) == 14
