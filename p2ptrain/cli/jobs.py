@@ -234,7 +234,9 @@ def _newest(checkpoints: list[CheckpointInfo]) -> CheckpointInfo | None:
 def _where(checkpoints: list[CheckpointInfo]) -> str:
     if (newest := _newest(checkpoints)) is not None:
         return f"step {newest.step:,} on {newest.peer_name}: {newest.path}"
-    return f"only parts of the model, {len(checkpoints)} in all" if checkpoints else "none"
+    step = max((item.step for item in checkpoints), default=0)
+    parts = [f"{item.path} on {item.peer_name}" for item in checkpoints if item.step == step]
+    return f"step {step:,} in parts: {', '.join(parts)}" if parts else "none"
 
 
 def _ring(job: JobInfo) -> str:

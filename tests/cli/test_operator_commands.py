@@ -179,6 +179,10 @@ def test_show_a_job(command: Command, fake_seed: Any) -> None:
         saved = CHECKPOINT.to_map()
         assert shown == {"job": JOB.to_map(), "checkpoint": saved, "spec": profile.model_dump(mode="json")}
     assert fake_seed.asked[0] == ("jobs.show", {"job": "tiny"})
+    parts = [dataclasses.replace(CHECKPOINT, id=f"{n}", stage=n, path=f"/s{n}") for n in range(2)]
+    old = dataclasses.replace(parts[0], id="o", step=50, path="/o")
+    fake_seed.answers["checkpoints.list"] = {"checkpoints": [item.to_map() for item in (old, *parts)]}
+    assert "step 100 in parts: /s0 on laptop, /s1 on laptop" in command("jobs", "show", "tiny").out
 
 
 def test_show_tells_how_the_ring_runs(command: Command, fake_seed: Any) -> None:

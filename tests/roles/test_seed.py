@@ -144,8 +144,8 @@ class Bench:
         world = World(LoopClock(), self.network, RealDisk(), random.Random(0))
         heartbeat_s, death_s = self.beats
         self._task = asyncio.create_task(
-            run_seed(world, state_dir=self.root, host=self.address[0], port=self.address[1], name="seed", heartbeat_s=heartbeat_s,
-                     death_s=death_s, on_ready=ready.set_result, stop=self.stop)
+            run_seed(world, state_dir=self.root, host=self.address[0], port=self.address[1], name="seed",
+                     heartbeat_s=heartbeat_s, death_s=death_s, on_ready=ready.set_result, stop=self.stop)
         )  # fmt: skip
         both: set[asyncio.Future[Any]] = {self._task, ready}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED, timeout=DEADLINE_S)
