@@ -28,7 +28,7 @@ from p2ptrain.core.texts import printable
 from p2ptrain.core.world import World
 from roles.gauges import Gauges
 from roles.identity import Identity
-from roles.seed_link import NO_PATIENCE, HeartbeatStats, Membership, Notify, Patience
+from roles.seed_link import HeartbeatStats, Membership, Notify, WaitS, no_wait
 from wire.address import is_loopback
 from wire.connection import Connection
 from wire.enrol import Member
@@ -58,7 +58,7 @@ class MemberOptions:
         listen: host and port to listen on (port 0: any free one).
         advertise: the address told to others; "" or 0: the one that the seed sees.
         capabilities: device and memory, shown to people and used for placement.
-        patience: with a seed that does not answer yet.
+        wait_s: for a seed that does not answer yet.
     """
 
     role: str
@@ -67,7 +67,7 @@ class MemberOptions:
     advertise: tuple[str, int]
     capabilities: dict[str, Scalar]
     others: tuple[tuple[str, int], ...] = ()
-    patience: Patience = NO_PATIENCE
+    wait_s: WaitS = no_wait
 
 
 def _anybody(hello: Hello) -> Refuse | None:
@@ -119,7 +119,7 @@ class ServingMember:
             identity.directory,
             [options.seed, *options.others],
             membership,
-            patience=options.patience,
+            wait_s=options.wait_s,
             tasks=self._tasks,
             thread=self._disk,
             hello=self._hello,

@@ -50,6 +50,8 @@ MAX_CLUSTERS = 8
 Address = tuple[str, int]
 Notify = Callable[[str, str, str], None]
 """(level, kind, text)"""
+WaitS = Callable[[P2PTrainError], float]
+"""The error of an attempt to reach the seed → for how many seconds to try again; 0: it ends with this error."""
 
 # Refusals that another try cannot change, and those that it soon may.
 _FINAL = frozenset({RefusalCode.VERSION, RefusalCode.TICKET_REVOKED, RefusalCode.EVICTED})
@@ -62,42 +64,23 @@ def _is_final(problem: P2PTrainError) -> bool:
     return isinstance(problem, Refused) and problem.code in _FINAL
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a newcomer waits for a seed that does not answer yet. It does not wait after a refusal.
-
-    Attributes:
-        until: seconds on the world's clock.
-        tell: called with the problem before each further attempt.
-    """
-
-    until: float = -math.inf
-    tell: Callable[[P2PTrainError], None] = lambda problem: None
-
-    def left_s(self, problem: P2PTrainError, now: float) -> float:
-        passing = isinstance(problem, NetworkError) or (isinstance(problem, Refused) and problem.code in _PASSING)
-        left_s = self.until - now if passing else 0.0
-        if left_s > 0:
-            self.tell(problem)
-        return left_s
+def may_pass(problem: P2PTrainError) -> bool:
+    """Whether a seed that is not there, busy or restarting may soon accept a newcomer. Other refusals stay."""
+    return isinstance(problem, NetworkError) or (isinstance(problem, Refused) and problem.code in _PASSING)
 
 
-NO_PATIENCE = Patience()
+def no_wait(problem: P2PTrainError) -> float:
+    return 0.0
 
 
-async def until_reached(
-    attempt: Callable[[], Awaitable[T]],
-    left_s: Callable[[P2PTrainError, float], float],
-    clock: Clock,
-    random: Random,
-) -> T:
-    """Repeat ``attempt`` while ``left_s``, given its error and the time, is positive. Raises the last error."""
+async def until_reached(attempt: Callable[[], Awaitable[T]], wait_s: WaitS, clock: Clock, random: Random) -> T:
+    """Repeat ``attempt`` while ``wait_s`` of its error is positive. Raises the last error."""
     began, delay_s = clock.now(), 0.1
     while True:
         try:
             return await attempt()
         except P2PTrainError as problem:
-            if not (rest_s := left_s(problem, clock.now())) > 0:
+            if not (rest_s := wait_s(problem)) > 0:
                 raise
         await asyncio.sleep(min(delay_s * (0.5 + random.random()), rest_s))
         # The delay is a twentieth of the time that the seed has been away, so a member connects soon after its return.
@@ -121,7 +104,7 @@ class SeedLink:
 
     Args:
         seeds: addresses of the seed. They are tried in turn, beginning with the one that accepted this member last.
-        patience: with the first connection.
+        wait_s: for a first connection.
         terms: cluster → the highest term that was met; changed in place.
         on_term: called when ``terms`` changed.
         hello: makes the current ``Hello`` (it names the running view).
@@ -135,7 +118,7 @@ class SeedLink:
         *,
         world: World,
         seeds: Sequence[Address],
-        patience: Patience,
+        wait_s: WaitS,
         terms: dict[str, int],
         hello: Callable[[], Hello],
         pulse: Callable[[], HeartbeatStats],
@@ -144,7 +127,7 @@ class SeedLink:
         on_down: Callable[[P2PTrainError], None],
         on_term: Callable[[], None],
     ) -> None:
-        self._world, self._patience = world, patience
+        self._world, self._wait_s = world, wait_s
         self._seeds, self._terms, self._on_term = list(dict.fromkeys(seeds)), terms, on_term
         self._cluster = ""
         self._hello, self._pulse = hello, pulse
@@ -191,11 +174,11 @@ class SeedLink:
         """Stay connected until ``leave`` is called, or cancelled.
 
         Raises:
-            NetworkError, Refused: the *first* connection failed, and patience is over, or the seed refuses for good.
+            NetworkError, Refused: the *first* connection failed, in ``wait_s``, or the seed refuses for good.
                 Other later losses and refusals are only reported to ``on_down``, so that a worker trains on.
         """
         clock, random = self._world.clock, self._world.random
-        connection, welcome = await until_reached(self._dial, self._patience.left_s, clock, random)
+        connection, welcome = await until_reached(self._dial, self._wait_s, clock, random)
         while True:
             problem = await self._live(connection, welcome)
             if self._leaving:
@@ -256,18 +239,18 @@ class SeedLink:
         clock, random = self._world.clock, self._world.random
         tell_at = clock.now()
 
-        def left_s(problem: P2PTrainError, now: float) -> float:
+        def wait_s(problem: P2PTrainError) -> float:
             nonlocal tell_at
             if _is_final(problem):
                 return 0.0
             # The loss of the seed was reported already; this refusal was not.
-            if isinstance(problem, Refused) and now >= tell_at:
-                tell_at = now + TOLD_EVERY_S
+            if isinstance(problem, Refused) and clock.now() >= tell_at:
+                tell_at = clock.now() + TOLD_EVERY_S
                 self._on_down(problem)
             return math.inf
 
         await asyncio.sleep(0.05 + 0.1 * random.random())  # not all members at once
-        return await until_reached(self._dial, left_s, clock, random)
+        return await until_reached(self._dial, wait_s, clock, random)
 
     async def _live(self, connection: Connection, welcome: Welcome) -> P2PTrainError:
         self._connection = connection
@@ -335,7 +318,7 @@ class Membership:
         certificate: the certificate that the world's network uses; None in a plain cluster.
         tasks: runs renewals and writes; entered before ``link.run``.
         thread: writes to the disk.
-        patience, hello, pulse, on_message, on_up: as in ``SeedLink``.
+        wait_s, hello, pulse, on_message, on_up: as in ``SeedLink``.
         going_on: what continues without the seed, in words; empty if nothing does.
         notify: notifies the person and the seed.
         tell: notifies the person only.
@@ -351,7 +334,7 @@ class Membership:
         seeds: Sequence[Address],
         certificate: Member | None,
         *,
-        patience: Patience,
+        wait_s: WaitS,
         tasks: asyncio.TaskGroup,
         thread: Thread,
         hello: Callable[[], Hello],
@@ -371,7 +354,7 @@ class Membership:
         self.link = SeedLink(
             world=world,
             seeds=seeds,
-            patience=patience,
+            wait_s=wait_s,
             terms=self._terms,
             hello=hello,
             pulse=pulse,

@@ -318,7 +318,7 @@ async def _work(joining: Joining) -> None:
                 advertise=joining.advertise,
                 capabilities={**capabilities(device), "parts_memory_bytes": parts.limit_bytes},
                 others=found.others,
-                patience=found.patience,
+                wait_s=found.wait_s,
             ),
             build_engine=engine_builder(device=device, threads=threads),
             build_part=stage_builder(device=device, threads=threads, memory_bytes=memory_bytes),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from p2ptrain.cli.output import Console
     from p2ptrain.core.world import Network
     from roles.identity import Identity
-    from roles.seed_link import Patience
+    from roles.seed_link import WaitS
     from wire.address import Ticket
     from wire.messages import Scalar
 
@@ -105,7 +105,7 @@ class Found:
     access: Access
     listen: tuple[str, int]
     others: tuple[tuple[str, int], ...]
-    patience: Patience
+    wait_s: WaitS
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ async def stay(joining: Joining, make: Make) -> None:
     from p2ptrain.core.errors import P2PTrainError, Refused
     from p2ptrain.core.world import LoopClock
     from roles.identity import claim
-    from roles.seed_link import Patience, until_reached
+    from roles.seed_link import may_pass, until_reached
     from wire.messages import RefusalCode
 
     console, stop = stoppable(with_parent=joining.with_parent)
@@ -153,25 +153,27 @@ async def stay(joining: Joining, make: Make) -> None:
     clock = LoopClock()
     began = clock.now()
 
-    def waits(problem: P2PTrainError) -> None:
+    def wait_s(problem: P2PTrainError) -> float:
         waited_s = clock.now() - began
+        if not may_pass(problem) or waited_s >= joining.wait_s:
+            return 0.0
         text = f"waiting for the seed, {human_seconds(waited_s)}: {problem.message}; Ctrl+C gives up"
         console.progress(text, every_s=max(waited_s, 1.0))  # in a file the lines become rarer
+        return joining.wait_s - waited_s
 
-    patience = Patience(began + joining.wait_s, waits)
     try:
         while True:
             reaching = partial(reach_one, targets, caller, base, afresh=afresh)
             access = await unless_stopped(
                 stop,
-                until_reached(reaching, patience.left_s, clock, random.Random()),  # noqa: S311 - a delay
+                until_reached(reaching, wait_s, clock, random.Random()),  # noqa: S311 - a delay
             )
             if access is None:
                 break
             others = tuple(place for place in places if place != (access.host, access.port))
             listen = (listen_host or usual_host(access.host), joining.port)
             try:
-                await make(here, Found(access, listen, others, patience)).run(stop)
+                await make(here, Found(access, listen, others, wait_s)).run(stop)
                 break
             except Refused as refusal:
                 if refusal.code == RefusalCode.LOOPBACK_ONLY and not listen_host:
@@ -214,7 +216,7 @@ async def served(joining: Joining, serve_options: ServeOptions) -> None:
                 advertise=joining.advertise,
                 capabilities=said,
                 others=found.others,
-                patience=found.patience,
+                wait_s=found.wait_s,
             ),
             program=program,
             notify=here.notify,

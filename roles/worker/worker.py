@@ -114,7 +114,7 @@ class Worker:
             identity.directory,
             [options.seed, *options.others],
             member,
-            patience=options.patience,
+            wait_s=options.wait_s,
             tasks=self._tasks,
             thread=self._disk,
             hello=self._hello,

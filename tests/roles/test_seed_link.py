@@ -13,9 +13,9 @@ from typing import Generic, TypeVar
 import pytest
 
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import P2PTrainError, Refused, Unreachable
+from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, Unreachable
 from p2ptrain.core.world import LoopClock, World
-from roles.seed_link import NO_PATIENCE, HeartbeatStats, Patience, SeedLink
+from roles.seed_link import HeartbeatStats, SeedLink, WaitS, may_pass, no_wait
 from wire.connection import Connection
 from wire.handshake import Server, local_hello, local_welcome, serve
 from wire.job_messages import SaveNow, StepMetrics
@@ -101,7 +101,7 @@ def metrics(step: int) -> StepMetrics:
 
 
 @asynccontextmanager
-async def linked(seed: FakeSeed, patience: Patience = NO_PATIENCE) -> AsyncIterator[Linked]:
+async def linked(seed: FakeSeed, wait_s: WaitS = no_wait) -> AsyncIterator[Linked]:
     downs, messages = Box[P2PTrainError](), Box[Message]()
     network = seed.world.network
 
@@ -114,7 +114,7 @@ async def linked(seed: FakeSeed, patience: Patience = NO_PATIENCE) -> AsyncItera
     link = SeedLink(
         world=replace(seed.world, network=network.at("worker")),
         seeds=[("seed", 1)],
-        patience=patience,
+        wait_s=wait_s,
         terms={},
         hello=lambda: local_hello(peer_id="w", name="w", roles=["worker"], purpose="peer", port=5),
         pulse=lambda: HeartbeatStats(1, 2, "training", {}),
@@ -211,7 +211,12 @@ def test_the_first_join_must_succeed() -> None:
 def test_a_newcomer_waits_for_a_seed_that_is_not_there_yet() -> None:
     async def scenario() -> None:
         seed, told = FakeSeed(world()), Box[P2PTrainError]()
-        async with linked(seed, Patience(math.inf, told.put)) as here:
+
+        def wait_s(problem: P2PTrainError) -> float:
+            told.put(problem)
+            return math.inf
+
+        async with linked(seed, wait_s) as here:
             assert all(isinstance(problem, Unreachable) for problem in await told.until(5))
             seed.refusals = [Refuse(RefusalCode.SHUTTING_DOWN, "not now")]
             await seed.start()
@@ -223,24 +228,22 @@ def test_a_newcomer_waits_for_a_seed_that_is_not_there_yet() -> None:
     run_virtual(scenario())
 
 
-def test_patience_ends_in_time_and_with_any_refusal_that_stays() -> None:
+def test_waiting_ends_in_time() -> None:
     async def scenario() -> None:
-        seed, told, now = FakeSeed(world()), Box[P2PTrainError](), asyncio.get_running_loop().time
-        async with linked(seed, Patience(now() + 30, told.put)) as here:
+        now = asyncio.get_running_loop().time
+        async with linked(FakeSeed(world()), lambda _: 30 - now()) as here:
             with pytest.raises(Unreachable):
                 await here.running
             assert now() == pytest.approx(30)
-        await seed.start()
-        told.items.clear()
-        for code in (RefusalCode.VERSION, RefusalCode.CERTIFICATE_UNTRUSTED, RefusalCode.UNREACHABLE):
-            seed.refusals = [Refuse(code, "never")]
-            async with linked(seed, Patience(math.inf, told.put)) as here:
-                with pytest.raises(Refused, match="never"):
-                    await here.running
-        assert not told.items
-        await seed.stop()
 
     run_virtual(scenario())
+
+
+def test_most_refusals_are_not_waited_out() -> None:
+    passing = {code for code in RefusalCode if may_pass(Refused(code, ""))}
+    assert passing == {RefusalCode.BUSY, RefusalCode.SHUTTING_DOWN, RefusalCode.TOO_SLOW}
+    assert may_pass(Unreachable("nobody answers"))
+    assert not may_pass(ProtocolError("garbage"))
 
 
 def test_who_was_evicted_is_told_so_and_does_not_search() -> None:
