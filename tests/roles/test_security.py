@@ -27,7 +27,17 @@ from wire.credentials import CERTIFICATE_LIFETIME_S
 from wire.enrol import Member, enrol
 from wire.handshake import dial, local_hello, local_welcome, serve
 from wire.job_messages import MemberRecord
-from wire.messages import EnrolGranted, EnrolOffer, EnrolRequest, Hello, RefusalCode, Request, Response, Welcome
+from wire.messages import (
+    EnrolGranted,
+    EnrolOffer,
+    EnrolRequest,
+    EventNotice,
+    Hello,
+    RefusalCode,
+    Request,
+    Response,
+    Welcome,
+)
 from wire.transport import TcpNetwork
 
 
@@ -134,16 +144,7 @@ async def test_every_reason_not_to_enrol(secure: Cluster) -> None:
     }
     for code, ticket in cases.items():
         assert await refusal(secure.member(ticket)) == code
-    told = "\n".join(await event_log(secure))
-    for word in (
-        "is used up",
-        "was revoked",
-        "has expired",
-        "knows no ticket",
-        "the secret does not match",
-        "ticket's pin",
-    ):
-        assert word in told, (word, told)
+    assert any("is used up" in line for line in await event_log(secure)), "the first is told; the others are counted"
     await secure.member(open_one)
 
 
@@ -191,7 +192,6 @@ async def test_a_ticket_for_a_plain_seed_and_a_plain_call_to_an_encrypted_one(tm
     assert await refusal(secure.member(misdirected)) == RefusalCode.NOT_ENCRYPTED
     call = SeedClient.connect(TcpNetwork(), *secure.address, name="x")
     assert await refusal(call) == RefusalCode.TLS_REQUIRED
-    assert any("does not speak TLS" in line for line in await event_log(secure))
     for method in ("tickets.new", "tickets.list", "tickets.revoke", "tickets.rotate"):
         assert await refusal(plain.ask(method, id="a")) == RefusalCode.NOT_ENCRYPTED
     await plain.close()
@@ -204,6 +204,7 @@ async def test_a_worker_that_asks_like_an_operator_gets_nothing(secure: Cluster)
     """On the control link that it has, without asking for another purpose; and its certificate is of no use stolen."""
     worker, victim = await secure.member(secure.ticket("worker")), await secure.member(secure.ticket("worker"))
     connection = await as_worker(worker, secure)
+    await connection.expect(EventNotice, timeout_s=DEADLINE_S)  # why it does not train
     methods = ["jobs.list", "jobs.cancel", "tickets.new", "tickets.list", "peers.evict", "subscribe", "links.measure"]
     for number, method in enumerate(methods, 1):
         connection.send(Request(number, method, {"id": "a", "peer": victim.peer_id, "role": "operator"}))
