@@ -203,13 +203,13 @@ async def test_requests_that_cannot_be_granted(machine: Any) -> None:
         ("jobs pause min", "there is no job 'min'; did you mean 'mine'?", "see p2ptrain jobs list"),
         ("jobs resume mine", "job mine is waiting and cannot be resumed: only a paused job can be", ASK_SHOW),
     ):
-        await refused(machine, *words.split(), *where, code=4, cause=cause, remedy=remedy)
+        await refused(machine, *words.split(), *where, code=2, cause=cause, remedy=remedy)
     spec, jobs = load("tiny", {}, []).profile.to_spec(), list[str]()
     while len({job[0] for job in jobs}) == len(jobs):  # of 17 hexadecimal ids two begin alike
         jobs.append((await machine.ask("jobs.create", name="x", profile="tiny", spec=spec))["job"])
     same = [job for job in jobs if job[0] == jobs[-1][0]]
     cause = f"several jobs begin with '{same[0][0]}': {same[0]}, {same[1]}"
-    await refused(machine, "jobs", "pause", same[0][0], *where, code=4, cause=cause, remedy="give more of the id")
+    await refused(machine, "jobs", "pause", same[0][0], *where, code=2, cause=cause, remedy="give more of the id")
     assert await seed.interrupt() == 0
 
 
