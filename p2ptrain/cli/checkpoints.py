@@ -49,7 +49,11 @@ def list_checkpoints(
         for item in found
     ]
     print_table(
-        ("ID", "STEP", "PART", "VAL LOSS", "SIZE", "CREATED", "ON", "PATH"), rows, right=("STEP", "VAL LOSS", "SIZE")
+        ("ID", "STEP", "PART", "VAL LOSS", "SIZE", "CREATED", "ON", "PATH"),
+        rows,
+        right=("STEP", "VAL LOSS", "SIZE"),
+        less=("CREATED", "STEP", "PART", "SIZE", "VAL LOSS", "ON"),
+        cut=("PATH",),
     )
     if not found:
         typer.echo("No checkpoints yet: p2ptrain jobs save JOB", err=True)

@@ -176,7 +176,9 @@ def list_jobs(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> N
         print_json({"jobs": [job.to_map() for job in found]})
         return
     columns = ("ID", "NAME", "STATE", "STEP", "OF", "LOSS", "VAL LOSS", "TOKENS/S", "MEMBERS", "CREATED")
-    print_table(columns, [_row(job) for job in found], right=("STEP", "OF", "LOSS", "VAL LOSS", "TOKENS/S", "MEMBERS"))
+    figures = ("STEP", "OF", "LOSS", "VAL LOSS", "TOKENS/S", "MEMBERS")
+    less = ("CREATED", "MEMBERS", "VAL LOSS", "TOKENS/S", "OF")
+    print_table(columns, [_row(job) for job in found], right=figures, less=less, cut=("NAME",))
     if not found:
         typer.echo("No jobs yet: p2ptrain jobs create --profile tiny", err=True)
 
@@ -407,7 +409,8 @@ def recoveries(
     for title, index in (("p50", 0), ("p99", 1)):
         times = (number(spread[name][index] if name in spread else None, ".3f") for name in (*PHASES, "total"))
         rows += [(title, "", "", "", "", *times, "")] if found else []
-    print_table(columns, rows, right=columns[2:-1])
+    less = ("GEN", "MEMBERS", *(name.upper() for name in PHASES[::-1]), "STEP")
+    print_table(columns, rows, right=columns[2:-1], less=less, cut=("WHY",))
     if not found:
         typer.echo("No interruption yet.", err=True)
 

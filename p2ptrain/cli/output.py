@@ -13,7 +13,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,9 @@ import typer
 
 if TYPE_CHECKING:
     from p2ptrain.core.errors import P2PTrainError
+
+CUT_CELLS = 12
+"""Least width of a column whose texts are shortened."""
 
 
 @dataclass
@@ -63,20 +66,69 @@ def print_json(document: object) -> None:
         typer.echo(line)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """Print a table with a header line; the columns in ``right`` are right-aligned."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Collection[str] = (),
+    less: Sequence[str] = (),
+    cut: Collection[str] = (),
+) -> None:
+    """Print a table with a header line. A file or a pipe gets all of it.
 
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column in columns:
-        is_right = column in right  # a narrow screen folds names, not numbers
-        table.add_column(column, justify="right" if is_right else "left", overflow="fold", no_wrap=is_right)
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    # a table in a file or pipe is not folded at 80 columns
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 240, highlight=False).print(table)
+    Args:
+        right: columns that are right-aligned.
+        less: columns that a narrow terminal leaves out, the least important first.
+        cut: columns whose texts it shortens, paths at the front.
+    """
+    from rich.cells import cell_len
+
+    cells = [[printable(cell) for cell in row] for row in (columns, *rows)]
+    widths = {name: max(cell_len(row[number]) for row in cells) for number, name in enumerate(columns)}
+    if sys.stdout.isatty():
+        _narrow(widths, shutil.get_terminal_size().columns, less, cut)
+    for row in cells:
+        line = "  ".join(
+            _padded(_shortened(cell, widths[name]), widths[name], is_right=name in right)
+            for name, cell in zip(columns, row, strict=True)
+            if name in widths
+        )
+        typer.secho(line.rstrip(), bold=row is cells[0])
+
+
+def _narrow(widths: dict[str, int], room: int, less: Sequence[str], cut: Collection[str]) -> None:
+    """Leave out columns, then shorten those of ``cut``, until a line has at most ``room`` cells."""
+    whole = dict(widths)
+    widths.update({name: min(width, CUT_CELLS) for name, width in widths.items() if name in cut})
+
+    def left() -> int:
+        return room - sum(widths.values()) - 2 * (len(widths) - 1)
+
+    for name in less:
+        if left() >= 0:
+            break
+        widths.pop(name, None)
+    for name in cut:
+        if name in widths:
+            widths[name] = min(whole[name], widths[name] + max(left(), 0))
+
+
+def _shortened(text: str, width: int) -> str:
+    from rich.cells import cell_len
+
+    if cell_len(text) <= width:
+        return text
+    is_path = "/" in text
+    while cell_len(text) >= width:
+        text = text[1:] if is_path else text[:-1]
+    return f"…{text}" if is_path else f"{text}…"
+
+
+def _padded(text: str, width: int, *, is_right: bool) -> str:
+    from rich.cells import cell_len
+
+    space = " " * (width - cell_len(text))
+    return space + text if is_right else text + space
 
 
 def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:

@@ -59,7 +59,8 @@ def list_peers(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> 
     figures = ("RANK", "STAGE", "STEP", "RTT MS", "TOKENS/S", "MEMORY")
     of_serving = ("MODEL", "SESSIONS", "ACCEPTED") if serve else ()
     columns = ("NAME", "ID", "ROLES", "STATE", *figures[:3], "DEVICE", *figures[3:], *of_serving, "ADDRESS")
-    print_table(columns, rows, right=(*figures, *of_serving[1:]))
+    less = ("DEVICE", "ADDRESS", "RTT MS", "MEMORY", "ACCEPTED", "SESSIONS", "RANK", "STAGE", "STEP", "MODEL", "TOKENS/S")
+    print_table(columns, rows, right=(*figures, *of_serving[1:]), less=less, cut=("NAME",))
     if not found:
         where = ask(seed, lambda client: client.cluster()).address
         typer.echo(f"No peers yet. On a machine that is to train: {how_to_join(where)}", err=True)
@@ -123,7 +124,9 @@ def parts(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
     if as_json:
         print_json({"parts": [part.to_map() for part in found], "total": total})
         return
-    print_table(COLUMNS, [row for chain in chains_of(found) for row in _rows(chain)], right=_FIGURES)
+    less = ("TO NEXT", "LIMIT", "DTYPE", "WORK MS", "SESSIONS", "TOKENS/S", "NOTE", "MEMORY", "BUSY")
+    rows = [row for chain in chains_of(found) for row in _rows(chain)]
+    print_table(COLUMNS, rows, right=_FIGURES, less=less, cut=("MODEL", "HELD BY"))
     if total > len(found):
         typer.echo(f"{total - len(found)} more parts are held: one answer has no room for them.", err=True)
     if not found:

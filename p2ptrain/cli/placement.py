@@ -65,7 +65,8 @@ def print_placement(placement: Placement) -> None:
         )
         for stage in placement.stages
     ]
-    print_table(_CHAIN, rows, right=tuple(name for name in _CHAIN if name not in ("PEER", "LAYERS")))
+    right = tuple(name for name in _CHAIN if name not in ("PEER", "LAYERS"))
+    print_table(_CHAIN, rows, right=right, less=("KEPT", "CACHE"), cut=("PEER",))
     print_prediction(placement)
 
 
@@ -115,7 +116,8 @@ def print_plan(info: TrainingPlanInfo, stages: list[StagePlanInfo]) -> None:
         )
         for stage in stages
     ]
-    print_table(_TRAINING, rows, right=tuple(name for name in _TRAINING if name not in ("PEER", "LAYERS")))
+    right = tuple(name for name in _TRAINING if name not in ("PEER", "LAYERS"))
+    print_table(_TRAINING, rows, right=right, cut=("PEER",))
     for line in prediction(info):
         typer.echo(line)
 

@@ -53,4 +53,4 @@ def show(
         print_json({"profile": loaded.profile.model_dump(mode="json"), "sources": loaded.sources})
     else:
         rows = [(key, json.dumps(value, ensure_ascii=False), loaded.sources[key]) for key, value in values.items()]
-        print_table(("SETTING", "VALUE", "FROM"), rows)
+        print_table(("SETTING", "VALUE", "FROM"), rows, cut=("VALUE", "FROM"))

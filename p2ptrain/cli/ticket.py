@@ -94,7 +94,7 @@ def list_tickets(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -
         )
         for item in tickets
     ]
-    print_table(("ID", "FOR", "STATE", "KIND", "USED", "EXPIRES", "HOST"), rows)
+    print_table(("ID", "FOR", "STATE", "KIND", "USED", "EXPIRES", "HOST"), rows, less=("KIND", "HOST"))
 
 
 @app.command("revoke")
