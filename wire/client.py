@@ -216,10 +216,15 @@ class SeedClient:
         return views
 
     async def metrics(self, job: str, after_step: int, limit: int) -> list[MetricRow]:
+        """The next rows, in order of step. ``after_step``: -1 for the first ones."""
         params = {"job": job, "after_step": after_step, "limit": limit}
-        return await self._records(MetricRow, "metrics.history", "rows", **params)
+        rows = await self._records(MetricRow, "metrics.history", "rows", **params)
+        if any(later <= earlier for earlier, later in pairwise([after_step, *(row.step for row in rows)])):
+            raise ProtocolError("the seed sent metrics that are not in order of step")
+        return rows
 
     async def events(self, after_id: int, limit: int) -> list[EventInfo]:
+        """The next events; for a negative ``after_id``, so many of the newest ones."""
         return await self._records(EventInfo, "events.list", "events", after_id=after_id, limit=limit)
 
     # ---------------------------------------------------------------------------------------- checkpoints and tickets

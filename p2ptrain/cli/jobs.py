@@ -29,14 +29,16 @@ from p2ptrain.cli.runtime import (
     ask,
     is_name,
     not_empty,
+    run,
+    seed_option,
 )
 
 if TYPE_CHECKING:
     from configs.schema import Profile
     from p2ptrain.cli.audit import Verdict
-    from wire.records import CheckpointInfo, JobInfo, RecoveryInfo, StagePlanInfo, TrainingPlanInfo
+    from wire.records import CheckpointInfo, JobInfo, MetricRow, RecoveryInfo, StagePlanInfo, TrainingPlanInfo
 
-app = new_typer(help="Create, show, audit, pause, resume, save, cancel and forget jobs.")
+app = new_typer(help="Create, show, watch, audit, pause, resume, save, cancel and forget jobs.")
 
 
 JobArgument = Annotated[
@@ -101,6 +103,7 @@ def create(
         typer.echo(other, err=True)
     if not as_json:
         typer.echo(printable(job))
+        typer.echo(f"watch it with: p2ptrain jobs watch {printable(job)}{seed_option(seed)}", err=True)
     elif planned is not None:
         print_json({"job": job, **plans.to_json(*planned)})
     else:
@@ -175,12 +178,16 @@ def list_jobs(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> N
     if as_json:
         print_json({"jobs": [job.to_map() for job in found]})
         return
+    print_jobs(found)
+    if not found:
+        typer.echo("No jobs yet: p2ptrain jobs create --profile tiny", err=True)
+
+
+def print_jobs(found: list[JobInfo]) -> None:
     columns = ("ID", "NAME", "STATE", "STEP", "OF", "LOSS", "VAL LOSS", "TOKENS/S", "MEMBERS", "CREATED")
     figures = ("STEP", "OF", "LOSS", "VAL LOSS", "TOKENS/S", "MEMBERS")
     less = ("CREATED", "MEMBERS", "VAL LOSS", "TOKENS/S", "OF")
     print_table(columns, [_row(job) for job in found], right=figures, less=less, cut=("NAME",))
-    if not found:
-        typer.echo("No jobs yet: p2ptrain jobs create --profile tiny", err=True)
 
 
 def _row(job: JobInfo) -> tuple[str, ...]:
@@ -227,6 +234,102 @@ def show(
         print_pairs(
             [(f"{table}.{key}", json.dumps(value)) for table, keys in settings.items() for key, value in keys.items()]
         )
+
+
+@app.command()
+def watch(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
+    """Show the progress of a job until it ends. Ctrl+C ends only the watching.
+
+    The exit code is 0 if every step is done, and 5 if the job failed or was cancelled.
+
+    \b
+    Examples:
+      p2ptrain jobs watch tiny
+      p2ptrain jobs watch 3f9a --json | jq .state
+    """
+    from p2ptrain.cli.output import Console
+    from p2ptrain.cli.up import print_summary
+    from p2ptrain.cli.watch import watched
+    from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed
+
+    console = Console(quiet=as_json)
+    try:
+        summary = run(watched(seed, job, console))
+    except KeyboardInterrupt:
+        console.finish()
+        again = f"p2ptrain jobs watch {printable(job)}{seed_option(seed)}"
+        typer.echo(f"no longer watched; the job goes on. To watch it again: {again}", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    print_json(summary) if as_json else print_summary(summary)
+    if summary["state"] != "done":
+        raise typer.Exit(JobFailed.exit_code)
+
+
+@app.command()
+def metrics(
+    job: JobArgument,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Write all steps as CSV, with a header line.")] = False,
+    limit: Annotated[
+        int, typer.Option("--limit", metavar="N", min=0, help="Only the newest N; 0: 20 in a table, else all.")
+    ] = 0,
+    seed: SeedOption = DEFAULT_SEED,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the loss, the validation loss, the speed and the times of each step.
+
+    \b
+    Examples:
+      p2ptrain jobs metrics tiny
+      p2ptrain jobs metrics tiny --csv > tiny.csv
+      p2ptrain jobs metrics 3f9a --limit 100 --json | jq '.metrics[].loss'
+    """
+    import csv
+    import sys
+    from collections import deque
+
+    from p2ptrain.cli.runtime import operator
+    from p2ptrain.cli.watch import metrics_of
+    from p2ptrain.core.errors import UserError
+
+    if as_csv and as_json:
+        raise UserError("--csv and --json exclude each other", remedy="leave one of them out")
+
+    async def read() -> deque[MetricRow]:
+        async with operator(seed) as client:
+            info, _ = await client.job(job)
+            kept: deque[MetricRow] = deque(maxlen=limit or (None if as_csv or as_json else 20))
+            async for row in metrics_of(client, info.id):
+                kept.append(row)
+            return kept
+
+    found = [{key: value for key, value in row.to_map().items() if key != "job"} for row in run(read())]
+    if as_json:
+        print_json({"metrics": found})
+    elif as_csv:
+        writer = csv.DictWriter(sys.stdout, [*_METRICS, "wall"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(found)
+    else:
+        names = [key.upper().replace("_", " ") for key in _METRICS]
+        rows = [tuple(number(row.get(key), form) for key, form in _METRICS.items()) for row in found]
+        print_table(names, rows, right=names, less=names[:4:-1])
+
+
+_METRICS = {
+    "step": "d",
+    "loss": ".4f",
+    "val_loss": ".4f",
+    "tokens_per_s": ",.0f",
+    "members": "d",
+    "step_ms": ".0f",
+    "compute_ms": ".0f",
+    "communicate_ms": ".0f",
+    "wait_ms": ".0f",
+    "lr": ".3g",
+    "grad_norm": ".3g",
+    "generation": "d",
+}
+"""Field of ``MetricRow``, the most important first → its format."""
 
 
 def _newest(checkpoints: list[CheckpointInfo]) -> CheckpointInfo | None:
@@ -334,7 +437,7 @@ def audit(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption
     from configs.schema import Profile
     from p2ptrain.cli.audit import audit as read_and_check
     from p2ptrain.cli.output import Console
-    from p2ptrain.cli.runtime import operator, run
+    from p2ptrain.cli.runtime import operator
     from wire.records import FINISHED_STATES
 
     console = Console()

@@ -93,7 +93,7 @@ def print_table(
             for name, cell in zip(columns, row, strict=True)
             if name in widths
         )
-        typer.secho(line.rstrip(), bold=row is cells[0])
+        typer.echo(typer.style(line.rstrip(), bold=True) if row is cells[0] else line.rstrip())
 
 
 def _narrow(widths: dict[str, int], room: int, less: Sequence[str], cut: Collection[str]) -> None:
@@ -188,7 +188,7 @@ class Console:
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic, *, quiet: bool = False) -> None:
-        self._quiet = quiet
+        self.quiet = quiet
         self._now = now
         self._live = sys.stderr.isatty()
         self._drawn = 0
@@ -197,8 +197,11 @@ class Console:
     def event(self, level: str, text: str) -> None:
         """Print one line with the time; its mark and colour show the level."""
         self.clear()
-        mark = typer.style(_MARKS.get(level, "·"), fg=_COLOURS.get(level, "cyan"), bold=level != "info")
-        self._say(f"{time.strftime('%H:%M:%S')} {mark} {printable(text)}")
+        self._say(f"{time.strftime('%H:%M:%S')} {self.mark(level)} {printable(text)}")
+
+    @staticmethod
+    def mark(level: str) -> str:
+        return typer.style(_MARKS.get(level, "·"), fg=_COLOURS.get(level, "cyan"), bold=level != "info")
 
     def progress(self, text: str, *, last: bool = False, every_s: float = 1.0) -> None:
         """Show progress. Dropped if the last one is too recent, unless ``last``.
@@ -206,7 +209,7 @@ class Console:
         ``every_s``: seconds between two lines if lines are not rewritten.
         """
         now = self._now()
-        if self._quiet or (now < self._next and not last):
+        if self.quiet or (now < self._next and not last):
             return
         self._next = now + (0.1 if self._live else every_s)
         if not self._live:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -38,6 +40,14 @@ def list_peers(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> 
         beside = {"serving": [info.to_map() for info in serving.values()]} if serve else {}
         print_json({"peers": [peer.to_map() for peer in found]} | beside)
         return
+    print_peers(found, serving)
+    if not found:
+        where = ask(seed, lambda client: client.cluster()).address
+        typer.echo(f"No peers yet. On a machine that is to train: {how_to_join(where)}", err=True)
+
+
+def print_peers(found: list[PeerInfo], serving: Mapping[str, ServingInfo] = MappingProxyType({})) -> None:
+    serve = bool(serving)
     rows = [
         (
             peer.name,
@@ -59,11 +69,8 @@ def list_peers(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> 
     figures = ("RANK", "STAGE", "STEP", "RTT MS", "TOKENS/S", "MEMORY")
     of_serving = ("MODEL", "SESSIONS", "ACCEPTED") if serve else ()
     columns = ("NAME", "ID", "ROLES", "STATE", *figures[:3], "DEVICE", *figures[3:], *of_serving, "ADDRESS")
-    less = ("DEVICE", "ADDRESS", "RTT MS", "MEMORY", "ACCEPTED", "SESSIONS", "RANK", "STAGE", "STEP", "MODEL", "TOKENS/S")
+    less = ("DEVICE", "ADDRESS", "RTT MS", "MEMORY", *of_serving[:0:-1], "RANK", "STAGE", "STEP", "MODEL", "TOKENS/S")
     print_table(columns, rows, right=(*figures, *of_serving[1:]), less=less, cut=("NAME",))
-    if not found:
-        where = ask(seed, lambda client: client.cluster()).address
-        typer.echo(f"No peers yet. On a machine that is to train: {how_to_join(where)}", err=True)
 
 
 @app.command("evict")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -157,6 +158,19 @@ def ask(seed: str, question: Callable[[SeedClient], Awaitable[T]]) -> T:
             return await question(client)
 
     return run(once())
+
+
+def seed_option(seed: str) -> str:
+    """The option by which another command reaches the same seed. It has no ticket, whose credentials are stored."""
+    import os
+
+    from p2ptrain.cli.access import read_targets, shown_address
+
+    if seed in ("", os.environ.get(SEED_VARIABLE)):
+        return ""
+    if seed.startswith("@"):
+        return f" --state {quote(seed[1:])}" if Path(seed[1:]).is_dir() else f" --seed {quote(seed)}"
+    return f" --seed {','.join(map(shown_address, read_targets(seed)))}"
 
 
 def at_terminal() -> bool:

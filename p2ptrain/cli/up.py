@@ -153,7 +153,8 @@ def up(
     elif plan.is_pair:
         _print_pair(outcome)
     else:
-        _print_summary(outcome)
+        print_summary(outcome)
+        _print_next(outcome)
     if outcome["state"] != "done":
         raise typer.Exit(EXIT_INTERRUPTED if outcome["state"] == "interrupted" else JobFailed.exit_code)
 
@@ -253,7 +254,7 @@ def _print_pair(outcome: dict[str, Any]) -> None:
     print_pairs(rows)
 
 
-def _print_summary(summary: dict[str, Any]) -> None:
+def print_summary(summary: dict[str, Any]) -> None:
     from p2ptrain.cli.output import human_seconds, number, print_pairs
 
     pairs = [
@@ -265,6 +266,9 @@ def _print_summary(summary: dict[str, Any]) -> None:
         ("checkpoint", summary["checkpoint"] or "none"),
     ]
     print_pairs(pairs)
+
+
+def _print_next(summary: dict[str, Any]) -> None:
     if not summary["checkpoint"]:
         return
     if not summary["whole"]:

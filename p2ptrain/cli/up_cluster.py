@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from p2ptrain.cli.local_cluster import LOOPBACK, Child, LocalCluster, end_all
-from p2ptrain.cli.output import Console, number, print_json, print_pairs, step_line
+from p2ptrain.cli.output import Console, number, print_json, print_pairs
 from p2ptrain.cli.runtime import DEFAULT_PORT
+from p2ptrain.cli.watch import JobProgress
 from p2ptrain.core.errors import ConnectionLost, JobFailed, P2PTrainError, ProtocolError, UserError
 from wire.address import format_address
-from wire.records import FINISHED_STATES, CheckpointInfo, EventInfo, JobInfo, MetricRow
+from wire.records import FINISHED_STATES, CheckpointInfo, EventInfo, JobInfo
 
 if TYPE_CHECKING:
     from configs.schema import Profile
@@ -179,9 +180,7 @@ class Run:
         self._workers: list[Child] = []
         self._client: SeedClient | None = None
         self._jobs: dict[str, str] = {}  # role → id of a job that is not done yet
-        self._last: dict[str, JobInfo] = {}  # id of such a job → its newest record
-        self._saved: dict[str, CheckpointInfo] = {}  # id of such a job → its newest checkpoint of the whole model
-        self._told: dict[str, int] = {}  # id of such a job → newest step that was printed
+        self._followed: dict[str, JobProgress] = {}  # id of such a job → what the seed said of it
         self._trained: dict[str, Summary] = {}  # role → summary of a job that is done
         self._served = False
         self._http_at = ""
@@ -313,22 +312,19 @@ class Run:
     # ------------------------------------------------------------------------------------------------------- training
 
     async def _follow(self) -> None:
-        for job in self._jobs.values():  # do not print the steps of an earlier start again
-            self._last[job], _ = await self.client.job(job)
-            self._told[job] = self._last[job].step
+        width = max(map(len, self._jobs))
+        for role, job in self._jobs.items():
+            label = f"{role:<{width}}  " if len(self._jobs) > 1 else ""
+            self._followed[job] = JobProgress((await self.client.job(job))[0], self._console, label)
         async for records in self.client.news():
             for item in records:
-                match item:
-                    case JobInfo() if item.id in self._last:
-                        self._tell_pause(self._last[item.id].state, item)
-                        self._last[item.id] = item
-                    case CheckpointInfo(stage=None) if item.job in self._last:
-                        self._saved[item.job] = max(item, self._saved.get(item.job, item), key=lambda each: each.step)
-                    case MetricRow() if item.step > self._told.get(item.job, 2**63):
-                        self._tell_step(item)
-                    case EventInfo() if item.level != "info" and not self.quiet:
-                        self._console.event(item.level, item.text)
-            states = {job.state for job in self._last.values()}
+                if isinstance(item, JobInfo) and item.id in self._followed:
+                    self._tell_pause(self._followed[item.id].info.state, item)
+                if isinstance(item, EventInfo) and item.level != "info" and not self.quiet:
+                    self._console.event(item.level, item.text)
+                for followed in self._followed.values():
+                    followed.take(item, quiet=self.quiet)
+            states = {followed.info.state for followed in self._followed.values()}
             if states <= FINISHED_STATES or states & (FINISHED_STATES - {"done"}):
                 return
         raise ConnectionLost("the seed ended")
@@ -340,22 +336,11 @@ class Run:
         elif before == "paused" != job.state:
             self._say("info", f"job {job.name} goes on")
 
-    def _tell_step(self, row: MetricRow) -> None:
-        job = row.job
-        step = self._told[job] = row.step
-        if self.quiet:
-            return
-        known = {key: value for key, value in row.to_map().items() if isinstance(value, int | float)}
-        line = step_line(step, self._last[job].steps_total, known)
-        if len(self._jobs) > 1:
-            role = next(role for role, mine in self._jobs.items() if mine == job)
-            line = f"{role:<{max(map(len, self._jobs))}}  {line}"
-        self._console.progress(line, last="val_loss" in known)
-
     async def _summaries(self, *, interrupted: bool) -> dict[str, Summary]:
         found = {}
         for role, job in self._jobs.items():
-            shown, newest = self._last.get(job), self._saved.get(job)  # in case the seed is lost
+            known = self._followed.get(job)  # in case the seed is lost
+            shown, newest = (known.info, known.saved) if known else (None, None)
             with suppress(P2PTrainError):
                 shown, _ = await self.client.job(job)
                 newest = await newest_saved(self.client, job)

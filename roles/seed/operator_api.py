@@ -456,7 +456,14 @@ class OperatorApi:
         return {"rows": [row.to_map() for row in rows]}
 
     async def _events_list(self, params: Params, connection: Connection) -> Result:
-        after, limit = whole_of(params, "after_id", 0, 0, 2**53), whole_of(params, "limit", MAX_ROWS, 1, MAX_ROWS)
+        after, limit = (
+            whole_of(params, "after_id", 0, -MAX_ROWS, 2**53),
+            whole_of(params, "limit", MAX_ROWS, 1, MAX_ROWS),
+        )
+        if after < 0:  # so many of the newest ones
+            last = await self._seed.store.call(Records.last_event_id)
+            events = await self._seed.store.call(Records.events, last + after, limit)
+            return {"events": newest_that_fit(event.to_map() for event in events)}
         events = await self._seed.store.call(Records.events, after, limit)
         return {"events": first_that_fit((event.to_map() for event in events), ANSWER_BYTES)}
 

@@ -135,7 +135,8 @@ def test_create_of_a_pair_makes_the_job_of_one_of_them(command: Command, fake_se
     outcome = command("jobs", "create", "--profile", "pair")
     assert (outcome.code, outcome.out) == (0, f"{JOB.id}\n")
     assert "for the drafter's job add --drafter" in outcome.err
-    assert command("jobs", "create", "--profile", "pair", "--drafter").err == ""
+    watch = f"watch it with: p2ptrain jobs watch {JOB.id}\n"
+    assert command("jobs", "create", "--profile", "pair", "--drafter").err == watch
     assert command("jobs", "create", "--profile", "pair", "--drafter", "--name", "small").code == 0
     sent = [(params["name"], Profile.from_spec_untrusted(params["spec"])) for _, params in fake_seed.asked]
     assert sent == [("pair", both.alone()), ("pair-drafter", both.of_drafter()), ("small", both.of_drafter())]

@@ -688,6 +688,7 @@ async def test_the_diary_is_paged_and_cleaned(bench: Bench) -> None:
     worker.say(EventNotice("shouting", "kind\x1b[31m", "red\x1b[31m text\nand more", job="unknown"))
     await worker.beaten()
     events = (await bench.ask("events.list", after_id=0, limit=200))["events"]
+    assert (await bench.ask("events.list", after_id=-2, limit=200))["events"] == events[-2:]
     assert [event["id"] for event in events] == list(range(1, len(events) + 1))
     event = events[-1]
     assert (event["level"], event["text"], event["job"]) == ("info", "name-a: red [31m text and more", "")

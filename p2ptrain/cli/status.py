@@ -1,0 +1,168 @@
+"""``p2ptrain status`` and ``p2ptrain logs``."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from p2ptrain.cli.output import Console, human_seconds, human_time, print_json, print_pairs, printable
+from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, operator, run
+from p2ptrain.core.errors import UserError
+from wire.address import how_to_join
+from wire.records import FINISHED_STATES, ClusterInfo, EventInfo, JobInfo, PeerInfo
+
+if TYPE_CHECKING:
+    from wire.client import SeedClient
+
+RECENT_S = 600.0
+SHOWN = 8  # peers, jobs and problems, so that all fits one screen
+NEWEST = 200  # events that a seed sends at a time
+
+
+def status(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
+    """Show the cluster on one screen: the seed, the peers, the jobs, and what needs attention.
+
+    \b
+    Examples:
+      p2ptrain status
+      p2ptrain status --json | jq -r '.attention[]'
+    """
+    from p2ptrain.cli.jobs import print_jobs
+    from p2ptrain.cli.peers import print_peers
+
+    async def look() -> tuple[ClusterInfo, list[PeerInfo], list[JobInfo], list[EventInfo], float]:
+        async with operator(seed) as client:
+            return (
+                await client.cluster(),
+                await client.peers(),
+                await client.jobs(),
+                await client.events(-NEWEST, NEWEST),
+                await client.clock(),
+            )
+
+    cluster, peers, jobs, events, now = run(look())
+    problems = attention(cluster, peers, jobs, events, now)
+    if as_json:
+        maps = {"peers": [peer.to_map() for peer in peers], "jobs": [job.to_map() for job in jobs]}
+        print_json({"cluster": cluster.to_map(), **maps, "attention": problems})
+        return
+    states = ", ".join(f"{count} {state}" for state, count in Counter(peer.state for peer in peers).items())
+    up = human_seconds(max(now - cluster.started_at, 0.0))
+    unfinished = [job for job in jobs if job.state not in FINISHED_STATES]
+    print_pairs(
+        [
+            ("seed", f"{cluster.name} at {cluster.address}, up {up}, version {cluster.version}"),
+            ("peers", f"{len(peers)}{': ' + states if states else ''}"),
+            ("jobs", f"{len(jobs)}, {len(unfinished)} of them not finished"),
+        ]
+    )
+    if peers:
+        typer.echo()
+        print_peers(peers[:SHOWN])
+    if shown := (unfinished or jobs)[-SHOWN:]:
+        typer.echo()
+        print_jobs(shown)
+    typer.echo()
+    for text in problems[:SHOWN] or ["nothing needs attention"]:
+        typer.echo(f"{'!' if problems else '✓'} {printable(text)}")
+
+
+def attention(
+    cluster: ClusterInfo, peers: list[PeerInfo], jobs: list[JobInfo], events: list[EventInfo], now: float
+) -> list[str]:
+    """What a person should look at, the most important first. ``now``: the seed's Unix time."""
+    found = [f"job {job.name} ({job.id}) is {job.state}: {job.reason}" for job in jobs[-1:] if job.state == "failed"]
+    coming = {peer.job for peer in peers if peer.state in ("joining", "building", "healing")}
+    waiting = [job for job in jobs if job.state == "paused" or (job.state == "waiting" and job.id not in coming)]
+    found += [f"job {job.name} ({job.id}) is {job.state}{': ' * bool(job.reason)}{job.reason}" for job in waiting]
+    gone = [peer for peer in peers if peer.state in ("lost", "away", "failed")]
+    found += [f"peer {peer.name} ({peer.id}) is {peer.state}: p2ptrain logs {peer.id}" for peer in gone]
+    if not peers:
+        found.append(f"no peer has joined: {how_to_join(cluster.address)}")
+    elif not jobs and any("worker" in peer.roles for peer in peers):
+        found.append("the workers have no job: p2ptrain jobs create")
+    recent = [event for event in events if event.level != "info" and now - event.wall < RECENT_S]
+    return found + [f"{human_seconds(max(now - event.wall, 0))} ago: {event.text}" for event in reversed(recent)]
+
+
+def logs(
+    peer: Annotated[str, typer.Argument(metavar="[PEER]", help="Only of this peer: its name or id.")] = "",
+    limit: Annotated[
+        int, typer.Option("--limit", metavar="N", min=1, max=NEWEST, help="The newest N events, or lines of a log.")
+    ] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new events as they come, until Ctrl+C.")] = False,
+    seed: SeedOption = DEFAULT_SEED,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the newest events of the cluster, or of one peer.
+
+    With the log of its process, if `p2ptrain up` runs the peer on this machine.
+
+    \b
+    Examples:
+      p2ptrain logs
+      p2ptrain logs worker-1 --limit 50
+      p2ptrain logs --follow
+      p2ptrain logs --json | jq -r '.events[].text'
+    """
+    if follow and as_json:
+        raise UserError("--follow and --json exclude each other", remedy="leave one of them out")
+
+    async def read() -> list[EventInfo]:
+        async with operator(seed) as client:
+            ids = await _ids_of(client, peer)
+            found = [event for event in await client.events(-NEWEST, NEWEST) if not peer or event.peer in ids]
+            if as_json:
+                return found[-limit:]
+            _print_log(seed, peer, limit)
+            last = _print_events(found[-limit:], 0)
+            if follow:
+                async for records in client.news():
+                    mine = [each for each in records if isinstance(each, EventInfo) and (not peer or each.peer in ids)]
+                    last = _print_events(mine, last)
+            return found
+
+    try:
+        found = run(read())
+    except KeyboardInterrupt:
+        return
+    if as_json:
+        print_json({"events": [event.to_map() for event in found]})
+    elif not found:
+        typer.echo("No event yet.", err=True)
+
+
+async def _ids_of(client: SeedClient, peer: str) -> set[str]:
+    """Raises ``UserError`` for an unknown peer."""
+    peers = await client.peers() if peer else []
+    ids = {each.id for each in peers if peer in (each.id, each.name)}
+    if peer and not ids:
+        raise UserError(f"there is no peer {peer}", remedy="see p2ptrain peers list")
+    return ids
+
+
+def _print_events(events: list[EventInfo], last: int) -> int:
+    """Print those after event ``last``; return the last one."""
+    for event in events:
+        if event.id > last:
+            mark, last = Console.mark(event.level), event.id
+            typer.echo(f"{human_time(event.wall)} {mark} {printable(event.text)}")
+    return last
+
+
+def _print_log(seed: str, peer: str, limit: int) -> None:
+    """Print the end of the log of a process that ``p2ptrain up`` started here."""
+    from p2ptrain.cli.access import read_targets
+    from p2ptrain.cli.running import running_seeds
+
+    targets = read_targets(seed)
+    for state in [each.state for each in running_seeds() if each.address in targets]:
+        path = Path(state, "logs", f"{Path(peer).name}.log")
+        if peer and path.is_file():
+            typer.echo(f"{path}:")
+            with path.open(encoding="utf-8", errors="replace") as file:
+                for line in deque(file, maxlen=limit):
+                    typer.echo(f"  {printable(line.rstrip())}")

@@ -1,0 +1,98 @@
+"""The progress of one job, for `jobs watch` and `up`, and its metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+from p2ptrain.cli.output import step_line
+from p2ptrain.cli.runtime import operator
+from p2ptrain.core.errors import ConnectionLost, NetworkError
+from wire.records import FINISHED_STATES, CheckpointInfo, JobInfo, MetricRow
+
+if TYPE_CHECKING:
+    from p2ptrain.cli.output import Console
+    from wire.client import SeedClient
+    from wire.schema import Record
+
+AGAIN_S = 1.0
+"""Pause between attempts to reach a seed that is away."""
+PAGE = 200
+
+
+class JobProgress:
+    """Prints the steps of one job that follow ``info``.
+
+    Args:
+        label: begins each line.
+
+    Attributes:
+        info: the job's newest record. saved: its newest checkpoint of the whole model.
+    """
+
+    saved: CheckpointInfo | None = None
+
+    def __init__(self, info: JobInfo, console: Console, label: str = "") -> None:
+        self.info = info
+        self._console, self._label, self._told = console, label, info.step
+
+    def take(self, item: Record, *, quiet: bool = False) -> None:
+        match item:
+            case JobInfo() if item.id == self.info.id:
+                self.info = item
+            case CheckpointInfo(stage=None) if item.job == self.info.id:
+                self.saved = max(item, self.saved or item, key=lambda each: each.step)
+            case MetricRow() if item.job == self.info.id and item.step > self._told:
+                self._told = item.step
+                if not quiet:
+                    known = {key: value for key, value in item.to_map().items() if isinstance(value, int | float)}
+                    line = step_line(item.step, self.info.steps_total, known)
+                    self._console.progress(self._label + line, last="val_loss" in known)
+
+
+async def watched(seed: str, job: str, console: Console) -> dict[str, Any]:
+    """Show the progress of a job until it ends; return its summary. A seed that goes away is dialled again.
+
+    Raises ``P2PTrainError`` if there is no such job, or no seed when this begins.
+    """
+    from p2ptrain.cli.up_cluster import newest_saved, summed_up
+
+    followed: JobProgress | None = None
+    while True:
+        try:
+            async with operator(seed) as client:
+                if followed is None:
+                    followed = JobProgress((await client.job(job))[0], console)
+                await _follow(client, followed, console)
+                return summed_up(followed.info.id, followed.info, await newest_saved(client, followed.info.id))
+        except NetworkError as problem:
+            if followed is None:
+                raise
+            console.progress(f"the seed is away, the job goes on: {problem.message}")
+            await asyncio.sleep(AGAIN_S)
+
+
+async def _follow(client: SeedClient, followed: JobProgress, console: Console) -> None:
+    state = ""
+    async for records in client.news():
+        for item in records:
+            followed.take(item)
+        info = followed.info
+        if info.state in FINISHED_STATES:
+            console.finish()
+            return
+        if info.state != state:
+            state, reason = info.state, f": {info.reason}" if info.reason else ""
+            if not console.quiet:
+                console.event("info", f"job {info.name} ({info.id}) is {state}{reason}")
+    raise ConnectionLost("the seed ended")
+
+
+async def metrics_of(client: SeedClient, job: str) -> AsyncIterator[MetricRow]:
+    """All steps of a job that are on record, in order."""
+    after = -1
+    while page := await client.metrics(job, after, PAGE):
+        for row in page:
+            yield row
+        after = page[-1].step
