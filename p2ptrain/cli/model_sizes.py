@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from p2ptrain.core.errors import ConfigError, P2PTrainError, StorageError
 from p2ptrain.core.footprint import ModelSizes
-from p2ptrain.core.model_config import MAX_CONFIG_BYTES, config_untrusted
+from p2ptrain.core.model_config import MAX_CONFIG_BYTES, SPLIT_FAMILIES, config_untrusted
 from p2ptrain.core.tensor_files import TensorEntry, TensorTable
 from ring.training_costs import ModelShape
 from wire.chain_messages import TensorRecord
@@ -28,6 +28,8 @@ BYTES_VOCAB = 256  # the tokens of a new model are bytes (``compute.tokenizer``)
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _IN_CONFIG = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _IN_FILES = frozenset({"F32", "BF16", "F16"})
+_TOLD_BY_NAMES = frozenset(SPLIT_FAMILIES) - {"falcon", "gpt_neox", "opt", "deepseek_v3"}
+"""Families that split, and whose names of tensors tell their sizes."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 _FIRST = re.compile(r"(?:^|\.)(?:embed_tokens|wte|wpe)\.weight$")
 _TOKENS = re.compile(r"(?:^|\.)(?:embed_tokens|wte)\.weight$")
@@ -79,6 +81,8 @@ def weights_in(dtype: str, tensors: Mapping[str, TensorRecord] | Mapping[str, Te
 
 def _by_names(table: Mapping[str, Any], weights: Mapping[str, int], element_bytes: int) -> ModelSizes | None:
     """None if a name or a number is unknown."""
+    if table["model_type"] not in _TOLD_BY_NAMES:
+        return None
     layers, heads = _number(table, "num_hidden_layers", "n_layer"), _number(table, "num_attention_heads", "n_head")
     width = _number(table, "hidden_size", "n_embd")
     if not layers or not heads or not width:
@@ -117,7 +121,32 @@ def _by_building(config: str, dtype: str) -> ModelSizes:
     from p2ptrain.compute.part import layer_sizes
     from p2ptrain.compute.served_part import config_of
 
+    check_splits(config)
     return layer_sizes(config_of(config), DTYPES[dtype])
+
+
+def config_text(directory: Path) -> str:
+    """The text of a model's ``config.json``. Raises ``StorageError``."""
+    path = directory / "config.json"
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_CONFIG_BYTES + 1).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StorageError(f"cannot read {path}: {error}") from error
+
+
+def check_splits(config: str) -> None:
+    """Refuse a model that does not split, before any worker is asked. If it takes torch to know, or to measure the
+    model, torch is loaded here: once workers are connected, they take who is silent for so long for dead.
+
+    Raises:
+        ConfigError, ProtocolError: ``config``, the text of ``config.json``, is of no model that splits.
+    """
+    if config_untrusted(config)["model_type"] not in _TOLD_BY_NAMES:
+        from p2ptrain.compute import split_check
+        from p2ptrain.compute.served_part import config_of
+
+        split_check.check_splits(config_of(config))
 
 
 def _number(table: Mapping[str, Any], *keys: str) -> int | None:
@@ -145,12 +174,18 @@ def shape_of(profile: Profile, *, may_build: bool = True) -> ModelShape | None:
 
 
 def shape_param(profile: Profile, *, may_build: bool = True) -> dict[str, Any]:
-    """The optional parameter of a request that creates a job; empty if the shape is unknown. Raises nothing."""
+    """The optional parameter of a request that creates a job; empty if the shape is unknown.
+
+    Raises:
+        ConfigError: the model cannot be trained in parts, if ``may_build``.
+    """
     if profile.stages < 2:
         return {}
     try:
         shape = shape_of(profile, may_build=may_build)
-    except P2PTrainError:  # the worker that builds the model reports it
+    except P2PTrainError as error:
+        if may_build and isinstance(error, ConfigError):
+            raise  # it cannot be trained like this anywhere
         return {}
     return {"shape": shape.to_map()} if shape is not None else {}
 
@@ -171,12 +206,7 @@ def _like_llama(model: Model) -> ModelShape:
 
 def _of_directory(directory: Path) -> ModelShape:
     """Raises ``ConfigError``, ``StorageError``, ``ProtocolError``."""
-    path = directory / "config.json"
-    try:
-        with path.open("rb") as file:
-            config = file.read(MAX_CONFIG_BYTES + 1).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise StorageError(f"cannot read {path}: {error}") from error
+    config, path = config_text(directory), directory / "config.json"
     entries = TensorTable(directory).entries
     records = {
         name: TensorRecord(name, entry.dtype, list(entry.shape), entry.size_bytes, bytes(16))
@@ -192,11 +222,13 @@ def _of_directory(directory: Path) -> ModelShape:
 
 def _shape_by_building(profile: Profile) -> ModelShape:
     """Raises ``ConfigError``."""
+    from p2ptrain.compute import split_check
     from p2ptrain.compute.model import model_config
     from p2ptrain.compute.part import layer_sizes
     from roles.worker.build import training_spec
 
     config = model_config(training_spec(profile).model, BYTES_VOCAB)
+    split_check.check_splits(config)
     found = layer_sizes(config)
     sizes = replace(found, cache_bytes=(0,) * found.layers)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size

@@ -46,8 +46,13 @@ async def check(serve_options: ServeOptions) -> None:
         from roles.verifier.http import check_place
 
         await check_place(*serve_options.http, serve_options.api_keys)
-    if serve_options.role == "verifier" and serve_options.split is None and serve_options.model is not None:
-        cache_bytes(serve_options.memory_bytes, serve_options.model, serve_options.dtype)
+    if serve_options.role == "verifier" and serve_options.model is not None:
+        if serve_options.split is None:
+            cache_bytes(serve_options.memory_bytes, serve_options.model, serve_options.dtype)
+        else:
+            from p2ptrain.cli.model_sizes import check_splits, config_text
+
+            check_splits(config_text(serve_options.model))
 
 
 async def serve(member: ServingMember, serve_options: ServeOptions, console: Console) -> None:
@@ -232,7 +237,8 @@ async def split_target(
     assert serve_options.split is not None
     console.progress(f"reading the files of {serve_options.model}")  # the first time it hashes them
     model = await local_model(context, serve_options.model)
-    found = model_layout(model.config, await tensor_table(context, model), serve_options.dtype)
+    table = await tensor_table(context, model)
+    found = await asyncio.to_thread(model_layout, model.config, table, serve_options.dtype)
     console.clear()
     if serve_options.split > found.sizes.layers:
         said = f"--split {serve_options.split} needs as many layers, but the model has {found.sizes.layers} layers"

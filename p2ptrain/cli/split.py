@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from p2ptrain.cli.model_sizes import ModelLayout, model_layout
+from p2ptrain.cli.model_sizes import ModelLayout, check_splits, config_text, model_layout
 from p2ptrain.cli.output import Console, print_json, print_table
 from p2ptrain.cli.placement import placement_map, print_placement
 from p2ptrain.cli.runtime import default_state_dir, open_operator, operator_name
@@ -82,6 +82,8 @@ async def planned(
     """
     directory = newest_in(checkpoint) if checkpoint is not None else None
     text = None if directory is None else ModelText(directory)  # fail before connecting
+    if directory is not None:
+        check_splits(config_text(directory))
     access, client = await open_operator(seed)
     try:
         await access.freshen(client.request)
@@ -112,7 +114,8 @@ async def planned(
                 model = await _model_of_worker(pool, held)
                 text = await _text_of(pool, model, Path(kept))
             assert text is not None
-            found = model_layout(model.config, await tensor_table(context, model), options.dtype)
+            table = await tensor_table(context, model)
+            found = await asyncio.to_thread(model_layout, model.config, table, options.dtype)  # it may load torch
             plan = await pool.plan(
                 model,
                 found.sizes,

@@ -163,6 +163,7 @@ def _hold(
     split: int, spare: int, checkpoint: Path, memory: str, dtype: str, root: Path, port: int, link: str, as_json: bool
 ) -> None:
     """Check the options, then have workers hold the model. Raises ``UserError``."""
+    from p2ptrain.cli.model_sizes import check_splits, config_text
     from p2ptrain.cli.text_options import check_dtype, newest_in
     from p2ptrain.cli.up_cluster import SplitPlan, hold
     from p2ptrain.core.model_config import config_untrusted
@@ -172,10 +173,9 @@ def _hold(
         size_of(memory)  # fail here, not in each worker
     check_dtype(dtype)
     directory = newest_in(checkpoint).absolute()
-    try:
-        table = config_untrusted((directory / "config.json").read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {directory / 'config.json'}: {error}") from error
+    config = config_text(directory)
+    check_splits(config)
+    table = config_untrusted(config)
     layers = table.get("num_hidden_layers", table.get("n_layer"))
     if isinstance(layers, int) and split > layers:
         raise UserError(f"a model of {layers} layers cannot have {split} stages", remedy=f"give --split 1 to {layers}")

@@ -21,11 +21,11 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from p2ptrain.compute.flat import FlatModel, Segment
-from p2ptrain.compute.model import ATTENTION, load_model
+from p2ptrain.compute.model import load_model
 from p2ptrain.compute.part import PartAssembly, PartModel
 from p2ptrain.compute.stage import StageSpec
 from p2ptrain.compute.tokenizer import Tokenizer
@@ -140,7 +140,8 @@ class CheckpointFiles:
             buffers = list(_buffers(model))
         else:
             small = self._of_all_stages() if part.part.first else []
-            names, buffers = part.names, []
+            names = dict(part.names)
+            buffers = [(names[name], dtype, shape, data) for name, dtype, shape, data in _buffers(part.module)]
         weights: list[PlannedTensor] = [
             (names[segment.name], "F32", segment.shape, [_range(segment.offset, segment.numel)])
             for segment in flat.segments
@@ -155,9 +156,9 @@ class CheckpointFiles:
     def _of_all_stages(self) -> list[FilePlan]:
         """The files of the whole model. The index follows from the configuration alone."""
         with torch.device("meta"):
-            model: PreTrainedModel = _Auto.from_config(self._config, attn_implementation=ATTENTION, dtype=torch.float32)
+            model: PreTrainedModel = _Auto.from_config(self._config, dtype=torch.float32)
         model.config.use_cache = False  # as ``build_model`` sets it
-        names = list(dict(model.named_parameters()))  # tied ones once
+        names = [*dict(model.named_parameters()), *_saved_buffers(model)]  # tied ones once
         placed: set[str] = set()
         shards: dict[str, dict[str, int]] = {}
         for stage, part in enumerate(self._parts):
@@ -200,9 +201,12 @@ def _range(start: int, numel: int) -> bytes | BlobRange:
     return BlobRange(PARAMETERS, start * _ELEMENT_BYTES, (start + numel) * _ELEMENT_BYTES)
 
 
-def _buffers(model: PreTrainedModel) -> Iterator[PlannedTensor]:
-    saved = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
-    for name, buffer in model.named_buffers():
-        if name in saved:
-            host = buffer.detach().cpu().contiguous()
-            yield name, _DTYPES[host.dtype], tuple(host.shape), [host.flatten().view(torch.uint8).numpy().tobytes()]
+def _buffers(model: nn.Module) -> Iterator[PlannedTensor]:
+    for name, buffer in _saved_buffers(model).items():
+        host = buffer.detach().cpu().contiguous()
+        yield name, _DTYPES[host.dtype], tuple(host.shape), [host.flatten().view(torch.uint8).numpy().tobytes()]
+
+
+def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    trained = dict(model.named_parameters(remove_duplicate=False)).keys()
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in trained}

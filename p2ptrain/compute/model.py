@@ -36,9 +36,6 @@ _Auto: Any = AutoModelForCausalLM  # its annotations are partial
 _LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
 _DRAWING = Lock()  # torch's default generator is shared by all threads
 
-ATTENTION = "sdpa"
-"""With the demo's model on a CPU, ``sdpa`` is as fast as ``eager`` at 128 tokens and 10 to 30 % faster at 256."""
-
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -111,7 +108,7 @@ def parameter_count(config: PretrainedConfig) -> int:
     """
     try:
         with torch.device("meta"):
-            model = _Auto.from_config(config, attn_implementation=ATTENTION)
+            model = _Auto.from_config(config)
     except Exception as error:
         raise ConfigError(f"the [model] table is not a valid {config.model_type!r}: {first_line(error)}") from error
     return sum(parameter.numel() for parameter in model.parameters())
@@ -143,7 +140,7 @@ def build_model(
         with _DRAWING, torch.random.fork_rng(devices=[]):
             try:
                 with no_init_weights():  # ``initialize`` does that below
-                    model = cast(PreTrainedModel, _Auto.from_config(config, attn_implementation=ATTENTION, dtype=dtype))
+                    model = cast(PreTrainedModel, _Auto.from_config(config, dtype=dtype))
                 model.tie_weights()
             except Exception as error:  # each architecture validates in its own way and with its own exceptions
                 text = f"a {config.model_type!r} model cannot be built here: {first_line(error)}"
@@ -192,7 +189,6 @@ def load_model(
             directory,
             config=config,
             dtype=dtype,
-            attn_implementation=ATTENTION,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,

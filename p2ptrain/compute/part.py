@@ -1,43 +1,50 @@
 """A part: consecutive layers of a causal language model that compute the same bits as in the whole model.
 
 ``ModelLayout`` builds the whole model with transformers' own classes on the meta device, where nothing is allocated,
-and removes everything but the part. The result would be silently wrong without these rules:
+and removes everything but the part. What is left runs transformers' own ``forward``, so what an architecture does
+around its layers (positions, masks of each kind of layer, scales, soft-capping) is written nowhere here. The result
+would be silently wrong without these rules:
 
 - ``layer_idx`` of every submodule counts from 0 in the part, because it indexes the cache. A layer keeps what it
   derived from its index at construction (its kind of attention, a scale). So the whole model is built first.
 - ``num_hidden_layers`` and the configuration's per-layer lists (``layer_types``) describe the part only. The cache and
   the masks are made from them.
-- Only the first stage has an embedding, and only the last stage has norm and head. If input and output share one
-  matrix, both stages have it. Only the first stage adds learned positions (GPT-2).
+- Only the first stage has what comes before the layers, and only the last stage what comes after them. If input and
+  output share one matrix, both stages have it. On any other stage the first layer takes the hidden states exactly as
+  they came, and what leaves the last one is passed on, whatever ``forward`` does before and after.
 
-``PartAssembly`` collects the part's weights. Rotary frequencies are in no file; it computes them from the
-configuration. Before an architecture is used, ``compute.split_check`` compares its parts with the whole model.
+``PartAssembly`` collects the part's weights; ``compute.stored`` says which tensors of the files these are. Before an
+architecture is used, ``compute.split_check`` compares its parts with the whole model.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from p2ptrain.compute.activations import fill
-from p2ptrain.compute.model import ATTENTION, first_line
+from p2ptrain.compute.model import first_line
+from p2ptrain.compute.stored import REMEDY as _REMEDY
+from p2ptrain.compute.stored import StoredTensors
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.footprint import ModelSizes
+from p2ptrain.core.model_config import SPLIT_FAMILIES
 from p2ptrain.core.tensor_files import TensorTable
 
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
 
 FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_REMEDY = "use config.json and *.safetensors of one model, as save_pretrained writes them"
 OnBytes = Callable[[int, int], None]
 """Called with (bytes placed, total bytes)."""
 
@@ -66,10 +73,14 @@ class Part:
         return self.stop - self.start
 
 
-def refused(config: PretrainedConfig, why: str) -> ConfigError:
-    return ConfigError(
+class NotSplit(ConfigError):
+    """The model's architecture does not split."""
+
+
+def refused(config: PretrainedConfig, why: str) -> NotSplit:
+    return NotSplit(
         f"a {config.model_type!r} model cannot be split: {why}",
-        remedy="run it whole (p2ptrain generate), or use a model of the llama, qwen2, qwen3, mistral or gpt2 family",
+        remedy=f"run it whole, on one machine, or use one of these: {', '.join(SPLIT_FAMILIES)}",
     )
 
 
@@ -92,73 +103,162 @@ def per_layer_lists(config: PretrainedConfig) -> dict[str, list[Any]]:
     }
 
 
+LAYER_CACHES = {DynamicLayer, DynamicSlidingWindowLayer}
+"""Kinds of a layer's cache that ``PartCache`` has rollback for."""
+_TRACED = 3  # positions: no other number of one position's keys is taken for it
+
+
+class _Traced(Exception):
+    """A layer wants to cache keys and values of these shapes."""
+
+
+class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Whoever asks for a value on the meta device is told 0, as some positions are looked at for their greatest."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return 0 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
+
+
+class _TracingCache(DynamicCache):
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise _Traced(key_states.shape, value_states.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What a layer caches of one position: keys and values, each (heads, width of a head)."""
+
+    keys: tuple[int, int]
+    values: tuple[int, int]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.keys) + math.prod(self.values)
+
+
+@functools.lru_cache(maxsize=64)
+def _found_before(model_type: str, config: str) -> list[tuple[set[str], list[CacheShape]]]:
+    """What tracing a model of this configuration found: nothing before the first time."""
+    return []
+
+
 class ModelLayout:
-    """A whole model on the meta device, with the roles of its modules.
+    """A whole model on the meta device, with the roles of its modules. What belongs before and after the layers, and
+    what they cache, is found by running the model's own code there, where nothing is computed.
 
     Attributes:
-        base_prefix: prefix of all tensor names except the head's.
+        model: transformers' model. base: its module without the head.
+        layers: those of the model; after ``cut`` those of the part.
         tied: names of the tensor that input and output share, the embedding's first; empty for an untied model.
-        units: the modules that together hold all weights, by name in the whole model: embedding, learned positions,
-            each layer, norm, and an untied head. Parts are made of whole units.
+        first, last: the modules with weights that are called before the layers (embedding, learned positions) and
+            after them (norm, an untied head), by name.
+        cache_shapes: what each layer of the whole model caches.
+        units: the modules that together hold all weights, by name: ``first``, each layer, ``last``. Parts are made of
+            whole units.
     """
 
     def __init__(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
+        self._config = config
         try:
             with torch.device("meta"):
-                self.model = _Auto.from_config(copy.deepcopy(config), attn_implementation=ATTENTION, dtype=dtype)
+                self.model = _Auto.from_config(copy.deepcopy(config), dtype=dtype)
         except Exception as error:  # each architecture validates in its own way and with its own exceptions
             raise refused(config, first_line(error)) from error
-        self._config = config
-        self.base_prefix: str = f"{self.model.base_model_prefix}."
-        self.base: Any = getattr(self.model, self.model.base_model_prefix, None)
-        self._layers_name = self._one_of(("layers", "h"), "list of layers")
-        self._norm_name = self._one_of(("norm", "ln_f", "final_layernorm", "final_layer_norm"), "final norm")
-        self.layers = cast(nn.ModuleList, getattr(self.base, self._layers_name))
-        self.norm = cast(nn.Module, getattr(self.base, self._norm_name))
-        self.positions = cast("nn.Module | None", getattr(self.base, "wpe", None))
-        self.embedding = cast(nn.Module, self.model.get_input_embeddings())
-        self.head = cast(nn.Module, self.model.get_output_embeddings())
-        if len(self.layers) != config.num_hidden_layers or self.head is None or self.embedding is None:
+        self.base: Any = self.model.base_model
+        head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        lists = [
+            (name, module)
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers
+        ]
+        if not lists or head is None or embedding is None:
             raise refused(config, "its layers, embedding or head were not found")
-        tied = self.head.weight is self.embedding.weight
-        places = self.model.state_dict(keep_vars=True)
-        self.tied: tuple[str, ...] = tuple(
-            name for name, tensor in places.items() if tied and tensor is self.head.weight
-        )
-        units = [self.embedding, self.positions, *self.layers, self.norm, None if tied else self.head]
-        self.units = {name: module for name, module in self.model.named_modules() if any(module is u for u in units)}
-        known = {id(parameter) for module in self.units.values() for parameter in module.parameters()}
-        for name, parameter in self.model.named_parameters():
-            if id(parameter) not in known:
-                raise refused(config, f"its {name} belongs to no layer, embedding, norm or head")
+        self._layers_name, self.layers = lists[0][0], list(lists[0][1])  # others are inside a layer
+        tensors = self.model.state_dict(keep_vars=True)
+        for name, tensor in tensors.items():
+            for pattern, kept_dtype in self.model._get_dtype_plan(dtype).items():
+                tensor.data = tensor.data.to(kept_dtype) if pattern in name else tensor.data
+        is_tied = head.weight is embedding.weight
+        self.tied = tuple(name for name, tensor in tensors.items() if is_tied and tensor is head.weight)
+        owners = dict.fromkeys(name.rpartition(".")[0] for name in tensors if name not in self.tied[1:])
+        outside = {
+            name: cast(nn.Module, self.model.get_submodule(name))
+            for name in owners
+            if not name.startswith(f"{self._layers_name}.")
+        }
+        found = _found_before(config.model_type, config.to_json_string(use_diff=False))
+        if not found:
+            found.append((self._trace(0, outside)[0], self._all_cache_shapes()))
+        called, self.cache_shapes = found[0]
+        self.first = {name: module for name, module in outside.items() if name in called}
+        self.last = {name: module for name, module in outside.items() if name not in called}
+        layers = {f"{self._layers_name}.{index}": layer for index, layer in enumerate(self.layers)}
+        self.units = self.first | layers | self.last
 
-    def _one_of(self, names: tuple[str, ...], what: str) -> str:
-        found = [name for name in names if isinstance(getattr(self.base, name, None), nn.Module)]
-        if len(found) != 1:
-            raise refused(self._config, f"its {what} was not found")
-        return found[0]
+    def bytes_of(self, units: Iterable[nn.Module]) -> int:
+        return sum(tensor.nbytes for unit in units for tensor in unit.state_dict().values())
+
+    @property
+    def tied_bytes(self) -> int:
+        return self.model.get_input_embeddings().weight.nbytes if self.tied else 0
+
+    def _all_cache_shapes(self) -> list[CacheShape]:
+        known: dict[str, CacheShape] = {}
+        shapes = []
+        lists = per_layer_lists(self._config).values()
+        for index, layer in enumerate(self.layers):
+            weights = [(name, tuple(tensor.shape)) for name, tensor in layer.state_dict().items()]
+            kind = repr((weights, [values[index] for values in lists]))
+            if kind not in known:
+                known[kind] = self._trace(index)[1]
+            shapes.append(known[kind])
+        return shapes
+
+    def _trace(self, index: int, names: Iterable[str] = ()) -> tuple[set[str], CacheShape]:
+        """Run the model's code until layer ``index`` caches: which modules of these names it called, and what is
+        cached."""
+        config, layers, called = self.model.config, self.layers, set[str]()
+        sliced = part_config(config, Part(index, index + 1, len(layers)))
+        self._set_layers([layers[index]], sliced)
+        model = copy.deepcopy(self.model)  # for the code may leave tensors without values in it
+        self._set_layers(layers, config)
+        for name in names:
+            model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.add(name))
+        shapes: tuple[Any, ...] = ()
+        try:
+            with torch.device("meta"), torch.no_grad(), _NoValues():  # type: ignore[no-untyped-call]
+                ids, positions = torch.zeros(1, _TRACED, dtype=torch.int64), torch.arange(_TRACED)[None]
+                cache = _TracingCache(config=sliced)
+                model.base_model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+        except _Traced as found:
+            shapes = found.args
+        except Exception as error:  # whatever the architecture needs and does not get
+            raise refused(self._config, first_line(error)) from error
+        if any(len(shape) != 4 or shape[2] != _TRACED for shape in shapes) or not shapes:
+            raise refused(self._config, "its layers do not cache keys and values of each position")
+        return called, CacheShape(*((shape[1], shape[3]) for shape in shapes))
+
+    def _set_layers(self, layers: list[nn.Module], config: PretrainedConfig) -> None:
+        self.model.set_submodule(self._layers_name, nn.ModuleList(layers))
+        for module in self.model.modules():
+            if isinstance(module, PreTrainedModel):
+                module.config = config  # it keeps the attention setting
 
     def cut(self, part: Part) -> dict[str, str]:
         """Remove all modules outside ``part``, in place. Returns name in the part → name in the whole model."""
         if part.layers != len(self.layers):
             raise ConfigError(f"the model has {len(self.layers)} layers, not {part.layers}")
-        kept = list(self.layers)[part.start : part.stop]
-        for index, layer in enumerate(kept):
+        self.layers = self.layers[part.start : part.stop]
+        for index, layer in enumerate(self.layers):
             for module in cast("Iterable[Any]", layer.modules()):
                 if hasattr(module, "layer_idx"):
                     module.layer_idx = index
-        setattr(self.base, self._layers_name, nn.ModuleList(kept))
-        self.model.config = self.base.config = part_config(self.model.config, part)  # it keeps the attention setting
-        if not part.first:
-            self.base.set_input_embeddings(nn.Identity())
-            if self.positions is not None:
-                self.base.wpe = _NoPositions()
-            if hasattr(self.base, "drop"):
-                self.base.drop = nn.Identity()
+        self._set_layers(self.layers, part_config(self.model.config, part))
+        for name in [*([] if part.first else self.first), *([] if part.last else self.last)]:
+            self.model.set_submodule(name, _Absent())
         if not part.last:
-            setattr(self.base, self._norm_name, nn.Identity())
-            self.model.set_output_embeddings(nn.Identity())
-        prefix = f"{self.base_prefix}{self._layers_name}."
+            self.model.set_output_embeddings(_Absent())
+        prefix = f"{self._layers_name}."
         return {name: _whole_name(name, prefix, part.start) for name in self.model.state_dict()}
 
 
@@ -169,11 +269,14 @@ def _whole_name(name: str, layers_prefix: str, start: int) -> str:
     return f"{layers_prefix}{int(index) + start}.{rest}"
 
 
-class _NoPositions(nn.Module):
-    """Replaces learned positions on stages after the first: adds zero without a matrix of zeros."""
+class _Absent(nn.Module):
+    """In place of a module that another stage has. Hidden states pass through, and it adds 0 to them where it would
+    make its own of something else (learned positions): on this stage nobody looks at the result."""
 
-    def forward(self, positions: Tensor) -> Tensor:
-        return torch.zeros((), device=positions.device)  # zero-dimensional: the sum keeps the other operand's dtype
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if x.ndim == 3 and x.is_floating_point():
+            return x
+        return torch.zeros((), device=x.device)  # zero-dimensional: the sum keeps the other operand's dtype
 
 
 # --------------------------------------------------------------------------------------------------------------- sizes
@@ -182,20 +285,18 @@ class _NoPositions(nn.Module):
 def layer_sizes(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> ModelSizes:
     """The sizes that placement needs; nothing is allocated. Raises ``ConfigError`` if the model cannot be split."""
     whole = ModelLayout(config, dtype)
-    per_layer = tuple(_bytes(layer) for layer in whole.layers)
-    embedding = _bytes(whole.embedding) + (_bytes(whole.positions) if whole.positions is not None else 0)
-    tied = _bytes(whole.embedding) if whole.tied else 0
-    cache = 2 * math.prod(kv_shape(config, 1)) * dtype.itemsize
-    return ModelSizes(per_layer, (cache,) * len(per_layer), embedding, _bytes(whole.head) + _bytes(whole.norm), tied)
+    return ModelSizes(
+        layers_bytes=tuple(whole.bytes_of([layer]) for layer in whole.layers),
+        cache_bytes=tuple(shape.numel * dtype.itemsize for shape in whole.cache_shapes),
+        first_bytes=whole.bytes_of(whole.first.values()),
+        last_bytes=whole.bytes_of(whole.last.values()) + whole.tied_bytes,
+        tied_bytes=whole.tied_bytes,
+    )
 
 
 def part_bytes(config: PretrainedConfig, part: Part, dtype: torch.dtype) -> int:
     """Bytes of the part's weights; nothing is allocated. Raises as ``layer_sizes``."""
     return layer_sizes(config, dtype).weights_bytes(part.start, part.stop)
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
 # ------------------------------------------------------------------------------------------------------------- weights
@@ -227,17 +328,30 @@ class PartAssembly:
         """
         self._config, self._part = config, part
         self._dtype, self._device = dtype, torch.device(device)
-        whole = ModelLayout(config, dtype)
-        self._names = whole.cut(part)
-        self._model = whole.model
-        self._base_prefix, self._tied = whole.base_prefix, whole.tied
+        self._whole = ModelLayout(config, dtype)
+        self._model = self._whole.model
+        self._cache_shapes = self._whole.cache_shapes[part.start : part.stop]
+        self.cache_position_bytes = sum(shape.numel for shape in self._cache_shapes) * dtype.itemsize
+        tensors = self._model.state_dict()
+        stored = StoredTensors(self._model, names)
+        self._tied = [name for name in self._whole.tied if name in stored.conversions]
+        self._tied_files = [file for name in self._tied for file in stored.conversions[name].sources]
+        self._names = self._whole.cut(part)
+        self._places: dict[str, list[str]] = {}  # by name in the whole model, of tied tensors the first that is stored
+        for place, name in self._names.items():
+            is_tied = name in self._whole.tied and self._tied
+            self._places.setdefault(self._tied[0] if is_tied else name, []).append(place)
+        try:
+            self._conversions = stored.wanted({name: tensors[name] for name in self._places})
+        except ConfigError as error:
+            problem = f"{error.message}, and layers {part.start} to {part.stop} need it"
+            raise ConfigError(problem, remedy=error.remedy) from error
+        self.wanted: dict[str, tuple[int, ...]] = {
+            name: tuple(tensor.shape) for name, (tensor, _) in self._conversions.items()
+        }
         self._partial: dict[str, tuple[Tensor, int]] = {}  # with the bytes received so far
-        self._places: dict[str, list[str]] = {}
-        self.wanted: dict[str, tuple[int, ...]] = {}
-        for place, tensor in self._model.state_dict(keep_vars=True).items():
-            written = self._in_files(self._names[place], names)
-            self._places.setdefault(written, []).append(place)
-            self.wanted[written] = tuple(tensor.shape)
+        self._gathered: dict[str, dict[str, Tensor]] = {}  # by target, of conversions that lack other sources
+        self._missing = set(self.wanted)
 
     def place(self, name: str, tensor: Tensor) -> None:
         """Place a copy of ``tensor``, converted to the computing dtype.
@@ -253,7 +367,7 @@ class PartAssembly:
                 remedy=_REMEDY,
             )
         # Always a copy: a view would keep its base, such as a whole file, alive or mapped.
-        self._adopt(name, tensor.detach().to(self._device, self._dtype, copy=True))
+        self._adopt(name, tensor.detach().to(self._device, self._conversions[name][0].dtype, copy=True))
 
     def place_bytes(self, name: str, dtype: str, data: memoryview, start: int = 0) -> None:
         """Place bytes [start, ...) of a tensor in safetensors' ``dtype``. Pieces come in order, each of whole elements;
@@ -271,7 +385,7 @@ class PartAssembly:
             )
         source = FILE_DTYPES[dtype]
         if start == 0:
-            self._partial[name] = torch.empty(shape, dtype=self._dtype, device=self._device), 0
+            self._partial[name] = torch.empty_like(self._conversions[name][0], device=self._device), 0
         tensor, done = self._partial.get(name, (None, 0))
         total = math.prod(shape) * source.itemsize
         if start + data.nbytes > total:
@@ -310,8 +424,7 @@ class PartAssembly:
     def _check_tied(self, table: TensorTable) -> None:
         """Refuse files that hold both of two tied tensors with different values. transformers loads these as two
         parameters, so stages that treat them as one would compute another model."""
-        names = {name for tied in self._tied for name in (tied, tied.removeprefix(self._base_prefix))}
-        stored = sorted(names & table.entries.keys())
+        stored = sorted(self._tied_files)
         if len(stored) < 2 or self.wanted.keys().isdisjoint(stored):
             return
         if len({hashlib.blake2b(table.read(name)).digest() for name in stored}) > 1:
@@ -322,12 +435,12 @@ class PartAssembly:
 
     def finish(self) -> PartModel:
         """Return the part. Raises ``ConfigError`` if a tensor was not placed, or a buffer cannot be computed."""
-        for name, places in self._places.items():
-            owner, leaf = self._owner(places[0])
-            if getattr(owner, leaf).is_meta:
-                raise ConfigError(f"tensor {name} is missing or incomplete", remedy=_REMEDY)
+        if self._missing:
+            raise ConfigError(f"tensor {min(self._missing)} is missing or incomplete", remedy=_REMEDY)
         self._make_computed_buffers()
-        return PartModel(self._model, self._config, self._part, self._names, tied=bool(self._tied))
+        return PartModel(
+            self._whole, self._config, self._part, self._names, cache_shapes=self._cache_shapes, dtype=self._dtype
+        )
 
     def _shape(self, name: str) -> tuple[int, ...]:
         if name not in self.wanted:
@@ -335,41 +448,45 @@ class PartAssembly:
         return self.wanted[name]
 
     def _adopt(self, name: str, tensor: Tensor) -> None:
-        """Install ``tensor`` without a copy. It has the right shape, dtype and device, and no other owner."""
+        """Take over a tensor of the files, which has no other owner; the last source of a conversion is converted."""
+        conversion = self._conversions[name][1]
+        gathered = self._gathered.setdefault(conversion.target, {})
+        gathered[name] = tensor
+        self._missing.discard(name)
+        if len(gathered) == len(conversion.sources):
+            del self._gathered[conversion.target]
+            for target, made in conversion.convert(self._model, gathered).items():
+                self._install(target, made)
+
+    def _install(self, target: str, tensor: Tensor) -> None:
         parameter = nn.Parameter(tensor)
-        for place in self._places[name]:
-            owner, leaf = self._owner(place)
+        for place in self._places[target]:
+            module, _, leaf = place.rpartition(".")
+            owner = self._model.get_submodule(module)
             if leaf in owner._parameters:
                 owner._parameters[leaf] = parameter
             else:
                 owner._buffers[leaf] = tensor
 
-    def _owner(self, place: str) -> tuple[nn.Module, str]:
-        module, _, leaf = place.rpartition(".")
-        return self._model.get_submodule(module), leaf
-
     def _make_computed_buffers(self) -> None:
+        """Buffers that are in no file, such as rotary frequencies, as transformers makes them after it has loaded."""
+        for tensor in self._model.state_dict(keep_vars=True).values():
+            tensor._is_hf_initialized = True
         for module in self._model.modules():
-            lacking = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+            lacking = {
+                name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta
+            }
             if not lacking:
                 continue
-            try:
-                fresh = type(module)(config=self._config)
-                module._buffers.update({name: fresh.get_buffer(name).to(self._device) for name in lacking})
-            except Exception as error:  # a module's constructor may raise anything
-                raise refused(self._config, f"its {type(module).__name__} cannot be created separately") from error
-
-    def _in_files(self, name: str, names: Collection[str]) -> str:
-        """Name in the files of the whole model's tensor ``name``. Files of a bare base model lack the base prefix. All
-        stages use the first tied name that the files have."""
-        for candidate in self._tied if name in self._tied else (name,):
-            for written in (candidate, candidate.removeprefix(self._base_prefix)):
-                if written in names:
-                    return written
-        raise ConfigError(
-            f"the model's files lack {name}, which layers {self._part.start} to {self._part.stop} need",
-            remedy=_REMEDY,
-        )
+            made = {name: torch.empty_like(buffer, device=self._device) for name, buffer in lacking.items()}
+            for buffer in made.values():
+                if buffer.is_floating_point():
+                    buffer.fill_(torch.nan)
+            module._buffers.update(made)
+            with torch.no_grad():
+                self._model._init_weights(module)
+            if any(buffer.isnan().any() for buffer in made.values()):
+                raise refused(self._config, f"it is not known how its {type(module).__name__} makes {min(made)}")
 
 
 def build_part(config: PretrainedConfig, part: Part, weights: Mapping[str, Tensor]) -> PartModel:
@@ -397,33 +514,49 @@ class PartModel:
 
     Attributes:
         module: transformers' model, reduced to the part.
-        names: name of each parameter in ``module`` → its name in a whole model's ``state_dict``. Tied ones once.
+        names: name of each tensor in ``module`` → its name in a whole model's ``state_dict``.
         width: elements of the hidden state of one position.
         tied: whether the model's input and output share one matrix. The first and the last stage then each hold a copy.
         context: most positions for which results do not depend on how many are computed at once; None: no limit set.
     """
 
     def __init__(
-        self, module: nn.Module, config: PretrainedConfig, part: Part, names: Mapping[str, str], *, tied: bool
+        self,
+        layout: ModelLayout,
+        config: PretrainedConfig,
+        part: Part,
+        names: Mapping[str, str],
+        *,
+        cache_shapes: Sequence[CacheShape],
+        dtype: torch.dtype,
     ) -> None:
-        self.module = module.eval()
+        """
+        Args:
+            layout: cut to ``part``, with all tensors in place. config: of the whole model. names: as ``cut`` gives.
+        """
+        self.module: Any = layout.model.eval()
         self.part = part
-        self.config = cast(PretrainedConfig, module.config)
-        self.names = {name: names[name] for name, _ in module.named_parameters()}
-        self.tied = tied
+        self.config = cast(PretrainedConfig, self.module.config)
+        self.names = names
+        self.tied = bool(layout.tied)
         self.width: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
-        self.context = _context(config)
-        self._base = cast(nn.Module, getattr(module, str(module.base_model_prefix)))
-
-    @property
-    def weights_bytes(self) -> int:
-        return _bytes(self.module)
+        self.context = context_of(config)
+        stored = {id(tensor): tensor.nbytes for tensor in self.module.state_dict(keep_vars=True).values()}
+        self.weights_bytes = sum(stored.values())
+        self.cache_position_bytes = sum(shape.numel for shape in cache_shapes) * dtype.itemsize
+        self._base, self._cache_shapes, self._dtype = layout.base, cache_shapes, dtype
+        self._entering: Tensor | None = None
+        self._leaving: Tensor | None = None
+        if not part.first:
+            layout.layers[0].register_forward_pre_hook(self._enter, with_kwargs=True)
+        if not part.last:
+            layout.layers[-1].register_forward_hook(self._leave)
 
     def new_cache(self, positions: int, *, batch: int = 1) -> PartCache:
-        """An empty cache for ``positions`` positions. Raises as ``PartCache``."""
-        parameter = next(self.module.parameters())
-        return PartCache(self.config, positions, parameter.dtype, parameter.device, batch=batch)
+        """An empty cache with room for ``positions`` positions."""
+        device = next(self.module.parameters()).device
+        return PartCache(self.config, self._cache_shapes, positions, self._dtype, device, batch=batch)
 
     def forward(self, x: Tensor, positions: Tensor, cache: PartCache | None = None, *, logits: int = 0) -> Tensor:
         """Run the part's layers over new positions.
@@ -444,12 +577,27 @@ class PartModel:
             "use_cache": cache is not None,
             "return_dict": True,
         }
-        if self.part.last:
-            return cast(Tensor, self.module(**common, logits_to_keep=logits).logits)
-        return cast(Tensor, self._base(**common).last_hidden_state)
+        self._entering = x
+        try:
+            if self.part.last:
+                return cast(Tensor, self.module(**common, logits_to_keep=logits).logits)
+            self._base(**common)
+            return cast(Tensor, self._leaving)
+        finally:
+            self._entering = self._leaving = None  # a graph for a backward pass hangs on them
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The first layer takes the hidden states as they came, whatever the model did before it (scaled them as it
+        does an embedding)."""
+        if args:
+            return (self._entering, *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": self._entering}
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._leaving = output[0] if isinstance(output, tuple) else output
 
 
-def _context(config: PretrainedConfig) -> int | None:
+def context_of(config: PretrainedConfig) -> int | None:
     """See ``PartModel.context``. ``longrope`` changes the rotary frequencies beyond a length. A key would depend on the
     length of the forward pass that computes it, so cached and recomputed keys would differ."""
     said = cast("dict[str, Any]", getattr(config, "rope_parameters", None) or {})
@@ -463,11 +611,13 @@ def _context(config: PretrainedConfig) -> int | None:
 
 
 class _Room:
-    """Keys and values of one layer, each of shape (batch, heads, positions, head width)."""
+    """Keys and values of one layer, of shapes (batch, heads, positions, head width)."""
 
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)  # not empty(): zeros() commits the memory
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+    def __init__(self, shape: CacheShape, batch: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        def zeros(heads: int, width: int) -> Tensor:
+            return torch.zeros(batch, heads, positions, width, dtype=dtype, device=device)  # commits the memory
+
+        self.keys, self.values = zeros(*shape.keys), zeros(*shape.values)
 
     def write(self, start: int, keys: Tensor, values: Tensor) -> int:
         """Write new positions after the first ``start``. Returns the new number of positions."""
@@ -523,25 +673,25 @@ class PartCache(DynamicCache):
     transformers' own caches copy their whole content for each token, and drop what is before a sliding window. This
     cache allocates all memory when the session opens, writes a token after the last one, and rolls back by moving the
     end. Attention gets the same numbers in the same order.
-
-    Raises:
-        ConfigError: a layer keeps another kind of state, which cannot be rolled back.
     """
 
     def __init__(
-        self, config: PretrainedConfig, positions: int, dtype: torch.dtype, device: torch.device, *, batch: int = 1
+        self,
+        config: PretrainedConfig,
+        shapes: Sequence[CacheShape],
+        positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        batch: int = 1,
     ) -> None:
         super().__init__(config=config)
-        shape = (batch, *kv_shape(config, positions))
         self.positions = positions
         made: list[_FullLayer | _WindowLayer] = []
-        for layer in self.layers:
-            if type(layer) is DynamicLayer:
-                made.append(_FullLayer(_Room(shape, dtype, device)))
-            elif type(layer) is DynamicSlidingWindowLayer:
-                made.append(_WindowLayer(_Room(shape, dtype, device), layer.sliding_window))
-            else:
-                raise refused(config, f"its cache ({type(layer).__name__}) cannot be rolled back")
+        for layer, shape in zip(cast("list[Any]", self.layers), shapes, strict=True):
+            room = _Room(shape, batch, positions, dtype, device)
+            is_window = type(layer) is DynamicSlidingWindowLayer
+            made.append(_WindowLayer(room, layer.sliding_window) if is_window else _FullLayer(room))
         self._own = made
         self.layers = cast("list[Any]", made)
 
@@ -564,9 +714,3 @@ class PartCache(DynamicCache):
     def cut_to_at_most(self, keep: int) -> None:
         """After a failed forward pass: cut all layers to the same length, at most ``keep``."""
         self.cut(min(keep, *(layer.get_seq_length() for layer in self._own)))
-
-
-def kv_shape(config: PretrainedConfig, positions: int) -> tuple[int, int, int]:
-    """Shape (heads, positions, head width) of one layer's keys. Values have the same shape in models that split."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return heads, positions, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

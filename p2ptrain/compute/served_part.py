@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +20,11 @@ from transformers import AutoConfig, PretrainedConfig
 
 from p2ptrain.compute.activations import DTYPES, decode_untrusted, encode, ids_untrusted
 from p2ptrain.compute.device import Device, check_memory, pick_device
-from p2ptrain.compute.model import check_architecture, first_line, without_dropout
-from p2ptrain.compute.part import OnBytes, Part, PartAssembly, PartCache, PartModel, kv_shape, refused
+from p2ptrain.compute.model import check_architecture, first_line, load_model, without_dropout
+from p2ptrain.compute.part import NotSplit, OnBytes, Part, PartAssembly, PartCache, PartModel, refused
 from p2ptrain.compute.picking import Picker
 from p2ptrain.compute.split_check import check_splits
+from p2ptrain.compute.whole import History, WholeModel
 from p2ptrain.core.activations import IDS, activation_bytes
 from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError, StorageError, UserError
 from p2ptrain.core.model_config import MAX_CONFIG_BYTES, config_untrusted
@@ -34,7 +36,7 @@ MAX_SESSIONS = 256
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    cache: PartCache
+    cache: PartCache | History
     picker: Picker | None  # on the last stage
 
 
@@ -83,10 +85,28 @@ def load_whole(
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text", remedy=remedy) from error
     table = TensorTable(directory)
-    layers = config_of(text).num_hidden_layers
-    builder = begin_part(PartSpec(text, 0, layers, layers, dtype, device), table.entries)
+    try:
+        layers = config_of(text).num_hidden_layers
+        builder = begin_part(PartSpec(text, 0, layers, layers, dtype, device), table.entries)
+    except NotSplit:
+        return _load_unsplit(directory, text, table, device=device, dtype=dtype, on_bytes=on_bytes)
     builder.place_all(table, on_bytes)
     return builder.finish()
+
+
+def _load_unsplit(
+    directory: Path, text: str, table: TensorTable, *, device: str, dtype: str, on_bytes: OnBytes
+) -> ServedPart:
+    config, place = AutoConfig.from_pretrained(directory, local_files_only=True), pick_device(device)
+    spec = PartSpec(text, 0, 1, 1, dtype, device)
+    computed = _dtype(spec, config)
+    total_bytes = sum(math.prod(entry.shape) for entry in table.entries.values()) * computed.itemsize
+    check_memory(total_bytes, place, f"the model in {directory}")
+    loaded: Any = load_model(directory, computed)
+    model = WholeModel(loaded.to(place.torch_device))
+    on_bytes(total_bytes, total_bytes)
+    layers = len(model.part)
+    return ServedPart(replace(spec, stop=layers, layers=layers), model, computed, place)
 
 
 def config_of(text: str) -> PretrainedConfig:
@@ -108,7 +128,7 @@ def config_of(text: str) -> PretrainedConfig:
     try:
         config = AutoConfig.for_model(**table)
     except Exception as error:  # each architecture validates in its own way and with its own exceptions
-        raise ConfigError(f"this config.json is not a valid {table['model_type']!r}: {first_line(error)}") from error
+        raise NotSplit(f"this config.json is not a valid {table['model_type']!r}: {first_line(error)}") from error
     if not isinstance(getattr(config, "num_hidden_layers", None), int):
         raise refused(config, "its configuration has no num_hidden_layers")
     return without_dropout(config)
@@ -135,7 +155,7 @@ class ServedPartBuilder:
         self._assembly = PartAssembly(config, part, names, dtype=self._dtype, device=self._device.torch_device)
         self.wanted: Mapping[str, tuple[int, ...]] = self._assembly.wanted
         self.weights_bytes = sum(math.prod(shape) for shape in self.wanted.values()) * self._dtype.itemsize
-        self.cache_position_bytes = _cache_position_bytes(config, part, self._dtype)
+        self.cache_position_bytes = self._assembly.cache_position_bytes
         check_memory(self.weights_bytes, self._device, f"a part of {len(part)} of {part.layers} layers")
 
     def place(self, name: str, dtype: str, data: memoryview, start: int = 0) -> None:
@@ -151,10 +171,6 @@ class ServedPartBuilder:
         return ServedPart(self._spec, self._assembly.finish(), self._dtype, self._device)
 
 
-def _cache_position_bytes(config: PretrainedConfig, part: Part, dtype: torch.dtype) -> int:
-    return 2 * len(part) * math.prod(kv_shape(config, 1)) * dtype.itemsize
-
-
 class ServedPart:
     """Implements ``roles.engine.StageEngine``, which documents the attributes.
 
@@ -162,15 +178,16 @@ class ServedPart:
         context: as in ``PartModel``.
     """
 
-    def __init__(self, spec: PartSpec, model: PartModel, dtype: torch.dtype, device: Device) -> None:
+    def __init__(self, spec: PartSpec, model: PartModel | WholeModel, dtype: torch.dtype, device: Device) -> None:
         self.spec = spec
         self.width, self.vocab_size = model.width, model.vocab_size
         self.encoding = next(name for name, each in DTYPES.items() if each == dtype)
         self.weights_bytes = model.weights_bytes
-        self.cache_position_bytes = _cache_position_bytes(model.config, model.part, dtype)
+        self.cache_position_bytes = model.cache_position_bytes
         self.device = device.label
         self.context = model.context
-        self._model, self._dtype, self._place = model, dtype, device
+        self._dtype, self._place = dtype, device
+        self._model: Any = model
         self._sessions: dict[str, _Session] = {}
 
     @property

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
 
 from p2ptrain.compute.device import one_thread
-from p2ptrain.compute.model import ATTENTION, first_line
-from p2ptrain.compute.part import ModelLayout, Part, build_part, per_layer_lists, refused
+from p2ptrain.compute.model import first_line
+from p2ptrain.compute.part import LAYER_CACHES, ModelLayout, Part, build_part, per_layer_lists, refused
 from p2ptrain.core.errors import ConfigError
 
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
@@ -25,6 +25,13 @@ _SMALL = {
     "intermediate_size": 48,
     "moe_intermediate_size": 48,
     "n_inner": 48,
+    "ffn_dim": 48,
+    "ffn_hidden_size": 48,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
     "num_experts": 4,
     "num_local_experts": 4,
     "n_routed_experts": 4,
@@ -47,6 +54,12 @@ def check_splits(config: PretrainedConfig) -> None:
     heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
     if heads and kv_heads and heads % kv_heads:  # the small model would hide this
         raise refused(config, f"its {heads} query heads are not a multiple of its {kv_heads} key-value heads")
+    try:
+        kinds = {type(layer) for layer in DynamicCache(config=config).layers}
+    except Exception as error:  # an architecture may fail in any way
+        raise refused(config, first_line(error)) from error
+    if strange := kinds - LAYER_CACHES:
+        raise refused(config, f"its layers keep a state ({strange.pop().__name__}) that cannot be rolled back")
     _checked(config.model_type, config.to_json_string(use_diff=False))
 
 
@@ -117,11 +130,14 @@ def _tiny(config: PretrainedConfig) -> PretrainedConfig:
     for key, values in lists.items():
         setattr(tiny, key, [values[index] for index in chosen])
     tiny.num_hidden_layers = len(chosen)
-    heads, known = config.num_attention_heads, set(config.to_dict()) | set(config.attribute_map)
+    heads, known = getattr(config, "num_attention_heads", None), set(config.to_dict()) | set(config.attribute_map)
+    if not isinstance(heads, int):
+        raise refused(config, "its layers have no attention heads")
     head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
     tiny.num_attention_heads = 2
-    if "num_key_value_heads" in known and config.num_key_value_heads is not None:
-        tiny.num_key_value_heads = 1 if config.num_key_value_heads < heads else 2
+    for key in ("num_key_value_heads", "num_kv_heads"):
+        if key in known and getattr(config, key) is not None:
+            setattr(tiny, key, 1 if getattr(config, key) < heads else 2)
     tiny.hidden_size = 2 * head_width
     for key, value in _SMALL.items():
         if key in known and getattr(config, key) is not None:
@@ -142,7 +158,7 @@ def _chosen_layers(kinds: Sequence[str]) -> list[int]:
 def _random_model(config: PretrainedConfig) -> Any:
     """All weights are random, norms and biases too, so that a swapped tensor changes the result."""
     with torch.random.fork_rng(devices=[]):
-        model = _Auto.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32).eval()
+        model = _Auto.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

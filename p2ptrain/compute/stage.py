@@ -103,9 +103,6 @@ def build_training_part(config: PretrainedConfig, part: Part, directory: Path | 
         for name, tensor in initial_tensors(whole, seed, set(assembly.wanted)):
             assembly.place(name, tensor)
         built = assembly.finish()
-    trained = dict(built.module.named_parameters(remove_duplicate=False))
-    if untrained := [name for name in built.module.state_dict() if name not in trained]:
-        raise refused(config, f"its tensor {untrained[0]} is not trained, and parts save only trained tensors")
     built.module.train()
     return built
 
@@ -127,8 +124,8 @@ def initial_tensors(whole: ModelLayout, seed: int, wanted: set[str] | None = Non
         check_memory(need_bytes, HOST, f"initializing {name} of a {whole.model.config.model_type!r}")
         unit.to_empty(device="cpu")
         with torch.no_grad():
-            for parameter in unit.parameters():
-                parameter.fill_(torch.nan)
+            for tensor in unit.state_dict().values():
+                tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
             initialize(whole.model, unit, seed, name)
         for leaf, tensor in unit.state_dict().items():
             if tensor.is_floating_point() and tensor.isnan().any():

@@ -34,7 +34,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -430,7 +430,7 @@ class Trainer:
             return build_model(self._spec.model, self._tokenizer.vocab_size, self._spec.seed, config=self._config)
         built = build_training_part(self._config, self._part, self._spec.model.path, self._spec.seed)
         self._model_part = self._model_part or built
-        return built.module
+        return cast(nn.Module, built.module)
 
     @contextmanager
     def _arithmetic(self) -> Iterator[None]:

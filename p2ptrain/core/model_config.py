@@ -8,6 +8,11 @@ from typing import Any
 
 from p2ptrain.core.errors import ProtocolError
 
+SPLIT_FAMILIES = (
+    "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "phi3", "gemma", "gemma2", "gemma3_text", "granite",
+    "gpt2", "gpt_neox", "falcon", "opt", "deepseek_v3",
+)  # fmt: skip
+"""``model_type`` of the models that are known to split. Others may: ``compute.split_check`` tries them."""
 MAX_CONFIG_BYTES = 64 << 10
 _MAX_LAYERS = 1024
 _MOST_EXPERTS = 1024  # each expert may be a module

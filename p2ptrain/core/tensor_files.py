@@ -119,6 +119,11 @@ class TensorTable:
         elif (directory / WEIGHTS_FILE).is_file():
             self.entries = self._header(WEIGHTS_FILE)
         else:
+            if pickled := sorted(path.name for path in directory.glob("*.bin")):
+                raise ConfigError(
+                    f"the weights in {directory} are pickled ({pickled[0]}), and loading these could run any code",
+                    remedy="save them as safetensors: load the model with transformers, then save_pretrained",
+                )
             raise ConfigError(
                 f"{directory} has no weights in safetensors",
                 remedy="it needs config.json and *.safetensors, as save_pretrained writes them",

@@ -41,7 +41,7 @@ class Pipeline:
         for stage in self.stages:
             assert stage._model_part is not None
             names = stage._model_part.names
-            stage._flat.copy_tensors({local: whole[name] for local, name in names.items()})
+            stage._flat.copy_tensors({segment.name: whole[names[segment.name]] for segment in stage._flat.segments})
 
     def set_recompute(self, recompute: bool) -> None:
         """From the next step on."""

@@ -23,8 +23,10 @@ from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError
 from tests.compute.tiny_trainer import tiny, tiny_trainer
 
-from .families import randomize
+from .families import FAMILIES as SERVED
+from .families import make, opened, randomize
 from .pipelines import MODEL, Pipeline
+from .saving import save
 
 FAMILIES = {
     "llama-tied": MODEL,
@@ -82,6 +84,38 @@ def test_gradients_are_those_of_one_process(
             pipeline.set_recompute(recompute)
             pipeline.gradients(1, warm_ups)
             check_gradients(pipeline, whole, loss)
+
+
+@pytest.mark.parametrize(
+    "family", [each for each in SERVED if "-" not in each or each in ("gemma2-window", "gemma3-window")]
+)
+def test_every_family_trains_in_parts_and_is_saved_as_one_model(text_file: Path, tmp_path: Path, family: str) -> None:
+    directory, trained = tmp_path / "given", tmp_path / "trained"
+    trained.mkdir()
+    whole = make(family, directory, vocab_size=256)
+    Tokenizer.of_bytes().save(directory)
+    pipeline = Pipeline(text_file, (0, 2, 6), model=ModelSpec(path=directory), steps=1)
+    corpus = load_corpus(DataSpec(path=str(text_file), sequence_tokens=16), Tokenizer.of_bytes())
+    sampler = WindowSampler(len(corpus.training), 3, pipeline.micro_batches, 2)
+    batch = [corpus.window_tokens(corpus.training[sampler.sample(0, index)]) for index in range(pipeline.micro_batches)]
+    tokens = torch.from_numpy(np.concatenate(batch))
+    loss = whole(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    squares = sum(
+        float(parameter.grad.square().sum()) for parameter in whole.parameters() if parameter.grad is not None
+    )
+    applied = pipeline.run(0)
+    assert applied.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert applied.grad_norm == pytest.approx(squares**0.5, rel=1e-4)
+    for stage in pipeline.stages:
+        save(stage, trained, 1)
+    saved = opened(trained).state_dict()
+    assert saved.keys() == whole.state_dict().keys()
+    for number, stage in enumerate(pipeline.stages):
+        assert stage._model_part is not None
+        names = stage._model_part.names
+        for name, tensor in stage._model.state_dict().items():
+            assert torch.equal(saved[names[name]], tensor), (number, name)
 
 
 def test_the_loss_curve_is_that_of_one_process() -> None:

@@ -20,7 +20,7 @@ from p2ptrain.core.serving import PartSpec, Pass, Sampling
 from p2ptrain.core.tensor_files import TensorTable
 from roles.engine import PartBuilder, StageEngine
 
-from .families import VOCAB, generated, make
+from .families import FAMILIES, VOCAB, generated, make, make_unsplit
 
 GREEDY = Sampling(temperature=0)
 SETTINGS = [
@@ -354,8 +354,9 @@ def test_parts_that_cannot_be(loaded: Callable[[str], Loaded], monkeypatch: pyte
 
     refused("not JSON", config="{")
     refused("'nonsense' is not a causal language model", config='{"model_type": "nonsense"}')
-    granite = {"model_type": "granite", "embedding_multiplier": 2.0}
-    refused("'granite' model cannot be split", config=json.dumps(config | granite))
+    refused(
+        "'lfm2' model cannot be split", config=json.dumps(config | {"model_type": "lfm2", "layer_types": ["conv"] * 6})
+    )
     refused("quantized", config=json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
     refused("cannot be computed in 'int8'", dtype="int8")
     refused("device.kind = 'tpu'", device="tpu")
@@ -460,6 +461,8 @@ def test_a_directory_that_is_no_model(tmp_path: Path, monkeypatch: pytest.Monkey
         load_whole(tmp_path)
     weights.unlink()
     refused("no weights in safetensors")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    refused(r"are pickled \(pytorch_model.bin\)")
     config.write_text(" " * (64 << 10) + "{}")
     refused("larger than")
     config.write_bytes(b"\xff\xff")
@@ -476,3 +479,28 @@ def test_what_hears_of_pieces_may_end_it(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="enough"):
         load_whole(tmp_path, device="cpu", on_bytes=enough)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_split_in_two_and_in_three_writes_the_text_of_generate(tmp_path: Path, family: str) -> None:
+    """From the files as ``save_pretrained`` writes them, in several; the whole model, loaded here, writes it too."""
+    whole = make(family, tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    expected = generated(whole, prompt(8), 12, GREEDY)
+    for parts in ([load_whole(tmp_path)], load(tmp_path, 3), load(tmp_path, 2, 4)):
+        assert Client(parts, "s", GREEDY).say(prompt(8), 12) == expected
+
+
+@pytest.mark.parametrize("family", ["mamba", "rwkv", "lfm2"])
+def test_a_model_that_does_not_split_runs_whole(tmp_path: Path, family: str) -> None:
+    """With tokens taken back, and several at once, as a verifier asks for them."""
+    whole = make_unsplit(family, tmp_path)
+    part, ids = load_whole(tmp_path), prompt(8)
+    assert part.cache_position_bytes == 0
+    expected = generated(whole, ids, 10, GREEDY)
+    client = Client([part], "s", GREEDY)
+    assert client.say(ids, 10) == expected
+    client.length = len(ids) + 3
+    assert client.say(expected[3:4], 3) == expected[4:7]
+    client.length = len(ids)
+    assert client.run(expected[:4], samples=4) == tuple(expected[1:5])
