@@ -15,10 +15,11 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from p2ptrain.core.weights_index import shard_name, weights_index
 
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
 
+CONFIG_FILE = "config.json"
 PARAMETERS = "parameters"
 _TIED = "tied"
 _ELEMENT_BYTES = 4  # the state is fp32
@@ -63,6 +65,7 @@ class CheckpointFiles:
         part: the part whose parameters ``flat`` holds; None for a whole model.
         config: configuration of the whole model.
         corpus: digest of the corpus.
+        bf16: write the weights in bf16, as a model was that came in it.
         tied: the parameter that the first and the last stage share.
 
     Attributes:
@@ -79,8 +82,10 @@ class CheckpointFiles:
         corpus: str,
         *,
         tied: Segment | None,
+        bf16: bool = False,
     ) -> None:
         self._flat, self._part, self._config, self._parts = flat, part, config, stage.parts
+        self._bf16 = bf16
         self._tokenizer, self._corpus = tokenizer, corpus
         self._copied = tied if part is not None and part.part.last else None
         count = len(self._parts)
@@ -130,12 +135,13 @@ class CheckpointFiles:
     def _plans(self, moments: Sequence[str]) -> list[FilePlan]:
         flat, part = self._flat, self._part
         whole = flat.numel * _ELEMENT_BYTES
-        optimizer: list[PlannedTensor] = [(name, "F32", (flat.numel,), [BlobRange(name, 0, whole)]) for name in moments]
+        arrays = [*moments, *[PARAMETERS] * self._bf16]  # those in fp32, too: training goes on from them
+        optimizer: list[PlannedTensor] = [(name, "F32", (flat.numel,), [BlobRange(name, 0, whole)]) for name in arrays]
         if self._copied is not None:
             optimizer.append((_TIED, "F32", self._copied.shape, [_range(self._copied.offset, self._copied.numel)]))
         if part is None:
             model = cast(PreTrainedModel, flat.model)
-            small = _small_files(model, self._tokenizer)
+            small = self._small_files(model)
             names = {segment.name: segment.name for segment in flat.segments}
             buffers = list(_buffers(model))
         else:
@@ -143,7 +149,12 @@ class CheckpointFiles:
             names = dict(part.names)
             buffers = [(names[name], dtype, shape, data) for name, dtype, shape, data in _buffers(part.module)]
         weights: list[PlannedTensor] = [
-            (names[segment.name], "F32", segment.shape, [_range(segment.offset, segment.numel)])
+            (
+                names[segment.name],
+                "BF16" if self._bf16 else "F32",
+                segment.shape,
+                [_range(segment.offset, segment.numel, halve=_to_bf16 if self._bf16 else None)],
+            )
             for segment in flat.segments
             if segment != self._copied
         ]
@@ -158,16 +169,27 @@ class CheckpointFiles:
         with torch.device("meta"):
             model: PreTrainedModel = _Auto.from_config(self._config, dtype=torch.float32)
         model.config.use_cache = False  # as ``build_model`` sets it
-        names = [*dict(model.named_parameters()), *_saved_buffers(model)]  # tied ones once
+        buffers = _saved_buffers(model)
+        names = [*dict(model.named_parameters()), *buffers]  # tied ones once
         placed: set[str] = set()
         shards: dict[str, dict[str, int]] = {}
         for stage, part in enumerate(self._parts):
             owned = PartAssembly(self._config, part, names).wanted
             shards[shard_name("model", stage, len(self._parts))] = {
-                name: _ELEMENT_BYTES * math.prod(shape) for name, shape in owned.items() if name not in placed
+                name: (2 if self._bf16 and name not in buffers else _ELEMENT_BYTES) * math.prod(shape)
+                for name, shape in owned.items()
+                if name not in placed
             }
             placed |= set(owned)
-        return [*_small_files(model, self._tokenizer), FilePlan(INDEX_FILE, (weights_index(shards),))]
+        return [*self._small_files(model), FilePlan(INDEX_FILE, (weights_index(shards),))]
+
+    def _small_files(self, model: PreTrainedModel) -> list[FilePlan]:
+        files = {plan.name: plan for plan in _small_files(model, self._tokenizer)}
+        if self._bf16:
+            (config,) = (part for part in files[CONFIG_FILE].parts if isinstance(part, bytes))
+            text = json.dumps(json.loads(config) | {"dtype": "bfloat16"}, indent=2, sort_keys=True) + "\n"
+            files[CONFIG_FILE] = FilePlan(CONFIG_FILE, (text.encode(),))
+        return list(files.values())
 
 
 def _small_files(model: PreTrainedModel, tokenizer: Tokenizer) -> list[FilePlan]:
@@ -197,8 +219,14 @@ def _safetensors_plan(name: str, tensors: list[PlannedTensor], metadata: dict[st
     return FilePlan(name, (len(encoded).to_bytes(8, "little") + encoded, *parts))
 
 
-def _range(start: int, numel: int) -> bytes | BlobRange:
-    return BlobRange(PARAMETERS, start * _ELEMENT_BYTES, (start + numel) * _ELEMENT_BYTES)
+def _range(start: int, numel: int, *, halve: Callable[[memoryview], memoryview] | None = None) -> BlobRange:
+    return BlobRange(PARAMETERS, start * _ELEMENT_BYTES, (start + numel) * _ELEMENT_BYTES, halve)
+
+
+def _to_bf16(data: memoryview) -> memoryview:
+    """fp32 to the nearest bf16, of ties the even one; the numbers are finite."""
+    bits = np.frombuffer(data, np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).data.cast("B")
 
 
 def _buffers(model: nn.Module) -> Iterator[PlannedTensor]:

@@ -140,6 +140,8 @@ class Trainer:
         spec.check()
         self._spec, exact = spec, spec.exact
         self._tokenizer, self._config = _tokenizer_and_config(spec.model)
+        # Of a model that came in bf16; building it sets the configuration to what it is trained in.
+        bf16 = spec.precision == "bf16" and str(self._config.dtype) == "torch.bfloat16"
         context = getattr(self._config, "max_position_embeddings", None)
         if context is not None and spec.data.sequence_tokens > context:
             raise ConfigError(
@@ -190,7 +192,14 @@ class Trainer:
         self._flights: dict[int, _Flight] = {}
         self._tied = self._tied_segment()
         self._files = CheckpointFiles(
-            self._flat, self._model_part, self._config, stage, self._tokenizer, self._corpus.digest, tied=self._tied
+            self._flat,
+            self._model_part,
+            self._config,
+            stage,
+            self._tokenizer,
+            self._corpus.digest,
+            tied=self._tied,
+            bf16=bf16,
         )
         self.tokens_per_micro_batch = tokens
         self.device = device.label
@@ -397,7 +406,7 @@ class Trainer:
         Raises:
             StorageError: the checkpoint does not fit this part, or cannot be read. The state is unchanged.
         """
-        moments = {name: array for name, array in self._state_arrays().items() if name != PARAMETERS}
+        moments = self._state_arrays().keys() - {PARAMETERS}
         try:
             notes_file = directory / self._files.training
             if notes_file.stat().st_size > 1 << 20:  # it may have come from another worker
@@ -408,19 +417,21 @@ class Trainer:
                     remedy="restore it into a job with its [model] table",
                 )
             with safe_open(directory / self._files.optimizer, "pt") as file:
-                loaded = {name: file.get_tensor(name) for name in moments}
-            weights = self._files.weights_in(directory)
+                loaded = {name: file.get_tensor(name) for name in {*moments, PARAMETERS} & set(file.keys())}
+            weights = {} if PARAMETERS in loaded else self._files.weights_in(directory)
         except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             raise StorageError(f"cannot read the checkpoint {directory}: {error}") from error
         except StorageError:
             raise
         except P2PTrainError as error:
             raise StorageError(f"cannot read the checkpoint {directory}: {error.message}") from error
-        if any(array.shape != loaded[name].shape for name, array in moments.items()):
+        arrays = self._state_arrays()
+        if not loaded.keys() >= moments or any(arrays[name].shape != loaded[name].shape for name in loaded):
             raise StorageError(f"the optimizer's moments in {directory} do not fit this model")
-        self._flat.copy_tensors(weights)
-        for name, array in moments.items():
-            array.copy_(loaded[name])
+        if weights:
+            self._flat.copy_tensors(weights)
+        for name, array in loaded.items():
+            arrays[name].copy_(array)
         self._moved_to()
 
     # ---------------------------------------------------------------------------------------------------------- inside

@@ -111,7 +111,7 @@ class CheckpointStore:
         try:
             for file in files:
                 draft.begin(file.name)
-                for piece in _pieces(file, blobs):
+                for piece in pieces(file, blobs):
                     draft.add(piece)
                     between()
                 draft.end()
@@ -332,20 +332,22 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _pieces(file: FilePlan, blobs: Mapping[str, memoryview]) -> Iterator[memoryview]:
+def pieces(file: FilePlan, blobs: Mapping[str, memoryview]) -> Iterator[memoryview]:
     """The file's content in pieces, without copying. Raises ``StorageError`` if a range is missing."""
     for part in file.parts:
+        halve = None
         if isinstance(part, BlobRange):
             blob = blobs.get(part.blob)
             if blob is None or not 0 <= part.start <= part.stop <= blob.nbytes:
                 raise StorageError(
                     f"{file.name} needs bytes {part.start} to {part.stop} of {part.blob}, which are missing"
                 )
-            whole = blob[part.start : part.stop]
+            whole, halve = blob[part.start : part.stop], part.halve
         else:
             whole = memoryview(part)
         for start in range(0, len(whole), WRITE_BYTES):
-            yield whole[start : start + WRITE_BYTES]
+            piece = whole[start : start + WRITE_BYTES]
+            yield piece if halve is None else halve(piece)
 
 
 def _entry(path: Path, step: int, encoded: bytes, meta: Meta, files: dict[str, tuple[int, str]]) -> CheckpointEntry:

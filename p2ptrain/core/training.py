@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -15,11 +16,20 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class BlobRange:
-    """Bytes [start, stop) of the blob named ``blob``."""
+    """Bytes [start, stop) of the blob named ``blob``.
+
+    Attributes:
+        halve: applied to every piece when it is written, of whole elements: returns half as many bytes.
+    """
 
     blob: str
     start: int
     stop: int
+    halve: Callable[[memoryview], memoryview] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return (self.stop - self.start) // (1 if self.halve is None else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +42,7 @@ class FilePlan:
 
     @property
     def size_bytes(self) -> int:
-        return sum(len(part) if isinstance(part, bytes) else part.stop - part.start for part in self.parts)
+        return sum(len(part) if isinstance(part, bytes) else part.size_bytes for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)

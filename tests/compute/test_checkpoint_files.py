@@ -13,12 +13,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from p2ptrain.compute.model import ModelSpec, build_model
+from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import StorageError
 from p2ptrain.core.tensor_files import INDEX_FILE
 from p2ptrain.core.weights_index import weights_index
 from tests.compute.tiny_trainer import tiny, tiny_trainer
 
+from .families import make
 from .pipelines import MODEL, Pipeline
 from .saving import save
 
@@ -101,6 +103,34 @@ def test_each_stage_goes_on_from_its_own_files(text_file: Path, tmp_path: Path, 
     restored.stages[0]._sampler = pipeline.stages[0]._sampler  # of the other seed
     restored.stages[1]._sampler = pipeline.stages[1]._sampler
     assert [restored.run(step).loss for step in (2, 3)] == expected
+
+
+@pytest.mark.parametrize("bounds", [(0, 6), (0, 2, 6)])
+def test_a_bf16_model_that_is_trained_in_bf16_is_saved_in_bf16(
+    text_file: Path, tmp_path: Path, bounds: tuple[int, ...]
+) -> None:
+    """And training goes on from the fp32 weights, to the bit."""
+    given, saved = tmp_path / "given", tmp_path / "saved"
+    saved.mkdir()
+    make("llama-tied", given, dtype=torch.bfloat16, vocab_size=256)
+    Tokenizer.of_bytes().save(given)
+    spec = ModelSpec(path=given)
+    pipeline = Pipeline(text_file, bounds, model=spec, precision="bf16")
+    pipeline.run(0)
+    save_all(pipeline.stages, saved, 1)
+    for path in saved.glob("model*.safetensors"):
+        assert {tensor.dtype for tensor in load_file(path).values()} == {torch.bfloat16}
+    whole: Any = AutoModelForCausalLM.from_pretrained(saved)
+    assert whole.dtype == torch.bfloat16, "by config.json"
+    for stage in pipeline.stages:
+        for segment in stage._flat.segments:
+            name = stage._model_part.names[segment.name] if stage._model_part else segment.name
+            trained = stage._flat.parameters[segment.offset : segment.offset + segment.numel].view(segment.shape)
+            assert torch.equal(whole.state_dict()[name], trained.bfloat16())
+    again = Pipeline(text_file, bounds, model=spec, precision="bf16")
+    for stage in again.stages:
+        stage.load(saved)
+    assert states(again.stages) == states(pipeline.stages)
 
 
 def test_the_state_of_step_0_comes_back(text_file: Path) -> None:
