@@ -324,7 +324,8 @@ class Shown:
         if self._quiet:
             return
         if not self._is_open:
-            text = "\n" * bool(self._count) + self._prompt + text
+            apart = "\n" if sys.stdout.isatty() else "\n\n"  # `broken` has ended the line on a terminal
+            text = apart * bool(self._count) + self._prompt + text
             self._is_open = True
             self._count += 1
         write(text)
@@ -336,7 +337,7 @@ class Shown:
     def broken(self) -> None:
         """Begin a new line for whatever is printed next."""
         was_open, self._is_open = self._is_open, False
-        if was_open:
+        if was_open and sys.stdout.isatty():  # what reads a pipe gets the text and no newline more
             typer.echo()
 
     def leaving(self, console: Console) -> Callable[[str], None]:
@@ -359,7 +360,7 @@ def _prompts(prompt: str, file: str) -> list[str]:
         return [prompt]
     content = _read(file or STDIN)
     lines = [line.removesuffix("\r") for line in content.split("\n") if line.strip()]
-    asked = lines if file else [content.removesuffix("\n")]
+    asked = lines if file else [content]
     if not any(asked):
         raise UserError(f"{_named(file or STDIN)} holds no prompt", remedy="write one per line" if file else "")
     return asked

@@ -235,9 +235,11 @@ def _unescaped(text: str) -> str:
 
 
 def write(text: str) -> None:
-    """Write a model's text to standard output at once. Control characters become �."""
-    sys.stdout.write(on_terminal(text))
+    """Write a model's text to standard output at once: as it is, or, on a terminal, with � for control characters."""
     sys.stdout.flush()
+    shown = on_terminal(text) if sys.stdout.isatty() else text
+    sys.stdout.buffer.write(shown.encode("utf-8", "surrogateescape"))
+    sys.stdout.buffer.flush()
 
 
 def on_terminal(text: str) -> str:

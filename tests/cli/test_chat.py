@@ -223,10 +223,6 @@ def test_an_answer_that_was_cut_off_or_says_nothing_is_told(chat: Callable[..., 
     assert source.questions() == ["b"]
 
 
-def test_what_a_terminal_would_obey_is_not_written(chat: Callable[..., Any]) -> None:
-    assert chat(["a"], ["\x1b[2Jx\u200dy"])[0].out == "> �[2Jx\u200dy\n> \n"
-
-
 def test_over_a_pipe_lines_are_questions_and_only_answers_are_written(chat: Callable[..., Any]) -> None:
     outcome, source = chat(["a", "", "/reset", "b"], [" one", " two"], piped=True)
     assert (outcome.code, outcome.out, outcome.err) == (0, "one\ntwo\n", "")

@@ -16,7 +16,7 @@ import pytest
 
 from p2ptrain.cli.generate import GenerateRequest, Shown, Texts
 from p2ptrain.cli.text import Source
-from p2ptrain.cli.text_options import TextOptions, on_terminal
+from p2ptrain.cli.text_options import TextOptions, write
 from p2ptrain.core.errors import ConnectionLost
 from p2ptrain.core.serving import Sampling
 from roles.verifier import targets
@@ -42,7 +42,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str, str]]:
 
 
 def shown(prompt: str, tokens: int, sampling: Sampling = GREEDY) -> str:
-    return on_terminal(text_of(reference(prompt, tokens, sampling)))
+    return text_of(reference(prompt, tokens, sampling))
 
 
 def _checkpoint(root: Path, step: int, *, age_s: float = 0.0) -> Path:
@@ -58,7 +58,7 @@ def _checkpoint(root: Path, step: int, *, age_s: float = 0.0) -> Path:
 def test_text_is_written_as_it_comes(command: Command, loads: list[Any], tmp_path: Path) -> None:
     path = _checkpoint(tmp_path, 100)
     outcome = command("generate", "def ", "--checkpoint", path, "--temperature", "0", "-n", "8", "--dtype", "bf16")
-    assert (outcome.code, outcome.out) == (0, f"def {shown('def ', 8)}\n")
+    assert (outcome.code, outcome.out) == (0, f"def {shown('def ', 8)}")
     assert re.fullmatch(rf"\(8 tokens, .* tokens/s, {re.escape(str(path))}\)\n", outcome.err)
     assert loads == [(path, "auto", "bf16")]
 
@@ -103,7 +103,7 @@ def test_several_prompts(command: Command, tmp_path: Path) -> None:
     path, file = _checkpoint(tmp_path, 100), tmp_path / "prompts.txt"
     file.write_bytes("one\r\n\n  two\nü".encode())
     outcome = command("generate", "--prompts", file, "-c", path, "-n", "5", "--stats")
-    texts = "\n".join(f"{prompt}{shown(prompt, 5)}\n" for prompt in ("one", "  two", "ü"))
+    texts = "\n\n".join(f"{prompt}{shown(prompt, 5)}" for prompt in ("one", "  two", "ü"))
     assert outcome.out.startswith(texts)
     assert outcome.out.count("a token took ") == 3
     assert outcome.err.startswith("(15 tokens, ")
@@ -118,7 +118,18 @@ def test_prompts_from_standard_input(command: Command, tmp_path: Path, monkeypat
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")))
         document = command("generate", *arguments, "-c", path, "-n", "2", "--json").json
         asked += [item["prompt"] for item in document.get("texts", [document])]
-    assert asked == ["one\ntwo", "one", "two"]
+    assert asked == ["one\ntwo\n", "one", "two"]
+
+
+@pytest.mark.parametrize(("is_terminal", "written"), [(False, "\x1b[2Jx\u200dy\r\n"), (True, "�[2Jx\u200dy�\n")])
+def test_a_pipe_gets_the_text_as_it_is_and_a_terminal_nothing_that_it_would_obey(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, written: str
+) -> None:
+    stdout = io.TextIOWrapper(io.BytesIO())
+    monkeypatch.setattr(stdout, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    write("\x1b[2Jx\u200dy\r\n")
+    assert stdout.buffer.getvalue() == written.encode()  # type: ignore[attr-defined]
 
 
 def test_what_is_no_file_of_prompts(command: Command, loads: list[Any], tmp_path: Path) -> None:
@@ -157,7 +168,7 @@ async def test_texts_are_shown_in_order_however_they_end(capsys: pytest.CaptureF
     assert capsys.readouterr().out == "", "what is behind waits"
     held.go.set()
     await writing
-    assert capsys.readouterr().out == "afirst\n\nbsecond\n\ncthird\n"
+    assert capsys.readouterr().out == "afirst\n\nbsecond\n\ncthird"
 
 
 async def test_a_text_that_fails_ends_all_and_programs_get_what_had_come(capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,7 +182,7 @@ async def test_a_text_that_fails_ends_all_and_programs_get_what_had_come(capsys:
         assert all(writing.closed.is_set() for writing in writings.values())
         out = capsys.readouterr().out
         if not as_json:
-            assert out == "aon\n"
+            assert out == "aon"
             continue
         document = json.loads(out)
         assert [text["ended"] for text in document["texts"]] == ["failed", "failed"]

@@ -17,7 +17,6 @@ import psutil
 import pytest
 import torch
 
-from p2ptrain.cli.text_options import on_terminal
 from p2ptrain.compute.model import build_model, load_model
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.tensor_files import TensorTable
@@ -319,7 +318,7 @@ def test_a_worker_dies_in_mid_sentence_and_the_text_goes_on(checkpoint: Path, tm
         out, err = writing.communicate(timeout=DEADLINE_S)
         assert writing.returncode == 0, err
         shown = (begun + out).decode()
-        assert shown.startswith("hello" + on_terminal(reference(checkpoint, ["hello"], 400, 3)[0]) + "\n")
+        assert shown.startswith("hello" + reference(checkpoint, ["hello"], 400, 3)[0] + "\n")
         assert shown.count("was lost; the text went on") == 1
     finally:
         ended(made)

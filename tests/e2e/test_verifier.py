@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from p2ptrain.cli.text_options import on_terminal
 from p2ptrain.compute.model import build_model, load_model
 from p2ptrain.compute.tokenizer import Tokenizer
 from tests.compute.tiny_trainer import tiny
@@ -117,7 +116,7 @@ async def test_texts_of_a_verifier_and_what_is_left_when_it_is_killed(
     await served(machine, lambda big: big["stats"]["tokens"] > drafted["stats"]["tokens"] + 400)  # of both
     await verifier.kill()
     assert await writing.end() == 3
-    expected_text = PROMPTS[0] + on_terminal(text_of(reference(checkpoint, PROMPTS[0], 20, None)))
+    expected_text = PROMPTS[0] + text_of(reference(checkpoint, PROMPTS[0], 20, None))
     assert "\n".join(writing.out).startswith(expected_text.rstrip("\ufffd").rstrip())
     lost = await writing.until(r"the verifier big was lost in the middle of a text: .*; (\d+) tokens")
     assert int(lost[1]) > 20
