@@ -238,7 +238,7 @@ async def split_target(
     console.progress(f"reading the files of {serve_options.model}")  # the first time it hashes them
     model = await local_model(context, serve_options.model)
     table = await tensor_table(context, model)
-    found = await asyncio.to_thread(model_layout, model.config, table, serve_options.dtype)
+    found = model_layout(model.config, table, serve_options.dtype)
     console.clear()
     if serve_options.split > found.sizes.layers:
         said = f"--split {serve_options.split} needs as many layers, but the model has {found.sizes.layers} layers"

@@ -185,7 +185,8 @@ def _hold(
 
 
 def _profile(name: str, sets: list[str], workers: int) -> Profile:
-    """Load the profile for this number of workers. A job that needs more of them would wait for ever.
+    """Load the profile for this number of workers: the job begins with all of them, unless the user's own settings say
+    that fewer are enough. A job that needs more of them would wait for ever.
 
     Raises:
         ConfigError, UserError: the profile is wrong, or the user asked for a job that needs more workers.
@@ -194,7 +195,7 @@ def _profile(name: str, sets: list[str], workers: int) -> Profile:
 
     loaded = load(name, os.environ, sets)
     wanted, source = loaded.profile.job.workers, loaded.sources["job.workers"]
-    if workers >= wanted:
+    if workers == wanted or (workers > wanted and not is_shipped(source)):
         return loaded.profile
     stages = loaded.profile.stages
     if workers < stages:

@@ -198,8 +198,8 @@ class Run:
         plan = self._plan
         await self.cluster.start_seed()
         self._client = client = await self.cluster.connect()
-        specs = [profile.to_spec() for _, profile in plan.models().values()]
-        begun = await unfinished(client, specs, plan.root, cancel=plan.new)
+        profiles = [profile for _, profile in plan.models().values()]
+        begun = await unfinished(client, profiles, plan.root, cancel=plan.new)
         for role, (name, profile) in plan.models().items():
             done = None
             if plan.is_pair and not plan.new and profile.to_spec() not in begun:
@@ -411,8 +411,9 @@ async def forever() -> None:
 # ----------------------------------------------------------------------------------------------- the seed's records
 
 
-async def unfinished(client: SeedClient, specs: Collection[str], root: Path, *, cancel: bool) -> dict[str, str]:
-    """Settings → id of the unfinished job that has them. A paused job is resumed.
+async def unfinished(client: SeedClient, profiles: Collection[Profile], root: Path, *, cancel: bool) -> dict[str, str]:
+    """Settings → id of the unfinished job that has them, whatever number of workers it began with. A paused job is
+    resumed.
 
     Args:
         cancel: cancel unfinished jobs with other settings.
@@ -425,8 +426,9 @@ async def unfinished(client: SeedClient, specs: Collection[str], root: Path, *, 
         if job.state in FINISHED_STATES:
             continue
         _, spec = await client.job(job.id)
-        if spec in specs and spec not in found:
-            found[spec] = job.id
+        alike = [profile.to_spec() for profile in profiles if _alike(spec, profile) and profile.to_spec() not in found]
+        if alike:
+            found[alike[0]] = job.id
             if job.state == "paused":
                 await client.tell_job(job.id, "resume")
         elif cancel:

@@ -18,6 +18,7 @@ from configs.schema import Optimizer, Profile
 from p2ptrain.cli import up_cluster
 from p2ptrain.cli.local_cluster import Child, LocalCluster
 from p2ptrain.cli.output import Console
+from p2ptrain.cli.up import _profile
 from p2ptrain.cli.up_cluster import HttpOptions, Plan
 from p2ptrain.core.errors import JobFailed, UserError
 from roles.engine import Engine
@@ -283,3 +284,8 @@ def test_up_starts_nothing_where_nobody_would_answer(command: Any, more: tuple[s
     outcome = command("up", "--http", "127.0.0.1:8000", *more)
     assert (outcome.code, outcome.out) == (2, "")
     assert "--http" in outcome.err
+
+
+@pytest.mark.parametrize(("sets", "workers", "begins_with"), [([], 3, 3), ([], 1, 1), (["job.workers=2"], 3, 2)])
+def test_the_job_begins_with_as_many_workers_as_are_started(sets: list[str], workers: int, begins_with: int) -> None:
+    assert _profile("tiny", sets, workers).job.workers == begins_with
