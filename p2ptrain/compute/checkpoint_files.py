@@ -37,7 +37,6 @@ from p2ptrain.core.weights_index import shard_name, weights_index
 
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
 
-CONFIG_FILE = "config.json"
 PARAMETERS = "parameters"
 _TIED = "tied"
 _ELEMENT_BYTES = 4  # the state is fp32
@@ -141,20 +140,16 @@ class CheckpointFiles:
             optimizer.append((_TIED, "F32", self._copied.shape, [_range(self._copied.offset, self._copied.numel)]))
         if part is None:
             model = cast(PreTrainedModel, flat.model)
-            small = self._small_files(model)
+            small = _small_files(model, self._tokenizer, bf16=self._bf16)
             names = {segment.name: segment.name for segment in flat.segments}
             buffers = list(_buffers(model))
         else:
             small = self._of_all_stages() if part.part.first else []
             names = dict(part.names)
             buffers = [(names[name], dtype, shape, data) for name, dtype, shape, data in _buffers(part.module)]
+        dtype, halve = ("BF16", _to_bf16) if self._bf16 else ("F32", None)
         weights: list[PlannedTensor] = [
-            (
-                names[segment.name],
-                "BF16" if self._bf16 else "F32",
-                segment.shape,
-                [_range(segment.offset, segment.numel, halve=_to_bf16 if self._bf16 else None)],
-            )
+            (names[segment.name], dtype, segment.shape, [_range(segment.offset, segment.numel, halve)])
             for segment in flat.segments
             if segment != self._copied
         ]
@@ -181,22 +176,18 @@ class CheckpointFiles:
                 if name not in placed
             }
             placed |= set(owned)
-        return [*self._small_files(model), FilePlan(INDEX_FILE, (weights_index(shards),))]
-
-    def _small_files(self, model: PreTrainedModel) -> list[FilePlan]:
-        files = {plan.name: plan for plan in _small_files(model, self._tokenizer)}
-        if self._bf16:
-            (config,) = (part for part in files[CONFIG_FILE].parts if isinstance(part, bytes))
-            text = json.dumps(json.loads(config) | {"dtype": "bfloat16"}, indent=2, sort_keys=True) + "\n"
-            files[CONFIG_FILE] = FilePlan(CONFIG_FILE, (text.encode(),))
-        return list(files.values())
+        small = _small_files(model, self._tokenizer, bf16=self._bf16)
+        return [*small, FilePlan(INDEX_FILE, (weights_index(shards),))]
 
 
-def _small_files(model: PreTrainedModel, tokenizer: Tokenizer) -> list[FilePlan]:
+def _small_files(model: PreTrainedModel, tokenizer: Tokenizer, *, bf16: bool) -> list[FilePlan]:
     try:
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
             model.save_pretrained(directory, state_dict={})
+            if bf16:  # save_pretrained writes what the model is trained in
+                config = directory / "config.json"
+                config.write_text(config.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
             tokenizer.save(directory)
             paths = sorted(path for path in directory.iterdir() if path.suffix != ".safetensors")
             return [FilePlan(path.name, (path.read_bytes(),)) for path in paths]
@@ -219,7 +210,7 @@ def _safetensors_plan(name: str, tensors: list[PlannedTensor], metadata: dict[st
     return FilePlan(name, (len(encoded).to_bytes(8, "little") + encoded, *parts))
 
 
-def _range(start: int, numel: int, *, halve: Callable[[memoryview], memoryview] | None = None) -> BlobRange:
+def _range(start: int, numel: int, halve: Callable[[memoryview], memoryview] | None = None) -> BlobRange:
     return BlobRange(PARAMETERS, start * _ELEMENT_BYTES, (start + numel) * _ELEMENT_BYTES, halve)
 
 

@@ -166,11 +166,8 @@ class ModelLayout:
             raise refused(config, first_line(error)) from error
         self.base: Any = self.model.base_model
         head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
-        lists = [
-            (name, module)
-            for name, module in self.model.named_modules()
-            if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers
-        ]
+        modules, layers = self.model.named_modules(), config.num_hidden_layers
+        lists = [(name, it) for name, it in modules if isinstance(it, nn.ModuleList) and len(it) == layers]
         if not lists or head is None or embedding is None:
             raise refused(config, "its layers, embedding or head were not found")
         self._layers_name, self.layers = lists[0][0], list(lists[0][1])  # others are inside a layer
@@ -182,9 +179,7 @@ class ModelLayout:
         self.tied = tuple(name for name, tensor in tensors.items() if is_tied and tensor is head.weight)
         owners = dict.fromkeys(name.rpartition(".")[0] for name in tensors if name not in self.tied[1:])
         outside = {
-            name: cast(nn.Module, self.model.get_submodule(name))
-            for name in owners
-            if not name.startswith(f"{self._layers_name}.")
+            name: self.model.get_submodule(name) for name in owners if not name.startswith(f"{self._layers_name}.")
         }
         found = _found_before(config.model_type, config.to_json_string(use_diff=False))
         if not found:
@@ -192,8 +187,8 @@ class ModelLayout:
         called, self.cache_shapes = found[0]
         self.first = {name: module for name, module in outside.items() if name in called}
         self.last = {name: module for name, module in outside.items() if name not in called}
-        layers = {f"{self._layers_name}.{index}": layer for index, layer in enumerate(self.layers)}
-        self.units = self.first | layers | self.last
+        by_name = {f"{self._layers_name}.{index}": layer for index, layer in enumerate(self.layers)}
+        self.units: dict[str, nn.Module] = self.first | by_name | self.last
 
     def bytes_of(self, units: Iterable[nn.Module]) -> int:
         return sum(tensor.nbytes for unit in units for tensor in unit.state_dict().values())
@@ -330,8 +325,8 @@ class PartAssembly:
         self._dtype, self._device = dtype, torch.device(device)
         self._whole = ModelLayout(config, dtype)
         self._model = self._whole.model
-        self._cache_shapes = self._whole.cache_shapes[part.start : part.stop]
-        self.cache_position_bytes = sum(shape.numel for shape in self._cache_shapes) * dtype.itemsize
+        shapes = self._whole.cache_shapes[part.start : part.stop]
+        self.cache_position_bytes = sum(shape.numel for shape in shapes) * dtype.itemsize
         tensors = self._model.state_dict()
         stored = StoredTensors(self._model, names)
         self._tied = [name for name in self._whole.tied if name in stored.conversions]
@@ -341,13 +336,9 @@ class PartAssembly:
         for place, name in self._names.items():
             is_tied = name in self._whole.tied and self._tied
             self._places.setdefault(self._tied[0] if is_tied else name, []).append(place)
-        try:
-            self._conversions = stored.wanted({name: tensors[name] for name in self._places})
-        except ConfigError as error:
-            problem = f"{error.message}, and layers {part.start} to {part.stop} need it"
-            raise ConfigError(problem, remedy=error.remedy) from error
-        self.wanted: dict[str, tuple[int, ...]] = {
-            name: tuple(tensor.shape) for name, (tensor, _) in self._conversions.items()
+        self._conversions = stored.wanted({name: tensors[name] for name in self._places})
+        self.wanted: Mapping[str, tuple[int, ...]] = {
+            name: tuple(it[0].shape) for name, it in self._conversions.items()
         }
         self._partial: dict[str, tuple[Tensor, int]] = {}  # with the bytes received so far
         self._gathered: dict[str, dict[str, Tensor]] = {}  # by target, of conversions that lack other sources
@@ -438,9 +429,7 @@ class PartAssembly:
         if self._missing:
             raise ConfigError(f"tensor {min(self._missing)} is missing or incomplete", remedy=_REMEDY)
         self._make_computed_buffers()
-        return PartModel(
-            self._whole, self._config, self._part, self._names, cache_shapes=self._cache_shapes, dtype=self._dtype
-        )
+        return PartModel(self._whole, self._config, self._part, self._names, self._dtype)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         if name not in self.wanted:
@@ -521,19 +510,9 @@ class PartModel:
     """
 
     def __init__(
-        self,
-        layout: ModelLayout,
-        config: PretrainedConfig,
-        part: Part,
-        names: Mapping[str, str],
-        *,
-        cache_shapes: Sequence[CacheShape],
-        dtype: torch.dtype,
+        self, layout: ModelLayout, config: PretrainedConfig, part: Part, names: Mapping[str, str], dtype: torch.dtype
     ) -> None:
-        """
-        Args:
-            layout: cut to ``part``, with all tensors in place. config: of the whole model. names: as ``cut`` gives.
-        """
+        """``layout`` is cut to ``part``, with all tensors in place; ``config`` is of the whole model."""
         self.module: Any = layout.model.eval()
         self.part = part
         self.config = cast(PretrainedConfig, self.module.config)
@@ -544,8 +523,9 @@ class PartModel:
         self.context = context_of(config)
         stored = {id(tensor): tensor.nbytes for tensor in self.module.state_dict(keep_vars=True).values()}
         self.weights_bytes = sum(stored.values())
-        self.cache_position_bytes = sum(shape.numel for shape in cache_shapes) * dtype.itemsize
-        self._base, self._cache_shapes, self._dtype = layout.base, cache_shapes, dtype
+        self._cache_shapes = layout.cache_shapes[part.start : part.stop]
+        self.cache_position_bytes = sum(shape.numel for shape in self._cache_shapes) * dtype.itemsize
+        self._base, self._dtype = layout.base, dtype
         self._entering: Tensor | None = None
         self._leaving: Tensor | None = None
         if not part.first:

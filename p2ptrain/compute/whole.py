@@ -35,8 +35,8 @@ class History:
         return len(self.ids)
 
     def cut(self, keep: int) -> None:
-        if keep != self.length:
-            self.ids, self.state = self.ids[:keep], {}
+        if keep < self.length:
+            self.cut_to_at_most(keep)
 
     def cut_to_at_most(self, keep: int) -> None:
         self.ids, self.state = self.ids[:keep], {}
