@@ -96,8 +96,10 @@ def chat(
     options.check("chat")
 
     from p2ptrain.cli.output import Console
-    from p2ptrain.cli.split import conversation_positions
-    from p2ptrain.cli.text import Needs, local_directory, text_source
+
+    with Console(quiet=options.as_json).during(lambda: "loading torch and transformers"):
+        from p2ptrain.cli.split import conversation_positions
+        from p2ptrain.cli.text import Needs, local_directory, text_source
 
     def positions(text: ModelText) -> int:
         text.sampling(options.sampling)

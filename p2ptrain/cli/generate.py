@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from p2ptrain.cli.commands import new_typer
-from p2ptrain.cli.output import failure, print_json
+from p2ptrain.cli.output import Console, failure, print_json
 from p2ptrain.cli.runtime import is_text, run
 from p2ptrain.cli.text_options import TextOptions, WithBareSplit, takes_text_options, write
 from p2ptrain.core.errors import P2PTrainError, UserError, first_error
 
 if TYPE_CHECKING:
-    from p2ptrain.cli.output import Console
     from p2ptrain.cli.text import Answer, Source
     from p2ptrain.compute.text import ModelText
 
@@ -89,7 +88,8 @@ def generate(
     asked = _prompts(prompt, prompts)
     options.check("generate", compare=compare)
 
-    from p2ptrain.cli.text import local_directory
+    with Console(quiet=options.as_json).during(lambda: "loading torch and transformers"):
+        from p2ptrain.cli.text import local_directory
 
     # A whole model writes one text at a time. Compared texts also run one at a time, to have the verifier alone.
     usual = 1 if compare or not (options.by_verifier or options.split is not None) else 4
@@ -141,7 +141,6 @@ class Written:
 
 async def _generate(request: GenerateRequest, directory: Path | None) -> None:
     """Raises ``P2PTrainError``, and ``KeyboardInterrupt`` for Ctrl+C."""
-    from p2ptrain.cli.output import Console
     from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
     from p2ptrain.cli.text import Needs, text_source
 

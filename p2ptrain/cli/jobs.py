@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from p2ptrain.cli.commands import new_typer
+from p2ptrain.cli.inputs import DownloadOption
 from p2ptrain.cli.output import (
     confirm,
     human_seconds,
@@ -65,6 +66,7 @@ def create(
         bool,
         typer.Option("--drafter", help="Create the job of the profile's [drafter] instead of the main model's."),
     ] = False,
+    download: DownloadOption = False,
     seed: SeedOption = DEFAULT_SEED,
     as_json: JsonOption = False,
 ) -> None:
@@ -85,7 +87,8 @@ def create(
     from configs.loader import load
 
     label = Path(profile).stem
-    loaded, other = _one_of_pair(load(profile, os.environ, sets).profile, label, drafter=drafter)
+    known = _checked(load(profile, os.environ, sets).profile, seed, download=download)
+    loaded, other = _one_of_pair(known, label, drafter=drafter)
     name = name or (f"{label}-drafter" if drafter else label)
     planned = None
     if dry_run or loaded.stages > 1:
@@ -108,6 +111,26 @@ def create(
         print_json({"job": job, **plans.to_json(*planned)})
     else:
         print_json({"job": job})
+
+
+def _checked(profile: Profile, seed: str, *, download: bool) -> Profile:
+    """Check data and model if all workers are on this machine. Raises ``P2PTrainError`` as ``inputs.checked``."""
+    from p2ptrain.cli.inputs import checked
+    from p2ptrain.core.errors import UserError
+    from wire.address import is_loopback
+
+    def elsewhere() -> bool:
+        return not is_loopback(ask(seed, lambda client: client.cluster()).address.rpartition(":")[0].strip("[]"))
+
+    if download and elsewhere():
+        text = "--download fetches to this machine, and other machines join this seed"
+        raise UserError(text, remedy="have the model at the same path on each worker, and set model.path to it")
+    try:
+        return checked(profile, download=download)
+    except UserError:
+        if elsewhere():  # each worker reads its own disk
+            return profile
+        raise
 
 
 def _one_of_pair(profile: Profile, label: str, *, drafter: bool) -> tuple[Profile, str]:

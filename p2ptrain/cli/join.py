@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from p2ptrain.cli.commands import new_typer
+from p2ptrain.cli.inputs import DownloadOption
 from p2ptrain.cli.output import step_line
 from p2ptrain.cli.runtime import (
     DEFAULT_SEED,
@@ -25,7 +26,9 @@ from p2ptrain.cli.runtime import (
 from p2ptrain.cli.text_options import WithBareSplit, check_dtype
 
 if TYPE_CHECKING:
+    from configs.schema import Profile
     from p2ptrain.cli.joining import Found, Joining, ProcessContext, ServeOptions
+    from roles.engine import Engine
     from roles.worker.worker import Worker
 
 ROLES = ("worker", "verifier", "drafter")
@@ -57,6 +60,7 @@ def join(
             help="For a verifier or drafter: a checkpoint, or a directory with checkpoints.",
         ),
     ] = "",
+    download: DownloadOption = False,
     name: Annotated[
         str,
         typer.Option("--name", metavar="NAME", callback=is_name, help="Name of this peer; default: the machine's."),
@@ -217,11 +221,11 @@ def join(
         api_keys=api_keys,
         dtype=dtype,
     )
-    serve_options = _checked(serve_options, model)
+    serve_options = _checked(serve_options, model, download=download)
     run(_work(joining) if role == "worker" else served(joining, serve_options))
 
 
-def _checked(serve_options: ServeOptions, model: str) -> ServeOptions:
+def _checked(serve_options: ServeOptions, model: str, *, download: bool) -> ServeOptions:
     """Check the options of the role, and find the model. Raises ``UserError``."""
     from dataclasses import replace
 
@@ -250,7 +254,7 @@ def _checked(serve_options: ServeOptions, model: str) -> ServeOptions:
         read_key(serve_options.api_keys, lambda _: None)  # fail early; a warning about its mode comes later
     if not model:
         raise UserError(f"a {role} needs a model", remedy="name its directory with --model")
-    return replace(serve_options, model=newest_in(Path(model)))
+    return replace(serve_options, model=newest_in(Path(model), download=download))
 
 
 def _check_split(serve_options: ServeOptions) -> None:
@@ -308,6 +312,10 @@ async def _work(joining: Joining) -> None:
     parts = holding(device=device, threads=threads, memory_bytes=memory_bytes)
 
     def worker(here: ProcessContext, found: Found) -> Worker:
+        def build(profile: Profile) -> Engine:
+            with here.console.during(lambda: f"reading {profile.data.path} and building the model"):
+                return engine_builder(device=device, threads=threads)(profile)
+
         return Worker(
             real_world(found.access.network),
             here.identity,
@@ -320,7 +328,7 @@ async def _work(joining: Joining) -> None:
                 others=found.others,
                 wait_s=found.wait_s,
             ),
-            build_engine=engine_builder(device=device, threads=threads),
+            build_engine=build,
             build_part=stage_builder(device=device, threads=threads, memory_bytes=memory_bytes),
             warm_up=warm_up,
             notify=here.notify,

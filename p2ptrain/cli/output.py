@@ -12,9 +12,10 @@ import itertools
 import json
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ import typer
 if TYPE_CHECKING:
     from p2ptrain.core.errors import P2PTrainError
 
+SHORT_S, PLAIN_S = 1.0, 10.0
+"""Work that takes less shows no progress; seconds between its lines where they are not rewritten."""
 CUT_CELLS = 12
 """Least width of a column whose texts are shortened."""
 
@@ -220,6 +223,27 @@ class Console:
         self._drawn = len(text)
         if last:
             self.finish()
+
+    @contextmanager
+    def during(self, text: Callable[[], str]) -> Iterator[None]:
+        """Show ``text()`` and the time while the block runs, if it takes over a second. The block may use this thread
+        without a pause, as imports do, but must show no progress itself."""
+        began, ended = self._now(), threading.Event()
+
+        def show() -> None:
+            wait_s = SHORT_S
+            while not ended.wait(wait_s):
+                self.progress(f"{text()}  ({self._now() - began:.0f} s)", every_s=PLAIN_S)
+                wait_s = 0.2
+
+        thread = threading.Thread(target=show, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self.clear()
 
     def finish(self) -> None:
         if self._drawn:

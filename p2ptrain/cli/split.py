@@ -16,7 +16,7 @@ from p2ptrain.cli.model_sizes import ModelLayout, check_splits, config_text, mod
 from p2ptrain.cli.output import Console, print_json, print_table
 from p2ptrain.cli.placement import placement_map, print_placement
 from p2ptrain.cli.runtime import default_state_dir, open_operator, operator_name
-from p2ptrain.cli.text_options import SplitOptions, newest_in
+from p2ptrain.cli.text_options import SplitOptions
 from p2ptrain.compute.text import TEXT_FILES, ModelText
 from p2ptrain.core.activations import IDS, activation_bytes
 from p2ptrain.core.errors import UserError
@@ -74,13 +74,13 @@ async def planned(
     """Plan which worker holds which layers. At the end the workers are disconnected and keep what they loaded.
 
     Args:
-        checkpoint: on this machine; None: the newest one of ``job``, which may be on any worker.
+        checkpoint: a model on this machine; None: the newest one of ``job``, which may be on any worker.
         needs: returns the cache positions of all sessions together.
 
     Raises:
         P2PTrainError: there is no seed, worker or model, or too little memory; it has the numbers and the remedy.
     """
-    directory = newest_in(checkpoint) if checkpoint is not None else None
+    directory = checkpoint
     text = None if directory is None else ModelText(directory)  # fail before connecting
     if directory is not None:
         check_splits(config_text(directory))

@@ -99,7 +99,9 @@ def local_directory(options: TextOptions) -> Path | None:
     """Directory of the whole model to load here; None if a verifier or workers compute. Raises ``UserError``."""
     if options.by_verifier or options.split is not None:
         return None
-    return newest_in(options.checkpoint) if options.checkpoint is not None else newest_of_job(options.seed, options.job)
+    if options.checkpoint is None:
+        return newest_of_job(options.seed, options.job)
+    return newest_in(options.checkpoint, download=options.download)
 
 
 @asynccontextmanager
@@ -134,7 +136,8 @@ async def _of_this_machine(
     from roles.compute_thread import ComputeThread
     from roles.verifier.targets import WholeTarget, load_whole_engine
 
-    text = ModelText(directory)
+    with console.during(lambda: f"reading {directory}"):
+        text = ModelText(directory)
     needs.check(text)
     say_unused(text)
     world, compute = real_world(TcpNetwork()), ComputeThread()
@@ -161,7 +164,8 @@ async def _of_this_machine(
 async def _of_workers(options: TextOptions, needs: Needs, console: Console) -> AsyncIterator[Source | None]:
     from roles.verifier.targets import ChainTarget
 
-    found = planned(options.split_options, options.checkpoint, options.job, options.seed, needs.check, console)
+    checkpoint = options.checkpoint and newest_in(options.checkpoint, download=options.download)
+    found = planned(options.split_options, checkpoint, options.job, options.seed, needs.check, console)
     async with found as plan:
         if options.dry_run:
             show_plan(plan, as_json=options.as_json)

@@ -13,6 +13,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand
 
+from p2ptrain.cli.inputs import DownloadOption
+from p2ptrain.cli.output import Console, json_output, printable
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, ask
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.serving import SamplingOptions
@@ -57,6 +59,7 @@ class TextOptions:
     """The common options of ``generate`` and ``chat``. ``takes_text_options`` makes each field an option."""
 
     checkpoint: CheckpointOption = None
+    download: DownloadOption = False
     job: Annotated[str, typer.Option("--job", metavar="JOB", help="Use the newest checkpoint of this job.")] = ""
     temperature: Annotated[
         float | None,
@@ -249,16 +252,27 @@ def on_terminal(text: str) -> str:
 # ------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def newest_in(directory: Path) -> Path:
-    """``directory`` if it is a model, else the newest checkpoint below it. Raises ``UserError``."""
+def newest_in(directory: Path, *, download: bool = False) -> Path:
+    """``directory`` if it is a model, else the newest model in it or checkpoint below it, which is said.
+
+    Raises ``UserError``, and as ``inputs.model_directory``.
+    """
+    from p2ptrain.cli.inputs import model_directory
+
+    directory, console = model_directory(str(directory), download=download), Console(quiet=json_output.wanted)
     if (directory / "config.json").is_file():
         return _whole(directory)
-    manifests = [path for path in directory.rglob("step-*/manifest.json") if path.parent.name[5:].isdigit()]
-    if not manifests:
-        problem = "holds no checkpoint" if directory.is_dir() else "is not a directory"
+    with console.during(lambda: f"looking for checkpoints in {directory}"):
+        found = [path for path in directory.rglob("step-*/manifest.json") if path.parent.name[5:].isdigit()]
+        found += [path for path in directory.glob("*/config.json") if not (path.parent / "manifest.json").is_file()]
+    if not found:
         remedy = "name a model as save_pretrained writes it; `p2ptrain checkpoints list` shows where jobs store theirs"
-        raise UserError(f"{directory} {problem}", remedy=remedy)
-    return _whole(max(manifests, key=lambda path: (path.stat().st_mtime, path.parent.name)).parent)
+        raise UserError(f"{directory} holds no checkpoint", remedy=remedy)
+    newest = max(found, key=lambda path: (path.stat().st_mtime, path.parent.name)).parent
+    if not console.quiet:
+        others = f", the newest of {len(found)}" if len(found) > 1 else ""
+        typer.echo(f"(the model is {printable(str(newest))}{others})", err=True)
+    return _whole(newest)
 
 
 def newest_of_job(seed: str, job: str) -> Path:

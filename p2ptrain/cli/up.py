@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from p2ptrain.cli.inputs import DownloadOption, checked
 from p2ptrain.cli.local_cluster import LOOPBACK, free_port, is_free
 from p2ptrain.cli.running import announced
 from p2ptrain.cli.runtime import (
@@ -21,8 +22,9 @@ from p2ptrain.cli.runtime import (
     default_state_dir,
     run,
 )
-from p2ptrain.cli.text_options import CheckpointOption, DtypeOption
+from p2ptrain.cli.text_options import CheckpointOption, DtypeOption, check_dtype, newest_in
 from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed, UserError
+from p2ptrain.core.texts import size_of
 
 if TYPE_CHECKING:
     from configs.schema import Profile
@@ -93,6 +95,7 @@ def up(
         bool,
         typer.Option("--dry-run", help="Start nothing: show which layers of a split model each worker would train."),
     ] = False,
+    download: DownloadOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Start a whole cluster on this machine and train: a seed, and workers that form a ring.
@@ -110,6 +113,7 @@ def up(
       p2ptrain up
       p2ptrain up --workers 4 --set job.steps=1000
       p2ptrain up --profile my.toml --state ./run --plain
+      p2ptrain up --set model.path=HuggingFaceTB/SmolLM2-135M --download
       p2ptrain up --profile pair --http 127.0.0.1:8000
       p2ptrain up --workers 2 --set job.strategy=pipeline --set pipeline.stages=2 --dry-run
       p2ptrain up --split 3 --spare 1 --checkpoint ./SmolLM2-135M --memory 400MiB
@@ -129,12 +133,16 @@ def up(
         if dry_run:
             remedy = "see p2ptrain generate --split --dry-run for --split"
             raise UserError("--dry-run works only for training", remedy=remedy)
+        if memory:
+            size_of(memory)  # fail here, not in each worker
+        check_dtype(dtype)
+        checkpoint = newest_in(checkpoint, download=download).absolute()
         _hold(split, spare, checkpoint, memory, dtype, root, port, link, as_json)
         return
     given = {"checkpoint": checkpoint is not None, "spare": spare > 0, "memory": bool(memory), "dtype": bool(dtype)}
     if extra := next((name for name, value in given.items() if value), None):
         raise UserError(f"--{extra} works only with --split", remedy="add --split N, or leave it out")
-    loaded = _profile(profile, sets, workers)
+    loaded = checked(_profile(profile, sets, workers), download=download)
     endpoint = http_options(http, api_keys, loaded)
     if dry_run or loaded.stages > 1:
         _plan_here(loaded, workers, link or loaded.link.preset, dry_run=dry_run, as_json=as_json)
@@ -162,24 +170,18 @@ def up(
 def _hold(
     split: int, spare: int, checkpoint: Path, memory: str, dtype: str, root: Path, port: int, link: str, as_json: bool
 ) -> None:
-    """Check the options, then have workers hold the model. Raises ``UserError``."""
+    """Have workers hold the model. Raises ``UserError`` if it cannot be split so."""
     from p2ptrain.cli.model_sizes import check_splits, config_text
-    from p2ptrain.cli.text_options import check_dtype, newest_in
     from p2ptrain.cli.up_cluster import SplitPlan, hold
     from p2ptrain.core.model_config import config_untrusted
-    from p2ptrain.core.texts import size_of
 
-    if memory:
-        size_of(memory)  # fail here, not in each worker
-    check_dtype(dtype)
-    directory = newest_in(checkpoint).absolute()
-    config = config_text(directory)
+    config = config_text(checkpoint)
     check_splits(config)
     table = config_untrusted(config)
     layers = table.get("num_hidden_layers", table.get("n_layer"))
     if isinstance(layers, int) and split > layers:
         raise UserError(f"a model of {layers} layers cannot have {split} stages", remedy=f"give --split 1 to {layers}")
-    plan = SplitPlan(split, spare, directory, memory, dtype, root, port, link)
+    plan = SplitPlan(split, spare, checkpoint, memory, dtype, root, port, link)
     with announced((LOOPBACK, port), root):
         run(hold(plan, as_json=as_json), children=True)
 

@@ -24,7 +24,7 @@ from p2ptrain.cli.runtime import DEFAULT_PORT
 from p2ptrain.cli.watch import JobProgress
 from p2ptrain.core.errors import ConnectionLost, JobFailed, P2PTrainError, ProtocolError, UserError
 from wire.address import format_address
-from wire.records import FINISHED_STATES, CheckpointInfo, EventInfo, JobInfo
+from wire.records import FINISHED_STATES, CheckpointInfo, EventInfo, JobInfo, PeerInfo
 
 if TYPE_CHECKING:
     from configs.schema import Profile
@@ -135,6 +135,7 @@ async def train(plan: Plan, *, full_screen: bool, as_json: bool) -> Summary | No
 
         await check_place(plan.http.host, plan.http.port, plan.http.key_file)  # fail before the training, not after it
     console, stop = stoppable()
+    console.quiet = as_json
     run = Run(plan, console, as_json=as_json)
     try:
         await run.begin()
@@ -196,7 +197,8 @@ class Run:
         Raises ``P2PTrainError`` as ``train`` does; ``UserError`` if the seed has an unfinished job with other settings.
         """
         plan = self._plan
-        await self.cluster.start_seed()
+        with self._console.during(lambda: "starting the seed"):
+            await self.cluster.start_seed()
         self._client = client = await self.cluster.connect()
         profiles = [profile for _, profile in plan.models().values()]
         begun = await unfinished(client, profiles, plan.root, cancel=plan.new)
@@ -312,7 +314,7 @@ class Run:
     # ------------------------------------------------------------------------------------------------------- training
 
     async def _follow(self) -> None:
-        width = max(map(len, self._jobs))
+        width, peers, waiting = max(map(len, self._jobs)), dict[str, str](), ""
         for role, job in self._jobs.items():
             label = f"{role:<{width}}  " if len(self._jobs) > 1 else ""
             self._followed[job] = JobProgress((await self.client.job(job))[0], self._console, label)
@@ -324,6 +326,13 @@ class Run:
                     self._console.event(item.level, item.text)
                 for followed in self._followed.values():
                     followed.take(item, quiet=self.quiet)
+                if isinstance(item, PeerInfo):
+                    peers[item.name] = item.state
+            if not self.quiet and not any(followed.began for followed in self._followed.values()):
+                there = ", ".join(f"{name} {state}" for name, state in sorted(peers.items()))
+                if there != waiting:
+                    self._console.progress(f"waiting for the first step: {there}")
+                waiting = there
             states = {followed.info.state for followed in self._followed.values()}
             if states <= FINISHED_STATES or states & (FINISHED_STATES - {"done"}):
                 return

@@ -28,10 +28,11 @@ class JobProgress:
         label: begins each line.
 
     Attributes:
-        info: the job's newest record. saved: its newest checkpoint of the whole model.
+        info: the job's newest record. saved: its newest checkpoint of the whole model. began: a step has followed.
     """
 
     saved: CheckpointInfo | None = None
+    began: bool = False
 
     def __init__(self, info: JobInfo, console: Console, label: str = "") -> None:
         self.info = info
@@ -44,7 +45,7 @@ class JobProgress:
             case CheckpointInfo(stage=None) if item.job == self.info.id:
                 self.saved = max(item, self.saved or item, key=lambda each: each.step)
             case MetricRow() if item.job == self.info.id and item.step > self._told:
-                self._told = item.step
+                self._told, self.began = item.step, True
                 if not quiet:
                     known = {key: value for key, value in item.to_map().items() if isinstance(value, int | float)}
                     line = step_line(item.step, self.info.steps_total, known)

@@ -106,13 +106,19 @@ class Machine:
         return Child(name, process, self.root / f"{name}.log", 0)
 
     async def up(
-        self, port: int, *, new: bool = False, http: HttpOptions | None = None, profile: Profile = PROFILE
+        self,
+        port: int,
+        *,
+        new: bool = False,
+        http: HttpOptions | None = None,
+        profile: Profile = PROFILE,
+        as_json: bool = True,
     ) -> Any:
         """One ``p2ptrain up``, to its end."""
         self.stop, self.serving, self.servers, self.started = asyncio.Event(), asyncio.Event(), {}, 0
         plan = Plan("pair", profile, 1, self.root, port, new, "", http)
         async with asyncio.timeout(DEADLINE_S):
-            return await up_cluster.train(plan, full_screen=False, as_json=True)
+            return await up_cluster.train(plan, full_screen=False, as_json=as_json)
 
 
 @pytest.fixture
@@ -235,7 +241,7 @@ async def test_who_serves_and_ends_is_named_with_its_last_words(machine: Machine
 async def test_one_model_is_trained_and_summed_up(
     machine: Machine, free_port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcome = await machine.up(free_port, profile=PROFILE.alone())
+    outcome = await machine.up(free_port, profile=PROFILE.alone(), as_json=False)
     assert (outcome["state"], outcome["step"], outcome["whole"]) == ("done", STEPS, True)
     assert not machine.servers
     said = capsys.readouterr().err

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from p2ptrain.compute import data
-from p2ptrain.compute.data import DataSpec, find_files, load_corpus, split_windows
+from p2ptrain.compute.data import DataSpec, load_corpus, split_windows
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConfigError, ResourceError, UserError
+from p2ptrain.core.text_files import find_files
 
 BYTES = Tokenizer.of_bytes()
 
