@@ -4,12 +4,14 @@ A closed socket reports a death at once and needs no detector. This one is for f
 cable, a stopped process, a host without power. A peer is dead if nothing was received from it for ``death_s``, and for
 at least three heartbeat intervals.
 
-Self-doubt. If this process's own event loop ran x seconds late (stopped, swapped out, or held up by a long callback),
-heartbeats may lie unread in its sockets. So the detector extends the deadline by x. The next sign of life restores the
-usual deadline.
+Only silence that this process could have broken counts. If its own event loop runs late (stopped, swapped out, held up
+by a long callback, or one of many on a busy machine), heartbeats may lie unread in its sockets. So each wait counts as
+long as it was planned, however long it took.
 """
 
 from __future__ import annotations
+
+LEAST_WAIT_S = 0.001  # a timer may fire a little early; the rest is no reason to spin
 
 
 def beat_defaults(rtt_ms: float) -> tuple[float, float]:
@@ -23,38 +25,39 @@ def beat_defaults(rtt_ms: float) -> tuple[float, float]:
 
 
 class FailureDetector:
-    """Watches one peer over one connection.
+    """Watches one peer. The owner waits ``wait_s`` for a sign of life, calls ``waited``, and begins again.
 
     Args:
         heartbeat_s: the peer's heartbeat interval.
         death_s: the silence after which it counts as dead.
-        now: counts as the first sign of life.
+
+    Attributes:
+        silent_s: the silence that counts so far.
     """
 
-    def __init__(self, *, heartbeat_s: float, death_s: float, now: float) -> None:
+    def __init__(self, *, heartbeat_s: float, death_s: float) -> None:
         if not 0 < heartbeat_s <= death_s:
             raise ValueError(f"invalid heartbeat_s {heartbeat_s}, death_s {death_s}: 0 < heartbeat_s <= death_s")
         self.heartbeat_s, self.death_s = heartbeat_s, death_s
-        self._last_heard = now
-        self._doubt_s = 0.0
+        self.silent_s = 0.0
+        self._heard_at = 0.0
 
-    def heard(self, now: float) -> None:
-        """Note a sign of life at ``now``. A time before the last one changes nothing."""
-        if now > self._last_heard:
-            self._last_heard = now
-            self._doubt_s = 0.0
+    @property
+    def wait_s(self) -> float:
+        return max(min(self.heartbeat_s, self._limit_s - self.silent_s), LEAST_WAIT_S)
 
-    def loop_late(self, late_s: float) -> None:
-        """Note that this process's event loop ran ``late_s`` late, so heartbeats may have arrived unread. Less than a
-        quarter of a heartbeat interval is normal for a busy loop and changes nothing."""
-        if late_s > self.heartbeat_s / 4:
-            self._doubt_s += late_s
+    def waited(self, planned_s: float, now: float, heard_at: float) -> bool:
+        """Note the end of a wait. Returns whether the peer counts as dead.
 
-    def silent_for(self, now: float) -> float:
-        return max(now - self._last_heard, 0.0)
+        Args:
+            planned_s: how long the wait was to take.
+            heard_at: time of the peer's last sign of life.
+        """
+        if heard_at > self._heard_at:
+            self._heard_at, self.silent_s = heard_at, 0.0
+        self.silent_s = min(self.silent_s + planned_s, max(now - heard_at, 0.0))
+        return self.silent_s >= self._limit_s
 
-    def next_deadline(self) -> float:
-        return self._last_heard + max(self.death_s, 3 * self.heartbeat_s) + self._doubt_s
-
-    def dead(self, now: float) -> bool:
-        return now >= self.next_deadline()
+    @property
+    def _limit_s(self) -> float:
+        return max(self.death_s, 3 * self.heartbeat_s)

@@ -258,9 +258,7 @@ class NeighbourLinks:
         """Start heartbeats and failure detection, when every member is known to be connected."""
         self._heartbeat_s = heartbeat_s
         for neighbour in self.neighbours:
-            self._detectors[neighbour] = FailureDetector(
-                heartbeat_s=heartbeat_s, death_s=death_s, now=self._clock.now()
-            )
+            self._detectors[neighbour] = FailureDetector(heartbeat_s=heartbeat_s, death_s=death_s)
         if self.neighbours:
             self._start(self._pulse(heartbeat_s))
 
@@ -299,27 +297,22 @@ class NeighbourLinks:
 
     async def _pulse(self, heartbeat_s: float) -> None:
         now = due = self._clock.now()
-        late_s = 0.0
         while True:
             if now >= due:
-                self._beat(now, late_s)
+                self._beat(now)
                 due = now + heartbeat_s
-            planned = min(due, *(detector.next_deadline() for detector in self._detectors.values()))
-            await asyncio.sleep(max(planned - now, 0.0))
+            planned_s = min(due - now, *(detector.wait_s for detector in self._detectors.values()))
+            await asyncio.sleep(planned_s)
             now = self._clock.now()
-            late_s = max(now - planned, 0.0)
             for neighbour, detector in self._detectors.items():
-                detector.heard(min(neighbour.last_heard, planned))
-                detector.loop_late(late_s)
-                detector.heard(neighbour.last_heard)  # a sign of life after the deadline ends the doubt
-                if detector.dead(now):
-                    silence = f"it sent no heartbeat for {detector.silent_for(now):.1f} s"
+                if detector.waited(planned_s, now, neighbour.last_heard):
+                    silence = f"it sent no heartbeat for {detector.silent_s:.1f} s"
                     self.give_up(neighbour, DeadlineExceeded(silence))
 
-    def _beat(self, now: float, late_s: float) -> None:
+    def _beat(self, now: float) -> None:
         self._beat_seq, self._beat_sent_at = self._beat_seq + 1, now
         progress, state = self._status()
-        beat = Heartbeat(self._beat_seq, progress, self._view.step, state, loop_lag_ms=late_s * 1e3)
+        beat = Heartbeat(self._beat_seq, progress, self._view.step, state)
         if self.right is not None:
             self.right.say(self.right.beat, beat, self._view.generation)
 

@@ -1,4 +1,4 @@
-"""A connection on which both sides send keep-alives, so that silence shows a dead peer."""
+"""Receiving from a peer whose silence shows that it is dead: one that sends heartbeats, or keep-alives (``Line``)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError
+from ring.detector import FailureDetector
 from wire.connection import Connection, Received
 from wire.handshake import Dialler, dial
 from wire.messages import Hello, KeepAlive, Message, Welcome
@@ -16,11 +17,6 @@ BEATS = 4
 """Number of keep-alives within the permitted silence."""
 QUIET_S = 10.0
 """Default of the permitted silence."""
-MARGIN_S = 0.001
-LATE = 8
-"""A check that is late by more than 1/``LATE`` of the permitted silence grants two more beats. Frames that came
-meanwhile are unread, and the other side may have been delayed too: loading a library stops the loop, and an overloaded
-machine delays all of its processes."""
 DIAL_S = 5.0
 SHORTEST_SILENCE_S, LONGEST_SILENCE_S = 0.1, 600.0
 """Bounds of the silence on which the two sides of a connection may agree."""
@@ -35,6 +31,24 @@ async def dial_worker(network: Dialler, host: str, port: int, peer_id: str, hell
     made, welcome = await dial(network, host, port, hello, timeout_s=DIAL_S, expect_peer=peer_id, expect_role="worker")
     made.tune_for_bulk()
     return made, welcome
+
+
+async def received_in_time(connection: Connection, detector: FailureDetector, who: str) -> Received:
+    """Receive the next message of a peer that the detector watches.
+
+    Raises:
+        DeadlineExceeded: the peer is dead, as the detector judges; the connection stays open.
+        ConnectionLost, ProtocolError, Refused: as ``Connection.receive``.
+    """
+    while True:
+        wait_s = detector.wait_s
+        try:
+            return await connection.receive(timeout_s=wait_s)
+        except DeadlineExceeded:
+            if connection.close_cause is not None:
+                raise
+        if detector.waited(wait_s, asyncio.get_running_loop().time(), connection.last_heard):
+            raise DeadlineExceeded(f"{who} was silent for {detector.silent_s:.1f} s")
 
 
 class Line:
@@ -52,6 +66,10 @@ class Line:
         self._now = asyncio.get_running_loop().time
         self._waiting: set[asyncio.Future[None]] = set()
         self._beats, self._beats_at = 0.0, self._now()
+
+    @property
+    def _interval_s(self) -> float:
+        return min(self.silence_s / BEATS, self._beat_s)
 
     @property
     def waits(self) -> bool:
@@ -93,16 +111,15 @@ class Line:
         return (await self.frame()).message
 
     async def frame(self) -> Received:
-        since = self._now()
+        detector = self._detector()
         while True:
-            patience_s = self._patience_s(since)
-            due = self._now() + patience_s
+            wait_s = detector.wait_s
             try:
-                received = await self.connection.receive(timeout_s=patience_s)
+                received = await self.connection.receive(timeout_s=wait_s)
             except DeadlineExceeded:
                 if self.connection.close_cause is not None:  # the connection ended, so this is its cause
                     raise
-                since = self._judged(since, due)
+                self._judge(detector, wait_s)
                 continue
             if not isinstance(received.message, KeepAlive):
                 return received
@@ -150,42 +167,33 @@ class Line:
 
     async def landed(self, waiting: asyncio.Future[T]) -> T:
         """Await a ``pending`` future. Raises as ``bulk``."""
-        began = since = self._now()
+        began, detector = self._now(), self._detector()
         while not waiting.done():
-            patience_s = self._patience_s(since)
-            due = self._now() + patience_s
-            await asyncio.wait([waiting], timeout=patience_s)
+            wait_s = detector.wait_s
+            await asyncio.wait([waiting], timeout=wait_s)
             if not waiting.done():
-                since = self._judged(since, due)
+                self._judge(detector, wait_s)
                 if self._now() - began > LONGEST_SILENCE_S:
                     problem = DeadlineExceeded(f"the awaited data did not arrive within {LONGEST_SILENCE_S:g} s")
                     self.connection.abort(problem)
                     raise problem
         return waiting.result()
 
-    def _silent_s(self, since: float) -> float:
-        return self._now() - max(self.connection.last_heard, since)
+    def _detector(self) -> FailureDetector:
+        return FailureDetector(heartbeat_s=self._interval_s, death_s=self.silence_s)
 
-    def _patience_s(self, since: float) -> float:
-        return min(max(self.silence_s - self._silent_s(since), MARGIN_S), self._beat_s)
-
-    def _judged(self, since: float, due: float) -> float:
-        """The time from which silence counts. Raises ``DeadlineExceeded`` if the other side was silent for too long.
-
-        ``due``: the time at which this check was planned.
-        """
-        if self._silent_s(since) < self.silence_s:
-            return since
-        if (now := self._now()) - due > self.silence_s / LATE:
-            return now - self.silence_s + 2 * self.silence_s / BEATS
-        problem = DeadlineExceeded(f"it sent nothing for {self.silence_s:.1f} s", remedy="check its network")
-        self.connection.abort(problem)
-        raise problem
+    def _judge(self, detector: FailureDetector, wait_s: float) -> None:
+        """Raises ``DeadlineExceeded`` if the other side was silent for too long."""
+        detector.heartbeat_s, detector.death_s = self._interval_s, self.silence_s
+        if detector.waited(wait_s, self._now(), self.connection.last_heard):
+            problem = DeadlineExceeded(f"it sent nothing for {detector.silent_s:.1f} s", remedy="check its network")
+            self.connection.abort(problem)
+            raise problem
 
     async def _beat(self) -> None:
         while True:
             said = self.connection.bytes_out
-            await asyncio.sleep(min(self.silence_s / BEATS, self._beat_s))
+            await asyncio.sleep(self._interval_s)
             if self.connection.bytes_out == said and not self.connection.unsent_bytes:
                 try:
                     self.connection.send(KeepAlive())

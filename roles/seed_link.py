@@ -21,10 +21,12 @@ from random import Random
 from typing import Any, NoReturn, TypeVar
 
 from p2ptrain.core.disk import Disk, write_atomic
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, Refused, StorageError
+from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused, StorageError
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.threads import Thread
 from p2ptrain.core.world import Clock, World
+from ring.detector import FailureDetector
+from roles.line import received_in_time
 from wire.client import PendingCalls
 from wire.connection import Connection
 from wire.enrol import LOOK_S, Member
@@ -219,6 +221,10 @@ class SeedLink:
                     raise
                 problems.append(problem)
                 continue
+            if not 0 < welcome.heartbeat_s <= welcome.death_s:
+                problems.append(ProtocolError(f"the seed at {place[0]}:{place[1]} sent invalid heartbeat times"))
+                connection.abort(problems[-1])
+                continue
             met = self._terms.get(welcome.cluster_id, 0)
             if met <= welcome.term < MAX_TERM:
                 self._met(place, welcome)
@@ -254,12 +260,13 @@ class SeedLink:
 
     async def _live(self, connection: Connection, welcome: Welcome) -> P2PTrainError:
         self._connection = connection
+        detector = FailureDetector(heartbeat_s=welcome.heartbeat_s, death_s=welcome.death_s)
         beats = asyncio.create_task(self._beat(connection, welcome.heartbeat_s), name="beats")
         try:
             self._on_up(welcome)
             await self._catch_up(connection, welcome.death_s)
             while True:
-                received = await connection.receive(timeout_s=welcome.death_s)
+                received = await received_in_time(connection, detector, "the seed")
                 if isinstance(received.message, HeartbeatAck):
                     seq, sent_at = self._beat_at
                     if seq == received.message.seq:
@@ -269,8 +276,6 @@ class SeedLink:
                     self._calls.answered(received.message)
                 else:
                     self._on_message(received.message)
-        except DeadlineExceeded:
-            return DeadlineExceeded(f"the seed was silent for {welcome.death_s:.0f} s")
         except P2PTrainError as problem:  # protocol errors too: a new connection may work
             return problem
         finally:
@@ -294,18 +299,15 @@ class SeedLink:
                 await connection.flush(timeout_s=timeout_s)
 
     async def _beat(self, connection: Connection, interval_s: float) -> None:
-        clock = self._world.clock
-        due, seq = clock.now(), 0
+        seq = 0
         while True:
-            lag_ms = max(0.0, clock.now() - due) * 1e3
             pulse = self._pulse()
             seq += 1
-            self._beat_at = seq, clock.now()
+            self._beat_at = seq, self._world.clock.now()
             try:
-                connection.send(Heartbeat(seq, pulse.progress, pulse.step, pulse.state, lag_ms, pulse.stats))
+                connection.send(Heartbeat(seq, pulse.progress, pulse.step, pulse.state, pulse.stats))
             except ConnectionLost:
                 return
-            due = clock.now() + interval_s
             await asyncio.sleep(interval_s)
 
 

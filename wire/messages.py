@@ -156,7 +156,6 @@ class Heartbeat(Message):
 
     Attributes:
         progress: grows with every micro-batch and sub-chunk handled; heartbeats without progress show a stuck peer.
-        loop_lag_ms: how late the peer's own event loop was.
         stats: figures for display: ``rtt_ms``, ``in_bps``, ``out_bps``, ``tokens_per_s``, ``memory_bytes``,
             ``memory_total_bytes``, ``gpu_load`` (0 to 1, absent without a GPU), ``compute_ms``, ``communicate_ms``,
             ``wait_ms``, ``compute_flops`` (absent until measured; 0 if it cannot be measured).
@@ -167,7 +166,6 @@ class Heartbeat(Message):
     progress: int
     step: int
     state: str
-    loop_lag_ms: float
     stats: dict[str, float] = field(default_factory=dict)
 
 

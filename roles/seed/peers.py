@@ -12,14 +12,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
 from p2ptrain.core.ids import is_id
-from p2ptrain.core.world import Clock
 from ring.coordination import STATUSES, Peer
 from ring.detector import FailureDetector, beat_defaults
 from ring.order import LinkQuality
 from ring.token import is_lineage
 from ring.view import View
+from roles.line import received_in_time
 from wire.address import format_address, is_loopback
 from wire.client import PendingCalls
 from wire.connection import Connection, Received, last_word
@@ -157,27 +157,9 @@ class Link:
         except ConnectionLost:
             return
 
-    async def receive(self, clock: Clock) -> Received:
-        """Receive the next message. If the seed's own check for silence is late, the peer is granted that time.
-
-        Raises:
-            DeadlineExceeded: the peer was silent for longer than its history allows.
-            ConnectionLost, ProtocolError: as ``Connection.receive``.
-        """
-        detector = self.detector
-        while True:
-            now = clock.now()
-            planned = min(detector.next_deadline(), now + detector.heartbeat_s)
-            try:
-                return await self.connection.receive(timeout_s=max(planned - now, 0.0))
-            except DeadlineExceeded:
-                if self.connection.close_cause is not None:
-                    raise
-            now = clock.now()
-            detector.heard(self.connection.last_heard)
-            detector.loop_late(now - planned)
-            if detector.dead(now):
-                raise DeadlineExceeded(f"{self.name} was silent for {detector.silent_for(now):.1f} s")
+    async def receive(self) -> Received:
+        """Receive the next message. Raises as ``received_in_time``."""
+        return await received_in_time(self.connection, self.detector, self.name)
 
     async def ask(self, method: str, params: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """Send a request and await the answer. Raises ``Refused``, ``DeadlineExceeded`` or ``ConnectionLost``."""

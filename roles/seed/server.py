@@ -277,7 +277,7 @@ class Seed:
         host = hello.host or connection.remote[0]
         clock, beats = self.world.clock, self.acceptor.beats_at(rtt_ms)
         now = clock.now()
-        detector = FailureDetector(heartbeat_s=beats[0], death_s=beats[1], now=now)
+        detector = FailureDetector(heartbeat_s=beats[0], death_s=beats[1])
         link = Link(connection, hello, host, hello.port, rtt_ms, clock.wall(), now, detector)
         old = self.links.get(link.id)
         if old is not None:
@@ -316,7 +316,7 @@ class Seed:
 
     async def _listen(self, link: Link) -> co.PeerLost:
         while True:
-            received = await link.receive(self.world.clock)
+            received = await link.receive()
             link.heard_at = self.world.clock.now()
             if isinstance(received.message, Leave):
                 return co.PeerLost(link.id, clipped(received.message.reason), left=True)
@@ -329,7 +329,6 @@ class Seed:
                 controller = self.controllers.get(link.job)
                 if link.beaten(message) and controller is not None and controller.stages > 1:
                     controller.post(co.PeerTold(controller.peer(link)))
-                link.detector.heard(link.heard_at)
                 link.connection.send(HeartbeatAck(message.seq))
                 self.subscriptions.touch("peers", link.id)
             case EventNotice():

@@ -8,55 +8,42 @@ from hypothesis import strategies as st
 
 from ring.detector import FailureDetector, beat_defaults
 
-seconds = st.floats(0, 100)
 
-
-def detector(*, now: float = 10.0) -> FailureDetector:
-    return FailureDetector(heartbeat_s=0.5, death_s=2.0, now=now)
+def detector() -> FailureDetector:
+    return FailureDetector(heartbeat_s=0.5, death_s=2.0)
 
 
 def test_silence_kills_at_the_deadline_and_not_before():
     watch = detector()
-    assert watch.next_deadline() == 12.0
-    assert not watch.dead(11.999)
-    assert watch.dead(12.0)
+    assert [watch.waited(watch.wait_s, now, 0.0) for now in (0.5, 1.0, 1.5)] == [False] * 3
+    assert watch.wait_s == 0.5
+    assert not watch.waited(0.4, 1.9, 0.0)
+    assert watch.wait_s == pytest.approx(0.1)
+    assert watch.waited(0.1, 2.0, 0.0)
 
 
 def test_every_sign_of_life_moves_the_deadline():
     watch = detector()
-    watch.heard(11.5)
-    assert watch.next_deadline() == 13.5
-    assert watch.silent_for(12.0) == 0.5
-    watch.heard(11.0)  # an older sign, told late
-    assert watch.next_deadline() == 13.5
+    for now, heard_at in ((0.5, 0.0), (1.0, 0.0), (1.5, 0.0), (2.0, 1.8), (22.5, 2.1)):
+        assert not watch.waited(0.5, now, heard_at)
+    assert watch.silent_s == 0.5
+    assert not watch.waited(0.5, 23.0, 22.9)
+    assert watch.silent_s == pytest.approx(0.1)
 
 
-def test_a_peer_whose_own_loop_was_late_doubts_itself_until_the_next_sign_of_life():
-    watch = detector()
-    watch.loop_late(0.12)  # the usual unrest of a loop
-    assert watch.next_deadline() == 12.0
-    watch.loop_late(20.0)  # asleep from 10 to 30: the beats lie unread
-    assert not watch.dead(30.0)
-    assert watch.dead(32.0)
-    watch.heard(30.0)
-    assert watch.next_deadline() == 32.0
-
-
-@given(st.lists(st.tuples(st.sampled_from(["heard", "late"]), seconds)))
-def test_two_beats_are_always_waited_for(events):
-    watch, last = detector(now=0.0), 0.0
-    for what, value in events:
-        if what == "late":
-            watch.loop_late(value)
-        else:
-            last += value
-            watch.heard(last)
-        assert last + 1.0 <= watch.next_deadline()
+@given(st.lists(st.tuples(st.floats(0.01, 0.5), st.floats(0, 100)), max_size=40))
+def test_time_in_which_the_own_loop_was_late_does_not_count(waits):
+    watch, now, planned_s = detector(), 10.0, 0.0
+    for wait_s, late_s in waits:
+        planned_s, now = planned_s + wait_s, now + wait_s + late_s
+        dead = watch.waited(wait_s, now, 10.0)
+        assert watch.silent_s == pytest.approx(planned_s)
+        assert dead == (watch.silent_s >= 2.0)
 
 
 def test_a_death_after_no_silence_is_refused():
     with pytest.raises(ValueError, match=r"death_s 0\.0: 0 < heartbeat_s"):
-        FailureDetector(heartbeat_s=0.5, death_s=0.0, now=0.0)
+        FailureDetector(heartbeat_s=0.5, death_s=0.0)
 
 
 def test_near_peers_are_judged_fast_and_far_ones_slowly():

@@ -108,7 +108,7 @@ def link_of(beats: list[dict[str, float]], **said: Any) -> Link:
     nothing: Any = None
     link = Link(nothing, hello, "h", 1, 0.0, 0.0, 0.0, nothing)
     for stats in beats:
-        link.beaten(Heartbeat(0, 0, 0, "idle", 0.0, stats))
+        link.beaten(Heartbeat(0, 0, 0, "idle", stats))
     return link
 
 
@@ -121,4 +121,4 @@ def test_what_a_worker_says_of_itself_is_checked() -> None:
     assert link_of([{}, {"compute_flops": 2e9}], gauges=True).flops == 2e9
     for wrong_s in (-1.0, float("inf"), float("nan")):
         assert link_of([{"compute_flops": wrong_s}], gauges=True).flops == 0.0
-    assert link_of([{"compute_flops": 1.0}]).beaten(Heartbeat(0, 0, 0, "idle", 0.0, {"compute_flops": 2.0}))
+    assert link_of([{"compute_flops": 1.0}]).beaten(Heartbeat(0, 0, 0, "idle", {"compute_flops": 2.0}))

@@ -118,7 +118,7 @@ class Worker:
 
     async def beaten(self, state: str = "training") -> None:
         """A beat, and its echo: all said before it has been read by then."""
-        self.say(Heartbeat(1, 1, 1, state, 0.0, {"tokens_per_s": 5.0, "memory_bytes": 7.0}))
+        self.say(Heartbeat(1, 1, 1, state, {"tokens_per_s": 5.0, "memory_bytes": 7.0}))
         await self.hear(HeartbeatAck)
 
     async def close(self) -> None:

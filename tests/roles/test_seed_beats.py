@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from p2ptrain.core.errors import DeadlineExceeded
-from p2ptrain.core.world import LoopClock
 from ring.detector import FailureDetector, beat_defaults
 from roles.seed.peers import Link, ring_beats
 from wire.connection import Received
@@ -30,7 +29,7 @@ class Quiet:
 
     def beat(self) -> None:
         self.last_heard = asyncio.get_running_loop().time()
-        self.inbox.put_nowait(Received(Heartbeat(1, 0, 0, "idle", 0.0), 0, 0))
+        self.inbox.put_nowait(Received(Heartbeat(1, 0, 0, "idle"), 0, 0))
 
     async def receive(self, *, timeout_s: float) -> Received:
         try:
@@ -42,7 +41,7 @@ class Quiet:
 
 def link(rtt_ms: float = 0.1, beats: tuple[float, float] | None = None) -> Link:
     heartbeat_s, death_s = beats or beat_defaults(rtt_ms)
-    detector = FailureDetector(heartbeat_s=heartbeat_s, death_s=death_s, now=0.0)
+    detector = FailureDetector(heartbeat_s=heartbeat_s, death_s=death_s)
     hello = local_hello(peer_id="a", name="a", roles=["worker"], purpose="peer")
     connection: Any = Quiet()
     return Link(connection, hello, "h", 1, rtt_ms, 0.0, 0.0, detector)
@@ -68,8 +67,7 @@ async def heard(of: Link) -> float:
     """Take messages until the worker counts as lost; when that was."""
     try:
         while True:
-            await of.receive(LoopClock())
-            of.detector.heard(of.connection.last_heard)
+            await of.receive()
     except DeadlineExceeded:
         return asyncio.get_running_loop().time()
 

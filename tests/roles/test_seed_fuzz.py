@@ -148,7 +148,7 @@ class Peer:
             message = dataclasses.replace(message, job=self.job)
         try:
             self.connection.send(message)
-            self.connection.send(Heartbeat(1, 1, 1, "training", 0.0, {}))
+            self.connection.send(Heartbeat(1, 1, 1, "training", {}))
             while not isinstance((await self.connection.receive(timeout_s=DEADLINE_S)).message, HeartbeatAck):
                 pass
         except ValueError:

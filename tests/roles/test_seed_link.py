@@ -8,7 +8,7 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import pytest
 
@@ -296,6 +296,23 @@ def test_a_seed_that_falls_silent_is_given_up_after_its_death_time() -> None:
             began = asyncio.get_running_loop().time()
             await here.downs.until()
             assert asyncio.get_running_loop().time() - began < 6
+        await seed.stop()
+
+    run_virtual(scenario())
+
+
+def test_a_worker_that_slept_itself_does_not_blame_the_seed() -> None:
+    async def scenario() -> None:
+        seed = FakeSeed(world())
+        await seed.start()
+        async with linked(seed) as here:
+            await seed.until(3, Heartbeat)
+            loop: Any = asyncio.get_running_loop()
+            for _ in range(20):
+                await asyncio.sleep(0.3)
+                loop._now += 20.0  # stopped: acknowledgements lie unread
+            await seed.until(30, Heartbeat)
+            assert not here.downs.items
         await seed.stop()
 
     run_virtual(scenario())

@@ -211,7 +211,7 @@ def test_no_worker_holds_a_part_twice_or_more_than_its_number() -> None:
 async def say(connection: Connection, message: Message) -> None:
     """Say it, and wait until it was heard."""
     connection.send(message)
-    connection.send(Heartbeat(1, 0, 0, "idle", 0.0, {}))
+    connection.send(Heartbeat(1, 0, 0, "idle", {}))
     while not isinstance((await connection.receive(timeout_s=DEADLINE_S)).message, HeartbeatAck):
         pass
 
