@@ -7,10 +7,16 @@ at least three heartbeat intervals.
 Only silence that this process could have broken counts. If its own event loop runs late (stopped, swapped out, held up
 by a long callback, or one of many on a busy machine), heartbeats may lie unread in its sockets. So each wait counts as
 long as it was planned, however long it took.
+
+A peer may run late, too: its heartbeats lag while it loads libraries, or is one of many processes on a busy machine. So
+a peer that was silent for longer than its heartbeat interval before, and lived, is granted more, for a while.
 """
 
 from __future__ import annotations
 
+LATE_FACTOR, MOST_FACTOR = 2, 3
+"""A peer is granted ``LATE_FACTOR`` times its recent lateness, and ``MOST_FACTOR`` times the usual silence in all."""
+FORGET = 0.98  # share of the known lateness that is left after each sign of life: about 15 s at 4 a second
 LEAST_WAIT_S = 0.001  # a timer may fire a little early; the rest is no reason to spin
 
 
@@ -30,17 +36,19 @@ class FailureDetector:
     Args:
         heartbeat_s: the peer's heartbeat interval.
         death_s: the silence after which it counts as dead.
+        late_s: lateness to assume before any is known; a newcomer loads libraries.
 
     Attributes:
         silent_s: the silence that counts so far.
+        late_s: how late the peer was lately.
     """
 
-    def __init__(self, *, heartbeat_s: float, death_s: float) -> None:
+    def __init__(self, *, heartbeat_s: float, death_s: float, late_s: float = 0.0) -> None:
         if not 0 < heartbeat_s <= death_s:
             raise ValueError(f"invalid heartbeat_s {heartbeat_s}, death_s {death_s}: 0 < heartbeat_s <= death_s")
         self.heartbeat_s, self.death_s = heartbeat_s, death_s
         self.silent_s = 0.0
-        self._heard_at = 0.0
+        self._heard_at, self.late_s = 0.0, late_s
 
     @property
     def wait_s(self) -> float:
@@ -54,10 +62,12 @@ class FailureDetector:
             heard_at: time of the peer's last sign of life.
         """
         if heard_at > self._heard_at:
+            self.late_s = max(FORGET * self.late_s, self.silent_s - self.heartbeat_s)
             self._heard_at, self.silent_s = heard_at, 0.0
         self.silent_s = min(self.silent_s + planned_s, max(now - heard_at, 0.0))
         return self.silent_s >= self._limit_s
 
     @property
     def _limit_s(self) -> float:
-        return max(self.death_s, 3 * self.heartbeat_s)
+        usual_s = max(self.death_s, 3 * self.heartbeat_s)
+        return min(usual_s + LATE_FACTOR * self.late_s, MOST_FACTOR * usual_s)

@@ -46,7 +46,7 @@ async def received_in_time(connection: Connection, detector: FailureDetector, wh
             return await connection.receive(timeout_s=wait_s)
         except DeadlineExceeded:
             if connection.close_cause is not None:
-                raise
+                raise connection.close_cause.with_traceback(None) from None
         if detector.waited(wait_s, asyncio.get_running_loop().time(), connection.last_heard):
             raise DeadlineExceeded(f"{who} was silent for {detector.silent_s:.1f} s")
 

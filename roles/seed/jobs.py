@@ -415,6 +415,7 @@ class JobController:
         # Neighbours must agree on the beats.
         view = replace(view, heartbeat_s=heartbeat_s, death_s=death_s, ledger_step=ledger_step)
         for link in links:
+            link.detector.late_s = 0.0  # it has loaded its libraries; what it does next is learned anew
             self._say(link.id, announced_to(link.host, view))
         seed.subscriptions.touch("peers", *(member.peer_id for member in view.members))
         seed.survey.view_began(self.id, [member.peer_id for member in view.members])

@@ -277,7 +277,7 @@ class Seed:
         host = hello.host or connection.remote[0]
         clock, beats = self.world.clock, self.acceptor.beats_at(rtt_ms)
         now = clock.now()
-        detector = FailureDetector(heartbeat_s=beats[0], death_s=beats[1])
+        detector = FailureDetector(heartbeat_s=beats[0], death_s=beats[1], late_s=beats[1])
         link = Link(connection, hello, host, hello.port, rtt_ms, clock.wall(), now, detector)
         old = self.links.get(link.id)
         if old is not None:

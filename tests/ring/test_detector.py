@@ -41,6 +41,28 @@ def test_time_in_which_the_own_loop_was_late_does_not_count(waits):
         assert dead == (watch.silent_s >= 2.0)
 
 
+def test_a_peer_that_was_late_before_is_granted_more_for_a_while():
+    watch = detector()
+    for now in (0.5, 1.0, 1.5):  # it comes a second late
+        assert not watch.waited(0.5, now, 0.0)
+    assert not watch.waited(0.5, 2.0, 1.9)
+    assert silence_until_death(watch, 1.9) == pytest.approx(2.0 + 2 * 1.0)
+    watch = detector()
+    for number in range(1, 200):
+        assert not watch.waited(0.5, 4.0 * number, 4.0 * number - (1.9 if number == 1 else 0.1))
+    assert silence_until_death(watch, 795.9) == pytest.approx(2.0, abs=0.05)
+
+
+def silence_until_death(watch: FailureDetector, heard_at: float) -> float:
+    now = heard_at
+    for _ in range(100):
+        wait_s = watch.wait_s
+        now += wait_s
+        if watch.waited(wait_s, now, heard_at):
+            return now - heard_at
+    raise AssertionError("it never dies")
+
+
 def test_a_death_after_no_silence_is_refused():
     with pytest.raises(ValueError, match=r"death_s 0\.0: 0 < heartbeat_s"):
         FailureDetector(heartbeat_s=0.5, death_s=0.0)
