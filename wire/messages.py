@@ -135,6 +135,7 @@ class RefusalCode(StrEnum):
     CERTIFICATE_EXPIRED = "certificate-expired"
     CERTIFICATE_UNTRUSTED = "certificate-untrusted"
     STALE_TERM = "stale-term"
+    UNKNOWN_JOB = "unknown-job"
 
 
 @dataclass(frozen=True, slots=True)

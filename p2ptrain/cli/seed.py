@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
@@ -161,6 +162,7 @@ async def _serve(
             encryption=Encryption(shown_host(host), tickets.append) if encrypted else None,
             backup_dir=backup_dir,
             on_ready=address.set_result,
+            on_alarm=partial(console.event, "error"),
             stop=stop,
         ),
         name="serve",

@@ -30,7 +30,7 @@ from p2ptrain.core.world import Clock, World
 from ring.coordination import ENDED
 from roles.seed.authority import Authority, keep_files
 from roles.seed.server import Seed, cluster_id
-from roles.seed.store import FILE_NAME, SCHEMA_VERSION, TERM_FACT, Records, Store
+from roles.seed.store import FILE_NAME, SCHEMA_VERSION, TERM_FACT, Records, Store, file_of
 from wire.address import Ticket, format_address
 from wire.credentials import Credentials
 from wire.enrol import until_half_life
@@ -41,6 +41,8 @@ from wire.tls import TlsNetwork
 COPY_NAME = "seed-backup.sqlite3"
 COPIED_FACT = "copied-at"
 EVERY_S = 60.0
+LOOK_S = 1.0
+"""How often a seed looks whether its directory is still there."""
 
 
 def copied(records: Records, files: dict[str, bytes], wall: float) -> bytes:
@@ -50,12 +52,7 @@ def copied(records: Records, files: dict[str, bytes], wall: float) -> bytes:
         copy.execute("CREATE TABLE authority (name TEXT PRIMARY KEY, data BLOB NOT NULL)")
         copy.executemany("INSERT INTO authority VALUES (?, ?)", files.items())
         copy.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (COPIED_FACT, str(wall)))
-        return _file_of(copy)
-
-
-def _file_of(database: sqlite3.Connection) -> bytes:
-    data = database.serialize()
-    return data[:18] + b"\1\1" + data[20:]  # bytes 18 and 19 say: no write-ahead log
+        return file_of(copy)
 
 
 class Backup:
@@ -133,11 +130,11 @@ def restore(disk: Disk, directory: Path, state_dir: Path) -> Restored:
     data = disk.read(directory / COPY_NAME, max_bytes=16 << 30)
     with _opened(directory / COPY_NAME, data) as copy:
         found = Restored(*_begin_term(copy))
-        keep_copy(disk, directory, _file_of(copy))  # first, so that another restore begins a higher term still
+        keep_copy(disk, directory, file_of(copy))  # first, so that another restore begins a higher term still
         files = dict(copy.execute("SELECT name, data FROM authority"))
         copy.execute("DROP TABLE authority")
         keep_files(disk, state_dir / "authority", files) if files else None
-        write_atomic(disk, state_dir / FILE_NAME, _file_of(copy), private=True)
+        write_atomic(disk, state_dir / FILE_NAME, file_of(copy), private=True)
     return found
 
 
@@ -180,6 +177,31 @@ def _opened(path: Path, data: bytes) -> Iterator[sqlite3.Connection]:
             raise damaged from error
 
 
+async def _keep_directory(
+    world: World, seed: Seed, store: Store, directory: Path, authority: Authority | None, address: tuple[str, int]
+) -> None:
+    """Write the seed's directory again whenever it was removed, until cancelled."""
+    written = True
+    while True:
+        await asyncio.sleep(LOOK_S)
+        if world.disk.is_dir(directory) and written:
+            continue
+        try:
+            await store.write_again(world.disk, directory)
+            if authority is not None:
+                await asyncio.to_thread(keep_files, world.disk, directory / "authority", authority.files())
+                await seed.gate.opened(address)
+        except P2PTrainError as problem:
+            if written:
+                text = f"{directory} was removed, and cannot be written again: {problem.message}"
+                seed.alarm("state", f"{text}; the records will be lost when this seed stops. {problem.remedy}")
+            written = False
+        else:
+            text = f"{directory} was removed while the seed runs. It was written again, with all records and jobs"
+            seed.alarm("state", f"{text}. To begin anew, stop the seed and its workers before you remove it")
+            written = True
+
+
 @dataclass(frozen=True, slots=True)
 class Encryption:
     """Further options of an encrypted seed.
@@ -211,6 +233,7 @@ async def run_seed(
     encryption: Encryption | None = None,
     backup_dir: Path | None = None,
     on_ready: Callable[[tuple[str, int]], None],
+    on_alarm: Callable[[str], None] = lambda text: None,
     stop: asyncio.Event,
 ) -> None:
     """Run a seed until ``stop`` is set. Then it tells its peers, writes what is left, and ends within about a second.
@@ -221,6 +244,7 @@ async def run_seed(
         encryption: None for a plain seed on the loopback.
         backup_dir: where a backup is kept up to date; None for no backup.
         on_ready: called with the address that the seed listens on.
+        on_alarm: called with what the person at this machine has to know at once.
 
     Raises:
         UserError: the address or the directory is in use.
@@ -245,6 +269,7 @@ async def run_seed(
         seed = await Seed.open(
             world, store, name=name, beats=(heartbeat_s, death_s), authority=authority, ticket_host=ticket_host
         )
+        seed.on_alarm = on_alarm
         backup: Backup | None = None
         if backup_dir is not None:
             told = partial(seed.note, "error", "backup")
@@ -261,6 +286,7 @@ async def run_seed(
                 ticket = await seed.gate.opened(server.address)
             if encryption is not None and ticket is not None:
                 encryption.on_ticket(ticket)
+            beside.append(partial(_keep_directory, world, seed, store, state_dir, authority, server.address))
             await _until(stop, seed, beside, server, on_ready)
             if backup is not None:
                 await backup.write()

@@ -87,6 +87,7 @@ class Acceptor:
         self.host = "127.0.0.1"
         self.measured: WeakKeyDictionary[Connection, float] = WeakKeyDictionary()
         self.operators: set[Connection] = set()
+        self._foreign_jobs: set[str] = set()  # of which people were told
         self._seed, self._beats = seed, beats
 
     async def decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
@@ -111,6 +112,8 @@ class Acceptor:
     async def _decide_peer(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
         check_hello(hello)
         check_role(hello)
+        if hello.job and hello.cluster not in ("", self._seed.cluster_id):
+            return self._refuse_foreign(hello)
         host = hello.host or connection.remote[0]
         old = self._seed.links.get(hello.peer_id)
         if old is not None and not self._is_replaced(old, host, hello.port):
@@ -137,6 +140,16 @@ class Acceptor:
 
     def beats_at(self, rtt_ms: float) -> tuple[float, float]:
         return self._beats if self._beats[0] > 0 else beat_defaults(rtt_ms)
+
+    def _refuse_foreign(self, hello: Hello) -> Refuse:
+        """Refuse a worker that holds a job of another cluster: here the job would be over, and the worker drop it."""
+        name, job = hello.name[:NAME_CHARS], hello.job[:64]
+        text = f"{name} works on job {job} of cluster {hello.cluster[:64]}, whose records are not here"
+        remedy = "restore them (p2ptrain seed --restore DIR), or stop the worker and join again, which gives the job up"
+        if job not in self._foreign_jobs and len(self._foreign_jobs) < MAX_PEERS:
+            self._foreign_jobs.add(job)
+            self._seed.alarm("foreign-job", clipped(f"{text}. The worker is refused, and trains on: {remedy}"))
+        return Refuse(RefusalCode.UNKNOWN_JOB, text, remedy)
 
     def _is_replaced(self, old: Link, host: str, port: int) -> bool:
         silent_s = self._seed.world.clock.now() - old.connection.last_heard
@@ -211,6 +224,7 @@ class Seed:
         self.survey = Survey(world.clock, self.links, self._measured_links)
         self.minted_below = term << TERM_BITS  # generations up to this one may be of an earlier term
         self.copy_soon: Callable[[], None] = lambda: None  # asks for a backup
+        self.on_alarm: Callable[[str], None] = lambda text: None
 
     @classmethod
     async def open(
@@ -254,6 +268,11 @@ class Seed:
                 say(connection, last_word)
 
     # ------------------------------------------------------------------------------------------------------ connections
+
+    def alarm(self, kind: str, text: str) -> None:
+        """Note an error, and tell the person at this machine."""
+        self.note("error", kind, text, "", "")
+        self.on_alarm(text)
 
     async def serve(self, connection: Connection, hello: Hello) -> None:
         if hello.purpose == "peer":

@@ -21,12 +21,12 @@ import dataclasses
 import json
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from p2ptrain.core.disk import Disk, Lock, RealDisk
+from p2ptrain.core.disk import Disk, Lock, RealDisk, write_atomic
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.threads import RealThreads, Thread, Threads
 from ring.view import View
@@ -44,7 +44,7 @@ FLUSH_S = 0.2
 MAX_PENDING = 4096
 """Rows that may wait to be written. A sender of more rows waits for the disk."""
 SCHEMA_VERSION = 1
-FILE_NAME = "seed.sqlite3"
+FILE_NAME, LOCK_NAME = "seed.sqlite3", "seed.lock"
 TERM_FACT = "term"
 
 P = ParamSpec("P")
@@ -334,6 +334,11 @@ class Records:
                 raise
 
 
+def file_of(database: sqlite3.Connection) -> bytes:
+    data = database.serialize()
+    return data[:18] + b"\1\1" + data[20:]  # bytes 18 and 19 say: no write-ahead log
+
+
 class Store:
     """The event loop's interface to ``Records``. Created by ``open``."""
 
@@ -350,7 +355,7 @@ class Store:
         Raises ``UserError`` if another seed uses it, and ``StorageError``.
         """
         disk.make_dir(directory)
-        lock = disk.try_lock(directory / "seed.lock")
+        lock = disk.try_lock(directory / LOCK_NAME)
         if lock is None:
             text = f"another seed is running on {directory}"
             raise UserError(text, remedy="stop it, or give this one another directory with --state")
@@ -375,6 +380,24 @@ class Store:
             return method(self._records, *args, **kwargs)
 
         return await self._thread.submit(run)
+
+    async def write_again(self, disk: Disk, directory: Path) -> None:
+        """Go on in a new file with the same records: ``directory`` was removed. Raises ``StorageError``."""
+
+        def write(records: Records) -> None:
+            with closing(sqlite3.connect(":memory:", isolation_level=None)) as copy:
+                records.backup_to(copy)
+                data = file_of(copy)
+            disk.make_dir(directory)
+            disk.set_mode(directory, 0o700)
+            write_atomic(disk, directory / FILE_NAME, data, private=True)
+            records.close()  # now: it removes files by their names
+            self._records = Records(directory / FILE_NAME, disk)
+
+        await self.call(write)
+        if (lock := disk.try_lock(directory / LOCK_NAME)) is not None:
+            self._lock.close()
+            self._lock = lock
 
     def add(self, row: Row | PeerRecord) -> None:
         """Queue a row to be written soon. If ``crowded``, the caller should await ``flush``."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import shutil
 import sqlite3
 from pathlib import Path
 
 import pytest
 
+from configs.loader import load
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.world import World, real_world
@@ -17,6 +19,7 @@ from roles.seed.authority import Authority
 from roles.seed.run import COPY_NAME, Backup, keep_copy, restore
 from roles.seed.store import JobRecord, Records, Store
 from roles.sim.machine import Died, MachineDisk, Process
+from tests.roles.in_process import Cluster
 from wire.memory import MemoryNetwork
 
 JOB = JobRecord("j1", "first", "tiny", "sync", 2, 4, 100, 3, 5.0)
@@ -104,3 +107,41 @@ async def test_a_copy_that_cannot_be_written_is_told_of_once(tmp_path: Path) -> 
     backup.close()
     await store.close()
     assert isinstance(world.disk, RealDisk)
+
+
+async def told(cluster: Cluster, kind: str) -> str:
+    async with asyncio.timeout(60):
+        while True:
+            events = (await cluster.ask("events.list"))["events"]
+            if found := [event["text"] for event in events if event["kind"] == kind]:
+                return str(found[0])
+            await asyncio.sleep(0.1)
+
+
+async def test_a_seed_whose_directory_is_removed_writes_it_again_and_says_so(cluster: Cluster, tmp_path: Path) -> None:
+    made = load("tiny", {}, ["job.steps=3000", "job.workers=2", "validation.every=0"]).profile
+    for _ in range(2):
+        cluster.join()
+    job = await cluster.create(made)
+    await cluster.job_until(job, lambda item: item["step"] >= 5)
+    shutil.rmtree(tmp_path / "seed")
+    assert "was removed while the seed runs" in await told(cluster, "state")
+    before = await cluster.job_until(job, lambda item: item["step"] >= 20)
+    await cluster.restart_seed()
+    assert [item["id"] for item in (await cluster.ask("jobs.list"))["jobs"]] == [job]
+    await cluster.job_until(job, lambda item: item["step"] > before["step"] and item["state"] == "running")
+
+
+async def test_a_seed_that_lost_its_records_leaves_the_unfinished_job_to_its_workers(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    made = load("tiny", {}, ["job.steps=3000", "job.workers=2", "validation.every=0"]).profile
+    workers = [cluster.join() for _ in range(2)]
+    job = await cluster.create(made)
+    await cluster.job_until(job, lambda item: item["step"] >= 5)
+    await cluster.stop_seed()
+    shutil.rmtree(tmp_path / "seed")
+    await cluster.start_seed(cluster.address[1])
+    assert f"job {job} of cluster" in await told(cluster, "foreign-job")
+    assert [peer.worker._runner.job for peer in workers] == [job, job]
+    assert (await cluster.ask("peers.list"))["peers"] == []
