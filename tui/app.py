@@ -333,7 +333,9 @@ class P2PTrainApp(App[bool]):
         self.push_screen(HelpScreen(self.palette))
 
     def action_leave(self) -> None:
-        self.exit(message=f"The cluster goes on. Look again: p2ptrain tui {self.source.address}")
+        cluster = self.source.store.cluster
+        where = cluster.address if cluster and cluster.address else self.source.address
+        self.exit(message=f"The cluster goes on. Look again: p2ptrain tui {where}")
 
     def tell(self, level: str, title: str, text: str) -> None:
         """Show a message of the code that runs the app. It stays until a click removes it, since nobody may be looking

@@ -31,7 +31,7 @@ from ring.coordination import ENDED
 from roles.seed.authority import Authority, keep_files
 from roles.seed.server import Seed, cluster_id
 from roles.seed.store import FILE_NAME, SCHEMA_VERSION, TERM_FACT, Records, Store, file_of
-from wire.address import Ticket, format_address
+from wire.address import Ticket
 from wire.credentials import Credentials
 from wire.enrol import until_half_life
 from wire.handshake import Refusals, Server, serve
@@ -310,7 +310,7 @@ async def _until(
             work = tasks.create_task(_work(seed, beside, server.address))
             how = ", encrypted" if seed.gate.encrypted else ""
             seed.event_log.note(
-                "info", "seed-started", f"the seed listens on {format_address(*server.address)}{how}", "", ""
+                "info", "seed-started", f"the seed listens on {seed.address_to_dial(server.address)}{how}", "", ""
             )
             on_ready(server.address)
             await stop.wait()

@@ -252,12 +252,15 @@ class Seed:
         self._tasks = tasks
         self.survey.start(tasks)
         self.checkpoints.start(tasks)
-        self.acceptor.host = address[0]
-        self._address = format_address(self.gate.host if address[0] in EVERYWHERE else address[0], address[1])
+        self._address, self.acceptor.host = self.address_to_dial(address), address[0]
         for controller in self.controllers.values():
             tasks.create_task(controller.run(), name=f"job {controller.id}")
         tasks.create_task(self.store.run(), name="store")
         tasks.create_task(self._age(), name="ages")
+
+    def address_to_dial(self, address: tuple[str, int]) -> str:
+        """The address for other machines of a seed that listens on ``address``."""
+        return format_address(self.gate.host if address[0] in EVERYWHERE else address[0], address[1])
 
     def stop(self) -> None:
         """Tell all connected peers and operators that the seed stops. Workers train on and look for it again."""

@@ -11,6 +11,7 @@ from p2ptrain.cli import up_cluster
 from p2ptrain.cli.placement import local_plan, prediction, short
 from p2ptrain.core.errors import Refused, ResourceError
 from ring.training_costs import shape_untrusted
+from wire.records import ClusterInfo
 
 from .conftest import Command
 
@@ -69,7 +70,9 @@ def test_what_does_not_fit_is_refused_and_not_made(command: Command, fake_seed: 
 def test_workers_that_are_not_here_yet_are_no_reason_to_refuse_a_job(command: Command, fake_seed: Any) -> None:
     fake_seed.answers |= {"jobs.plan": Refused("too-few", "1 of 2 are free"), "jobs.create": {"job": "3f9a"}}
     outcome = command("jobs", "create", *SPLIT)
-    assert (outcome.code, outcome.out, outcome.err) == (0, "3f9a\n", "no plan yet: 1 of 2 are free\n")
+    assert (outcome.code, outcome.out, outcome.err) == (
+        0, "3f9a\n", "no plan yet: 1 of 2 are free\nwatch it with: p2ptrain jobs watch 3f9a\n",
+    )  # fmt: skip
     assert command("jobs", "create", *SPLIT, "--dry-run").code == 4
 
 
@@ -78,9 +81,11 @@ def test_where_there_is_nothing_to_plan_it_says_so(command: Command, fake_seed: 
     outcome = command("jobs", "create", "--dry-run")
     assert outcome.code == 2
     assert "not split" in outcome.err
+    elsewhere = ClusterInfo("c", "attic", "0", "192.168.1.20:7337", 0.0, 0, 0)
+    fake_seed.answers["cluster.info"] = {"cluster": elsewhere.to_map()}
     away = (*SPLIT, "--set", "model.path=/nowhere")
     assert "not known here" in command("jobs", "create", *away, "--dry-run").err
-    assert not fake_seed.asked
+    assert {method for method, _ in fake_seed.asked} == {"cluster.info"}
     assert command("jobs", "create", *away).err.startswith("no plan: the sizes of the model at /nowhere")
     assert "shape" not in fake_seed.asked[-1][1]
 
