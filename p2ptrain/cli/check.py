@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from p2ptrain.cli.output import human_time, print_json, printable
+from p2ptrain.cli.running import default_state_dir
 from p2ptrain.cli.runtime import (
     CONNECT_TIMEOUT_S,
     DEFAULT_SEED,
@@ -23,7 +24,6 @@ from p2ptrain.cli.runtime import (
     SEED_VARIABLE,
     JsonOption,
     connect_operator,
-    default_state_dir,
     operator_name,
     run,
 )

@@ -12,13 +12,13 @@ import typer
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.inputs import DownloadOption
 from p2ptrain.cli.output import step_line
+from p2ptrain.cli.running import default_state_dir
 from p2ptrain.cli.runtime import (
     DEFAULT_SEED,
     SEED_HELP,
     SEED_VARIABLE,
     STATE_DEFAULT,
     check_one_of,
-    default_state_dir,
     is_name,
     is_text,
     run,

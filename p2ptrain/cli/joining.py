@@ -133,7 +133,7 @@ async def stay(joining: Joining, make: Make) -> None:
     """
     from p2ptrain.cli.access import MENDED_BY_A_TICKET, Caller, reach_one, shown_address
     from p2ptrain.cli.output import human_seconds
-    from p2ptrain.cli.runtime import default_state_dir
+    from p2ptrain.cli.running import default_state_dir
     from p2ptrain.cli.stopping import stoppable, unless_stopped
     from p2ptrain.core.disk import RealDisk
     from p2ptrain.core.errors import P2PTrainError, Refused

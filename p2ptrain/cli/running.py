@@ -25,6 +25,13 @@ class RunningSeed:
     state: Path
 
 
+def default_state_dir() -> Path:
+    """Where this operating system keeps the state of a program."""
+    from platformdirs import user_state_path
+
+    return user_state_path("p2ptrain", appauthor=False)
+
+
 @contextmanager
 def announced(address: tuple[str, int], state: Path) -> Iterator[None]:
     """Let commands of this user find the seed of this process, within the block."""
@@ -91,8 +98,6 @@ def _listed(seeds: list[RunningSeed]) -> str:
 
 
 def _directory() -> Path:
-    from p2ptrain.cli.runtime import default_state_dir
-
     return default_state_dir() / "running"
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from p2ptrain.cli.running import default_state_dir
+
 if TYPE_CHECKING:
     from p2ptrain.cli.access import Access
     from wire.client import SeedClient
@@ -63,13 +65,6 @@ def _loop_factory(children: bool) -> Callable[[], asyncio.AbstractEventLoop] | N
         return asyncio.SelectorEventLoop if sys.platform == "win32" and not children else None
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory
-
-
-def default_state_dir() -> Path:
-    """Where this operating system keeps the state of a program."""
-    from platformdirs import user_state_path
-
-    return user_state_path("p2ptrain", appauthor=False)
 
 
 async def operator_access(seed: str | tuple[str, int], *, state: Path | None = None, afresh: bool = False) -> Access:

@@ -14,12 +14,11 @@ import typer
 
 from p2ptrain.cli.access import shown_host
 from p2ptrain.cli.output import Console
-from p2ptrain.cli.running import announced
+from p2ptrain.cli.running import announced, default_state_dir
 from p2ptrain.cli.runtime import (
     DEFAULT_PORT,
     STATE_DEFAULT,
     SetOption,
-    default_state_dir,
     is_name,
     operator,
     operator_name,

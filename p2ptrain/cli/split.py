@@ -15,7 +15,8 @@ import typer
 from p2ptrain.cli.model_sizes import ModelLayout, check_splits, config_text, model_layout
 from p2ptrain.cli.output import Console, print_json, print_table
 from p2ptrain.cli.placement import placement_map, print_placement
-from p2ptrain.cli.runtime import default_state_dir, open_operator, operator_name
+from p2ptrain.cli.running import default_state_dir
+from p2ptrain.cli.runtime import open_operator, operator_name
 from p2ptrain.cli.text_options import SplitOptions
 from p2ptrain.compute.text import TEXT_FILES, ModelText
 from p2ptrain.core.activations import IDS, activation_bytes

@@ -10,7 +10,7 @@ import typer
 
 from p2ptrain.cli.inputs import DownloadOption, checked
 from p2ptrain.cli.local_cluster import LOOPBACK, free_port, is_free
-from p2ptrain.cli.running import announced
+from p2ptrain.cli.running import announced, default_state_dir
 from p2ptrain.cli.runtime import (
     DEFAULT_PORT,
     STATE_DEFAULT,
@@ -19,7 +19,6 @@ from p2ptrain.cli.runtime import (
     SetOption,
     WorkersOption,
     at_terminal,
-    default_state_dir,
     run,
 )
 from p2ptrain.cli.text_options import CheckpointOption, DtypeOption, check_dtype, newest_in

@@ -21,10 +21,10 @@ import typer
 from p2ptrain.cli.local_cluster import LOOPBACK, Child, LocalCluster, end_all
 from p2ptrain.cli.output import Console, number, print_json, print_pairs
 from p2ptrain.cli.runtime import DEFAULT_PORT
-from p2ptrain.cli.watch import JobProgress
+from p2ptrain.cli.watch import JobProgress, Summary, newest_saved, summed_up
 from p2ptrain.core.errors import ConnectionLost, JobFailed, P2PTrainError, ProtocolError, UserError
 from wire.address import format_address
-from wire.records import FINISHED_STATES, CheckpointInfo, EventInfo, JobInfo, PeerInfo
+from wire.records import FINISHED_STATES, EventInfo, JobInfo, PeerInfo
 
 if TYPE_CHECKING:
     from configs.schema import Profile
@@ -36,8 +36,6 @@ DRAFTER, VERIFIER = "drafter", "verifier"
 SAVE_S, SAVE_LOOK_S = 60.0, 0.1
 """How long an interrupted run may take to save its state, and how often to look."""
 _UNDER_WAY = ("running", "forming")
-
-Summary = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,27 +475,6 @@ def _alike(spec: str, profile: Profile) -> bool:
     except ProtocolError:
         return False  # of another version
     return found.model_copy(update={"job": found.job.model_copy(update={"workers": profile.job.workers})}) == profile
-
-
-async def newest_saved(client: SeedClient, job: str) -> CheckpointInfo | None:
-    """The job's newest checkpoint, preferably of the whole model. Raises ``P2PTrainError``."""
-    return max(await client.checkpoints(job), key=lambda item: (item.stage is None, item.step), default=None)
-
-
-def summed_up(job: str, shown: JobInfo | None, newest: CheckpointInfo | None) -> Summary:
-    return {
-        "job": job,
-        "state": shown.state if shown else None,
-        "reason": shown.reason if shown else "",
-        "step": shown.step if shown else None,
-        "steps": shown.steps_total if shown else None,
-        "loss": shown.loss if shown else None,
-        "val_loss": shown.val_loss if shown else None,
-        "tokens": shown.tokens_total if shown else None,
-        "seconds": shown.trained_s if shown else 0.0,
-        "checkpoint": newest.path if newest else None,
-        "whole": newest is not None and newest.stage is None,
-    }
 
 
 def check_whole(role: str, summary: Summary) -> None:

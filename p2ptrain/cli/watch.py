@@ -21,6 +21,9 @@ AGAIN_S = 1.0
 PAGE = 200
 
 
+Summary = dict[str, Any]
+
+
 class JobProgress:
     """Prints the steps of one job that follow ``info``.
 
@@ -57,8 +60,6 @@ async def watched(seed: str, job: str, console: Console) -> dict[str, Any]:
 
     Raises ``P2PTrainError`` if there is no such job, or no seed when this begins.
     """
-    from p2ptrain.cli.up_cluster import newest_saved, summed_up
-
     followed: JobProgress | None = None
     while True:
         try:
@@ -97,3 +98,24 @@ async def metrics_of(client: SeedClient, job: str) -> AsyncIterator[MetricRow]:
         for row in page:
             yield row
         after = page[-1].step
+
+
+async def newest_saved(client: SeedClient, job: str) -> CheckpointInfo | None:
+    """The job's newest checkpoint, preferably of the whole model. Raises ``P2PTrainError``."""
+    return max(await client.checkpoints(job), key=lambda item: (item.stage is None, item.step), default=None)
+
+
+def summed_up(job: str, shown: JobInfo | None, newest: CheckpointInfo | None) -> Summary:
+    return {
+        "job": job,
+        "state": shown.state if shown else None,
+        "reason": shown.reason if shown else "",
+        "step": shown.step if shown else None,
+        "steps": shown.steps_total if shown else None,
+        "loss": shown.loss if shown else None,
+        "val_loss": shown.val_loss if shown else None,
+        "tokens": shown.tokens_total if shown else None,
+        "seconds": shown.trained_s if shown else 0.0,
+        "checkpoint": newest.path if newest else None,
+        "whole": newest is not None and newest.stage is None,
+    }
