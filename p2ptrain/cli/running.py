@@ -12,7 +12,6 @@ from pathlib import Path
 
 from p2ptrain.core.disk import RealDisk, write_atomic
 from p2ptrain.core.errors import StorageError, UserError
-from wire.address import DEFAULT_PORT, format_address, parse_address
 
 MAX_FILE_BYTES = 8192
 
@@ -35,6 +34,8 @@ def default_state_dir() -> Path:
 @contextmanager
 def announced(address: tuple[str, int], state: Path) -> Iterator[None]:
     """Let commands of this user find the seed of this process, within the block."""
+    from wire.address import format_address
+
     path = _directory() / f"{_here()}{os.getpid()}"
     content = {"address": format_address(*address), "state": str(state)}
     with suppress(StorageError):  # then commands need --seed
@@ -50,6 +51,8 @@ def announced(address: tuple[str, int], state: Path) -> Iterator[None]:
 def running_seeds() -> list[RunningSeed]:
     """The seeds whose processes live. Files of dead ones are removed."""
     import psutil
+
+    from wire.address import parse_address
 
     disk, found = RealDisk(), list[RunningSeed]()
     with suppress(StorageError):
@@ -78,6 +81,8 @@ def the_running_seed(state: Path | None = None) -> tuple[str, int]:
     Raises:
         UserError: several run here, or none with this ``state``.
     """
+    from wire.address import DEFAULT_PORT
+
     found = running_seeds()
     if state is not None:
         for seed in found:
@@ -94,6 +99,8 @@ def the_running_seed(state: Path | None = None) -> tuple[str, int]:
 
 
 def _listed(seeds: list[RunningSeed]) -> str:
+    from wire.address import format_address
+
     return ", ".join(f"{format_address(*seed.address)} (--state {seed.state})" for seed in seeds)
 
 
