@@ -315,7 +315,7 @@ class Membership(Table):
         default=0.0,
         ge=0,
         le=86400,
-        description="Seconds of silence after which a member is dead; 0: from the measured round trip.",
+        description="Seconds of silence after which a member is dead, at least three heartbeats; 0: automatic.",
     )
 
 
@@ -422,9 +422,9 @@ def _check(profile: Profile) -> None:
     beat, death = profile.membership.heartbeat_s, profile.membership.death_s
     if (beat == 0) != (death == 0):
         raise _conflict(profile, *beats, why="one is automatic (0), the other is set", remedy="set both, or neither")
-    if death < 2 * beat:
-        remedy = f"{beats[1]} at least {2 * beat}, so that one late heartbeat is allowed"
-        raise _conflict(profile, *beats, why="death_s is less than two heartbeats", remedy=remedy)
+    if death < 3 * beat:
+        remedy = f"{beats[1]} at least {3 * beat}, so that a late heartbeat is allowed"
+        raise _conflict(profile, *beats, why="death_s is less than three heartbeats", remedy=remedy)
     if profile.drafter.layers:
         if not new:
             why = "a drafter is a new model of bytes, so its tokens differ from those of this model"

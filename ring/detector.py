@@ -15,8 +15,9 @@ a peer that was silent for longer than its heartbeat interval before, and lived,
 from __future__ import annotations
 
 LATE_FACTOR, MOST_FACTOR = 2, 3
-"""A peer is granted ``LATE_FACTOR`` times its recent lateness, and ``MOST_FACTOR`` times the usual silence in all."""
-FORGET = 0.98  # share of the known lateness that is left after each sign of life: about 15 s at 4 a second
+"""A peer is granted ``LATE_FACTOR`` times its recent lateness on top of the usual silence, and at most ``MOST_FACTOR``
+times that silence in all."""
+FORGET = 0.98  # share of the known lateness that is left at each wait that ran out and that a sign of life preceded
 LEAST_WAIT_S = 0.001  # a timer may fire a little early; the rest is no reason to spin
 
 
@@ -31,7 +32,8 @@ def beat_defaults(rtt_ms: float) -> tuple[float, float]:
 
 
 class FailureDetector:
-    """Watches one peer. The owner waits ``wait_s`` for a sign of life, calls ``waited``, and begins again.
+    """Watches one peer. The owner waits ``wait_s`` for a sign of life, calls ``waited`` if none
+    came, and begins again.
 
     Args:
         heartbeat_s: the peer's heartbeat interval.

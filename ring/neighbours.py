@@ -306,7 +306,7 @@ class NeighbourLinks:
             now = self._clock.now()
             for neighbour, detector in self._detectors.items():
                 if detector.waited(planned_s, now, neighbour.last_heard):
-                    silence = f"it sent no heartbeat for {detector.silent_s:.1f} s"
+                    silence = f"it sent nothing for {detector.silent_s:.1f} s"
                     self.give_up(neighbour, DeadlineExceeded(silence))
 
     def _beat(self, now: float) -> None:

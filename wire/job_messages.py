@@ -69,7 +69,7 @@ class Report(Message):
         beside: the other end of the hop; for a lost neighbour, the neighbour that noticed it.
         fetched_bytes, sources: for ``healed`` and ``following``: bytes fetched, and from how many sources; 0 if
             unknown.
-        first_row: it holds the ledger rows of the steps ``first_row`` to ``applied``; ``applied + 1``: of none.
+        first_row: the sender holds the ledger rows of the steps ``first_row`` to ``applied``; ``applied + 1``: of none.
     """
 
     KIND: ClassVar[int] = 19

@@ -448,7 +448,7 @@ _add_verb(
 
 @app.command()
 def audit(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
-    """Check from the ledger that every step was applied once, and every sample was seen once an epoch.
+    """Check that every step on record was applied once, and every sample was seen once an epoch.
 
     The exit code is 1 if anything is wrong; the first fault is named.
 
@@ -477,11 +477,14 @@ def audit(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption
     info, verdict = run(look())
     console.finish()
     unrecorded = max(info.step - verdict.steps, 0)
+    is_wrong = verdict.fault is not None or bool(unrecorded and info.state in FINISHED_STATES)
     if as_json:
-        print_json({"job": info.id, "state": info.state, "unrecorded": unrecorded, **verdict.to_map()})
+        told = verdict.to_map()
+        told["ok"] = not is_wrong
+        print_json({"job": info.id, "state": info.state, "unrecorded": unrecorded, **told})
     else:
         print_pairs(_audited(info, verdict, unrecorded))
-    if verdict.fault is not None or (unrecorded and info.state in FINISHED_STATES):
+    if is_wrong:
         raise typer.Exit(1)
 
 
@@ -489,7 +492,8 @@ def _audited(info: JobInfo, verdict: Verdict, unrecorded: int) -> list[tuple[str
     from wire.records import FINISHED_STATES
 
     samples = f"{verdict.samples:,}, each once an epoch; {verdict.epochs:,} complete epochs of {verdict.windows:,}"
-    folded = f", {verdict.first - 1:,} older steps have no row any more" if verdict.first > 1 else ""
+    lost = "are not on record (`p2ptrain logs` says if they were lost)"
+    folded = f", {verdict.first - 1:,} older steps {lost}" if verdict.first > 1 else ""
     total = sum(verdict.computed.values()) / verdict.stages  # each worker of a replica counts all of its micro-batches
     shares = (f"{peer} {100 * count / total:.1f} %" for peer, count in sorted(verdict.computed.items()))
     awaited = f"{unrecorded:,} newer steps are not on record" + ("" if info.state in FINISHED_STATES else " yet")

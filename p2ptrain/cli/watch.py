@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from p2ptrain.cli.output import step_line
 from p2ptrain.cli.runtime import operator
-from p2ptrain.core.errors import ConnectionLost, NetworkError
+from p2ptrain.core.errors import ConnectionLost, NetworkError, UserError
 from wire.records import FINISHED_STATES, CheckpointInfo, JobInfo, MetricRow
 
 if TYPE_CHECKING:
@@ -58,20 +58,20 @@ class JobProgress:
 async def watched(seed: str, job: str, console: Console) -> dict[str, Any]:
     """Show the progress of a job until it ends; return its summary. A seed that goes away is dialled again.
 
-    Raises ``P2PTrainError`` if there is no such job, or no seed when this begins.
+    Raises ``P2PTrainError`` if there is no such job (any more), or no seed when this begins.
     """
     followed: JobProgress | None = None
     while True:
         try:
             async with operator(seed) as client:
-                if followed is None:
-                    followed = JobProgress((await client.job(job))[0], console)
+                info, _ = await client.job(followed.info.id if followed else job)
+                followed = followed or JobProgress(info, console)
                 await _follow(client, followed, console)
                 return summed_up(followed.info.id, followed.info, await newest_saved(client, followed.info.id))
-        except NetworkError as problem:
+        except (NetworkError, UserError) as problem:  # with --state, no seed runs there now
             if followed is None:
                 raise
-            console.progress(f"the seed is away, the job goes on: {problem.message}")
+            console.progress(f"waiting for the seed: {problem.message}")
             await asyncio.sleep(AGAIN_S)
 
 

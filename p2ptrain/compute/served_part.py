@@ -69,7 +69,7 @@ def load_whole(
         on_bytes: called on this thread after each piece; an exception from it ends the loading.
 
     Raises:
-        ConfigError: there is no model, it cannot be split, or it is quantized.
+        ConfigError: there is no model, or it is quantized.
         StorageError: a file cannot be read.
         UserError, ResourceError: see ``begin_part``.
     """

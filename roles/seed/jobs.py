@@ -404,8 +404,8 @@ class JobController:
         wall = seed.world.clock.wall()
         if await seed.store.call(Records.add_view, view, self.record, restored=restored, wall=wall):
             self.ledger.began_anew(view)
-            text = f"generation {view.generation} begins at step {view.step} with another lineage than the ledger; the"
-            self._note("warning", "ledger", f"{text} ledger restarts there, without the rows of earlier steps")
+            text = f"the members' state at step {view.step} does not follow from the recorded steps; the"
+            self._note("warning", "ledger", f"{text} record restarts there, without earlier steps")
         seed.copy_soon()
         if self._row is not None and self._row.step > view.step:
             self._row, self._val_loss = await seed.store.call(_last, self.id)

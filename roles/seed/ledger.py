@@ -138,7 +138,7 @@ class Ledger:
             if self.begins.lineage_at(first - 1) in ("", lineage):
                 self.head = LedgerHead(first - 1, lineage, first - 1, lineage)
                 steps = f"step {wanted} is" if first == wanted + 1 else f"steps {wanted} to {first - 1} are"
-                return f"{steps} not on record: no member has the ledger rows; the ledger restarts with step {first}"
+                return f"{steps} not on record: no member remembers them; the record restarts with step {first}"
             del self._ahead[first]
         return ""
 

@@ -17,7 +17,7 @@ import pytest
 
 from p2ptrain.cli.output import print_table
 from p2ptrain.cli.running import announced
-from p2ptrain.core.errors import ConnectionLost, Unreachable
+from p2ptrain.core.errors import ConnectionLost, Unreachable, UserError
 from tests.cli.test_operator_commands import CHECKPOINT, JOB, PEER
 from wire.records import ClusterInfo, EventInfo, MetricRow
 from wire.schema import Record
@@ -56,7 +56,7 @@ class Seed:
     @asynccontextmanager
     async def operator(self, seed: str) -> AsyncIterator[Seed]:
         self.reached += 1
-        if isinstance(self.parts[0], Unreachable):
+        if isinstance(self.parts[0], Unreachable | UserError):
             raise self.parts.pop(0)
         yield self
 
@@ -106,6 +106,8 @@ def test_watch_outlives_the_seed(command: Command, seed: Any) -> None:
     away = seed([JOB], ConnectionLost("it left"), Unreachable("no answer"), [ROWS[-1], ended("done")])
     assert command("jobs", "watch", "tiny").code == 0
     assert away.reached == 3
+    away = seed([JOB], ConnectionLost("it left"), UserError("no seed of yours runs"), [ended("done")])
+    assert command("jobs", "watch", "tiny").code == 0
     seed(Unreachable("no answer"))
     assert command("jobs", "watch", "tiny").code == 3, "it was never there"
 

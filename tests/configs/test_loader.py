@@ -180,9 +180,9 @@ def test_death_takes_two_beats() -> None:
     message, remedy = _refusal("tiny", sets=["membership.heartbeat_s=5", "membership.death_s=9"])
     assert message == (
         "--set membership.death_s=9: membership.heartbeat_s = 5.0, membership.death_s = 9.0: "
-        "death_s is less than two heartbeats"
+        "death_s is less than three heartbeats"
     )
-    assert remedy == "membership.death_s at least 10.0, so that one late heartbeat is allowed"
+    assert remedy == "membership.death_s at least 15.0, so that a late heartbeat is allowed"
 
 
 def test_a_conflict_is_blamed_on_the_strongest_layer() -> None:

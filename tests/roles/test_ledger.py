@@ -141,7 +141,7 @@ def test_a_gap_that_nobody_can_fill_is_given_up(kept: Records, monkeypatch: pyte
     assert ledger.step == 2
     message = LedgerRows("j1", past[12], [row(step) for step in range(13, 18)])
     entries, problem = ledger.take_untrusted(message, view(1, 0), micro_batches=8, steps_total=10**6)
-    assert problem == "steps 3 to 9 are not on record: no member has the ledger rows; the ledger restarts with step 10"
+    assert problem == "steps 3 to 9 are not on record: no member remembers them; the record restarts with step 10"
     kept.add_rows(list(entries), [])
     assert kept.ledger_head("j1") == ledger.head == LedgerHead(9, past[9], 17, past[17])
     assert kept.ledger_rows("j1", 0, 99) == [row(step) for step in range(10, 18)]
