@@ -90,6 +90,8 @@ def _translated(error: Exception) -> P2PTrainError:
         return error
     if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
         return StorageError(f"cannot write the output: {_FULL[error.errno]}", remedy="make room, or write it elsewhere")
+    if isinstance(error, OSError) and isinstance(error.filename, str):
+        return StorageError(f"cannot use {error.filename}: {error.strerror}", remedy="check the path")
     if hasattr(error, "format_message"):
         return _usage_error(error)
     return P2PTrainError(

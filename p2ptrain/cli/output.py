@@ -214,7 +214,7 @@ class Console:
         now = self._now()
         if self.quiet or (now < self._next and not last):
             return
-        self._next = now + (0.1 if self._live else every_s)
+        self._next, text = now + (0.1 if self._live else every_s), printable(text)
         if not self._live:
             self._say(text)
             return
@@ -233,7 +233,8 @@ class Console:
         def show() -> None:
             wait_s = SHORT_S
             while not ended.wait(wait_s):
-                self.progress(f"{text()}  ({self._now() - began:.0f} s)", every_s=PLAIN_S)
+                with suppress(OSError):  # of the text: a file that it looks at is gone
+                    self.progress(f"{text()}  ({self._now() - began:.0f} s)", every_s=PLAIN_S)
                 wait_s = 0.2
 
         thread = threading.Thread(target=show, name="progress", daemon=True)

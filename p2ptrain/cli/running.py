@@ -37,7 +37,7 @@ def announced(address: tuple[str, int], state: Path) -> Iterator[None]:
     from wire.address import format_address
 
     path = _directory() / f"{_here()}{os.getpid()}"
-    content = {"address": format_address(*address), "state": str(state)}
+    content = {"address": format_address(*address), "state": str(state.resolve())}
     with suppress(StorageError):  # then commands need --seed
         RealDisk().make_dir(path.parent)
         write_atomic(RealDisk(), path, json.dumps(content).encode(), private=True)
@@ -63,12 +63,12 @@ def running_seeds() -> list[RunningSeed]:
             try:
                 # Another process may have the number of a dead one.
                 if psutil.Process(int(pid)).create_time() > path.stat().st_mtime:
-                    raise psutil.NoSuchProcess(int(pid))
+                    continue
                 content = json.loads(disk.read(path, max_bytes=MAX_FILE_BYTES))
                 found.append(RunningSeed(parse_address(content["address"]), Path(content["state"])))
             except psutil.NoSuchProcess:
                 path.unlink(missing_ok=True)
-            except (OSError, StorageError, UserError, ValueError, KeyError, TypeError):
+            except (psutil.Error, OSError, StorageError, UserError, ValueError, KeyError, TypeError):
                 continue  # damaged, or removed meanwhile
     return found
 
@@ -86,7 +86,7 @@ def the_running_seed(state: Path | None = None) -> tuple[str, int]:
     found = running_seeds()
     if state is not None:
         for seed in found:
-            if seed.state == state.absolute():
+            if seed.state == state.resolve():
                 return seed.address
         remedy = f"start it: p2ptrain seed --state {state}" + (f"; running: {_listed(found)}" if found else "")
         raise UserError(f"no seed of yours runs with --state {state}", remedy=remedy)

@@ -169,15 +169,15 @@ async def _serve(
     try:
         first: set[asyncio.Future[Any]] = {serving, address}
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-        if address.done():
-            try:
-                await _announce(address.result(), root, job, spec, tickets, console, as_json=as_json)
-            except P2PTrainError:
-                if not stop.is_set():  # otherwise the seed was stopping, and disconnected us
-                    stop.set()
-                    await serving  # if the seed failed, this raises its own error
-                    raise
         with announced(_near(address.result()), root) if address.done() and not with_parent else nullcontext():
+            if address.done():
+                try:
+                    await _announce(address.result(), root, job, spec, tickets, console, as_json=as_json)
+                except P2PTrainError:
+                    if not stop.is_set():  # otherwise the seed was stopping, and disconnected us
+                        stop.set()
+                        await serving  # if the seed failed, this raises its own error
+                        raise
             await serving
     finally:
         stop.set()

@@ -10,7 +10,7 @@ import typer
 
 from p2ptrain.cli.output import Console, human_seconds, human_time, print_json, print_pairs, printable
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, operator, run
-from p2ptrain.core.errors import UserError
+from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
 from wire.address import how_to_join
 from wire.records import FINISHED_STATES, ClusterInfo, EventInfo, JobInfo, PeerInfo
 
@@ -113,11 +113,12 @@ def logs(
 
     async def read() -> list[EventInfo]:
         async with operator(seed) as client:
-            ids = await _ids_of(client, peer)
+            ids = await _named(client, peer)
             found = [event for event in await client.events(-NEWEST, NEWEST) if not peer or event.peer in ids]
             if as_json:
                 return found[-limit:]
-            _print_log(seed, peer, limit)
+            for name in sorted({*ids.values()}):
+                _print_log(seed, name, limit)
             last = _print_events(found[-limit:], 0)
             if follow:
                 async for records in client.news():
@@ -128,17 +129,17 @@ def logs(
     try:
         found = run(read())
     except KeyboardInterrupt:
-        return
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     if as_json:
         print_json({"events": [event.to_map() for event in found]})
     elif not found:
         typer.echo("No event yet.", err=True)
 
 
-async def _ids_of(client: SeedClient, peer: str) -> set[str]:
-    """Raises ``UserError`` for an unknown peer."""
+async def _named(client: SeedClient, peer: str) -> dict[str, str]:
+    """Id → name of the peers with this name or id. Raises ``UserError`` for an unknown peer."""
     peers = await client.peers() if peer else []
-    ids = {each.id for each in peers if peer in (each.id, each.name)}
+    ids = {each.id: each.name for each in peers if peer in (each.id, each.name)}
     if peer and not ids:
         raise UserError(f"there is no peer {peer}", remedy="see p2ptrain peers list")
     return ids
@@ -161,7 +162,7 @@ def _print_log(seed: str, peer: str, limit: int) -> None:
     targets = read_targets(seed)
     for state in [each.state for each in running_seeds() if each.address in targets]:
         path = Path(state, "logs", f"{Path(peer).name}.log")
-        if peer and path.is_file():
+        if path.is_file():
             typer.echo(f"{path}:")
             with path.open(encoding="utf-8", errors="replace") as file:
                 for line in deque(file, maxlen=limit):

@@ -291,7 +291,7 @@ class Run:
 
     async def _is_saved(self, job: JobInfo) -> bool:
         """Whether the whole model, or every stage of it, is saved at the job's step."""
-        parts = {item.stage for item in await self.client.checkpoints(job.id) if item.step >= job.step}
+        parts = {item.stage for item in await self.client.checkpoints(job.id) if item.step == job.step}
         return not job.step or None in parts or len(parts) == job.stages
 
     async def end(self) -> None:

@@ -97,7 +97,11 @@ def load_whole(
 def _load_unsplit(
     directory: Path, text: str, table: TensorTable, *, device: str, dtype: str, on_bytes: OnBytes
 ) -> ServedPart:
-    config, place = AutoConfig.from_pretrained(directory, local_files_only=True), pick_device(device)
+    place = pick_device(device)
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # each architecture validates in its own way and with its own exceptions
+        raise ConfigError(f"{directory / 'config.json'} is not valid: {first_line(error)}") from error
     spec = PartSpec(text, 0, 1, 1, dtype, device)
     computed = _dtype(spec, config)
     total_bytes = sum(math.prod(entry.shape) for entry in table.entries.values()) * computed.itemsize

@@ -29,7 +29,7 @@ def find_files(path: str) -> list[Path]:
     """The files that ``data.path`` names, in the order of their relative paths. Raises ``ConfigError``."""
     if path == STDLIB:
         return _stdlib_files()
-    place = Path(path).expanduser()
+    place = Path(os.path.expanduser(path))
     if place.is_file():
         return [place]
     if place.is_dir():

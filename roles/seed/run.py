@@ -177,6 +177,13 @@ def _opened(path: Path, data: bytes) -> Iterator[sqlite3.Connection]:
             raise damaged from error
 
 
+def _is_there(disk: Disk, directory: Path) -> bool:
+    try:
+        return FILE_NAME in disk.list_dir(directory)
+    except StorageError:
+        return False
+
+
 async def _keep_directory(
     world: World, seed: Seed, store: Store, directory: Path, authority: Authority | None, address: tuple[str, int]
 ) -> None:
@@ -184,7 +191,7 @@ async def _keep_directory(
     written = True
     while True:
         await asyncio.sleep(LOOK_S)
-        if world.disk.is_dir(directory) and written:
+        if written and _is_there(world.disk, directory):
             continue
         try:
             await store.write_again(world.disk, directory)

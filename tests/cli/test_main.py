@@ -171,6 +171,12 @@ def test_what_a_peer_wrote_cannot_drive_the_terminal(command: Command, monkeypat
     assert command("profiles", "list").err == "error: no�[2J�error: yes\n  → �\n"
 
 
+def test_a_path_that_the_system_refuses_is_no_mistake_of_the_program(command: Command) -> None:
+    outcome = command("up", "--set", f"data.path={'a' * 300}", "--dry-run")
+    assert (outcome.code, "cannot use aaa" in outcome.err, "File name too long" in outcome.err) == (6, True, True)
+    assert command("up", "--set", "data.path=~nobody-of-this-name/x", "--dry-run").code == 2
+
+
 def test_a_mistake_in_the_program_is_no_traceback_either(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("P2PTRAIN_DEBUG", raising=False)
     _fail_with(monkeypatch, KeyError("x"))

@@ -471,6 +471,14 @@ def test_a_directory_that_is_no_model(tmp_path: Path, monkeypatch: pytest.Monkey
     refused("there is no")
 
 
+def test_an_invalid_configuration_of_a_whole_model_is_an_error_of_it(tmp_path: Path) -> None:
+    make("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": "abc"}))
+    with pytest.raises(ConfigError, match=r"config\.json is not valid: .*hidden_size"):
+        load_whole(tmp_path)
+
+
 def test_what_hears_of_pieces_may_end_it(tmp_path: Path) -> None:
     make("llama", tmp_path)
 
