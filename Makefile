@@ -22,8 +22,8 @@ demo: $(VENV)/.installed ## train a small model on this machine with two workers
 	$(BIN)/p2ptrain up --profile tiny --state $(DEMO_STATE) --plain $(DEMO_ARGS)
 	$(BIN)/p2ptrain generate "$(PROMPT)" --tokens 200 --temperature 0.6 --checkpoint $(DEMO_STATE)
 
-# Two halves at a time: tests that compute, and tests that start processes and mostly wait for them.
-COMPUTING := $(addprefix tests/,compute configs core fuzz net ring roles sim tui wire)
+# Two halves at a time, which take about as long.
+COMPUTING := $(addprefix tests/,compute configs core net ring roles sim wire)
 WAITING := $(filter-out $(COMPUTING) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 
 test: $(VENV)/.installed-dev ## run all tests
