@@ -210,7 +210,8 @@ async def test_requests_that_cannot_be_granted(machine: Any) -> None:
         ("jobs resume mine", "job mine is waiting and cannot be resumed: only a paused job can be", ASK_SHOW),
     ):
         await refused(machine, *words.split(), *where, code=2, cause=cause, remedy=remedy)
-    spec, jobs = load("tiny", {}, []).profile.to_spec(), list[str]()
+    spec = load("tiny", {}, []).profile.to_spec()
+    jobs = [item["id"] for item in (await machine.ask("jobs.list"))["jobs"]]
     while len({job[0] for job in jobs}) == len(jobs):  # of 17 hexadecimal ids two begin alike
         jobs.append((await machine.ask("jobs.create", name="x", profile="tiny", spec=spec))["job"])
     same = [job for job in jobs if job[0] == jobs[-1][0]]
