@@ -125,7 +125,7 @@ def read_target(text: str) -> Ticket | tuple[str, int]:
     from p2ptrain.cli.running import the_running_seed
     from wire.address import Ticket, is_ticket, parse_address
 
-    if not text or (text.startswith("@") and _is_dir(text[1:])):
+    if not text or (text.startswith("@") and _is(Path.is_dir, text[1:])):
         return the_running_seed(Path(text[1:]) if text else None)
     if text.startswith("@"):
         text = _read(Path(text[1:]))
@@ -134,7 +134,7 @@ def read_target(text: str) -> Ticket | tuple[str, int]:
     try:
         return Ticket.parse_untrusted(text)
     except ProtocolError as error:
-        remedy = f"a file that holds one is named with @: @{text}" if _is_file(text) else error.remedy
+        remedy = f"a file that holds one is named with @: @{text}" if _is(Path.is_file, text) else error.remedy
         raise UserError(error.message, remedy=remedy) from error
 
 
@@ -142,16 +142,10 @@ def shown_address(target: Ticket | tuple[str, int]) -> str:
     return format_address(*target) if isinstance(target, tuple) else format_address(target.host, target.port)
 
 
-def _is_dir(text: str) -> bool:
+def _is(kind: Callable[[Path], bool], text: str) -> bool:
+    """Whether ``text`` is a path of this kind, such as ``Path.is_dir``; it may be anything that a user typed."""
     try:
-        return Path(text).is_dir()
-    except (OSError, ValueError):
-        return False
-
-
-def _is_file(text: str) -> bool:
-    try:
-        return Path(text).is_file()
+        return kind(Path(text))
     except (OSError, ValueError):  # too long, or an invalid name
         return False
 

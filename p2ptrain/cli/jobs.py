@@ -479,9 +479,8 @@ def audit(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption
     unrecorded = max(info.step - verdict.steps, 0)
     is_wrong = verdict.fault is not None or bool(unrecorded and info.state in FINISHED_STATES)
     if as_json:
-        told = verdict.to_map()
-        told["ok"] = not is_wrong
-        print_json({"job": info.id, "state": info.state, "unrecorded": unrecorded, **told})
+        found = verdict.to_map() | {"ok": not is_wrong}
+        print_json({"job": info.id, "state": info.state, "unrecorded": unrecorded, **found})
     else:
         print_pairs(_audited(info, verdict, unrecorded))
     if is_wrong:
