@@ -260,7 +260,8 @@ def _validated(settings: dict[str, _Setting]) -> Profile:
         raise ConfigError(f"{place}: {conflict.problem}", remedy=conflict.remedy)
     key = ".".join(str(part) for part in details["loc"][:2])
     problem = f"{key} = {_shown(details['input'])} {complaint(details)}"
-    raise ConfigError(f"{settings[key].place}: {problem}", remedy=f"{key}: {_FIELDS[key].description}")
+    description = " ".join((_FIELDS[key].description or "").split())
+    raise ConfigError(f"{settings[key].place}: {problem}", remedy=f"{key}: {description}")
 
 
 _COMPLAINTS = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -15,8 +15,7 @@ from pydantic.fields import FieldInfo
 from p2ptrain.core.errors import ProtocolError
 
 LinkPresetName = Literal["", "lan", "wifi", "metro", "wan", "transcontinental", "satellite", "lossy"]
-LINK_PRESETS = tuple(name for name in get_args(LinkPresetName) if name)
-"""Names of ``wire.emulate.PRESETS``. configs may not import wire, so a test compares the two."""
+"""Empty, and the names in ``wire.emulate.PRESETS``. configs may not import wire, so a test compares the two."""
 
 SPEC_LIMIT_BYTES = 32 * 1024
 
@@ -38,189 +37,160 @@ class Conflict(ValueError):
 
 
 class Table(BaseModel):
-    """Base of all tables: strict types, no unknown keys, immutable."""
+    """Base of all tables: strict types, no unknown keys, immutable. The text below a field is its description."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
 
 
 class Job(Table):
     """The run as a whole."""
 
-    strategy: Literal["sync", "pipeline"] = Field(
-        default="sync",
-        description="What members exchange: 'sync' reduces the gradients of every step; 'pipeline' also splits the "
-        "model over several workers (see [pipeline]).",
-    )
-    steps: int = Field(default=400, ge=1, le=10**9, description="Optimizer steps of the whole run.")
-    seed: int = Field(
-        default=1337, ge=0, lt=2**63, description="Seed of the initial weights and of the order of the samples."
-    )
-    exact: bool = Field(
-        default=False,
-        description="Exact mode: sum gradients in fixed point, so that the number and order of members change no bit. "
-        "A run with faults ends with the same hash as one without (on equal hardware). Twice the bytes.",
-    )
-    workers: int = Field(
-        default=2,
-        ge=1,
-        le=1024,
-        description="Workers that must be ready before the run starts; it continues with fewer or more.",
-    )
+    strategy: Literal["sync", "pipeline"] = "sync"
+    """What members exchange: 'sync' reduces the gradients of every step; 'pipeline' also splits the model over several
+    workers (see [pipeline])."""
+    steps: int = Field(default=400, ge=1, le=10**9)
+    """Optimizer steps of the whole run."""
+    seed: int = Field(default=1337, ge=0, lt=2**63)
+    """Seed of the initial weights and of the order of the samples."""
+    exact: bool = False
+    """Exact mode: sum gradients in fixed point, so that the number and order of members change no bit. A run with
+    faults ends with the same hash as one without (on equal hardware). Twice the bytes."""
+    workers: int = Field(default=2, ge=1, le=1024)
+    """Workers that must be ready before the run starts; it continues with fewer or more."""
 
 
 class Model(Table):
     """The model: a transformers architecture with these sizes, or a model from a local directory."""
 
-    architecture: str = Field(
-        default="llama",
-        pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$",
-        description="Model type as transformers names it: llama, qwen2, qwen3, mistral, gpt2, ...",
-    )
-    path: Text = Field(
-        default="",
-        description="Directory of a model to train further, on every worker; it sets the sizes. Empty: a new model.",
-    )
-    hidden_size: int = Field(
-        default=128, ge=8, le=65536, description="Width of the residual stream; a multiple of heads."
-    )
-    layers: int = Field(default=4, ge=1, le=1024, description="Number of transformer blocks.")
-    heads: int = Field(default=4, ge=1, le=1024, description="Attention heads; a multiple of kv_heads.")
-    kv_heads: int = Field(
-        default=4, ge=1, le=1024, description="Heads of keys and values (fewer than heads: grouped-query attention)."
-    )
-    intermediate_size: int = Field(default=344, ge=8, le=2**20, description="Width of the feed-forward layer.")
-    context: int = Field(default=256, ge=2, le=2**20, description="Longest sequence that the model can see, in tokens.")
-    tie_embeddings: bool = Field(default=True, description="Use one matrix for the input embedding and the output.")
+    architecture: str = Field(default="llama", pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")
+    """Model type as transformers names it: llama, qwen2, qwen3, mistral, gpt2, ..."""
+    path: Text = ""
+    """Directory of a model to train further, on every worker; it sets the sizes. Empty: a new model."""
+    hidden_size: int = Field(default=128, ge=8, le=65536)
+    """Width of the residual stream; a multiple of heads."""
+    layers: int = Field(default=4, ge=1, le=1024)
+    """Number of transformer blocks."""
+    heads: int = Field(default=4, ge=1, le=1024)
+    """Attention heads; a multiple of kv_heads."""
+    kv_heads: int = Field(default=4, ge=1, le=1024)
+    """Heads of keys and values (fewer than heads: grouped-query attention)."""
+    intermediate_size: int = Field(default=344, ge=8, le=2**20)
+    """Width of the feed-forward layer."""
+    context: int = Field(default=256, ge=2, le=2**20)
+    """Longest sequence that the model can see, in tokens."""
+    tie_embeddings: bool = True
+    """Use one matrix for the input embedding and the output."""
 
 
 class Data(Table):
     """The training text. Every worker needs the same text: members compare its SHA-256."""
 
-    path: Text = Field(
-        default="stdlib",
-        min_length=1,
-        description="'stdlib' (Python's standard library), a text file, a directory, a glob, or a .jsonl file.",
-    )
-    text_key: str = Field(
-        default="text", min_length=1, max_length=128, description="Key of the text in each line of a .jsonl file."
-    )
-    limit_bytes: int = Field(default=0, ge=0, le=2**50, description="Most bytes of text to use; 0: all of it.")
-    sequence_tokens: int = Field(
-        default=128, ge=2, le=2**20, description="Tokens of a training sequence; at most model.context."
-    )
-    validation_fraction: float = Field(
-        default=0.05, gt=0, le=0.5, description="Share of the sequences held out for validation."
-    )
+    path: Text = Field(default="stdlib", min_length=1)
+    """'stdlib' (Python's standard library), a text file, a directory, a glob, or a .jsonl file."""
+    text_key: str = Field(default="text", min_length=1, max_length=128)
+    """Key of the text in each line of a .jsonl file."""
+    limit_bytes: int = Field(default=0, ge=0, le=2**50)
+    """Most bytes of text to use; 0: all of it."""
+    sequence_tokens: int = Field(default=128, ge=2, le=2**20)
+    """Tokens of a training sequence; at most model.context."""
+    validation_fraction: float = Field(default=0.05, gt=0, le=0.5)
+    """Share of the sequences held out for validation."""
 
 
 class Batch(Table):
     """The global batch of a step. Its size is the same for any number of members; they share its micro-batches."""
 
-    micro_batches: int = Field(
-        default=8, ge=1, le=65536, description="Micro-batches in a step; at most so many workers can share a step."
-    )
-    micro_batch_sequences: int = Field(
-        default=4, ge=1, le=65536, description="Sequences in a micro-batch; memory grows with it."
-    )
+    micro_batches: int = Field(default=8, ge=1, le=65536)
+    """Micro-batches in a step; at most so many workers can share a step."""
+    micro_batch_sequences: int = Field(default=4, ge=1, le=65536)
+    """Sequences in a micro-batch; memory grows with it."""
 
 
 class Pipeline(Table):
     """Split a model that is too large for one worker. Workers that hold one part each form a replica of the model.
     Replicas share the micro-batches."""
 
-    stages: int = Field(
-        default=0, ge=0, le=256, description="Parts of the model: each worker holds one of them. 0: not split."
-    )
-    cuts: list[Annotated[int, Field(ge=1, le=1023)]] = Field(
-        default=[],
-        max_length=255,
-        description="First layers of the second and each later part; empty: chosen by memory, speed and links.",
-    )
-    schedule: Literal["1f1b", "gpipe"] = Field(
-        default="1f1b",
-        description="Order of forward and backward passes: '1f1b' holds few micro-batches in memory, 'gpipe' all.",
-    )
-    activations: Literal["fp32", "bf16", "fp16", "int8"] = Field(
-        default="fp32",
-        description="Encoding of hidden states between parts; their gradients use fp32 with fp32, else bf16.",
-    )
-    recompute: bool = Field(
-        default=False,
-        description="Compute the hidden states of a part again in its backward pass, rather than keep them.",
-    )
-    max_in_flight: int = Field(
-        default=0, ge=0, le=65536, description="Most micro-batches that a part holds at a time; 0: set by the schedule."
-    )
+    stages: int = Field(default=0, ge=0, le=256)
+    """Parts of the model: each worker holds one of them. 0: not split."""
+    cuts: list[Annotated[int, Field(ge=1, le=1023)]] = Field(default=[], max_length=255)
+    """First layers of the second and each later part; empty: chosen by memory, speed and links."""
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """Order of forward and backward passes: '1f1b' holds few micro-batches in memory, 'gpipe' all."""
+    activations: Literal["fp32", "bf16", "fp16", "int8"] = "fp32"
+    """Encoding of hidden states between parts; their gradients use fp32 with fp32, else bf16."""
+    recompute: bool = False
+    """Compute the hidden states of a part again in its backward pass, rather than keep them."""
+    max_in_flight: int = Field(default=0, ge=0, le=65536)
+    """Most micro-batches that a part holds at a time; 0: set by the schedule."""
 
 
 class Drafter(Table):
     """A smaller model that drafts for the main model. `p2ptrain up` trains it in a separate job on the same text. All
     settings that are not in this table are those of the main model's job."""
 
-    layers: int = Field(
-        default=0,
-        ge=0,
-        le=1024,
-        description="Transformer blocks of the drafter, a fraction of model.layers; 0: no drafter.",
-    )
-    hidden_size: int = Field(
-        default=64, ge=8, le=65536, description="Width of the residual stream; a multiple of heads."
-    )
-    heads: int = Field(default=4, ge=1, le=1024, description="Attention heads; a multiple of kv_heads.")
-    kv_heads: int = Field(default=4, ge=1, le=1024, description="Heads of keys and values.")
-    intermediate_size: int = Field(default=172, ge=8, le=2**20, description="Width of the feed-forward layer.")
-    steps: int = Field(default=0, ge=0, le=10**9, description="Optimizer steps of the drafter's run; 0: job.steps.")
-    lr: float = Field(default=0.0, ge=0, le=10, description="Highest learning rate of the drafter; 0: optimizer.lr.")
+    layers: int = Field(default=0, ge=0, le=1024)
+    """Transformer blocks of the drafter, a fraction of model.layers; 0: no drafter."""
+    hidden_size: int = Field(default=64, ge=8, le=65536)
+    """Width of the residual stream; a multiple of heads."""
+    heads: int = Field(default=4, ge=1, le=1024)
+    """Attention heads; a multiple of kv_heads."""
+    kv_heads: int = Field(default=4, ge=1, le=1024)
+    """Heads of keys and values."""
+    intermediate_size: int = Field(default=172, ge=8, le=2**20)
+    """Width of the feed-forward layer."""
+    steps: int = Field(default=0, ge=0, le=10**9)
+    """Optimizer steps of the drafter's run; 0: job.steps."""
+    lr: float = Field(default=0.0, ge=0, le=10)
+    """Highest learning rate of the drafter; 0: optimizer.lr."""
 
 
 class Optimizer(Table):
     """AdamW, with a linear warm-up and then a cosine decay of the learning rate."""
 
-    lr: float = Field(default=3e-3, gt=0, le=10, description="Highest learning rate, reached after the warm-up.")
-    min_lr_ratio: float = Field(
-        default=0.1, ge=0, le=1, description="Learning rate of the last step, as a share of lr."
-    )
-    warmup_steps: int = Field(
-        default=40, ge=0, le=10**9, description="Steps in which the learning rate grows from 0 to lr."
-    )
-    weight_decay: float = Field(
-        default=0.1, ge=0, le=10, description="Decoupled weight decay of matrices (norms and biases have none)."
-    )
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the mean of the gradients.")
-    beta2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the mean of the squared gradients.")
-    eps: float = Field(default=1e-8, gt=0, le=1, description="Added to the root of the squared gradients' mean.")
-    clip_norm: float = Field(
-        default=1.0, ge=0, description="Longest global gradient (L2 norm); longer ones are scaled down. 0: never."
-    )
+    lr: float = Field(default=3e-3, gt=0, le=10)
+    """Highest learning rate, reached after the warm-up."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Learning rate of the last step, as a share of lr."""
+    warmup_steps: int = Field(default=40, ge=0, le=10**9)
+    """Steps in which the learning rate grows from 0 to lr."""
+    weight_decay: float = Field(default=0.1, ge=0, le=10)
+    """Decoupled weight decay of matrices (norms and biases have none)."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the mean of the gradients."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the mean of the squared gradients."""
+    eps: float = Field(default=1e-8, gt=0, le=1)
+    """Added to the root of the squared gradients' mean."""
+    clip_norm: float = Field(default=1.0, ge=0)
+    """Longest global gradient (L2 norm); longer ones are scaled down. 0: never."""
 
 
 class Validation(Table):
     """How often the loss on the held-out text is measured. Members share this work."""
 
-    every: int = Field(
-        default=50, ge=0, le=10**9, description="Steps between two validations; 0: only after the last step."
-    )
-    batches: int = Field(
-        default=8, ge=1, le=65536, description="Micro-batches of held-out text in a validation, at most all there are."
-    )
+    every: int = Field(default=50, ge=0, le=10**9)
+    """Steps between two validations; 0: only after the last step."""
+    batches: int = Field(default=8, ge=1, le=65536)
+    """Micro-batches of held-out text in a validation, at most all there are."""
 
 
 class Checkpoint(Table):
     """How often checkpoints are written, how many are kept, and on how many members."""
 
-    every: int = Field(
-        default=100, ge=0, le=10**9, description="Steps between two checkpoints; 0: only after the last step."
-    )
-    keep: int = Field(
-        default=3, ge=2, le=1000, description="Newest checkpoints that each writer keeps; older ones are deleted."
-    )
-    copies: int = Field(
-        default=2,
-        ge=1,
-        le=1024,
-        description="Members that write one (the lowest ranks), each on its own disk."
-        " Of a split model: replicas whose stages write their parts, and members that collect those of all stages.",
-    )
+    every: int = Field(default=100, ge=0, le=10**9)
+    """Steps between two checkpoints; 0: only after the last step."""
+    keep: int = Field(default=3, ge=2, le=1000)
+    """Newest checkpoints that each writer keeps; older ones are deleted."""
+    copies: int = Field(default=2, ge=1, le=1024)
+    """Members that write one (the lowest ranks), each on its own disk. Of a split model: replicas whose stages write
+    their parts, and members that collect those of all stages."""
 
 
 DEVICE_KIND = r"^(auto|cpu|mps|cuda(:\d{1,2})?)$"
@@ -229,94 +199,57 @@ DEVICE_KIND = r"^(auto|cpu|mps|cuda(:\d{1,2})?)$"
 class Device(Table):
     """The device on which each worker computes. Kind 'auto' takes CUDA, then MPS, then the CPU."""
 
-    kind: str = Field(default="auto", pattern=DEVICE_KIND, description="auto, cpu, cuda, cuda:1, ... or mps.")
-    threads: int = Field(
-        default=0,
-        ge=0,
-        le=1024,
-        description="CPU threads of a worker; 0: the cores, shared by the workers of a machine.",
-    )
-    precision: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="Arithmetic of the forward and backward pass: fp32 or bf16."
-    )
+    kind: str = Field(default="auto", pattern=DEVICE_KIND)
+    """auto, cpu, cuda, cuda:1, ... or mps."""
+    threads: int = Field(default=0, ge=0, le=1024)
+    """CPU threads of a worker; 0: the cores, shared by the workers of a machine."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of the forward and backward pass: fp32 or bf16."""
 
 
 class Ring(Table):
     """The exchange between members. Automatic settings are chosen from the measured links for every new view."""
 
-    order: Literal["auto", "joined"] = Field(
-        default="auto",
-        description="Order of the members in the ring: 'auto' makes the slowest link as fast as possible, 'joined' "
-        "keeps the order in which members joined.",
-    )
-    codec: Literal["fp32", "bf16", "fp16", "int8", "int4", "topk", "auto"] = Field(
-        default="fp32",
-        description="Encoding of gradients: fp32 is exact, the others are smaller and less exact; 'auto': the smallest "
-        "that error_budget allows if steps wait for the network.",
-    )
-    error_budget: float = Field(
-        default=0.03,
-        ge=0,
-        le=1,
-        description="Largest relative error of one exchange that codec 'auto' may cause (bf16 0.004, int8 0.025, int4 "
-        "0.25, topk 1); int8, int4 and topk add their error to the next exchange.",
-    )
-    streams: int = Field(
-        default=0,
-        ge=0,
-        le=16,
-        description="Connections to each neighbour for bulk data: more fill a fast link with long delay; 0: automatic.",
-    )
-    sub_chunk_bytes: int = Field(
-        default=0,
-        ge=0,
-        le=16 * 1024 * 1024,
-        multiple_of=1024,
-        description="Bytes reduced and sent on as one piece: small pieces overlap better, large ones cost less; "
-        "0: automatic.",
-    )
-    bucket_bytes: int = Field(
-        default=0,
-        ge=0,
-        le=2**30,
-        multiple_of=1024,
-        description="Bytes of gradients that are sent as soon as they are computed, while the backward pass continues; "
-        "0: automatic.",
-    )
+    order: Literal["auto", "joined"] = "auto"
+    """Order of the members in the ring: 'auto' makes the slowest link as fast as possible, 'joined' keeps the order in
+    which members joined."""
+    codec: Literal["fp32", "bf16", "fp16", "int8", "int4", "topk", "auto"] = "fp32"
+    """Encoding of gradients: fp32 is exact, the others are smaller and less exact; 'auto': the smallest that
+    error_budget allows if steps wait for the network."""
+    error_budget: float = Field(default=0.03, ge=0, le=1)
+    """Largest relative error of one exchange that codec 'auto' may cause (bf16 0.004, int8 0.025, int4 0.25, topk 1);
+    int8, int4 and topk add their error to the next exchange."""
+    streams: int = Field(default=0, ge=0, le=16)
+    """Connections to each neighbour for bulk data: more fill a fast link with long delay; 0: automatic."""
+    sub_chunk_bytes: int = Field(default=0, ge=0, le=16 * 1024 * 1024, multiple_of=1024)
+    """Bytes reduced and sent on as one piece: small pieces overlap better, large ones cost less; 0: automatic."""
+    bucket_bytes: int = Field(default=0, ge=0, le=2**30, multiple_of=1024)
+    """Bytes of gradients that are sent as soon as they are computed, while the backward pass continues;
+    0: automatic."""
 
 
 class Guard(Table):
     """Protection against bad gradients. Gradients that are not finite are never applied."""
 
-    outlier_factor: float = Field(
-        default=1000.0,
-        ge=0,
-        le=1e12,
-        description="A gradient so many times longer than the running median is applied only after another member has "
-        "computed it too; 0: no limit.",
-    )
+    outlier_factor: float = Field(default=1000.0, ge=0, le=1e12)
+    """A gradient so many times longer than the running median is applied only after another member has computed it too;
+    0: no limit."""
 
 
 class Link(Table):
     """Emulation of a slow network between the workers of `p2ptrain up`, for experiments on one machine."""
 
-    preset: LinkPresetName = Field(
-        default="", description=f"Kind of link: {', '.join(LINK_PRESETS)}. Empty: the network as it is."
-    )
+    preset: LinkPresetName = ""
+    """Kind of link: lan, wifi, metro, wan, transcontinental, satellite or lossy. Empty: the network as it is."""
 
 
 class Membership(Table):
     """When a silent member counts as dead. A member whose connection is closed counts as dead at once."""
 
-    heartbeat_s: float = Field(
-        default=0.0, ge=0, le=3600, description="Seconds between two heartbeats; 0: from the measured round trip."
-    )
-    death_s: float = Field(
-        default=0.0,
-        ge=0,
-        le=86400,
-        description="Seconds of silence after which a member is dead, at least three heartbeats; 0: automatic.",
-    )
+    heartbeat_s: float = Field(default=0.0, ge=0, le=3600)
+    """Seconds between two heartbeats; 0: from the measured round trip."""
+    death_s: float = Field(default=0.0, ge=0, le=86400)
+    """Seconds of silence after which a member is dead, at least three heartbeats; 0: automatic."""
 
 
 class Profile(Table):

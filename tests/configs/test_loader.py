@@ -130,7 +130,7 @@ def _refusal(profile: str, environ: dict[str, str] | None = None, sets: list[str
             "link.preset=wann",
             'link.preset = "wann" must be '
             "'', 'lan', 'wifi', 'metro', 'wan', 'transcontinental', 'satellite' or 'lossy'",
-            "link.preset: Kind of link: lan, wifi, metro, wan, transcontinental, satellite, lossy. "
+            "link.preset: Kind of link: lan, wifi, metro, wan, transcontinental, satellite or lossy. "
             "Empty: the network as it is.",
         ),
         (

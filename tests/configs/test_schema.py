@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
 from configs import example
 from configs.loader import PROFILES_DIR, describe, load, shipped
-from configs.schema import LINK_PRESETS, SPEC_LIMIT_BYTES, Profile, fields
+from configs.schema import SPEC_LIMIT_BYTES, Link, LinkPresetName, Profile, fields
 from p2ptrain.core.errors import ProtocolError
 
 
@@ -44,7 +44,8 @@ def test_every_shipped_profile_loads_and_says_what_it_is_for(name: str) -> None:
 def test_link_presets_are_those_of_the_shaper() -> None:
     from wire.emulate import PRESETS
 
-    assert sorted(PRESETS) == sorted(LINK_PRESETS)
+    assert sorted(["", *PRESETS]) == sorted(get_args(LinkPresetName))
+    assert all(name in str(Link.model_fields["preset"].description) for name in PRESETS)
 
 
 def test_the_longest_profile_fits_a_spec() -> None:
