@@ -328,8 +328,7 @@ def _check(profile: Profile) -> None:
     """Raise ``Conflict`` if settings that are valid alone contradict each other."""
     new, split, stages = not profile.model.path, profile.job.strategy == "pipeline", profile.pipeline.stages
     if new:  # compute checks the sizes of a model directory
-        _check_divides(profile, "model.hidden_size", "model.heads")
-        _check_divides(profile, "model.heads", "model.kv_heads")
+        _check_heads(profile, "model")
         _check_at_most(profile, "data.sequence_tokens", "model.context")
     if split != (stages >= 2):
         remedy = "strategy 'pipeline' with pipeline.stages of 2 or more, or strategy 'sync' with 0"
@@ -365,8 +364,7 @@ def _check(profile: Profile) -> None:
             raise _conflict(profile, "drafter.layers", "model.path", why=why, remedy=remedy)
         why = ": such a drafter is not faster than the model"
         _check_at_most(profile, "drafter.layers", "model.layers", why=why)
-        _check_divides(profile, "drafter.hidden_size", "drafter.heads")
-        _check_divides(profile, "drafter.heads", "drafter.kv_heads")
+        _check_heads(profile, "drafter")
 
 
 def _check_cuts(profile: Profile) -> None:
@@ -383,6 +381,16 @@ def _check_cuts(profile: Profile) -> None:
         remedy = f"the last cut at most {profile.model.layers - 1}"
         why = "the last part would have no layer"
         raise _conflict(profile, "pipeline.cuts", "model.layers", why=why, remedy=remedy)
+
+
+def _check_heads(profile: Profile, table: str) -> None:
+    size, heads = f"{table}.hidden_size", f"{table}.heads"
+    _check_divides(profile, size, heads)
+    _check_divides(profile, heads, f"{table}.kv_heads")
+    width = profile.value(size) // profile.value(heads)
+    if width % 2:
+        why = f"each head has an odd width of {width}, and rotary positions need an even one"
+        raise _conflict(profile, size, heads, why=why, remedy=f"{size} = {(width + 1) * profile.value(heads)}")
 
 
 def _check_divides(profile: Profile, key: str, by_key: str) -> None:

@@ -25,7 +25,7 @@ _BLOCK_WINDOWS = 16
 
 @dataclass(frozen=True, slots=True)
 class DataSpec:
-    """The ``[data]`` table.
+    """The ``[data]`` table, whose values ``configs.schema`` has checked.
 
     Attributes:
         path: ``stdlib`` (the running Python's own sources), a file, a directory, a glob, or a ``.jsonl`` file.
@@ -76,16 +76,10 @@ def load_corpus(spec: DataSpec, tokenizer: Tokenizer) -> Corpus:
     """Find, read and tokenize the text that ``spec`` names.
 
     Raises:
-        ConfigError: a key of ``[data]`` is invalid, or there is too little text.
+        ConfigError: ``path`` names no text, or too little.
         UserError: a file cannot be read or is not text.
         ResourceError: the text does not fit into memory.
     """
-    if spec.sequence_tokens < 1:
-        raise ConfigError(f"data.sequence_tokens = {spec.sequence_tokens} is not positive")
-    if not 0 < spec.validation_fraction <= 0.5:
-        raise ConfigError(f"data.validation_fraction = {spec.validation_fraction} is not in (0, 0.5]")
-    if spec.limit_bytes < 0:
-        raise ConfigError(f"data.limit_bytes = {spec.limit_bytes} is negative", remedy="use 0 for no limit")
     files = find_files(spec.path)
     total = sum(_size(file) for file in files)
     read_bytes = min(total, spec.limit_bytes or total)

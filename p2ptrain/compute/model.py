@@ -39,7 +39,7 @@ _DRAWING = Lock()  # torch's default generator is shared by all threads
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The ``[model]`` table.
+    """The ``[model]`` table, whose values ``configs.schema`` has checked.
 
     Attributes:
         architecture: a ``model_type`` of transformers with a causal language model, such as ``llama`` or ``gpt2``.
@@ -71,7 +71,6 @@ def model_config(spec: ModelSpec, vocab_size: int) -> PretrainedConfig:
     """
     if spec.path is not None:
         return _directory_config(spec.path, vocab_size)
-    _check_sizes(spec)
     check_architecture(spec.architecture)
     config = AutoConfig.for_model(spec.architecture)
     known = set(config.to_dict()) | set(config.attribute_map)
@@ -118,11 +117,10 @@ def build_model(
     spec: ModelSpec,
     vocab_size: int,
     seed: int,
-    dtype: torch.dtype = torch.float32,
     *,
     config: PretrainedConfig | None = None,
 ) -> PreTrainedModel:
-    """The model on the CPU, in training mode, with random weights from ``seed`` or with the directory's weights.
+    """The fp32 model on the CPU, in training mode, with random weights from ``seed`` or with the directory's weights.
 
     Equal arguments give equal bits with the same torch version. The global random state is unchanged.
 
@@ -134,13 +132,13 @@ def build_model(
     """
     config = config or model_config(spec, vocab_size)
     if spec.path is not None:
-        model = load_model(spec.path, dtype, config=config)
+        model = load_model(spec.path, config=config)
     else:
         remedy = "use another architecture, such as llama, qwen3 or gpt2"
         with _DRAWING, torch.random.fork_rng(devices=[]):
             try:
                 with no_init_weights():  # ``initialize`` does that below
-                    model = cast(PreTrainedModel, _Auto.from_config(config, dtype=dtype))
+                    model = cast(PreTrainedModel, _Auto.from_config(config, dtype=torch.float32))
                 model.tie_weights()
             except Exception as error:  # each architecture validates in its own way and with its own exceptions
                 text = f"a {config.model_type!r} model cannot be built here: {first_line(error)}"
@@ -219,24 +217,6 @@ def _directory_config(directory: Path, vocab_size: int) -> PretrainedConfig:
     if config.vocab_size < vocab_size:
         raise ConfigError(f"the model in {directory} has {config.vocab_size} tokens, its tokenizer has {vocab_size}")
     return without_dropout(config)
-
-
-def _check_sizes(spec: ModelSpec) -> None:
-    for key in ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "context"):
-        if getattr(spec, key) < 1:
-            raise ConfigError(f"model.{key} = {getattr(spec, key)} is not positive")
-    if spec.hidden_size % spec.heads:
-        raise ConfigError(
-            f"model.hidden_size = {spec.hidden_size} is not a multiple of model.heads = {spec.heads}",
-            remedy=f"use hidden_size = {-(-spec.hidden_size // spec.heads) * spec.heads}, or another number of heads",
-        )
-    if spec.hidden_size // spec.heads % 2:
-        raise ConfigError(
-            f"model.hidden_size / model.heads = {spec.hidden_size // spec.heads} is odd",
-            remedy="rotary positions need an even head size: change hidden_size or heads",
-        )
-    if spec.heads % spec.kv_heads:
-        raise ConfigError(f"model.heads = {spec.heads} is not a multiple of model.kv_heads = {spec.kv_heads}")
 
 
 def check_architecture(name: str) -> None:

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from p2ptrain.compute.device import HOST, Device, available_bytes, check_memory
 from p2ptrain.compute.model import initialize, parameter_count
 from p2ptrain.compute.part import ModelLayout, Part, PartAssembly, PartModel, load_part, part_bytes, refused
-from p2ptrain.core.activations import ENCODINGS, activation_bytes
+from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ConfigError, ResourceError
 from p2ptrain.core.footprint import (
     DEVICE_COPIES,
@@ -72,16 +72,6 @@ class StageSpec:
             )
         if not 0 <= self.stage < len(self.bounds) - 1:
             raise ConfigError(f"there is no stage {self.stage} with bounds {bounds}")
-        if self.activations not in ENCODINGS:
-            raise ConfigError(
-                f"pipeline.activations = {self.activations!r} is not known", remedy=f"use {', '.join(ENCODINGS)}"
-            )
-        if self.gradients not in ("fp32", "bf16"):
-            raise ConfigError(
-                f"gradients of activations cannot be sent as {self.gradients!r}", remedy="use fp32 or bf16"
-            )
-        if self.in_flight < 1:
-            raise ConfigError(f"pipeline.max_in_flight = {self.in_flight} is less than 1")
         return self.parts[self.stage]
 
 

@@ -82,7 +82,8 @@ class _Flight:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSpec:
-    """Everything that determines the result of a training run, independent of the cluster.
+    """Everything that determines the result of a training run, independent of the cluster. ``configs.schema`` has
+    checked the values.
 
     Attributes:
         steps: optimizer steps of the whole run; the learning rate schedule ends there.
@@ -110,20 +111,6 @@ class TrainingSpec:
     def micro_batch_tokens(self) -> int:
         return self.micro_batch_sequences * self.data.sequence_tokens
 
-    def check(self) -> None:
-        """Raise ``ConfigError``, which names the key, if a value is out of range."""
-        if self.precision not in PRECISIONS:
-            text = f"device.precision = {self.precision!r} is not known"
-            raise ConfigError(text, remedy=f"use {' or '.join(PRECISIONS)}")
-        for key, value, least in (
-            ("job.steps", self.steps, 1),
-            ("batch.micro_batches", self.micro_batches, 1),
-            ("batch.micro_batch_sequences", self.micro_batch_sequences, 1),
-            ("validation.batches", self.validation_batches, 0),
-        ):
-            if value < least:
-                raise ConfigError(f"{key} = {value} is less than {least}")
-
 
 class Trainer:
     """Trains one stage of a model. ``roles.engine`` documents the methods. All block; call them on one thread.
@@ -137,7 +124,6 @@ class Trainer:
     """
 
     def __init__(self, spec: TrainingSpec, device: Device, stage: StageSpec | None = None) -> None:
-        spec.check()
         self._spec, exact = spec, spec.exact
         self._tokenizer, self._config = _tokenizer_and_config(spec.model)
         # Of a model that came in bf16; building it sets the configuration to what it is trained in.

@@ -134,15 +134,6 @@ def test_memory_is_checked_before_reading(tree: Path, monkeypatch: pytest.Monkey
         load_corpus(spec(tree), BYTES)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("sequence_tokens", 0), ("validation_fraction", 0.0), ("validation_fraction", 0.6), ("limit_bytes", -1)],
-)
-def test_bad_settings_name_their_key(tree: Path, key: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=rf"data\.{key}"):
-        load_corpus(spec(tree, **{key: value}), BYTES)
-
-
 @pytest.mark.parametrize("token_count", [17, 18, 100, 1000, 8 * 16 * 100 + 1, 12_345])
 def test_the_split_covers_everything_once(token_count: int) -> None:
     training, held = split_windows(spec("x", validation_fraction=0.1), token_count)

@@ -150,6 +150,12 @@ def _refusal(profile: str, environ: dict[str, str] | None = None, sets: list[str
             "model.hidden_size could be 128 or 132",
         ),
         (
+            "model.hidden_size=132",
+            "model.hidden_size = 132, model.heads = 4: "
+            "each head has an odd width of 33, and rotary positions need an even one",
+            "model.hidden_size = 136",
+        ),
+        (
             "model.kv_heads=8",
             "model.heads = 4 is not a multiple of model.kv_heads = 8",
             "model.heads could be 8 or 16",
