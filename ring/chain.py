@@ -30,10 +30,10 @@ import numpy.typing as npt
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError
 from p2ptrain.core.world import World
-from ring.links import Inbound, Topology, connect_neighbours
+from ring.links import ThisMember, Topology, connect_neighbours
 from ring.neighbours import AT_WORK, Neighbour, NeighbourLinks, RingBroken
-from ring.schedule import MAX_MICRO_BATCHES, MAX_STAGES, Kind, Schedule
-from ring.view import MAX_STREAMS, View
+from ring.schedule import MAX_MICRO_BATCHES, Kind, Schedule
+from ring.view import View
 from wire.connection import Connection
 from wire.frame import MAX_BULK_BYTES
 
@@ -241,15 +241,16 @@ class Chain:
         self._waits: dict[Hop, str] = {}  # what this stage waits for
         self._next_stream = _FIRST_STREAM
         self._streams: range | None = None  # of the current step
-        self._parted: Neighbour | None = None  # a neighbour that left while the step could still complete
         self.links = NeighbourLinks(
             clock=world.clock,
             view=view,
             rank=rank,
             left=before,
             right=after,
+            what="chain",
             status=self._status,
-            on_end=self._ended,
+            busy=lambda: self._streams is not None,
+            expects=lambda connection: any(hop.expects(connection) for hop in self._hops),
             on_broken=self._settle,
         )
         self.broken: asyncio.Future[RingBroken] = self.links.broken
@@ -263,63 +264,44 @@ class Chain:
     @classmethod
     async def form(
         cls,
-        *,
-        world: World,
+        me: ThisMember,
         view: View,
+        *,
         order: Sequence[str] = (),
-        peer_id: str,
-        name: str,
-        seed_host: str,
-        inbound: Inbound,
         activation_bytes: int,
         gradient_bytes: int,
-        heartbeat_s: float,
-        death_s: float,
         in_flight: int = 0,
-        streams: int = 1,
         timeout_s: float,
     ) -> Chain:
         """Connect to both neighbours, measure the hop to the next stage, and wait until every stage has done so.
 
         Args:
+            view: as for ``RingSession.form``.
             order: peer ids of the stages, first to last, all of them members of ``view``; empty: all members in view
                 order.
             activation_bytes, gradient_bytes: encoded size of one micro-batch, the same on every hop.
             in_flight: micro-batches that this stage has memory for; 0: any number.
-            streams: bulk connections to a neighbour, the same on every stage.
 
         Raises:
-            ValueError: ``peer_id`` is no stage, or a number is out of range.
+            ValueError: this peer is no stage, or a number is out of range.
             Refused, NeighbourAway, DeadlineExceeded, ConnectionLost, ProtocolError: see ``RingSession.form``.
         """
         order = list(order) or [member.peer_id for member in view.members]
         ranks = [view.rank_of(stage) for stage in order]
-        if peer_id not in order or None in ranks or len(set(order)) != len(order) or len(order) > MAX_STAGES:
-            raise ValueError(f"{peer_id} is not a stage, or {order} is not a chain, in generation {view.generation}")
+        if me.peer_id not in order or None in ranks or len(set(order)) != len(order):
+            raise ValueError(f"{me.peer_id} is not a stage, or {order} is not a chain, in generation {view.generation}")
         if not (0 < activation_bytes <= MAX_BULK_BYTES and 0 < gradient_bytes <= MAX_BULK_BYTES):
             raise ValueError(f"invalid payload sizes: {activation_bytes} and {gradient_bytes} bytes")
-        if not 1 <= streams <= MAX_STREAMS:
-            raise ValueError(f"{streams} streams, 1 to {MAX_STREAMS} are possible")
-        stage, began = order.index(peer_id), world.clock.now()
-        members = [view.members[rank] for rank in ranks if rank is not None]
+        now, stage = me.world.clock.now, order.index(me.peer_id)
+        began, members = now(), [view.members[rank] for rank in ranks if rank is not None]
         after = members[stage + 1] if stage + 1 < len(members) else None
         before = members[stage - 1] if stage else None
-        inbound.announced_chain(view, before.peer_id if before is not None else "")
+        me.inbound.announced(view, Topology.CHAIN, before.peer_id if before is not None else "")
         to_after, from_before = await connect_neighbours(
-            world,
-            view,
-            peer_id=peer_id,
-            name=name,
-            seed_host=seed_host,
-            inbound=inbound,
-            topology=Topology.CHAIN,
-            streams=streams,
-            dialled=after,
-            dialling=before,
-            timeout_s=timeout_s,
+            me, view, Topology.CHAIN, dialled=after, dialling=before, timeout_s=timeout_s
         )
         chain = cls(
-            world=world,
+            world=me.world,
             view=view,
             rank=ranks[stage] or 0,
             stage=stage,
@@ -331,21 +313,17 @@ class Chain:
         )
         chain.in_flight = (0,) * stage + (min(in_flight, MAX_MICRO_BATCHES),) + (0,) * (len(order) - 1 - stage)
         try:
-            await chain._measure(timeout_s - (world.clock.now() - began))
+            await chain._measure(timeout_s - (now() - began))
         except BaseException:  # also cancelled in the instant when all were there: nobody else could close the chain
             chain.close("forming the chain failed at this stage")
             raise
-        chain.links.begin_beats(heartbeat_s, death_s)
+        chain.links.begin_beats(view.heartbeat_s, view.death_s)
         return chain
 
     def close(self, reason: str = "the view ended") -> None:
         """Leave the chain without waiting (see ``links.wait_closed``). A step in progress fails, on every stage."""
         orderly = self._streams is None and all(hop.flushed for hop in self._hops)
         self.links.close(f"this stage left the chain: {reason}", reason, orderly=orderly)
-
-    def lost_elsewhere(self, broken: RingBroken) -> None:
-        if not self.links.lost_elsewhere(broken):
-            self.close(broken.cause.message)
 
     def abandon(self, reason: str) -> None:
         """End the chain in the middle of a step: buffers are still posted and payloads still borrowed."""
@@ -423,8 +401,8 @@ class Chain:
                 await self._wait(hop, hop.all_flushed(), "the kernel to take what was sent", patience_s)
         self._check_open()
         self._streams = None
-        if self._parted is not None:  # the others may still be in the step: what was sent must reach them
-            self.links.follow(self._parted, "the chain")
+        if self.links.parted is not None:  # the others may still be in the step: what was sent must reach them
+            self.links.follow(self.links.parted)
 
     # -------------------------------------------------------------------------------------------------------- measuring
 
@@ -547,17 +525,6 @@ class Chain:
     def _status(self) -> tuple[int, str]:
         wait = next(iter(self._waits.values()), "")
         return self.progress, f"waits for {wait}" if wait else AT_WORK
-
-    def _ended(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
-        """Break the chain after the end of a connection, unless the current step can complete without it."""
-        if not neighbour.leaving:
-            self.links.lost(neighbour, connection, error)
-            return
-        starving = any(hop.neighbour is neighbour and hop.expects(connection) for hop in self._hops)
-        if self._streams is None or starving:
-            self.links.give_up(neighbour, ConnectionLost("it left the chain"))
-        elif self._parted is None:
-            self._parted = neighbour
 
     def _settle(self) -> None:
         for hop in self._hops:

@@ -14,8 +14,8 @@ nearly equal size; chunk c *belongs* to rank c. In round t every rank sends one 
   final and replaces the stale partial sum.
 
 So an *all-reduce* is 2n - 2 rounds of one rule. Each rank sends and receives 2 (n-1)/n of the array, which is optimal
-in bandwidth (Patarasu and Yuan, 2009). A *broadcast* is a chain that starts at the root. A *barrier* is an all-gather
-of one byte each: a member has every byte only after every member has entered.
+in bandwidth (Patarasu and Yuan, 2009). A *barrier* is an all-gather of one byte each: a member has every byte only
+after every member has entered.
 
 **Sub-chunks and their order.** A chunk travels as sub-chunks. The g-th sub-chunks of all chunks are *segment* g, an
 all-reduce of its own. Sub-chunk (g, t), segment g in round t, is sent in the order of ``g + depth * t``. So ``depth``
@@ -156,26 +156,13 @@ def all_reduce(rank: int, n: int, numel: int, sub_chunk_numel: int, depth: int =
     return _ring(rank, n, numel, sub_chunk_numel, depth, first_chunk=rank - 1, reduce_rounds=n - 1, store_rounds=n - 1)
 
 
-def all_gather(rank: int, n: int, numel: int, sub_chunk_numel: int, depth: int = 1) -> Schedule:
+def all_gather(rank: int, n: int, numel: int, sub_chunk_numel: int) -> Schedule:
     """Every member gets all members' chunks, in place; each contributes ``owned_range(rank, n, numel)``."""
-    return _ring(rank, n, numel, sub_chunk_numel, depth, first_chunk=rank, reduce_rounds=0, store_rounds=n - 1)
+    return _ring(rank, n, numel, sub_chunk_numel, 1, first_chunk=rank, reduce_rounds=0, store_rounds=n - 1)
 
 
 def barrier(rank: int, n: int) -> Schedule:
     return all_gather(rank, n, n, 1)
-
-
-def broadcast(rank: int, n: int, numel: int, sub_chunk_numel: int, *, root: int) -> Schedule:
-    """Every member gets the root's array. Raises ``ValueError`` if ``root`` is no rank."""
-    if not 0 <= root < n:
-        raise ValueError(f"root {root} is not a rank of a ring of {n}")
-    _check(rank, n, numel, sub_chunk_numel, 1)
-    spans = [(start, min(start + sub_chunk_numel, numel)) for start in range(0, numel, sub_chunk_numel) if n > 1]
-    if rank == root:
-        return Schedule([Send(*span) for span in spans], ())
-    forward = (rank + 1) % n != root
-    receives = [Receive(*span, reduce=False, relayed=forward) for span in spans]
-    return Schedule([Send(*span, after=i + 1, relay=i) for i, span in enumerate(spans) if forward], receives)
 
 
 def _ring(

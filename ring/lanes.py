@@ -95,7 +95,7 @@ class Lane:
         on_progress: Callable[[Flow | None], None],
         on_error: Callable[[Connection, P2PTrainError], None],
     ) -> None:
-        self._left, self._right = left, right
+        self.left, self._right = left, right
         self._generation = generation
         self._on_progress, self._on_error = on_progress, on_error
         self._receiving: deque[Flow] = deque()
@@ -161,9 +161,9 @@ class Lane:
                 into = flow.elements(receive.start, receive.stop)
             self._posted.append((flow, receive, slot))
             try:
-                self._left.post(into, generation=self._generation, stream=flow.stream, done=self._arrived)
+                self.left.post(into, generation=self._generation, stream=flow.stream, done=self._arrived)
             except P2PTrainError as error:
-                self._on_error(self._left, error)
+                self._on_error(self.left, error)
                 return
 
     def _slot(self, slot: int, flow: Flow) -> npt.NDArray[np.uint8]:
@@ -185,7 +185,7 @@ class Lane:
             elif receive.reduce:
                 sum_into(target, received.view(target.dtype), flow.dtype)
         except P2PTrainError as error:
-            self._on_error(self._left, error)
+            self._on_error(self.left, error)
             return
         index = flow.schedule.received()
         if receive.relayed and flow.codec is not None:

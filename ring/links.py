@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from p2ptrain.core.errors import (
     DeadlineExceeded,
@@ -28,10 +28,10 @@ from p2ptrain.core.errors import (
 )
 from p2ptrain.core.world import World
 from ring.neighbours import Neighbour
-from ring.view import LABEL, MAX_STREAMS, View
+from ring.view import LABEL, View
 from wire.connection import Connection
 from wire.handshake import HANDSHAKE_TIMEOUT_S, dial, local_hello
-from wire.job_messages import MemberRecord
+from wire.job_messages import MAX_STREAMS, MemberRecord
 from wire.messages import Hello, RefusalCode, Refuse
 
 FIRST_PAUSE_S = 0.05
@@ -98,20 +98,12 @@ class Inbound:
         self._held: dict[tuple[str, str], _Held] = {}  # by peer id and channel; all of one peer are for one view
         self._waiting: dict[_Key, asyncio.Future[Connection]] = {}
 
-    def announced(self, view: View, peer_id: str) -> None:
-        """Note a view in which this worker, ``peer_id``, is a member. Now only its left neighbour may connect."""
-        self.expect(view.job, view.generation)
-        rank = view.rank_of(peer_id)
-        if rank is not None and self._newest[view.job][0] == view.generation:
-            self._newest[view.job][1][Topology.RING] = view.left_of(rank).peer_id
-            self._judge_held()
-
-    def announced_chain(self, view: View, before: str) -> None:
-        """Note that this worker is a stage of a chain in ``view``. Now only the stage ``before`` may connect as
-        such."""
+    def announced(self, view: View, topology: Topology, dialling: str) -> None:
+        """Note this worker's place in ``view``. From now on only the peer ``dialling`` may connect as the neighbour of
+        this topology; empty: none may."""
         self.expect(view.job, view.generation)
         if self._newest[view.job][0] == view.generation:
-            self._newest[view.job][1][Topology.CHAIN] = before
+            self._newest[view.job][1][topology] = dialling
             self._judge_held()
 
     def expect(self, job: str, generation: int) -> None:
@@ -228,25 +220,39 @@ def _key(hello: Hello) -> _Key:
     return hello.job, hello.generation, hello.peer_id, str(hello.capabilities.get("channel"))
 
 
-async def dial_patiently(
-    world: World,
-    member: MemberRecord,
-    seed_host: str,
-    hello: Hello,
-    *,
-    deadline: float,
-    title: str = Topology.RING.dialled,
-) -> Connection:
-    """Connect to a neighbour that may not be listening yet; try again until ``deadline``.
+class ThisMember(Protocol):
+    """The member that forms rings and chains.
 
-    Args:
-        seed_host: dialled if the member's own host is empty. title: what the neighbour is to this member, for messages.
+    Attributes:
+        name: for messages.
+        seed_host: dialled for members whose own host is empty.
+        inbound: where connections from other members arrive.
+    """
+
+    @property
+    def world(self) -> World: ...
+    @property
+    def peer_id(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def seed_host(self) -> str: ...
+    @property
+    def inbound(self) -> Inbound: ...
+
+
+async def dial_patiently(
+    me: ThisMember, member: MemberRecord, hello: Hello, *, deadline: float, title: str
+) -> Connection:
+    """Connect to a neighbour that may not be listening yet; try again until ``deadline``. ``title``: what the neighbour
+    is to this member, for messages.
 
     Raises:
         NeighbourAway: the neighbour was not reached in time.
         Refused, ProtocolError: the neighbour refuses for a reason that a retry does not change.
     """
-    now, host, pause_s = world.clock.now, member.host or seed_host, FIRST_PAUSE_S
+    world, host, pause_s = me.world, member.host or me.seed_host, FIRST_PAUSE_S
+    now = world.clock.now
     problem: P2PTrainError
     while True:
         try:
@@ -277,35 +283,26 @@ async def dial_patiently(
 
 
 async def connect_neighbours(
-    world: World,
+    me: ThisMember,
     view: View,
-    *,
-    peer_id: str,
-    name: str,
-    seed_host: str,
-    inbound: Inbound,
     topology: Topology,
-    streams: int,
+    *,
     dialled: MemberRecord | None,
     dialling: MemberRecord | None,
     timeout_s: float,
 ) -> tuple[Neighbour | None, Neighbour | None]:
     """The neighbour that this member dials and the one that dials it, each with its heartbeat and bulk connections.
 
-    Args:
-        name: of this member, for messages. seed_host: dialled for members whose own host is empty.
-        inbound: where connections from other members arrive. streams: bulk connections to each neighbour.
-
     Raises what ``RingSession.form`` raises, and leaves no connection open then.
     """
-    began = world.clock.now()
-    channels = topology.channels(streams)
+    now = me.world.clock.now
+    began, channels = now(), topology.channels(view.streams)
     opened: list[Connection] = []
 
     async def dial_one(member: MemberRecord, channel: str) -> Connection:
         hello = local_hello(
-            peer_id=peer_id,
-            name=name,
+            peer_id=me.peer_id,
+            name=me.name,
             roles=["worker"],
             purpose="ring",
             capabilities={"channel": channel},
@@ -313,13 +310,13 @@ async def connect_neighbours(
             generation=view.generation,
         )
         deadline, title = began + DIAL_PART * timeout_s, topology.dialled
-        connection = await dial_patiently(world, member, seed_host, hello, deadline=deadline, title=title)
+        connection = await dial_patiently(me, member, hello, deadline=deadline, title=title)
         opened.append(connection)
         return connection
 
     async def take(member: MemberRecord, channel: str) -> Connection:
-        remaining_s = began + timeout_s - world.clock.now()
-        connection = await inbound.take(view.job, view.generation, member.peer_id, channel, timeout_s=remaining_s)
+        remaining_s = began + timeout_s - now()
+        connection = await me.inbound.take(view.job, view.generation, member.peer_id, channel, timeout_s=remaining_s)
         opened.append(connection)
         return connection
 

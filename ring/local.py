@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 from p2ptrain.core.disk import RealDisk
@@ -18,6 +19,7 @@ from wire.job_messages import MemberRecord
 from wire.messages import Hello, Refuse, Welcome
 
 HOST = "127.0.0.1"
+TIMEOUT_S = 10.0
 
 
 class LocalMember:
@@ -25,7 +27,8 @@ class LocalMember:
     ``problems``: errors of the listener."""
 
     def __init__(self, peer_id: str, network: Network, *, seed: int = 0) -> None:
-        self.peer_id = peer_id
+        self.peer_id = self.name = peer_id
+        self.seed_host = HOST
         jitter = random.Random(seed)  # noqa: S311 - the World's generator is for jitter only
         self.world = World(clock=LoopClock(), network=network, disk=RealDisk(), random=jitter)
         self.inbound = Inbound()
@@ -46,27 +49,16 @@ class LocalMember:
         )
         return self.server.address[1]
 
-    def _defaults(self, view: View) -> dict[str, Any]:
-        return {
-            "world": self.world,
-            "view": view,
-            "peer_id": self.peer_id,
-            "name": self.peer_id,
-            "seed_host": HOST,
-            "inbound": self.inbound,
-            "heartbeat_s": 5.0,
-            "death_s": 15.0,
-            "timeout_s": 10.0,
-        }
-
-    async def form(self, view: View, **options: Any) -> RingSession:
-        """As ``RingSession.form``, with small sub-chunks, so that little data needs many."""
-        self.session = await RingSession.form(**{**self._defaults(view), "sub_chunk_bytes": 64, **options})
+    async def form(self, view: View, *, timeout_s: float = TIMEOUT_S, **settings: Any) -> RingSession:
+        """As ``RingSession.form``, with small sub-chunks, so that little data needs many. ``settings``: other fields of
+        the view."""
+        view = replace(view, **{"sub_chunk_bytes": 64, **settings})
+        self.session = await RingSession.form(self, view, timeout_s=timeout_s)
         self._joined.append(self.session)
         return self.session
 
-    async def form_chain(self, view: View, **options: Any) -> Chain:
-        self.chain = await Chain.form(**{**self._defaults(view), **options})
+    async def form_chain(self, view: View, *, timeout_s: float = TIMEOUT_S, **options: Any) -> Chain:
+        self.chain = await Chain.form(self, view, timeout_s=timeout_s, **options)
         self._joined.append(self.chain)
         return self.chain
 
@@ -99,4 +91,6 @@ def local_view(ports: dict[str, int], *, generation: int = 1, hosts: bool = Fals
             MemberRecord(peer_id, peer_id, peer_id if hosts else "", port, 0, 0, healthy=True)
             for peer_id, port in ports.items()
         ),
+        heartbeat_s=5.0,
+        death_s=15.0,
     )

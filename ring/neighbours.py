@@ -87,12 +87,16 @@ class NeighbourLinks:
 
     Args:
         left, right: sends heartbeats to this member; receives this member's heartbeats.
+        what: ``"ring"`` or ``"chain"``, for messages.
         status: returns this member's progress and state, for the heartbeats.
-        on_end: called when a connection of a neighbour has ended; the owner decides what that means.
+        busy: whether an operation is under way.
+        expects: whether it still needs bytes of a connection.
         on_broken: called once, before any connection is closed.
 
     Attributes:
         broken: resolves to ``RingBroken`` at the end, for whatever reason.
+        parted: a neighbour that left while an operation could still complete without it. The owner ends the links after
+            that operation.
         rtt_ms: round trip to the right neighbour; None before the first acknowledgement.
     """
 
@@ -104,16 +108,20 @@ class NeighbourLinks:
         rank: int,
         left: Neighbour | None,
         right: Neighbour | None,
+        what: str,
         status: Callable[[], tuple[int, str]],
-        on_end: Callable[[Neighbour, Connection, P2PTrainError], None],
+        busy: Callable[[], bool],
+        expects: Callable[[Connection], bool],
         on_broken: Callable[[], None],
     ) -> None:
         self.broken: asyncio.Future[RingBroken] = asyncio.get_running_loop().create_future()
         self.left, self.right = left, right
+        self.parted: Neighbour | None = None
         self.rtt_ms: float | None = None
         self._heartbeat_s = 0.0  # 0 before the first beat
         self._clock, self._view, self._rank = clock, view, rank
-        self._status, self._on_end, self._on_broken = status, on_end, on_broken
+        self._what, self._status, self._busy = what, status, busy
+        self._expects, self._on_broken = expects, on_broken
         self._detectors: dict[Neighbour, FailureDetector] = {}
         self._beat_seq, self._beat_sent_at = 0, 0.0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -151,13 +159,13 @@ class NeighbourLinks:
             else:
                 neighbour.abort()
 
-    def follow(self, gone: Neighbour, what: str) -> None:
-        """End the links because ``gone`` left ``what`` (the ring, the chain) while no operation runs. The other
-        neighbour still gets what was sent to it, then ``Leave``."""
+    def follow(self, gone: Neighbour) -> None:
+        """End the links because ``gone`` left while no operation runs. The other neighbour still gets what was sent to
+        it, then ``Leave``."""
         if self.broken.done():
             return
         me = self._view.members[self._rank].peer_id
-        self._settle(RingBroken(gone.peer_id, ConnectionLost(f"lost {gone.title}: it left {what}"), me))
+        self._settle(RingBroken(gone.peer_id, ConnectionLost(f"lost {gone.title}: it left the {self._what}"), me))
         for neighbour in self.neighbours:
             if neighbour is gone:
                 neighbour.abort()
@@ -171,6 +179,15 @@ class NeighbourLinks:
         for neighbour in self.neighbours:
             for connection in neighbour.connections:
                 await connection.closed.wait()
+
+    def _ended(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
+        """End the links after the end of a connection, unless the current operation can complete without it."""
+        if not neighbour.leaving:
+            self.lost(neighbour, connection, error)
+        elif not self._busy() or self._expects(connection):
+            self.give_up(neighbour, ConnectionLost(f"it left the {self._what}"))
+        elif self.parted is None:
+            self.parted = neighbour
 
     def lost(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
         """Handle a failed connection. The neighbour has one heartbeat interval to name another member as lost. A
@@ -275,7 +292,7 @@ class NeighbourLinks:
                     continue
                 self._heard(neighbour, connection, received.message)
         except P2PTrainError as error:
-            self._on_end(neighbour, connection, error)
+            self._ended(neighbour, connection, error)
 
     def _heard(self, neighbour: Neighbour, connection: Connection, message: Message) -> None:
         match message:

@@ -34,7 +34,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-MAX_STAGES = 256
+from wire.job_messages import MAX_STAGES
+
 MAX_MICRO_BATCHES = 65_536
 SLACK = 0.01
 """Fraction of the time that a schedule may lose to save memory."""

@@ -29,16 +29,16 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded
 from p2ptrain.core.world import World
 from ring import collectives
 from ring.codecs import Codec
-from ring.collectives import LEAST_SUB_CHUNK_BYTES, MOST_SUB_CHUNK_BYTES, Schedule, cut
+from ring.collectives import MOST_SUB_CHUNK_BYTES, Schedule, cut
 from ring.dtypes import Array, storage_dtype, sum_into
 from ring.lanes import Flow, Lane, Residual
-from ring.links import Inbound, Topology, connect_neighbours
-from ring.neighbours import AT_WORK, Neighbour, NeighbourLinks, RingBroken
-from ring.view import MAX_STREAMS, MAX_SUB_CHUNK_BYTES, MIN_SUB_CHUNK_BYTES, View
+from ring.links import ThisMember, Topology, connect_neighbours
+from ring.neighbours import AT_WORK, Neighbour, NeighbourLinks
+from ring.view import View
 from wire.connection import Connection
 
 PATIENCE_S = 120.0
@@ -76,12 +76,11 @@ class RingSession:
         rank: int,
         left: Neighbour | None,
         right: Neighbour | None,
-        sub_chunk_bytes: int,
     ) -> None:
         self.view = view
         self.rank, self.size = rank, view.size
         self._world = world
-        self._sub_chunk_bytes = sub_chunk_bytes
+        self._sub_chunk_bytes = view.sub_chunk_bytes  # 0: near links, each array's size decides
         self._spare: list[npt.NDArray[np.uint8]] = []  # reusable buffers of small operations
         self.progress = 0  # sub-chunks received, plus what the owner adds; every heartbeat carries it
         self._lanes: list[Lane] = []  # one per stream; a ring of one has none
@@ -91,15 +90,16 @@ class RingSession:
         self._moved_at = 0.0  # the last progress
         self._patience: asyncio.TimerHandle | None = None
         self._judged_at = 0.0  # when ``_patience`` fires
-        self._parted: Neighbour | None = None  # a neighbour that left while the last operation could still complete
         self.links = NeighbourLinks(
             clock=world.clock,
             view=view,
             rank=rank,
             left=left,
             right=right,
+            what="ring",
             status=self._status,
-            on_end=self._ended,
+            busy=lambda: bool(self._under_way),
+            expects=self._expects,
             on_broken=self._settle,
         )
         self.broken = self.links.broken
@@ -113,87 +113,43 @@ class RingSession:
 
     @classmethod
     async def form(
-        cls,
-        *,
-        world: World,
-        view: View,
-        peer_id: str,
-        name: str,
-        seed_host: str,
-        inbound: Inbound,
-        heartbeat_s: float,
-        death_s: float,
-        sub_chunk_bytes: int = 0,
-        streams: int = 1,
-        timeout_s: float,
-        topology: Topology = Topology.RING,
+        cls, me: ThisMember, view: View, *, timeout_s: float, topology: Topology = Topology.RING
     ) -> RingSession:
         """Connect to both neighbours, and wait until every member of the view has done so.
 
         Args:
-            seed_host: dialled for members whose own host is empty.
-            heartbeat_s, death_s: heartbeat interval, and the silence after which a neighbour counts as dead.
-            sub_chunk_bytes: size of the pieces that are reduced and passed on over far links, the same on every member;
-                0: near links, each array's size decides.
-            streams: bulk connections to a neighbour, the same on every member.
+            view: has the same settings on every member; its heartbeats are set.
             topology: which ring, if a member is in several rings of one view.
 
         Raises:
-            ValueError: ``peer_id`` is no member, or a number is out of range.
+            ValueError: this peer is no member.
             Refused: the right neighbour is in a newer view.
             NeighbourAway: the right neighbour was not reached within ``ring.links.DIAL_PART`` of ``timeout_s``.
             DeadlineExceeded: a member was not there within ``timeout_s``.
             ConnectionLost, ProtocolError: a member went away meanwhile, or broke the protocol.
         """
-        rank = view.rank_of(peer_id)
+        rank, now = view.rank_of(me.peer_id), me.world.clock.now
         if rank is None:
-            raise ValueError(f"{peer_id} is not a member of generation {view.generation}")
-        if sub_chunk_bytes and not MIN_SUB_CHUNK_BYTES <= sub_chunk_bytes <= MAX_SUB_CHUNK_BYTES:
-            raise ValueError(f"sub-chunks of {sub_chunk_bytes} bytes, 8 to {MAX_SUB_CHUNK_BYTES} are possible")
-        if not 1 <= streams <= MAX_STREAMS:
-            raise ValueError(f"{streams} streams, 1 to {MAX_STREAMS} are possible")
-        inbound.expect(view.job, view.generation)
+            raise ValueError(f"{me.peer_id} is not a member of generation {view.generation}")
+        me.inbound.expect(view.job, view.generation)
         if view.size == 1:
-            return cls(world=world, view=view, rank=0, left=None, right=None, sub_chunk_bytes=sub_chunk_bytes)
-        deadline = world.clock.now() + timeout_s
+            return cls(world=me.world, view=view, rank=0, left=None, right=None)
+        deadline, dialled, dialling = now() + timeout_s, view.right_of(rank), view.left_of(rank)
         to_right, from_left = await connect_neighbours(
-            world,
-            view,
-            peer_id=peer_id,
-            name=name,
-            seed_host=seed_host,
-            inbound=inbound,
-            topology=topology,
-            streams=streams,
-            dialled=view.right_of(rank),
-            dialling=view.left_of(rank),
-            timeout_s=timeout_s,
+            me, view, topology, dialled=dialled, dialling=dialling, timeout_s=timeout_s
         )
-        session = cls(
-            world=world,
-            view=view,
-            rank=rank,
-            left=from_left,
-            right=to_right,
-            sub_chunk_bytes=sub_chunk_bytes,
-        )
+        session = cls(world=me.world, view=view, rank=rank, left=from_left, right=to_right)
         try:
-            await session.barrier(patience_s=deadline - world.clock.now())
+            await session.barrier(patience_s=deadline - now())
         except BaseException:  # also cancelled in the instant when all were there: nobody else could close it
             session.close("forming the ring failed at this member")
             raise
-        session.links.begin_beats(heartbeat_s, death_s)
+        session.links.begin_beats(view.heartbeat_s, view.death_s)
         return session
 
     def close(self, reason: str = "the view ended") -> None:
         """Leave the ring without waiting (``links.wait_closed`` waits). Operations in progress fail on every member."""
         self.links.close(f"this member left the ring: {reason}", reason, orderly=not self._under_way)
-
-    def lost_elsewhere(self, broken: RingBroken) -> None:
-        """End because another ring of this view broke. The neighbours learn who was lost there; else they would suspect
-        this member."""
-        if not self.links.lost_elsewhere(broken):
-            self.close(broken.cause.message)
 
     # ------------------------------------------------------------------------------------------------------ operations
 
@@ -262,14 +218,6 @@ class RingSession:
         patience_s: float = PATIENCE_S,
     ) -> None:
         await self.submit(buffer, dtype, codec=codec, residual=residual, patience_s=patience_s)
-
-    async def broadcast(self, buffer: Array, root: int, *, patience_s: float = PATIENCE_S) -> None:
-        """Replace every member's ``buffer``, of any type, by that of rank ``root``. Errors as ``all_reduce``."""
-        _check_buffer(buffer, buffer.dtype)
-        raw = buffer.view(np.uint8)
-        sub_chunk_numel = self._sub_chunk_bytes or min(max(raw.size // 16, LEAST_SUB_CHUNK_BYTES), MOST_SUB_CHUNK_BYTES)
-        schedule = collectives.broadcast(self.rank, self.size, raw.size, sub_chunk_numel, root=root)
-        await self._run("broadcast", schedule, raw, sub_chunk_numel, patience_s)
 
     async def all_gather(self, mine: bytes, *, patience_s: float = PATIENCE_S) -> list[bytes]:
         """Every member's bytes, in rank order; all have the same length. Errors as ``all_reduce``."""
@@ -388,8 +336,8 @@ class RingSession:
         self._under_way.pop(stream, None)
         if not operation.future.done():
             operation.future.set_result(None)
-        if not self._under_way and self._parted is not None:
-            self.links.give_up(self._parted, ConnectionLost("it left the ring"))
+        if not self._under_way and self.links.parted is not None:
+            self.links.give_up(self.links.parted, ConnectionLost("it left the ring"))
 
     def _abandoned(self, future: asyncio.Future[None]) -> None:
         """End the session if the caller cancelled an operation: its memory is still posted and borrowed."""
@@ -436,17 +384,8 @@ class RingSession:
     def _status(self) -> tuple[int, str]:
         return self.progress, next((operation.title for operation in self._under_way.values()), AT_WORK)
 
-    def _ended(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
-        """Break the session after the end of a connection, unless the current operations can complete without it."""
-        if not neighbour.leaving:
-            self.links.lost(neighbour, connection, error)
-            return
-        lanes = [lane for lane, bulk in zip(self._lanes, neighbour.bulks, strict=True) if bulk is connection]
-        starving = neighbour is self.links.left and any(lane.expects for lane in lanes)
-        if not self._under_way or starving:
-            self.links.give_up(neighbour, ConnectionLost("it left the ring"))
-        elif self._parted is None:
-            self._parted = neighbour  # ``_complete`` gives it up after the last operation
+    def _expects(self, connection: Connection) -> bool:
+        return any(lane.expects for lane in self._lanes if lane.left is connection)
 
     def _settle(self) -> None:
         for lane in self._lanes:

@@ -14,10 +14,22 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from p2ptrain.core.errors import ProtocolError
 from wire.messages import Message
+from wire.schema import Bound, Count, Lineage, Port
+
+MAX_STREAMS = 16
+MAX_STAGES = 256
+MAX_SUB_CHUNK_BYTES = 64 << 20
+LONGEST_SILENCE_S = 86_400.0
+CODEC_NAMES = ("fp32", "bf16", "fp16", "int8", "int4", "topk")
+"""The names in ``ring.codecs``. A test keeps both equal; this copy serves code that does not import numpy."""
+
+_Silence = Annotated[float, Bound(0, LONGEST_SILENCE_S)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,41 +120,64 @@ class MemberRecord:
     peer_id: str
     name: str
     host: str
-    port: int
-    first: int
-    count: int
+    port: Port
+    first: Count
+    count: Count
     healthy: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ViewAnnounced(Message):
-    """Seed to members: the membership from now on (``ring.view.View``). It is stored before it is sent.
+    """Seed to members: the membership from now on. It is stored before it is sent. Member to a restored seed: its view.
 
     Attributes:
-        step: steps already applied when this view begins.
+        generation: increases with every view of the job. Every frame between members has it.
+        step: steps already applied when the view begins.
         lineage: lineage at ``step``; a member with another one first fetches the state from a healthy member.
-        square_sum: squared gradient norm that step ``step`` was committed with, for members that redo it.
-        heartbeat_s, death_s: between neighbours; all use the values of the member that is farthest from the seed.
-        streams, sub_chunk_bytes, codec: how gradients travel; see ``ring.view.View``.
-        lenient, ledger_step, stages, reduce_bytes: see ``ring.view.View``.
+        members: in rank order; the right neighbour of rank r is rank (r + 1) mod n.
+        square_sum: squared gradient norm with which step ``step`` was committed; members that redo the step clip by it.
+        heartbeat_s, death_s: between neighbours; 0: not set by the seed. All members use the same values, those of the
+            member that is farthest from the seed; else one with shorter ones would declare its neighbour dead.
+        streams: bulk connections from each member to its right neighbour; an array is striped over them.
+        sub_chunk_bytes: size of the pieces that are reduced and passed on over far links; 0: the members are near each
+            other, and the session chooses.
+        codec: name of the encoding in which gradients travel (``ring.codecs``).
+        lenient: a finite outlier is applied, because the data is its cause (``ring.quarantine``).
+        ledger_step: the seed's ledger has each step up to this one.
+        stages: number of parts of the model; rank r holds part r mod ``stages``. 1: each member holds all of it. The
+            members of one replica have consecutive ranks; the replica's share is that of its stage 0.
+        reduce_bytes: size of the largest array that a step reduces at any stage; 0: not known.
     """
 
     KIND: ClassVar[int] = 20
     job: str
-    generation: int
-    step: int
-    lineage: str
-    members: list[MemberRecord]
-    square_sum: float = 0.0
-    heartbeat_s: float = 0.0
-    death_s: float = 0.0
-    streams: int = 1
-    sub_chunk_bytes: int = 0
-    codec: str = "fp32"
+    generation: Annotated[int, Bound(1, 2**53)]
+    step: Count
+    lineage: Lineage
+    members: Annotated[tuple[MemberRecord, ...], Bound(1, 4096)]
+    square_sum: Annotated[float, Bound(0, sys.float_info.max)] = 0.0
+    heartbeat_s: _Silence = 0.0
+    death_s: _Silence = 0.0
+    streams: Annotated[int, Bound(1, MAX_STREAMS)] = 1
+    sub_chunk_bytes: Annotated[int, Bound(0, MAX_SUB_CHUNK_BYTES)] = 0
+    codec: Annotated[str, Bound(one_of=CODEC_NAMES)] = "fp32"
     lenient: bool = False
-    ledger_step: int = 0
-    stages: int = 1
-    reduce_bytes: int = 0
+    ledger_step: Count = 0
+    stages: Annotated[int, Bound(1, MAX_STAGES)] = 1
+    reduce_bytes: Count = 0
+
+    def check(self) -> None:
+        if len({member.peer_id for member in self.members}) < len(self.members):
+            raise ProtocolError("a view that names a member twice")
+        if len(self.members) % self.stages:
+            raise ProtocolError(f"a view of {len(self.members)} members in {self.stages} stages")
+        covered = 0
+        for rank, member in enumerate(self.members):
+            if member.first != covered:
+                raise ProtocolError("a view whose shares do not cover the micro-batches in order")
+            if member.count and rank % self.stages:
+                raise ProtocolError("a view that gives a share to a member beyond its replica's first stage")
+            covered += member.count
 
 
 @dataclass(frozen=True, slots=True)

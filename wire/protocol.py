@@ -89,7 +89,7 @@ def _arm(arm: Any, bound: Bound | None) -> str:
     origin, args = typing.get_origin(arm), typing.get_args(arm)
     if arm is Any:
         name = "free-form value"
-    elif origin is list:
+    elif origin in (list, tuple):
         name = f"list of {_type(args[0])}"
     elif origin is dict:
         name = f"map of {_type(args[1])}"

@@ -149,7 +149,8 @@ def check_of(hint: Any, where: str, *, lenient: bool = False) -> Check:
         check = _bounded(_arm_check(arm, where, lenient), bound, where)
         if arm is float:  # encoders may write 1.0 as 1; an int arm of the same union takes precedence
             arms.setdefault(int, _as_float(check))
-        arms[dict if dataclasses.is_dataclass(arm) else typing.get_origin(arm) or arm] = check
+        origin = typing.get_origin(arm)
+        arms[dict if dataclasses.is_dataclass(arm) else list if origin is tuple else origin or arm] = check
 
     def checked(value: Any) -> Any:
         arm = arms.get(type(value))
@@ -180,9 +181,9 @@ def _arm_check(arm: Any, where: str, lenient: bool) -> Check:
     if dataclasses.is_dataclass(arm):
         return _dataclass_check(cast(Any, arm), lenient)
     origin, args = typing.get_origin(arm), typing.get_args(arm)
-    if origin is list:
+    if origin in (list, tuple):  # both travel as a list
         item = check_of(args[0], where, lenient=lenient)
-        return lambda value: [item(each) for each in value]
+        return lambda value: origin(item(each) for each in value)
     if origin is dict:
         key, item = check_of(args[0], where), check_of(args[1], where, lenient=lenient)
         return lambda value: {key(name): item(each) for name, each in value.items()}

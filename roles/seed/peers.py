@@ -249,7 +249,7 @@ def ring_beats(links: Sequence[Link], latencies_s: Sequence[float | None]) -> tu
 
 def announced_to(host: str, view: View) -> ViewAnnounced:
     """The announcement of a view for the member at ``host``, with addresses as that member can dial them."""
-    return dataclasses.replace(view.to_message(), members=seen_from(host, view.members))
+    return dataclasses.replace(view, members=tuple(seen_from(host, view.members)))
 
 
 def seen_from(host: str, members: Iterable[MemberRecord]) -> list[MemberRecord]:

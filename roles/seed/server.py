@@ -385,7 +385,7 @@ class Seed:
     async def _heard_early(self, link: Link, controller: JobController, message: Message) -> None:
         """Queue a message while a restored seed does not know the job's newest view. Views are taken in at once."""
         if isinstance(message, ViewAnnounced):
-            controller.view_told(link.id, View.from_message_untrusted(message))
+            controller.view_told(link.id, View.of(message))
             return
         if len(link.early) >= 4096:
             await controller.settled.wait()

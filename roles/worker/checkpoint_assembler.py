@@ -35,7 +35,7 @@ from p2ptrain.core.ids import is_id
 from p2ptrain.core.texts import shortened
 from p2ptrain.core.threads import Thread
 from ring.token import is_lineage
-from ring.view import MAX_STAGES, View
+from ring.view import View
 from roles.engine import WHOLE, Stage
 from roles.line import Line, dial_worker
 from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing, announce
@@ -43,7 +43,7 @@ from roles.worker.context import Context
 from roles.worker.transfer import AllPieces, Piece, Receiver, Source, send_range
 from wire.connection import Connection
 from wire.handshake import local_hello
-from wire.job_messages import FilesOffer, FilesRequest, MemberRecord, RangeRequest
+from wire.job_messages import MAX_STAGES, FilesOffer, FilesRequest, MemberRecord, RangeRequest
 from wire.messages import Hello, Message, RefusalCode, Refuse
 
 PIECE_BYTES = 512 << 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ParamSpec
 
 from configs.schema import Profile
@@ -161,7 +162,8 @@ class JobRunner:
             raise ProtocolError(
                 f"this worker holds {self.stage}, but has rank {rank} in a view of {view.stages} stages"
             )
-        self._context.inbound.announced(view, self._context.peer_id)
+        if rank is not None:
+            self._context.inbound.announced(view, Topology.RING, view.left_of(rank).peer_id)
         self._after_following(ViewArrived(view))
 
     def catch_up(self, message: CatchUp) -> None:
@@ -368,29 +370,33 @@ class JobRunner:
     async def chain(
         self, view: View, order: Sequence[str], *, activation_bytes: int, gradient_bytes: int, in_flight: int
     ) -> Chain:
-        usual: dict[str, Any] = {"activation_bytes": activation_bytes, "gradient_bytes": gradient_bytes}
-        chain = await Chain.form(view=view, order=order, in_flight=in_flight, **(usual | self._carriage(view)))
+        chain = await Chain.form(
+            self._context,
+            self._with_beats(view),
+            order=order,
+            activation_bytes=activation_bytes,
+            gradient_bytes=gradient_bytes,
+            in_flight=in_flight,
+            timeout_s=self._forming_s(view),
+        )
         self._joined_beside(chain)
         return chain
 
     async def _meet(self, view: View, topology: Topology) -> RingSession:
-        carriage = self._carriage(view)
-        return await RingSession.form(view=view, topology=topology, sub_chunk_bytes=view.sub_chunk_bytes, **carriage)
+        timeout_s = self._forming_s(view)
+        return await RingSession.form(self._context, self._with_beats(view), timeout_s=timeout_s, topology=topology)
 
-    def _carriage(self, view: View) -> dict[str, Any]:
-        context, membership, usual_s = self._context, self.profile.membership, self._context.beats()
-        return {
-            "world": context.world,
-            "peer_id": context.peer_id,
-            "name": context.name,
-            "seed_host": context.seed_host,
-            "inbound": context.inbound,
-            "heartbeat_s": membership.heartbeat_s or view.heartbeat_s or usual_s[0],
-            "death_s": membership.death_s or view.death_s or usual_s[1],
-            "streams": view.streams,
-            # A neighbour may be redoing a step: allow four times what the optimizer takes on one thread.
-            "timeout_s": FORM_TIMEOUT_S + max(self._state_bytes, view.state_bytes) / 100e6,
-        }
+    def _with_beats(self, view: View) -> View:
+        membership, usual_s = self.profile.membership, self._context.beats()
+        return replace(
+            view,
+            heartbeat_s=membership.heartbeat_s or view.heartbeat_s or usual_s[0],
+            death_s=membership.death_s or view.death_s or usual_s[1],
+        )
+
+    def _forming_s(self, view: View) -> float:
+        # A neighbour may be redoing a step: allow four times what the optimizer takes on one thread.
+        return FORM_TIMEOUT_S + max(self._state_bytes, view.state_bytes) / 100e6
 
     def _joined_beside(self, session: RingSession | Chain) -> None:
         self._beside.append(session)
@@ -400,8 +406,8 @@ class JobRunner:
         if session in self._sessions() and not session.broken.cancelled():
             broken = session.broken.result()
             for other in self._sessions():
-                if other is not session:
-                    other.lost_elsewhere(broken)
+                if other is not session and not other.links.lost_elsewhere(broken):
+                    other.close(broken.cause.message)
             self._handle(Broken(generation, broken.suspect, broken.cause.message, beside=broken.beside))
 
     async def _heal(self, instruction: Heal) -> None:

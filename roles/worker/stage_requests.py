@@ -12,8 +12,8 @@ from p2ptrain.core.errors import ProtocolError, Refused, UserError
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.model_config import config_untrusted
 from p2ptrain.core.serving import PartSpec, Sampling, check_sampling
-from ring.view import MAX_STAGES
 from roles.line import LONGEST_SILENCE_S, SHORTEST_SILENCE_S
+from wire.job_messages import MAX_STAGES
 from wire.schema import Bound, Count, Host, Id, Port, instance_untrusted
 
 MAX_POSITIONS = 1 << 20

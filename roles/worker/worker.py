@@ -15,7 +15,7 @@ from p2ptrain.core.world import World
 from ring.links import Inbound
 from ring.token import Flag
 from ring.transaction import REASON_CHARS, Phase
-from ring.view import MAX_STAGES, View
+from ring.view import View
 from roles.compute_thread import ComputeThread
 from roles.engine import WHOLE, Engine, Stage
 from roles.gauges import Gauges
@@ -33,7 +33,7 @@ from roles.worker.stages import PURPOSES, Holding, StageContext, Stages
 from wire.connection import Connection
 from wire.enrol import Member
 from wire.handshake import Refusals, local_hello, local_welcome, serve
-from wire.job_messages import Assign, CatchUp, Hold, Release, Report, SaveNow, ViewAnnounced
+from wire.job_messages import MAX_STAGES, Assign, CatchUp, Hold, Release, Report, SaveNow, ViewAnnounced
 from wire.messages import EventNotice, Hello, Message, RefusalCode, Refuse, Request, Response, Welcome
 
 LEAVE_S = 1.2  # how long a leaving worker waits for the step boundary; with closing, Ctrl+C takes less than 2 s
@@ -245,7 +245,7 @@ class Worker:
             self._stages.seed_up()
         if self._runner is not None and (view := self._runner.core.view) and view.term < welcome.term:
             # The seed was restored, and its backup may be older than this view.
-            self._link.send(view.to_message())
+            self._link.send(view)
             self._runner.reports.tell_ledger(restored=True)
         if self._runner is not None:
             self._runner.seed_is_back()
@@ -255,7 +255,7 @@ class Worker:
             case Assign():
                 self._assigned(message)
             case ViewAnnounced() if self._runner is not None and message.job == self._runner.job:
-                self._runner.view_announced(View.from_message_untrusted(message))
+                self._runner.view_announced(View.of(message))
             case Hold() if self._runner is not None and message.job == self._runner.job:
                 self._runner.wish(Flag.HOLD, message.generation)
             case SaveNow() if self._runner is not None and message.job == self._runner.job:

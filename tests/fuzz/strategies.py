@@ -109,6 +109,8 @@ def _of_arm(arm: Any, bound: Bound | None, valid: bool) -> st.SearchStrategy[Any
     if dataclasses.is_dataclass(arm):
         return made(arm, valid=valid)
     origin, args = typing.get_origin(arm), typing.get_args(arm)
+    if origin is tuple:
+        return _of_arm(list[args[0]], bound, valid).map(tuple)  # type: ignore[valid-type]
     items = [of(item, valid=valid) for item in args]
     make: Any = st.lists if origin is list else st.dictionaries
     few = make(*items, max_size=3)
@@ -171,8 +173,8 @@ def _conforms(value: Any, arm: Any) -> bool:
         fields = dataclasses.fields(arm)
         return type(value) is arm and all(conforms(getattr(value, item.name), hints[item.name]) for item in fields)
     origin, args = typing.get_origin(arm), typing.get_args(arm)
-    if origin is list:
-        return type(value) is list and all(conforms(each, args[0]) for each in value)
+    if origin in (list, tuple):
+        return type(value) is origin and all(conforms(each, args[0]) for each in value)
     if origin is dict:
         return type(value) is dict and all(
             conforms(key, args[0]) and conforms(each, args[1]) for key, each in value.items()

@@ -13,6 +13,7 @@ import pytest
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused
 from p2ptrain.core.world import Network
 from ring.chain import PATIENCE_PART, Chain, Payload, figures_untrusted
+from ring.links import Topology
 from ring.local import HOST, LocalMember, local_view
 from ring.schedule import Kind, Schedule, extended, gpipe, one_f_one_b
 from tests.ring.local import local_chain, networks_apart, virtual
@@ -192,8 +193,8 @@ async def test_a_ring_and_a_chain_of_the_same_members_in_the_same_view(network: 
     """The stages in another order than the ranks; whoever comes early is held by both names."""
     members = [LocalMember(name, network, seed=rank) for rank, name in enumerate("abc")]
     view = local_view({member.peer_id: await member.listen() for member in members})
-    for member in members:
-        member.inbound.announced(view, member.peer_id)
+    for rank, member in enumerate(members):
+        member.inbound.announced(view, Topology.RING, view.left_of(rank).peer_id)
     order = ["c", "a", "b"]
     early = [asyncio.create_task(member.form_chain(view, order=order, **SIZES)) for member in members[:2]]
     early += [asyncio.create_task(member.form(view)) for member in members[:2]]  # type: ignore[arg-type]

@@ -231,5 +231,5 @@ def test_a_view_names_no_more_members_than_fit_a_frame() -> None:
         core.handle(co.PeerReported(peer_id, Report("j", 0, "ready", 0, 0, "L0", corpus="C")), 0.0)
     assert core.view is not None
     assert 200 < core.view.size < 900
-    assert len(encode(core.view.to_message())) < CONTROL_FRAME_BYTES
+    assert len(encode(core.view)) < CONTROL_FRAME_BYTES
     core.validate()

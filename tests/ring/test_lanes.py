@@ -13,6 +13,7 @@ import pytest
 from p2ptrain.core.errors import P2PTrainError
 from ring import collectives
 from ring.codecs import codec_named
+from ring.collectives import Schedule, Send
 from ring.lanes import TURN_BYTES, Flow, Lane
 from tests.ring.local import local_ring
 from wire import transport
@@ -44,10 +45,10 @@ def lane_to(right: BottomlessConnection, left: Any = Any) -> Lane:
 
 
 def long_flow(done: asyncio.Event) -> Flow:
-    """From the root of a broadcast, which waits for nobody."""
+    """It waits for nobody."""
     array = np.zeros(TURNS * TURN_BYTES, np.uint8)
-    schedule = collectives.broadcast(0, 2, array.size, SUB_CHUNK_BYTES, root=0)
-    return Flow(schedule, array, "uint8", 1, SUB_CHUNK_BYTES, done.set)
+    sends = [Send(start, start + SUB_CHUNK_BYTES) for start in range(0, array.size, SUB_CHUNK_BYTES)]
+    return Flow(Schedule(sends, ()), array, "uint8", 1, SUB_CHUNK_BYTES, done.set)
 
 
 async def test_a_long_flow_leaves_the_loop_its_turns():

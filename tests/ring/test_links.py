@@ -8,7 +8,7 @@ import pytest
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, Refused
 from p2ptrain.core.world import Network
-from ring.links import Inbound
+from ring.links import Inbound, Topology
 from ring.local import HOST, LocalMember, local_view
 from ring.view import View
 from tests.ring.local import virtual
@@ -228,13 +228,13 @@ def ring_view(*peer_ids: str, generation: int = 1) -> View:
 
 def test_a_member_that_is_not_the_left_neighbour_is_refused_once_the_view_is_known():
     inbound = Inbound()
-    inbound.announced(ring_view("a", "b", "c", generation=4), "b")
+    inbound.announced(ring_view("a", "b", "c", generation=4), Topology.RING, "a")
     inbound.expect("job", 4)  # the same view, told by the session: what is known of it stays known
     assert inbound.decide(ring_hello("a", generation=4)) is None
     refusal = inbound.decide(ring_hello("c", generation=4))
     assert (refusal.code, "c is not the left neighbour" in refusal.message) == (RefusalCode.NOT_A_NEIGHBOUR, True)
     assert inbound.decide(ring_hello("c", generation=5)) is None, "where it stands in the next view is not known yet"
-    inbound.announced(ring_view("c", "b", "a", generation=5), "b")
+    inbound.announced(ring_view("c", "b", "a", generation=5), Topology.RING, "c")
     assert inbound.decide(ring_hello("c", generation=5)) is None
     assert inbound.decide(ring_hello("a", generation=5)).code == RefusalCode.NOT_A_NEIGHBOUR
 
@@ -242,19 +242,19 @@ def test_a_member_that_is_not_the_left_neighbour_is_refused_once_the_view_is_kno
 def test_a_place_in_a_chain_is_judged_apart_from_the_one_in_the_ring():
     """Of one view; a channel's name says which is meant."""
     inbound, view = Inbound(), ring_view("a", "b", "c", generation=4)
-    inbound.announced(view, "b")
+    inbound.announced(view, Topology.RING, "a")
     assert inbound.decide(ring_hello("c", "chain-bulk", generation=4)) is None, "its chain is not known yet"
-    inbound.announced_chain(view, "c")
+    inbound.announced(view, Topology.CHAIN, "c")
     assert inbound.decide(ring_hello("c", "chain-bulk", generation=4)) is None
     assert inbound.decide(ring_hello("a", "bulk", generation=4)) is None
     for peer_id, channel, wanted in (("a", "chain-bulk", "previous stage"), ("c", "bulk", "left neighbour")):
         refusal = inbound.decide(ring_hello(peer_id, channel, generation=4))
         assert refusal.code == RefusalCode.NOT_A_NEIGHBOUR
         assert f"{peer_id} is not the {wanted} here" in refusal.message
-    inbound.announced_chain(view, "")
+    inbound.announced(view, Topology.CHAIN, "")
     assert inbound.decide(ring_hello("c", "chain-beat", generation=4)) is not None, "nobody stands before the first"
     assert inbound.decide(ring_hello("c", "chain-beat", generation=5)) is None, "the next view is not known yet"
-    inbound.announced_chain(ring_view("a", "b", generation=3), "z")
+    inbound.announced(ring_view("a", "b", generation=3), Topology.CHAIN, "z")
     assert inbound.decide(ring_hello("c", "chain-beat", generation=4)) is not None, "an older view changes nothing"
 
 
@@ -264,7 +264,7 @@ async def test_whoever_waits_for_a_view_is_judged_when_it_arrives_and_both_sides
     await member.listen()
     left, other = [await dial_member(member, ring_hello(peer_id, generation=4)) for peer_id in "ac"]
     await asyncio.sleep(1)
-    member.inbound.announced(ring_view("a", "b", "c", generation=4), "b")
+    member.inbound.announced(ring_view("a", "b", "c", generation=4), Topology.RING, "a")
     await asyncio.sleep(1)
     assert not left.closed.is_set()
     assert isinstance(other.close_cause, Refused)

@@ -120,8 +120,12 @@ async def test_progress_renews_the_patience():
 @virtual
 async def test_a_neighbour_that_takes_no_bytes_breaks_the_ring():
     async with local_ring(2, MemoryNetwork()) as members:
-        with pytest.raises(DeadlineExceeded, match="right neighbour b: took no part of the broadcast for 30 s"):
-            await members[0].session.broadcast(np.zeros(100), 0, patience_s=30)
+        a, b = (member.session for member in members)
+        b.links.neighbours[0].bulks[0]._transport.pause_reading()
+        other = asyncio.create_task(b.all_gather(bytes(100), patience_s=3600))
+        with pytest.raises(DeadlineExceeded, match="right neighbour b: took no part of the all-gather for 30 s"):
+            await a.all_gather(bytes(100), patience_s=30)
+        await asyncio.gather(other, return_exceptions=True)
 
 
 @virtual

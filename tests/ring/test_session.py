@@ -13,10 +13,10 @@ from p2ptrain.core.errors import ConnectionLost, ProtocolError
 from p2ptrain.core.world import Network
 from ring.codecs import codec_named
 from ring.local import LocalMember
-from ring.session import RingBroken, RingSession
-from ring.view import CODEC_NAMES
+from ring.neighbours import RingBroken
+from ring.session import RingSession
 from tests.ring.local import local_ring
-from wire.job_messages import StepMetrics
+from wire.job_messages import CODEC_NAMES, StepMetrics
 from wire.memory import MemoryNetwork
 from wire.transport import TcpNetwork
 
@@ -50,10 +50,6 @@ async def test_every_operation_on_every_size_of_ring(count, network):
             buffer = before[numel][session.rank].copy()
             await session.all_reduce(buffer)
             results[numel] = buffer.tobytes()
-            root = numel % count
-            thrown = np.full(numel, session.rank, np.int16)
-            await session.broadcast(thrown, root)
-            assert np.array_equal(thrown, np.full(numel, root, np.int16))
         assert await session.all_gather(b"member %d" % session.rank) == [b"member %d" % rank for rank in range(count)]
         assert await session.all_gather(b"") == [b""] * count
         await session.barrier()
@@ -201,8 +197,6 @@ async def test_what_cannot_be_reduced_is_refused_before_anything_is_sent(network
             await session.all_reduce(np.zeros(4, np.complex64))
         with pytest.raises(ValueError, match="type uint16"):
             await session.all_reduce(np.zeros(4), "bfloat16")
-        with pytest.raises(ValueError, match="root 1 is not a rank"):
-            await session.broadcast(np.zeros(4), 1)
         assert not session.broken.done()
 
 
@@ -211,7 +205,6 @@ async def test_what_cannot_be_reduced_is_refused_before_anything_is_sent(network
 OPERATIONS: dict[str, Callable[[RingSession], Awaitable[Any]]] = {
     "all-reduce": lambda session: session.all_reduce(np.zeros(1000, np.float32), patience_s=3600),
     "all-gather": lambda session: session.all_gather(bytes(200), patience_s=3600),
-    "broadcast": lambda session: session.broadcast(np.zeros(100_000), 0, patience_s=3600),
     "barrier": lambda session: session.barrier(patience_s=3600),
 }
 
@@ -219,7 +212,7 @@ OPERATIONS: dict[str, Callable[[RingSession], Awaitable[Any]]] = {
 @pytest.mark.parametrize("operation", list(OPERATIONS))
 @pytest.mark.parametrize("count", [2, 3, 4])
 async def test_a_death_in_an_operation_breaks_every_member_at_once(operation, count, network):
-    victim = 0  # also the root of the broadcast: nothing can be finished without it
+    victim = 0
     async with local_ring(count, network) as members:
         others = [member for rank, member in enumerate(members) if rank != victim]
         tasks = [asyncio.create_task(OPERATIONS[operation](member.session)) for member in others]
@@ -319,8 +312,8 @@ async def test_memory_is_given_back_the_moment_an_operation_is_broken_off():
         a, b = (member.session for member in members)
         bulk = b.links.neighbours[0].bulks[0]
         bulk._transport.pause_reading()
-        sent, received = np.zeros(4), np.zeros(4)
-        tasks = [asyncio.create_task(session.broadcast(buffer, 0)) for session, buffer in ((a, sent), (b, received))]
+        sent, received = np.zeros(1000), np.zeros(1000)
+        tasks = [asyncio.create_task(session.all_reduce(buffer)) for session, buffer in ((a, sent), (b, received))]
         await asyncio.sleep(0)  # let them begin
         assert a.links.neighbours[1].bulks[0]._transport.get_write_buffer_size(), "nothing of the buffer is on its way"
         a.close()
@@ -336,8 +329,8 @@ async def test_a_ring_that_ends_with_another_one_names_who_was_lost_there():
     """Members of a split model are in two rings: whoever leaves this one because of the other is not to blame."""
     async with local_ring(4, TcpNetwork()) as members:
         elsewhere = RingBroken("c", ConnectionLost("lost c"), "a")  # neighbours in the other ring, not in this one
-        members[0].session.lost_elsewhere(elsewhere)
+        assert members[0].session.links.lost_elsewhere(elsewhere)
         async with asyncio.timeout(AT_ONCE_S):
             broken = [await members[rank].session.broken for rank in (0, 1, 3)]
         assert [(item.suspect, item.beside) for item in broken] == [("c", "a")] * 3
-        members[0].session.lost_elsewhere(RingBroken("z", ConnectionLost("lost z"), "a"))
+        assert not members[0].session.links.lost_elsewhere(RingBroken("z", ConnectionLost("lost z"), "a"))

@@ -44,16 +44,13 @@ def test_a_member_whose_ring_broke_says_so_again() -> None:
 
 
 def test_a_small_stage_waits_as_long_as_a_large_one_may_take_to_heal() -> None:
-    context: Any = SimpleNamespace(
-        beats=lambda: (0.25, 2.0), world=None, peer_id="a", name="a", seed_host="s", inbound=None
-    )
     patience_s, form_s = [], []
     for own_bytes, most_bytes in ((12e9, 4e9), (12e6, 4e9), (12e6, 0)):
         here = replace(view(7, ["a", "b"]), reduce_bytes=int(most_bytes))
         runner: Any = JobRunner.__new__(JobRunner)
         runner.core, runner.clock = SimpleNamespace(view=here), SimpleNamespace(longest_s=1.0)
-        runner._context, runner.profile, runner._state_bytes = context, Profile(), int(own_bytes)
+        runner.profile, runner._state_bytes = Profile(), int(own_bytes)
         patience_s.append(runner._patience_s())
-        form_s.append(runner._carriage(here)["timeout_s"] - FORM_TIMEOUT_S)
+        form_s.append(runner._forming_s(here) - FORM_TIMEOUT_S)
     assert patience_s == [60 + 20 + 12_000, 60 + 20 + 12_000, 60 + 20 + 12]
     assert form_s == pytest.approx([120, 120, 0.12])

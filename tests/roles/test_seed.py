@@ -67,7 +67,7 @@ class Worker:
 
     def __init__(self, network: MemoryNetwork, seed: tuple[str, int], peer_id: str) -> None:
         self.network, self.seed, self.id = network, seed, peer_id
-        self.job, self.view = "", ViewAnnounced("", 0, 0, "", [])
+        self.job, self.view = "", ViewAnnounced("", 0, 0, "", ())
         self.connection: Connection
         self.welcome: Welcome
         self.server: Server
@@ -704,7 +704,7 @@ def test_a_loopback_address_is_told_on_the_seeds_machine_only() -> None:
     assert [member.host for member in announced_to("127.0.0.1", view).members] == ["127.0.0.1", "10.0.0.2", "::1"]
     elsewhere = announced_to("10.0.0.9", view)
     assert [member.host for member in elsewhere.members] == ["", "10.0.0.2", ""]
-    assert View.from_message_untrusted(elsewhere).square_sum == 2.0
+    assert elsewhere.square_sum == 2.0
 
 
 WEIGH = """

@@ -79,8 +79,8 @@ def of(hint: Any) -> st.SearchStrategy[Any]:
     if dataclasses.is_dataclass(hint):
         return made(hint)
     args = typing.get_args(hint)
-    if typing.get_origin(hint) is list:
-        return st.lists(of(args[0]), max_size=3)
+    if typing.get_origin(hint) in (list, tuple):
+        return st.lists(of(args[0]), max_size=3).map(typing.get_origin(hint))
     if typing.get_origin(hint) is dict:
         return st.dictionaries(TEXT.filter(lambda text: len(text) < 100), of(args[1]), max_size=6)
     return BY_TYPE[hint]

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import Network
 from ring.codecs import Codec, codec_named
 from ring.dtypes import storage_dtype
-from ring.local import HOST, LocalMember, local_view
+from ring.local import LocalMember, local_view
 from ring.session import RingSession
 from wire.credentials import Credentials
 from wire.emulate import EmulatedNetwork, preset_named
@@ -108,14 +107,9 @@ class Member:
         """Form the ring. ``codec`` is for gradients; ``prepare`` sets that of an all-reduce."""
         assert self._local is not None
         view = local_view({peer_id(rank): port for rank, port in enumerate(ports)})
-        self._session = await RingSession.form(
-            world=self._local.world,
-            view=replace(view, codec=codec, streams=streams),
-            peer_id=self._local.peer_id,
-            name=self._local.peer_id,
-            seed_host=HOST,
-            inbound=self._local.inbound,
-            heartbeat_s=5.0,
+        self._session = await self._local.form(
+            view,
+            codec=codec,
             death_s=600.0,  # a rival may block the loop as long as an order takes
             streams=streams,
             sub_chunk_bytes=sub_chunk_bytes,

@@ -5,7 +5,7 @@ The stages only take time. They are processes in a real chain over emulated link
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from p2ptrain.cli.bench.report import Case, Contender, Report, human_size, milliseconds, per_cent
@@ -151,12 +151,11 @@ class StageMember:
             activation_bytes=payload_bytes,
             gradient_bytes=payload_bytes,
         )
+        view = local_view({peer_id(stage): port for stage, port in enumerate(ports)})
         chain = await self._local.form_chain(
-            local_view({peer_id(stage): port for stage, port in enumerate(ports)}),
+            replace(view, heartbeat_s=0.5, death_s=30.0),
             activation_bytes=part.activation_bytes,
             gradient_bytes=part.gradient_bytes,
-            heartbeat_s=0.5,
-            death_s=30.0,
             timeout_s=60.0,
         )
         self._runner = StageRunner(part, chain, self._compute)
