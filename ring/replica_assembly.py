@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.texts import human_bytes
@@ -17,9 +16,7 @@ from ring.order import LinkQuality, Links, known_link
 from ring.training_costs import CandidateWorker, Training
 from ring.view import View
 from wire.job_messages import MemberRecord, Report
-
-if TYPE_CHECKING:
-    from ring.training_placement import TrainingPlan
+from wire.records import StagePlanInfo, TrainingPlanInfo
 
 State = tuple[int, str]
 NOTHING: State = (0, "0" * 32)
@@ -218,16 +215,17 @@ class StagePlanner:
             return {}, said
         self._asked_for = frozenset(there)
         try:
-            found = plan(training, there, links)
+            info, stages = plan(training, there, links)
         except (ResourceError, UserError) as refusal:
             self.unfit = f"{refusal.message}; {refusal.remedy}"
             return {}, [*said, Emit("warning", "does-not-fit", self.unfit)]
         self.planned, self.unfit = True, ""
         if not training.cuts:
-            self.training = replace(training, cuts=found.cuts)
-            said.append(Planned(found.cuts))
-        said.append(Emit("info", "planned", _summary(found)))
-        return {each.id: stage for stage, part in enumerate(found.stages) for each in part.candidates}, said
+            cuts = tuple(stage.start for stage in stages[1:])
+            self.training = replace(training, cuts=cuts)
+            said.append(Planned(cuts))
+        said.append(Emit("info", "planned", _summary(info, stages)))
+        return {peer_id: stage.stage for stage in stages for peer_id in stage.peers}, said
 
     def _waits_for_figures(self, peers: Mapping[str, Peer], now: float, said: list[Instruction]) -> bool:
         if all(peer.flops is not None for peer in peers.values()):
@@ -296,12 +294,10 @@ def _trainee(peer: Peer) -> CandidateWorker:
     return CandidateWorker(peer.peer_id, peer.name, peer.memory_bytes, peer.flops or 0.0, peer.on_host)
 
 
-def _summary(found: TrainingPlan) -> str:
-    stages = (
-        f"{part.start}-{part.stop - 1} {'+'.join(each.name for each in part.candidates)}" for part in found.stages
-    )
-    rate = f", {found.tokens_per_s:,.0f} tokens/s predicted" if found.tokens_per_s else ""
-    return f"layers of the stages: {', '.join(stages)}{rate}"
+def _summary(info: TrainingPlanInfo, stages: Sequence[StagePlanInfo]) -> str:
+    parts = (f"{stage.start}-{stage.stop - 1} {'+'.join(stage.names)}" for stage in stages)
+    rate = f", {info.tokens_per_s:,.0f} tokens/s predicted" if info.tokens_per_s else ""
+    return f"layers of the stages: {', '.join(parts)}{rate}"
 
 
 def report_of(

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -42,59 +42,13 @@ from ring.order import LinkCosts, Links
 from ring.placement import MOST_PEERS, Array, CostTable, best_chain, cut_places, spans
 from ring.schedule import Costs, Schedule, extended, simulate
 from ring.training_costs import ACHIEVED, CandidateWorker, Training
+from wire.records import StagePlanInfo, TrainingPlanInfo
 
-# ---------------------------------------------------------------------------------------------------------- the result
-
-
-@dataclass(frozen=True, slots=True)
-class StagePlan:
-    """One stage of a plan.
-
-    Attributes:
-        candidates: one worker per replica.
-        weights_bytes: of its layers, in fp32. need_bytes: training memory at the worker that needs most.
-        in_flight: predicted number of micro-batches.
-        compute_s: of one micro-batch, forward and backward, at the slowest worker; 0 if no speed is known.
-        hop_s, occupied_s: to the next stage and back; 0 after the last one.
-    """
-
-    candidates: tuple[CandidateWorker, ...]
-    start: int
-    stop: int
-    weights_bytes: int
-    need_bytes: int
-    in_flight: int
-    compute_s: float
-    hop_s: float
-    occupied_s: float
+Plan = tuple[TrainingPlanInfo, list[StagePlanInfo]]
+"""A plan and its stages, as records that the seed sends."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingPlan:
-    """Which workers train which layers, with a prediction.
-
-    Attributes:
-        step_s: of a step: computing, and waiting for the network; 0 if no speed is known.
-        reduce_s: part of ``step_s``: summing gradients in the rings of the stages, and tensors that both ends share.
-        bubble: fraction of the stages' time, without ``reduce_s``, in which they wait.
-        efficiency: fraction of that time in which the busiest stage computes.
-        tokens_per_s: of all replicas; None if no speed is known.
-    """
-
-    stages: tuple[StagePlan, ...]
-    schedule: str
-    step_s: float
-    reduce_s: float
-    bubble: float
-    efficiency: float
-    tokens_per_s: float | None
-
-    @property
-    def cuts(self) -> tuple[int, ...]:
-        return tuple(stage.start for stage in self.stages[1:])
-
-
-def plan(training: Training, candidates: Iterable[CandidateWorker], links: Links | None = None) -> TrainingPlan:
+def plan(training: Training, candidates: Iterable[CandidateWorker], links: Links | None = None) -> Plan:
     """The best plan by the module's objective.
 
     Raises:
@@ -184,7 +138,7 @@ def _room(candidate: CandidateWorker) -> float:
     return candidate.memory_bytes or float("inf")
 
 
-def _best(training: Training, there: Sequence[CandidateWorker], hops: _Hops, *, known: bool) -> TrainingPlan | None:
+def _best(training: Training, there: Sequence[CandidateWorker], hops: _Hops, *, known: bool) -> Plan | None:
     found = []
     for number, groups in enumerate(_groups(training, there)):
         # Of equally near groups the smallest comes first, as in ``ring.placement``.
@@ -197,7 +151,7 @@ def _best(training: Training, there: Sequence[CandidateWorker], hops: _Hops, *, 
     if not found:
         return None
     *_, parts = min(found, key=lambda item: item[:3])
-    return _predicted(training, parts, hops, known=known)
+    return _predicted(training, there, parts, hops, known=known)
 
 
 def _cost_table(training: Training, groups: Sequence[Group], hops: _Hops, cuts: Sequence[int]) -> CostTable:
@@ -262,11 +216,12 @@ def _cost(training: Training, parts: Sequence[tuple[Group, int, int]], hops: _Ho
 
 def _predicted(
     training: Training,
+    there: Sequence[CandidateWorker],
     parts: Sequence[tuple[Group, int, int]],
     hops: _Hops,
     *,
     known: bool,
-) -> TrainingPlan:
+) -> Plan:
     groups = [group for group, *_ in parts]
     computes_s = [_compute_s(training, *part) if known else 0.0 for part in parts]
     there_s, back_s = [[sum(way(*pair)) for pair in pairwise(groups)] for way in (hops.there, hops.back)]
@@ -295,28 +250,40 @@ def _predicted(
         reduce_s += max(hops.ring_s(pair, training.shape.sizes.tied_bytes) for pair in ends)
     busy_s = [share * each_s for each_s in computes_s]
     step_s = chain_s + reduce_s
-    return TrainingPlan(
-        tuple(
-            StagePlan(
-                group,
-                start,
-                stop,
-                weights[stage],
-                max(training.need_bytes(stage, start, stop, on_host=candidate.on_host) for candidate in group),
-                schedule.in_flight(stage),
-                computes_s[stage],
-                there_s[stage] + back_s[stage] if stage < len(there_s) else 0.0,
-                occupied_s[stage] if stage < len(there_s) else 0.0,
-            )
-            for stage, (group, start, stop) in enumerate(parts)
-        ),
+    used = {candidate for group in groups for candidate in group}
+    info = TrainingPlanInfo(
+        training.stages,
+        training.replicas,
+        training.micro_batches,
         schedule.name,
-        step_s if known else 0.0,
-        reduce_s if known else 0.0,
-        1 - sum(busy_s) / (len(busy_s) * chain_s) if known and chain_s else 0.0,
-        max(busy_s) / chain_s if known and chain_s else 1.0,
-        training.micro_batches * training.tokens / step_s if known and step_s else None,
+        spares=[candidate.name for candidate in there if candidate not in used],
     )
+    if known:
+        info = replace(
+            info,
+            bubble=1 - sum(busy_s) / (len(busy_s) * chain_s),
+            efficiency=max(busy_s) / chain_s,
+            step_s=step_s,
+            reduce_s=reduce_s,
+            tokens_per_s=training.micro_batches * training.tokens / step_s,
+        )
+    stages = [
+        StagePlanInfo(
+            stage,
+            [candidate.id for candidate in group],
+            [candidate.name for candidate in group],
+            start,
+            stop,
+            weights[stage],
+            max(training.need_bytes(stage, start, stop, on_host=candidate.on_host) for candidate in group),
+            min((candidate.memory_bytes for candidate in group if candidate.memory_bytes), default=0),
+            schedule.in_flight(stage),
+            computes_s[stage] if known else None,
+            (there_s[stage] + back_s[stage] if stage < len(there_s) else 0.0) if known else None,
+        )
+        for stage, (group, start, stop) in enumerate(parts)
+    ]
+    return info, stages
 
 
 def _schedule(

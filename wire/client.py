@@ -195,7 +195,10 @@ class SeedClient:
     async def plan(self, spec: str, shape: object) -> tuple[TrainingPlanInfo, list[StagePlanInfo]]:
         """Plan which workers would train which layers of a split job. The seed first measures their links."""
         result = await self.request("jobs.plan", {"spec": spec, "shape": shape}, timeout_s=30.0)
-        return plan_of(result)
+        stages = _records(StagePlanInfo, result, "stages")
+        if not stages:
+            raise ProtocolError("the seed sent a training plan without stages")
+        return TrainingPlanInfo.from_map_untrusted(result.get("plan")), stages
 
     async def tell_job(self, job: str, verb: str) -> str:
         """Send ``pause``, ``resume``, ``save``, ``cancel`` or ``forget`` to a job. Return its id."""
@@ -334,13 +337,6 @@ def _checked(result: dict[str, Any], key: str, kind: type) -> Any:
 
 def _records(kind: type[R], result: dict[str, Any], key: str) -> list[R]:
     return [kind.from_map_untrusted(item) for item in _checked(result, key, list)]
-
-
-def plan_of(result: dict[str, Any]) -> tuple[TrainingPlanInfo, list[StagePlanInfo]]:
-    stages = _records(StagePlanInfo, result, "stages")
-    if not stages:
-        raise ProtocolError("the seed sent a training plan without stages")
-    return TrainingPlanInfo.from_map_untrusted(result.get("plan")), stages
 
 
 def _ticket(result: dict[str, Any]) -> tuple[TicketInfo, str]:

@@ -11,7 +11,6 @@ import typer
 from p2ptrain.cli.output import number, print_table, printable
 from p2ptrain.core.texts import human_bytes
 from ring.placement import Placement
-from wire.client import plan_of
 from wire.records import StagePlanInfo, TrainingPlanInfo
 
 if TYPE_CHECKING:
@@ -162,7 +161,6 @@ def local_plan(
     from ring.training_costs import CandidateWorker
     from ring.training_placement import plan
     from roles.seed.jobs import training_of
-    from roles.seed.operator_api import plan_maps
     from wire.emulate import preset_named
 
     shape = shape_of(profile)
@@ -180,4 +178,4 @@ def local_plan(
     way = LinkQuality(preset.delay_ms / 1e3, preset.rate_bps or None) if preset else None
     ids = [candidate.id for candidate in there]
     links = {(one, other): way for one in ids for other in ids if one != other and way is not None}
-    return plan_of(plan_maps(training, plan(training, there, links), there))
+    return plan(training, there, links)

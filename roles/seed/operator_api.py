@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from p2ptrain.core.errors import (
 from p2ptrain.core.ids import new_id
 from ring import coordination as co
 from ring.coordination import ENDED, Phase
-from ring.training_costs import CandidateWorker, ModelShape, Training, shape_untrusted
+from ring.training_costs import CandidateWorker, ModelShape, shape_untrusted
 from roles.seed.events import first_that_fit, newest_that_fit
 from roles.seed.jobs import SETTLE_S, seen_for, training_of
 from roles.seed.links import Survey
@@ -30,10 +30,9 @@ from roles.seed.store import RECOVERIES_KEPT, JobRecord, Records
 from wire.connection import Connection
 from wire.enrol import RENEW
 from wire.messages import Request, Response
-from wire.records import StagePlanInfo, TrainingPlanInfo, runs_of
+from wire.records import runs_of
 
 if TYPE_CHECKING:
-    from ring.training_placement import StagePlan, TrainingPlan
     from roles.seed.jobs import JobController
     from roles.seed.server import Seed
 
@@ -101,7 +100,7 @@ def checked_shape(params: Mapping[str, Any], profile: Profile) -> ModelShape | N
 
 
 async def planned(profile: Profile, shape: ModelShape, links: Mapping[str, Link], survey: Survey) -> dict[str, Any]:
-    """Plan a new job on the workers that are free now. Returns the result of ``plan_maps``.
+    """Plan a new job on the workers that are free now: ``{"plan": ..., "stages": [...]}``, maps of records.
 
     Raises ``Refused``, with the numbers, if too few workers are free or the model does not fit.
     """
@@ -124,50 +123,16 @@ async def planned(profile: Profile, shape: ModelShape, links: Mapping[str, Link]
         CandidateWorker(peer.peer_id, peer.name, peer.memory_bytes, peer.flops or 0.0, peer.on_host) for peer in peers
     ]
     try:
-        found = plan(training, there, survey.table.known)
+        info, stages = plan(training, there, survey.table.known)
     except (ResourceError, UserError) as problem:
         raise Refused("does-not-fit", problem.message, remedy=problem.remedy) from problem
-    return plan_maps(training, found, there)
-
-
-def plan_maps(training: Training, found: TrainingPlan, there: Collection[CandidateWorker]) -> dict[str, Any]:
-    """A plan as ``{"plan": ..., "stages": [...]}``, with records of ``wire.records``."""
-    known, used = (
-        found.tokens_per_s is not None,
-        {candidate.id for stage in found.stages for candidate in stage.candidates},
-    )
-    spares = [candidate.name for candidate in there if candidate.id not in used]
-    info = TrainingPlanInfo(
-        stages=training.stages,
-        replicas=training.replicas,
-        micro_batches=training.micro_batches,
-        schedule=found.schedule,
-        bubble=found.bubble if known else None,
-        efficiency=found.efficiency if known else None,
-        step_s=found.step_s if known else None,
-        reduce_s=found.reduce_s if known else None,
-        tokens_per_s=found.tokens_per_s,
-        spares=spares[:MAX_SHOWN],
-    )
-    stages = [_stage_info(number, stage, known=known) for number, stage in enumerate(found.stages)]
-    return {"plan": info.to_map(), "stages": first_that_fit((stage.to_map() for stage in stages), ANSWER_BYTES)}
-
-
-def _stage_info(number: int, stage: StagePlan, *, known: bool) -> StagePlanInfo:
-    limits = [candidate.memory_bytes for candidate in stage.candidates if candidate.memory_bytes]
-    return StagePlanInfo(
-        stage=number,
-        peers=[candidate.id for candidate in stage.candidates[:MAX_SHOWN]],
-        names=[candidate.name for candidate in stage.candidates[:MAX_SHOWN]],
-        start=stage.start,
-        stop=stage.stop,
-        weights_bytes=stage.weights_bytes,
-        need_bytes=stage.need_bytes,
-        limit_bytes=min(limits, default=0),
-        in_flight=stage.in_flight,
-        compute_s=stage.compute_s if known else None,
-        hop_s=stage.hop_s if known else None,
-    )
+    shown = [
+        dataclasses.replace(stage, peers=stage.peers[:MAX_SHOWN], names=stage.names[:MAX_SHOWN]) for stage in stages
+    ]
+    return {
+        "plan": dataclasses.replace(info, spares=info.spares[:MAX_SHOWN]).to_map(),
+        "stages": first_that_fit((stage.to_map() for stage in shown), ANSWER_BYTES),
+    }
 
 
 IDLE_S = 120.0

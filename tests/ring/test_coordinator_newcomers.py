@@ -228,7 +228,7 @@ def test_a_view_names_no_more_members_than_fit_a_frame() -> None:
         peer_id = f"{number:032d}"
         core.handle(co.PeerOffered(co.Peer(peer_id, "é" * 64, "192.168.100.100", 60000)), 0.0)
     for peer_id in sorted(core.peer_ids):
-        core.handle(co.PeerReported(peer_id, Report("j", 0, "ready", 0, 0, "L0", corpus="C")), 0.0)
+        core.handle(co.PeerReported(peer_id, Report("j", 0, "ready", 0, 0, "0" * 32, corpus="C")), 0.0)
     assert core.view is not None
     assert 200 < core.view.size < 900
     assert len(encode(core.view)) < CONTROL_FRAME_BYTES
