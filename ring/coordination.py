@@ -671,6 +671,11 @@ def _record_bytes(peer: Peer) -> int:
     return sum(len(text.encode()) for text in (peer.peer_id, peer.name, peer.host)) + 64 * peer.workers
 
 
+def other_data(corpus: str, ours: str) -> str:
+    difference = f"SHA-256 {corpus[:12] or 'none'}, not {ours[:12]}"
+    return f"its data differs from the job's ({difference}); give it the files that the job started with"
+
+
 def described(view: View, before: View | None) -> str:
     gone = [member.name for member in before.members if view.rank_of(member.peer_id) is None] if before else []
     text = f"generation {view.generation} from step {view.step}: {' → '.join(member.name for member in view.members)}"

@@ -327,9 +327,7 @@ class Coordinator:
             known.standing = report
             self._catch_ups.said(peer_id, report.status)
         else:
-            mine, ours = report.corpus[:12] or "none", self.corpus[:12]
-            remedy = "give it the files that the job started with"
-            self._ban(known, f"its data differs from the job's (SHA-256 {mine}, not {ours}); {remedy}", "corpus")
+            self._ban(known, co.other_data(report.corpus, self.corpus), "corpus")
         self._no_longer_trains(peer_id, now)
 
     def _failed(self, known: KnownPeer, report: Report, now: float) -> None:
@@ -545,9 +543,7 @@ class Coordinator:
 
     def _mint(self, chosen_from: Reports, now: float) -> None:
         step, lineage = newest(chosen_from)
-        for peer_id, seconds in self._quarantine.flapping(self._roster.survivors(self.view), now):
-            text = f"{self._name(peer_id)} is excluded for {seconds:.0f} s: it died repeatedly"
-            self._say("warning", "flapping", text, peer_id)
+        self._out += self._quarantine.flapping(self._roster.survivors(self.view), self._name, now)
         ready, survivors, moving = self._candidates(), self._roster.survivors(self.view), self._catch_ups.moving
         holders = {key for key, it in self._roster.standing().items() if key not in moving and holds(it, step, lineage)}
         if not holders & ready.keys():

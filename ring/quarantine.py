@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from ring.coordination import Reports
+from ring.coordination import Emit, Reports
 
 CAUSES = frozenset({"contribution", "digest", "hop"})
 """Values of ``Report.cause`` for a refused step."""
@@ -88,14 +88,15 @@ class Quarantine:
         seconds, until = self._last.get(peer_id, (0.0, -math.inf))
         return now - until >= QUIET * max(seconds, FIRST_FALL_S)
 
-    def flapping(self, back: Collection[str], now: float) -> Iterator[tuple[str, float]]:
-        """Of the ``fallen`` members that are not ``back``: those that died repeatedly, and the length of exclusion."""
+    def flapping(self, back: Collection[str], name: Callable[[str], str], now: float) -> Iterator[Emit]:
+        """Exclude those of the ``fallen`` members that are not ``back`` and died repeatedly."""
         for peer_id in sorted(self.fallen - self.excused - set(back)):
             if self._forgiven(peer_id, now):
                 self._last[peer_id] = 0.0, now
             else:
-                most_s = max(FIRST_FALL_S, self._cooldown_s)
-                yield peer_id, self._exclude(peer_id, "it died repeatedly", now, FIRST_FALL_S, most_s)
+                why, most_s = "it died repeatedly", max(FIRST_FALL_S, self._cooldown_s)
+                seconds = self._exclude(peer_id, why, now, FIRST_FALL_S, most_s)
+                yield Emit("warning", "flapping", f"{name(peer_id)} is excluded for {seconds:.0f} s: {why}", peer_id)
 
     def _exclude(self, peer_id: str, why: str, now: float, first_s: float, most_s: float) -> float:
         again = not self._forgiven(peer_id, now)

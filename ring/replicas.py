@@ -274,11 +274,9 @@ class ReplicaCoordinator:
             assert not worker.trains or not self._regrouped, f"{worker.peer_id} trains after the regroup: {history}"
             assert not worker.replica or worker.replica in self._replicas, history
         assert not self._banned & set(self._workers), history
-        empty = [
-            replica for replica in self._replicas.values() if replica.known and replica.said is None and not replica.due
-        ]
-        assert all(replica.in_view or self._is_moving(replica) for replica in empty), history
-        void = [replica for replica in self._replicas.values() if replica.known and replica.said == NOTHING]
+        silent = [replica for replica in self._known() if replica.said is None and not replica.due]
+        assert all(replica.in_view or self._is_moving(replica) for replica in silent), history
+        void = any(replica.said == NOTHING for replica in self._known())
         assert not void or self._anchored(), f"the coordinator knows a replica that cannot heal: {history}"
 
     # ---------------------------------------------------------------------------------------------- workers come and go
@@ -409,9 +407,7 @@ class ReplicaCoordinator:
             return  # it was let in or called back in the meantime
         self._corpus = self._corpus or report.corpus
         if report.corpus != self._corpus:
-            mine, ours = report.corpus[:12] or "none", self._corpus[:12]
-            remedy = "give it the files that the job started with"
-            self._ban(worker, f"its data differs from the job's (SHA-256 {mine}, not {ours}); {remedy}", "corpus")
+            self._ban(worker, co.other_data(report.corpus, self._corpus), "corpus")
             return
         if 0 <= worker.restored < report.applied:
             return  # sent before it was told to go back
@@ -548,20 +544,14 @@ class ReplicaCoordinator:
             replica.members, replica.due = (), False
         with self._together():
             survivors = reports.keys()
-            for replica in [
-                replica
-                for replica in self._replicas.values()
-                if not replica.in_view and survivors & set(replica.members)
-            ]:
+            for replica in [each for each in self._beside_view() if survivors & set(each.members)]:
                 self._dissolve(replica, "its workers hold the run's state")
             for replica in kept:
                 for member in replica.members:
                     self._workers[member].replica = replica.replica_id
             if not kept:
-                for replica in [
-                    replica for replica in self._replicas.values() if replica.known and not replica.in_view
-                ]:
-                    if replica.said is None or replica.said == NOTHING or self._is_moving(replica):
+                for replica in self._beside_view():
+                    if replica.known and (replica.said in (None, NOTHING) or self._is_moving(replica)):
                         self._dissolve(replica, "no replica is left to catch up with")
             for replica in kept:
                 self._fill_place(replica, state)
@@ -678,11 +668,7 @@ class ReplicaCoordinator:
         replica with a state of a step above 0 (while a restore is under way: with the restored state)."""
         if self.view is not None and not self._regrouped:
             return True
-        said = [
-            replica.said
-            for replica in self._replicas.values()
-            if replica.known and replica.said is not None and replica.members
-        ]
+        said = [replica.said for replica in self._known() if replica.said is not None and replica.members]
         if self._restoring and self.core.restore is not None:
             return (self.core.restore.step, self.core.restore.lineage) in said
         return any(step > 0 for step, _ in said)  # at step 0 the coordinator takes ``NOTHING`` for a state
@@ -693,7 +679,7 @@ class ReplicaCoordinator:
             return True
         if self._anchored():
             return False
-        void = next((replica for replica in self._replicas.values() if replica.known and replica.said == NOTHING), None)
+        void = next((replica for replica in self._known() if replica.said == NOTHING), None)
         if void is not None:
             self._withdraw(void)
         return void is not None
@@ -712,15 +698,18 @@ class ReplicaCoordinator:
             return 0
         settled = {key: stage for key, stage in self._settled_stages().items() if self._is_own((key,))}
         kept = self._newest_kept(settled, settled)
-        if any(
-            self._is_own(replica.members) and replica.said and replica.said[0] >= kept for replica in self._loaded()
-        ):
-            return 0
-        return kept if kept <= self.core.known_step else 0  # a later one is of an abandoned branch
+        loaded = [replica.said[0] for replica in self._loaded() if replica.said and self._is_own(replica.members)]
+        # A later step than the newest known one is of an abandoned branch.
+        return kept if max(loaded, default=-1) < kept <= self.core.known_step else 0
+
+    def _known(self) -> list[Replica]:
+        return [replica for replica in self._replicas.values() if replica.known]
+
+    def _beside_view(self) -> list[Replica]:
+        return [replica for replica in self._replicas.values() if not replica.in_view]
 
     def _loaded(self) -> list[Replica]:
-        replicas = [replica for replica in self._replicas.values() if replica.known and not replica.in_view]
-        return [replica for replica in replicas if replica.said not in (None, NOTHING)]
+        return [replica for replica in self._beside_view() if replica.known and replica.said not in (None, NOTHING)]
 
     def _is_own(self, members: Iterable[str]) -> bool:
         return self._branch is None or self._branch.issuperset(members)
@@ -736,13 +725,7 @@ class ReplicaCoordinator:
             self._dissolve(replica, "its workers share no state")
 
     def _tell_one(self) -> bool:
-        due = [
-            replica
-            for replica in self._replicas.values()
-            if replica.due
-            and replica.members
-            and all(member in self._workers and self._workers[member].settled for member in replica.members)
-        ]
+        due = [replica for replica in self._replicas.values() if replica.due and self._is_settled(replica)]
         if not due:
             return False
         replica = min(due, key=lambda replica: (self._state_of(replica.members) is None, replica.replica_id))
@@ -754,6 +737,10 @@ class ReplicaCoordinator:
                 self._back = None
                 self._tell(co.Restore(replica.said[0], replica.replica_id, replica.said[1]))
         return True
+
+    def _is_settled(self, replica: Replica) -> bool:
+        workers = [self._workers.get(member) for member in replica.members]
+        return bool(workers) and all(worker is not None and worker.settled for worker in workers)
 
     def _tell_replica(self, replica: Replica, status: str, *, nothing: bool = False) -> None:
         state = None if nothing else self._state_of(replica.members)
@@ -850,11 +837,8 @@ class ReplicaCoordinator:
 
     def _void(self) -> list[Replica]:
         """Replicas outside the view that were reported as holding nothing and do not fetch a ring's state."""
-        return [
-            replica
-            for replica in self._replicas.values()
-            if replica.known and not replica.in_view and replica.said == NOTHING and not self._is_moving(replica)
-        ]
+        told = [replica for replica in self._beside_view() if replica.known and replica.said == NOTHING]
+        return [replica for replica in told if not self._is_moving(replica)]
 
     def _offer(self, group: tuple[str, ...]) -> None:
         void = self._state_of(group) is None
@@ -894,11 +878,7 @@ class ReplicaCoordinator:
                 return self._stays()
             self._back = None  # not every stage could load that step
         step = self._newest_kept(settled, self._workers)
-        at_hand = [
-            replica.said[0]
-            for replica in self._replicas.values()
-            if replica.known and replica.said not in (None, NOTHING)
-        ]
+        at_hand = [replica.said[0] for replica in self._known() if replica.said not in (None, NOTHING)]
         if at_hand and step <= max(at_hand):
             return self._stays()
         if self._could_be_more(step):
@@ -909,7 +889,7 @@ class ReplicaCoordinator:
         self._say("warning", "steps-lost", f"goes back to step {step}: no later state is held for every stage")
         self._tried = self._back = step
         self._stays()
-        for replica in [replica for replica in self._replicas.values() if not replica.in_view]:
+        for replica in self._beside_view():
             self._dissolve(replica, "the run goes back")
         for worker in self._workers.values():
             if worker.stage is not None:
@@ -1050,7 +1030,9 @@ class ReplicaCoordinator:
                 first, count = first + count, 0
         self.view = replace(small, members=tuple(members), stages=self.stages)
         if before is not None:
-            self._cool_down(before)
+            called = {member.peer_id: member.name for member in before.members}
+            back = [member.peer_id for member in self.view.members]
+            self._out += self._quarantine.flapping(back, lambda peer_id: called.get(peer_id, peer_id), self._now)
         for replica in list(self._replicas.values()):
             replica.in_view = small.rank_of(replica.replica_id) is not None
             if not replica.in_view and not replica.known:
@@ -1074,14 +1056,6 @@ class ReplicaCoordinator:
             self._branch = kept | {member for replica_id in mint.branch for member in names.get(replica_id, ())}
         branch = None if self._branch is None else frozenset(self._branch)
         self._out.append(co.Mint(self.view, mint.restored, branch))
-
-    def _cool_down(self, before: View) -> None:
-        assert self.view is not None
-        names = {member.peer_id: member.name for member in before.members}
-        back = [member.peer_id for member in self.view.members]
-        for peer_id, seconds in self._quarantine.flapping(back, self._now):
-            text = f"{names.get(peer_id, peer_id)} is excluded for {seconds:.0f} s: it died repeatedly"
-            self._say("warning", "flapping", text, peer_id)
 
     def _progress(self, event: co.Progress) -> None:
         if self.view is not None and event.step > self.view.step and not self._regrouped:
