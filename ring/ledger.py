@@ -76,11 +76,6 @@ class Begins:
         return self._begins[place - 1][2] if place > 0 and self._begins[place - 1][0] == step else ""
 
 
-def pack_counts(counts: Iterable[int]) -> bytes:
-    numbers = list(counts)
-    return struct.pack(f"!{len(numbers)}I", *numbers)
-
-
 def counts_of_untrusted(counts: bytes) -> tuple[int, ...]:
     """Raises ``ProtocolError``."""
     if not 4 <= len(counts) <= 4 * MAX_MEMBERS or len(counts) % 4:

@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from configs.schema import Profile
 from p2ptrain.compute.gradients import UNIT, to_fixed, to_float
+from p2ptrain.core.checkpoint_parts import shard_name
 from p2ptrain.core.errors import JobFailed, ProtocolError, StorageError
 from p2ptrain.core.training import Applied, Blob, BlobRange, FilePlan
-from p2ptrain.core.weights_index import shard_name
 from roles.engine import WHOLE, OnFinal, Payload, Stage
 
 _STAMP = struct.Struct("!4sqqi")  # kind, step, micro-batch, sending stage

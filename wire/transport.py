@@ -87,13 +87,13 @@ class FlowControl(asyncio.Transport):
     ``_maybe_resume`` when it shrank.
     """
 
-    def __init__(self, protocol: asyncio.BufferedProtocol, *, high_bytes: int, low_bytes: int | None = None) -> None:
+    def __init__(self, protocol: asyncio.BufferedProtocol, *, high_bytes: int) -> None:
         super().__init__()
         self._protocol = protocol
         self._closing = False
         self._writing_paused = False
         self._high_bytes = high_bytes
-        self._low_bytes = high_bytes // 4 if low_bytes is None else low_bytes
+        self._low_bytes = high_bytes // 4
 
     def is_closing(self) -> bool:
         return self._closing
@@ -439,20 +439,19 @@ class TcpNetwork:
     Args:
         buffer_bytes: kernel send and receive buffer of each socket. 0 leaves the sizes to the system, which grows them
             with the link. Set it only if the system's limits are too low for a long fat pipe.
-        keepalive_s: idle seconds before the kernel starts to probe whether the other machine is alive.
         user_timeout_s: how long sent data may stay unacknowledged, or the peer's window closed, before the kernel drops
             the connection (RFC 5482; on Linux it also replaces the keepalive's count). 0 leaves the system's rules. It
             is long because a member that computes does not read: its window is closed, but it is alive. Heartbeats
             detect dead peers far sooner.
     """
 
-    def __init__(self, *, buffer_bytes: int = 0, keepalive_s: float = 15.0, user_timeout_s: float = 600.0) -> None:
+    def __init__(self, *, buffer_bytes: int = 0, user_timeout_s: float = 600.0) -> None:
         self._buffer_bytes = buffer_bytes
         self._tcp_options = {
             "TCP_NODELAY": 1,
-            "TCP_KEEPIDLE": max(1, round(keepalive_s)),
-            "TCP_KEEPALIVE": max(1, round(keepalive_s)),  # the name of KEEPIDLE on macOS
-            "TCP_KEEPINTVL": max(1, round(keepalive_s / 3)),
+            "TCP_KEEPIDLE": 15,  # idle seconds before the kernel probes whether the other machine is alive
+            "TCP_KEEPALIVE": 15,  # the name of KEEPIDLE on macOS
+            "TCP_KEEPINTVL": 5,
             "TCP_KEEPCNT": 3,
             "TCP_USER_TIMEOUT": round(user_timeout_s * 1000),
         }

@@ -30,10 +30,10 @@ from p2ptrain.compute.model import load_model
 from p2ptrain.compute.part import PartAssembly, PartModel
 from p2ptrain.compute.stage import StageSpec
 from p2ptrain.compute.tokenizer import Tokenizer
+from p2ptrain.core.checkpoint_parts import shard_name, weights_index
 from p2ptrain.core.errors import StorageError
 from p2ptrain.core.tensor_files import INDEX_FILE
 from p2ptrain.core.training import BlobRange, FilePlan
-from p2ptrain.core.weights_index import shard_name, weights_index
 
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
 

@@ -105,15 +105,17 @@ def per_layer_lists(config: PretrainedConfig) -> dict[str, list[Any]]:
 
 LAYER_CACHES = {DynamicLayer, DynamicSlidingWindowLayer}
 """Kinds of a layer's cache that ``PartCache`` has rollback for."""
-_TRACED = 3  # positions: no other number of one position's keys is taken for it
+_TRACED_POSITIONS = 3
+"""Positions in a tracing run (``ModelLayout._trace``). Their number must be the third size of what a layer caches."""
 
 
 class _Traced(Exception):
-    """A layer wants to cache keys and values of these shapes."""
+    """Ends a tracing run: a layer caches keys and values of these shapes."""
 
 
 class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Whoever asks for a value on the meta device is told 0, as some positions are looked at for their greatest."""
+    """Returns 0 if code reads a single value of a tensor (``Tensor.item``). On the meta device tensors have no values,
+    but some models read the largest position in this way."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return 0 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
@@ -137,14 +139,15 @@ class CacheShape:
 
 
 @functools.lru_cache(maxsize=64)
-def _found_before(model_type: str, config: str) -> list[tuple[set[str], list[CacheShape]]]:
-    """What tracing a model of this configuration found: nothing before the first time."""
+def _traces_of(model_type: str, config: str) -> list[tuple[set[str], list[CacheShape]]]:
+    """A list for the result of tracing this configuration. It is empty at first; the caller adds the result, so that
+    each configuration is traced once."""
     return []
 
 
 class ModelLayout:
-    """A whole model on the meta device, with the roles of its modules. What belongs before and after the layers, and
-    what they cache, is found by running the model's own code there, where nothing is computed.
+    """A whole model on the meta device, with the roles of its modules. Runs of the model's own code there, where
+    nothing is computed, show which modules come before the layers and what the layers cache.
 
     Attributes:
         model: transformers' model. base: its module without the head.
@@ -181,7 +184,7 @@ class ModelLayout:
         outside = {
             name: self.model.get_submodule(name) for name in owners if not name.startswith(f"{self._layers_name}.")
         }
-        found = _found_before(config.model_type, config.to_json_string(use_diff=False))
+        found = _traces_of(config.model_type, config.to_json_string(use_diff=False))
         if not found:
             found.append((self._trace(0, outside)[0], self._all_cache_shapes()))
         called, self.cache_shapes = found[0]
@@ -210,26 +213,27 @@ class ModelLayout:
         return shapes
 
     def _trace(self, index: int, names: Iterable[str] = ()) -> tuple[set[str], CacheShape]:
-        """Run the model's code until layer ``index`` caches: which modules of these names it called, and what is
-        cached."""
+        """Run the model's code until layer ``index`` caches its keys and values. Returns which of the modules ``names``
+        it called before, and the shapes of what the layer caches for a position."""
         config, layers, called = self.model.config, self.layers, set[str]()
         sliced = part_config(config, Part(index, index + 1, len(layers)))
         self._set_layers([layers[index]], sliced)
-        model = copy.deepcopy(self.model)  # for the code may leave tensors without values in it
+        model = copy.deepcopy(self.model)  # the code may replace buffers of the model by tensors of this run
         self._set_layers(layers, config)
         for name in names:
             model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.add(name))
         shapes: tuple[Any, ...] = ()
         try:
             with torch.device("meta"), torch.no_grad(), _NoValues():  # type: ignore[no-untyped-call]
-                ids, positions = torch.zeros(1, _TRACED, dtype=torch.int64), torch.arange(_TRACED)[None]
+                ids = torch.zeros(1, _TRACED_POSITIONS, dtype=torch.int64)
+                positions = torch.arange(_TRACED_POSITIONS)[None]
                 cache = _TracingCache(config=sliced)
                 model.base_model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
         except _Traced as found:
             shapes = found.args
         except Exception as error:  # whatever the architecture needs and does not get
             raise refused(self._config, first_line(error)) from error
-        if any(len(shape) != 4 or shape[2] != _TRACED for shape in shapes) or not shapes:
+        if any(len(shape) != 4 or shape[2] != _TRACED_POSITIONS for shape in shapes) or not shapes:
             raise refused(self._config, "its layers do not cache keys and values of each position")
         return called, CacheShape(*((shape[1], shape[3]) for shape in shapes))
 
@@ -240,7 +244,8 @@ class ModelLayout:
                 module.config = config  # it keeps the attention setting
 
     def cut(self, part: Part) -> dict[str, str]:
-        """Remove all modules outside ``part``, in place. Returns name in the part → name in the whole model."""
+        """Remove all modules outside ``part`` from ``model``, and number its layers from 0. Returns the name of each
+        tensor that is left → its name in the whole model."""
         if part.layers != len(self.layers):
             raise ConfigError(f"the model has {len(self.layers)} layers, not {part.layers}")
         self.layers = self.layers[part.start : part.stop]
@@ -265,8 +270,8 @@ def _whole_name(name: str, layers_prefix: str, start: int) -> str:
 
 
 class _Absent(nn.Module):
-    """In place of a module that another stage has. Hidden states pass through, and it adds 0 to them where it would
-    make its own of something else (learned positions): on this stage nobody looks at the result."""
+    """Replaces a module that another stage holds. It returns hidden states unchanged. For any other input, such as the
+    ids of learned positions, it returns 0, which changes nothing when the model adds it to the hidden states."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if x.ndim == 3 and x.is_floating_point():
@@ -533,10 +538,10 @@ class PartModel:
         if not part.last:
             layout.layers[-1].register_forward_hook(self._leave)
 
-    def new_cache(self, positions: int, *, batch: int = 1) -> PartCache:
-        """An empty cache with room for ``positions`` positions."""
+    def new_cache(self, positions: int) -> PartCache:
+        """An empty cache with room for ``positions`` positions of one sequence."""
         device = next(self.module.parameters()).device
-        return PartCache(self.config, self._cache_shapes, positions, self._dtype, device, batch=batch)
+        return PartCache(self.config, self._cache_shapes, positions, self._dtype, device)
 
     def forward(self, x: Tensor, positions: Tensor, cache: PartCache | None = None, *, logits: int = 0) -> Tensor:
         """Run the part's layers over new positions.
@@ -564,11 +569,10 @@ class PartModel:
             self._base(**common)
             return cast(Tensor, self._leaving)
         finally:
-            self._entering = self._leaving = None  # a graph for a backward pass hangs on them
+            self._entering = self._leaving = None  # they would keep the graph of the backward pass in memory
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The first layer takes the hidden states as they came, whatever the model did before it (scaled them as it
-        does an embedding)."""
+        """Give the first layer the hidden states as they came: some models scale them first, as they do embeddings."""
         if args:
             return (self._entering, *args[1:]), kwargs
         return args, kwargs | {"hidden_states": self._entering}
@@ -591,11 +595,11 @@ def context_of(config: PretrainedConfig) -> int | None:
 
 
 class _Room:
-    """Keys and values of one layer, of shapes (batch, heads, positions, head width)."""
+    """Keys and values of one layer, of shapes (1, heads, positions, head width)."""
 
-    def __init__(self, shape: CacheShape, batch: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: CacheShape, positions: int, dtype: torch.dtype, device: torch.device) -> None:
         def zeros(heads: int, width: int) -> Tensor:
-            return torch.zeros(batch, heads, positions, width, dtype=dtype, device=device)  # commits the memory
+            return torch.zeros(1, heads, positions, width, dtype=dtype, device=device)  # commits the memory
 
         self.keys, self.values = zeros(*shape.keys), zeros(*shape.values)
 
@@ -662,14 +666,12 @@ class PartCache(DynamicCache):
         positions: int,
         dtype: torch.dtype,
         device: torch.device,
-        *,
-        batch: int = 1,
     ) -> None:
         super().__init__(config=config)
         self.positions = positions
         made: list[_FullLayer | _WindowLayer] = []
         for layer, shape in zip(cast("list[Any]", self.layers), shapes, strict=True):
-            room = _Room(shape, batch, positions, dtype, device)
+            room = _Room(shape, positions, dtype, device)
             is_window = type(layer) is DynamicSlidingWindowLayer
             made.append(_WindowLayer(room, layer.sliding_window) if is_window else _FullLayer(room))
         self._own = made

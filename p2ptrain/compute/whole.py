@@ -1,8 +1,8 @@
 """A whole model that does not split, run as transformers' ``generate`` runs it.
 
-Nothing is known here of its layers, nor of what they keep: ``prepare_inputs_for_generation`` says what the model wants
-for its next token. A layer's state may be one from which no position can be taken back, so a session goes on from the
-end, a token at a time; whatever else is asked for is computed anew from the first token.
+This module knows nothing about the model's layers and their cache: ``prepare_inputs_for_generation`` makes the inputs
+of each pass. The cache of some models cannot be rolled back. So only a pass that adds one token at the end uses the
+cache. Any other pass computes the session again from the first token.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ from p2ptrain.compute.part import Part, context_of
 
 @dataclass(slots=True)
 class History:
-    """The tokens of a session, and what the model keeps of them; as ``PartCache``.
+    """The cache of one session, with the interface of ``PartCache``.
 
     Attributes:
-        state: what ``prepare_inputs_for_generation`` is given for the next token; empty: nothing is kept.
+        positions: most positions of the session.
+        ids: token ids of all positions so far, shape (length,).
+        state: keyword arguments for ``prepare_inputs_for_generation`` of the next token, with the model's own cache.
+            Empty if there is no cache that fits ``ids``: then the next pass starts from the first token.
+        nbytes: 0, because the size of the model's cache is not known.
     """
 
     positions: int
     ids: Tensor
     state: dict[str, Any] = field(default_factory=dict)
-    nbytes: int = 0  # nothing is promised
+    nbytes: int = 0
 
     @property
     def length(self) -> int:

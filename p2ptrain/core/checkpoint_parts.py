@@ -1,12 +1,15 @@
 """Rules that join the checkpoints of a split model's stages into one directory with the whole model.
 
 Each stage saves its own directory, with file names that no other stage uses. The first stage also saves the files that
-describe the whole model. So the files of all stages together are an ordinary checkpoint.
+describe the whole model, such as the index, ``model.safetensors.index.json``: tensor → file. So the files of all stages
+together are an ordinary checkpoint, as ``save_pretrained`` would write it. Standard library only.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 
 from p2ptrain.core.checkpoints import CheckpointEntry, Meta
 from p2ptrain.core.errors import StorageError
@@ -40,3 +43,31 @@ def of_the_whole(meta: Meta) -> Meta:
 
 def is_part(entry: CheckpointEntry) -> bool:
     return entry.meta.get(STAGES) is not None
+
+
+def shard_name(kind: str, stage: int, stages: int, suffix: str = ".safetensors") -> str:
+    """Hugging Face's name for the file of stage ``stage``, from 0: ``model-00001-of-00002.safetensors`` for stage 0."""
+    return f"{kind}-{stage + 1:05d}-of-{stages:05d}{suffix}"
+
+
+def weights_index(shards: Mapping[str, Mapping[str, int]]) -> bytes:
+    """Encode the index.
+
+    Args:
+        shards: file name → tensor name → size in bytes.
+
+    Raises:
+        StorageError: a tensor is in two files.
+    """
+    places: dict[str, str] = {}
+    total = 0
+    for file in sorted(shards):
+        for name, size_bytes in shards[file].items():
+            if name in places:
+                raise StorageError(
+                    f"{name} is in {places[name]} and in {file}", remedy="use the files of one checkpoint"
+                )
+            places[name] = file
+            total += size_bytes
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    return (json.dumps(index, indent=2) + "\n").encode()

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from p2ptrain.compute.model import ModelSpec, build_model
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
+from p2ptrain.core.checkpoint_parts import weights_index
 from p2ptrain.core.errors import StorageError
 from p2ptrain.core.tensor_files import INDEX_FILE
-from p2ptrain.core.weights_index import weights_index
 from tests.compute.tiny_trainer import tiny, tiny_trainer
 
 from .families import make

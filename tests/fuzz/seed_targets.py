@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.ids import is_id
-from ring.ledger import counts_of_untrusted, pack_counts
-from ring.token import next_lineage
+from ring.ledger import counts_of_untrusted
+from ring.token import Shares, next_lineage
 from ring.training_costs import MAX_LAYERS, Training, shape_untrusted
 from ring.view import View
 from roles.member import drafters_untrusted
@@ -73,7 +73,9 @@ def _check_drafters(case: tuple[list[DrafterAt], str]) -> None:
 
 START = "ab" * 16
 _VIEW = View("j", 2, 3, START, (MemberRecord("a", "a", "h", 1, 0, 4, healthy=True),))
-_COUNTS = st.sampled_from([pack_counts([4]), pack_counts([1, 3]), b"", b"123", pack_counts([2**32 - 1] * 9)])
+_COUNTS = st.sampled_from(
+    [Shares([4]).packed(), Shares([1, 3]).packed(), b"", b"123", Shares([2**32 - 1] * 9).packed()]
+)
 
 
 @st.composite
@@ -119,7 +121,8 @@ TOLD = Target(
 def _file(draw: st.DrawFn) -> bytes:
     first, shares = draw(st.integers(1, 3)), st.sampled_from([[4], [1, 3], [2**32 - 1] * 9])
     rows = [
-        LedgerRow(first + number, 1, bytes(16), pack_counts(draw(shares))) for number in range(draw(st.integers(0, 4)))
+        LedgerRow(first + number, 1, bytes(16), Shares(draw(shares)).packed())
+        for number in range(draw(st.integers(0, 4)))
     ]
     head = LedgerHead(first - 1, draw(mostly(st.just(START), TEXT)), draw(st.integers(0, 9)), START)
     return json.dumps({"head": asdict(head), "runs": [run.to_map() for run in runs_of(rows)]}).encode()

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError
 from ring.coordination import Peer, records
-from ring.ledger import Audit, Begins, Fault, begun, continuing, counting, pack_counts, rows_untrusted, surviving
-from ring.token import next_lineage
+from ring.ledger import Audit, Begins, Fault, begun, continuing, counting, rows_untrusted, surviving
+from ring.token import Shares, next_lineage
 from ring.view import View
 from wire.job_messages import LedgerRow, LedgerRows
 from wire.records import LedgerHead, ViewBegan
@@ -29,7 +29,7 @@ def view(generation: int, step: int, lineage: str = START, members: str = "ab") 
 
 def row(step: int, generation: int = 1, counts: tuple[int, ...] = (4, 4), salt: str = "") -> LedgerRow:
     digest = hashlib.blake2b(f"{step}{salt}".encode(), digest_size=16).digest()
-    return LedgerRow(step, generation, digest, pack_counts(counts))
+    return LedgerRow(step, generation, digest, Shares(counts).packed())
 
 
 def chained(rows: list[LedgerRow], lineage: str = START) -> str:

@@ -12,8 +12,7 @@ from configs.loader import load
 from configs.schema import Profile
 from p2ptrain.cli.audit import Verdict, audit
 from ring.coordination import Peer, records
-from ring.ledger import pack_counts
-from ring.token import next_lineage
+from ring.token import Shares, next_lineage
 from ring.view import View
 from roles.seed import ledger as module
 from roles.seed.ledger import Ledger
@@ -32,7 +31,7 @@ def view(generation: int, step: int, lineage: str = START, members: str = "ab") 
 
 
 def row(step: int, generation: int = 1, members: int = 2) -> LedgerRow:
-    return LedgerRow(step, generation, step.to_bytes(16, "big"), pack_counts([8 // members] * members))
+    return LedgerRow(step, generation, step.to_bytes(16, "big"), Shares([8 // members] * members).packed())
 
 
 def lineages(steps: int) -> list[str]:
@@ -184,7 +183,7 @@ def test_rows_of_a_course_that_was_taken_back_fill_no_gap(kept: Records, restart
     second = view(2, 4, past[4])
     kept.add_view(second, JOB, restored=False, wall=2.0)
     ledger.view_began(second)
-    own = [LedgerRow(step, 2, bytes([step]) * 16, pack_counts([4, 4])) for step in (5, 6)]
+    own = [LedgerRow(step, 2, bytes([step]) * 16, Shares([4, 4]).packed()) for step in (5, 6)]
     third = view(3, 6, next_lineage(next_lineage(past[4], own[0].digest), own[1].digest))
     kept.add_view(third, JOB, restored=False, wall=3.0)
     ledger.view_began(third)
@@ -263,7 +262,7 @@ async def test_an_audit_names_the_step_that_was_tampered_with(cluster: Cluster, 
     found = {}
     for name, sql in {
         "lineage": "UPDATE ledger SET digest = zeroblob(16) WHERE step = 11",
-        "shares": f"UPDATE ledger SET counts = x'{pack_counts([4, 3]).hex()}' WHERE step = 9",
+        "shares": f"UPDATE ledger SET counts = x'{Shares([4, 3]).packed().hex()}' WHERE step = 9",
         "generation": "UPDATE ledger SET generation = generation + 7 WHERE step = 7",
         "gap": "DELETE FROM ledger WHERE step = 5",
     }.items():

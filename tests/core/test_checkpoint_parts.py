@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from p2ptrain.core.checkpoint_parts import shard_name, weights_index
 from p2ptrain.core.errors import StorageError
 from p2ptrain.core.tensor_files import INDEX_FILE, TensorTable
-from p2ptrain.core.weights_index import shard_name, weights_index
 
 
 def shard(directory: Path, stage: int, stages: int, *names: str) -> None:
