@@ -162,7 +162,7 @@ class RingSession:
         residual: Residual | None = None,
         patience_s: float = PATIENCE_S,
     ) -> asyncio.Future[None]:
-        """Replace ``buffer`` by the sum over all members' buffers, bit-equal on all of them. Does not wait.
+        """Begin an all-reduce: replace ``buffer`` by the sum over all members' buffers, bit-equal on all of them.
 
         Args:
             buffer: shape (numel,), contiguous and writable, the same size on every member. The caller must not touch it
@@ -208,19 +208,8 @@ class RingSession:
             self._add(operation, lane, schedule, buffer[start:stop], dtype, sub_chunk_numel, codec, feedback)
         return self._start(operation)
 
-    async def all_reduce(
-        self,
-        buffer: Array,
-        dtype: str | None = None,
-        *,
-        codec: Codec | None = None,
-        residual: Residual | None = None,
-        patience_s: float = PATIENCE_S,
-    ) -> None:
-        await self.submit(buffer, dtype, codec=codec, residual=residual, patience_s=patience_s)
-
     async def all_gather(self, mine: bytes, *, patience_s: float = PATIENCE_S) -> list[bytes]:
-        """Every member's bytes, in rank order; all have the same length. Errors as ``all_reduce``."""
+        """Every member's bytes, in rank order; all have the same length. Errors as ``submit``."""
         each = len(mine)
         gathered = np.empty(self.size * each, np.uint8)
         gathered[self.rank * each : (self.rank + 1) * each] = np.frombuffer(mine, np.uint8)
@@ -230,7 +219,7 @@ class RingSession:
         return [gathered[rank * each : (rank + 1) * each].tobytes() for rank in range(self.size)]
 
     async def barrier(self, *, patience_s: float = PATIENCE_S) -> None:
-        """Return only after every member has called it. Errors as ``all_reduce``."""
+        """Return only after every member has called it. Errors as ``submit``."""
         schedule = collectives.barrier(self.rank, self.size)
         await self._run("barrier", schedule, np.zeros(self.size, np.uint8), 1, patience_s)
 

@@ -17,6 +17,7 @@ from typing import Any, TypeGuard, TypeVar
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from wire.records import (
+    TOPICS,
     CheckpointInfo,
     ClusterInfo,
     EventInfo,
@@ -44,19 +45,8 @@ MAX_VALIDATIONS = 1000
 MAX_TEXT = 1000
 
 R = TypeVar("R", bound=Record)
-_KINDS: dict[str, type[Record]] = {
-    "cluster": ClusterInfo,
-    "peers": PeerInfo,
-    "jobs": JobInfo,
-    "metrics": MetricRow,
-    "events": EventInfo,
-    "checkpoints": CheckpointInfo,
-    "recoveries": RecoveryInfo,
-    "parts": PartInfo,
-    "serving": ServingInfo,
-}
-"""Topic → type of its items. The topics of ``_GOING`` have text ids, and their records can be removed."""
 _GOING = frozenset({"peers", "jobs", "checkpoints", "parts", "serving"})
+"""Topics whose records have text ids, and can be removed."""
 
 
 class Phase(StrEnum):
@@ -213,13 +203,13 @@ class Store:
         """Apply an update. An unknown topic is ignored: the seed may be newer. Raises ``ProtocolError`` if some items
         were malformed; the others are applied."""
         kind = topic.removesuffix("-gone")
-        if kind not in (_KINDS if topic == kind else _GOING):
+        if kind not in (TOPICS if topic == kind else _GOING):
             return
         bad: ProtocolError | None = None
         for item in items:
             try:
                 if topic == kind:
-                    self._take(topic, _parse(_KINDS[topic], item), now)
+                    self._take(topic, _parse(TOPICS[topic], item), now)
                 else:
                     self._drop(kind, item)
             except ProtocolError as error:
@@ -271,11 +261,11 @@ class Store:
     def _enter(self, cluster: ClusterInfo) -> None:
         if self.cluster is not None and self.cluster.cluster_id != cluster.cluster_id:
             # Another cluster answers at this address: no record belongs to it.
-            for topic in _KINDS.keys() - {"cluster", "metrics"}:
+            for topic in TOPICS.keys() - {"cluster", "metrics"}:
                 getattr(self, topic).clear()
             for known in (self.peers_seen, self.series, self._paces):
                 known.clear()
-            self.versions.update(tuple(_KINDS))
+            self.versions.update(tuple(TOPICS))
         self.cluster = cluster
 
     def _drop(self, kind: str, item: object) -> None:

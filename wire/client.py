@@ -16,6 +16,7 @@ from wire.connection import Connection, Received
 from wire.handshake import dial, local_hello
 from wire.messages import Message, Refuse, Request, Response, Update, Welcome
 from wire.records import (
+    TOPICS,
     CheckpointInfo,
     ClusterInfo,
     EventInfo,
@@ -91,19 +92,6 @@ class PendingCalls:
 
 
 R = TypeVar("R", bound=Record)
-
-_TOPICS: dict[str, type[Record]] = {
-    "cluster": ClusterInfo,
-    "peers": PeerInfo,
-    "jobs": JobInfo,
-    "metrics": MetricRow,
-    "events": EventInfo,
-    "checkpoints": CheckpointInfo,
-    "recoveries": RecoveryInfo,
-    "parts": PartInfo,
-    "serving": ServingInfo,
-}
-"""Topic of an update → record."""
 
 SILENCE_S = 15.0
 """After this many seconds without a frame the client probes the seed, which has as long again to answer."""
@@ -272,7 +260,7 @@ class SeedClient:
         """
         await self.request("subscribe")
         async for update in self.updates():
-            kind = _TOPICS.get(update.topic)
+            kind = TOPICS.get(update.topic)
             yield [kind.from_map_untrusted(item) for item in update.items] if kind is not None else []
 
     async def _value(self, method: str, key: str, kind: type = dict, **params: Any) -> Any:

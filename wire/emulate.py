@@ -43,7 +43,7 @@ import math
 import random
 import re
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, cast
@@ -289,10 +289,6 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
         self._take_in()
         self._arm()
         self._maybe_pause()
-
-    def writelines(self, list_of_data: Iterable[WriteData]) -> None:
-        for data in list_of_data:
-            self.write(data)
 
     def can_write_eof(self) -> bool:
         return self._inner.can_write_eof()

@@ -14,7 +14,7 @@ import errno
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -214,10 +214,6 @@ class _MemoryTransport(FlowControl):
         self._queued_bytes += view.nbytes
         self.pump_soon()
         self._maybe_pause()
-
-    def writelines(self, list_of_data: Iterable[WriteData]) -> None:
-        for data in list_of_data:
-            self.write(data)
 
     def write_eof(self) -> None:
         self._eof = True

@@ -455,3 +455,17 @@ class TicketInfo(Record):
     expires_at: float | None
     uses: int | None
     used: int
+
+
+TOPICS: dict[str, type[Record]] = {
+    "cluster": ClusterInfo,
+    "peers": PeerInfo,
+    "jobs": JobInfo,
+    "metrics": MetricRow,
+    "events": EventInfo,
+    "checkpoints": CheckpointInfo,
+    "recoveries": RecoveryInfo,
+    "parts": PartInfo,
+    "serving": ServingInfo,
+}
+"""Topic of an ``Update`` → its records."""

@@ -101,6 +101,10 @@ class FlowControl(asyncio.Transport):
     def can_write_eof(self) -> bool:
         return True
 
+    def writelines(self, list_of_data: Iterable[WriteData]) -> None:
+        for data in list_of_data:
+            self.write(data)
+
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         if high is None:
             high = 64 << 10 if low is None else 4 * low

@@ -375,7 +375,7 @@ class PipelineStrategy(StagedStrategy):
         if gradient is not None:
             if self._pair is None:
                 raise RuntimeError("no view has begun")
-            await self._pair.all_reduce(gradient, patience_s=self._patience_s)
+            await self._pair.submit(gradient, patience_s=self._patience_s)
 
     def _heard(self, units_s: list[float]) -> None:
         slowest_s = max(units_s)

@@ -24,7 +24,7 @@ async def test_both_ends_of_an_audited_hop_come_to_the_same_sum(codec: str) -> N
             arrays = [np.arange(4000, dtype=np.float32) + session.rank for session in sessions]
             chosen = codec_named(codec) if codec != "fp32" else None
             await asyncio.gather(
-                *(session.all_reduce(array, codec=chosen) for session, array in zip(sessions, arrays, strict=True)),
+                *(session.submit(array, codec=chosen) for session, array in zip(sessions, arrays, strict=True)),
                 *(session.all_gather(bytes([session.rank])) for session in sessions),
             )
             sums = [session.take_hop_sums() for session in sessions]
@@ -50,7 +50,7 @@ async def test_a_hop_that_spoils_what_it_carries_is_found() -> None:
 
         lane._arrived = spoiling  # type: ignore[method-assign]
         arrays = [np.ones(40_000, np.float32) for _ in ring]
-        await asyncio.gather(*(session.all_reduce(array) for session, array in zip(sessions, arrays, strict=True)))
+        await asyncio.gather(*(session.submit(array) for session, array in zip(sessions, arrays, strict=True)))
         assert arrays[0].tobytes() == arrays[1].tobytes() == arrays[2].tobytes(), "all hold the same wrong sum"
         sums = [session.take_hop_sums() for session in sessions]
         assert [sums[rank][0] == sums[(rank + 1) % 3][1] for rank in range(3)] == [True, False, True]

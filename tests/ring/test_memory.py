@@ -59,7 +59,7 @@ def test_an_all_reduce_needs_two_sub_chunks_and_a_fiftieth_of_its_array(count: i
                 counting.callback(tracemalloc.stop)
                 await asyncio.gather(
                     *(
-                        member.session.all_reduce(array, codec=each, residual=residual)
+                        member.session.submit(array, codec=each, residual=residual)
                         for member, array, each, residual in zip(members, arrays, codecs, residuals, strict=True)
                     )
                 )

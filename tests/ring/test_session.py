@@ -48,7 +48,7 @@ async def test_every_operation_on_every_size_of_ring(count, network):
         results = {}
         for numel in numels:
             buffer = before[numel][session.rank].copy()
-            await session.all_reduce(buffer)
+            await session.submit(buffer)
             results[numel] = buffer.tobytes()
         assert await session.all_gather(b"member %d" % session.rank) == [b"member %d" % rank for rank in range(count)]
         assert await session.all_gather(b"") == [b""] * count
@@ -73,7 +73,7 @@ async def test_all_reduce_of_other_types(dtype, network):
 
     async def act(session: RingSession) -> list[Any]:
         buffer = np.full(77, one, stored)
-        await session.all_reduce(buffer, dtype)
+        await session.submit(buffer, dtype)
         return buffer.tolist()
 
     async with local_ring(3, network) as members:
@@ -86,7 +86,7 @@ async def test_a_buffer_may_be_reused_as_soon_as_the_operation_returned(network)
         buffer = np.zeros(500, np.int64)
         for turn in range(20):
             buffer[:] = turn + session.rank
-            await session.all_reduce(buffer)
+            await session.submit(buffer)
             assert (buffer == buffer[0]).all()
             seen.append(int(buffer[0]))
             buffer[:] = -1  # a send that still borrowed it would carry this
@@ -127,7 +127,7 @@ async def test_several_streams_share_an_array(streams, network):
 
     async def act(session: RingSession) -> bytes:
         buffer = before[session.rank].copy()
-        await session.all_reduce(buffer)
+        await session.submit(buffer)
         carried = [bulk.bytes_out for bulk in session.links.neighbours[1].bulks]
         assert max(carried) < 1.5 * min(carried), "the streams are not loaded evenly"
         assert len(carried) == streams
@@ -151,7 +151,7 @@ async def test_every_codec_leaves_the_same_bits_everywhere_and_loses_nothing_for
     async def act(session: RingSession) -> tuple[bytes, np.ndarray]:
         buffer, coder = before[session.rank].copy(), codec_named(codec)
         residual = np.zeros(numel, np.float32) if coder.feedback else None
-        await session.all_reduce(buffer, codec=coder, residual=residual)
+        await session.submit(buffer, codec=coder, residual=residual)
         return buffer.tobytes(), np.zeros(numel, np.float32) if residual is None else residual
 
     async with local_ring(count, MemoryNetwork(), sub_chunk_bytes=4096, streams=streams) as members:
@@ -169,7 +169,7 @@ def test_it_runs_on_uvloop_too():
 
     async def act(session: RingSession) -> float:
         buffer = np.full(300_000, session.rank + 1.0)
-        await session.all_reduce(buffer)
+        await session.submit(buffer)
         return float(buffer.sum())
 
     async def main() -> None:
@@ -192,18 +192,18 @@ async def test_what_cannot_be_reduced_is_refused_before_anything_is_sent(network
         read_only.flags.writeable = False
         for wrong in (np.zeros((2, 2)), np.zeros(4)[::2], read_only, np.zeros(4, ">f8")):
             with pytest.raises(ValueError, match="contiguous, writable"):
-                await session.all_reduce(wrong)
+                await session.submit(wrong)
         with pytest.raises(ValueError, match="cannot be summed"):
-            await session.all_reduce(np.zeros(4, np.complex64))
+            await session.submit(np.zeros(4, np.complex64))
         with pytest.raises(ValueError, match="type uint16"):
-            await session.all_reduce(np.zeros(4), "bfloat16")
+            await session.submit(np.zeros(4), "bfloat16")
         assert not session.broken.done()
 
 
 # -------------------------------------------------------------------------------------------------------------- deaths
 
 OPERATIONS: dict[str, Callable[[RingSession], Awaitable[Any]]] = {
-    "all-reduce": lambda session: session.all_reduce(np.zeros(1000, np.float32), patience_s=3600),
+    "all-reduce": lambda session: session.submit(np.zeros(1000, np.float32), patience_s=3600),
     "all-gather": lambda session: session.all_gather(bytes(200), patience_s=3600),
     "barrier": lambda session: session.barrier(patience_s=3600),
 }
@@ -215,7 +215,7 @@ async def test_a_death_in_an_operation_breaks_every_member_at_once(operation, co
     victim = 0
     async with local_ring(count, network) as members:
         others = [member for rank, member in enumerate(members) if rank != victim]
-        tasks = [asyncio.create_task(OPERATIONS[operation](member.session)) for member in others]
+        tasks = [asyncio.ensure_future(OPERATIONS[operation](member.session)) for member in others]
         for _ in range(3):
             await asyncio.sleep(0)  # let them begin
         members[victim].die()
@@ -231,8 +231,8 @@ async def test_a_death_in_an_operation_breaks_every_member_at_once(operation, co
 async def test_a_cancelled_operation_breaks_the_ring_and_leaves_the_memory_alone(network):
     async with local_ring(3, network) as members:
         buffer = np.zeros(1000)
-        task = asyncio.create_task(members[0].session.all_reduce(buffer))
-        others = [asyncio.create_task(member.session.all_reduce(np.ones(1000))) for member in members[1:2]]
+        task = members[0].session.submit(buffer)
+        others = [member.session.submit(np.ones(1000)) for member in members[1:2]]
         await asyncio.sleep(0)
         task.cancel()
         async with asyncio.timeout(AT_ONCE_S):
@@ -313,7 +313,7 @@ async def test_memory_is_given_back_the_moment_an_operation_is_broken_off():
         bulk = b.links.neighbours[0].bulks[0]
         bulk._transport.pause_reading()
         sent, received = np.zeros(1000), np.zeros(1000)
-        tasks = [asyncio.create_task(session.all_reduce(buffer)) for session, buffer in ((a, sent), (b, received))]
+        tasks = [session.submit(buffer) for session, buffer in ((a, sent), (b, received))]
         await asyncio.sleep(0)  # let them begin
         assert a.links.neighbours[1].bulks[0]._transport.get_write_buffer_size(), "nothing of the buffer is on its way"
         a.close()

@@ -193,9 +193,9 @@ class Member:
     async def _reduce(self, contender: str) -> None:
         match contender:
             case "ring":
-                await self.session.all_reduce(self._buffer, self._dtype, codec=self._codec)
+                await self.session.submit(self._buffer, self._dtype, codec=self._codec)
             case "ring plain":
-                await self.session.all_reduce(self._buffer, self._dtype)
+                await self.session.submit(self._buffer, self._dtype)
             case "gloo":
                 assert self._gloo is not None
                 self._gloo.all_reduce(self._buffer, self._dtype)
