@@ -653,11 +653,7 @@ def records(
 
 
 def ordered(
-    peers: Mapping[str, Peer],
-    ready: Reports,
-    healthy: Collection[str],
-    survivors: Collection[str],
-    most: int,
+    peers: Mapping[str, Peer], ready: Reports, healthy: Collection[str], survivors: Collection[str], most: int
 ) -> list[str]:
     """The peers to take, in rank order: holders of the state first, then earlier members. At most ``most``, and no more
     than fit into one frame."""

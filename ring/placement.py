@@ -315,17 +315,11 @@ def priced(wanted: Wanted, peers: Iterable[Peer], chain: Sequence[Part]) -> Plac
     return _placement(wanted, hops, chain)
 
 
-@dataclass(frozen=True, slots=True)
-class Replacement:
-    """The chain after its lost stages were replaced; ``placement`` is None if that is impossible, and ``reason`` tells
-    why."""
-
-    placement: Placement | None
-    reason: str
-
-
-def replacement(wanted: Wanted, plan: Placement, dead: Collection[str], spares: Iterable[Peer]) -> Replacement:
-    """``plan`` with the layers of the ``dead`` (peer ids) at other peers; cuts and living stages stay as they are.
+def replacement(
+    wanted: Wanted, plan: Placement, dead: Collection[str], spares: Iterable[Peer]
+) -> tuple[Placement | None, str]:
+    """``plan`` with the layers of the ``dead`` (peer ids) at other peers, and what changed; None and the reason if that
+    is impossible. Cuts and living stages stay as they are.
 
     A spare takes them, or the peer of a living stage that has enough memory: the one that makes the best chain, and a
     spare if both are equal. Several lost stages are replaced one after the other. A peer with two stages needs the time
@@ -351,11 +345,11 @@ def replacement(wanted: Wanted, plan: Placement, dead: Collection[str], spares: 
                 tries.append((made.bottleneck_s, made.token_s, len(tries), made, peer))
         if not tries:
             told = _named(refusals, "; ") or "there is no other peer"
-            return Replacement(None, f"no peer can take layers {start} to {stop - 1}: {told}")
+            return None, f"no peer can take layers {start} to {stop - 1}: {told}"
         *_, plan, peer = min(tries, key=lambda made: made[:3])
         chain[index] = (peer, start, stop)
         taken.append(f"{peer.name} takes layers {start} to {stop - 1}")
-    return Replacement(plan, "; ".join(taken) or "no stage of the chain is lost")
+    return plan, "; ".join(taken) or "no stage of the chain is lost"
 
 
 def _why_not(wanted: Wanted, chain: Sequence[Part], index: int, dead: Collection[str]) -> str:

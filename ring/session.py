@@ -68,15 +68,7 @@ class RingSession:
         broken: resolves to ``RingBroken`` when the session has ended, for whatever reason.
     """
 
-    def __init__(
-        self,
-        *,
-        world: World,
-        view: View,
-        rank: int,
-        left: Neighbour | None,
-        right: Neighbour | None,
-    ) -> None:
+    def __init__(self, *, world: World, view: View, rank: int, left: Neighbour | None, right: Neighbour | None) -> None:
         self.view = view
         self.rank, self.size = rank, view.size
         self._world = world

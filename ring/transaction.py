@@ -481,14 +481,15 @@ class Transaction:
         return self._break_off(event)
 
     def _break_off(self, event: Broken) -> list[Instruction]:
-        instructions = self._leave_view(event.reason)
+        told = {"suspect": event.suspect, "reason": event.reason, "cause": event.cause, "beside": event.beside}
+        return self._end_view(event.reason, "broken", **told)
+
+    def _end_view(self, why: str, status: str, **told: str) -> list[Instruction]:
+        instructions = self._leave_view(why)
         if self.torn:
             self._go(Phase.EMPTY)
             return [*instructions, Reload()]
-        report = self.report(
-            "broken", suspect=event.suspect, reason=event.reason, cause=event.cause, beside=event.beside
-        )
-        return [*instructions, SendReport(report)]
+        return [*instructions, SendReport(self.report(status, **told))]
 
     def _failed(self, reason: str) -> list[Instruction]:
         instructions: list[Instruction] = [CloseRing(reason)] if self.running else []
@@ -503,7 +504,7 @@ class Transaction:
         if event.generation not in (0, generation):
             return []
         if event.flag is Flag.HOLD and self.phase is Phase.FORMING:
-            return self._stop_forming()
+            return self._end_view("the view ended before its ring was formed", "held")
         if self.running:
             self._requested_flags |= event.flag
             return []
@@ -514,13 +515,6 @@ class Transaction:
                 case Phase.DONE:
                     return [SendReport(self.report("done"))]
         return []
-
-    def _stop_forming(self) -> list[Instruction]:
-        instructions = self._leave_view("the view ended before its ring was formed")
-        if self.torn:
-            self._go(Phase.EMPTY)
-            return [*instructions, Reload()]
-        return [*instructions, SendReport(self.report("held"))]
 
     # -------------------------------------------------------------------------------------------- ends of activities
 

@@ -125,10 +125,7 @@ def _unpack_untrusted(body: bytes | bytearray | memoryview, *, handshake: bool) 
             max_map_len=limit or MAX_MAP_ITEMS,
             max_ext_len=0,
         )
-    except (
-        ValueError,
-        msgpack.UnpackException,
-    ) as error:  # StackError and FormatError are both
+    except (ValueError, msgpack.UnpackException) as error:  # StackError and FormatError are both
         raise ProtocolError(f"not a msgpack map: {error or type(error).__name__}") from error
 
 
@@ -145,4 +142,4 @@ def _foreign(cls: type[Message], version: int, software: object) -> Message:
     text = software if isinstance(software, str) else "an unknown release"
     if cls is Hello:
         return Hello(version, text, "", "", [], "")
-    return Welcome(version, text, "", "", "", 0.0, 0.0, 0.0)
+    return Welcome(version, text, "", "", 0.0)

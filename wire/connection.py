@@ -18,22 +18,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from p2ptrain.core.errors import (
-    ConnectionLost,
-    DeadlineExceeded,
-    P2PTrainError,
-    ProtocolError,
-    Refused,
-)
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.texts import shortened
 from wire.codec import MESSAGE_TYPES, decode_untrusted, encode
-from wire.frame import (
-    BulkDone,
-    ControlFrame,
-    FrameDecoder,
-    encode_bulk_header,
-    encode_control,
-)
+from wire.frame import BulkDone, ControlFrame, FrameDecoder, encode_bulk_header, encode_control
 from wire.messages import Message, RefusalCode, Refuse
 from wire.tls import tls_problem
 from wire.transport import tune_for_bulk

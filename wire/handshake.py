@@ -71,17 +71,8 @@ def local_hello(*, peer_id: str, name: str, roles: Sequence[str], purpose: str, 
     return Hello(PROTOCOL_VERSION, SOFTWARE, peer_id, name, list(roles), purpose, **more)
 
 
-def local_welcome(
-    *,
-    peer_id: str,
-    name: str,
-    wall: float,
-    cluster_id: str = "",
-    heartbeat_s: float = 0.0,
-    death_s: float = 0.0,
-    term: int = 0,
-) -> Welcome:
-    return Welcome(PROTOCOL_VERSION, SOFTWARE, peer_id, name, cluster_id, heartbeat_s, death_s, wall, term)
+def local_welcome(*, peer_id: str, name: str, wall: float, **more: Any) -> Welcome:
+    return Welcome(PROTOCOL_VERSION, SOFTWARE, peer_id, name, wall, **more)
 
 
 # ------------------------------------------------------------------------------------------------------ pure decisions

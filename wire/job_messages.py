@@ -20,7 +20,7 @@ from typing import Annotated, ClassVar
 
 from p2ptrain.core.errors import ProtocolError
 from wire.messages import Message
-from wire.schema import Bound, Count, Lineage, Port
+from wire.schema import Bound, Count, Digest, Lineage, Port
 
 MAX_STREAMS = 16
 MAX_STAGES = 256
@@ -248,9 +248,9 @@ class LedgerRow:
         counts: micro-batches of each member, in rank order, packed as big-endian uint32.
     """
 
-    step: int
-    generation: int
-    digest: bytes
+    step: Annotated[int, Bound(1, 2**53)]
+    generation: Annotated[int, Bound(1, 2**53)]
+    digest: Digest
     counts: bytes
 
 
@@ -264,8 +264,8 @@ class LedgerRows(Message):
 
     KIND: ClassVar[int] = 28
     job: str
-    lineage: str
-    rows: list[LedgerRow]
+    lineage: Lineage
+    rows: Annotated[list[LedgerRow], Bound(1, 4096)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,10 +143,6 @@ class MemoryNetwork:
         taken = {port for _, port in self.listeners}
         return next(port for port in self._ports if port not in taken)
 
-    @property
-    def queued_bytes(self) -> int:
-        return sum(transport.get_write_buffer_size() for transport in self.transports)
-
 
 @dataclass(eq=False, slots=True)
 class _MemoryListener:

@@ -96,10 +96,10 @@ class Welcome(Message):
     software: str
     peer_id: str
     name: str
-    cluster_id: str
-    heartbeat_s: float
-    death_s: float
     wall: float
+    cluster_id: str = ""
+    heartbeat_s: float = 0.0
+    death_s: float = 0.0
     term: int = 0
 
 

@@ -148,7 +148,6 @@ class FlatAdamW:
     def __init__(self, flat: FlatModel, spec: OptimizerSpec) -> None:
         self.exp_avg = torch.zeros_like(flat.parameters)
         self.exp_avg_sq = torch.zeros_like(flat.parameters)
-        self._numel = flat.numel
         on_cpu = flat.parameters.device.type == "cpu"
         # On a CPU the gradients are the reduce buffer, which a redo needs unchanged. So clipping makes a copy.
         self._clipped = torch.zeros_like(flat.parameters) if on_cpu else flat.gradients[: flat.numel]

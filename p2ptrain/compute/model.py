@@ -114,11 +114,7 @@ def parameter_count(config: PretrainedConfig) -> int:
 
 
 def build_model(
-    spec: ModelSpec,
-    vocab_size: int,
-    seed: int,
-    *,
-    config: PretrainedConfig | None = None,
+    spec: ModelSpec, vocab_size: int, seed: int, *, config: PretrainedConfig | None = None
 ) -> PreTrainedModel:
     """The fp32 model on the CPU, in training mode, with random weights from ``seed`` or with the directory's weights.
 

@@ -55,11 +55,7 @@ def begin_part(spec: PartSpec, names: Collection[str]) -> ServedPartBuilder:
 
 
 def load_whole(
-    directory: Path,
-    *,
-    device: str = "auto",
-    dtype: str = "",
-    on_bytes: OnBytes = lambda done_bytes, total_bytes: None,
+    directory: Path, *, device: str = "auto", dtype: str = "", on_bytes: OnBytes = lambda done_bytes, total_bytes: None
 ) -> ServedPart:
     """Load all layers of the model in ``directory`` as one part, for a verifier or a drafter. Blocking.
 

@@ -100,11 +100,7 @@ def _same(config: PretrainedConfig) -> bool:
 
 def _same_cached(whole: Any, parts: Sequence[Any], ids: Tensor) -> bool:
     caches = [part.new_cache(ids.shape[1]) for part in parts]
-    kept = [
-        9,
-        1,
-        1,
-    ]  # positions of the calls before the rollback; the first exceeds a window
+    kept = [9, 1, 1]  # positions of the calls before the rollback; the first exceeds a window
     for calls in ([*kept, 3, 1], [*kept, 2, 1]):
         reference = DynamicCache(config=whole.config)
         done = 0

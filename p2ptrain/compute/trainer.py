@@ -55,13 +55,7 @@ from p2ptrain.compute.model import ModelSpec, build_model, model_config
 from p2ptrain.compute.part import PartModel
 from p2ptrain.compute.sampling import Indices, WindowSampler
 from p2ptrain.compute.split_check import check_splits
-from p2ptrain.compute.stage import (
-    StageSpec,
-    build_training_part,
-    check_training_memory,
-    initial_digest,
-    most_in_flight,
-)
+from p2ptrain.compute.stage import StageSpec, build_training_part, check_training_memory, initial_digest, most_in_flight
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ConfigError, JobFailed, P2PTrainError, ResourceError, StorageError

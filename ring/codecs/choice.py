@@ -26,11 +26,7 @@ NEARLY_BEST: Final = 1.1
 
 
 def choose_codec(
-    edge_bps: float,
-    rtt_s: float,
-    total_bytes: int,
-    compute_s: float,
-    error_budget: float,
+    edge_bps: float, rtt_s: float, total_bytes: int, compute_s: float, error_budget: float
 ) -> tuple[str, str]:
     """Choose the codec for a ring by its slowest edge. Returns its name and the reason.
 

@@ -332,17 +332,17 @@ class Chain:
         apart = plan.wanted.apart | {(plan.wanted.client, id) for id in lost}
         empty = {stage.peer.id for stage in plan.stages if stage.peer.id.startswith(_NOBODY)}
         spares = [spare for spare in plan.spares if spare.id not in lost]
-        found = placing.replacement(replace(plan.wanted, apart=apart), plan.placement, empty, spares)
-        if found.placement is None:
-            said = "; ".join([found.reason, *reasons])
+        found, reason = placing.replacement(replace(plan.wanted, apart=apart), plan.placement, empty, spares)
+        if found is None:
+            said = "; ".join([reason, *reasons])
             text = f"no worker can hold {self._named(index)}: {said}"
             remedy = "start another worker with enough memory: p2ptrain join"
             if self.recruits:
                 remedy += "; the chain continues when that worker, or a lost one, connects: try again then"
             raise ResourceError(text, remedy=remedy)
-        self.plan = replace(plan, placement=found.placement)
-        self.context.notify("info", "stage-loading", f"{found.reason}: loading")
-        return self.pool.peers[found.placement.stages[index].peer.id]
+        self.plan = replace(plan, placement=found)
+        self.context.notify("info", "stage-loading", f"{reason}: loading")
+        return self.pool.peers[found.stages[index].peer.id]
 
     def _empty(self, index: int) -> None:
         stages = list(self.plan.stages)

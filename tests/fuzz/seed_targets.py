@@ -20,6 +20,7 @@ from roles.worker.reports import Ledger as MemberLedger
 from wire.address import is_loopback
 from wire.job_messages import LedgerRow, LedgerRows, MemberRecord
 from wire.records import LedgerHead, runs_of
+from wire.schema import instance_untrusted
 from wire.text_messages import MAX_DRAFTERS, DrafterAt, DrafterList
 
 from .engine import Target
@@ -94,6 +95,7 @@ def _check_told(message: LedgerRows) -> None:
     ledger.view_began(View("j", 1, 0, START, _VIEW.members))
     before = ledger.step
     try:
+        message = instance_untrusted(LedgerRows, asdict(message))
         entries, _ = ledger.take_untrusted(message, _VIEW, micro_batches=4, steps_total=10)
     except ProtocolError:
         assert ledger.step == before

