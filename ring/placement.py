@@ -281,7 +281,7 @@ def place(wanted: Wanted, peers: Iterable[Peer], *, stages: int | None = None) -
         ResourceError: no chain has enough memory and connections. The error tells what is needed, what there is, and a
             remedy.
     """
-    given = _checked(wanted, peers)
+    given = sorted(peers, key=lambda peer: peer.id)
     if not given:
         raise UserError("a model cannot be placed: there is no peer to hold it", remedy="start some: p2ptrain join")
     reached = [peer for peer in given if (wanted.client, peer.id) not in wanted.apart]
@@ -300,16 +300,9 @@ def place(wanted: Wanted, peers: Iterable[Peer], *, stages: int | None = None) -
 
 
 def priced(wanted: Wanted, peers: Iterable[Peer], chain: Sequence[Part]) -> Placement | None:
-    """The prediction for a given chain; None if memory or connections do not allow it. ``peers`` are all peers: links
-    that were not measured count as the median of the measured ones.
-
-    Raises ``ValueError`` if its parts do not make the model, or a peer is in it twice.
-    """
-    _checked(wanted, [peer for peer, _, _ in chain])
-    ends = [0, *(stop for _, _, stop in chain)]
-    if [start for _, start, _ in chain] != ends[:-1] or ends[-1] != wanted.sizes.layers:
-        raise ValueError("the parts of the chain do not make up the model in order")
-    hops = _Hops(wanted, _checked(wanted, peers))
+    """The prediction for a given chain of all layers; None if memory or connections do not allow it. ``peers`` are all
+    peers: links that were not measured count as the median of the measured ones."""
+    hops = _Hops(wanted, peers)
     if any(_why_not(wanted, chain, index, ()) for index in range(len(chain))):
         return None
     return _placement(wanted, hops, chain)
@@ -328,8 +321,8 @@ def replacement(
     alive = {stage.peer.id: stage.peer for stage in plan.stages if stage.peer.id not in dead}
     spare = {peer.id: peer for peer in spares if peer.id not in dead and peer.id not in alive}
     held = [stage.peer for stage in plan.stages]
-    peers = _checked(wanted, {peer.id: peer for peer in (*held, *spare.values())}.values())
-    hops, chain = _Hops(wanted, peers), [(stage.peer, stage.start, stage.stop) for stage in plan.stages]
+    hops = _Hops(wanted, (*held, *spare.values()))
+    chain = [(stage.peer, stage.start, stage.stop) for stage in plan.stages]
     taken = []
     for index in [index for index, stage in enumerate(plan.stages) if stage.peer.id in dead]:
         _, start, stop = chain[index]
@@ -369,7 +362,7 @@ def _why_not(wanted: Wanted, chain: Sequence[Part], index: int, dead: Collection
 
 
 class _Hops:
-    def __init__(self, wanted: Wanted, peers: Sequence[Peer]) -> None:
+    def __init__(self, wanted: Wanted, peers: Iterable[Peer]) -> None:
         self._wanted = wanted
         self._ways = LinkCosts(wanted.links, sorted({*(peer.id for peer in peers), wanted.client}))
 
@@ -411,16 +404,6 @@ def _cost_table(wanted: Wanted, peers: Sequence[Peer], hops: _Hops, cuts: Sequen
             if here != there and (wanted.client in (one, other) or (one, other) not in wanted.apart):
                 hop_s[here, there], occupied_s[here, there] = hops.between(one, other)
     return CostTable([parts_s], hop_s, occupied_s)
-
-
-def _checked(wanted: Wanted, peers: Iterable[Peer]) -> list[Peer]:
-    ordered = sorted(peers, key=lambda peer: peer.id)
-    ids = {peer.id for peer in ordered}
-    if len(ids) != len(ordered) or wanted.client in ids:
-        raise ValueError("peer ids must be unique, and the client must not be one of them")
-    if wanted.positions < 0 or wanted.activation_bytes < 0:
-        raise ValueError("positions and activation_bytes must not be negative")
-    return ordered
 
 
 def _looked_at(peers: Sequence[Peer]) -> list[Peer]:

@@ -156,10 +156,6 @@ def extended(
         max_in_flight: for each stage the most micro-batches that its memory allows, at least 1; empty: no bound. A
             bound below the need makes the stage wait.
     """
-    if not (math.isfinite(period_s) and period_s > 0):
-        raise ValueError(f"invalid period: {period_s} s")
-    if not all(math.isfinite(seconds) and seconds >= 0 for seconds in round_trips_s):
-        raise ValueError(f"invalid round trips: {list(round_trips_s)} s")
     warm_ups = [0]
     for round_trip_s in reversed(round_trips_s):
         periods = (1 + min(round_trip_s / period_s, micro_batches)) / (1 + slack)  # more are never in flight
@@ -168,8 +164,6 @@ def extended(
 
 
 def _bounded(name: str, micro_batches: int, warm_ups: Sequence[int], max_in_flight: Sequence[int]) -> Schedule:
-    if max_in_flight and (len(max_in_flight) != len(warm_ups) or min(max_in_flight) < 1):
-        raise ValueError(f"invalid bounds: {list(max_in_flight)} micro-batches in flight, on {len(warm_ups)} stages")
     bounded: list[int] = []
     for stage, warm_up in enumerate(warm_ups):
         most = min(micro_batches, max_in_flight[stage] if max_in_flight else micro_batches) - 1
@@ -206,9 +200,6 @@ class Costs:
 def simulate(schedule: Schedule, costs: Costs) -> float:
     """Seconds of a step if only computing and hops take time. Each stage runs one operation at a time."""
     stages = schedule.stages
-    wanted = {len(costs.forward_s), len(costs.backward_s), len(costs.there_s) + 1, len(costs.back_s) + 1}
-    if wanted != {stages}:
-        raise ValueError(f"costs of {sorted(wanted)} stages for a schedule of {stages} stages")
     left = [deque(schedule.order(stage)) for stage in range(stages)]
     free_s = [0.0] * stages
     ended: dict[tuple[int, Operation], float] = {}  # (stage, operation) → when

@@ -263,12 +263,7 @@ def balanced(micro_batches: int, unit_us: Sequence[int], before: Sequence[int] =
         unit_us: microseconds per micro-batch at each member; 0: not known, which counts as the median of the known.
         before: the current counts. They stay unless the makespan falls by more than ``GAIN_PERCENT``. Counts with
             another length or sum are ignored.
-
-    Raises:
-        ValueError: no member, or a negative number.
     """
-    if not unit_us or min(unit_us) < 0 or micro_batches < 0:
-        raise ValueError(f"invalid shares: {micro_batches} micro-batches, unit times {list(unit_us)}")
     units = _known(unit_us)
     best = _fastest(micro_batches, units)
     if len(before) == len(units) and sum(before) == micro_batches and min(before) >= 0:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,12 +56,3 @@ def test_candidates_lose_more_in_their_order_and_the_margin_is_one():
     errors = [STATED_ERROR[name] for name in CANDIDATES]
     assert errors == sorted(errors)
     assert NEARLY_BEST > 1
-
-
-@pytest.mark.parametrize(
-    "question",
-    [(0, 0, 1, 1, 1), (math.nan, 0, 1, 1, 1), (math.inf, 0, 1, 1, 1), (1e9, -1, 1, 1, 1), (1e9, 0, 1, math.nan, 1)],
-)
-def test_what_is_no_measurement_is_refused(question):
-    with pytest.raises(ValueError, match=r"invalid (rate|time, size or error)"):
-        choose_codec(*question)

@@ -138,17 +138,6 @@ def test_what_can_not_be_is_refused() -> None:
         Schedule("", 4, (4, 0))
     with pytest.raises(ValueError, match="for ever"):
         Schedule("", 4, (1, 2))
-    with pytest.raises(ValueError, match="invalid period: "):
-        extended(4, [0.1], 0.0)
-    for wrong in (-0.1, math.nan, math.inf):
-        with pytest.raises(ValueError, match="invalid round trips: "):
-            extended(4, [wrong], 1.0)
-    with pytest.raises(ValueError, match="in flight, on 2 stages"):
-        one_f_one_b(2, 4, max_in_flight=[1])
-    with pytest.raises(ValueError, match="in flight, on 2 stages"):
-        one_f_one_b(2, 4, max_in_flight=[2, 0])
-    with pytest.raises(ValueError, match="costs of"):
-        simulate(one_f_one_b(2, 4), Costs.even(1, 1, [0, 0]))
 
 
 # ------------------------------------------------------------------------------------------------------------ the time
