@@ -13,9 +13,7 @@ takes ``latency_s + bytes / bandwidth``, and *occupies* the link for ``bytes / b
     token_s      = sum of compute_s + sum of hops, the client's two included       one session, one token after another
     bottleneck_s = max over compute_s and what each hop occupies                   1 / tokens per second, the chain full
 
-A stage needs memory for its weights and for its layers' KV cache of the wanted ``positions``. If another stage follows,
-it also needs memory for the activations of as many positions: it keeps what it sent, to replay it to the peer that
-replaces a lost stage.
+A stage needs memory for its weights and for its layers' KV cache of the wanted ``positions``.
 
 How it is chosen
 ----------------
@@ -191,7 +189,7 @@ class Wanted:
 
     Attributes:
         positions: cache positions, of all sessions together.
-        activation_bytes: of one position, as sent from stage to stage and kept by the sender.
+        activation_bytes: of one position, as sent from stage to stage.
         client: peer id of the client, which sends and gets the tokens and holds no stage.
         links: (from, to), ids of peers and client → measurement.
         apart: (from, to) if ``from`` cannot dial ``to``. A peer that the client cannot dial holds no stage.
@@ -207,11 +205,8 @@ class Wanted:
     def cache_bytes(self, start: int, stop: int) -> int:
         return self.positions * sum(self.sizes.cache_bytes[start:stop])
 
-    def kept_bytes(self, stop: int) -> int:
-        return self.positions * self.activation_bytes if stop < self.sizes.layers else 0
-
     def need_bytes(self, start: int, stop: int) -> int:
-        return self.sizes.weights_bytes(start, stop) + self.cache_bytes(start, stop) + self.kept_bytes(stop)
+        return self.sizes.weights_bytes(start, stop) + self.cache_bytes(start, stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +214,7 @@ class Stage:
     """One stage of a chain.
 
     Attributes:
-        weights_bytes, cache_bytes, kept_bytes: parts of ``peer.memory_bytes``; kept are the activations that it sent.
+        weights_bytes, cache_bytes: parts of ``peer.memory_bytes``.
         compute_s: predicted, for one token.
         hop_s: time to the next stage, after the last stage to the client.
         occupied_s: the part of ``hop_s`` that keeps the link from the next token.
@@ -230,14 +225,13 @@ class Stage:
     stop: int
     weights_bytes: int
     cache_bytes: int
-    kept_bytes: int
     compute_s: float
     hop_s: float
     occupied_s: float
 
     @property
     def need_bytes(self) -> int:
-        return self.weights_bytes + self.cache_bytes + self.kept_bytes
+        return self.weights_bytes + self.cache_bytes
 
     @property
     def tokens_per_s(self) -> float:
@@ -379,10 +373,10 @@ def _placement(wanted: Wanted, hops: _Hops, chain: Sequence[Part]) -> Placement:
     behind = [*(peer.id for peer, _, _ in chain[1:]), wanted.client]
     for (peer, start, stop), after in zip(chain, behind, strict=True):
         weights_bytes = wanted.sizes.weights_bytes(start, stop)
-        cache_bytes, kept_bytes = wanted.cache_bytes(start, stop), wanted.kept_bytes(stop)
+        cache_bytes = wanted.cache_bytes(start, stop)
         compute_s = peer.byte_s * wanted.sizes.streamed_bytes(start, stop)
         hop = hops.between(peer.id, after)
-        stages.append(Stage(peer, start, stop, weights_bytes, cache_bytes, kept_bytes, compute_s, *hop))
+        stages.append(Stage(peer, start, stop, weights_bytes, cache_bytes, compute_s, *hop))
     return Placement(tuple(stages), *hops.between(wanted.client, chain[0][0].id))
 
 
@@ -391,7 +385,6 @@ def _cost_table(wanted: Wanted, peers: Sequence[Peer], hops: _Hops, cuts: Sequen
     streamed_bytes = spans(sizes.layers_bytes, cuts)
     need_bytes = streamed_bytes + wanted.positions * spans(sizes.cache_bytes, cuts)
     need_bytes[np.tril_indices(len(cuts))] = np.inf
-    need_bytes[:, :-1] += wanted.positions * wanted.activation_bytes  # kept if another stage follows
     streamed_bytes[:-1, -1] += sizes.last_bytes
     need_bytes[:-1, -1] += sizes.last_bytes
     need_bytes[0, 1:] += sizes.first_bytes

@@ -3,7 +3,7 @@
 ::
 
     client  → stage    (purpose ``chain``)  Request → Response: part.offer, part.load, part.free, model.open,
-                       session.open, session.resume, session.replay, session.close; meanwhile stage → client PartLoading
+                       session.open, session.resume, session.close; meanwhile stage → client PartLoading
     client  → first stage, stage → next stage (purpose ``stage``)   ForwardRequest, then one bulk frame
     stage at which a ForwardRequest ends → client     Sampled
     stage   → client                        ChainBroken: the next stage is lost
@@ -137,7 +137,7 @@ class HeldPart:
         part: the part's id.
         model: the model's id, shared by all its parts.
         name: of the model, for display.
-        cache_bytes: most that the caches of the open sessions may grow to, including what is kept for a replay.
+        cache_bytes: most that the caches of the open sessions may grow to.
         limit_bytes: bytes that this worker allows for parts and their caches.
         compute_ms: average time of one forward request, or of one micro-batch in training; 0 if unknown.
         busy: share of the last seconds in which it computed; the rest is its bubble.

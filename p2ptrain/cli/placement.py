@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from configs.schema import Profile
 
 _TRAINING = ("STAGE", "PEER", "LAYERS", "WEIGHTS", "TRAINING", "LIMIT", "IN FLIGHT", "MS/MICRO", "HOP MS")
-_CHAIN = ("PEER", "LAYERS", "WEIGHTS", "CACHE", "KEPT", "LIMIT", "MS", "HOP MS", "TOKENS/S")
+_CHAIN = ("PEER", "LAYERS", "WEIGHTS", "CACHE", "LIMIT", "MS", "HOP MS", "TOKENS/S")
 
 
 def placement_map(placement: Placement) -> dict[str, Any]:
@@ -32,7 +32,6 @@ def placement_map(placement: Placement) -> dict[str, Any]:
                 "stop": stage.stop,
                 "weights_bytes": stage.weights_bytes,
                 "cache_bytes": stage.cache_bytes,
-                "kept_bytes": stage.kept_bytes,
                 "limit_bytes": stage.peer.memory_bytes,
                 "compute_s": stage.compute_s,
                 "hop_s": stage.hop_s,
@@ -48,15 +47,14 @@ def placement_map(placement: Placement) -> dict[str, Any]:
 
 
 def print_placement(placement: Placement) -> None:
-    """Print the stages as a table of 80 columns, and the prediction. ``KEPT``: outputs that a stage keeps for replay.
-    ``MS``: computing a token. ``LIMIT``: for weights, cache and kept outputs together."""
+    """Print the stages as a table of 80 columns, and the prediction. ``MS``: computing a token. ``LIMIT``: for weights
+    and cache together."""
     rows = [
         (
             stage.peer.name,
             f"{stage.start}–{stage.stop - 1}" if stage.stop - stage.start > 1 else str(stage.start),
             human_bytes(stage.weights_bytes),
             human_bytes(stage.cache_bytes),
-            human_bytes(stage.kept_bytes),
             human_bytes(stage.peer.memory_bytes),
             _ms(stage.compute_s),
             _ms(stage.hop_s),
@@ -65,7 +63,7 @@ def print_placement(placement: Placement) -> None:
         for stage in placement.stages
     ]
     right = tuple(name for name in _CHAIN if name not in ("PEER", "LAYERS"))
-    print_table(_CHAIN, rows, right=right, less=("KEPT", "CACHE"), cut=("PEER",))
+    print_table(_CHAIN, rows, right=right, less=("CACHE",), cut=("PEER",))
     print_prediction(placement)
 
 

@@ -366,7 +366,6 @@ class Chain:
             "layers": plan.layers,
             "dtype": plan.dtype,
             "positions": plan.positions,
-            "activation_bytes": plan.wanted.activation_bytes,
         }
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(peer.turn)

@@ -242,8 +242,6 @@ class GenerationSession:
 
     def _request(self, asked: ev.Ask, peer: Peer) -> tuple[str, dict[str, Any]]:
         params: dict[str, Any] = {"session": self.id, "index": asked.stage, "epoch": asked.epoch}
-        if asked.kind == "replay":
-            return "session.replay", params | {"number": asked.number, "stop": asked.keep, "last": asked.last}
         params["next"] = self._chain.place_after(asked.stage, peer, asked.next_seat)
         if asked.kind == "resume":
             return "session.resume", params | {"keep": asked.keep}

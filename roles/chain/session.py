@@ -7,9 +7,9 @@ its first ``keep`` positions, appends token ids, and has a token sampled for eac
 Requests are answered in the order of their submission.
 
 A position is *committed* when its request was answered and no request under way cuts it off. (The word has another
-meaning for a training step.) Every stage holds the committed positions. The client keeps the token ids, and each stage
-keeps its outputs, which are the next stage's inputs. So a lost stage is rebuilt from the stage before it. Stages are
-numbered from 0. A *seat* number identifies a holder of a stage; each new holder gets a higher number.
+meaning for a training step.) Every stage holds the committed positions. The client keeps the token ids, so a lost stage
+is rebuilt by sending them through the chain again, up to that stage. Stages are numbered from 0. A *seat* number
+identifies a holder of a stage; each new holder gets a higher number.
 
 Any failure raises the session's *epoch* and begins a *mending*. Stages and this core drop whatever belongs to an older
 epoch. A mending has no script. After each event it compares the state of every stage with what it should be, and asks
@@ -21,8 +21,8 @@ which all stages are missing:
     it has not opened the session                   Ask open, once the next stage is ready: the stage dials it then
     it does not know the epoch, or its link does    Ask resume: cut the history to the committed positions; the answer
       not lead to the next stage's current peer       tells how many it holds (fewer if it was still being rebuilt)
-    all are ready, some hold fewer positions than   Ask the last complete stage before them to replay its outputs,
-      are committed                                   to these only; if stage 0 is among them, Send the token ids
+    all are ready, some hold fewer positions than   Send the token ids again, in requests that end at the last such
+      are committed                                   stage; the stages before it compute them again, too
     all hold the committed positions                Send the requests under way again: RUNNING
 
 If a later request under way cut the history below the start of the first one, the stages were resumed at that lower
@@ -56,6 +56,9 @@ TOO_SLOW = "too-slow"
 
 CHUNK = 2048
 """Largest number of positions in one request."""
+CHUNK_AGAIN = 256
+"""The same of requests that rebuild stages: several flow through the chain at a time, so it takes about as long as the
+slowest stage."""
 WINDOW = 8
 """Most requests under way at a time. More than a chain has stages would only wait in queues and take memory."""
 ANSWER_S, POSITION_S = 120.0, 0.2
@@ -179,11 +182,9 @@ class Ask:
     """A request to the stage's peer.
 
     Attributes:
-        kind: ``open`` the session; ``resume`` it in a new epoch with the first ``keep`` positions at most; ``replay``
-            the outputs of the first ``keep`` positions, up to stage ``last``.
+        kind: ``open`` the session, or ``resume`` it in a new epoch with the first ``keep`` positions at most.
         ask: number of this request.
         next_seat: seat of the next stage, which the stage dials; -1 for the last stage.
-        number: number of a replay's first forward request.
     """
 
     kind: str
@@ -194,8 +195,6 @@ class Ask:
     timeout_s: float
     next_seat: int = -1
     keep: int = 0
-    number: int = 0
-    last: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +292,6 @@ class _Stage:
         next_seat: seat of the next stage to which its link leads; None: it must dial again.
         has: positions that it holds in ``epoch``.
         ask: the open or resume under way.
-        replay: the replay under way.
         failures: failures of its requests or of reaching the next stage, since a request was last answered.
     """
 
@@ -304,7 +302,6 @@ class _Stage:
     next_seat: int | None = None
     has: int = 0
     ask: Ask | None = None
-    replay: Ask | None = None
     failures: int = 0
 
 
@@ -331,10 +328,9 @@ class Session:
         self._answered: list[int] = []
         self._prefilled = bytearray()  # 1 for each answered position of a prompt
         self._stages = [_Stage(seat=seat) for seat in seats]
-        self._feed: deque[Request] | None = None  # requests that rebuild lost first stages; None: not begun
+        self._feed: deque[Request] | None = None  # requests that rebuild stages; None: not begun
         self._mending_since: float | None = now
         self._lost: dict[int, str] = {}  # stage -> reason, in this mending
-        self._owed = 0  # positions being replayed: stages compute them before later requests
         self._last_ask = 0
         self._setbacks = 0
         self._stalls = 0
@@ -422,16 +418,14 @@ class Session:
     def _arrived(self, event: Arrived, now: float, out: list[Instruction]) -> None:
         requests = self._waited_for
         if event.epoch != self.epoch or not requests:
-            return  # an older epoch, or the end of a replay: later requests follow it in order
-        request = requests[0]
-        if event.number != request.number:
-            if event.number > self.last_number or any(event.number == other.number for other in requests):
-                what = f"it answered request {event.number}, expected {request.number}"
-                self._misbehaved(request.last, what, now, out)
             return
-        if len(event.tokens) != request.samples or len(event.spent_us) != request.last + 1:
-            what = f"its answer to request {request.number} has a wrong number of tokens or stage times"
-            self._misbehaved(request.last, what, now, out)
+        request = requests[0]
+        told = (event.number, len(event.tokens), len(event.spent_us))
+        if told != (request.number, request.samples, request.last + 1):
+            self._begin_mending(now)
+            reason = f"it sent an invalid answer to request {request.number}"
+            self._set_back(f"stage {request.last}: {reason}", "", out)
+            self._give_up(request.last, reason, now, out)
             return
         requests.popleft()
         self._stalls = 0
@@ -442,7 +436,7 @@ class Session:
                 for stage in self._stages[: request.last + 1]:
                     stage.has = self.committed
             return
-        self._setbacks = self._owed = 0
+        self._setbacks = 0
         for stage in self._stages:
             stage.failures = 0
         if request.index >= 0:
@@ -454,11 +448,7 @@ class Session:
 
     def _agreed(self, event: Answered) -> None:
         stage = self._stages[event.stage]
-        if stage.replay is not None and event.ask == stage.replay.ask:
-            for filled in self._stages[event.stage + 1 : stage.replay.last + 1]:
-                filled.has = self.committed
-            stage.replay = None
-        elif stage.ask is not None and event.ask == stage.ask.ask:
+        if stage.ask is not None and event.ask == stage.ask.ask:
             asked, stage.ask = stage.ask, None
             stage.opened = True
             stage.epoch, stage.next_seat = asked.epoch, asked.next_seat
@@ -466,16 +456,13 @@ class Session:
 
     def _declined(self, event: Declined, now: float, out: list[Instruction]) -> None:
         stage = self._stages[event.stage]
-        asked = next((each for each in (stage.replay, stage.ask) if each is not None and each.ask == event.ask), None)
-        if asked is None:
+        asked = stage.ask
+        if asked is None or asked.ask != event.ask:
             return
-        if asked is stage.ask:
-            stage.ask = None
+        stage.ask = None
         self._begin_mending(now)  # the stage may already be in this epoch, and would get no resume
         self._set_back(f"stage {event.stage} refuses to {asked.kind}: {event.reason}", event.remedy, out)
-        if event.code == NEXT_LOST and asked.kind == "replay":
-            stage.next_seat = None
-        elif event.code == NEXT_LOST:
+        if event.code == NEXT_LOST:
             self._unreached(event.stage, asked.next_seat, event.reason, now, out)
         elif event.code == UNKNOWN_SESSION:
             stage.opened = False
@@ -514,13 +501,10 @@ class Session:
     def _begin_mending(self, now: float) -> None:
         self.epoch += 1
         self._feed = None
-        self._owed = 0
         while self.flight and self.flight[0].index < 0:
             self.flight.popleft()
         for request in self.flight:
             request.mended = True
-        for stage in self._stages:
-            stage.replay = None
         if self._mending_since is None:
             self._mending_since = now
         self.phase = Phase.MENDING
@@ -555,11 +539,6 @@ class Session:
     def _unlink(self, index: int) -> None:
         if index >= 0:
             self._stages[index].next_seat = None
-
-    def _misbehaved(self, index: int, reason: str, now: float, out: list[Instruction]) -> None:
-        self._begin_mending(now)
-        self._set_back(f"stage {index}: {reason}", "", out)
-        self._give_up(index, reason, now, out)
 
     def _unreached(self, index: int, next_seat: int, reason: str, now: float, out: list[Instruction]) -> None:
         stage = self._stages[index]
@@ -626,28 +605,13 @@ class Session:
 
     def _fill(self, now: float, out: list[Instruction]) -> bool:
         """Send what stages still lack; returns whether nothing is missing."""
-        committed, complete = self.committed, True
-        index = 0
-        while index < len(self._stages):
-            if self._stages[index].has >= committed:
-                index += 1
-                continue
-            complete, first = False, index
-            while index + 1 < len(self._stages) and self._stages[index + 1].has < committed:
-                index += 1
-            if first == 0:
-                if self._feed is None:
-                    self._feed = deque(self._again(0, committed, index))
-                self._send_all(self._feed, now, out)
-            elif self._stages[first - 1].replay is None:
-                source = self._stages[first - 1]
-                self._last_ask += 1
-                of = (self._last_ask, self.epoch, self._patience_s(committed), -1, committed, self._number(), index)
-                source.replay = Ask("replay", first - 1, source.seat, *of)
-                self._owed = max(self._owed, committed)
-                out.append(source.replay)
-            index += 1
-        return complete
+        lacking = [index for index, stage in enumerate(self._stages) if stage.has < self.committed]
+        if not lacking:
+            return True
+        if self._feed is None:
+            self._feed = deque(self._again(0, self.committed, lacking[-1]))
+        self._send_all(self._feed, now, out)
+        return False
 
     def _go_on(self, now: float, out: list[Instruction]) -> None:
         if self.flight:
@@ -665,7 +629,7 @@ class Session:
         generated ids."""
         requests: list[Request] = []
         while start < stop:
-            end = min(start + CHUNK, stop)
+            end = min(start + CHUNK_AGAIN, stop)
             prefill = self._prefilled[start]
             if (other := self._prefilled.find(not prefill, start, end)) >= 0:
                 end = other
@@ -679,7 +643,7 @@ class Session:
         return self.last_number
 
     def _patience_s(self, positions: int) -> float:
-        return ANSWER_S + POSITION_S * (self._owed + positions)
+        return ANSWER_S + POSITION_S * positions
 
     def _send_all(self, requests: deque[Request], now: float, out: list[Instruction]) -> None:
         ahead = 0

@@ -1,9 +1,9 @@
-"""Forward requests (``ForwardRequest``) of split models: what a session on a stage takes, keeps and replays.
+"""Forward requests (``ForwardRequest``) of split models: what a session on a stage takes, computes and sends on.
 
 ``StageSession`` is the pure part. It *checks* a ``ForwardRequest`` before a byte of its payload is allocated, *admits*
 it when the payload is there, and marks it *done* when it is computed. A session has an epoch. Requests of an older
 epoch are read off the wire and dropped. After the chain breaks, a session admits nothing until the client raises the
-epoch. A stage keeps its outputs as it sent them, so a replay sends the same bytes in fewer, longer requests.
+epoch.
 
 ``ForwardRequests`` is the shell. Sessions with queued requests take turns. The engine runs one request at a time on the
 compute thread. The outputs go to the next stage, or the tokens to the client. A session gets no turn while its next
@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from p2ptrain.core.activations import ENCODINGS, ID_BYTES, IDS, activation_bytes, encode_ids
-from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.activations import ID_BYTES, IDS, activation_bytes, encode_ids
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.serving import Pass, Ran
 from p2ptrain.core.texts import shortened
 from p2ptrain.core.world import World
@@ -28,7 +28,7 @@ from roles.background import Background
 from roles.compute_thread import ComputeThread, Turns
 from roles.line import Line, dial_worker
 from roles.worker.part_cache import MAX_SESSIONS, Part, PartCache
-from roles.worker.stage_requests import CloseRequest, OpenRequest, PeerAddress, ReplayRequest, ResumeRequest
+from roles.worker.stage_requests import CloseRequest, OpenRequest, PeerAddress, ResumeRequest
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, Sampled
 from wire.connection import Connection
 from wire.handshake import local_hello
@@ -43,76 +43,7 @@ QUEUED_FROM_STAGE, QUEUED_BYTES = 4, 32 << 20
 STALE = "stale-epoch"
 LINK_UNSENT_BYTES = 4 << 20
 """Bytes to the next stage that may wait unsent; beyond, the session computes no further request."""
-REPLAY_S = 600.0
-"""Deadline for sending one request of a replay, while the next stage computes earlier ones. The client, which knows the
-number of positions, limits the whole replay."""
 NEXT_STAGE, UNKNOWN_SESSION, DUPLICATE = "next-stage", "unknown-session", "duplicate"
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Outputs that a stage sent for positions [start, start + count)."""
-
-    start: int
-    count: int
-    encoding: str
-    payload: memoryview
-
-
-class History:
-    """Outputs that a stage sent, position by position."""
-
-    def __init__(self) -> None:
-        self._kept: list[Kept] = []
-
-    @property
-    def positions(self) -> int:
-        return self._kept[-1].start + self._kept[-1].count if self._kept else 0
-
-    def cut(self, keep: int) -> None:
-        while self._kept and self._kept[-1].start >= keep:
-            self._kept.pop()
-        if self._kept and self.positions > keep:
-            cut = self._kept.pop()
-            self._kept.append(self._part(cut, keep - cut.start))
-
-    def append(self, encoding: str, count: int, payload: memoryview) -> None:
-        """Keep ``payload``, sent for the next ``count`` positions. It must not change."""
-        self._kept.append(Kept(self.positions, count, encoding, payload))
-
-    def runs(self, stop: int, most: int = WORK_POSITIONS) -> Iterator[Kept]:
-        """Yield the first ``stop`` positions in order, in runs of at most ``most`` positions of one encoding."""
-        gathered: list[Kept] = []
-        count = 0
-        for kept in self._kept:
-            if kept.start >= stop:
-                break
-            piece = kept if kept.start + kept.count <= stop else self._part(kept, stop - kept.start)
-            if gathered and (gathered[-1].encoding != piece.encoding or count + piece.count > most):
-                yield self._joined(gathered, count)
-                gathered, count = [], 0
-            gathered.append(piece)
-            count += piece.count
-        if gathered:
-            yield self._joined(gathered, count)
-
-    def _part(self, kept: Kept, count: int) -> Kept:
-        pieces = _planes(kept)
-        shares = (piece[: count * piece.nbytes // kept.count] for piece in pieces)
-        return Kept(kept.start, count, kept.encoding, memoryview(b"".join(shares)))
-
-    def _joined(self, pieces: list[Kept], count: int) -> Kept:
-        if len(pieces) == 1:
-            return pieces[0]
-        planes = zip(*(_planes(piece) for piece in pieces), strict=True)
-        data = b"".join(part for plane in planes for part in plane)
-        return Kept(pieces[0].start, count, pieces[0].encoding, memoryview(data))
-
-
-def _planes(kept: Kept) -> tuple[memoryview, memoryview]:
-    """Split a payload into the data that each position has beside its elements (scales), and the elements."""
-    beside = ENCODINGS[kept.encoding][1] * kept.count
-    return kept.payload[:beside], kept.payload[beside:]
 
 
 @dataclass(eq=False)
@@ -146,7 +77,6 @@ class StageSession:
     broken: bool = False
     closed: bool = False
     queue: deque[tuple[ForwardRequest, bytearray]] = field(default_factory=deque)
-    history: History = field(default_factory=History)
     link: NextStage | None = None
     incoming: Connection | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -170,12 +100,6 @@ class StageSession:
     @property
     def last(self) -> bool:
         return self.index == self.asked.stages - 1
-
-    @property
-    def kept_position_bytes(self) -> int:
-        """Bytes that ``History`` keeps for one position, at most."""
-        given_on = {self.asked.encoding, self.asked.prefill_encoding}
-        return 0 if self.last else max(activation_bytes(each, 1, self.part.engine.width) for each in given_on)
 
     def payload_bytes_untrusted(self, work: ForwardRequest) -> int:
         """Check ``work`` and return its payload's size. Allocates nothing. Raises ``ProtocolError``."""
@@ -228,12 +152,6 @@ class StageSession:
         if work.keep > self.position:
             raise ProtocolError(f"the request keeps {work.keep} positions, but the session has {self.position}")
 
-    def done(self, work: ForwardRequest, payload: memoryview) -> None:
-        self.history.cut(work.keep)
-        self.position = work.keep + work.count
-        if not self.last:
-            self.history.append(self.out_encoding(work), work.count, payload)
-
     def fail(self) -> None:
         self.broken = True
         self.queue.clear()
@@ -247,36 +165,6 @@ class StageSession:
             raise Refused(STALE, f"epoch {epoch} is not newer than epoch {self.epoch}")
         self.epoch, self.broken = epoch, False
         self.queue.clear()
-
-    def cut(self, keep: int) -> int:
-        self.position = min(self.position, keep)
-        self.history.cut(self.position)
-        return self.position
-
-    def replay(self, *, number: int, stop: int, last: int) -> Iterator[tuple[ForwardRequest, memoryview]]:
-        """Yield requests that bring the next stage from position 0 to ``stop``; they end at stage ``last``. Raises
-        ``Refused`` if this stage does not have these positions."""
-        if self.last or not self.index < last < self.asked.stages or stop > self.history.positions:
-            have = 0 if self.last else self.history.positions
-            raise Refused(
-                "no-history", f"stage {self.index} has {have} positions, cannot replay {stop} to stage {last}"
-            )
-        spent = [0] * (self.index + 1)
-        for run in self.history.runs(stop):
-            work = ForwardRequest(
-                self.id,
-                self.epoch,
-                number,
-                run.start,
-                run.count,
-                run.encoding,
-                last,
-                samples=0,
-                sample_index=0,
-                spent_us=spent,
-                prefill=run.encoding != self.asked.encoding,
-            )
-            yield work, run.payload
 
 
 class NextStage:
@@ -309,10 +197,6 @@ class NextStage:
     def give(self, work: ForwardRequest, payload: memoryview) -> None:
         """Send ``work`` and ``payload``, which must not change. Raises ``ConnectionLost``."""
         self._line.connection.send_with_bulk(work, payload, generation=0, stream=CHAIN_STREAM)
-
-    async def room(self) -> None:
-        """Wait until the kernel has taken all bytes. This may take long. Raises only if the link fails."""
-        await self._line.sent()
 
     def close(self) -> None:
         self.closed = True
@@ -379,7 +263,7 @@ class ForwardRequests:
             raise Refused(DUPLICATE, f"session {session.id} is open here already")
         if len(self._of(part)) >= MAX_SESSIONS:
             raise Refused("full", f"{MAX_SESSIONS} sessions are open on this part", remedy="try again later")
-        need_bytes = request.positions * (part.engine.cache_position_bytes + session.kept_position_bytes)
+        need_bytes = request.positions * part.engine.cache_position_bytes
         gone = self._cache.make_room(need_bytes, f"{request.positions} positions of a session", keep=part)
         part.users.add(session)
         part.promised[session] = need_bytes
@@ -411,32 +295,11 @@ class ForwardRequests:
         session.raise_epoch(request.epoch)
         self._turns.drop(session)
         session.changed.set()
-        position = session.cut(request.keep)  # a pass that runs now is of an older epoch: its result is dropped
+        # A pass that runs now is of an older epoch: its result is dropped.
+        position = session.position = min(session.position, request.keep)
         await self._link(session, request.next)
         session.part.next = request.next.peer if request.next else ""
         return position
-
-    async def replay(self, caller: Caller, request: ReplayRequest) -> None:
-        """Send the session's kept outputs to the next stage again.
-
-        Raises:
-            Refused: the session or its history is unknown, the epoch is old, or the next stage is lost or too slow.
-        """
-        session = self._find(caller, request)
-        try:
-            for work, payload in session.replay(number=request.number, stop=request.stop, last=request.last):
-                if session.epoch != request.epoch:
-                    raise Refused(STALE, f"epoch {request.epoch} is not epoch {session.epoch}")
-                if session.link is None or session.link.closed:
-                    raise Refused(NEXT_STAGE, "the next stage is lost")
-                session.link.give(work, payload)
-                async with asyncio.timeout(REPLAY_S):
-                    await session.link.room()
-        except TimeoutError:
-            text = f"the next stage did not take {WORK_POSITIONS} positions of the replay within {REPLAY_S:g} s"
-            raise Refused(NEXT_STAGE, text) from None
-        except NetworkError as problem:
-            raise Refused(NEXT_STAGE, f"the next stage is lost: {problem.message}") from problem
 
     def close_of(self, caller: Caller, which: CloseRequest) -> None:
         with suppress(Refused):
@@ -464,7 +327,7 @@ class ForwardRequests:
         for session in [each for each in self.sessions.values() if each.caller is caller]:
             self.close(session)
 
-    def _find(self, caller: Caller, which: ResumeRequest | ReplayRequest | CloseRequest) -> StageSession:
+    def _find(self, caller: Caller, which: ResumeRequest | CloseRequest) -> StageSession:
         session = self.sessions.get((which.session, which.index))
         if session is None or session.caller is not caller:
             raise Refused(UNKNOWN_SESSION, f"session {which.session} is not open here")
@@ -584,7 +447,7 @@ class ForwardRequests:
         session.part.pace.add(now(), took_s, work.count)
         if not session.current(work):
             return
-        session.done(work, ran.payload)
+        session.position = work.keep + work.count
         spent_us = [*work.spent_us, round(1e6 * took_s)]
         if work.last == session.index:
             tokens = encode_ids(ran.tokens) if work.samples else b""

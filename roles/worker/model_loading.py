@@ -312,7 +312,7 @@ class Loader:
         names = tuple(name for name, record in records.items() if record.dtype != FILE)
         builder = await self._compute.run(self._build_part, spec, names)
         wanted = _owned_untrusted(builder, records)
-        need_bytes = builder.weights_bytes + request.sessions_bytes(builder.cache_position_bytes)
+        need_bytes = builder.weights_bytes + request.positions * builder.cache_position_bytes
         me = object()
         try:
             # Reserve everything before the first byte is received, so that no load fails late for lack of room.

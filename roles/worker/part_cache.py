@@ -53,7 +53,7 @@ class Part:
 
     Attributes:
         users: sessions and clients that keep it loaded.
-        promised: session → bytes that it may grow to: its cache, and its outputs kept for a replay.
+        promised: session → bytes that its cache may grow to.
         next: peer id of the next stage of the newest session.
         out_position_bytes: size of one position's output on the way there.
     """

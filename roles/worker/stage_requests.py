@@ -14,7 +14,7 @@ from p2ptrain.core.model_config import config_untrusted
 from p2ptrain.core.serving import PartSpec, Sampling, check_sampling
 from roles.line import LONGEST_SILENCE_S, SHORTEST_SILENCE_S
 from wire.job_messages import MAX_STAGES
-from wire.schema import Bound, Count, Host, Id, Port, instance_untrusted
+from wire.schema import Bound, Host, Id, Port, instance_untrusted
 
 MAX_POSITIONS = 1 << 20
 MAX_LAYERS = 4096
@@ -41,7 +41,6 @@ class LoadRequest:
 
     Attributes:
         positions: number for which memory is reserved, of all sessions together.
-        activation_bytes: of one position, as sent to the next stage.
         path: this worker's own copy of the model; empty if it has none.
         sender: ``caller``, or ``peer``: the worker at ``sender_host`` and ``sender_port``.
     """
@@ -54,7 +53,6 @@ class LoadRequest:
     layers: Layer
     dtype: Annotated[str, Bound(one_of=("", "fp32", "bf16", "fp16"))]
     positions: Positions
-    activation_bytes: Annotated[int, Bound(0, 1 << 26)]
     path: Path
     sender: Annotated[str, Bound(one_of=("caller", "peer"))]
     sender_peer: Annotated[str, Bound(0, 64)] = ""
@@ -80,11 +78,6 @@ class LoadRequest:
 
     def spec(self, device: str) -> PartSpec:
         return PartSpec(self.config, self.start, self.stop, self.layers, self.dtype, device)
-
-    def sessions_bytes(self, cache_position_bytes: int) -> int:
-        """Bytes that sessions will need for caches and for kept outputs. Placement counts the same."""
-        kept_bytes = self.activation_bytes if self.stop < self.layers else 0
-        return self.positions * (cache_position_bytes + kept_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,29 +145,18 @@ class ResumeRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayRequest:
-    session: Id
-    index: Index
-    epoch: Epoch
-    number: Count
-    stop: Positions
-    last: Index
-
-
-@dataclass(frozen=True, slots=True)
 class CloseRequest:
     session: Id
     index: Index
 
 
-StageRequest = LoadRequest | FreeRequest | ModelRequest | OpenRequest | ResumeRequest | ReplayRequest | CloseRequest
+StageRequest = LoadRequest | FreeRequest | ModelRequest | OpenRequest | ResumeRequest | CloseRequest
 _REQUESTS: dict[str, type[StageRequest]] = {
     "part.load": LoadRequest,
     "part.free": FreeRequest,
     "model.open": ModelRequest,
     "session.open": OpenRequest,
     "session.resume": ResumeRequest,
-    "session.replay": ReplayRequest,
     "session.close": CloseRequest,
 }
 

@@ -44,7 +44,6 @@ from roles.worker.stage_requests import (
     LoadRequest,
     ModelRequest,
     OpenRequest,
-    ReplayRequest,
     ResumeRequest,
     printable,
     request_untrusted,
@@ -267,8 +266,6 @@ class Stages:
                 await self.works.open(client, request)
             case ResumeRequest() as request:
                 return {"position": await self.works.resume(client, request)}
-            case ReplayRequest() as request:
-                await self.works.replay(client, request)
             case CloseRequest() as request:
                 self.works.close_of(client, request)
         return {}
@@ -309,7 +306,7 @@ class Stages:
                     part, read_bytes, received_bytes = await self._loader.load(request, receiver, on_bytes=tell)
                     self._hold(client, part)
             else:
-                need_bytes = request.sessions_bytes(part.engine.cache_position_bytes)
+                need_bytes = request.positions * part.engine.cache_position_bytes
                 gone = self.cache.make_room(need_bytes, f"{request.positions} positions of sessions", keep=part)
                 self._hold(client, part)
                 await self.works.unload(gone)

@@ -391,7 +391,7 @@ def test_tensors_that_cannot_be(loaded: Callable[[str], Loaded]) -> None:
 
 def test_where_frequencies_change_with_the_length_a_session_stays_within_it(tmp_path: Path) -> None:
     """Beyond it, what a position is would depend on how many came in one work: a prompt in chunks would be answered
-    otherwise than a whole one, and a replay otherwise than what it brings back."""
+    otherwise than a whole one, and a history that is computed again otherwise than before."""
     make("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     pairs = config["head_dim"] // 2

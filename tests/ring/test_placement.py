@@ -55,8 +55,6 @@ class Reference:
             need += sizes.first_bytes
         if stop == self.layers:
             need += sizes.last_bytes
-        else:  # what it gave on is kept
-            need += self.wanted.positions * self.wanted.activation_bytes
         if start == 0 and stop == self.layers:
             need -= sizes.tied_bytes
         return need
@@ -109,7 +107,7 @@ def problem(rng: random.Random) -> tuple[Wanted, list[Peer]]:
         end_bytes if tied else 0,
     )
     positions, activation_bytes = rng.choice([0, 1, 16]), rng.choice([16, 256])
-    whole = sizes.weights_bytes(0, layers) + positions * (sum(sizes.cache_bytes) + activation_bytes)
+    whole = sizes.weights_bytes(0, layers) + positions * sum(sizes.cache_bytes)
     plenty = rng.choice([0.5, 1.1, 1.3, 2, 4])
     peers = [
         Peer(
@@ -241,13 +239,9 @@ def test_a_tied_matrix_is_held_once_where_one_peer_holds_all_and_twice_where_it_
     wanted = Wanted(sizes, 2, 1, CLIENT, {})
     found = place(wanted, [Peer("a", "a", 129, 1.0), Peer("b", "b", 100, 1.0)])
     assert [(stage.peer.id, stage.weights_bytes, stage.cache_bytes) for stage in found.stages] == [("a", 125, 4)]
-    # What the first one gave on at two positions, it keeps.
-    found = place(wanted, [Peer("a", "a", 114, 1.0), Peer("b", "b", 117, 1.0)])
-    assert [(stage.peer.id, stage.weights_bytes, stage.kept_bytes) for stage in found.stages] == [
-        ("a", 110, 2),
-        ("b", 115, 0),
-    ]
-    for short in ((113, 117), (114, 116), (128, 111)):
+    found = place(wanted, [Peer("a", "a", 112, 1.0), Peer("b", "b", 117, 1.0)])
+    assert [(stage.peer.id, stage.weights_bytes) for stage in found.stages] == [("a", 110), ("b", 115)]
+    for short in ((111, 117), (112, 116), (128, 111)):
         with pytest.raises(ResourceError):
             place(wanted, [Peer(name, name, size, 1.0) for name, size in zip("ab", short, strict=True)])
     assert [stage.compute_s for stage in found.stages] == [10, 115]  # of the embedding one row is read
@@ -266,7 +260,7 @@ def refused(wanted: Wanted, peers: list[Peer], stages: int | None = None) -> Res
 def test_a_refusal_tells_what_is_needed_what_there_is_and_what_would_do():
     error = refused(WANTED, [replace(peer, memory_bytes=peer.memory_bytes * 3 // 5) for peer in FOUR])
     assert error.message == (
-        "the model needs 19.0 GiB (13.0 GiB of weights, 6.0 GiB of cache for 4096 positions; layer 0 alone 1.8 GiB), "
+        "the model needs 19.0 GiB (13.0 GiB of weights, 6.0 GiB of cache for 4096 positions; layer 23 alone 1.8 GiB), "
         "and 4 peers offer 18.0 GiB: desk 7.2 GiB, gamer 3.6 GiB, laptop 4.8 GiB, nuc 2.4 GiB"
     )
     assert error.remedy == "start more peers, or peers with more memory, or use fewer positions or a smaller dtype"

@@ -202,7 +202,6 @@ def load_params(model: ModelDirectory, start: int, stop: int, layers: int, **cha
         "layers": layers,
         "dtype": "fp32",
         "positions": 64,
-        "activation_bytes": 4 * WIDTH,
         "path": "",
         "sender": "caller",
         "sender_peer": "",

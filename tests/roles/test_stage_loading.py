@@ -35,7 +35,7 @@ from tests.roles.stage_doubles import (
     model_at,
     open_params,
 )
-from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, tokens_of, write_model
+from tests.roles.stage_stand_in import StandIns, stand_in_config, tokens_of, write_model
 from wire.chain_messages import TensorsPage, TensorsRequest
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
@@ -499,11 +499,9 @@ def test_a_part_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path, mo
         assert offer["limit_bytes"] == 6600
         engine = stage.stand_ins.engines[-1]
         assert offer["memory_bytes"] == 6600 - engine.weights_bytes
-        # A stage that another one follows keeps what it gives on, in the larger of the encodings.
-        room = offer["memory_bytes"] // (engine.cache_position_bytes + 4 * WIDTH)
-        wires = {"encoding": "bf16", "prefill_encoding": "fp32"}
+        room = offer["memory_bytes"] // engine.cache_position_bytes
         with pytest.raises(Refused, match="positions of a session need") as refused:
-            await client.ask("session.open", open_params("s1", part, 0, 2, "w0", positions=room + 1, **wires))
+            await client.ask("session.open", open_params("s1", part, 0, 2, "w0", positions=room + 1))
         assert refused.value.code == "memory"
         assert not engine.sessions
         for fits_too in (room, room + 1):  # for a load's check is that of its sessions

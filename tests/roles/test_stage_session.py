@@ -1,10 +1,9 @@
-"""The cores behind the stages: what is kept and replayed, whose turn it is, what fits."""
+"""The cores behind the stages: what a session takes, whose turn it is, what fits."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,52 +12,11 @@ from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.serving import PartSpec
 from roles.compute_thread import Turns
-from roles.worker.forward_requests import QUEUED_BYTES, QUEUED_FROM_STAGE, History, StageSession
+from roles.worker.forward_requests import QUEUED_BYTES, QUEUED_FROM_STAGE, StageSession
 from roles.worker.part_cache import IDLE_S, Part, PartCache
 from tests.roles.stage_doubles import session_of
-from tests.roles.stage_stand_in import WIDTH, decode_hidden, encode, stand_in_config, stand_in_part
+from tests.roles.stage_stand_in import WIDTH, stand_in_config, stand_in_part
 from wire.chain_messages import ForwardRequest
-
-ENCODINGS = ("fp32", "bf16", "fp16", "int8")
-
-
-def states(first: int, count: int) -> Any:
-    """Hidden states that tell their position."""
-    rows = np.zeros((count, WIDTH), np.int64)
-    rows[:, 0], rows[:, 1] = 127, np.arange(first, first + count) % 127
-    rows[:, 2] = np.arange(first, first + count) // 127
-    return rows
-
-
-CHANGES = st.lists(
-    st.tuples(st.just("append"), st.integers(1, 40), st.sampled_from(ENCODINGS))
-    | st.tuples(st.just("cut"), st.integers(0, 120), st.just("")),
-    max_size=30,
-)
-
-
-@given(changes=CHANGES, stop=st.integers(0, 200), most=st.integers(1, 50))
-def test_what_was_given_on_comes_again_position_by_position(
-    changes: list[tuple[str, int, str]], stop: int, most: int
-) -> None:
-    history, encodings = History(), list[str]()
-    for change, number, encoding in changes:
-        if change == "cut":
-            history.cut(number)
-            del encodings[number:]
-        else:
-            payload = memoryview(encode(states(len(encodings), number), encoding))
-            history.append(encoding, number, payload)
-            encodings += [encoding] * number
-        assert history.positions == len(encodings)
-    at = 0
-    for run in history.runs(stop, most):
-        assert run.start == at
-        assert run.payload.nbytes == activation_bytes(run.encoding, run.count, WIDTH)
-        assert set(encodings[at : at + run.count]) == {run.encoding}
-        assert (decode_hidden(run.payload, run.encoding, run.count) == states(at, run.count)).all()
-        at += run.count
-    assert at == min(stop, len(encodings))
 
 
 def session_at(index: int = 1, **changes: Any) -> StageSession:
@@ -106,33 +64,12 @@ def test_a_stage_before_is_held_back_by_works_or_by_bytes() -> None:
     assert session.crowded
 
 
-def test_history_is_what_was_computed_and_no_more() -> None:
+def test_a_request_keeps_what_was_computed_and_no_more() -> None:
     session = session_at()
-    with pytest.raises(ProtocolError, match="the request keeps 4 positions, but the session has 0"):
-        session.begin(work_of(keep=4))
-    for keep in (0, 4, 6):
-        session.begin(work_of(keep=keep))
-        session.done(work_of(keep=keep), memoryview(encode(states(keep, 4), "int8")))
-    assert (session.position, session.history.positions) == (10, 10)
-    assert session.cut(40) == 10
-    assert session.cut(7) == 7
-    [(work, payload)] = session.replay(number=5, stop=6, last=2)
-    assert (work.keep, work.count, work.encoding, work.last, work.samples, len(work.spent_us)) == (
-        0,
-        6,
-        "int8",
-        2,
-        0,
-        2,
-    )
-    assert (decode_hidden(payload, "int8", 6) == states(0, 6)).all()
-    for stop, last in ((8, 2), (6, 1), (6, 3)):
-        with pytest.raises(Refused, match=f"cannot replay {stop} to stage {last}"):
-            list(session.replay(number=5, stop=stop, last=last))
-    last_stage = session_at(2)
-    last_stage.done(work_of(), memoryview(b""))
-    with pytest.raises(Refused, match="has 0 positions"):
-        list(last_stage.replay(number=5, stop=0, last=2))
+    session.position = 4
+    session.begin(work_of(keep=4))
+    with pytest.raises(ProtocolError, match="the request keeps 5 positions, but the session has 4"):
+        session.begin(work_of(keep=5))
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -146,12 +83,6 @@ def test_only_prompts_travel_in_the_encoding_for_them_however_many_positions_a_w
         with pytest.raises(ProtocolError, match=r"hidden states in .*, expected"):
             second.payload_bytes_untrusted(work_of(count=count, encoding=encoding, prefill=not prefill))
     assert first.payload_bytes_untrusted(work_of(encoding="ids", spent_us=[])) == 16
-    session = session_at(1)
-    for keep, encoding in ((0, "int8"), (4, "fp32")):
-        work = work_of(keep=keep, encoding=encoding, prefill=encoding == "int8")
-        session.done(work, memoryview(encode(states(keep, 4), encoding)))
-    replayed = session.replay(number=5, stop=8, last=2)
-    assert [(work.encoding, work.prefill) for work, _ in replayed] == [("int8", True), ("fp32", False)]
 
 
 # --------------------------------------------------------------------------------------------------------------- turns

@@ -29,7 +29,7 @@ from tests.roles.stage_doubles import (
     open_params,
     sampling_params,
 )
-from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, tokens_of, write_model
+from tests.roles.stage_stand_in import StandIns, stand_in_config, tokens_of, write_model
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, Sampled
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork, run_virtual
@@ -129,13 +129,13 @@ def test_a_lost_stage_is_replaced_and_the_same_tokens_come(
             await successor.ask("session.open", params)
             resume |= {"index": 0, "next": place(spare)}
             assert await chain.clients[0].ask("session.resume", resume) == {"position": generation.keep}
-            replay = {"session": "s1", "index": 0, "epoch": 1, "number": 77, "stop": generation.keep, "last": 1}
-            await chain.clients[0].ask("session.replay", replay)
-            took = await successor.next()
-            assert isinstance(took, Sampled)
-            assert (took.number, took.epoch, len(took.spent_us)) == (77, 1, 2)
-            if prefill_encoding == "int8":  # the prompt travelled so, and what followed did not: two works
-                assert isinstance(await successor.next(), Sampled)
+            history = [*PROMPT, *generation.made][: generation.keep]
+            for keep, ids, prefill in ((0, PROMPT, True), (len(PROMPT), history[len(PROMPT) :], False)):
+                again = {"number": 77, "epoch": 1, "samples": 0, "prefill": prefill}
+                chain.clients[0].give(*ids_work("s1", ids, keep=keep, last=1, **again))
+                took = await successor.next()
+                assert isinstance(took, Sampled)
+                assert (took.number, took.epoch, len(took.spent_us)) == (77, 1, 2)
             while len(generation.made) < 12:
                 chain.clients[0].give(*generation.work())
                 generation.take(await chain.clients[2].next())
@@ -295,12 +295,9 @@ def test_a_client_has_no_say_in_anothers_session(tmp_path: Path, model: ModelDir
         await chain.open("s1")
         async with client_of(network.at("other"), "w0", peer_id="other") as other:
             await other.ask("session.close", {"session": "s1", "index": 0})
-            for method, params in (
-                ("session.resume", {"index": 0, "epoch": 5, "keep": 0, "next": place(chain.stages[1])}),
-                ("session.replay", {"index": 0, "epoch": 0, "number": 0, "stop": 0, "last": 1}),
-            ):
-                with pytest.raises(Refused, match="not open here"):
-                    await other.ask(method, {"session": "s1", **params})
+            params = {"session": "s1", "index": 0, "epoch": 5, "keep": 0, "next": place(chain.stages[1])}
+            with pytest.raises(Refused, match="not open here"):
+                await other.ask("session.resume", params)
             with pytest.raises(Refused, match="open here already"):
                 await other.ask("session.open", open_params("s1", chain.parts[0], 0, 2, "w1"))
             await other.ask("part.free", {"part": chain.parts[0]})
@@ -388,7 +385,7 @@ def test_the_seed_hears_what_is_held(tmp_path: Path, model: ModelDirectory) -> N
         [held] = chain.stages[0].told[-1].parts
         engine = chain.stages[0].stand_ins.engines[0]
         assert (held.sessions, held.next, held.weights_bytes) == (1, "w1", engine.weights_bytes)
-        assert held.cache_bytes == 64 * (engine.cache_position_bytes + 4 * WIDTH)
+        assert held.cache_bytes == 64 * engine.cache_position_bytes
         assert held.compute_ms == pytest.approx(250)
         assert held.busy > 0.3
         assert held.out_position_bytes == 32

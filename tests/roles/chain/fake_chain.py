@@ -78,10 +78,9 @@ class Link:
 class Chain:
     """See the module's docstring. ``spares``: peers that may take the places of lost ones."""
 
-    def __init__(self, stages: int, spares: int, rng: random.Random, chunk: int = 3) -> None:
+    def __init__(self, stages: int, spares: int, rng: random.Random) -> None:
         self.rng = rng
         self.spares = spares
-        self.chunk = chunk
         self.core = Session([1] * stages, 0.0)
         self.now = 0.0
         self.stages = [Stage(index, 1) for index in range(stages)]
@@ -242,8 +241,6 @@ class Chain:
                 del stage.states[asked.keep :]
                 if self._dialled(stage, asked.ask, asked.next_seat):
                     self._say(stage, ev.Answered(stage.index, asked.ask, len(stage.states)))
-            case ev.Ask("replay"):
-                self._replay(stage, asked)
             case ev.Close():
                 self.forget(stage.index)
                 if stage.next is not None:
@@ -267,16 +264,6 @@ class Chain:
         stage.next = Link(stage, target)
         self.links.append(stage.next)
         return True
-
-    def _replay(self, stage: Stage, asked: ev.Ask) -> None:
-        if stage.epoch != asked.epoch or len(stage.states) < asked.keep or stage.next is None:
-            self._say(stage, ev.Declined(stage.index, asked.ask, "failed", "it cannot replay that"))
-            return
-        for first in range(0, asked.keep, self.chunk):
-            values = tuple(stage.states[first : min(first + self.chunk, asked.keep)])
-            spent = (0,) * (stage.index + 1)
-            stage.next.queue.append(ForwardRequest(asked.epoch, asked.number, first, values, asked.last, 0, 0, spent))
-        self._say(stage, ev.Answered(stage.index, asked.ask))
 
     def _work(self, stage: Stage, work: ForwardRequest) -> None:
         if work.epoch < stage.epoch:
@@ -324,7 +311,7 @@ def validate(core: Session) -> None:
     assert core.room >= 0
     for index, stage in enumerate(core._stages):
         assert stage.epoch <= core.epoch
-        assert stage.seat >= 0 or not (stage.opened or stage.ask or stage.replay)
+        assert stage.seat >= 0 or not (stage.opened or stage.ask)
         if core.phase is Phase.RUNNING:
             assert core._ready(index)
     assert (core._mending_since is None) == (core.phase is Phase.RUNNING) or core.phase is Phase.ENDED

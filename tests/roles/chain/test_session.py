@@ -83,8 +83,8 @@ def disturbing(rng: random.Random, deaths: int, other: int) -> Callable[[Chain],
 @pytest.mark.parametrize("seed", range(40))
 def test_the_same_tokens_come_whatever_is_lost(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
-    for module in ("roles.chain.session", "tests.roles.chain.decoding"):
-        monkeypatch.setattr(f"{module}.CHUNK", 4)
+    for name in ("roles.chain.session.CHUNK", "roles.chain.session.CHUNK_AGAIN", "tests.roles.chain.decoding.CHUNK"):
+        monkeypatch.setattr(name, 4)
     stages, deaths, other = rng.randrange(1, 6), rng.randrange(7), rng.randrange(4)
     # A stage that is blamed costs a peer, too.
     chain = Chain(stages, deaths + 3 * other + 2 * deaths, rng)
@@ -100,6 +100,7 @@ def test_works_of_several_picks_with_rollbacks(seed: int, monkeypatch: pytest.Mo
     """As speculative decoding would have it: several works under way, each of which may cut off what others brought."""
     rng = random.Random(seed)
     monkeypatch.setattr("roles.chain.session.CHUNK", 5)
+    monkeypatch.setattr("roles.chain.session.CHUNK_AGAIN", 5)
     stages, deaths, other = rng.randrange(1, 6), rng.randrange(7), rng.randrange(4)
     chain = Chain(stages, deaths + 3 * other + 2 * deaths, rng)
     disturb = disturbing(rng, deaths, other)
@@ -140,6 +141,7 @@ def killing(kills: dict[int, int]) -> Callable[[Chain], None]:
 def test_a_loss_at_every_single_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stage killed before each step of one run, the mending included: a second one dies some steps later."""
     monkeypatch.setattr("roles.chain.session.CHUNK", 3)
+    monkeypatch.setattr("roles.chain.session.CHUNK_AGAIN", 3)
     monkeypatch.setattr("tests.roles.chain.decoding.CHUNK", 3)
     stages, prompt, tokens = 3, list(range(20, 28)), 4
     wanted = undisturbed(stages, prompt, tokens)
@@ -248,30 +250,29 @@ def test_a_refusal_that_another_peer_would_repeat_ends_the_session() -> None:
     assert [type(item) for item in out] == [ev.Failed]
 
 
-def test_what_is_replayed_is_waited_for() -> None:
-    """A new stage computes the whole history before the work that was under way."""
-    core = Session([1, 1], 0.0)
+def test_a_new_stage_gets_the_whole_history_through_those_before_it() -> None:
+    core = Session([1, 1, 1], 0.0)
     core.handle(ev.Tick(), 0.0)
-    core.handle(ev.Answered(1, 1), 0.0)
-    core.handle(ev.Answered(0, 2), 0.0)
+    for ask, stage in enumerate((2, 1, 0), start=1):
+        core.handle(ev.Answered(stage, ask), 0.0)
     core.handle(ev.Submit(tuple(range(1000)), 0, 1, 0), 0.0)
-    core.handle(ev.Arrived(1, core.last_number, (1,), (1, 1)), 10.0)
+    core.handle(ev.Arrived(1, core.last_number, (1,), (1, 1, 1)), 10.0)
     core.handle(ev.Submit((5,), 1000, 1, 0), 10.0)
-    core.handle(ev.Lost(1, 1, "killed"), 11.0)
-    asks = asks_of(core.handle(ev.StageAssigned(1, 2), 11.0))
-    asks = [
-        item
-        for item in core.handle(ev.Answered(1, asks[0].ask), 11.0)
-        if isinstance(item, ev.Ask) and item.kind == "resume"
+    (resumed,) = asks_of(core.handle(ev.Lost(1, 1, "killed"), 11.0))
+    core.handle(ev.Answered(2, resumed.ask, 1000), 11.0)
+    (opened,) = asks_of(core.handle(ev.StageAssigned(1, 2), 11.0))
+    (resumed,) = asks_of(core.handle(ev.Answered(1, opened.ask), 11.0))
+    sent = [item for item in core.handle(ev.Answered(0, resumed.ask, 1000), 11.0) if isinstance(item, ev.Send)]
+    assert [(send.keep, len(send.ids), send.last) for send in sent] == [
+        (0, 256, 1),
+        (256, 256, 1),
+        (512, 256, 1),
+        (768, 232, 1),
     ]
-    (replay,) = core.handle(ev.Answered(0, asks[0].ask, 1000), 11.0)
-    assert isinstance(replay, ev.Ask)
-    assert replay.kind == "replay"
-    out = core.handle(ev.Answered(0, replay.ask), 11.0)
-    assert any(isinstance(item, ev.Send) for item in out)
-    due = core.next_deadline()
-    assert due is not None
-    assert due - 11.0 > ev.ANSWER_S + 1000 * ev.POSITION_S
+    for send in sent:
+        assert core.phase is Phase.MENDING, "the request under way waits"
+        out = core.handle(ev.Arrived(2, send.number, (), (1, 1)), 12.0)
+    assert [(send.keep, send.ids, send.last) for send in out if isinstance(send, ev.Send)] == [(1000, (5,), 2)]
 
 
 def test_positions_are_computed_again_as_they_were() -> None:
@@ -301,7 +302,7 @@ def test_a_peer_that_answers_nonsense_loses_its_place() -> None:
     assert isinstance(send, ev.Send)
     out = core.handle(ev.Arrived(1, send.number, (7, 8), (1, 1)), 0.0)  # two tokens, one was wanted
     assert [item for item in out if isinstance(item, ev.Replace)] == [
-        ev.Replace(1, 1, f"its answer to request {send.number} has a wrong number of tokens or stage times")
+        ev.Replace(1, 1, f"it sent an invalid answer to request {send.number}")
     ]
 
 
