@@ -1,8 +1,9 @@
-"""A member that does not train: a process that a seed lists, that serves callers, and that leaves cleanly.
+"""Members of a cluster: processes that a seed lists, that serve callers, and that leave cleanly.
 
-Verifiers and drafters are such members. Each runs a *program*: a coroutine that starts with the first welcome of the
-seed and runs until the member leaves. It declares which callers it answers (``answer``) and what it serves
-(``serves``). It goes on while the seed is away; the link reconnects as a worker's does.
+``MemberProcess`` is the base of all. A worker (``roles.worker.worker``) is one. Verifiers and drafters are
+``ServingMember``: each runs a *program*, a coroutine that starts with the first welcome of the seed and runs until the
+member leaves. It declares which callers it answers (``answer``) and what it serves (``serves``). It goes on while the
+seed is away; the link reconnects as a worker's does.
 
 ::
 
@@ -16,22 +17,23 @@ seed and runs until the member leaves. It declares which callers it answers (``a
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
-from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, first_error
+from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, StorageError, first_error
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.texts import printable
 from p2ptrain.core.world import World
 from roles.gauges import Gauges
 from roles.identity import Identity
-from roles.seed_link import HeartbeatStats, Membership, Notify, WaitS, no_wait
+from roles.seed_link import HeartbeatStats, Notify, SeedLink, WaitS, no_wait, terms_in, write_terms
 from wire.address import is_loopback
 from wire.connection import Connection
-from wire.enrol import Member
+from wire.enrol import LOOK_S, Member
 from wire.handshake import Refusals, local_hello, local_welcome, serve
 from wire.messages import EventNotice, Hello, Message, RefusalCode, Refuse, Request, Response, Scalar, Welcome
 from wire.text_messages import MAX_DRAFTERS, DrafterAt, DrafterList, Serving
@@ -70,18 +72,202 @@ class MemberOptions:
     wait_s: WaitS = no_wait
 
 
+class MemberProcess(ABC):
+    """A process that registers with a seed, listens for callers, and leaves cleanly.
+
+    Args:
+        notify: (level, kind, text) for the person at this terminal.
+        membership: the certificate that the world's network uses; None in a plain cluster.
+    """
+
+    def __init__(
+        self, world: World, identity: Identity, options: MemberOptions, *, notify: Notify, membership: Member | None
+    ) -> None:
+        self.world, self.identity, self.role = world, identity, options.role
+        self._options, self._membership = options, membership
+        self._notify_person = notify
+        self._gauges = Gauges(world.clock.now)
+        self._disk = world.threads.start("disk")
+        self._leaving = False
+        self._problem: P2PTrainError | None = None
+        self._tasks = asyncio.TaskGroup()
+        self._port = options.listen[1]
+        self._renewing: asyncio.Task[NoReturn] | None = None
+        self._terms = terms_in(world.disk, identity.directory)
+        self._link = SeedLink(
+            world=world,
+            seeds=[options.seed, *options.others],
+            wait_s=options.wait_s,
+            terms=self._terms,
+            hello=self._hello,
+            pulse=self._pulse,
+            on_message=self._message,
+            on_up=self._up,
+            on_down=self._down,
+            on_term=self._term_met,
+        )
+
+    # --------------------------------------------------------------------------------------------- what each role does
+
+    @abstractmethod
+    async def _live(self) -> None:
+        """Run until cancelled. The member leaves if this returns or raises ``P2PTrainError``."""
+
+    @abstractmethod
+    def _seed_up(self, welcome: Welcome) -> None: ...
+
+    @abstractmethod
+    def _going_on(self) -> str:
+        """What continues without the seed, in words; empty if nothing does."""
+
+    @abstractmethod
+    def _pulse(self) -> HeartbeatStats: ...
+
+    @abstractmethod
+    def _refusal(self, hello: Hello) -> Refuse | None: ...
+
+    @abstractmethod
+    async def _serve(self, connection: Connection, hello: Hello) -> None: ...
+
+    def _message(self, message: Message) -> None:
+        match message:
+            case EventNotice(level=level, text=text):
+                self._notify_person(level, "seed", printable(text))
+            case Refuse():
+                raise Refused(message.code, message.message, remedy=message.remedy)
+            case _:
+                raise ProtocolError(f"unexpected message {type(message).__name__} from the seed to a {self.role}")
+
+    def _hello(self) -> Hello:
+        return local_hello(
+            peer_id=self.peer_id,
+            name=self.name,
+            roles=[self.role],
+            purpose="peer",
+            capabilities={**self._options.capabilities, "listens": self._options.listen[0]},
+            host=self._options.advertise[0],
+            port=self._options.advertise[1] or self._port,
+        )
+
+    def _job(self) -> str:
+        return ""
+
+    # ------------------------------------------------------------------------------------------------ common to all
+
+    @property
+    def peer_id(self) -> str:
+        return self.identity.peer_id
+
+    @property
+    def name(self) -> str:
+        return self.identity.name
+
+    @property
+    def port(self) -> int:
+        return self._port
+
+    def notify(self, level: str, kind: str, text: str) -> None:
+        self._notify_person(level, kind, text)
+        self._link.send(EventNotice(level, kind, text, self._job()))
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Be a member until ``stop`` is set, then leave within two seconds.
+
+        Raises:
+            NetworkError, Refused: the seed cannot be reached, or refuses this member.
+            UserError: the port is in use.
+            P2PTrainError: raised by ``_live``.
+        """
+        host, port = self._options.listen
+        refusals = Refusals(partial(self._notify_person, "warning", "refused"))
+        server = await serve(
+            self.world.network, host, port, decide=self._decide, serve=self._serve, on_problem=refusals
+        )
+        self._port = server.address[1]
+        try:
+            async with self._tasks:
+                link = self._tasks.create_task(self._link.run(), name="seed link")
+                living = self._tasks.create_task(self._guarded(), name=self.role)
+                stopped = self._tasks.create_task(stop.wait(), name="stop")
+                await asyncio.wait({link, living, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                self._end_renewal()
+                stopped.cancel()
+                if not link.done():  # else it raised, and the group ends with its error
+                    await self._leave()  # first, so that others turn to other members while sessions end here
+                living.cancel()
+                link.cancel()
+        except* P2PTrainError as group:
+            raise first_error(group) from None
+        finally:
+            await server.close()
+            self._disk.close()
+        if self._problem is not None:
+            raise self._problem
+
+    async def _guarded(self) -> None:
+        try:
+            await self._live()
+        except* P2PTrainError as group:  # caught here, so that the seed is told why this member leaves
+            self._problem = first_error(group)
+
+    async def _leave(self) -> None:
+        self._leaving = True
+        await self._link.leave(self._problem.message if self._problem else "its user stopped it")
+
+    async def _decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
+        return self._refusal(hello) or local_welcome(peer_id=self.peer_id, name=self.name, wall=self.world.clock.wall())
+
+    def _machine_stats(self) -> dict[str, float]:
+        stats = self._gauges.machine()
+        if self._link.rtt_ms is not None:
+            stats["rtt_ms"] = self._link.rtt_ms
+        return stats
+
+    def _up(self, welcome: Welcome) -> None:
+        if self._membership is not None:
+            self._renewing = self._tasks.create_task(self._renew(self._membership), name="certificate")
+        self._notify_person("info", "joined", f"joined {welcome.name} ({welcome.cluster_id})")
+        self._seed_up(welcome)
+
+    def _down(self, problem: P2PTrainError) -> None:
+        self._end_renewal()
+        text, going_on = f"lost the seed: {problem.message}; trying to find it again", self._going_on()
+        self.notify("warning", "seed-lost", f"{text}; {going_on}" if going_on else text)
+
+    async def _renew(self, membership: Member) -> NoReturn:
+        while True:
+            try:
+                # 10 s, because the seed first stores the new state, on a disk that may be busy.
+                await membership.keep_fresh(partial(self._link.ask, timeout_s=10.0))
+            except P2PTrainError as problem:
+                self.notify("warning", "certificate", f"the certificate is not renewed yet: {problem.message}")
+                await asyncio.sleep(LOOK_S)
+
+    def _end_renewal(self) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
+            self._renewing = None
+
+    def _term_met(self) -> None:
+        self._tasks.create_task(self._keep_terms(), name="keep terms")
+
+    async def _keep_terms(self) -> None:
+        try:
+            await self._disk.submit(partial(write_terms, self.world.disk, self.identity.directory, self._terms))
+        except StorageError as problem:
+            self.notify("warning", "terms", f"cannot store the seed's term: {problem.message}")
+
+
 def _anybody(hello: Hello) -> Refuse | None:
     return None
 
 
-class ServingMember:
+class ServingMember(MemberProcess):
     """A member with a program; see the module's docstring.
 
     Args:
         program: called with this member. If it returns or raises a ``P2PTrainError``, the member leaves. When the
             member leaves, the program is cancelled and must end within a second.
-        notify: (level, kind, text) for the person at this terminal.
-        membership: the certificate that the world's network uses; None in a plain cluster.
 
     Attributes:
         drafters: the drafters that the seed named last, each with a host that can be dialled from here (verifiers
@@ -98,53 +284,17 @@ class ServingMember:
         notify: Notify,
         membership: Member | None = None,
     ) -> None:
-        self.world, self.identity, self.role = world, identity, options.role
+        super().__init__(world, identity, options, notify=notify, membership=membership)
         self.drafters: tuple[DrafterAt, ...] = ()
-        self._options, self._program = options, program
-        self._notify_person = notify
+        self._program = program
         self._doors: dict[str, tuple[Serve, Judge]] = {}
         self._serving: Callable[[], Serving] | None = None
         self._told: Serving | None = None
         self._on_drafters: Callable[[tuple[DrafterAt, ...]], None] = lambda drafters: None
-        self._gauges = Gauges(world.clock.now)
-        self._disk = world.threads.start("disk")
         self._changed = asyncio.Event()
         self._welcomed = asyncio.Event()
-        self._leaving = False
-        self._problem: P2PTrainError | None = None
-        self._tasks = asyncio.TaskGroup()
-        self._port = options.listen[1]
-        self._membership = Membership(
-            world,
-            identity.directory,
-            [options.seed, *options.others],
-            membership,
-            wait_s=options.wait_s,
-            tasks=self._tasks,
-            thread=self._disk,
-            hello=self._hello,
-            pulse=self._pulse,
-            on_message=self._message,
-            going_on=lambda: "sessions go on" if self._serving is not None else "",
-            notify=self.notify,
-            tell=notify,
-            on_up=self._seed_up,
-        )
-        self._link = self._membership.link
 
     # ----------------------------------------------------------------------------------------------- for the program
-
-    @property
-    def peer_id(self) -> str:
-        return self.identity.peer_id
-
-    @property
-    def name(self) -> str:
-        return self.identity.name
-
-    @property
-    def port(self) -> int:
-        return self._port
 
     @property
     def seed_host(self) -> str:
@@ -179,76 +329,21 @@ class ServingMember:
         """
         return await self._link.ask(method, params, timeout_s=timeout_s)
 
-    def notify(self, level: str, kind: str, text: str) -> None:
-        self._notify_person(level, kind, text)
-        self._link.send(EventNotice(level, kind, text, ""))
+    # ------------------------------------------------------------------------------------------------- as every member
 
-    # ------------------------------------------------------------------------------------------------------- its life
-
-    async def run(self, stop: asyncio.Event) -> None:
-        """Be a member until ``stop`` is set or the program ends, then leave within two seconds.
-
-        Raises:
-            NetworkError, Refused: the seed cannot be reached, or refuses this member.
-            UserError: the port is in use.
-            P2PTrainError: raised by the program.
-        """
-        host, port = self._options.listen
-        refusals = Refusals(partial(self._notify_person, "warning", "refused"))
-        server = await serve(
-            self.world.network, host, port, decide=self._decide, serve=self._serve, on_problem=refusals
-        )
-        self._port = server.address[1]
+    async def _live(self) -> None:
+        telling = self._tasks.create_task(self._tell(), name="serving")
         try:
-            async with self._tasks:
-                link = self._tasks.create_task(self._link.run(), name="seed link")
-                telling = self._tasks.create_task(self._tell(), name="serving")
-                program = self._tasks.create_task(self._run_program(), name=self.role)
-                stopped = self._tasks.create_task(stop.wait(), name="stop")
-                await asyncio.wait({link, program, stopped}, return_when=asyncio.FIRST_COMPLETED)
-                self._membership.end()
-                telling.cancel()
-                stopped.cancel()
-                await self._leave()  # first, so that verifiers turn to other drafters while sessions end here
-                program.cancel()
-                link.cancel()
-        except* P2PTrainError as group:
-            raise first_error(group) from None
-        finally:
-            await server.close()
-            self._disk.close()
-        if self._problem is not None:
-            raise self._problem
-
-    async def _run_program(self) -> None:
-        await self._welcomed.wait()
-        try:
+            await self._welcomed.wait()
             await self._program(self)
-        except* P2PTrainError as group:  # caught here, so that the seed is told why this member leaves
-            self._problem = first_error(group)
+        finally:
+            telling.cancel()
 
-    async def _leave(self) -> None:
-        self._leaving = True
-        await self._link.leave(self._problem.message if self._problem else "its user stopped it")
-
-    # -------------------------------------------------------------------------------------------------- the seed link
-
-    def _hello(self) -> Hello:
-        return local_hello(
-            peer_id=self.peer_id,
-            name=self.name,
-            roles=[self.role],
-            purpose="peer",
-            capabilities={**self._options.capabilities, "listens": self._options.listen[0]},
-            host=self._options.advertise[0],
-            port=self._options.advertise[1] or self._port,
-        )
+    def _going_on(self) -> str:
+        return "sessions go on" if self._serving is not None else ""
 
     def _pulse(self) -> HeartbeatStats:
-        stats = self._gauges.machine()
-        if self._link.rtt_ms is not None:
-            stats["rtt_ms"] = self._link.rtt_ms
-        state = "building"
+        state, stats = "building", self._machine_stats()
         if self._serving is not None:
             said = self._serving()
             state = "serving" if said.sessions else "idle"
@@ -276,22 +371,11 @@ class ServingMember:
             case DrafterList() if self.role == "verifier":
                 self.drafters = drafters_untrusted(message, self.seed_host)
                 self._on_drafters(self.drafters)
-            case EventNotice(text=text) if self.role == "drafter":
-                self._notify_person("warning", "seed", printable(text))
             case Request():
                 text = f"a {self.role} does not support the request {message.method[:80]!r}"
                 self._link.send(Response(message.id, {}, "unknown-method", text))
-            case Refuse():
-                raise Refused(message.code, message.message, remedy=message.remedy)
             case _:
-                raise ProtocolError(f"unexpected message {type(message).__name__} from the seed to a {self.role}")
-
-    # --------------------------------------------------------------------------------------------------------- callers
-
-    async def _decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
-        if refusal := self._refusal(hello):
-            return refusal
-        return local_welcome(peer_id=self.peer_id, name=self.name, wall=self.world.clock.wall())
+                super()._message(message)
 
     def _refusal(self, hello: Hello) -> Refuse | None:
         if hello.purpose == "probe":

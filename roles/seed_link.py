@@ -1,4 +1,4 @@
-"""A member's link to its seed: it registers, sends heartbeats, reconnects, and renews the certificate.
+"""A member's link to its seed: it registers, sends heartbeats, and reconnects.
 
 The member may know several addresses, so it finds a seed that was restored elsewhere. It stores the highest term that
 it has met in each cluster, and refuses a seed of a lower term.
@@ -15,21 +15,18 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from p2ptrain.core.disk import Disk, write_atomic
-from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused, StorageError
+from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.ids import is_id
-from p2ptrain.core.threads import Thread
 from p2ptrain.core.world import Clock, World
 from ring.detector import FailureDetector
 from roles.line import received_in_time
 from wire.client import PendingCalls
 from wire.connection import Connection
-from wire.enrol import LOOK_S, Member
 from wire.handshake import dial
 from wire.job_messages import CheckpointSaved, StepMetrics
 from wire.messages import (
@@ -311,99 +308,6 @@ class SeedLink:
             await asyncio.sleep(interval_s)
 
 
-class Membership:
-    """One member's ``SeedLink``, the renewal of its certificate, and its stored terms.
-
-    Args:
-        directory: this member's state directory.
-        seeds: host and port of the seed to join, then of others to try if that one stays away.
-        certificate: the certificate that the world's network uses; None in a plain cluster.
-        tasks: runs renewals and writes; entered before ``link.run``.
-        thread: writes to the disk.
-        wait_s, hello, pulse, on_message, on_up: as in ``SeedLink``.
-        going_on: what continues without the seed, in words; empty if nothing does.
-        notify: notifies the person and the seed.
-        tell: notifies the person only.
-
-    Attributes:
-        link: the owner runs ``link.run``.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        directory: Path,
-        seeds: Sequence[Address],
-        certificate: Member | None,
-        *,
-        wait_s: WaitS,
-        tasks: asyncio.TaskGroup,
-        thread: Thread,
-        hello: Callable[[], Hello],
-        pulse: Callable[[], HeartbeatStats],
-        on_message: Callable[[Message], None],
-        going_on: Callable[[], str],
-        notify: Notify,
-        tell: Notify,
-        on_up: Callable[[Welcome], None],
-    ) -> None:
-        self._world, self._directory, self._certificate = world, directory, certificate
-        self._tasks, self._thread = tasks, thread
-        self._going_on, self._notify, self._tell = going_on, notify, tell
-        self._on_up = on_up
-        self._renewing: asyncio.Task[NoReturn] | None = None
-        self._terms = terms_in(world.disk, directory)
-        self.link = SeedLink(
-            world=world,
-            seeds=seeds,
-            wait_s=wait_s,
-            terms=self._terms,
-            hello=hello,
-            pulse=pulse,
-            on_message=on_message,
-            on_up=self._up,
-            on_down=self._down,
-            on_term=self._term_met,
-        )
-
-    def end(self) -> None:
-        if self._renewing is not None:
-            self._renewing.cancel()
-            self._renewing = None
-
-    def _up(self, welcome: Welcome) -> None:
-        if self._certificate is not None:
-            self._renewing = self._tasks.create_task(self._stay(self._certificate), name="certificate")
-        self._tell("info", "joined", f"joined {welcome.name} ({welcome.cluster_id})")
-        self._on_up(welcome)
-
-    async def _stay(self, member: Member) -> NoReturn:
-        while True:
-            try:
-                # 10 s, because the seed first stores the new state, on a disk that may be busy.
-                await member.keep_fresh(partial(self.link.ask, timeout_s=10.0))
-            except P2PTrainError as problem:
-                self._notify("warning", "certificate", f"the certificate is not renewed yet: {problem.message}")
-                await asyncio.sleep(LOOK_S)
-
-    def _down(self, problem: P2PTrainError) -> None:
-        self.end()
-        going_on = self._going_on()
-        text = f"lost the seed: {problem.message}; trying to find it again"
-        self._notify("warning", "seed-lost", f"{text}; {going_on}" if going_on else text)
-
-    def _term_met(self) -> None:
-        self._tasks.create_task(self._keep_terms(), name="keep terms")
-
-    async def _keep_terms(self) -> None:
-        newest = dict(list(self._terms.items())[-MAX_CLUSTERS:])
-        path, data = self._directory / TERMS_FILE, json.dumps(newest).encode()
-        try:
-            await self._thread.submit(partial(write_atomic, self._world.disk, path, data))
-        except StorageError as problem:
-            self._notify("warning", "terms", f"cannot store the seed's term: {problem.message}")
-
-
 def terms_in(disk: Disk, directory: Path) -> dict[str, int]:
     """The stored terms: cluster → the highest term that was met. Raises ``StorageError``."""
     if TERMS_FILE not in disk.list_dir(directory):
@@ -413,3 +317,9 @@ def terms_in(disk: Disk, directory: Path) -> dict[str, int]:
         return {name: term for name, term in found.items() if is_id(name) and 0 <= int(term) < MAX_TERM}
     except (ValueError, TypeError, AttributeError, RecursionError):
         return {}  # damaged: the next connection writes it again
+
+
+def write_terms(disk: Disk, directory: Path, terms: dict[str, int]) -> None:
+    """Store the terms of the clusters met last. Raises ``StorageError``."""
+    newest = dict(list(terms.items())[-MAX_CLUSTERS:])
+    write_atomic(disk, directory / TERMS_FILE, json.dumps(newest).encode())

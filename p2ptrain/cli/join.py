@@ -335,7 +335,7 @@ async def _work(joining: Joining) -> None:
             on_step=lambda applied, total, values: here.console.progress(
                 step_line(applied, total, values), last=applied == total
             ),
-            member=found.access.member,
+            membership=found.access.member,
             holding=parts,
         )
 

@@ -11,10 +11,9 @@ from p2ptrain.core.world import World
 from ring.links import Inbound
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine, Stage
+from roles.seed_link import Notify
 from roles.strategies.interface import Factory
 from wire.messages import Message
-
-Notify = Callable[[str, str, str], None]  # level, kind, text
 
 
 @dataclass(frozen=True, slots=True)

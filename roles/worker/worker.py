@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from configs.schema import Profile
-from p2ptrain.core.errors import JobFailed, P2PTrainError, ProtocolError, Refused, first_error
+from p2ptrain.core.errors import JobFailed, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.ids import is_id
-from p2ptrain.core.texts import printable, shortened
+from p2ptrain.core.texts import shortened
 from p2ptrain.core.world import World
 from ring.links import Inbound
 from ring.token import Flag
@@ -18,23 +18,21 @@ from ring.transaction import REASON_CHARS, Phase
 from ring.view import View
 from roles.compute_thread import ComputeThread
 from roles.engine import WHOLE, Engine, Stage
-from roles.gauges import Gauges
 from roles.identity import Identity
-from roles.member import MemberOptions
-from roles.seed_link import HeartbeatStats, Membership
+from roles.member import MemberOptions, MemberProcess
+from roles.seed_link import HeartbeatStats, Notify
 from roles.strategies.interface import Factory
 from roles.strategies.pipeline import strategy_of
 from roles.worker.checkpoint_assembler import FileSender, checkpoints_dir
 from roles.worker.checkpoint_store import CheckpointFiles, lineage_of
-from roles.worker.context import Context, Notify
+from roles.worker.context import Context
 from roles.worker.links import Prober, ProbeResponder, targets_untrusted, to_result
 from roles.worker.runner import JobRunner
 from roles.worker.stages import PURPOSES, Holding, StageContext, Stages
 from wire.connection import Connection
 from wire.enrol import Member
-from wire.handshake import Refusals, local_hello, local_welcome, serve
 from wire.job_messages import MAX_STAGES, Assign, CatchUp, Hold, Release, Report, SaveNow, ViewAnnounced
-from wire.messages import EventNotice, Hello, Message, RefusalCode, Refuse, Request, Response, Welcome
+from wire.messages import Hello, Message, RefusalCode, Refuse, Request, Response, Scalar, Welcome
 
 LEAVE_S = 1.2  # how long a leaving worker waits for the step boundary; with closing, Ctrl+C takes less than 2 s
 JOBS = "jobs"  # directory of the jobs' checkpoints, in a worker's own
@@ -62,15 +60,13 @@ def _stage_untrusted(params: dict[str, Any]) -> Stage:
     return Stage(index, count)
 
 
-class Worker:
+class Worker(MemberProcess):
     """One worker process. The module's docstring describes it.
 
     Args:
         build_engine: builds the engine of a profile; blocking, called on the compute thread.
         strategies: returns a job's strategy factory; simulations replace it.
         warm_up: blocking, called first on the compute thread, while the seed is dialled.
-        notify: shows (level, kind, text) to the person at this terminal.
-        member: this worker's membership, whose network is the world's; None in a cluster without TLS.
         holding: what is needed to hold parts of split models; None if this worker holds none.
     """
 
@@ -84,63 +80,33 @@ class Worker:
         warm_up: Callable[[], None],
         notify: Notify,
         on_step: Callable[[int, int, dict[str, float]], None],
-        member: Member | None = None,
+        membership: Member | None = None,
         holding: Holding | None = None,
         build_part: Callable[[Profile, Stage], Engine] = no_parts,
         strategies: Callable[[Profile], Factory] = strategy_of,
     ) -> None:
-        self._world = world
-        self._identity = identity
-        self._options = options
+        super().__init__(world, identity, options, notify=notify, membership=membership)
         self._build_engine, self._warm_up = build_engine, warm_up
         self._build_part, self._strategies = build_part, strategies
-        self._notify_person = notify
         self._on_step = on_step
         self._inbound = Inbound()
         self._prober = Prober(world, peer_id=identity.peer_id, name=identity.name, seed_host=options.seed[0])
         self._sink = ProbeResponder()
         self._compute = ComputeThread(world.threads)
-        self._disk = world.threads.start("disk")
         self._files = FileSender(world.disk, self._disk, identity.directory / JOBS, self._saving)
-        self._gauges = Gauges(world.clock.now)
         self._beats = (0.5, 2.0)  # heartbeat_s, death_s between neighbours until the seed sends its own
         self._runner: JobRunner | None = None
         self._job_task: asyncio.Task[None] | None = None
-        self._leaving = False
-        self._tasks = asyncio.TaskGroup()
-        self._port = options.listen[1]
-        self._membership = Membership(
-            world,
-            identity.directory,
-            [options.seed, *options.others],
-            member,
-            wait_s=options.wait_s,
-            tasks=self._tasks,
-            thread=self._disk,
-            hello=self._hello,
-            pulse=self._pulse,
-            on_message=self._message,
-            going_on=lambda: "training goes on" if self._runner and self._runner.core.running else "",
-            notify=self._notify,
-            tell=notify,
-            on_up=self._seed_up,
-        )
-        self._link = self._membership.link
-
         self._stages = self._made_stages(holding) if holding is not None else None
         self._gauge = holding.compute_flops if holding is not None else None
         self._flops: float | None = None
 
-    @property
-    def port(self) -> int:
-        return self._port
-
     def _made_stages(self, holding: Holding) -> Stages:
         context = StageContext(
-            world=self._world,
-            peer_id=self._identity.peer_id,
-            name=self._identity.name,
-            directory=self._identity.directory,
+            world=self.world,
+            peer_id=self.peer_id,
+            name=self.name,
+            directory=self.identity.directory,
             compute=self._compute,
             prober=self._prober,
             seed_host=lambda: self._link.host,
@@ -151,42 +117,16 @@ class Worker:
         return Stages(context, holding)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until ``stop`` is set, then leave within two seconds.
-
-        Raises:
-            NetworkError, Refused: the seed cannot be reached, or refuses this worker.
-            UserError: the port is in use.
-        """
-        host, port = self._options.listen
-        refusals = Refusals(partial(self._notify_person, "warning", "refused"))
-        server = await serve(
-            self._world.network, host, port, decide=self._decide, serve=self._serve, on_problem=refusals
-        )
-        self._port = server.address[1]
         try:
-            async with self._tasks:
-                warming = self._tasks.create_task(self._warm(), name="warm up")
-                link = self._tasks.create_task(self._link.run(), name="seed link")
-                stopped = self._tasks.create_task(stop.wait(), name="stop")
-                stages = self._tasks.create_task(self._stages.run(), name="stages") if self._stages else None
-                await asyncio.wait({link, stopped}, return_when=asyncio.FIRST_COMPLETED)
-                self._membership.end()
-                if stages is not None:
-                    stages.cancel()
-                if stopped.done():
-                    await self._leave()
-                    link.cancel()
-                    warming.cancel()
-                else:
-                    stopped.cancel()  # the link raised, so the group ends with its error
-        except* P2PTrainError as group:
-            raise first_error(group) from None
+            await super().run(stop)
         finally:
-            await server.close()
-            self._disk.close()
             if self._stages is not None:
                 self._stages.close()
             self._compute.close()
+
+    async def _live(self) -> None:
+        await self._warm()
+        await (self._stages.run() if self._stages is not None else asyncio.Event().wait())
 
     async def _warm(self) -> None:
         loading = self._compute.submit(self._warm_up)
@@ -198,39 +138,29 @@ class Worker:
             self._flops = await gauging
         except P2PTrainError as problem:
             self._flops = 0.0
-            self._notify("warning", "speed", f"this machine's speed is not known: {problem.message}")
+            self.notify("warning", "speed", f"this machine's speed is not known: {problem.message}")
 
     # -------------------------------------------------------------------------------------------------- the seed link
 
     def _hello(self) -> Hello:
-        view = self._runner.core.view if self._runner else None
-        return local_hello(
-            peer_id=self._identity.peer_id,
-            name=self._identity.name,
-            roles=["worker"],
-            purpose="peer",
-            capabilities={
-                **self._options.capabilities,
-                "listens": self._options.listen[0],
-                "measures": True,
-                "follows": True,
-                **({"gauges": True} if self._gauge is not None else {}),
-            },
-            job=self._runner.job if self._runner else "",
-            generation=view.generation if view else 0,
-            host=self._options.advertise[0],
-            port=self._options.advertise[1] or self._port,
-        )
+        hello, view = super()._hello(), self._runner.core.view if self._runner else None
+        more: dict[str, Scalar] = {"measures": True, "follows": True, "gauges": self._gauge is not None}
+        generation = view.generation if view else 0
+        return replace(hello, capabilities=hello.capabilities | more, job=self._job(), generation=generation)
+
+    def _job(self) -> str:
+        return self._runner.job if self._runner else ""
+
+    def _going_on(self) -> str:
+        return "training goes on" if self._runner and self._runner.core.running else ""
 
     def _pulse(self) -> HeartbeatStats:
-        runner, stats = self._runner, self._gauges.machine()
+        runner, stats = self._runner, self._machine_stats()
         bytes_in, bytes_out = runner.totals() if runner else (0, 0)
         if self._flops is not None:
             stats["compute_flops"] = self._flops
         stats["in_bps"] = 8 * self._gauges.rate("in", bytes_in)
         stats["out_bps"] = 8 * self._gauges.rate("out", bytes_out)
-        if self._link.rtt_ms is not None:
-            stats["rtt_ms"] = self._link.rtt_ms
         if runner is None:
             return HeartbeatStats(0, 0, "idle", stats)
         stats["tokens_per_s"] = self._gauges.rate("tokens", runner.tokens)
@@ -254,29 +184,31 @@ class Worker:
         match message:
             case Assign():
                 self._assigned(message)
-            case ViewAnnounced() if self._runner is not None and message.job == self._runner.job:
-                self._runner.view_announced(View.of(message))
-            case Hold() if self._runner is not None and message.job == self._runner.job:
-                self._runner.wish(Flag.HOLD, message.generation)
-            case SaveNow() if self._runner is not None and message.job == self._runner.job:
-                self._runner.wish(Flag.SAVE)
-            case CatchUp() if self._runner is not None and message.job == self._runner.job:
-                self._runner.catch_up(message)
-            case Release() if self._runner is not None and message.job == self._runner.job:
-                self._notify("info", "released", f"released from the job: {message.reason}")
-                self._runner.reports.tell_ledger()
-                self._runner.release()
+            case ViewAnnounced() | Hold() | SaveNow() | CatchUp() | Release():
+                if self._runner is not None and message.job == self._runner.job:
+                    self._told(self._runner, message)
+            case Request():
+                self._tasks.create_task(self._answer(message), name=f"answer {message.method}")
+            case _:
+                super()._message(message)
+
+    def _told(self, runner: JobRunner, message: ViewAnnounced | Hold | SaveNow | CatchUp | Release) -> None:
+        match message:
+            case ViewAnnounced():
+                runner.view_announced(View.of(message))
+            case Hold():
+                runner.wish(Flag.HOLD, message.generation)
+            case SaveNow():
+                runner.wish(Flag.SAVE)
+            case CatchUp():
+                runner.catch_up(message)
+            case Release():
+                self.notify("info", "released", f"released from the job: {message.reason}")
+                runner.reports.tell_ledger()
+                runner.release()
                 self._runner = None
                 if self._stages is not None:
                     self._stages.changed()  # the seed still lists the stage that trained here
-            case EventNotice(level=level, text=text):
-                self._notify_person(level, "seed", printable(text))
-            case Request():
-                self._tasks.create_task(self._answer(message), name=f"answer {message.method}")
-            case Refuse():
-                raise Refused(message.code, message.message, remedy=message.remedy)
-            case Welcome() | Hello():
-                raise ProtocolError("a handshake message after the handshake")
 
     def _assigned(self, message: Assign) -> None:
         if not is_id(message.job):
@@ -296,7 +228,7 @@ class Worker:
             profile = Profile.from_spec_untrusted(message.spec)
         except ProtocolError as problem:  # the seed has another version: stay connected
             reason = f"this version cannot read the job's profile: {problem.message}"
-            self._notify("error", "worker-failed", reason)
+            self.notify("error", "worker-failed", reason)
             self._link.send(Report(message.job, 0, "failed", 0, 0, "", reason=shortened(reason, REASON_CHARS)))
             return
         if self._stages is not None:
@@ -318,16 +250,16 @@ class Worker:
 
     def _context(self) -> Context:
         return Context(
-            world=self._world,
-            peer_id=self._identity.peer_id,
-            name=self._identity.name,
+            world=self.world,
+            peer_id=self.peer_id,
+            name=self.name,
             seed_at=lambda: self._link.host,
             beats=lambda: self._beats,
             inbound=self._inbound,
             compute=self._compute,
             disk=self._disk,
             say=self._link.send,
-            notify=self._notify,
+            notify=self.notify,
             tell=self._notify_person,
             build_engine=self._build_engine,
             build_part=self._build_part,
@@ -363,7 +295,7 @@ class Worker:
                 return {"step": entry.step, "lineage": lineage_of(entry)}
             case "checkpoint.delete":
                 if not await checkpoints.delete(step):
-                    raise Refused("not-here", f"{self._identity.name} has no checkpoint of step {step}")
+                    raise Refused("not-here", f"{self.name} has no checkpoint of step {step}")
                 return {"deleted": step}
         raise Refused("unknown-method", f"a worker does not support the request {request.method[:80]!r}")
 
@@ -379,43 +311,30 @@ class Worker:
             await self._runner.saved(step, lineage)
 
     def _checkpoints(self, job: str, keep: int, stage: Stage) -> CheckpointFiles:
-        root = checkpoints_dir(self._identity.directory / JOBS, job, stage)
-        return CheckpointFiles(self._disk, self._world.disk, root, keep, self._notify)
-
-    def _notify(self, level: str, kind: str, text: str) -> None:
-        self._notify_person(level, kind, text)
-        self._link.send(EventNotice(level, kind, text, self._runner.job if self._runner else ""))
+        root = checkpoints_dir(self.identity.directory / JOBS, job, stage)
+        return CheckpointFiles(self._disk, self.world.disk, root, keep, self.notify)
 
     # --------------------------------------------------------------------------------------------------- other peers
 
-    async def _decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
-        refusal: Refuse | None = None
+    def _refusal(self, hello: Hello) -> Refuse | None:
         match hello.purpose:
             case "probe" if self._sink.full and "worker" in hello.roles:
-                refusal = Refuse(RefusalCode.BUSY, "others measure links to this worker", "try again in a second")
+                return Refuse(RefusalCode.BUSY, "others measure links to this worker", "try again in a second")
             case "probe":
-                pass
+                return None
             case "ring":
-                refusal = self._inbound.decide(hello)
+                return self._inbound.decide(hello)
             case "heal":
                 view = self._runner.core.view if self._runner and self._runner.job == hello.job else None
                 if view is None or view.generation < hello.generation:
-                    refusal = Refuse(RefusalCode.STALE_GENERATION, "this member is not in that view")
-                elif "worker" not in hello.roles:
-                    refusal = Refuse(RefusalCode.ROLE, "only workers can fetch a state")
+                    return Refuse(RefusalCode.STALE_GENERATION, "this member is not in that view")
+                return None if "worker" in hello.roles else Refuse(RefusalCode.ROLE, "only workers can fetch a state")
             case "files":
-                refusal = self._files.decide(hello)
+                return self._files.decide(hello)
             case purpose if self._stages is not None and purpose in PURPOSES:
-                refusal = self._stages.decide(hello)
-            case _:
-                refusal = Refuse(
-                    RefusalCode.ROLE,
-                    f"this is a worker: it accepts no connection for {hello.purpose[:40]!r}",
-                    "use the seed's address",
-                )
-        return refusal or local_welcome(
-            peer_id=self._identity.peer_id, name=self._identity.name, wall=self._world.clock.wall()
-        )
+                return self._stages.decide(hello)
+        text = f"this is a worker: it accepts no connection for {hello.purpose[:40]!r}"
+        return Refuse(RefusalCode.ROLE, text, "use the seed's address")
 
     async def _serve(self, connection: Connection, hello: Hello) -> None:
         match hello.purpose:
@@ -435,13 +354,13 @@ class Worker:
     async def _leave(self) -> None:
         runner, self._leaving = self._runner, True
         if runner is not None and runner.core.running:
-            self._notify("info", "leaving", "leaving at the next step boundary")
+            self.notify("info", "leaving", "leaving at the next step boundary")
             runner.wish(Flag.LEAVE | Flag.SAVE)
             try:
                 async with asyncio.timeout(LEAVE_S):
                     await runner.stand_still()
             except TimeoutError:
                 pass  # the step is long: the other members abort it and continue without this one
-        await self._link.leave("its user stopped it")
+        await super()._leave()
         if self._job_task is not None:
             self._job_task.cancel()  # not awaited: the next start deletes unfinished files

@@ -208,7 +208,7 @@ class Cluster:
                 warm_up=lambda: None,
                 notify=lambda *notice: peer.heard(*notice),
                 on_step=lambda applied, total, values: peer.steps.__setitem__(applied, values),
-                member=member,
+                membership=member,
                 holding=holding,
                 build_part=build_part_and_keep,
                 strategies=strategies,
