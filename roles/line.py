@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError
 from ring.detector import FailureDetector
 from wire.connection import Connection, Received
-from wire.handshake import Dialler, dial
-from wire.messages import Hello, KeepAlive, Message, Welcome
+from wire.messages import KeepAlive, Message
 
 BEATS = 4
 """Number of keep-alives within the permitted silence."""
@@ -24,13 +23,6 @@ BEATS_PER_S, MOST_BEATS = 100.0, 4096
 """Limits on received keep-alives: the average rate, and the burst after a while in which this side read nothing."""
 
 T = TypeVar("T")
-
-
-async def dial_worker(network: Dialler, host: str, port: int, peer_id: str, hello: Hello) -> tuple[Connection, Welcome]:
-    """Connect to a worker for bulk transfers. Raises as ``wire.handshake.dial``."""
-    made, welcome = await dial(network, host, port, hello, timeout_s=DIAL_S, expect_peer=peer_id, expect_role="worker")
-    made.tune_for_bulk()
-    return made, welcome
 
 
 async def received_in_time(connection: Connection, detector: FailureDetector, who: str) -> Received:
@@ -49,6 +41,17 @@ async def received_in_time(connection: Connection, detector: FailureDetector, wh
                 raise connection.close_cause.with_traceback(None) from None
         if detector.waited(wait_s, asyncio.get_running_loop().time(), connection.last_heard):
             raise DeadlineExceeded(f"{who} was silent for {detector.silent_s:.1f} s")
+
+
+async def unless_closed(connection: Connection, waiting: Awaitable[object], timeout_s: float | None = None) -> bool:
+    """Await something until the connection is closed, or the time is over. Returns whether it came."""
+    futures = [asyncio.ensure_future(waiting), asyncio.ensure_future(connection.closed.wait())]
+    try:
+        await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return futures[0].done()
+    finally:
+        for each in futures:
+            each.cancel()
 
 
 class Line:

@@ -37,12 +37,11 @@ from p2ptrain.core.threads import Thread
 from ring.token import is_lineage
 from ring.view import View
 from roles.engine import WHOLE, Stage
-from roles.line import Line, dial_worker
+from roles.line import Line, unless_closed
 from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing, announce
 from roles.worker.context import Context
 from roles.worker.transfer import AllPieces, Piece, Receiver, Source, send_range
 from wire.connection import Connection
-from wire.handshake import local_hello
 from wire.job_messages import MAX_STAGES, FilesOffer, FilesRequest, MemberRecord, RangeRequest
 from wire.messages import Hello, Message, RefusalCode, Refuse
 
@@ -166,11 +165,8 @@ class CheckpointAssembler:
     async def _offered(self, stack: AsyncExitStack, member: MemberRecord, asked: FilesRequest) -> _Part:
         """Ask a member for its files. They can be read while ``stack`` is open. Raises ``P2PTrainError``."""
         context = self._context
-        hello = local_hello(
-            peer_id=context.peer_id, name=context.name, roles=["worker"], purpose="files", job=self._job
-        )
-        host = member.host or context.seed_host
-        connection, _ = await dial_worker(context.world.network, host, member.port, member.peer_id, hello)
+        hello = context.hello("files", self._job)
+        connection, _ = await context.dial(member.peer_id, member.host, member.port, hello)
         source = Source(member.peer_id, member.name, Line(connection))
         receiver, offer = Receiver(context.world.clock.now, _unverified), source.line.pending()
 
@@ -363,13 +359,7 @@ class FileSender:
         try:
             manifest = await self._thread.submit(lambda: self._found(offered, asked, stage))
             if manifest is None:
-                saving = asyncio.ensure_future(self._saving(asked.job, stage, asked.step, asked.lineage))
-                closed = asyncio.ensure_future(connection.closed.wait())
-                try:
-                    await asyncio.wait({saving, closed}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    saving.cancel()
-                    closed.cancel()
+                await unless_closed(connection, self._saving(asked.job, stage, asked.step, asked.lineage))
                 manifest = await self._thread.submit(lambda: self._found(offered, asked, stage))
         except StorageError as problem:
             return FilesOffer(b"", shortened(problem.message))

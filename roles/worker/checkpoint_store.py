@@ -43,16 +43,18 @@ T = TypeVar("T")
 
 
 class Snapshot:
-    """A copy of the state at one step. Each holder calls ``release`` once.
+    """The state at one step: a copy, or the live state while it does not change. Each holder calls ``release`` once.
 
     Attributes:
-        blobs: as ``Engine.state``, read-only; invalid after the release.
+        blobs: as ``Engine.state``; those of a copy are read-only, and invalid after the release.
         square_sum: the step's squared gradient norm.
+        table: for healing: the digest of each chunk; empty until it is first asked for.
     """
 
     def __init__(self, step: int, lineage: str, square_sum: float, blobs: list[Blob]) -> None:
         self.step, self.lineage, self.square_sum, self.blobs = step, lineage, square_sum, blobs
         self.holders = 1
+        self.table, self.making = b"", asyncio.Lock()
 
     def __enter__(self) -> Snapshot:
         return self
@@ -352,16 +354,39 @@ class Checkpointing:
             wait: return only when the checkpoint is durable or failed.
             spared: the checkpoint of this step is kept, however old it is.
         """
-        key = step, str(meta["lineage"])
+        lineage = str(meta["lineage"])
+        key = step, lineage
         if wait:
             await self.settled()
         if self._saved == key or key in self._writing:
             return
+        copied, beside = asyncio.Event(), self._beside()
+
+        async def write() -> None:
+            square_sum = float(meta["square_sum"] or 0.0)
+            try:
+                taking = self._snapshots.take(engine, step=step, lineage=lineage, square_sum=square_sum)
+                with await taking as snapshot:
+                    plan = await self._context.compute.run(engine.checkpoint_files, step)
+                    copied.set()
+                    entry = await self._files.save(snapshot, [*plan, *beside], meta, urgent=wait, spared=spared)
+            except P2PTrainError as problem:
+                # A full disk must not end the run: the state is in memory, here and at every member.
+                text = f"no checkpoint at step {step}: {problem.message}. {problem.remedy}".rstrip(". ")
+                self._context.notify("error", "checkpoint-failed", text)
+                self._failed = key
+            else:
+                self._saved = key
+                announce(self._context, self._job, entry, self._stage)
+                self._context.notify("info", "checkpoint-saved", f"step {step} saved to {entry.path}")
+            finally:
+                copied.set()
+                del self._writing[key]
+                self._told()
+
         # A ring that breaks now abandons the boundary, not the checkpoint. Later changes of the state run on the
         # compute thread, too, and so after the copy.
-        copied = asyncio.Event()
-        saving = self._save(engine, meta, key, copied, self._beside(), urgent=wait, spared=spared)
-        self._writing[key] = self._tasks.create_task(saving, name=f"save {step}")
+        self._writing[key] = self._tasks.create_task(write(), name=f"save {step}")
         self._told()
         await (self.settled() if wait else copied.wait())
 
@@ -392,37 +417,6 @@ class Checkpointing:
     async def settled(self) -> None:
         if self._writing:
             await asyncio.wait(self._writing.values())
-
-    async def _save(
-        self,
-        engine: Engine,
-        meta: Meta,
-        key: tuple[int, str],
-        copied: asyncio.Event,
-        beside: list[FilePlan],
-        *,
-        urgent: bool,
-        spared: int,
-    ) -> None:
-        (step, lineage), square_sum = key, float(meta["square_sum"] or 0.0)
-        try:
-            with await self._snapshots.take(engine, step=step, lineage=lineage, square_sum=square_sum) as snapshot:
-                plan = await self._context.compute.run(engine.checkpoint_files, step)
-                copied.set()
-                entry = await self._files.save(snapshot, [*plan, *beside], meta, urgent=urgent, spared=spared)
-        except P2PTrainError as problem:
-            # A full disk must not end the run: the state is in memory, here and at every member.
-            text = f"no checkpoint at step {step}: {problem.message}. {problem.remedy}".rstrip(". ")
-            self._context.notify("error", "checkpoint-failed", text)
-            self._failed = key
-        else:
-            self._saved = key
-            announce(self._context, self._job, entry, self._stage)
-            self._context.notify("info", "checkpoint-saved", f"step {step} saved to {entry.path}")
-        finally:
-            copied.set()
-            del self._writing[key]
-            self._told()
 
 
 def announce(context: Context, job: str, entry: CheckpointEntry, stage: Stage = WHOLE) -> None:

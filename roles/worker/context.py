@@ -1,4 +1,4 @@
-"""The worker's services that a job's runner uses."""
+"""The worker's services that its parts use."""
 
 from __future__ import annotations
 
@@ -11,20 +11,62 @@ from p2ptrain.core.world import World
 from ring.links import Inbound
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine, Stage
+from roles.line import DIAL_S
 from roles.seed_link import Notify
 from roles.strategies.interface import Factory
-from wire.messages import Message
+from wire.connection import Connection
+from wire.handshake import dial, local_hello
+from wire.messages import Hello, Message, Welcome
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
-    """What a runner needs of its worker.
+class PeerContext:
+    """This worker, for the parts of it that serve other peers and dial them.
 
     Attributes:
         seed_at: returns the host at which the seed was dialled; members on the seed's machine are dialled there, too.
+        say: sends a message to the seed, now or when it is back.
+    """
+
+    world: World
+    peer_id: str
+    name: str
+    seed_at: Callable[[], str]
+    compute: ComputeThread
+    say: Callable[[Message], None]
+
+    @property
+    def seed_host(self) -> str:
+        return self.seed_at()
+
+    def hello(self, purpose: str, job: str = "", generation: int = 0) -> Hello:
+        return local_hello(
+            peer_id=self.peer_id, name=self.name, roles=["worker"], purpose=purpose, job=job, generation=generation
+        )
+
+    async def dial(self, peer_id: str, host: str, port: int, hello: Hello) -> tuple[Connection, Welcome]:
+        """Connect to another worker for bulk transfers. An empty ``host``: the seed's. Raises as
+        ``wire.handshake.dial``."""
+        connection, welcome = await dial(
+            self.world.network,
+            host or self.seed_host,
+            port,
+            hello,
+            timeout_s=DIAL_S,
+            expect_peer=peer_id,
+            expect_role="worker",
+        )
+        connection.tune_for_bulk()
+        return connection, welcome
+
+
+@dataclass(frozen=True, slots=True)
+class Context(PeerContext):
+    """What a runner needs of its worker.
+
+    Attributes:
         beats: returns (heartbeat_s, death_s) between neighbours.
         disk: thread for all access to the job's directory.
-        say: sends a message to the seed, now or when it is back.
         notify: shows a text to the person here and at the seed.
         tell: shows a text to the person here only, because the seed knows it already.
         build_engine, build_part: blocking; called on the compute thread.
@@ -32,22 +74,12 @@ class Context:
         on_step: called after every commit with (applied, total, the step's metrics).
     """
 
-    world: World
-    peer_id: str
-    name: str
-    seed_at: Callable[[], str]
     beats: Callable[[], tuple[float, float]]
     inbound: Inbound
-    compute: ComputeThread
     disk: Thread
-    say: Callable[[Message], None]
     notify: Notify
     tell: Notify
     build_engine: Callable[[Profile], Engine]
     build_part: Callable[[Profile, Stage], Engine]
     strategies: Callable[[Profile], Factory]
     on_step: Callable[[int, int, dict[str, float]], None]
-
-    @property
-    def seed_host(self) -> str:
-        return self.seed_at()

@@ -23,15 +23,14 @@ from p2ptrain.core.activations import ID_BYTES, IDS, activation_bytes, encode_id
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.serving import Pass, Ran
 from p2ptrain.core.texts import shortened
-from p2ptrain.core.world import World
 from roles.background import Background
-from roles.compute_thread import ComputeThread, Turns
-from roles.line import Line, dial_worker
+from roles.compute_thread import Turns
+from roles.line import Line
+from roles.worker.context import PeerContext
 from roles.worker.part_cache import MAX_SESSIONS, Part, PartCache
 from roles.worker.stage_requests import CloseRequest, OpenRequest, PeerAddress, ResumeRequest
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, Sampled
 from wire.connection import Connection
-from wire.handshake import local_hello
 from wire.messages import Hello, Message, RefusalCode
 
 WORK_POSITIONS = 2048
@@ -229,18 +228,12 @@ class ForwardRequests:
 
     def __init__(
         self,
-        world: World,
+        context: PeerContext,
         cache: PartCache,
-        compute: ComputeThread,
-        *,
-        peer_id: str,
-        name: str,
-        seed_host: Callable[[], str],
         on_change: Callable[[], None],
     ) -> None:
-        self._world, self._cache, self._compute = world, cache, compute
-        self._peer_id, self._name, self._seed_host = peer_id, name, seed_host
-        self._on_change = on_change
+        self._context, self._cache, self._on_change = context, cache, on_change
+        self._compute, self._now = context.compute, context.world.clock.now
         self.sessions: dict[tuple[str, int], StageSession] = {}
         self._turns: Turns[StageSession] = Turns()
         self._wake = asyncio.Event()
@@ -316,7 +309,7 @@ class ForwardRequests:
             session.link.close()
         if session.incoming is not None:
             session.incoming.abort()
-        self._cache.leave(session.part, session, self._world.clock.now())
+        self._cache.leave(session.part, session, self._now())
         session.changed.set()
         # Queued at once, so that it runs before a new ``open`` of the same session.
         closing = self._compute.submit(session.part.engine.close, session.id)
@@ -352,16 +345,8 @@ class ForwardRequests:
                 return
             try:
                 # The hello's generation is the index of the dialled stage: one worker may hold several stages.
-                hello = local_hello(
-                    peer_id=self._peer_id,
-                    name=self._name,
-                    roles=["worker"],
-                    purpose="stage",
-                    job=session.id,
-                    generation=session.index + 1,
-                )
-                host = place.host or self._seed_host()
-                connection, _ = await dial_worker(self._world.network, host, place.port, place.peer, hello)
+                hello = self._context.hello("stage", session.id, session.index + 1)
+                connection, _ = await self._context.dial(place.peer, place.host, place.port, hello)
             except P2PTrainError as problem:
                 text = f"stage {session.index} cannot reach the next stage: {problem.message}"
                 raise Refused(NEXT_STAGE, text, remedy=problem.remedy) from problem
@@ -430,8 +415,7 @@ class ForwardRequests:
             self._on_change()
 
     async def _compute_one(self, session: StageSession, work: ForwardRequest, payload: bytearray) -> None:
-        now = self._world.clock.now
-        began = now()
+        began = self._now()
         try:
             session.begin(work)
             samples, encoding = work.samples if session.last else 0, session.out_encoding(work)
@@ -443,8 +427,8 @@ class ForwardRequests:
             if session.current(work):
                 self._broken(session, session.index, _code(problem), problem)
             return
-        took_s = now() - began
-        session.part.pace.add(now(), took_s, work.count)
+        took_s = self._now() - began
+        session.part.computed(self._now(), took_s, work.count)
         if not session.current(work):
             return
         session.position = work.keep + work.count

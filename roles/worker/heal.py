@@ -22,15 +22,13 @@ import numpy as np
 import xxhash
 
 from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, ProtocolError
-from p2ptrain.core.world import World
 from ring.token import is_lineage, joined_digest, next_lineage
 from ring.transaction import Event, Followed, Heal, Torn, Transaction, Unloaded
 from roles.engine import WHOLE, Applied, Blob, Engine, Stage
 from roles.line import Line
 from roles.worker.context import Context
-from roles.worker.heal_source import ANSWER_S, CHUNK_BYTES, DIGEST_BYTES, STEP, TABLE, chunks_of, log_limit_bytes
+from roles.worker.heal_source import CHUNK_BYTES, DIGEST_BYTES, STEP, TABLE, chunks_of, log_limit_bytes
 from roles.worker.transfer import Piece, Receiver, Source, most_said
-from wire.handshake import dial, local_hello
 from wire.job_messages import CatchUp, HealOffer, HealRequest, MemberRecord, Report, StepLogged
 from wire.messages import Message
 
@@ -52,19 +50,16 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiverIdentity:
-    """The member that fetches, and the layout of its model. ``stage``: the part that it holds and fetches."""
+class Layout:
+    """The state that a member fetches. ``stage``: the part of the model that it holds."""
 
-    peer_id: str
-    name: str
-    seed_host: str
     state: Sequence[Blob]
     reduce_bytes: int
     stage: Stage = WHOLE
 
 
-def base_untrusted(offer: HealOffer, request: HealRequest, me: ReceiverIdentity) -> Base:
-    """Return the state that a source offers to ``me`` in answer to ``request``. Raises ``ProtocolError`` if no correct
+def base_untrusted(offer: HealOffer, request: HealRequest, layout: Layout) -> Base:
+    """Return the state that a source offers in answer to ``request``. Raises ``ProtocolError`` if no correct
     source of this member's model offers this."""
     if offer.chunk_bytes != CHUNK_BYTES:
         raise ProtocolError(f"it sends chunks of {offer.chunk_bytes} bytes, this version requires {CHUNK_BYTES}")
@@ -76,7 +71,7 @@ def base_untrusted(offer: HealOffer, request: HealRequest, me: ReceiverIdentity)
         return Base(offer.step, offer.lineage)
     if request.step >= 0 and (offer.step, offer.lineage) != (request.step, request.lineage):
         raise ProtocolError(f"it offers step {offer.step}, but this member asked for step {request.step}")
-    mine = [(blob.name, blob.view.nbytes) for blob in me.state]
+    mine = [(blob.name, blob.view.nbytes) for blob in layout.state]
     if [(record.name, record.size_bytes) for record in offer.blobs] != mine:
         raise ProtocolError("its state's arrays differ in name or size from this model's")
     if len(offer.root) != DIGEST_BYTES:
@@ -84,11 +79,12 @@ def base_untrusted(offer: HealOffer, request: HealRequest, me: ReceiverIdentity)
     return Base(offer.step, offer.lineage, offer.square_sum, offer.root)
 
 
-def news_untrusted(news: StepLogged, me: ReceiverIdentity) -> News:
+def news_untrusted(news: StepLogged, layout: Layout) -> News:
     """Return what a source reports about a committed step. Raises ``ProtocolError`` if no correct source reports it."""
-    if len(news.digest) != DIGEST_BYTES or news.size_bytes != me.reduce_bytes:
+    if len(news.digest) != DIGEST_BYTES or news.size_bytes != layout.reduce_bytes:
         raise ProtocolError(f"its report of step {news.step} has an invalid digest or size")
-    stage, size_bytes = me.stage, DIGEST_BYTES * me.stage.count if me.stage.split else 0
+    stage = layout.stage
+    size_bytes = DIGEST_BYTES * stage.count if stage.split else 0
     own = news.digests[DIGEST_BYTES * stage.index : DIGEST_BYTES * (stage.index + 1)]
     if len(news.digests) != size_bytes or (stage.split and own != news.digest):
         raise ProtocolError(f"its report of step {news.step} has invalid digests for {stage}")
@@ -144,8 +140,8 @@ class Fetch:
 
     def __init__(
         self,
-        world: World,
-        me: ReceiverIdentity,
+        context: Context,
+        layout: Layout,
         *,
         request: HealRequest,
         generation: int,
@@ -153,19 +149,20 @@ class Fetch:
         on_torn: Callable[[], None],
         on_progress: Callable[[], None],
     ) -> None:
-        self._world, self._me, self._request, self._generation = world, me, request, generation
-        self._candidates = deque(member for member in members if member.peer_id != me.peer_id)
+        self._context, self._layout, self._request, self._generation = context, layout, request, generation
+        self._candidates = deque(member for member in members if member.peer_id != context.peer_id)
         self._on_torn, self._on_progress = on_torn, on_progress
-        self._chunks = chunks_of(me.state)
-        self.total_bytes = sum(blob.view.nbytes for blob in me.state)
-        self._log_steps = log_limit_bytes(self.total_bytes, me.reduce_bytes) // max(me.reduce_bytes, 1)
-        self.receiver = Receiver(world.clock.now, _digest, on_landed=self._landed, on_gone=self._gone)
+        self._chunks = chunks_of(layout.state)
+        self.total_bytes = sum(blob.view.nbytes for blob in layout.state)
+        reduce_bytes = layout.reduce_bytes
+        self._log_steps = log_limit_bytes(self.total_bytes, reduce_bytes) // max(reduce_bytes, 1)
+        self.receiver = Receiver(context.world.clock.now, _digest, on_landed=self._landed, on_gone=self._gone)
         self.senders: dict[str, Sender] = {}
         self._conversations = 0  # tasks that each converse with one candidate after another, until none is left
         self._unanswered = 0  # those of them whose source has not answered with an offer yet
         self._root, self._table = b"", bytearray()  # of the state that is fetched: digest of the table, and the table
         self._base: Base | None = None
-        self._buffers = [memoryview(bytearray(me.reduce_bytes)) for _ in range(STEPS_AHEAD)]
+        self._buffers = [memoryview(bytearray(reduce_bytes)) for _ in range(STEPS_AHEAD)]
         self._done: dict[int, News] = {}  # applied steps, as far back as a log can reach
         self._agreed: dict[int, News] = {}  # what most senders report about the wanted steps
         self._next = -1  # the step to apply next; -1: the state is not complete
@@ -248,12 +245,8 @@ class Fetch:
         self._decide()
 
     async def _converse(self, member: MemberRecord) -> None:
-        me, job = self._me, self._request.job
-        hello = local_hello(
-            peer_id=me.peer_id, name=me.name, roles=["worker"], purpose="heal", job=job, generation=self._generation
-        )
-        host, network = member.host or me.seed_host, self._world.network
-        connection, _ = await dial(network, host, member.port, hello, timeout_s=ANSWER_S, expect_peer=member.peer_id)
+        hello = self._context.hello("heal", self._request.job, self._generation)
+        connection, _ = await self._context.dial(member.peer_id, member.host, member.port, hello)
         sender = Sender(member.peer_id, member.name, Line(connection, self._request.silence_s))
         self.senders[member.peer_id] = sender
         connection.send(self._request)
@@ -262,7 +255,7 @@ class Fetch:
     def heard_untrusted(self, sender: Sender, message: Message) -> None:
         match message:
             case HealOffer() if sender.offer is None:
-                sender.offer = base_untrusted(message, self._request, self._me)
+                sender.offer = base_untrusted(message, self._request, self._layout)
                 self._unanswered -= 1
                 self._decide()
             case StepLogged():
@@ -335,14 +328,14 @@ class Fetch:
                 self.given[source.name] += self._chunks[index].into.nbytes
                 self._on_progress()
             case _:
-                self.given[source.name] += self._me.reduce_bytes
+                self.given[source.name] += self._layout.reduce_bytes
 
     # ----------------------------------------------------------------------------------------------------------- steps
 
     def _logged_untrusted(self, sender: Sender, news: StepLogged) -> None:
         if sender.offer is None or (sender.last >= 0 and news.step != sender.last + 1) or news.step < 1:
             raise ProtocolError(f"it reported step {news.step} out of order")
-        value = news_untrusted(news, self._me)
+        value = news_untrusted(news, self._layout)
         sender.first = sender.first if sender.last >= 0 else news.step
         sender.last = news.step
         if self._done.get(news.step, value) != value:
@@ -372,7 +365,9 @@ class Fetch:
             news = most_said(sender.said[step] for sender in senders if step in sender.said)
             if news is not None:
                 self._agreed[step] = news
-                self.receiver.want(step, Piece(f"{STEP}{step}", 0, self._me.reduce_bytes, self._buffer(step), news[0]))
+                self.receiver.want(
+                    step, Piece(f"{STEP}{step}", 0, self._layout.reduce_bytes, self._buffer(step), news[0])
+                )
         for sender in senders:
             for old in [step for step in sender.said if step < self._next]:
                 del sender.said[old]
@@ -490,10 +485,8 @@ class Healer:
         # On the compute thread, so after an abandoned micro-batch that may still use the state.
         state = await context.compute.run(engine.state)
         return Fetch(
-            context.world,
-            ReceiverIdentity(
-                context.peer_id, context.name, context.seed_host, state, engine.reduce_buffer.nbytes, self.stage
-            ),
+            context,
+            Layout(state, engine.reduce_buffer.nbytes, self.stage),
             request=request,
             generation=generation,
             members=sources,

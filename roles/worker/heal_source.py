@@ -17,7 +17,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
@@ -35,7 +35,7 @@ from p2ptrain.core.errors import (
 from ring.transaction import Transaction
 from ring.view import View
 from roles.engine import WHOLE, Blob, Engine, Stage
-from roles.line import LONGEST_SILENCE_S, SHORTEST_SILENCE_S, Line
+from roles.line import LONGEST_SILENCE_S, SHORTEST_SILENCE_S, Line, unless_closed
 from roles.worker.checkpoint_store import Snapshot, Snapshots
 from roles.worker.context import Context
 from roles.worker.transfer import Piece, send_range
@@ -71,34 +71,17 @@ def chunks_of(blobs: Sequence[Blob]) -> list[Piece]:
     ]
 
 
-@dataclass(slots=True)
-class SourceState:
-    """A state that a source can send. It does not change while it is in use.
-
-    Attributes:
-        snapshot: the copy that holds it; None for the live state.
-        table: digests of the chunks, 16 bytes each; empty until it is first asked for.
-    """
-
-    step: int
-    lineage: str
-    square_sum: float
-    blobs: list[Blob]
-    snapshot: Snapshot | None = None
-    table: bytes = b""
-    users: int = 0
-    making: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    async def root(self) -> bytes:
-        """Return the table's digest. Hashes the chunks once for all callers; the event loop runs between two chunks."""
-        async with self.making:
-            if not self.table:
-                digests = []
-                for chunk in chunks_of(self.blobs):
-                    digests.append(xxhash.xxh3_128_digest(chunk.into))
-                    await asyncio.sleep(0)
-                self.table = b"".join(digests)
-        return xxhash.xxh3_128_digest(self.table)
+async def root_of(state: Snapshot) -> bytes:
+    """Return the digest of the state's table. Hashes the chunks once for all callers; the event loop runs between two
+    chunks."""
+    async with state.making:
+        if not state.table:
+            digests = []
+            for chunk in chunks_of(state.blobs):
+                digests.append(xxhash.xxh3_128_digest(chunk.into))
+                await asyncio.sleep(0)
+            state.table = b"".join(digests)
+    return xxhash.xxh3_128_digest(state.table)
 
 
 @dataclass(slots=True, eq=False)
@@ -175,7 +158,7 @@ class Recipient:
     line: Line
     name: str
     inside: bool
-    given: SourceState | None = None
+    given: Snapshot | None = None
     waits: bool = False
     told: int = -1
     given_bytes: int = 0
@@ -210,8 +193,8 @@ class HealSource:
         self._context, self._core, self._want_snapshot, self._stage = context, core, want_snapshot, stage
         self.state_bytes = 0
         self._recipients: set[Recipient] = set()
-        self._live: SourceState | None = None
-        self._copy: SourceState | None = None
+        self._live: Snapshot | None = None
+        self._copy: Snapshot | None = None
         self._log = StepLog()
         self._logging = False
         self._kept: memoryview | None = None
@@ -246,7 +229,7 @@ class HealSource:
     def cut(self, reason: str) -> None:
         """End all transfers: the state is replaced by another, so no logged step leads on from here."""
         self.view_ended(reason)
-        self._logging, self._kept = False, None
+        self._logging, self._kept, self._copy = False, None, None
         self._log.begin(-1, "")
         for recipient in list(self._recipients):
             recipient.end(f"the source's state was replaced: {reason}")
@@ -290,16 +273,12 @@ class HealSource:
             return
         core = self._core
         try:
-            copy = await snapshots.take(engine, step=core.applied, lineage=core.lineage, square_sum=core.square_sum)
+            taking = snapshots.take(engine, step=core.applied, lineage=core.lineage, square_sum=core.square_sum)
+            with await taking as self._copy:
+                for recipient in self._recipients.intersection(waiting):
+                    self._use(recipient, self._copy)
         except ResourceError:
             return  # both copies are in use, for example by a checkpoint: a later boundary retries
-        self._copy = SourceState(copy.step, copy.lineage, copy.square_sum, copy.blobs, copy)
-        waiting = [recipient for recipient in waiting if recipient in self._recipients]
-        for recipient in waiting:
-            self._use(recipient, self._copy)
-        if not waiting:
-            self._copy = None
-            copy.release()
         self._next_turn()
 
     async def give(self, connection: Connection, hello: Hello, engine: Engine) -> None:
@@ -379,15 +358,7 @@ class HealSource:
         recipient.given_bytes += await send_range(recipient.line, asked, read, most_bytes=most_bytes)
 
     async def _turn_of(self, recipient: Recipient) -> None:
-        waiting = [
-            asyncio.ensure_future(self._turn.wait()),
-            asyncio.ensure_future(recipient.line.connection.closed.wait()),
-        ]
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for each in waiting:
-                each.cancel()
+        await unless_closed(recipient.line.connection, self._turn.wait())
         if recipient.line.connection.closed.is_set():
             raise ConnectionLost("the receiver closed the connection")
 
@@ -401,8 +372,7 @@ class HealSource:
             return
         if self._live is None or (self._live.step, self._live.lineage) != (view.step, view.lineage):
             self._live = await self._stands_still(engine, view)
-        recipient.given = self._live
-        recipient.given.users += 1
+        self._use(recipient, self._live)
         await self._offer_state(recipient, self._live)
 
     async def _offer_beside(self, recipient: Recipient, request: HealRequest, engine: Engine) -> None:
@@ -415,7 +385,7 @@ class HealSource:
             self._offer_steps(recipient, request, entries)
             return
         copy = self._copy
-        if copy is not None and self._log.since(copy.step, copy.lineage) is not None:
+        if copy is not None and copy.holders and self._log.since(copy.step, copy.lineage) is not None:
             self._use(recipient, copy)
         else:
             recipient.waits = True
@@ -426,11 +396,11 @@ class HealSource:
         recipient.told = recipient.given.step
         recipient.tell(self._log.all())
 
-    async def _stands_still(self, engine: Engine, view: View) -> SourceState:
+    async def _stands_still(self, engine: Engine, view: View) -> Snapshot:
         blobs = await self._context.compute.run(engine.state)
         if self._core.view is not view or not self._core.may_give:
             raise Refused(_NOT_HERE, "the view ended before the state was ready")
-        return SourceState(view.step, view.lineage, view.square_sum, blobs)
+        return Snapshot(view.step, view.lineage, view.square_sum, blobs)
 
     def _begin_log(self, engine: Engine) -> None:
         if self._core.torn or not self._core.lineage:
@@ -444,23 +414,19 @@ class HealSource:
         recipient.told = request.have_step
         recipient.tell(entries)
 
-    async def _offer_state(self, recipient: Recipient, given: SourceState) -> None:
-        root = await given.root()
+    async def _offer_state(self, recipient: Recipient, given: Snapshot) -> None:
+        root = await root_of(given)
         records = [BlobRecord(blob.name, blob.view.nbytes) for blob in given.blobs]
         recipient.say(HealOffer(given.step, given.lineage, records, CHUNK_BYTES, root, given.square_sum))
 
-    def _use(self, recipient: Recipient, copy: SourceState) -> None:
+    def _use(self, recipient: Recipient, copy: Snapshot) -> None:
         recipient.waits, recipient.given = False, copy
-        copy.users += 1
+        copy.holders += 1
 
     def _let_go(self, recipient: Recipient) -> None:
         given, recipient.given, recipient.waits = recipient.given, None, False
-        if given is None:
-            return
-        given.users -= 1
-        if given.snapshot is not None and not given.users:
-            self._copy = None if self._copy is given else self._copy
-            given.snapshot.release()
+        if given is not None:
+            given.release()
 
     def _ask_for_snapshot(self) -> None:
         if self._pace.ready and any(recipient.waits for recipient in self._recipients):
@@ -471,7 +437,7 @@ class HealSource:
         self._turn = asyncio.Event()
 
 
-def piece_untrusted(given: SourceState | None, entry: Entry | None, asked: RangeRequest) -> memoryview:
+def piece_untrusted(given: Snapshot | None, entry: Entry | None, asked: RangeRequest) -> memoryview:
     """Return the requested bytes of the offered state or of a logged step. Raises ``ProtocolError`` if there are no
     such bytes, ``StorageError`` if the log has dropped the step."""
     if asked.name.startswith(STEP):

@@ -20,11 +20,11 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from p2ptrain.core.errors import DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
-from p2ptrain.core.world import World
 from ring.order import NEAR_RTT_S, LinkQuality
+from roles.line import unless_closed
+from roles.worker.context import PeerContext
 from roles.worker.stage_requests import PeerAddress
 from wire.connection import Connection
-from wire.handshake import dial, local_hello
 from wire.messages import Hello, RefusalCode, Request, Response
 from wire.schema import instance_untrusted
 
@@ -90,13 +90,7 @@ class ProbeResponder:
                 raise ProtocolError("a push must consist of probe.sink requests, each with a valid stream")
             arrived.clear()
             connection.post(into, generation=0, stream=stream, done=arrived.set)
-            waiting = [asyncio.create_task(arrived.wait()), asyncio.create_task(connection.closed.wait())]
-            try:
-                await asyncio.wait(waiting, timeout=QUIET_S, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in waiting:
-                    task.cancel()
-            if not arrived.is_set():
+            if not await unless_closed(connection, arrived.wait(), QUIET_S):
                 connection.abort()  # so that nothing lands in this memory later
                 return
             connection.send(Response(request.id))
@@ -117,12 +111,11 @@ def targets_untrusted(params: dict[str, Any]) -> tuple[list[PeerAddress], float]
 
 
 class Prober:
-    """A worker's measuring side. ``seed_host`` is dialled if a target's host is empty."""
+    """A worker's measuring side."""
 
-    def __init__(self, world: World, *, peer_id: str, name: str, seed_host: str) -> None:
-        self._world = world
-        self.seed_host = seed_host
-        self._hello = local_hello(peer_id=peer_id, name=name, roles=["worker"], purpose="probe")
+    def __init__(self, context: PeerContext) -> None:
+        self._context = context
+        self._now = context.world.clock.now
         self._push = asyncio.Lock()  # one push at a time
 
     async def measure(self, targets: Sequence[PeerAddress], *, deadline_s: float) -> dict[str, LinkQuality]:
@@ -155,17 +148,15 @@ class Prober:
             connection.abort()
 
     async def _dial(self, target: PeerAddress) -> Connection:
-        host = target.host or self.seed_host
-        connection, welcome = await dial(
-            self._world.network, host, target.port, self._hello, timeout_s=MAX_DEADLINE_S, expect_peer=target.peer
-        )
+        hello = self._context.hello("probe")
+        connection, welcome = await self._context.dial(target.peer, target.host, target.port, hello)
         if welcome.peer_id != target.peer:
             connection.abort()
-            raise Refused(RefusalCode.IDENTITY, f"another peer answers at {host}:{target.port}")
+            raise Refused(RefusalCode.IDENTITY, f"another peer answers at {target.host}:{target.port}")
         return connection
 
     async def _latency_s(self, connection: Connection) -> float:
-        now, round_trips_s = self._world.clock.now, list[float]()
+        now, round_trips_s = self._now, list[float]()
         # On a far link two are enough: the variation is small beside the latency.
         while len(round_trips_s) < (5 if sum(round_trips_s) < 0.3 else 2):
             began = now()
@@ -179,7 +170,7 @@ class Prober:
         pieces, payload, answered = PUSH_BYTES // PIECE_BYTES, memoryview(bytes(PIECE_BYTES)), list[float]()
         connection.send(Request(0, "probe.turn"))
         await connection.expect(Response, timeout_s=MAX_DEADLINE_S)
-        due_at = self._world.clock.now() + 2 * latency_s
+        due_at = self._now() + 2 * latency_s
         for number in range(pieces):
             connection.send(Request(number, "probe.sink", {"stream": number}))
             connection.send_bulk(payload, generation=0, stream=number)
@@ -193,7 +184,7 @@ class Prober:
             response = await connection.expect(Response, timeout_s=MAX_DEADLINE_S)
             if response.id != number:
                 raise ProtocolError(f"an answer to piece {response.id}, expected piece {number}")
-            answered.append(self._world.clock.now())
+            answered.append(self._now())
 
 
 @asynccontextmanager

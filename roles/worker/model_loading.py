@@ -29,12 +29,11 @@ from p2ptrain.core.ids import new_id
 from p2ptrain.core.tensor_files import TensorTable
 from p2ptrain.core.texts import shortened
 from p2ptrain.core.threads import Thread
-from p2ptrain.core.world import World
-from roles.compute_thread import ComputeThread
 from roles.engine import BuildPart, PartBuilder
 from roles.line import QUIET_S, Line
 from roles.model_directory import ModelDirectory, table_of
 from roles.model_table import DIGEST_BYTES, FILE, TableReceiver, digest_of, model_id, page_of
+from roles.worker.context import PeerContext
 from roles.worker.part_cache import Part, PartCache, PartKey, part_key
 from roles.worker.stage_requests import LoadRequest
 from roles.worker.transfer import AllPieces, Piece, Receiver, Source, send_range
@@ -257,15 +256,14 @@ class Loader:
 
     def __init__(
         self,
-        world: World,
+        context: PeerContext,
         cache: PartCache,
-        compute: ComputeThread,
         disk: Thread,
         build_part: BuildPart,
         device: str,
         unload: Callable[[list[Part]], Awaitable[None]],
     ) -> None:
-        self._world, self._cache, self._compute, self._disk = world, cache, compute, disk
+        self._cache, self._compute, self._disk, self._now = cache, context.compute, disk, context.world.clock.now
         self._build_part, self._device, self._unload = build_part, device, unload
         self._under_way: dict[PartKey, _UnderWay] = {}
 
@@ -322,7 +320,7 @@ class Loader:
             engine = await self._compute.run(builder.finish)
         finally:
             self._cache.release(me)
-        part = Part(new_id(), request.model, request.title, spec, engine, self._world.clock.now())
+        part = Part(new_id(), request.model, request.title, spec, engine, self._now())
         self._cache.parts[part.id] = part
         return part, read_bytes, received_bytes
 

@@ -6,7 +6,6 @@ idle: kept for the next client until its memory is needed or it has been idle fo
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -14,37 +13,14 @@ from p2ptrain.core.errors import Refused
 from p2ptrain.core.serving import PartSpec
 from p2ptrain.core.texts import human_bytes
 from roles.engine import StageEngine
+from roles.gauges import Rate
 from wire.chain_messages import HeldPart
 
 MAX_PARTS = 16
 MAX_SESSIONS = 64
 """Sessions on one part."""
 IDLE_S = 600.0
-WINDOW_S = 3.0
-"""Window over which rates are reported."""
 FULL, MEMORY, UNKNOWN_PART = "full", "memory", "unknown-part"
-
-
-class Pace:
-    """Measures the computing within the last ``WINDOW_S``."""
-
-    def __init__(self) -> None:
-        self._works: deque[tuple[float, float, int]] = deque(maxlen=4096)
-        self.compute_s = 0.0
-
-    def add(self, now: float, took_s: float, positions: int) -> None:
-        self._works.append((now, took_s, positions))
-        self.compute_s += (took_s - self.compute_s) / 8 if self.compute_s else took_s
-
-    def rates(self, now: float) -> tuple[float, float]:
-        while self._works and self._works[0][0] < now - WINDOW_S:
-            self._works.popleft()
-        busy_s = sum(took_s for _, took_s, _ in self._works)
-        return min(1.0, busy_s / WINDOW_S), sum(each for _, _, each in self._works) / WINDOW_S
-
-    @property
-    def quiet(self) -> bool:
-        return not self._works
 
 
 @dataclass(eq=False)
@@ -54,6 +30,8 @@ class Part:
     Attributes:
         users: sessions and clients that keep it loaded.
         promised: session → bytes that its cache may grow to.
+        compute_s: moving average of the time of one forward request.
+        busy: seconds of computing. positions: computed.
         next: peer id of the next stage of the newest session.
         out_position_bytes: size of one position's output on the way there.
     """
@@ -66,13 +44,20 @@ class Part:
     idle_since: float
     users: set[Hashable] = field(default_factory=set)
     promised: dict[Hashable, int] = field(default_factory=dict)
-    pace: Pace = field(default_factory=Pace)
+    compute_s: float = 0.0
+    busy: Rate = field(default_factory=Rate)
+    positions: Rate = field(default_factory=Rate)
     next: str = ""
     out_position_bytes: float = 0.0
 
     @property
     def bytes(self) -> int:
         return self.engine.weights_bytes + sum(self.promised.values())
+
+    def computed(self, now: float, took_s: float, positions: int) -> None:
+        self.compute_s += (took_s - self.compute_s) / 8 if self.compute_s else took_s
+        self.busy.add(took_s, now)
+        self.positions.add(positions, now)
 
 
 PartKey = tuple[str, int, int, int, str]
@@ -172,7 +157,6 @@ class PartCache:
         return gone
 
     def told(self, part: Part, now: float, sessions: int) -> HeldPart:
-        busy, tokens_per_s = part.pace.rates(now)
         engine, spec = part.engine, part.spec
         return HeldPart(
             part=part.id,
@@ -186,9 +170,9 @@ class PartCache:
             cache_bytes=sum(part.promised.values()),
             limit_bytes=self.limit_bytes,
             sessions=sessions,
-            compute_ms=1000 * part.pace.compute_s,
-            busy=busy,
-            tokens_per_s=tokens_per_s,
+            compute_ms=1000 * part.compute_s,
+            busy=min(1.0, part.busy.per_s(now)),
+            tokens_per_s=part.positions.per_s(now),
             out_position_bytes=part.out_position_bytes,
             next=part.next,
         )

@@ -28,12 +28,11 @@ import psutil
 
 from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.ids import is_id
-from p2ptrain.core.world import World
 from roles.background import Background
-from roles.compute_thread import ComputeThread
 from roles.engine import BuildPart
-from roles.line import QUIET_S, Line, dial_worker
+from roles.line import QUIET_S, Line
 from roles.model_directory import CACHE_FILE, DigestCache, ModelDirectory, open_model
+from roles.worker.context import PeerContext
 from roles.worker.forward_requests import UNKNOWN_SESSION, Caller, ForwardRequests, of_session
 from roles.worker.links import Prober, targets_untrusted, to_result
 from roles.worker.model_loading import SENDER, Loader, ModelReceiver, OnBytes, give
@@ -50,7 +49,6 @@ from roles.worker.stage_requests import (
 )
 from wire.chain_messages import ForwardRequest, HeldPart, PartLoading, PartsHeld
 from wire.connection import Connection
-from wire.handshake import local_hello
 from wire.messages import Hello, Message, RefusalCode, Refuse, Request, Response
 
 PURPOSES = frozenset({"chain", "stage", "model", "give"})
@@ -86,27 +84,6 @@ class Holding:
     compute_flops: Callable[[], float] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StageContext:
-    """What the stages need of their worker.
-
-    Attributes:
-        shown: the device, for people.
-        training: returns the stages that train here; they are reported to the seed with the parts.
-    """
-
-    world: World
-    peer_id: str
-    name: str
-    directory: Path
-    compute: ComputeThread
-    prober: Prober
-    seed_host: Callable[[], str]
-    say: Callable[[Message], None]
-    shown: str = ""
-    training: Callable[[], list[HeldPart]] = list
-
-
 @dataclass(eq=False)
 class _Client(Caller):
     """A client, the parts it holds, and the directories that are sent for it. ``loading``: one load at a time."""
@@ -118,31 +95,40 @@ class _Client(Caller):
 
 
 class Stages:
-    def __init__(self, context: StageContext, holding: Holding) -> None:
-        self._context, self._holding = context, holding
-        self._world, self._now = context.world, context.world.clock.now
+    """A worker's parts and sessions, and its clients.
+
+    Args:
+        directory: the worker's own.
+        shown: the device, for people.
+        training: returns the stages that train here; they are reported to the seed with the parts.
+    """
+
+    def __init__(
+        self,
+        context: PeerContext,
+        holding: Holding,
+        prober: Prober,
+        directory: Path,
+        *,
+        shown: str = "",
+        training: Callable[[], list[HeldPart]] = list,
+    ) -> None:
+        self._context, self._holding, self._prober = context, holding, prober
+        self._shown, self._training = shown, training
+        self._now = context.world.clock.now
         self.cache = PartCache(holding.limit_bytes)
-        self.works = ForwardRequests(
-            context.world,
-            self.cache,
-            context.compute,
-            peer_id=context.peer_id,
-            name=context.name,
-            seed_host=context.seed_host,
-            on_change=self.changed,
-        )
+        self.works = ForwardRequests(context, self.cache, self.changed)
         self._disk = context.world.threads.start("model files")
         self._hasher = context.world.threads.start("model digests")  # apart, because hashing takes minutes
         self._loader = Loader(
-            context.world,
+            context,
             self.cache,
-            context.compute,
             self._disk,
             holding.build_part,
             holding.device,
             self.works.unload,
         )
-        self._digests = DigestCache(context.world.disk, context.directory / CACHE_FILE)
+        self._digests = DigestCache(context.world.disk, directory / CACHE_FILE)
         self._hashing = asyncio.Lock()
         self._clients: set[_Client] = set()
         self._senders: dict[tuple[str, str], ModelReceiver] = {}  # by the client's id and the model's
@@ -150,6 +136,7 @@ class Stages:
         self._recipients = 0
         self._stream_bps = 0.0
         self._news = asyncio.Event()
+        self._told_busy = False
 
     # --------------------------------------------------------------------------------------------------- for the worker
 
@@ -254,7 +241,7 @@ class Stages:
             return await self._offer()
         if method == "links.measure":
             targets, deadline_s = targets_untrusted(params)
-            return to_result(await self._context.prober.measure(targets, deadline_s=deadline_s))
+            return to_result(await self._prober.measure(targets, deadline_s=deadline_s))
         match request_untrusted(method, params):
             case LoadRequest() as request:
                 return await self._load(client, request)
@@ -279,7 +266,7 @@ class Stages:
             "memory_bytes": self.cache.free_bytes,
             "limit_bytes": self.cache.limit_bytes,
             "stream_bps": self._stream_bps,
-            "device": self._context.shown,
+            "device": self._shown,
             "parts": [
                 {
                     "part": part.id,
@@ -359,11 +346,9 @@ class Stages:
         if place is None:
             yield await self._given_by(client, model)
             return
-        me = self._context
-        hello = local_hello(peer_id=me.peer_id, name=me.name, roles=["worker"], purpose="model", job=model)
+        hello = self._context.hello("model", model)
         try:
-            host = place.host or me.seed_host()
-            connection, welcome = await dial_worker(self._world.network, host, place.port, place.peer, hello)
+            connection, welcome = await self._context.dial(place.peer, place.host, place.port, hello)
         except P2PTrainError as problem:
             text = f"cannot reach the sender of the model: {problem.message}"
             raise Refused(SENDER, text, remedy=problem.remedy or "load it from another copy") from problem
@@ -432,10 +417,9 @@ class Stages:
             await asyncio.sleep(TELL_S)
 
     def _nothing_to_do_s(self) -> float | None:
-        parts = self.cache.parts.values()
-        if not all(part.pace.quiet for part in parts):
+        if self._told_busy:
             return 0.0
-        due = [part.idle_since + IDLE_S - self._now() for part in parts if not part.users]
+        due = [part.idle_since + IDLE_S - self._now() for part in self.cache.parts.values() if not part.users]
         return max(0.0, min(due)) if due else None
 
     def changed(self) -> None:
@@ -444,4 +428,5 @@ class Stages:
     def _tell(self) -> None:
         now = self._now()
         held = [self.cache.told(part, now, self.works.count(part)) for part in self.cache.parts.values()]
-        self._context.say(PartsHeld([*self._context.training(), *held][:MAX_PARTS]))
+        self._told_busy = any(part.busy for part in held)
+        self._context.say(PartsHeld([*self._training(), *held][:MAX_PARTS]))

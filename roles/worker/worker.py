@@ -28,7 +28,7 @@ from roles.worker.checkpoint_store import CheckpointFiles, lineage_of
 from roles.worker.context import Context
 from roles.worker.links import Prober, ProbeResponder, targets_untrusted, to_result
 from roles.worker.runner import JobRunner
-from roles.worker.stages import PURPOSES, Holding, StageContext, Stages
+from roles.worker.stages import PURPOSES, Holding, Stages
 from wire.connection import Connection
 from wire.enrol import Member
 from wire.job_messages import MAX_STAGES, Assign, CatchUp, Hold, Release, Report, SaveNow, ViewAnnounced
@@ -86,35 +86,45 @@ class Worker(MemberProcess):
         strategies: Callable[[Profile], Factory] = strategy_of,
     ) -> None:
         super().__init__(world, identity, options, notify=notify, membership=membership)
-        self._build_engine, self._warm_up = build_engine, warm_up
-        self._build_part, self._strategies = build_part, strategies
-        self._on_step = on_step
+        self._warm_up, self._on_step = warm_up, on_step
         self._inbound = Inbound()
-        self._prober = Prober(world, peer_id=identity.peer_id, name=identity.name, seed_host=options.seed[0])
         self._sink = ProbeResponder()
         self._compute = ComputeThread(world.threads)
         self._files = FileSender(world.disk, self._disk, identity.directory / JOBS, self._saving)
         self._beats = (0.5, 2.0)  # heartbeat_s, death_s between neighbours until the seed sends its own
         self._runner: JobRunner | None = None
         self._job_task: asyncio.Task[None] | None = None
-        self._stages = self._made_stages(holding) if holding is not None else None
-        self._gauge = holding.compute_flops if holding is not None else None
-        self._flops: float | None = None
-
-    def _made_stages(self, holding: Holding) -> Stages:
-        context = StageContext(
-            world=self.world,
+        self._context = Context(
+            world=world,
             peer_id=self.peer_id,
             name=self.name,
-            directory=self.identity.directory,
+            seed_at=lambda: self._link.host,
+            beats=lambda: self._beats,
+            inbound=self._inbound,
             compute=self._compute,
-            prober=self._prober,
-            seed_host=lambda: self._link.host,
+            disk=self._disk,
             say=self._link.send,
-            shown=str(self._options.capabilities.get("device", "")),
-            training=lambda: self._runner.held(holding.limit_bytes) if self._runner is not None else [],
+            notify=self.notify,
+            tell=notify,
+            build_engine=build_engine,
+            build_part=build_part,
+            strategies=strategies,
+            on_step=self._stepped,
         )
-        return Stages(context, holding)
+        self._prober = Prober(self._context)
+        self._stages: Stages | None = None
+        self._gauge: Callable[[], float] | None = None
+        if holding is not None:
+            limit_bytes, self._gauge = holding.limit_bytes, holding.compute_flops
+            self._stages = Stages(
+                self._context,
+                holding,
+                self._prober,
+                identity.directory,
+                shown=str(options.capabilities.get("device", "")),
+                training=lambda: self._runner.held(limit_bytes) if self._runner is not None else [],
+            )
+        self._flops: float | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         try:
@@ -170,7 +180,6 @@ class Worker(MemberProcess):
 
     def _seed_up(self, welcome: Welcome) -> None:
         self._beats = (welcome.heartbeat_s, welcome.death_s)
-        self._prober.seed_host = self._link.host
         if self._stages is not None:
             self._stages.seed_up()
         if self._runner is not None and (view := self._runner.core.view) and view.term < welcome.term:
@@ -234,7 +243,7 @@ class Worker(MemberProcess):
         if self._stages is not None:
             self._tasks.create_task(self._stages.job_assigned(), name="make room for the job")
         self._runner = JobRunner(
-            self._context(),
+            self._context,
             job=message.job,
             profile=profile,
             spec=message.spec,
@@ -247,25 +256,6 @@ class Worker(MemberProcess):
         what = f"{stage} of the model" if stage.split else "the model"
         self._notify_person("info", "building", f"building {what} of job {message.job}")
         self._job_task = self._tasks.create_task(self._runner.run(), name=f"job {message.job}")
-
-    def _context(self) -> Context:
-        return Context(
-            world=self.world,
-            peer_id=self.peer_id,
-            name=self.name,
-            seed_at=lambda: self._link.host,
-            beats=lambda: self._beats,
-            inbound=self._inbound,
-            compute=self._compute,
-            disk=self._disk,
-            say=self._link.send,
-            notify=self.notify,
-            tell=self._notify_person,
-            build_engine=self._build_engine,
-            build_part=self._build_part,
-            strategies=self._strategies,
-            on_step=self._stepped,
-        )
 
     def _stepped(self, applied: int, total: int, values: dict[str, float]) -> None:
         self._on_step(applied, total, values)

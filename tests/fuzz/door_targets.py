@@ -25,8 +25,9 @@ from ring.view import View
 from roles.line import Line
 from roles.seed.operator_api import OperatorApi
 from roles.stand_in import StandInEngine
-from roles.worker.heal import Fetch, ReceiverIdentity, Sender
-from roles.worker.heal_source import CHUNK_BYTES, HealSource, SourceState, piece_untrusted
+from roles.worker.checkpoint_store import Snapshot
+from roles.worker.heal import Fetch, Layout, Sender
+from roles.worker.heal_source import CHUNK_BYTES, HealSource, piece_untrusted
 from tests.roles.in_process import HOST, Cluster
 from tests.wire.doubles import credentials
 from wire.codec import MESSAGE_TYPES, encode
@@ -335,12 +336,14 @@ class _Inline:
 
 
 async def _healed(case: Healing) -> None:
-    given = SourceState(7, _LINEAGE, 1.0, _STATE)
+    given = Snapshot(7, _LINEAGE, 1.0, _STATE)
     for message in case.to_source:
         if isinstance(message, RangeRequest):
             with suppress(ProtocolError, StorageError):
                 assert piece_untrusted(given, None, message).nbytes == message.stop - message.start
-    context = SimpleNamespace(world=SimpleNamespace(clock=LoopClock()), compute=_Inline(), tell=lambda *text: None)
+    context = SimpleNamespace(
+        world=SimpleNamespace(clock=LoopClock()), compute=_Inline(), peer_id="healer", tell=lambda *text: None
+    )
     core = SimpleNamespace(view=_VIEW, may_give=True, torn=False, applied=7, lineage=_LINEAGE, square_sum=1.0)
     source = HealSource(context, core, want_snapshot=lambda: None)  # type: ignore[arg-type]
     hello = local_hello(peer_id="healer", name="healer", roles=["worker"], purpose="heal", job="job", generation=3)
@@ -350,8 +353,8 @@ async def _healed(case: Healing) -> None:
         await source.give(heard, hello, StandInEngine(Profile()))  # type: ignore[arg-type]
     assert not source.followers
     fetch = Fetch(
-        context.world,
-        ReceiverIdentity("healer", "healer", "seed", _STATE, 4120),
+        context,  # type: ignore[arg-type]
+        Layout(_STATE, 4120),
         request=next((one for one in case.to_source if isinstance(one, HealRequest)), _HEAL),
         generation=3,
         members=[_HEALER],

@@ -22,6 +22,7 @@ from ring.token import first_lineage, next_lineage
 from ring.view import View
 from roles.stand_in import StandInEngine
 from roles.worker.checkpoint_store import Snapshots
+from roles.worker.context import PeerContext
 from roles.worker.heal_source import HealSource
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
@@ -45,18 +46,20 @@ def world_of(network: Network) -> World:
     return World(LoopClock(), network, RealDisk(), random.Random(1))
 
 
-def around_of(world: World, told: list[tuple[str, str, str]], peer_id: str = "me") -> Any:
+def around_of(world: World, told: list[tuple[str, str, str]], peer_id: str = "me", seed_host: str = "seed") -> Any:
     """What a runner's parts need of their worker."""
-    return SimpleNamespace(
+    around = SimpleNamespace(
         world=world,
         compute=Inline(),
         peer_id=peer_id,
         name=peer_id,
-        seed_host="seed",
+        seed_host=seed_host,
         beats=lambda: (0.5, 2.0),
         notify=lambda *notice: told.append(notice),
         tell=lambda *notice: told.append(notice),
     )
+    around.hello, around.dial = partial(PeerContext.hello, around), partial(PeerContext.dial, around)
+    return around
 
 
 def engine_of(numel: int, like: StandInEngine | None = None) -> StandInEngine:

@@ -21,11 +21,12 @@ from p2ptrain.core.world import LoopClock, Network, World
 from roles.compute_thread import ComputeThread
 from roles.line import Line
 from roles.model_directory import DigestCache, ModelDirectory, open_model
+from roles.worker.context import PeerContext
 from roles.worker.forward_requests import Caller, StageSession
 from roles.worker.links import Prober, ProbeResponder
 from roles.worker.model_loading import give
 from roles.worker.stage_requests import OpenRequest
-from roles.worker.stages import StageContext, Stages
+from roles.worker.stages import Stages
 from tests.roles.stage_stand_in import WIDTH, StandIns
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, PartLoading, PartsHeld, Sampled
 from wire.client import PendingCalls
@@ -59,18 +60,15 @@ class Stage:
 
     async def start(self) -> None:
         world = World(LoopClock(), self.network, RealDisk(), random.Random(1), self.threads)
-        context = StageContext(
+        context = PeerContext(
             world=world,
             peer_id=self.name,
             name=self.name,
-            directory=self.directory,
+            seed_at=lambda: "seed",
             compute=ComputeThread(self.threads),
-            prober=Prober(world, peer_id=self.name, name=self.name, seed_host=""),
-            seed_host=lambda: "seed",
             say=lambda message: self.told.append(message) if isinstance(message, PartsHeld) else None,
-            shown="stand-in",
         )
-        self.stages = Stages(context, self.stand_ins.holding)
+        self.stages = Stages(context, self.stand_ins.holding, Prober(context), self.directory, shown="stand-in")
         self._run = asyncio.create_task(self.stages.run(), name=self.name)
         self.server: Server = await serve(
             self.network,

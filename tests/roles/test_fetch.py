@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from p2ptrain.core.world import LoopClock
-from roles.worker.heal import Base, Fetch, ReceiverIdentity, Sender
+from roles.worker.heal import Base, Fetch, Layout, Sender
 from tests.roles.heal_doubles import FIRST, JOB, engine_of
 from wire.job_messages import HealRequest, StepLogged
 
@@ -18,10 +18,10 @@ from wire.job_messages import HealRequest, StepLogged
 def fetch_of(post: Callable[..., None]) -> tuple[Fetch, Sender]:
     """One that holds what step 1 leads on from, and its only source."""
     engine = engine_of(1000)
-    world: Any = SimpleNamespace(clock=LoopClock())
+    context: Any = SimpleNamespace(world=SimpleNamespace(clock=LoopClock()), peer_id="me")
     fetch = Fetch(
-        world,
-        ReceiverIdentity("me", "me", "", engine.state(), engine.reduce_buffer.nbytes),
+        context,
+        Layout(engine.state(), engine.reduce_buffer.nbytes),
         request=HealRequest(JOB, -1, "", 1.0, 0, FIRST),
         generation=1,
         members=[],
@@ -43,7 +43,7 @@ async def test_a_step_that_came_whole_is_applied_though_whoever_gave_it_is_gone(
         asked.append((buffer, done))
 
     fetch, sender = fetch_of(post)
-    size_bytes = fetch._me.reduce_bytes
+    size_bytes = fetch._layout.reduce_bytes
     data = bytes(range(256)) * (size_bytes // 256 + 1)
     digest = xxhash.xxh3_128_digest(data[:size_bytes])
     fetch.heard_untrusted(sender, StepLogged(1, digest, 2.0, size_bytes))
@@ -60,5 +60,5 @@ async def test_a_step_that_came_whole_is_applied_though_whoever_gave_it_is_gone(
 async def test_of_a_source_that_tells_of_steps_without_end_little_is_remembered() -> None:
     fetch, sender = fetch_of(lambda *_, **__: None)
     for step in range(1, 5 * fetch._log_steps):
-        fetch.heard_untrusted(sender, StepLogged(step, bytes(16), 1.0, fetch._me.reduce_bytes))
+        fetch.heard_untrusted(sender, StepLogged(step, bytes(16), 1.0, fetch._layout.reduce_bytes))
     assert fetch._log_steps < len(sender.said) < 3 * fetch._log_steps

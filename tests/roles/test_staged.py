@@ -17,8 +17,8 @@ from p2ptrain.core.errors import ProtocolError, Refused
 from ring.token import first_lineage, joined_digest, next_lineage
 from roles.engine import Stage
 from roles.stand_in import StandInEngine
-from roles.worker.heal import Fetch, ReceiverIdentity, Sender
-from tests.roles.heal_doubles import world_of
+from roles.worker.heal import Fetch, Layout, Sender
+from tests.roles.heal_doubles import around_of, world_of
 from tests.roles.in_process import Cluster, Peer
 from wire.job_messages import HealOffer, HealRequest, StepLogged
 from wire.memory import MemoryNetwork
@@ -187,8 +187,8 @@ def follower(stage: Stage) -> tuple[Fetch, Sender, StandInEngine]:
     engine = StandInEngine(split_profile(stage.count, 1), stage=stage)
     first = first_lineage("spec")
     fetch = Fetch(
-        world_of(MemoryNetwork()),
-        ReceiverIdentity("me", "me", "", engine.state(), engine.reduce_buffer.nbytes, stage),
+        around_of(world_of(MemoryNetwork()), []),
+        Layout(engine.state(), engine.reduce_buffer.nbytes, stage),
         request=HealRequest("job", -1, "", 1.0, 0, first, stage.index),
         generation=1,
         members=[],

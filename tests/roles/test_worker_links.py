@@ -23,6 +23,7 @@ from roles.worker.links import (
     targets_untrusted,
 )
 from roles.worker.stage_requests import PeerAddress
+from tests.roles.heal_doubles import around_of
 from wire.connection import Connection
 from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.handshake import Server, dial, local_hello, local_welcome, serve
@@ -46,7 +47,7 @@ class Side:
 
     @property
     def prober(self) -> Prober:
-        return Prober(self.world, peer_id=self.peer_id, name=self.peer_id, seed_host="127.0.0.1")
+        return Prober(around_of(self.world, [], self.peer_id, "127.0.0.1"))
 
     async def listen(self) -> PeerAddress:
         async def decide(hello: Hello, connection: Connection) -> Welcome:
