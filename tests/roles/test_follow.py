@@ -24,7 +24,9 @@ from tests.roles.heal_doubles import (
     ring_of,
     set_view,
 )
-from wire.job_messages import CatchUp, Report
+from wire.connection import Connection
+from wire.handshake import dial, local_hello
+from wire.job_messages import CatchUp, HealOffer, HealRequest, Report
 from wire.memory import MemoryNetwork, run_virtual
 
 NUMEL = 400_001
@@ -259,3 +261,29 @@ async def _follow_for_a_while(ring: Ring) -> None:
     async with newcomer_to(ring) as newcomer:
         begin(newcomer, ring)
         await quiet_until(lambda: bool(newcomer.said) or not newcomer.follower.active)
+
+
+def test_a_copy_that_nobody_holds_any_more_is_not_offered_again() -> None:
+    async def play() -> None:
+        async with ring_of(MemoryNetwork(), 1, numel=NUMEL) as ring:
+            (member,) = ring.members
+
+            async def asked() -> Connection:
+                hello = local_hello(peer_id="me", name="me", roles=["worker"], purpose="heal", job=JOB, generation=3)
+                connection, _ = await dial(ring.world.network, "d", ring.records[0].port, hello, timeout_s=5)
+                connection.send(HealRequest(JOB, -1, "", 2.0))
+                await quiet_until(lambda: member.heal_source.followers == 1)
+                return connection
+
+            first = await asked()
+            await quiet_until(lambda: bool(member.wanted))
+            await ring.step()
+            await first.expect(HealOffer, timeout_s=5)
+            first.abort()
+            await quiet_until(lambda: not member.heal_source.followers)
+            second = await asked()  # its memory may be another state's by now
+            await quiet_until(lambda: bool(member.wanted))
+            await ring.step()
+            assert (await second.expect(HealOffer, timeout_s=5)).step == 2
+
+    run_virtual(play())
