@@ -204,8 +204,7 @@ class Chain:
         seat = self.seated(index + 1)
         if seat.number != number:
             raise ConnectionLost(f"stage {index + 1} of the chain was replaced")
-        following = seat.peer.worker
-        return {"peer": following.peer_id, "host": following.seen_from(peer.worker), "port": following.port}
+        return seat.peer.worker.address_for(peer.worker)
 
     def replace(self, session: GenerationSession, index: int, number: int, reason: str) -> None:
         """Handle a session's report that the peer in seat ``number`` is unusable; -1: the session knows of no peer."""

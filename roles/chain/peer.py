@@ -74,6 +74,9 @@ class WorkerAt:
         """The host that ``other`` dials; empty: the seed's machine."""
         return "" if is_loopback(self.host) and not is_loopback(other.host) else self.host
 
+    def address_for(self, other: WorkerAt) -> dict[str, Any]:
+        return {"peer": self.peer_id, "host": self.seen_from(other), "port": self.port}
+
 
 class Peer:
     """See the module's docstring.

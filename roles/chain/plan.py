@@ -64,11 +64,8 @@ class Model:
 
     def load_params(self, worker: WorkerAt) -> dict[str, Any]:
         """Parameters of ``part.load``: what the model is, and which peer sends it to ``worker``."""
-        about = {"model": self.id, "name": self.name, "config": self.config, "path": self.path}
-        if self.sender is None:
-            return about | {"sender": "caller", "sender_peer": "", "sender_host": "", "sender_port": 0}
-        place = {"sender_peer": self.sender.peer_id, "sender_host": self.sender.seen_from(worker)}
-        return about | {"sender": "peer", **place, "sender_port": self.sender.port}
+        sender = self.sender.address_for(worker) if self.sender is not None else None
+        return {"model": self.id, "name": self.name, "config": self.config, "path": self.path, "sender": sender}
 
 
 async def local_model(context: Context, directory: Path) -> Model:

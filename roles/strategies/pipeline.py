@@ -78,7 +78,11 @@ class StageRunner:
         if sizes != (chain.activation_bytes, chain.gradient_bytes):
             raise ValueError(f"the engine's payload sizes {sizes} differ from the chain's")
         self._engine, self._chain, self._compute = engine, chain, compute
-        self._on_work = on_work
+        self._on_work, self._clock = on_work, LoopClock().now
+        self._problem: BaseException | None = None  # the first error, which ended the step and the chain
+        self._failed = False  # on the compute thread: its queued calls are skipped
+        self._queued = 0
+        self._ended_at = 0.0  # when the last call on the thread ended
 
     async def run(self, step: int, schedule: Schedule, *, patience_s: float) -> StageStep:
         """Run forward and backward passes of all micro-batches of ``step``.
@@ -93,65 +97,41 @@ class StageRunner:
         """
         chain = self._chain
         chain.begin(schedule)
-        running = _Running(self._engine, chain, self._compute, self._on_work, step)
+        self._step, self._spent = step, StageStep()
+        began = self._idle_since = self._clock()
         under_way: deque[asyncio.Task[None]] = deque()
         try:
             for operation in schedule.order(chain.stage):
                 payload = await chain.receive(operation.kind, operation.index, patience_s=patience_s)
                 while len(under_way) >= QUEUED:
                     await under_way.popleft()
-                under_way.append(asyncio.ensure_future(running.operate(operation, payload)))
+                under_way.append(asyncio.ensure_future(self._operate(operation, payload)))
             while under_way:
                 await under_way.popleft()
             await chain.finish(patience_s=patience_s)
         except BaseException as error:
-            running.give_up(error)
-            assert running.problem is not None
-            if isinstance(error, P2PTrainError) and running.problem is not error:
-                raise running.problem from error  # an operation failed first and caused this error
+            self._give_up(error)
+            assert self._problem is not None
+            if isinstance(error, P2PTrainError) and self._problem is not error:
+                raise self._problem from error  # an operation failed first and caused this error
             raise
         finally:
             for task in under_way:
                 task.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)
-        return running.ended()
-
-
-class _Running:
-    """One step under way. ``problem``: the first error, which ended the step."""
-
-    def __init__(
-        self,
-        engine: PartEngine,
-        chain: Chain,
-        compute: ComputeThread,
-        on_work: Callable[[], None],
-        step: int,
-    ) -> None:
-        self.problem: BaseException | None = None
-        self._engine, self._chain, self._compute = engine, chain, compute
-        self._on_work, self._clock = on_work, LoopClock().now
-        self._step = step
-        self._spent = StageStep()
-        self._began = self._idle_since = self._clock()
-        self._ended_at = 0.0  # when the last call on the thread ended
-        self._queued = 0
-        self._failed = False  # on the compute thread: its queued calls are skipped
-
-    def ended(self) -> StageStep:
         now = self._clock()
         self._spent.waited_s += now - self._idle_since
-        self._spent.step_s = now - self._began
+        self._spent.step_s = now - began
         return self._spent
 
-    def give_up(self, error: BaseException) -> None:
+    def _give_up(self, error: BaseException) -> None:
         self._failed = True
-        if self.problem is None:
-            self.problem = error
+        if self._problem is None:
+            self._problem = error
         what = error.message if isinstance(error, P2PTrainError) else "it was interrupted"
         self._chain.abandon(f"this stage gave up step {self._step + 1}: {what}")  # has no effect on a broken chain
 
-    async def operate(self, operation: Operation, payload: Payload | None) -> None:
+    async def _operate(self, operation: Operation, payload: Payload | None) -> None:
         """Run one operation when the thread is free, and send its result."""
         kind, index = operation.kind, operation.index
         try:
@@ -166,13 +146,13 @@ class _Running:
                 self._chain.send(kind, index, made)
         except ProtocolError as error:
             if payload is None or self._chain.broken.done():
-                self.give_up(error)
+                self._give_up(error)
                 raise
             self._chain.blame(kind, error)
-            self.give_up(failure := self._chain.links.failure())
+            self._give_up(failure := self._chain.links.failure())
             raise failure from error
         except BaseException as error:
-            self.give_up(error)  # at once: the step may wait for a payload that never comes
+            self._give_up(error)  # at once: the step may wait for a payload that never comes
             raise
         self._chain.progress += 1
         self._on_work()

@@ -85,7 +85,6 @@ class CheckpointAssembler:
     Args:
         parts: checkpoints of the worker's stage.
         files: checkpoints of the whole model.
-        where: returns the applied steps and a progress counter of this member.
     """
 
     def __init__(
@@ -97,12 +96,11 @@ class CheckpointAssembler:
         parts: CheckpointFiles,
         files: CheckpointFiles,
         checkpoints: Checkpointing,
-        where: Callable[[], tuple[int, int]],
         did_something: Callable[[], None],
     ) -> None:
         self._context, self._job, self._stage = context, job, stage
         self.files, self._parts, self._checkpoints = files, parts, checkpoints
-        self._where, self._did_something = where, did_something
+        self._did_something = did_something
         self._next: _Wanted | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -147,7 +145,7 @@ class CheckpointAssembler:
             return await self._written(self.files, wanted.step, of_the_whole(parts[0].meta), parts)
 
     async def _own_part(self, wanted: _Wanted) -> _Part:
-        await self._checkpoints.outcome(wanted.step, wanted.lineage, self._where)
+        await self._checkpoints.outcome(wanted.step, wanted.lineage)
         for entry in await self._parts.entries():
             if (entry.step, entry.meta.get(LINEAGE)) == (wanted.step, wanted.lineage):
                 return self._lying(entry)

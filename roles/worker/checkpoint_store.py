@@ -304,6 +304,7 @@ class Checkpointing:
     Args:
         tasks: holds the writes, which outlive their ring.
         beside: returns small files to save with a state, at the moment of the save.
+        where: returns the applied steps and a progress counter of this member.
     """
 
     def __init__(
@@ -316,9 +317,10 @@ class Checkpointing:
         tasks: asyncio.TaskGroup,
         stage: Stage = WHOLE,
         beside: Callable[[], list[FilePlan]] = list,
+        where: Callable[[], tuple[int, int]],
     ) -> None:
         self._context, self._job, self._files, self._stage = context, job, files, stage
-        self._beside = beside
+        self._beside, self._where = beside, where
         self._snapshots, self._tasks = snapshots, tasks
         self._saved = (-1, "")  # step and lineage of the newest durable checkpoint
         self._failed = (-1, "")  # of the newest failed save
@@ -390,16 +392,12 @@ class Checkpointing:
         self._told()
         await (self.settled() if wait else copied.wait())
 
-    async def outcome(self, step: int, lineage: str, where: Callable[[], tuple[int, int]]) -> None:
-        """Wait until the state's checkpoint is durable, or is known not to come.
-
-        Args:
-            where: returns the applied steps and a progress counter of this member. A member without progress before
-                that step is not waited for.
-        """
+    async def outcome(self, step: int, lineage: str) -> None:
+        """Wait until the state's checkpoint is durable, or is known not to come. A member without progress before that
+        step is not waited for."""
         key = step, lineage
         while key != self._saved:
-            applied, progress = where()
+            applied, progress = self._where()
             if key not in self._writing and (applied > step or key == self._failed):
                 return
             news = self._news
@@ -407,7 +405,7 @@ class Checkpointing:
                 async with asyncio.timeout(STANDSTILL_S):
                     await news.wait()
             except TimeoutError:
-                if key not in self._writing and where() == (applied, progress):
+                if key not in self._writing and self._where() == (applied, progress):
                     return
 
     def _told(self) -> None:

@@ -115,6 +115,7 @@ class JobRunner:
             tasks=self._tasks,
             stage=stage,
             beside=self.reports.ledger.files,
+            where=lambda: (self.core.applied, self.progress),
         )
         self.assembler: CheckpointAssembler | None = None
         if whole is not None:
@@ -125,7 +126,6 @@ class JobRunner:
                 parts=checkpoints,
                 files=whole,
                 checkpoints=self._saving,
-                where=self._where,
                 did_something=self._did_something,
             )
         self._between = BoundaryWork(context, profile=profile, checkpoints=self._saving)
@@ -205,10 +205,7 @@ class JobRunner:
             await self._standing.wait()
 
     async def saved(self, step: int, lineage: str) -> None:
-        await self._saving.outcome(step, lineage, self._where)
-
-    def _where(self) -> tuple[int, int]:
-        return self.core.applied, self.progress
+        await self._saving.outcome(step, lineage)
 
     async def give_state(self, connection: Connection, hello: Hello) -> None:
         if self._engine is None or self.follower.active:

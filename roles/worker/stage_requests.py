@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from p2ptrain.core import texts
 from p2ptrain.core.activations import ENCODINGS
 from p2ptrain.core.errors import ProtocolError, Refused, UserError
-from p2ptrain.core.ids import is_id
 from p2ptrain.core.model_config import config_untrusted
 from p2ptrain.core.serving import PartSpec, Sampling, check_sampling
 from roles.line import LONGEST_SILENCE_S, SHORTEST_SILENCE_S
@@ -42,7 +41,7 @@ class LoadRequest:
     Attributes:
         positions: number for which memory is reserved, of all sessions together.
         path: this worker's own copy of the model; empty if it has none.
-        sender: ``caller``, or ``peer``: the worker at ``sender_host`` and ``sender_port``.
+        sender: the worker that sends the model; None: the caller does.
     """
 
     model: Id
@@ -54,16 +53,11 @@ class LoadRequest:
     dtype: Annotated[str, Bound(one_of=("", "fp32", "bf16", "fp16"))]
     positions: Positions
     path: Path
-    sender: Annotated[str, Bound(one_of=("caller", "peer"))]
-    sender_peer: Annotated[str, Bound(0, 64)] = ""
-    sender_host: Host = ""
-    sender_port: Annotated[int, Bound(0, 65535)] = 0
+    sender: PeerAddress | None
 
     def check(self) -> None:
         if not self.start < self.stop <= self.layers:
             raise ProtocolError(f"invalid layers [{self.start}, {self.stop}) of {self.layers}")
-        if self.sender == "peer" and not (is_id(self.sender_peer) and self.sender_port):
-            raise ProtocolError("a sender of kind 'peer' must have a valid id and a port")
         config_untrusted(self.config)
         if self.path:
             _check_path(self.path)
@@ -71,10 +65,6 @@ class LoadRequest:
     @property
     def title(self) -> str:
         return printable(self.name)
-
-    @property
-    def place(self) -> PeerAddress | None:
-        return PeerAddress(self.sender_peer, self.sender_host, self.sender_port) if self.sender == "peer" else None
 
     def spec(self, device: str) -> PartSpec:
         return PartSpec(self.config, self.start, self.stop, self.layers, self.dtype, device)

@@ -269,15 +269,12 @@ class Stages:
             "device": self._shown,
             "parts": [
                 {
-                    "part": part.id,
                     "model": part.model,
                     "start": part.spec.start,
                     "stop": part.spec.stop,
                     "layers": part.spec.layers,
                     "dtype": part.spec.dtype,
-                    "sessions": self.works.count(part),
                     "weights_bytes": part.engine.weights_bytes,
-                    "cache_position_bytes": part.engine.cache_position_bytes,
                 }
                 for part in self.cache.parts.values()
             ],
@@ -342,7 +339,7 @@ class Stages:
 
     @asynccontextmanager
     async def _receiver(self, client: _Client, request: LoadRequest) -> AsyncIterator[ModelReceiver]:
-        model, place = request.model, request.place
+        model, place = request.model, request.sender
         if place is None:
             yield await self._given_by(client, model)
             return

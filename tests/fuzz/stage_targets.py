@@ -50,10 +50,7 @@ _VALID: dict[str, dict[str, Any]] = {
         "dtype": "",
         "positions": 64,
         "path": "",
-        "sender": "peer",
-        "sender_peer": "w1",
-        "sender_host": "w1",
-        "sender_port": PORT,
+        "sender": _PLACE,
     },
     "session.open": open_params("s1", "p1", 0, 2, "w1"),
     "session.resume": {"session": "s1", "index": 0, "epoch": 1, "keep": 0, "next": _PLACE},
@@ -76,8 +73,9 @@ def _params(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     params: dict[str, Any] = json.loads(json.dumps(_VALID[method]))
     for _ in range(draw(st.integers(0, 2))):
         target = params
-        if isinstance(params.get("next"), dict) and draw(st.booleans()):
-            target = params["next"]
+        place = params.get("next", params.get("sender"))
+        if isinstance(place, dict) and draw(st.booleans()):
+            target = place
         name = draw(st.sampled_from(sorted({*target, "part"})) | TEXT)  # a target may be empty by now
         if draw(st.integers(0, 3)):
             target[name] = draw(_ODD)

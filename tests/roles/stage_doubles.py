@@ -201,10 +201,7 @@ def load_params(model: ModelDirectory, start: int, stop: int, layers: int, **cha
         "dtype": "fp32",
         "positions": 64,
         "path": "",
-        "sender": "caller",
-        "sender_peer": "",
-        "sender_host": "",
-        "sender_port": 0,
+        "sender": None,
     } | changes
 
 

@@ -153,14 +153,16 @@ async def test_who_waits_for_a_save_waits_for_its_end_and_not_for_one_that_will_
     files = CheckpointFiles(disk, RealDisk(), tmp_path, 2, lambda *notice: None)
     progress = itertools.count()
     async with asyncio.TaskGroup() as tasks:
-        checkpoints = Checkpointing(context, job="j", files=files, snapshots=Snapshots(compute), tasks=tasks)
-        early = asyncio.create_task(checkpoints.outcome(4, lineage, lambda: (3, next(progress))))
+        about: Any = {"job": "j", "files": files, "snapshots": Snapshots(compute), "tasks": tasks}
+        checkpoints = Checkpointing(context, **about, where=lambda: (3, next(progress)))
+        early = asyncio.create_task(checkpoints.outcome(4, lineage))
         await asyncio.wait([early], timeout=0.2)
         assert not early.done(), "this member is on its way there"
         async with asyncio.timeout(10):
-            await checkpoints.outcome(4, lineage, lambda: (5, next(progress)))  # it came by, and saved nothing
-            await checkpoints.outcome(4, lineage, lambda: (3, 0))  # it stands still before
-            await checkpoints.outcome(4, "1" * 32, lambda: (5, 0))
+            came_by = Checkpointing(context, **about, where=lambda: (5, next(progress)))
+            await came_by.outcome(4, lineage)  # and saved nothing
+            await came_by.outcome(4, "1" * 32)
+            await Checkpointing(context, **about, where=lambda: (3, 0)).outcome(4, lineage)  # it stands still before
         busy = threading.Event()
         blocked = asyncio.create_task(compute.run(busy.wait, 20))
         saving = asyncio.create_task(
@@ -186,7 +188,8 @@ async def test_a_ring_that_breaks_while_the_state_is_copied_costs_no_checkpoint(
     )
     files = CheckpointFiles(disk, RealDisk(), tmp_path, 2, lambda *notice: None)
     async with asyncio.TaskGroup() as tasks:
-        checkpoints = Checkpointing(context, job="j", files=files, snapshots=Snapshots(compute), tasks=tasks)
+        about: Any = {"job": "j", "files": files, "snapshots": Snapshots(compute), "tasks": tasks}
+        checkpoints = Checkpointing(context, **about, where=lambda: (4, 0))
         before = asyncio.create_task(compute.run(busy.wait, 20))
         boundary = asyncio.create_task(
             checkpoints.save(engine, {"lineage": "0" * 32, "square_sum": 1.0}, step=4, wait=False)

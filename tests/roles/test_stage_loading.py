@@ -119,7 +119,7 @@ async def source(
     await stage.stop()
 
 
-FROM_DONOR = {"sender": "peer", "sender_peer": "source", "sender_host": "source", "sender_port": PORT}
+FROM_DONOR = {"sender": {"peer": "source", "host": "source", "port": PORT}}
 
 
 def test_another_worker_gives_while_its_operator_is_there(tmp_path: Path, model: ModelDirectory) -> None:
