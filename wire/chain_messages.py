@@ -21,6 +21,10 @@ from p2ptrain.core.errors import ProtocolError
 from wire.messages import Message
 from wire.schema import Amount, Bound, Count, IdOrNone, Token
 
+CHUNK = 2048
+"""Most positions in one ``ForwardRequest``. Longer prompts come as several requests that flow through the chain."""
+NEXT_LOST, UNKNOWN_SESSION, UNKNOWN_PART = "next-stage", "unknown-session", "unknown-part"
+"""Codes of refusals and of ``ChainBroken``: the next stage cannot be reached; the session or part is not here."""
 CHAIN_STREAM = 1
 """Stream of the bulk frame after each ``ForwardRequest``. Frames stay in order, so one stream is enough."""
 

@@ -25,15 +25,15 @@ from p2ptrain.core.ids import new_id
 from p2ptrain.core.texts import shortened
 from roles.background import Background
 from roles.chain import session as ev
-from roles.chain.session import CHUNK, Session
-from wire.chain_messages import ChainBroken, ForwardRequest, Sampled
+from roles.chain.session import Session
+from wire.chain_messages import CHUNK, NEXT_LOST, ChainBroken, ForwardRequest, Sampled
+from wire.job_messages import MAX_STAGES
 
 if TYPE_CHECKING:
     from roles.chain.client import Chain
     from roles.chain.peer import Peer
 
 CLOSE_S = 5.0
-MAX_STAGES = 64
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
@@ -175,7 +175,7 @@ class GenerationSession:
         if not held:
             return None
         # A peer with two consecutive stages means the first one if the next stage is lost.
-        wanted = (message.lost - 1, message.lost) if message.code == ev.NEXT_LOST else (message.lost,)
+        wanted = (message.lost - 1, message.lost) if message.code == NEXT_LOST else (message.lost,)
         for index in wanted:
             if index in held:
                 return index
@@ -223,7 +223,7 @@ class GenerationSession:
         try:
             method, params = self._request(asked, peer)
         except ConnectionLost as problem:
-            self.event(ev.Declined(asked.stage, asked.ask, ev.NEXT_LOST, problem.message))
+            self.event(ev.Declined(asked.stage, asked.ask, NEXT_LOST, problem.message))
             return
         peer.listeners[self.id] = self.heard
         peer.watch_closely()  # before the answer: only the answer may be late

@@ -44,21 +44,14 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, PeerError
+from wire.chain_messages import CHUNK, NEXT_LOST, UNKNOWN_PART, UNKNOWN_SESSION
 
-NEXT_LOST = "next-stage"
-"""Code of a refusal or of ``ChainBroken``: the next stage cannot be reached."""
-UNKNOWN_SESSION = "unknown-session"
-"""Code of a refusal: the stage does not have the session, or not any more."""
-UNKNOWN_PART = "unknown-part"
-"""Code of a refusal: the peer does not have the part, or not any more."""
 TOO_SLOW = "too-slow"
 """Code of ``Declined``, set by the client: no answer came in time."""
 
-CHUNK = 2048
-"""Largest number of positions in one request."""
 CHUNK_AGAIN = 256
-"""The same of requests that rebuild stages: several flow through the chain at a time, so it takes about as long as the
-slowest stage."""
+"""Most positions in one request that rebuilds stages: several flow through the chain at a time, so this takes about as
+long as the slowest stage needs."""
 WINDOW = 8
 """Most requests under way at a time. More than a chain has stages would only wait in queues and take memory."""
 ANSWER_S, POSITION_S = 120.0, 0.2

@@ -18,10 +18,11 @@ from p2ptrain.core.texts import human_bytes
 from p2ptrain.core.world import Clock
 from roles.chain.client import Chain
 from roles.chain.generation import GenerationSession
-from roles.chain.session import CHUNK, Submit
+from roles.chain.session import Submit
 from roles.compute_thread import ComputeThread
 from roles.engine import StageEngine
 from roles.timed_model import timed_model_in
+from wire.chain_messages import CHUNK
 from wire.messages import RefusalCode
 
 T = TypeVar("T")

@@ -154,18 +154,10 @@ class CheckpointFiles:
         return await self._on_disk(lambda store: store.find(step))
 
     async def draft(self, step: int, need_bytes: int) -> Draft:
-        def draft(store: CheckpointStore) -> Draft:
-            store.spared = self._spared()
-            return store.draft(step, need_bytes)
-
-        return await self._on_disk(draft)
+        return await self._on_disk(lambda store: store.draft(step, need_bytes))
 
     async def publish(self, draft: Draft, meta: Meta) -> CheckpointEntry:
-        def publish(store: CheckpointStore) -> CheckpointEntry:
-            store.spared = self._spared()
-            return store.publish(draft, meta)
-
-        return await self._on_disk(publish)
+        return await self._on_disk(lambda store: store.publish(draft, meta))
 
     def at_disk(self, call: Callable[[], T]) -> asyncio.Future[T]:
         return self._thread.submit(call)
@@ -219,13 +211,9 @@ class CheckpointFiles:
         blobs = {blob.name: blob.view for blob in snapshot.blobs}
 
         def write(store: CheckpointStore) -> CheckpointEntry:
-            store.spared = self._spared(spared)
             return store.write(snapshot.step, plan, blobs, meta, between=_nothing if urgent else _pauses())
 
-        return await self._on_disk(write, idle=not urgent)
-
-    def _spared(self, *steps: int) -> frozenset[int]:
-        return frozenset({*steps, self._wanted} - {-1})
+        return await self._on_disk(write, idle=not urgent, spared=spared)
 
     async def verify(self, step: int) -> CheckpointEntry:
         """Compare every byte of the checkpoint of ``step``. Raises ``UserError``, ``StorageError``.
@@ -246,10 +234,11 @@ class CheckpointFiles:
     async def delete(self, step: int) -> bool:
         return await self._on_disk(lambda store: store.delete(step))
 
-    async def _on_disk(self, call: Callable[[CheckpointStore], T], *, idle: bool = False) -> T:
+    async def _on_disk(self, call: Callable[[CheckpointStore], T], *, idle: bool = False, spared: int = -1) -> T:
         def run() -> T:
             if self._opened is None:
                 self._opened = CheckpointStore(self.disk, self._root, self._keep)
+            self._opened.spared = frozenset({spared, self._wanted})
             return call(self._opened)
 
         return await self._thread.submit(run, idle=idle)

@@ -29,12 +29,10 @@ from roles.line import Line
 from roles.worker.context import PeerContext
 from roles.worker.part_cache import MAX_SESSIONS, Part, PartCache
 from roles.worker.stage_requests import CloseRequest, OpenRequest, PeerAddress, ResumeRequest
-from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, Sampled
+from wire.chain_messages import CHAIN_STREAM, CHUNK, NEXT_LOST, UNKNOWN_SESSION, ChainBroken, ForwardRequest, Sampled
 from wire.connection import Connection
 from wire.messages import Hello, Message, RefusalCode
 
-WORK_POSITIONS = 2048
-"""Positions in one ``ForwardRequest`` at most. Longer prompts come as several requests that flow through the chain."""
 MOST_QUEUED = 256
 """Requests that a first stage may queue. It never stops reading: the client's other requests use this connection."""
 QUEUED_FROM_STAGE, QUEUED_BYTES = 4, 32 << 20
@@ -42,7 +40,7 @@ QUEUED_FROM_STAGE, QUEUED_BYTES = 4, 32 << 20
 STALE = "stale-epoch"
 LINK_UNSENT_BYTES = 4 << 20
 """Bytes to the next stage that may wait unsent; beyond, the session computes no further request."""
-NEXT_STAGE, UNKNOWN_SESSION, DUPLICATE = "next-stage", "unknown-session", "duplicate"
+DUPLICATE = "duplicate"
 
 
 @dataclass(eq=False)
@@ -102,8 +100,8 @@ class StageSession:
 
     def payload_bytes_untrusted(self, work: ForwardRequest) -> int:
         """Check ``work`` and return its payload's size. Allocates nothing. Raises ``ProtocolError``."""
-        if not 0 < work.count <= WORK_POSITIONS:
-            raise ProtocolError(f"a request of {work.count} positions; 1 to {WORK_POSITIONS} are allowed")
+        if not 0 < work.count <= CHUNK:
+            raise ProtocolError(f"a request of {work.count} positions; 1 to {CHUNK} are allowed")
         if not 0 <= work.keep <= self.asked.positions - work.count:
             text = (
                 f"a request of {work.count} positions after {work.keep}, but the session is for {self.asked.positions}"
@@ -349,7 +347,7 @@ class ForwardRequests:
                 connection, _ = await self._context.dial(place.peer, place.host, place.port, hello)
             except P2PTrainError as problem:
                 text = f"stage {session.index} cannot reach the next stage: {problem.message}"
-                raise Refused(NEXT_STAGE, text, remedy=problem.remedy) from problem
+                raise Refused(NEXT_LOST, text, remedy=problem.remedy) from problem
             if session.closed:
                 connection.abort()
                 raise Refused(UNKNOWN_SESSION, "the session was closed meanwhile")
@@ -359,7 +357,7 @@ class ForwardRequests:
     def _next_lost(self, session: StageSession, link: NextStage, problem: P2PTrainError) -> None:
         if session.link is link:
             session.link = None
-            self._broken(session, session.index + 1, NEXT_STAGE, problem)
+            self._broken(session, session.index + 1, NEXT_LOST, problem)
 
     # ------------------------------------------------------------------------------------------------------- requests
 
@@ -374,7 +372,7 @@ class ForwardRequests:
             NetworkError: the payload did not arrive.
         """
         if session is None:
-            if work.encoding != IDS or not 0 < work.count <= WORK_POSITIONS:
+            if work.encoding != IDS or not 0 < work.count <= CHUNK:
                 raise ProtocolError(f"a request of session {work.session[:64]!r}, which is not open here")
             await line.bulk(ID_BYTES * work.count, stream=CHAIN_STREAM)
             return

@@ -14,13 +14,13 @@ from p2ptrain.core.serving import PartSpec
 from p2ptrain.core.texts import human_bytes
 from roles.engine import StageEngine
 from roles.gauges import Rate
-from wire.chain_messages import HeldPart
+from wire.chain_messages import UNKNOWN_PART, HeldPart
 
 MAX_PARTS = 16
 MAX_SESSIONS = 64
 """Sessions on one part."""
 IDLE_S = 600.0
-FULL, MEMORY, UNKNOWN_PART = "full", "memory", "unknown-part"
+FULL, MEMORY = "full", "memory"
 
 
 @dataclass(eq=False)

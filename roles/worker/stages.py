@@ -33,7 +33,7 @@ from roles.engine import BuildPart
 from roles.line import QUIET_S, Line
 from roles.model_directory import CACHE_FILE, DigestCache, ModelDirectory, open_model
 from roles.worker.context import PeerContext
-from roles.worker.forward_requests import UNKNOWN_SESSION, Caller, ForwardRequests, of_session
+from roles.worker.forward_requests import Caller, ForwardRequests, of_session
 from roles.worker.links import Prober, targets_untrusted, to_result
 from roles.worker.model_loading import SENDER, Loader, ModelReceiver, OnBytes, give
 from roles.worker.part_cache import IDLE_S, MAX_PARTS, Part, PartCache
@@ -47,7 +47,7 @@ from roles.worker.stage_requests import (
     printable,
     request_untrusted,
 )
-from wire.chain_messages import ForwardRequest, HeldPart, PartLoading, PartsHeld
+from wire.chain_messages import UNKNOWN_SESSION, ForwardRequest, HeldPart, PartLoading, PartsHeld
 from wire.connection import Connection
 from wire.messages import Hello, Message, RefusalCode, Refuse, Request, Response
 

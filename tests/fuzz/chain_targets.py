@@ -22,11 +22,10 @@ from roles.chain.client import Chain
 from roles.chain.generation import MAX_STAGES, _position_untrusted, arrived_untrusted
 from roles.chain.peer import Context, WorkerAt
 from roles.chain.plan import Model, WorkerPool, local_model
-from roles.chain.session import CHUNK
 from tests.roles.chain.decoding import generate
 from tests.roles.stage_doubles import PORT, Stage
 from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, write_model
-from wire.chain_messages import ChainBroken, PartLoading, Sampled
+from wire.chain_messages import CHUNK, ChainBroken, PartLoading, Sampled
 from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import KeepAlive, Message, Request, Response
 

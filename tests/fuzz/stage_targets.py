@@ -14,7 +14,6 @@ from p2ptrain.core.serving import PartSpec
 from roles.model_directory import cached_untrusted
 from roles.model_table import FILE, TableReceiver, check_record_untrusted, is_file_name
 from roles.worker import stage_requests
-from roles.worker.forward_requests import WORK_POSITIONS
 from roles.worker.model_loading import _owned_untrusted
 from tests.roles.stage_doubles import (
     PORT,
@@ -29,7 +28,7 @@ from tests.roles.stage_stand_in import (
     stand_in_config,
     stand_in_part,
 )
-from wire.chain_messages import ForwardRequest, TensorRecord, TensorsPage
+from wire.chain_messages import CHUNK, ForwardRequest, TensorRecord, TensorsPage
 
 from .engine import Target
 from .strategies import FREE, REAL, TEXT, WHOLE, made, mutated
@@ -133,7 +132,7 @@ def _check_work(case: tuple[ForwardRequest, int, bytes]) -> None:
     session = session_of("s1", index)
     with suppress(ProtocolError):
         size = session.payload_bytes_untrusted(work)
-        assert 0 < size <= WORK_POSITIONS * 4 * WIDTH
+        assert 0 < size <= CHUNK * 4 * WIDTH
         assert size == activation_bytes(work.encoding, work.count, WIDTH)
         assert work.keep + work.count <= 64
     engine: StandInStage = _ENGINE if index == 0 else stand_in_part(CONFIG, 1, 3)

@@ -10,7 +10,8 @@ from typing import Any, Self
 from p2ptrain.core.serving import Sampling
 from roles.chain.client import Chain
 from roles.chain.generation import GenerationSession, common_prefix
-from roles.chain.session import CHUNK, Done, Submit
+from roles.chain.session import Done, Submit
+from wire.chain_messages import CHUNK
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,16 +18,13 @@ from p2ptrain.core.errors import (
     UserError,
 )
 from p2ptrain.core.serving import Sampling
-from roles.chain import session as ev
 from roles.chain.client import Chain
 from roles.chain.plan import WorkerPool
 from roles.chain.session import Submit
-from roles.worker.forward_requests import NEXT_STAGE, UNKNOWN_SESSION
-from roles.worker.part_cache import UNKNOWN_PART
 from roles.worker.stages import MAX_REQUESTS
 from tests.roles.chain.decoding import Generation, generate
 from tests.roles.stage_stand_in import tokens_of
-from wire.chain_messages import ChainBroken
+from wire.chain_messages import NEXT_LOST, ChainBroken
 
 from .scene import CONFIG, Scene, play
 
@@ -35,10 +32,6 @@ GREEDY = Sampling(temperature=0)
 SEEDED = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)
 PROMPT = [5, 80, 11, 11, 3]
 NEAR_S = 0.0005
-
-
-def test_both_sides_mean_the_same_by_a_code() -> None:
-    assert (ev.NEXT_LOST, ev.UNKNOWN_SESSION, ev.UNKNOWN_PART) == (NEXT_STAGE, UNKNOWN_SESSION, UNKNOWN_PART)
 
 
 async def collected(session: Generation) -> list[int]:
@@ -281,10 +274,8 @@ def test_what_a_peer_says_of_a_stage_that_it_held_once_costs_it_nothing(tmp_path
         async with scene.chain() as chain, await generate(chain, PROMPT, max_new_tokens=3, sampling=GREEDY) as session:
             first = chain.pool.peers["w0"]
             with pytest.raises(ProtocolError, match="reported stage 2"):
-                session.session.heard(
-                    first, ChainBroken(session.session.id, 1, 2, NEXT_STAGE, "the next stage is lost")
-                )
-            session.session.heard(first, ChainBroken(session.session.id, 0, 2, NEXT_STAGE, "it is lost"))
+                session.session.heard(first, ChainBroken(session.session.id, 1, 2, NEXT_LOST, "the next stage is lost"))
+            session.session.heard(first, ChainBroken(session.session.id, 0, 2, NEXT_LOST, "it is lost"))
             assert await collected(session) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
             assert not session.mendings
 
