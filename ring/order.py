@@ -267,8 +267,8 @@ def _order(
 
 
 def _streams(link: LinkQuality | None, ring_options: RingOptions) -> tuple[int, str]:
-    if ring_options.streams:
-        return ring_options.streams, f"{_counted(ring_options.streams)}, as the profile says"
+    if count := ring_options.streams:
+        return count, f"{count} stream{'s' * (count != 1)}, as the profile says"
     if link is None:
         return 1, "1 stream: no link is measured"
     if _is_near(link):
@@ -278,10 +278,6 @@ def _streams(link: LinkQuality | None, ring_options: RingOptions) -> tuple[int, 
 
 def _is_near(link: LinkQuality) -> bool:
     return 2 * link.latency_s < NEAR_RTT_S
-
-
-def _counted(streams: int) -> str:
-    return "1 stream" if streams == 1 else f"{streams} streams"
 
 
 def _codec(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated
 
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ProtocolError
@@ -23,63 +23,49 @@ from p2ptrain.core.footprint import (
     least_in_flight,
     part_training_bytes,
 )
+from wire.schema import Bound, Record
 
 MAX_LAYERS = 1024
-_MOST_BYTES = 1 << 50
-_MOST = 1 << 24  # larger than any model's vocabulary or width
 ACHIEVED = 0.65
 """Fraction of the speed of a plain matrix product that a micro-batch achieves. Measured: 0.70 at a width of 1,024, 0.61
 at 512 and 0.29 at 128, on one thread of a CPU in fp32."""
 
 
+_Size = Annotated[int, Bound(0, 1 << 50)]
+_Entries = Annotated[int, Bound(1, 1 << 24)]  # more than any model's vocabulary or width
+
+
 @dataclass(frozen=True, slots=True)
-class ModelShape:
+class ModelShape(Record):
     """The sizes of a model that placing its training needs.
 
     Attributes:
-        sizes: of its weights in fp32, without a cache.
+        layers_bytes, first_bytes, last_bytes, tied_bytes: of its weights in fp32, as in ``ModelSizes``.
         width, inner: of a hidden state, and of a feed-forward layer.
     """
 
-    sizes: ModelSizes
-    width: int
-    inner: int
-    vocab: int
+    layers_bytes: Annotated[tuple[Annotated[int, Bound(1, 1 << 50)], ...], Bound(1, MAX_LAYERS)]
+    first_bytes: _Size
+    last_bytes: _Size
+    tied_bytes: _Size
+    width: _Entries
+    inner: _Entries
+    vocab: _Entries
 
-    def to_map(self) -> dict[str, Any]:
-        sizes = self.sizes
-        return {
-            "layers_bytes": list(sizes.layers_bytes),
-            "first_bytes": sizes.first_bytes,
-            "last_bytes": sizes.last_bytes,
-            "tied_bytes": sizes.tied_bytes,
-            "width": self.width,
-            "inner": self.inner,
-            "vocab": self.vocab,
-        }
+    @classmethod
+    def of(cls, sizes: ModelSizes, width: int, inner: int, vocab: int) -> ModelShape:
+        ends = sizes.first_bytes, sizes.last_bytes, sizes.tied_bytes
+        return cls(sizes.layers_bytes, *ends, width, inner, vocab)
 
+    def check(self) -> None:
+        if self.tied_bytes > min(self.first_bytes, self.last_bytes):
+            raise ProtocolError("tied_bytes must not exceed first_bytes or last_bytes")
 
-def shape_untrusted(source: object) -> ModelShape:
-    """Decode a peer's ``ModelShape.to_map``. Raises ``ProtocolError``."""
-    if not isinstance(source, dict):
-        raise ProtocolError("a model's sizes must be a map")
-    layers = source.get("layers_bytes")
-    if not isinstance(layers, list) or not 1 <= len(layers) <= MAX_LAYERS:
-        raise ProtocolError(f"a model's sizes must have 1 to {MAX_LAYERS} layers")
-    if not all(type(size) is int and 0 < size <= _MOST_BYTES for size in layers):
-        raise ProtocolError(f"a layer's size must be a whole number from 1 to {_MOST_BYTES}")
-    first, last, tied = (_number(source, name, 0, _MOST_BYTES) for name in ("first_bytes", "last_bytes", "tied_bytes"))
-    if tied > min(first, last):
-        raise ProtocolError("tied_bytes must not exceed first_bytes or last_bytes")
-    width, inner, vocab = (_number(source, name, 1, _MOST) for name in ("width", "inner", "vocab"))
-    return ModelShape(ModelSizes(tuple(layers), (0,) * len(layers), first, last, tied), width, inner, vocab)
-
-
-def _number(source: dict[str, Any], name: str, least: int, most: int) -> int:
-    value = source.get(name)
-    if type(value) is not int or not least <= value <= most:
-        raise ProtocolError(f"a model's {name[:32]} must be a whole number from {least} to {most}")
-    return value
+    @property
+    def sizes(self) -> ModelSizes:
+        """The sizes without a cache."""
+        no_cache = (0,) * len(self.layers_bytes)
+        return ModelSizes(self.layers_bytes, no_cache, self.first_bytes, self.last_bytes, self.tied_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +108,13 @@ class Training:
     max_in_flight: int = 0
     cuts: tuple[int, ...] = ()
 
+    @cached_property
+    def sizes(self) -> ModelSizes:
+        return self.shape.sizes
+
     @property
     def layers(self) -> int:
-        return self.shape.sizes.layers
+        return self.sizes.layers
 
     @property
     def workers(self) -> int:
@@ -154,7 +144,7 @@ class Training:
 
     def need_bytes(self, stage: int, start: int, stop: int, *, on_host: bool = True) -> int:
         return part_training_bytes(
-            self.shape.sizes.weights_bytes(start, stop),
+            self.sizes.weights_bytes(start, stop),
             self.kept_bytes(start, stop),
             self.activation_bytes if start else 0,
             in_flight=self.in_flight(stage),
@@ -173,7 +163,7 @@ class Training:
             return most
         copies = HOST_COPIES if candidate.on_host else DEVICE_COPIES
         return in_flight_that_fit(
-            candidate.memory_bytes - copies * self.shape.sizes.weights_bytes(start, stop),
+            candidate.memory_bytes - copies * self.sizes.weights_bytes(start, stop),
             self.kept_bytes(start, stop),
             self.activation_bytes if start else 0,
             recompute=self.recompute,
@@ -187,7 +177,7 @@ class Training:
 
     def layer_flop(self, layer: int) -> float:
         """FLOPs of a micro-batch's forward pass: two per weight and token, and attention's own products."""
-        weights = self.shape.sizes.layers_bytes[layer] / 4
+        weights = self.sizes.layers_bytes[layer] / 4
         return self.tokens * (2 * weights + 4 * self.sequence_tokens * self.shape.width)
 
     @property

@@ -155,7 +155,7 @@ def _best(training: Training, there: Sequence[CandidateWorker], hops: _Hops, *, 
 
 
 def _cost_table(training: Training, groups: Sequence[Group], hops: _Hops, cuts: Sequence[int]) -> CostTable:
-    sizes = training.shape.sizes
+    sizes = training.sizes
     upper = np.triu(np.ones((len(cuts), len(cuts)), bool), 1)
     weights = spans(sizes.layers_bytes, cuts)
     weights[0, :] += sizes.first_bytes
@@ -243,11 +243,11 @@ def _predicted(
     chain_s = max(
         simulate(schedule, costs) + (share - schedule.micro_batches) * pace_s, share * max(occupied_s, default=0)
     )
-    weights = [training.shape.sizes.weights_bytes(start, stop) for _, start, stop in parts]
+    weights = [training.sizes.weights_bytes(start, stop) for _, start, stop in parts]
     reduce_s = max(hops.ring_s(group, size_bytes) for group, size_bytes in zip(groups, weights, strict=True))
-    if training.shape.sizes.tied_bytes:
+    if training.sizes.tied_bytes:
         ends = zip(groups[0], groups[-1], strict=True)
-        reduce_s += max(hops.ring_s(pair, training.shape.sizes.tied_bytes) for pair in ends)
+        reduce_s += max(hops.ring_s(pair, training.sizes.tied_bytes) for pair in ends)
     busy_s = [share * each_s for each_s in computes_s]
     step_s = chain_s + reduce_s
     used = {candidate for group in groups for candidate in group}
@@ -313,7 +313,7 @@ def _refusal(training: Training, there: Sequence[CandidateWorker]) -> ResourceEr
     offers = [f"{each.name} {human_bytes(each.memory_bytes) if each.memory_bytes else 'any'}" for each in there[:most]]
     offers += [f"{len(there) - most} more"] if len(there) > most else []
     told = (
-        f"the model ({human_bytes(training.shape.sizes.weights_bytes(0, layers))} of weights) cannot train as {stages} "
+        f"the model ({human_bytes(training.sizes.weights_bytes(0, layers))} of weights) cannot train as {stages} "
         f"stages by {training.replicas} replica{'s' * (training.replicas != 1)}: "
         f"{'' if training.cuts else 'with equal stages, '}"
         f"{_told(training, min(needs), 'the smallest')}, {_told(training, max(needs), 'the largest')}, a "

@@ -59,7 +59,7 @@ class View(ViewAnnounced):
         heads = self.members[:: self.stages]
         members = (
             replace(member, first=head.first, count=head.count)
-            for member, head in zip(self.same_stage(rank), heads, strict=True)
+            for member, head in zip(self.members[self.stage_of(rank) :: self.stages], heads, strict=True)
         )
         label = f"{self.job}{LABEL}{self.stage_of(rank)}"
         return replace(self, job=label, members=tuple(members), stages=1)

@@ -45,7 +45,7 @@ class Bound:
 
     def check(self, value: Any, where: str) -> None:
         """Raise ``ProtocolError`` if ``value``, whose type is right, is out of bounds."""
-        sized = isinstance(value, str | bytes | list | dict)
+        sized = isinstance(value, str | bytes | list | tuple | dict)
         if not self.least <= (len(value) if sized else value) <= self.most:  # false for NaN
             what = f"{len(value)} long" if sized else f"{value}"
             raise ProtocolError(f"{where} is {what}, expected {self}")
@@ -149,8 +149,9 @@ def check_of(hint: Any, where: str, *, lenient: bool = False) -> Check:
         check = _bounded(_arm_check(arm, where, lenient), bound, where)
         if arm is float:  # encoders may write 1.0 as 1; an int arm of the same union takes precedence
             arms.setdefault(int, _as_float(check))
-        origin = typing.get_origin(arm)
-        arms[dict if dataclasses.is_dataclass(arm) else list if origin is tuple else origin or arm] = check
+        arms[dict if dataclasses.is_dataclass(arm) else typing.get_origin(arm) or arm] = check
+    if tuple in arms:  # it travels as a list
+        arms[list] = arms[tuple]
 
     def checked(value: Any) -> Any:
         arm = arms.get(type(value))
@@ -181,7 +182,7 @@ def _arm_check(arm: Any, where: str, lenient: bool) -> Check:
     if dataclasses.is_dataclass(arm):
         return _dataclass_check(cast(Any, arm), lenient)
     origin, args = typing.get_origin(arm), typing.get_args(arm)
-    if origin in (list, tuple):  # both travel as a list
+    if origin in (list, tuple):
         item = check_of(args[0], where, lenient=lenient)
         return lambda value: origin(item(each) for each in value)
     if origin is dict:

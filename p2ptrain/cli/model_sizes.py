@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -201,7 +201,7 @@ def _like_llama(model: Model) -> ModelShape:
     matrix = 4 * BYTES_VOCAB * width
     tied = matrix if model.tie_embeddings else 0
     sizes = ModelSizes((4 * layer,) * model.layers, (0,) * model.layers, matrix, matrix + 4 * width, tied)
-    return ModelShape(sizes, width, inner, BYTES_VOCAB)
+    return ModelShape.of(sizes, width, inner, BYTES_VOCAB)
 
 
 def _of_directory(directory: Path) -> ModelShape:
@@ -216,8 +216,7 @@ def _of_directory(directory: Path) -> ModelShape:
     vocab, inner = table.get("vocab_size"), table.get("intermediate_size")
     if not isinstance(vocab, int) or vocab < 1:
         raise ConfigError(f"{path} does not give the size of the vocabulary", remedy="add vocab_size to it")
-    without_cache = replace(found.sizes, cache_bytes=(0,) * found.sizes.layers)
-    return ModelShape(without_cache, found.width, inner if isinstance(inner, int) else 4 * found.width, vocab)
+    return ModelShape.of(found.sizes, found.width, inner if isinstance(inner, int) else 4 * found.width, vocab)
 
 
 def _shape_by_building(profile: Profile) -> ModelShape:
@@ -229,7 +228,5 @@ def _shape_by_building(profile: Profile) -> ModelShape:
 
     config = model_config(training_spec(profile).model, BYTES_VOCAB)
     split_check.check_splits(config)
-    found = layer_sizes(config)
-    sizes = replace(found, cache_bytes=(0,) * found.layers)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return ModelShape(sizes, config.hidden_size, inner, int(config.vocab_size))
+    return ModelShape.of(layer_sizes(config), config.hidden_size, inner, int(config.vocab_size))

@@ -142,7 +142,9 @@ class CheckpointStore:
     def publish(self, draft: Draft, meta: Meta) -> CheckpointEntry:
         """Make ``draft`` the durable checkpoint of its step, then prune older ones. Raises ``StorageError``."""
         step, target = draft.step, self._path(draft.step)
-        encoded = self._write_manifest(draft.path, step, meta, draft.sums)
+        encoded = manifest_of(step, meta, draft.sums)
+        self._disk.write_file(draft.path / MANIFEST, encoded)
+        self._disk.sync_file(draft.path / MANIFEST)
         self._disk.sync_dir(draft.path)
         self._publish(draft.path, target)
         with suppress(StorageError):  # the new one is durable; the next call prunes what is left now
@@ -223,12 +225,6 @@ class CheckpointStore:
         for path in pruned:
             self._remove(path)
         return bool(pruned)
-
-    def _write_manifest(self, directory: Path, step: int, meta: Meta, sums: Mapping[str, tuple[int, str]]) -> bytes:
-        encoded = manifest_of(step, meta, sums)
-        self._disk.write_file(directory / MANIFEST, encoded)
-        self._disk.sync_file(directory / MANIFEST)
-        return encoded
 
     def _publish(self, temporary: Path, target: Path) -> None:
         if self._disk.is_dir(target):

@@ -23,7 +23,7 @@ from ring.order import LinkQuality, RingOptions, known_link
 from ring.recovery import Recorder
 from ring.replica_assembly import newest_kept, told_stage
 from ring.replicas import ReplicaCoordinator
-from ring.training_costs import Training, shape_untrusted
+from ring.training_costs import ModelShape, Training
 from ring.view import View
 from roles.seed.ledger import Ledger
 from roles.seed.peers import MAX_WHOLE, Link, announced_to, clipped, ring_beats, seen_from, whole
@@ -57,7 +57,7 @@ def training_of(profile: Profile | None, shape: object, cuts: Sequence[int] = ()
     ``cuts``: the planned cuts; if empty, those of the profile.
     """
     try:
-        known = shape_untrusted(shape) if shape else None
+        known = ModelShape.from_map_untrusted(shape) if shape else None
     except ProtocolError:
         return None
     if known is None or profile is None or profile.stages < 2:

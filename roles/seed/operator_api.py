@@ -21,7 +21,7 @@ from p2ptrain.core.errors import (
 from p2ptrain.core.ids import new_id
 from ring import coordination as co
 from ring.coordination import ENDED, Phase
-from ring.training_costs import CandidateWorker, ModelShape, shape_untrusted
+from ring.training_costs import CandidateWorker, ModelShape
 from roles.seed.events import first_that_fit, newest_that_fit
 from roles.seed.jobs import SETTLE_S, seen_for, training_of
 from roles.seed.links import Survey
@@ -86,7 +86,7 @@ def checked_shape(params: Mapping[str, Any], profile: Profile) -> ModelShape | N
     if params.get("shape") is None or profile.stages < 2:
         return None
     try:
-        shape = shape_untrusted(params["shape"])
+        shape = ModelShape.from_map_untrusted(params["shape"])
     except ProtocolError as problem:
         raise Refused("bad-shape", problem.message, remedy=REMEDY) from problem
     layers, cuts = shape.sizes.layers, profile.pipeline.cuts

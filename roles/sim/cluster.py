@@ -29,7 +29,7 @@ from wire.messages import Scalar
 SEED, PERSON, LISTEN = "seed", "person", "127.0.0.1"
 SEED_PORT = 7700
 STATE, BACKUP = Path("/state"), Path("/backup")
-SHAPE = ModelShape(ModelSizes((1 << 20,) * 4, (0,) * 4, 1 << 20, 1 << 20), 64, 64, 64)
+SHAPE = ModelShape.of(ModelSizes((1 << 20,) * 4, (0,) * 4, 1 << 20, 1 << 20), 64, 64, 64)
 """Shape of the split model, as the creator of the job reports it."""
 AGAIN_S = 3.0  # delay before a person restarts a program that ended with an error
 

@@ -10,7 +10,7 @@ from configs.schema import Profile
 from p2ptrain.cli import up_cluster
 from p2ptrain.cli.placement import local_plan, prediction, short
 from p2ptrain.core.errors import Refused, ResourceError
-from ring.training_costs import shape_untrusted
+from ring.training_costs import ModelShape
 from wire.records import ClusterInfo
 
 from .conftest import Command
@@ -42,7 +42,7 @@ def test_a_dry_run_shows_who_trains_what_and_makes_nothing(command: Command, fak
     assert told[1] == "more replicas of the job, or spares: worker-3"
     ((method, params),) = fake_seed.asked
     assert method == "jobs.plan"
-    assert shape_untrusted(params["shape"]).sizes.layers == 4
+    assert ModelShape.from_map_untrusted(params["shape"]).sizes.layers == 4
     shown = command("jobs", "create", *SPLIT, "--dry-run", "--json").json
     assert shown == fake_seed.answers["jobs.plan"]
     assert {name for name, _ in fake_seed.asked} == {"jobs.plan"}

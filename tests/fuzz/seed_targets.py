@@ -12,7 +12,7 @@ from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.ids import is_id
 from ring.ledger import counts_of_untrusted
 from ring.token import Shares, next_lineage
-from ring.training_costs import MAX_LAYERS, Training, shape_untrusted
+from ring.training_costs import MAX_LAYERS, ModelShape, Training
 from ring.view import View
 from roles.member import drafters_untrusted
 from roles.seed.ledger import Ledger
@@ -38,11 +38,11 @@ _SHAPES = st.fixed_dictionaries(
 
 def _check_shape(source: object) -> None:
     try:
-        shape = shape_untrusted(source)
+        shape = ModelShape.from_map_untrusted(source)
     except ProtocolError:
         return
     assert 1 <= shape.sizes.layers <= MAX_LAYERS
-    assert shape_untrusted(shape.to_map()) == shape
+    assert ModelShape.from_map_untrusted(shape.to_map()) == shape
     training = Training(shape, 2, 1, tokens=2**20, sequence_tokens=2**20, micro_batches=65536)
     assert 0 < training.need_bytes(0, 0, shape.sizes.layers) < 2**100
     assert math.isfinite(training.flop(0, shape.sizes.layers))
@@ -145,7 +145,7 @@ TARGETS = (
         peak_bytes=512 << 10,
     ),
     Target(
-        "model-shapes", _SHAPES | FREE, _check_shape, ("ring.training_costs.shape_untrusted",), peak_bytes=256 << 10
+        "model-shapes", _SHAPES | FREE, _check_shape, ("wire.schema.Record.from_map_untrusted",), peak_bytes=256 << 10
     ),
     Target(
         "drafters-here",

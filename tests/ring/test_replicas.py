@@ -217,7 +217,7 @@ def test_of_those_who_are_away_the_newest_are_remembered() -> None:
 # ---------------------------------------------------------------------------------------------------- memory and speed
 
 MIB = 1 << 20
-SHAPE = ModelShape(ModelSizes((8 * MIB,) * 12, (0,) * 12, 4 * MIB, 4 * MIB, 0), 64, 128, 256)
+SHAPE = ModelShape.of(ModelSizes((8 * MIB,) * 12, (0,) * 12, 4 * MIB, 4 * MIB, 0), 64, 128, 256)
 
 
 def training(replicas: int = 1, **more: Any) -> Training:

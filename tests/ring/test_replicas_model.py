@@ -25,7 +25,7 @@ def peer_of(peer_id: str) -> co.Peer:
     return co.Peer(peer_id, peer_id, "h", 1, peer_id != "f", memory_bytes=MEMORY[peer_id], flops=SPEED[peer_id])
 
 
-SHAPE = ModelShape(ModelSizes((1 << 20,) * 6, (0,) * 6, 1 << 20, 1 << 20, 0), 8, 8, 8)
+SHAPE = ModelShape.of(ModelSizes((1 << 20,) * 6, (0,) * 6, 1 << 20, 1 << 20, 0), 8, 8, 8)
 MEMORY = {"a": 0, "b": 64 << 20, "c": 48 << 20, "d": 64 << 20, "e": 12 << 20, "f": 2 << 20}
 """``e`` can hold a small part, ``f`` none, the others any."""
 SPEED = {"a": 1e9, "b": 2e9, "c": 1e9, "d": 4e9, "e": 1e9, "f": 9e9}

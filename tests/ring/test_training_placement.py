@@ -15,7 +15,7 @@ from p2ptrain.core.footprint import ModelSizes
 from ring import training_placement
 from ring.order import LinkQuality
 from ring.placement import best_cuts
-from ring.training_costs import CandidateWorker, ModelShape, Training, shape_untrusted
+from ring.training_costs import CandidateWorker, ModelShape, Training
 from ring.training_placement import plan
 
 INSTANCES = 400
@@ -103,7 +103,7 @@ def problem(rng: random.Random) -> tuple[Training, list[CandidateWorker], dict[t
         end_bytes + 64,
         end_bytes if rng.random() < 0.5 else 0,
     )
-    shape = ModelShape(sizes, rng.choice([4, 16]), rng.choice([8, 64]), rng.choice([16, 256]))
+    shape = ModelShape.of(sizes, rng.choice([4, 16]), rng.choice([8, 64]), rng.choice([16, 256]))
     stages = rng.randint(2, min(size, layers))
     training = Training(
         shape,
@@ -174,7 +174,7 @@ def test_the_best_cuts_for_an_order_are_found(batch):
 # ------------------------------------------------------------------------------------------------------ told by example
 
 MIB = 1 << 20
-MODEL = ModelShape(ModelSizes((64 * MIB,) * 12, (0,) * 12, 32 * MIB, 32 * MIB + 4096, 32 * MIB), 1024, 2816, 8192)
+MODEL = ModelShape.of(ModelSizes((64 * MIB,) * 12, (0,) * 12, 32 * MIB, 32 * MIB + 4096, 32 * MIB), 1024, 2816, 8192)
 TRAINING = Training(MODEL, stages=2, replicas=1, tokens=512, sequence_tokens=512, micro_batches=8)
 
 
@@ -238,16 +238,16 @@ def test_what_cannot_be_asked_for_is_refused():
 
 
 def test_a_shape_goes_through_a_message_and_back():
-    assert shape_untrusted(MODEL.to_map()) == MODEL
+    assert ModelShape.from_map_untrusted(MODEL.to_map()) == MODEL
     for wrong in ({}, [], {**MODEL.to_map(), "width": 0}, {**MODEL.to_map(), "layers_bytes": [1.5]},
                   {**MODEL.to_map(), "tied_bytes": 64 * MIB}, {**MODEL.to_map(), "layers_bytes": []}):  # fmt: skip
         with pytest.raises(ProtocolError):
-            shape_untrusted(wrong)
+            ModelShape.from_map_untrusted(wrong)
 
 
 def test_sixty_workers_are_placed_in_little_time():
     rng = random.Random(1)
-    model = replace(MODEL, sizes=ModelSizes((64 * MIB,) * 64, (0,) * 64, MIB, MIB, 0))
+    model = ModelShape.of(ModelSizes((64 * MIB,) * 64, (0,) * 64, MIB, MIB, 0), 1024, 2816, 8192)
     training = replace(TRAINING, shape=model, stages=12, replicas=4)
     told = workers(*((rng.choice([2000, 4000, 6000]), rng.choice([1e10, 2e10, 4e10])) for _ in range(60)))
     began = time.process_time()

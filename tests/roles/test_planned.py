@@ -19,7 +19,7 @@ from wire.handshake import local_hello
 from wire.messages import Heartbeat
 
 MIB = 1 << 20
-SHAPE = ModelShape(ModelSizes((8 * MIB,) * 12, (0,) * 12, 4 * MIB, 4 * MIB, 0), 64, 128, 256)
+SHAPE = ModelShape.of(ModelSizes((8 * MIB,) * 12, (0,) * 12, 4 * MIB, 4 * MIB, 0), 64, 128, 256)
 PROFILE = Profile.model_validate(
     {
         "job": {"steps": 6, "workers": 2, "strategy": "pipeline"},

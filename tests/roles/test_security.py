@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -285,9 +286,10 @@ async def test_only_the_neighbour_that_was_announced_is_dialled(secure: Cluster)
         peer_id=caller.peer_id, name="x", roles=["worker"], purpose="ring", job=job, generation=9,
         capabilities={"channel": "bulk"},
     )  # fmt: skip
-    world, now = secure.world(caller.network), asyncio.get_running_loop().time()
+    me: Any = SimpleNamespace(world=secure.world(caller.network), seed_host=HOST)
+    deadline = asyncio.get_running_loop().time() + 1.0
     with pytest.raises(NeighbourAway, match="the certificate names peer"):
-        await dial_patiently(world, record, HOST, hello, deadline=now + 1.0)
+        await dial_patiently(me, record, hello, deadline=deadline, title="right neighbour")
     assert any(
         f"expected peer {record.peer_id!r}, but the certificate names" in text for _, _, text in peers[0].told
     ), "both sides hear it"
