@@ -23,7 +23,6 @@ from p2ptrain.core.errors import (
     NetworkError,
     P2PTrainError,
     Refused,
-    Unreachable,
     first_error,
 )
 from p2ptrain.core.world import World
@@ -257,13 +256,10 @@ async def dial_patiently(
     while True:
         try:
             timeout_s = max(min(HANDSHAKE_TIMEOUT_S, deadline - now()), 0.0)
-            connection, welcome = await dial(
+            connection, _ = await dial(
                 world.network, host, member.port, hello, timeout_s=timeout_s, expect_peer=member.peer_id
             )
-            if welcome.peer_id == member.peer_id:
-                return connection
-            connection.abort()
-            problem = Unreachable(f"{host}:{member.port} is another peer, {welcome.name}")
+            return connection
         except NetworkError as error:
             problem = error
         except Refused as error:

@@ -178,7 +178,7 @@ async def dial(
         timeout_s: for everything, from the first packet to the answer.
         expect_peer, expect_role: what the peer's certificate must name, over TLS. If it does not, ``hello`` is not
             sent, the peer gets the reason, and ``Refused`` ("wrong-identity") is raised. A plain connection has no
-            certificate: it is on the loopback, and the machine is trusted.
+            certificate: it is on the loopback, and the machine is trusted. Its ``Welcome`` must name ``expect_peer``.
 
     Raises:
         Unreachable, Refused, ProtocolError, DeadlineExceeded, ConnectionLost
@@ -200,6 +200,9 @@ async def dial(
         welcome = judge_answer(answer.message, f"{host}:{port}")
         if connection.identity is not None:  # the Welcome must name the certificate's peer
             await _check_answerer(connection, peer_id=welcome.peer_id, role="")
+        elif expect_peer not in ("", welcome.peer_id):
+            text = f"another peer, {welcome.name}, answers at {host}:{port}"
+            raise Refused(RefusalCode.IDENTITY, text, remedy="check the address: another peer may use it now")
         connection.call(welcome.name)
         if hello.purpose != ENROL:
             connection.allow_large()

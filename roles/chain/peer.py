@@ -22,7 +22,7 @@ from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, PartL
 from wire.client import PendingCalls
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
-from wire.messages import Message, RefusalCode, Refuse, Response
+from wire.messages import Message, Refuse, Response
 
 LOADING_QUIET_S = 240.0
 """Longest time without progress while a part is loaded. Another client's load may come first, a disk may be slow, and
@@ -113,7 +113,7 @@ class Peer:
     async def dial(cls, context: Context, worker: WorkerAt, *, timeout_s: float) -> Self:
         """Connect to the worker. Raises as ``wire.handshake.dial``."""
         hello = local_hello(peer_id=context.peer_id, name=context.name, roles=[context.role], purpose="chain")
-        connection, welcome = await dial(
+        connection, _ = await dial(
             context.world.network,
             worker.dialled(context.seed_host),
             worker.port,
@@ -122,9 +122,6 @@ class Peer:
             expect_peer=worker.peer_id,
             expect_role="worker",
         )
-        if welcome.peer_id != worker.peer_id:
-            connection.abort()
-            raise Refused(RefusalCode.IDENTITY, f"another peer answered at the address of {worker.name}")
         return cls(context, worker, connection)
 
     @property

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, Self
 
 from p2ptrain.core.activations import ID_BYTES, decode_ids
-from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError
 from p2ptrain.core.world import Network
 from roles.background import Background
 from roles.line import QUIET_S, Line
@@ -24,7 +24,7 @@ from wire import text_messages as wire
 from wire.address import is_loopback
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
-from wire.messages import Message, RefusalCode
+from wire.messages import Message
 from wire.records import ServingInfo
 
 DIAL_S = 5.0
@@ -71,7 +71,7 @@ class VerifierClient:
     ) -> Self:
         """Connect to the verifier. ``if_lost``: remedy for people if it is lost. Raises as ``wire.handshake.dial``."""
         hello = local_hello(peer_id=peer_id, name=name, roles=["operator"], purpose="generate")
-        connection, welcome = await dial(
+        connection, _ = await dial(
             network,
             dialled_host(verifier, seed_host),
             verifier.port,
@@ -80,9 +80,6 @@ class VerifierClient:
             expect_peer=verifier.id,
             expect_role=VERIFIER,
         )
-        if welcome.peer_id != verifier.id:
-            connection.abort()
-            raise Refused(RefusalCode.IDENTITY, f"another peer answered at the address of {verifier.name}")
         return cls(verifier, connection, if_lost)
 
     @property

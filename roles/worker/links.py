@@ -19,13 +19,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from p2ptrain.core.errors import DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.errors import DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError
 from ring.order import NEAR_RTT_S, LinkQuality
 from roles.line import unless_closed
 from roles.worker.context import PeerContext
 from roles.worker.stage_requests import PeerAddress
 from wire.connection import Connection
-from wire.messages import Hello, RefusalCode, Request, Response
+from wire.messages import Hello, Request, Response
 from wire.schema import instance_untrusted
 
 PIECE_BYTES = 32 << 10
@@ -138,7 +138,8 @@ class Prober:
         return found
 
     async def _measure(self, target: PeerAddress, found: dict[str, LinkQuality]) -> None:
-        connection = await self._dial(target)
+        hello = self._context.hello("probe")
+        connection, _ = await self._context.dial(target.peer, target.host, target.port, hello)
         try:
             latency_s = await self._latency_s(connection)
             found[target.peer] = LinkQuality(latency_s)
@@ -146,14 +147,6 @@ class Prober:
                 found[target.peer] = LinkQuality(latency_s, await self._pushed_bps(connection, latency_s))
         finally:
             connection.abort()
-
-    async def _dial(self, target: PeerAddress) -> Connection:
-        hello = self._context.hello("probe")
-        connection, welcome = await self._context.dial(target.peer, target.host, target.port, hello)
-        if welcome.peer_id != target.peer:
-            connection.abort()
-            raise Refused(RefusalCode.IDENTITY, f"another peer answers at {target.host}:{target.port}")
-        return connection
 
     async def _latency_s(self, connection: Connection) -> float:
         now, round_trips_s = self._now, list[float]()

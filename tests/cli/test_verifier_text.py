@@ -273,7 +273,7 @@ def test_which_verifier(command: Command, fake_seed: Any, verifier: Verifier) ->
     fake_seed.answers["serving.list"] = {"serving": [busy, verifier.record()]}
     assert command(*ask).code == 0
     fake_seed.answers["serving.list"] = {"serving": [verifier.record(id="b" * 12)]}
-    assert "another peer answered" in command(*ask).err
+    assert "another peer, " in command(*ask).err
 
 
 def _whole(turns: list[tuple[str, str]]) -> str:

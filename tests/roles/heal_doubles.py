@@ -159,11 +159,12 @@ async def ring_of(
     ring.told = told
     servers = []
 
-    async def decide(hello: Hello, connection: Connection) -> Welcome:
-        return local_welcome(peer_id="source", name="source", wall=0.0)
-
     for number in range(count):
         name = f"source-{number}"
+
+        async def decide(hello: Hello, connection: Connection, name: str = name) -> Welcome:
+            return local_welcome(peer_id=name, name=name, wall=0.0)
+
         core = SimpleNamespace(
             job=JOB, applied=0, lineage=FIRST, square_sum=1.0, torn=False, may_give=True, view=None, phase=None
         )
