@@ -17,7 +17,7 @@ from roles.verifier.targets import PassTimes
 DEADLINE_S = 10.0
 PLACEMENT = Placement(
     stages=tuple(
-        Stage(Peer(f"id{index}", f"box{index}", 1 << 30, 1e-9), 2 * index, 2 * index + 2, 1000, 9, 5, 0.002, 0.001, 0.0)
+        Stage(Peer(f"id{index}", f"box{index}", 1 << 30, 1e-9), 2 * index, 2 * index + 2, 1000, 9, 0.002, 0.001, 0.0)
         for index in range(2)
     ),
     client_hop_s=0.001,
