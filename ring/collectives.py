@@ -153,39 +153,24 @@ def owned_range(rank: int, n: int, numel: int) -> tuple[int, int]:
 
 def all_reduce(rank: int, n: int, numel: int, sub_chunk_numel: int, depth: int = 1) -> Schedule:
     """Every member gets the sum of all members' arrays of ``numel`` elements, in place."""
-    return _ring(rank, n, numel, sub_chunk_numel, depth, first_chunk=rank - 1, reduce_rounds=n - 1, store_rounds=n - 1)
+    return Schedule(*_plan(n, numel, sub_chunk_numel, depth, rank - 1, n - 1))
 
 
 def all_gather(rank: int, n: int, numel: int, sub_chunk_numel: int) -> Schedule:
     """Every member gets all members' chunks, in place; each contributes ``owned_range(rank, n, numel)``."""
-    return _ring(rank, n, numel, sub_chunk_numel, 1, first_chunk=rank, reduce_rounds=0, store_rounds=n - 1)
+    return Schedule(*_plan(n, numel, sub_chunk_numel, 1, rank, 0))
 
 
 def barrier(rank: int, n: int) -> Schedule:
     return all_gather(rank, n, n, 1)
 
 
-def _ring(
-    rank: int,
-    n: int,
-    numel: int,
-    sub_chunk_numel: int,
-    depth: int,
-    *,
-    first_chunk: int,
-    reduce_rounds: int,
-    store_rounds: int,
-) -> Schedule:
-    _check(rank, n, numel, sub_chunk_numel, depth)
-    return Schedule(*_plan(n, numel, sub_chunk_numel, depth, first_chunk, reduce_rounds, store_rounds))
-
-
 @lru_cache(maxsize=64)  # every training step needs the same few plans
 def _plan(
-    n: int, numel: int, sub_chunk_numel: int, depth: int, first_chunk: int, reduce_rounds: int, store_rounds: int
+    n: int, numel: int, sub_chunk_numel: int, depth: int, first_chunk: int, reduce_rounds: int
 ) -> tuple[tuple[Send, ...], tuple[Receive, ...]]:
     """Send ``first_chunk``, receive those before it: first reduce, then store. Pass on all but the last chunk."""
-    rounds = reduce_rounds + store_rounds
+    rounds = reduce_rounds + n - 1
     segments = -(-max(stop - start for start, stop in (owned_range(c, n, numel) for c in range(n))) // sub_chunk_numel)
     places = tuple(_places(segments, rounds, depth))
 
@@ -217,13 +202,6 @@ def _places(segments: int, rounds: int, depth: int) -> Iterable[tuple[int, int]]
     for place in range(segments + depth * (rounds - 1)):
         for t in range(max(0, -(-(place - segments + 1) // depth)), min(rounds, place // depth + 1)):
             yield place - depth * t, t
-
-
-def _check(rank: int, n: int, numel: int, sub_chunk_numel: int, depth: int) -> None:
-    if not 0 <= rank < n or numel < 0 or sub_chunk_numel < 1 or depth < 1:
-        raise ValueError(
-            f"no schedule for rank {rank} of {n}, {numel} elements in sub-chunks of {sub_chunk_numel}, {depth} deep"
-        )
 
 
 def cut(

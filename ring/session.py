@@ -39,7 +39,6 @@ from ring.lanes import Flow, Lane, Residual
 from ring.links import ThisMember, Topology, connect_neighbours
 from ring.neighbours import AT_WORK, Neighbour, NeighbourLinks
 from ring.view import View
-from wire.connection import Connection
 
 PATIENCE_S = 120.0
 SMALL_BYTES = 128 << 10
@@ -91,7 +90,7 @@ class RingSession:
             what="ring",
             status=self._status,
             busy=lambda: bool(self._under_way),
-            expects=self._expects,
+            expects=lambda connection: any(lane.expects for lane in self._lanes if lane.left is connection),
             on_broken=self._settle,
         )
         self.broken = self.links.broken
@@ -364,9 +363,6 @@ class RingSession:
 
     def _status(self) -> tuple[int, str]:
         return self.progress, next((operation.title for operation in self._under_way.values()), AT_WORK)
-
-    def _expects(self, connection: Connection) -> bool:
-        return any(lane.expects for lane in self._lanes if lane.left is connection)
 
     def _settle(self) -> None:
         for lane in self._lanes:
