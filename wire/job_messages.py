@@ -155,7 +155,7 @@ class ViewAnnounced(Message):
     step: Count
     lineage: Lineage
     members: Annotated[tuple[MemberRecord, ...], Bound(1, 4096)]
-    square_sum: Annotated[float, Bound(0, sys.float_info.max)] = 0.0
+    square_sum: Annotated[float, Bound(-sys.float_info.max, sys.float_info.max)] = 0.0  # finite
     heartbeat_s: _Silence = 0.0
     death_s: _Silence = 0.0
     streams: Annotated[int, Bound(1, MAX_STREAMS)] = 1

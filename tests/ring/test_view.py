@@ -66,6 +66,7 @@ def member(peer_id: str, first: int, count: int) -> MemberRecord:
         (spoiled(sub_chunk_bytes=(64 << 20) + 1), "sub_chunk_bytes is 67108865"),
         (spoiled(codec="zip"), "codec is 'zip'"),
         (spoiled(reduce_bytes=-1), "reduce_bytes is -1"),
+        (spoiled(square_sum=float("nan")), "square_sum is nan"),
     ],
 )
 def test_what_is_no_view_is_refused(view, why):
