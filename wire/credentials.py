@@ -6,6 +6,7 @@ A certificate names its peer in URIs of the subject alternative name: ``p2ptrain
 
 from __future__ import annotations
 
+import hashlib
 import ssl
 import warnings
 from collections.abc import Collection, Iterable
@@ -251,6 +252,11 @@ class Credentials:
     @property
     def identity(self) -> PeerIdentity:
         return identity_of_untrusted(der_of(self.certificate_pem))
+
+    @property
+    def pin(self) -> bytes:
+        """As in a ticket of the run."""
+        return hashlib.sha256(der_of(self.ca_pem)).digest()
 
     @property
     def path(self) -> Path:

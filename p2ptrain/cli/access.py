@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from p2ptrain.core.disk import write_atomic
 from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError, Refused, StorageError, UserError
 from p2ptrain.core.ids import new_id
-from wire.address import EVERYWHERE, format_address, is_loopback
+from wire.address import format_address, is_loopback, to_dial
 from wire.messages import RefusalCode
 from wire.transport import unreachable
 
@@ -138,8 +137,12 @@ def read_target(text: str) -> Ticket | tuple[str, int]:
         raise UserError(error.message, remedy=remedy) from error
 
 
-def shown_address(target: Ticket | tuple[str, int]) -> str:
-    return format_address(*target) if isinstance(target, tuple) else format_address(target.host, target.port)
+def place_of(target: Target) -> tuple[str, int]:
+    return target if isinstance(target, tuple) else (target.host, target.port)
+
+
+def shown_address(target: Target) -> str:
+    return format_address(*place_of(target))
 
 
 def _is(kind: Callable[[Path], bool], text: str) -> bool:
@@ -189,8 +192,8 @@ async def reach(target: Ticket | tuple[str, int], caller: Caller, base: Network,
         return Access(plain, port, base)
     if own and (local := _local_ticket(caller, port)):
         return await _by_ticket(dataclasses.replace(local, host=host), caller, base, afresh=afresh)
-    if kept := _kept(caller, lambda item: item.address == (host, port)):
-        return _encrypted(host, port, kept.credentials, base)
+    if kept := _kept(caller, lambda _, address: address == (host, port)):
+        return _encrypted(host, port, kept, base)
     raise UserError(f"the seed at {format_address(host, port)} requires a ticket", remedy=_advice(caller, own=own))
 
 
@@ -211,10 +214,8 @@ async def _by_ticket(ticket: Ticket, caller: Caller, base: Network, *, afresh: b
         may_join = caller.role == "worker" and ticket.role in ("verifier", "drafter")
         as_it_says = f"add --role {ticket.role}; or, " if may_join else ""
         raise UserError(text, remedy=as_it_says + _advice(caller, own=False))
-    kept = None if afresh else _kept(caller, lambda item: item.pin == ticket.pin)
-    if kept is not None:
-        credentials = kept.credentials
-    else:
+    credentials = None if afresh else _kept(caller, lambda kept, _: kept.pin == ticket.pin)
+    if credentials is None:
         disk, peer_id = RealDisk(), caller.peer_id or new_id()
         directory = caller.store / f"{ticket.pin.hex()[:16]}-{peer_id}"
         try:
@@ -255,20 +256,13 @@ def _local_ticket(caller: Caller, port: int) -> Ticket | None:
 # -------------------------------------------------------------------------------------------------- stored credentials
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    credentials: Credentials
-    pin: bytes
-    address: tuple[str, int]
-
-
-def _kept(caller: Caller, fits: Callable[[_Kept], bool]) -> _Kept | None:
+def _kept(caller: Caller, fits: Callable[[Credentials, tuple[str, int]], bool]) -> Credentials | None:
+    """The longest valid ones that ``fits`` accepts, with the address of their seed."""
     from p2ptrain.core.disk import RealDisk
     from wire.address import parse_address
-    from wire.credentials import SKEW_S, Credentials, der_of
+    from wire.credentials import SKEW_S, Credentials
 
-    found: list[tuple[float, _Kept]] = []
-    disk = RealDisk()
+    found, disk = list[Credentials](), RealDisk()
     for name in disk.list_dir(caller.store):
         directory = caller.store / name
         try:
@@ -283,26 +277,22 @@ def _kept(caller: Caller, fits: Callable[[_Kept], bool]) -> _Kept | None:
             continue  # a ticket gives credentials for this role
         if identity.not_after - SKEW_S <= time.time() or caller.peer_id not in ("", identity.peer_id):
             continue  # the seed's clock may be ahead
-        item = _Kept(credentials, hashlib.sha256(der_of(credentials.ca_pem)).digest(), address)
-        if fits(item):
-            found.append((identity.not_after, item))
-    return max(found, key=lambda each: each[0])[1] if found else None
+        if fits(credentials, address):
+            found.append(credentials)
+    return max(found, key=lambda each: each.identity.not_after, default=None)
 
 
 # ------------------------------------------------------------------------------------------------------ this machine
 
 
 def shown_host(host: str) -> str:
-    return _own_address() if host in EVERYWHERE else host
-
-
-def _own_address() -> str:
+    """Where other machines reach what listens here on ``host``."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # TEST-NET-1 of RFC 5737: a UDP connect sends no packet
-            return str(probe.getsockname()[0])
+            return to_dial(host, str(probe.getsockname()[0]))
         except OSError:
-            return socket.gethostname()
+            return to_dial(host, socket.gethostname())
 
 
 async def is_own(host: str, port: int) -> bool:

@@ -15,7 +15,7 @@ from p2ptrain.core.world import Clock
 from roles.seed.authority import FIRST_TICKET_S, LONGEST_TICKET_S, MAX_USES, ROLES, Authority, TicketRecord
 from roles.seed.operator_api import Params, Result
 from roles.seed.peers import clipped
-from wire.address import EVERYWHERE, NONCE_BYTES, Ticket, format_address, parse_address, verify_proof
+from wire.address import NONCE_BYTES, Ticket, format_address, parse_address, to_dial, verify_proof
 from wire.connection import Connection, last_word
 from wire.enrol import RENEW
 from wire.handshake import HANDSHAKE_TIMEOUT_S
@@ -51,7 +51,7 @@ class EnrolmentPolicy:
         """
         if self._authority is None:
             return None
-        self._local_host, self._port = "127.0.0.1" if address[0] in EVERYWHERE else address[0], address[1]
+        self._local_host, self._port = to_dial(address[0]), address[1]
         record = await self._tickets_of_the_start(self._authority)
         return self._authority.ticket(record, self._port)
 

@@ -40,7 +40,7 @@ from roles.seed.peers import (
 )
 from roles.seed.serving import ASKED_BY_VERIFIERS, Holdings, Services, check_role
 from roles.seed.store import TERM_FACT, JobRecord, PeerRecord, Records, Store
-from wire.address import EVERYWHERE, format_address, is_loopback
+from wire.address import format_address, is_loopback, to_dial
 from wire.chain_messages import PartsHeld
 from wire.connection import Connection, last_word
 from wire.handshake import dial, local_hello, local_welcome
@@ -256,7 +256,7 @@ class Seed:
 
     def address_to_dial(self, address: tuple[str, int]) -> str:
         """The address for other machines of a seed that listens on ``address``."""
-        return format_address(self.gate.host if address[0] in EVERYWHERE else address[0], address[1])
+        return format_address(to_dial(address[0], self.gate.host), address[1])
 
     def stop(self) -> None:
         """Tell all connected peers and operators that the seed stops. Workers train on and look for it again."""
