@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from p2ptrain.cli.output import human_seconds, print_json, print_table
-from p2ptrain.cli.runtime import JsonOption
-from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
+from p2ptrain.cli.runtime import JsonOption, check_one_of
+from p2ptrain.core.errors import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
     from roles.sim.run import Summary, Verdict
@@ -59,9 +59,9 @@ def sim(
     safeguards = MUTATIONS | STAGED if stages > 1 else MUTATIONS
     kinds = tuple(name.strip() for name in faults.split(",") if name.strip())
     for name in kinds:
-        _known("--kinds", name, [*KINDS, *(KINDS_OF_PARTS if stages > 1 else ())])
+        check_one_of("--kinds", name, [*KINDS, *(KINDS_OF_PARTS if stages > 1 else ())])
     if mutation:
-        _known("--without", mutation, list(safeguards))
+        check_one_of("--without", mutation, list(safeguards))
         kinds = kinds or safeguards[mutation][1]
     first = secrets.randbelow(1 << 31) if random_seed < 0 else random_seed
     if not as_json:
@@ -95,11 +95,6 @@ def sim(
         raise typer.Exit(EXIT_INTERRUPTED)
     if summary.violations:
         raise typer.Exit(VIOLATED)
-
-
-def _known(option: str, name: str, names: list[str]) -> None:
-    if name not in names:
-        raise UserError(f"{option}: {name!r} is not valid", remedy=f"use one of {', '.join(names)}")
 
 
 def _report(summary: Summary, options: dict[str, Any], *, as_json: bool) -> None:

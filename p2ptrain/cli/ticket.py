@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,19 +10,18 @@ from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import confirm, human_seconds, human_time, print_json, print_table, printable
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, check_one_of, is_text, not_empty
 from p2ptrain.core.errors import UserError
+from p2ptrain.core.texts import seconds_of
 
 if TYPE_CHECKING:
     from wire.records import TicketInfo
 
 app = new_typer(help="Make, list, revoke and replace the tickets with which other machines join.")
 
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _USES = {  # role → how to use its ticket
     "operator": "tui TICKET",
     "verifier": "join TICKET --role verifier --model DIR",
     "drafter": "join TICKET --role drafter --model DIR",
 }
-_TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])", re.ASCII)
 
 
 @app.command("new")
@@ -63,7 +61,7 @@ def new(
 
     role = role or ("operator" if operator else "worker")
     check_one_of("--role", role, ROLES)
-    expires_s = _seconds(expires)
+    expires_s = seconds_of(expires)
     _show(*ask(seed, lambda client: client.new_ticket(role, expires_s, uses, host)), as_json)
 
 
@@ -137,13 +135,6 @@ def _show(ticket: TicketInfo, text: str, as_json: bool) -> None:
     verb = _USES.get(ticket.role, "join TICKET")
     end = f" until {human_time(ticket.expires_at)}" if ticket.expires_at is not None else ""
     typer.echo(f"valid{end}; keep it secret. Use it as: p2ptrain {verb}", err=True)
-
-
-def _seconds(text: str) -> float:
-    match = _TIME.fullmatch(text.strip())
-    if match is None:
-        raise UserError(f"--expires {text} is not a time", remedy="write a number and s, m, h or d, as in 12h or 7d")
-    return float(match[1]) * _UNITS[match[2]]
 
 
 def _left(expires_at: float | None, now: float) -> str:

@@ -34,6 +34,18 @@ def layers_text(start: int, stop: int) -> str:
     return f"{start}–{stop - 1}" if stop - start > 1 else str(start)
 
 
+_TIME = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ms|s|min|m|h|d)\s*", re.ASCII)
+_UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+def seconds_of(text: str) -> float:
+    """Seconds of ``60s``, ``500ms``, ``30m``, ``1.5h``, ``7d``. Raises ``UserError``."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise UserError(f"{text!r} is not a duration", remedy="write 60s, 30m, 12h or 7d")
+    return float(match[1]) * _UNITS_S[match[2]]
+
+
 _SIZE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 

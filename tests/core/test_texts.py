@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2ptrain.core.texts import TEXT_CHARS, printable, shortened
+from p2ptrain.core.errors import UserError
+from p2ptrain.core.texts import TEXT_CHARS, printable, seconds_of, shortened
 
 
 @given(st.text(max_size=40), st.integers(1, 20))
@@ -21,3 +23,17 @@ def test_a_path_has_room() -> None:
     assert shortened(text) == text
     assert len(shortened("x" * 5000)) == TEXT_CHARS
     assert printable("a\x1b[2Jb") == "a?[2Jb"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("60s", 60), ("500ms", 0.5), ("30m", 1800), ("1.5h", 5400), (" 2 min ", 120), ("7d", 604_800)],
+)
+def test_a_duration(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "7", "s", "-1s", "1w", "1e3s", "٣s", "nan", "inf", "1s2s", "9" * 12])
+def test_no_duration(text: str) -> None:
+    with pytest.raises(UserError, match="not a duration"):
+        seconds_of(text)

@@ -78,8 +78,9 @@ def chaos(
       p2ptrain chaos --exact --tls --duration 10m --random-seed 7
     """
     from p2ptrain.cli.chaos.conduct import Plan, conduct, kinds_here
-    from p2ptrain.cli.chaos.judge import Report, kinds_of, seconds_of
+    from p2ptrain.cli.chaos.judge import Report, kinds_of
     from p2ptrain.cli.output import print_json
+    from p2ptrain.core.texts import seconds_of
 
     if duration and faults:
         raise UserError("--duration and --faults exclude each other", remedy="leave one of them out")
@@ -119,10 +120,7 @@ def chaos(
 
 
 def _profile(name: str, sets: list[str], workers: int, *, exact: bool) -> Profile:
-    """Load the profile, with this command's values for settings that the user did not choose.
-
-    Raises ``ConfigError``, ``UserError``.
-    """
+    """Load the profile, with this command's values for settings that the user did not choose."""
     from configs.loader import is_shipped, load
 
     loaded = load(name, os.environ, sets)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,9 @@ from dataclasses import asdict, dataclass, field
 import typer
 
 from p2ptrain.cli.local_cluster import Row, Seen
+from p2ptrain.cli.runtime import check_one_of
 from p2ptrain.core.errors import UserError
+from wire.records import percentile
 
 LASTS_S: dict[str, tuple[float, float]] = {
     "kill": (0.5, 3.0),
@@ -38,8 +39,6 @@ peer counts as dead after 2 s of silence; a shorter silence must not cost a peer
 KINDS = tuple(LASTS_S)
 CUTS = ("ring reset", "ring silent", "seed reset", "seed silent", "all silent")
 """Which links of a worker are cut, and how. Peers notice a reset at once. A silent link behaves like a pulled cable."""
-
-_UNITS_S = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +97,8 @@ def schedule(seed: int, *, workers: int, kinds: Sequence[str]) -> Iterator[Actio
 # ------------------------------------------------------------------------------------------------ what the user writes
 
 
-def seconds_of(text: str) -> float:
-    """Parse a duration: ``60``, ``60s``, ``500ms``, ``30m``, ``1h``. Raises ``UserError``."""
-    match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ms|s|min|m|h|)\s*", text, re.ASCII)
-    if not match:
-        raise UserError(f"{text!r} is not a duration", remedy="write 60s, 30m or 1h")
-    return float(match[1]) * _UNITS_S[match[2]]
-
-
 def kinds_of(text: str, *, tls: bool, here: Sequence[str]) -> tuple[str, ...]:
-    """Parse a list of kinds of faults. An empty text means all kinds that make sense.
+    """Parse a list of kinds of faults. An empty list means all kinds that make sense.
 
     Args:
         here: the kinds that this operating system supports.
@@ -115,18 +106,15 @@ def kinds_of(text: str, *, tls: bool, here: Sequence[str]) -> tuple[str, ...]:
     Raises:
         UserError: a kind is unknown or not supported.
     """
-    if not text:  # plain TCP cannot detect a damaged byte
-        return tuple(kind for kind in KINDS if kind in here and (tls or kind != "corrupt"))
     named = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not named:  # plain TCP cannot detect a damaged byte
+        return tuple(kind for kind in KINDS if kind in here and (tls or kind != "corrupt"))
     if named == ("none",):
         return ()
     for kind in named:
-        if kind not in KINDS:
-            raise UserError(f"{kind!r} is not a kind of fault", remedy=f"use some of {', '.join(KINDS)}, or only none")
+        check_one_of("--kinds", kind, KINDS, ", or only none")
         if kind not in here:
             raise UserError(f"this operating system does not support the fault {kind!r}", remedy="leave it out")
-    if not named:
-        raise UserError("no kind of fault is named", remedy=f"use some of {', '.join(KINDS)}, or none")
     return named
 
 
@@ -235,11 +223,6 @@ def steps_per_s(rows: Sequence[Row], begin_s: float, end_s: float) -> float:
     return (after - before) / (end_s - begin_s) if end_s > begin_s else 0.0
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """Nearest-rank quantile: the least value that at least ``share`` of the values do not exceed."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
 def _some(items: Sequence[object], most: int = 6) -> str:
     shown = ", ".join(str(item) for item in items[:most])
     return f"{shown}, and {len(items) - most} more" if len(items) > most else shown
@@ -281,10 +264,10 @@ class Report:
         found: dict[str, list[float]] = {}
         for injected in self.injected_faults:
             if injected.recovery_s is not None:
-                found.setdefault(injected.kind, []).append(injected.recovery_s)
+                found.setdefault(injected.kind, []).append(round(injected.recovery_s, 3))
         shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
         return {
-            kind: {"n": len(values)} | {name: round(quantile(values, share), 3) for name, share in shares.items()}
+            kind: {"n": len(values)} | {name: percentile(values, part) or 0.0 for name, part in shares.items()}
             for kind, values in sorted(found.items())
         }
 
