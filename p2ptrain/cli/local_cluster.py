@@ -185,6 +185,9 @@ class LocalCluster:
     def logs(self) -> Path:
         return self.root / "logs"
 
+    def workers_start(self, count: int) -> str:
+        return f"{count} worker{'s start' if count > 1 else ' starts'}; logs are in {self.logs}"
+
     @property
     def seed(self) -> Child:
         assert self._seed is not None, "the seed was not started"
@@ -224,45 +227,37 @@ class LocalCluster:
 
         return (await open_operator((LOOPBACK, self.port), state=self.root))[1]
 
-    async def joined(self, names: Sequence[str]) -> None:
+    async def joined(self, names: Collection[str]) -> None:
         """Wait until the seed lists these peers. Raises ``JobFailed`` after a time limit, or if a process ends."""
-        there = set[str]()
 
-        def take(item: Record) -> None:
-            if isinstance(item, PeerInfo):
-                (there.discard if item.state in ABSENT_STATES else there.add)(item.name)
+        def name_of(item: Record) -> str:
+            return item.name if isinstance(item, PeerInfo) and item.state not in ABSENT_STATES else ""
 
-        await self._told(take, lambda: sorted(set(names) - there), "join")
+        await self._told(name_of, set(names), "join")
 
-    async def serving(self, roles: Collection[str]) -> dict[str, ServingInfo]:
-        """Wait until each of these roles is served; return what is served, by role. Raises ``JobFailed``."""
-        there = dict[str, ServingInfo]()
+    async def serving(self, roles: Collection[str]) -> dict[str, Any]:
+        """Wait until each of these roles is served; return its ``ServingInfo`` by role. Raises as ``joined``."""
+        return await self._told(lambda item: item.role if isinstance(item, ServingInfo) else "", set(roles), "serve")
 
-        def take(item: Record) -> None:
-            if isinstance(item, ServingInfo):
-                there[item.role] = item
+    async def _told(self, key: Callable[[Record], str], wanted: set[str], what: str) -> dict[str, Record]:
+        there = dict[str, Record]()
 
-        await self._told(take, lambda: [f"the {role}" for role in sorted(set(roles) - there.keys())], "serve")
-        return there
-
-    async def _told(self, take: Callable[[Record], None], missing: Callable[[], list[str]], what: str) -> None:
-        async def work() -> None:
+        async def work() -> dict[str, Record]:
             client = await self.connect()
             try:
                 async with asyncio.timeout(THERE_S):
                     async for records in client.news():
-                        for item in records:
-                            take(item)
-                        if not missing():
-                            return
+                        there.update({key(item): item for item in records})
+                        if wanted <= there.keys():
+                            return there
                     raise ConnectionLost("the seed ended")
             except TimeoutError:
-                text = f"{' and '.join(missing())} did not {what} within {THERE_S:.0f} s"
+                text = f"{' and '.join(sorted(wanted - there.keys()))} did not {what} within {THERE_S:.0f} s"
                 raise JobFailed(text, remedy=f"see the logs in {self.logs}") from None
             finally:
                 await client.close()
 
-        await self.while_alive(work(), needed=[self.seed, *self.peers.values()])
+        return await self.while_alive(work(), needed=[self.seed, *self.peers.values()])
 
     async def while_alive(
         self,
@@ -443,6 +438,10 @@ class JobObserver:
                 self.joined_rtt_ms.setdefault((item.id, item.joined_at), item.rtt_ms or 0.0)
             case CheckpointInfo() if item.job == job:
                 self.saved.setdefault(item.id, item)  # keep the first report
+
+
+def threads_each(processes: int) -> int:
+    return max(1, (os.cpu_count() or 1) // processes)
 
 
 def free_port() -> int:

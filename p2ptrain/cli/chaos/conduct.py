@@ -25,7 +25,7 @@ from configs.schema import Profile
 from p2ptrain.cli.chaos import judge
 from p2ptrain.cli.chaos.judge import Action, InjectedFault, Report, Verdict
 from p2ptrain.cli.chaos.proxy import Proxy
-from p2ptrain.cli.local_cluster import LOOPBACK, Child, JobObserver, LocalCluster, Row, free_port
+from p2ptrain.cli.local_cluster import LOOPBACK, Child, JobObserver, LocalCluster, Row, free_port, threads_each
 from p2ptrain.cli.output import Console
 from p2ptrain.cli.stopping import stop_on_signals
 from p2ptrain.core.checkpoints import CheckpointStore, verify_checkpoint
@@ -152,7 +152,6 @@ class Cluster:
     _watches: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def start_seed(self) -> None:
-        """Raises ``JobFailed``."""
         self._watch(await self.local.start_seed())
 
     async def start_worker(self, number: int) -> None:
@@ -519,7 +518,6 @@ class Run:
         self.clusters: list[Cluster] = []
 
     async def all(self) -> None:
-        """Raises ``Stopped``, ``P2PTrainError``."""
         plan, report = self.plan, self.report
         async with self._cluster(plan.root) as (cluster, observer, job):
             await self._undisturbed(observer)
@@ -550,8 +548,7 @@ class Run:
     @asynccontextmanager
     async def _cluster(self, root: Path) -> AsyncIterator[tuple[Cluster, JobObserver, str]]:
         plan = self.plan
-        threads = plan.profile.device.threads or max(1, (os.cpu_count() or 1) // plan.workers)
-        local = LocalCluster(root, tls=plan.tls)
+        local, threads = LocalCluster(root, tls=plan.tls), plan.profile.device.threads or threads_each(plan.workers)
         observer = JobObserver(local.connect)
         cluster = Cluster(local, plan.workers, threads, observer.wake)
         self.clusters.append(cluster)
@@ -565,7 +562,7 @@ class Run:
         try:
             for number in range(1, plan.workers + 1):
                 await cluster.start_worker(number)
-            self._console.event("info", f"{plan.workers} workers start; logs are in {local.logs}")
+            self._console.event("info", local.workers_start(plan.workers))
             remedy = f"the logs are in {local.logs}"
             if not await observer.until(lambda: self._over(cluster) or _whole(cluster, observer), PATIENCE_S):
                 raise JobFailed("the workers did not form a ring", remedy=remedy)
