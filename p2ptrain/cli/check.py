@@ -31,9 +31,8 @@ from p2ptrain.core.errors import P2PTrainError, Unreachable, UserError
 from p2ptrain.core.ids import new_id
 
 if TYPE_CHECKING:
-    from p2ptrain.cli.access import Access
+    from p2ptrain.cli.access import Access, Target
     from p2ptrain.core.world import Clock, Network
-    from wire.address import Ticket
     from wire.client import SeedClient
     from wire.connection import Connection
     from wire.handshake import Server
@@ -131,9 +130,11 @@ async def run_probes(probes: list[Probe], report: Callable[[ProbeResult], None])
 class ProbeContext:
     """The resources of one run: a connection to the seed, and a port for its dial-back."""
 
-    def __init__(self, network: Network, clock: Clock, target: Ticket | tuple[str, int], dialback_port: int) -> None:
+    def __init__(self, network: Network, clock: Clock, target: Target, dialback_port: int) -> None:
+        from p2ptrain.cli.access import place_of
+
         self._network, self._clock, self._target = network, clock, target
-        self._host, self._port = target if isinstance(target, tuple) else (target.host, target.port)
+        self._host, self._port = place_of(target)
         self._role = "operator" if isinstance(target, tuple) else target.role
         self._dialback_port = dialback_port
         self._peer_id = new_id()  # the seed checks that the peer that it dials back is the caller
@@ -254,7 +255,7 @@ class ProbeContext:
             self._dialback_port,
             decide=partial(_welcome, self._clock, access.peer_id or self._peer_id),
             serve=_hold_until_closed,
-            on_problem=_not_ours,
+            on_problem=lambda error, remote: None,  # strangers may dial our port
         )
         return self._server.address[1]
 
@@ -300,7 +301,3 @@ async def _hold_until_closed(connection: Connection, hello: Hello) -> None:
             await connection.closed.wait()
     except TimeoutError:
         return
-
-
-def _not_ours(error: P2PTrainError, remote: tuple[str, int]) -> None:
-    """Ignore strangers that dial our port."""

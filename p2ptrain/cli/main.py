@@ -1,7 +1,5 @@
-"""The entry point: runs one command, and turns every failure into one line, its remedy, and an exit code.
-
-Exit codes: 0 success, 1 another failure, 2 a wrong argument (also an unknown profile, job, peer, checkpoint or ticket),
-3 the network, 4 a peer, 5 the job, 6 memory or storage, 70 a bug in this program, 130 interrupted.
+"""The entry point: runs one command, and turns every failure into one line, its remedy, and an exit code
+(``commands.root`` lists them).
 
 This module loads only the standard library, so that Ctrl+C during later imports ends the process quietly.
 """
@@ -68,17 +66,14 @@ def told(error: Exception) -> int:
         raise error
     import typer
 
-    from p2ptrain.cli.output import failure, json_output, print_json, printable
+    from p2ptrain.cli.output import failure, json_output, print_error, print_json
 
     if isinstance(error, typer.Abort):  # Ctrl+C at a question
         return EXIT_INTERRUPTED
     known = _translated(error)
     # EX_SOFTWARE of sysexits.h
     code = known.exit_code if known is error or isinstance(known, UserError | StorageError) else 70
-    typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
-    typer.echo(printable(known.message), err=True)
-    if known.remedy:
-        typer.echo(f"  → {printable(known.remedy)}", err=True)
+    print_error(known)
     if json_output.wanted and not json_output.written:
         with suppress(OSError):  # standard output may be what failed
             print_json({"error": failure(known) | {"exit_code": code}})
@@ -121,7 +116,6 @@ def _usage_error(error: Any) -> UserError:
 
 
 def _complaint(error: Any) -> str:
-    """What is wrong with a value."""
     if not hasattr(error.__cause__, "errors"):
         return str(error.message)
     from configs.loader import complaint
@@ -131,7 +125,6 @@ def _complaint(error: Any) -> str:
 
 
 def _typed_command() -> str:
-    """The command that was typed, in full."""
     from p2ptrain.cli.commands import Commands
     from p2ptrain.cli.output import json_output
 

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from p2ptrain.core.texts import human_bytes
+
 if TYPE_CHECKING:
     from p2ptrain.core.errors import P2PTrainError
 
@@ -55,6 +57,13 @@ def failure(error: P2PTrainError) -> dict[str, Any]:
 
     said = {"message": error.message, "remedy": error.remedy, "exit_code": error.exit_code}
     return said | ({"code": error.code} if isinstance(error, Refused) else {})
+
+
+def print_error(error: P2PTrainError) -> None:
+    typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
+    typer.echo(printable(error.message), err=True)
+    if error.remedy:
+        typer.echo(f"  → {printable(error.remedy)}", err=True)
 
 
 def printable(text: str) -> str:
@@ -196,6 +205,7 @@ class Console:
         self._live = sys.stderr.isatty()
         self._drawn = 0
         self._next = 0.0
+        self._loading_s: float | None = None  # since when
 
     def event(self, level: str, text: str) -> None:
         """Print one line with the time; its mark and colour show the level."""
@@ -223,6 +233,12 @@ class Console:
         self._drawn = len(text)
         if last:
             self.finish()
+
+    def loading(self, done_bytes: int, total_bytes: int, more: str = "", *, last: bool = False) -> None:
+        """Show how much of a model is loaded. Where lines are not rewritten, a second must have passed before."""
+        self._loading_s = self._now() if self._loading_s is None else self._loading_s
+        if self._live or self._now() - self._loading_s > SHORT_S:
+            self.progress(f"loading  {human_bytes(done_bytes)} of {human_bytes(total_bytes)}{more}", last=last)
 
     @contextmanager
     def during(self, text: Callable[[], str]) -> Iterator[None]:

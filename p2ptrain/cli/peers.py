@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -46,8 +44,7 @@ def list_peers(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> 
         typer.echo(f"No peers yet. On a machine that is to train: {how_to_join(where)}", err=True)
 
 
-def print_peers(found: list[PeerInfo], serving: Mapping[str, ServingInfo] = MappingProxyType({})) -> None:
-    serve = bool(serving)
+def print_peers(found: list[PeerInfo], serving: dict[str, ServingInfo] | None = None) -> None:
     rows = [
         (
             peer.name,
@@ -61,13 +58,13 @@ def print_peers(found: list[PeerInfo], serving: Mapping[str, ServingInfo] = Mapp
             number(peer.rtt_ms, ".1f"),
             f"{peer.tokens_per_s:,.0f}",
             f"{human_bytes(peer.memory_bytes)} / {human_bytes(peer.memory_total_bytes)}",
-            *(_served(peer, serving.get(peer.id)) if serve else ()),
+            *(_served(peer, serving.get(peer.id)) if serving else ()),
             peer.address,
         )
         for peer in found
     ]
     figures = ("RANK", "STAGE", "STEP", "RTT MS", "TOKENS/S", "MEMORY")
-    of_serving = ("MODEL", "SESSIONS", "ACCEPTED") if serve else ()
+    of_serving = ("MODEL", "SESSIONS", "ACCEPTED") if serving else ()
     columns = ("NAME", "ID", "ROLES", "STATE", *figures[:3], "DEVICE", *figures[3:], *of_serving, "ADDRESS")
     less = ("DEVICE", "ADDRESS", "RTT MS", "MEMORY", *of_serving[:0:-1], "RANK", "STAGE", "STEP", "MODEL", "TOKENS/S")
     print_table(columns, rows, right=(*figures, *of_serving[1:]), less=less, cut=("NAME",))

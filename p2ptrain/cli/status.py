@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,12 +11,13 @@ import typer
 
 from p2ptrain.cli.output import Console, human_seconds, human_time, print_json, print_pairs, printable
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, operator, run
-from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
+from p2ptrain.core.errors import UserError
 from wire.address import how_to_join
 from wire.records import FINISHED_STATES, ClusterInfo, EventInfo, JobInfo, PeerInfo
 
 if TYPE_CHECKING:
     from wire.client import SeedClient
+    from wire.schema import Record
 
 RECENT_S = 600.0
 SHOWN = 8  # peers, jobs and problems, so that all fits one screen
@@ -33,18 +35,13 @@ def status(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None
     from p2ptrain.cli.jobs import print_jobs
     from p2ptrain.cli.peers import print_peers
 
-    async def look() -> tuple[ClusterInfo, list[PeerInfo], list[JobInfo], list[EventInfo], float]:
+    async def look() -> tuple[ClusterInfo, list[PeerInfo], list[JobInfo], list[str], float]:
         async with operator(seed) as client:
-            return (
-                await client.cluster(),
-                await client.peers(),
-                await client.jobs(),
-                await client.events(-NEWEST, NEWEST),
-                await client.clock(),
-            )
+            cluster, peers, jobs = await client.cluster(), await client.peers(), await client.jobs()
+            events, now = await client.events(-NEWEST, NEWEST), await client.clock()
+            return cluster, peers, jobs, attention(cluster, peers, jobs, events, now), now
 
-    cluster, peers, jobs, events, now = run(look())
-    problems = attention(cluster, peers, jobs, events, now)
+    cluster, peers, jobs, problems, now = run(look())
     if as_json:
         maps = {"peers": [peer.to_map() for peer in peers], "jobs": [job.to_map() for job in jobs]}
         print_json({"cluster": cluster.to_map(), **maps, "attention": problems})
@@ -74,10 +71,10 @@ def attention(
     cluster: ClusterInfo, peers: list[PeerInfo], jobs: list[JobInfo], events: list[EventInfo], now: float
 ) -> list[str]:
     """What a person should look at, the most important first. ``now``: the seed's Unix time."""
-    found = [f"job {job.name} ({job.id}) is {job.state}: {job.reason}" for job in jobs[-1:] if job.state == "failed"]
     coming = {peer.job for peer in peers if peer.state in ("joining", "building", "healing")}
-    waiting = [job for job in jobs if job.state == "paused" or (job.state == "waiting" and job.id not in coming)]
-    found += [f"job {job.name} ({job.id}) is {job.state}{': ' * bool(job.reason)}{job.reason}" for job in waiting]
+    stuck = [job for job in jobs[-1:] if job.state == "failed"]
+    stuck += [job for job in jobs if job.state == "paused" or (job.state == "waiting" and job.id not in coming)]
+    found = [f"job {job.name} ({job.id}) is {job.state}{': ' * bool(job.reason)}{job.reason}" for job in stuck]
     gone = [peer for peer in peers if peer.state in ("lost", "away", "failed")]
     found += [f"peer {peer.name} ({peer.id}) is {peer.state}: p2ptrain logs {peer.id}" for peer in gone]
     if not peers:
@@ -111,29 +108,27 @@ def logs(
     if follow and as_json:
         raise UserError("--follow and --json exclude each other", remedy="leave one of them out")
 
-    async def read() -> list[EventInfo]:
+    async def read() -> None:
         async with operator(seed) as client:
             ids = await _named(client, peer)
-            found = [event for event in await client.events(-NEWEST, NEWEST) if not peer or event.peer in ids]
+
+            def about(events: Iterable[Record]) -> list[EventInfo]:
+                return [item for item in events if isinstance(item, EventInfo) and (not peer or item.peer in ids)]
+
+            found = about(await client.events(-NEWEST, NEWEST))[-limit:]
             if as_json:
-                return found[-limit:]
+                print_json({"events": [event.to_map() for event in found]})
+                return
             for name in sorted({*ids.values()}):
                 _print_log(seed, name, limit)
-            last = _print_events(found[-limit:], 0)
+            last = _print_events(found, 0)
+            if not found:
+                typer.echo("No event yet.", err=True)
             if follow:
                 async for records in client.news():
-                    mine = [each for each in records if isinstance(each, EventInfo) and (not peer or each.peer in ids)]
-                    last = _print_events(mine, last)
-            return found
+                    last = _print_events(about(records), last)
 
-    try:
-        found = run(read())
-    except KeyboardInterrupt:
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    if as_json:
-        print_json({"events": [event.to_map() for event in found]})
-    elif not found:
-        typer.echo("No event yet.", err=True)
+    run(read())
 
 
 async def _named(client: SeedClient, peer: str) -> dict[str, str]:
@@ -155,7 +150,6 @@ def _print_events(events: list[EventInfo], last: int) -> int:
 
 
 def _print_log(seed: str, peer: str, limit: int) -> None:
-    """Print the end of the log of a process that ``p2ptrain up`` started here."""
     from p2ptrain.cli.access import read_targets
     from p2ptrain.cli.running import running_seeds
 
