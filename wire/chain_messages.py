@@ -3,7 +3,7 @@
 ::
 
     client  → stage    (purpose ``chain``)  Request → Response: part.offer, part.load, part.free, model.open,
-                       session.open, session.resume, session.close; meanwhile stage → client PartLoading
+                       model.measure, session.open, session.resume, session.close; meanwhile stage → client PartLoading
     client  → first stage, stage → next stage (purpose ``stage``)   ForwardRequest, then one bulk frame
     stage at which a ForwardRequest ends → client     Sampled
     stage   → client                        ChainBroken: the next stage is lost

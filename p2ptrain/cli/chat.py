@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 import typer
 
 from p2ptrain.cli.commands import new_typer
-from p2ptrain.cli.output import failure, print_json, printable
+from p2ptrain.cli.output import failure, print_error, print_json
 from p2ptrain.cli.runtime import is_text, run
-from p2ptrain.cli.text_options import TextOptions, WithBareSplit, takes_text_options, write
+from p2ptrain.cli.text_options import TextOptions, TokensOption, WithBareSplit, takes_text_options, write
 from p2ptrain.core.errors import P2PTrainError, StorageError, UserError
 
 if TYPE_CHECKING:
@@ -60,9 +60,7 @@ def chat(
         str,
         typer.Option("--system", metavar="TEXT", callback=is_text, help="System message, before the first question."),
     ] = "",
-    max_new_tokens: Annotated[
-        int, typer.Option("--tokens", "-n", metavar="N", min=1, help="Most tokens of an answer.")
-    ] = 512,
+    max_new_tokens: TokensOption = 512,
     *,
     options: TextOptions,
 ) -> None:
@@ -198,10 +196,7 @@ class ServiceThread(Generic[T]):
 
 
 async def _next(pieces: AsyncIterator[Piece]) -> Piece | None:
-    try:
-        return await anext(pieces)
-    except StopAsyncIteration:
-        return None
+    return await anext(pieces, None)
 
 
 async def _stats(writing: Writing) -> dict[str, Any]:
@@ -245,8 +240,7 @@ class ChatSession:
             except P2PTrainError as error:  # even without a model, /save works
                 if not self._at_terminal:
                     raise
-                typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
-                typer.echo(f"{printable(error.message)}" + f"\n  → {error.remedy}" * bool(error.remedy), err=True)
+                print_error(error)
 
     def document(self) -> dict[str, Any]:
         turns = [{"role": turn.role, "content": turn.text} for turn in self.conversation.turns]
@@ -320,18 +314,16 @@ class ChatSession:
             stop=self._options.stops,
             speculate=not self._options.no_speculation,
         )
-        began, first_s, text, tokens, ended = time.perf_counter(), 0.0, "", 0, "cancelled"
+        answer, began = Answer(question, ended="cancelled"), time.perf_counter()
         shown, writing = _Shown(live=self._at_terminal, quiet=self._quiet), None
         try:
             writing = self._thread.call(self._source.service.write(request))
             self._tell_left_out(writing.left_out, shown)
             pieces = aiter(writing)
             while (piece := self._thread.call(_next(pieces))) is not None:
-                first_s = first_s or time.perf_counter() - began
-                text += piece.text
-                tokens += len(piece.tokens)
+                answer.take(piece, time.perf_counter() - began)
                 shown.piece(piece.text)
-            ended, self._stats = writing.ended, self._thread.call(_stats(writing))
+            answer.ended, self._stats = writing.ended, self._thread.call(_stats(writing))
         except KeyboardInterrupt:
             if not self._at_terminal:
                 raise
@@ -339,7 +331,7 @@ class ChatSession:
             shown.end()
             if writing is not None:
                 self._thread.call(writing.close())  # Ctrl+C during this call leaves
-        answer = Answer(question, text.strip(), tokens, time.perf_counter() - began, first_s, ended)
+        answer.text = answer.text.strip()
         self._tell(answer, 0 if writing is None else writing.prompt_tokens)
         return answer
 

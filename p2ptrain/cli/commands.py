@@ -157,7 +157,6 @@ app = new_typer(cls=Commands, add_completion=True, context_settings={"help_optio
 
 
 def _check_shell() -> None:
-    """Raises ``UserError`` if there is no completion for the shell that runs this program."""
     import shellingham  # type: ignore[import-untyped]
 
     try:

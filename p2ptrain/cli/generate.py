@@ -16,7 +16,7 @@ import typer
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import Console, failure, print_json
 from p2ptrain.cli.runtime import is_text, run
-from p2ptrain.cli.text_options import TextOptions, WithBareSplit, takes_text_options, write
+from p2ptrain.cli.text_options import TextOptions, TokensOption, WithBareSplit, takes_text_options, write
 from p2ptrain.core.errors import P2PTrainError, UserError, first_error
 
 if TYPE_CHECKING:
@@ -44,9 +44,7 @@ def generate(
     prompts: Annotated[
         str, typer.Option("--prompts", metavar="FILE", help="File of prompts, one per line; -: standard input.")
     ] = "",
-    max_new_tokens: Annotated[
-        int, typer.Option("--tokens", "-n", metavar="N", min=1, help="Most tokens to write.")
-    ] = 200,
+    max_new_tokens: TokensOption = 200,
     compare: Annotated[
         bool,
         typer.Option(
@@ -140,7 +138,6 @@ class Written:
 
 
 async def _generate(request: GenerateRequest, directory: Path | None) -> None:
-    """Raises ``P2PTrainError``, and ``KeyboardInterrupt`` for Ctrl+C."""
     from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
     from p2ptrain.cli.text import Needs, text_source
 
@@ -226,23 +223,19 @@ class Texts:
             stop=asked.options.stops,
             speculate=speculate,
         )
-        began, first_s, said, tokens = time.perf_counter(), 0.0, "", 0
+        answer, began = Answer(request.prompt), time.perf_counter()
         writing = await self._source.service.write(request)
         try:
             async for piece in writing:
-                first_s = first_s or time.perf_counter() - began
-                said += piece.text
-                tokens += len(piece.tokens)
+                answer.take(piece, time.perf_counter() - began)
                 if shown:
                     self._piece(index, piece.text)
+            answer.ended = writing.ended
         except BaseException:
-            self.broken[index] = Written(
-                Answer(request.prompt, said, tokens, time.perf_counter() - began, first_s, "failed")
-            )
+            self.broken[index] = Written(answer)
             raise
         finally:
             await writing.close()
-        answer = Answer(request.prompt, said, tokens, time.perf_counter() - began, first_s, writing.ended)
         return Written(answer, writing.stats())
 
     def _piece(self, index: int, piece: str) -> None:
@@ -352,7 +345,6 @@ class Shown:
 
 
 def _prompts(prompt: str, file: str) -> list[str]:
-    """Raises ``UserError``."""
     if bool(prompt) == bool(file):
         raise UserError("generate needs a prompt", remedy="give either a PROMPT or --prompts FILE")
     if prompt and prompt != STDIN:

@@ -25,6 +25,10 @@ FETCHED = ("*.safetensors", "*.json", "tokenizer.model", "merges.txt", "vocab.tx
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w][\w.-]{0,95}", re.ASCII)
 
 
+def is_model(directory: str | Path) -> bool:
+    return Path(directory, "config.json").is_file()
+
+
 def checked(profile: Profile, *, download: bool = False) -> Profile:
     """The profile, with the directory of a model that was fetched. Raises ``UserError`` if data or model are missing,
     and as ``model_directory``."""
@@ -32,7 +36,7 @@ def checked(profile: Profile, *, download: bool = False) -> Profile:
     if not profile.model.path:
         return profile
     found = model_directory(profile.model.path, download=download)
-    if not (found / "config.json").is_file():
+    if not is_model(found):
         text = f"model.path = {profile.model.path!r} holds no model: it has no config.json"
         raise ConfigError(text, remedy="name a directory as save_pretrained writes it")
     model = profile.model.model_copy(update={"path": str(found)})

@@ -22,6 +22,7 @@ from p2ptrain.cli.output import (
 )
 from p2ptrain.cli.runtime import (
     DEFAULT_SEED,
+    DryRunOption,
     JsonOption,
     ProfileOption,
     SeedOption,
@@ -29,6 +30,7 @@ from p2ptrain.cli.runtime import (
     YesOption,
     ask,
     is_name,
+    newest_of,
     not_empty,
     run,
     seed_option,
@@ -37,6 +39,7 @@ from p2ptrain.cli.runtime import (
 if TYPE_CHECKING:
     from configs.schema import Profile
     from p2ptrain.cli.audit import Verdict
+    from ring.training_costs import ModelShape
     from wire.records import CheckpointInfo, JobInfo, MetricRow, RecoveryInfo, StagePlanInfo, TrainingPlanInfo
 
 app = new_typer(help="Create, show, watch, audit, pause, resume, save, cancel and forget jobs.")
@@ -55,13 +58,7 @@ def create(
         str,
         typer.Option("--name", metavar="NAME", callback=is_name, help="Name of the job; default: the profile's name."),
     ] = "",
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="With a split model: only show the planned layers, memory and speed of each worker.",
-        ),
-    ] = False,
+    dry_run: DryRunOption = False,
     drafter: Annotated[
         bool,
         typer.Option("--drafter", help="Create the job of the profile's [drafter] instead of the main model's."),
@@ -90,27 +87,26 @@ def create(
     known = _checked(load(profile, os.environ, sets).profile, seed, download=download)
     loaded, other = _one_of_pair(known, label, drafter=drafter)
     name = name or (f"{label}-drafter" if drafter else label)
-    planned = None
+    shape, planned = None, None
     if dry_run or loaded.stages > 1:
         from p2ptrain.cli import placement as plans
+        from p2ptrain.cli.model_sizes import shape_of
 
-        planned = _planned(seed, loaded, dry_run=dry_run)
+        shape = shape_of(loaded)
+        planned = _planned(seed, loaded, shape, dry_run=dry_run)
         if dry_run and planned is not None:
             print_json(plans.to_json(*planned)) if as_json else plans.print_plan(*planned)
             return
         if planned is not None and not as_json:
             typer.echo(plans.short(*planned), err=True)
-    more = _shape_of(loaded)
+    more = {} if shape is None else {"shape": shape.to_map()}
     job = ask(seed, lambda client: client.create_job(name, label, loaded.to_spec(), **more))
-    if other and not as_json:
-        typer.echo(other, err=True)
-    if not as_json:
-        typer.echo(printable(job))
-        typer.echo(f"watch it with: p2ptrain jobs watch {printable(job)}{seed_option(seed)}", err=True)
-    elif planned is not None:
-        print_json({"job": job, **plans.to_json(*planned)})
-    else:
-        print_json({"job": job})
+    if as_json:
+        print_json({"job": job} | ({} if planned is None else plans.to_json(*planned)))
+        return
+    typer.echo(f"{other}\n" * bool(other), err=True, nl=False)
+    typer.echo(printable(job))
+    typer.echo(f"watch it with: p2ptrain jobs watch {printable(job)}{seed_option(seed)}", err=True)
 
 
 def _checked(profile: Profile, seed: str, *, download: bool) -> Profile:
@@ -147,32 +143,12 @@ def _one_of_pair(profile: Profile, label: str, *, drafter: bool) -> tuple[Profil
     return profile.alone(), "only the main model's job is created; for the drafter's job add --drafter"
 
 
-def _shape_of(profile: Profile) -> dict[str, Any]:
-    from p2ptrain.cli.model_sizes import shape_param
-
-    return shape_param(profile)
-
-
-def _planned(seed: str, profile: Profile, *, dry_run: bool) -> tuple[TrainingPlanInfo, list[StagePlanInfo]] | None:
-    """The seed's plan for a split job; None, with a printed note, if there is none yet.
-
-    Raises:
-        Refused: the model does not fit. In a dry run also: there are too few workers.
-        UserError, ConfigError, StorageError: in a dry run: there is nothing to plan, or the sizes are unknown.
-    """
-    from p2ptrain.cli.model_sizes import shape_of
+def _planned(
+    seed: str, profile: Profile, shape: ModelShape | None, *, dry_run: bool
+) -> tuple[TrainingPlanInfo, list[StagePlanInfo]] | None:
+    """The seed's plan for a split job; None, with a printed note, if there is none yet. A dry run needs one."""
     from p2ptrain.core.errors import Refused, UserError
 
-    if profile.stages < 2:
-        raise UserError(
-            "the model of this job is not split: every worker trains all of it, so there is nothing to plan",
-            remedy="leave --dry-run out, or set job.strategy=pipeline and pipeline.stages",
-        )
-    if dry_run:
-        known = shape_of(profile)
-        shape = known.to_map() if known is not None else None
-    else:
-        shape = _shape_of(profile).get("shape")
     if shape is None:
         text = f"the sizes of the model at {profile.model.path} are not known here"
         if dry_run:
@@ -180,7 +156,7 @@ def _planned(seed: str, profile: Profile, *, dry_run: bool) -> tuple[TrainingPla
         typer.echo(f"no plan: {text}; the workers cut the model by its weights", err=True)
         return None
     try:
-        return ask(seed, lambda client: client.plan(profile.to_spec(), shape))
+        return ask(seed, lambda client: client.plan(profile.to_spec(), shape.to_map()))
     except Refused as refusal:
         if dry_run or refusal.code != "too-few":
             raise
@@ -248,7 +224,7 @@ def show(
     settings: dict[str, dict[str, Any]] = Profile.from_spec_untrusted(text).model_dump(mode="json")
     saved = ask(seed, lambda client: client.checkpoints(info.id))
     if as_json:
-        newest = _newest(saved)
+        newest = newest_of(item for item in saved if item.stage is None)
         print_json({"job": info.to_map(), "checkpoint": newest.to_map() if newest else None, "spec": settings})
         return
     print_pairs([*_pairs(info), ("checkpoint", _where(saved))])
@@ -355,16 +331,13 @@ _METRICS = {
 """Field of ``MetricRow``, the most important first → its format."""
 
 
-def _newest(checkpoints: list[CheckpointInfo]) -> CheckpointInfo | None:
-    return max((item for item in checkpoints if item.stage is None), key=lambda item: item.step, default=None)
-
-
 def _where(checkpoints: list[CheckpointInfo]) -> str:
-    if (newest := _newest(checkpoints)) is not None:
+    if (newest := newest_of(checkpoints)) is None:
+        return "none"
+    if newest.stage is None:
         return f"step {newest.step:,} on {newest.peer_name}: {newest.path}"
-    step = max((item.step for item in checkpoints), default=0)
-    parts = [f"{item.path} on {item.peer_name}" for item in checkpoints if item.step == step]
-    return f"step {step:,} in parts: {', '.join(parts)}" if parts else "none"
+    parts = (f"{item.path} on {item.peer_name}" for item in checkpoints if item.step == newest.step)
+    return f"step {newest.step:,} in parts: {', '.join(parts)}"
 
 
 def _ring(job: JobInfo) -> str:

@@ -18,8 +18,12 @@ from p2ptrain.cli.runtime import (
     SEED_HELP,
     SEED_VARIABLE,
     STATE_DEFAULT,
+    ApiKeyOption,
+    HttpOption,
+    LinkOption,
+    NameOption,
+    SplitOption,
     check_one_of,
-    is_name,
     is_text,
     run,
 )
@@ -61,10 +65,7 @@ def join(
         ),
     ] = "",
     download: DownloadOption = False,
-    name: Annotated[
-        str,
-        typer.Option("--name", metavar="NAME", callback=is_name, help="Name of this peer; default: the machine's."),
-    ] = "",
+    name: NameOption = "",
     state: Annotated[
         Path | None, typer.Option("--state", metavar="DIR", help=f"Where checkpoints are kept. {STATE_DEFAULT}")
     ] = None,
@@ -120,22 +121,9 @@ def join(
             " hardly ever change a verifier's text, and weights and caches take twice the memory of bf16.",
         ),
     ] = "",
-    split: Annotated[
-        int | None,
-        typer.Option(
-            "--split",
-            metavar="[N]",
-            min=0,
-            help="For a verifier: split its model over N workers; no number: the fastest number.",
-        ),
-    ] = None,
-    http: Annotated[
-        str, typer.Option("--http", metavar="HOST:PORT", help="For a verifier: address of its OpenAI API.")
-    ] = "",
-    api_keys: Annotated[
-        Path | None,
-        typer.Option("--api-key-file", metavar="FILE", help="For a verifier: file with the key of its API."),
-    ] = None,
+    split: SplitOption = None,
+    http: HttpOption = "",
+    api_keys: ApiKeyOption = None,
     sessions: Annotated[
         int,
         typer.Option("--sessions", metavar="N", min=0, help="For a verifier or drafter: texts at a time; 0: default."),
@@ -150,14 +138,7 @@ def join(
         ),
     ] = None,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
-    link: Annotated[
-        str,
-        typer.Option(
-            "--link",
-            metavar="PRESET",
-            help="Emulate a link: lan, wifi, metro, wan, transcontinental, satellite, lossy; or 20ms.",
-        ),
-    ] = "",
+    link: LinkOption = "",
 ) -> None:
     """Join a seed: as a worker, which trains the seed's jobs, or to write text. Ctrl+C leaves.
 
@@ -234,20 +215,23 @@ def _checked(serve_options: ServeOptions, model: str, *, download: bool) -> Serv
 
     role = serve_options.role
     of_both = {"--model": bool(model), "--sessions": bool(serve_options.sessions), "--dtype": bool(serve_options.dtype)}
-    of_verifiers = {
-        "--split": serve_options.split is not None,
-        "--http": serve_options.http is not None,
-        "--api-key-file": serve_options.api_keys is not None,
-    }
+    of_verifiers = {"--split": serve_options.split is not None, "--http": serve_options.http is not None}
+    of_verifiers["--api-key-file"] = serve_options.api_keys is not None
     given = of_verifiers if role == "drafter" else of_both | of_verifiers if role == "worker" else {}
     if extra := next((option for option, is_given in given.items() if is_given), None):
         meant = "verifier" if extra in of_verifiers else "drafter, or verifier"
         raise UserError(f"{extra} is not for a {role}", remedy=f"add --role {meant}, or leave it out")
     if role == "worker":
         return serve_options
-    _check_split(serve_options)
-    if serve_options.api_keys is not None and serve_options.http is None:
-        raise UserError("--api-key-file is for an HTTP endpoint", remedy="add --http HOST:PORT, or leave it out")
+    device, memory_bytes, threads = serve_options.device, serve_options.memory_bytes, serve_options.threads
+    of_workers = {"--device": bool(device), "--memory": bool(memory_bytes), "--threads": bool(threads)}
+    extra = next((option for option, is_given in of_workers.items() if is_given), None)
+    if serve_options.split is not None and extra is not None:
+        raise UserError(
+            f"{extra} does not apply to a verifier with --split: workers compute its model",
+            remedy=f"leave it out, and give it to the workers: p2ptrain join {extra} ...",
+        )
+    check_http(serve_options.http, serve_options.api_keys)
     if serve_options.api_keys is not None:
         from roles.verifier.http import read_key
 
@@ -255,22 +239,6 @@ def _checked(serve_options: ServeOptions, model: str, *, download: bool) -> Serv
     if not model:
         raise UserError(f"a {role} needs a model", remedy="name its directory with --model")
     return replace(serve_options, model=newest_in(Path(model), download=download))
-
-
-def _check_split(serve_options: ServeOptions) -> None:
-    from p2ptrain.core.errors import UserError
-
-    given = {
-        "--device": bool(serve_options.device),
-        "--memory": bool(serve_options.memory_bytes),
-        "--threads": bool(serve_options.threads),
-    }
-    extra = next((option for option, is_given in given.items() if is_given), None)
-    if serve_options.split is not None and extra is not None:
-        raise UserError(
-            f"{extra} does not apply to a verifier with --split: workers compute its model",
-            remedy=f"leave it out, and give it to the workers: p2ptrain join {extra} ...",
-        )
 
 
 def _check_device(kind: str) -> None:
@@ -281,6 +249,14 @@ def _check_device(kind: str) -> None:
 
     if kind and not re.fullmatch(DEVICE_KIND, kind):
         raise UserError(f"--device {kind} is not a device", remedy="use auto, cpu, cuda, cuda:1, ... or mps")
+
+
+def check_http(http: tuple[str, int] | None, api_keys: Path | None) -> None:
+    """Raises ``UserError`` for a key without an endpoint."""
+    from p2ptrain.core.errors import UserError
+
+    if api_keys is not None and http is None:
+        raise UserError("--api-key-file is for an HTTP endpoint", remedy="add --http HOST:PORT, or leave it out")
 
 
 def host_and_port(option: str, text: str, meaning: str) -> tuple[str, int] | None:
@@ -302,10 +278,9 @@ def host_and_port(option: str, text: str, meaning: str) -> tuple[str, int] | Non
 
 
 async def _work(joining: Joining) -> None:
-    from p2ptrain.cli.joining import stay
+    from p2ptrain.cli.joining import member_options, stay
     from p2ptrain.core.world import real_world
-    from roles.member import MemberOptions
-    from roles.worker.build import capabilities, engine_builder, holding, stage_builder, warm_up
+    from roles.worker.build import engine_builder, holding, stage_builder, warm_up
     from roles.worker.worker import Worker
 
     device, threads, memory_bytes = joining.device, joining.threads, joining.memory_bytes
@@ -319,15 +294,7 @@ async def _work(joining: Joining) -> None:
         return Worker(
             real_world(found.access.network),
             here.identity,
-            MemberOptions(
-                role="worker",
-                seed=(found.access.host, found.access.port),
-                listen=found.listen,
-                advertise=joining.advertise,
-                capabilities={**capabilities(device), "parts_memory_bytes": parts.limit_bytes},
-                others=found.others,
-                wait_s=found.wait_s,
-            ),
+            member_options(joining, found, parts_memory_bytes=parts.limit_bytes),
             build_engine=build,
             build_part=stage_builder(device=device, threads=threads, memory_bytes=memory_bytes),
             warm_up=warm_up,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from p2ptrain.cli.output import Console
     from p2ptrain.core.world import Network
     from roles.identity import Identity
+    from roles.member import MemberOptions
     from roles.seed_link import WaitS
     from wire.address import Ticket
     from wire.messages import Scalar
@@ -131,7 +132,7 @@ async def stay(joining: Joining, make: Make) -> None:
     Raises:
         P2PTrainError: there is no seed in time, no slot or no ticket, or what ran raised it.
     """
-    from p2ptrain.cli.access import MENDED_BY_A_TICKET, Caller, reach_one, shown_address
+    from p2ptrain.cli.access import MENDED_BY_A_TICKET, Caller, place_of, reach_one, shown_address
     from p2ptrain.cli.output import human_seconds
     from p2ptrain.cli.running import default_state_dir
     from p2ptrain.cli.stopping import stoppable, unless_stopped
@@ -146,7 +147,7 @@ async def stay(joining: Joining, make: Make) -> None:
     base, role, targets = _network(joining.link), joining.role, joining.targets
     identity = claim(RealDisk(), joining.root, role=role, name=joining.name, slot=joining.slot)
     here = ProcessContext(identity, console, stop)
-    places = [target if isinstance(target, tuple) else (target.host, target.port) for target in targets]
+    places = [place_of(target) for target in targets]
     console.event("info", f"{role} {identity.name} ({identity.peer_id}) joins {', '.join(map(shown_address, targets))}")
     caller = Caller(role, identity.directory / "credentials", [joining.root, default_state_dir()], identity.peer_id)
     listen_host, afresh = joining.host, False
@@ -195,12 +196,8 @@ async def served(joining: Joining, serve_options: ServeOptions) -> None:
     from p2ptrain.cli.serving import check, serve
 
     await check(serve_options)
-
     from p2ptrain.core.world import real_world
-    from roles.member import MemberOptions, ServingMember
-    from roles.worker.build import capabilities
-
-    said: dict[str, Scalar] = capabilities(joining.device)
+    from roles.member import ServingMember
 
     def member(here: ProcessContext, found: Found) -> ServingMember:
         async def program(member: ServingMember) -> None:
@@ -209,21 +206,29 @@ async def served(joining: Joining, serve_options: ServeOptions) -> None:
         return ServingMember(
             real_world(found.access.network),
             here.identity,
-            MemberOptions(
-                role=serve_options.role,
-                seed=(found.access.host, found.access.port),
-                listen=found.listen,
-                advertise=joining.advertise,
-                capabilities=said,
-                others=found.others,
-                wait_s=found.wait_s,
-            ),
+            member_options(joining, found),
             program=program,
             notify=here.notify,
             membership=found.access.member,
         )
 
     await stay(joining, member)
+
+
+def member_options(joining: Joining, found: Found, **more: Scalar) -> MemberOptions:
+    """``more``: capabilities besides those of the machine."""
+    from roles.member import MemberOptions
+    from roles.worker.build import capabilities
+
+    return MemberOptions(
+        role=joining.role,
+        seed=(found.access.host, found.access.port),
+        listen=found.listen,
+        advertise=joining.advertise,
+        capabilities=capabilities(joining.device) | more,
+        others=found.others,
+        wait_s=found.wait_s,
+    )
 
 
 def _network(link: str) -> Network:

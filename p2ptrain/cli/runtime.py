@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from shlex import quote
@@ -15,8 +16,11 @@ import typer
 from p2ptrain.cli.running import default_state_dir
 
 if TYPE_CHECKING:
+    from configs.schema import Profile
     from p2ptrain.cli.access import Access
+    from p2ptrain.cli.output import Console
     from wire.client import SeedClient
+    from wire.records import CheckpointInfo
 
 T = TypeVar("T")
 
@@ -24,7 +28,7 @@ DEFAULT_PORT = 7337  # copied from wire.address, so that --help does not load it
 DEFAULT_SEED = ""  # the seed that this user runs here (``running``)
 SEED_VARIABLE = "P2PTRAIN_SEED"
 NAME_BYTES = 64  # copied from roles.seed, for the same reason
-STATE_DEFAULT = "Default: the usual place for a program's data on this system."
+STATE_DEFAULT = f"Default: {default_state_dir()}".replace(os.path.expanduser("~") + os.sep, f"~{os.sep}")
 SEED_HELP = (
     "The seed: its address, a ticket, @FILE that holds one, or @DIR, the --state of a seed that runs here; several "
     "with commas between. Default: the one that you run here."
@@ -39,6 +43,33 @@ ProfileOption = Annotated[
     str, typer.Option("--profile", "-p", metavar="NAME|PATH", help="A profile that ships, or a TOML file.")
 ]
 WorkersOption = Annotated[int, typer.Option("--workers", "-w", metavar="N", min=1, max=64, help="Number of workers.")]
+LinkOption = Annotated[
+    str,
+    typer.Option(
+        "--link",
+        metavar="PRESET",
+        help="Emulate a link: lan, wifi, metro, wan, transcontinental, satellite, lossy; or 20ms. Default: none, or "
+        "the profile's.",
+    ),
+]
+HttpOption = Annotated[
+    str, typer.Option("--http", metavar="HOST:PORT", help="Address of the verifier's OpenAI API; default: none.")
+]
+ApiKeyOption = Annotated[
+    Path | None, typer.Option("--api-key-file", metavar="FILE", help="With --http: file with the key of the API.")
+]
+SplitOption = Annotated[
+    int | None,
+    typer.Option(
+        "--split",
+        metavar="[N]",
+        min=0,
+        help="Split the model over N workers; no number: the fastest number.",
+    ),
+]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="With a split model: only show the planned layers, memory and speed.")
+]
 SetOption = Annotated[
     list[str], typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Override one setting; may be repeated.")
 ]
@@ -67,25 +98,6 @@ def _loop_factory(children: bool) -> Callable[[], asyncio.AbstractEventLoop] | N
     return factory
 
 
-async def operator_access(seed: str | tuple[str, int], *, state: Path | None = None, afresh: bool = False) -> Access:
-    """An operator's way to a seed.
-
-    Args:
-        seed: an address, or what the user gave.
-        state: state directory of this operator, and of a seed on this machine; default: the usual place.
-        afresh: as in ``access.reach``.
-
-    Raises:
-        UserError: it is no address and no ticket, or a ticket is needed; else as ``access.reach``.
-    """
-    from p2ptrain.cli.access import Caller, reach_one, read_targets
-    from wire.transport import TcpNetwork
-
-    root = state or default_state_dir()
-    targets = read_targets(seed) if isinstance(seed, str) else [seed]
-    return await reach_one(targets, Caller("operator", root / "operator", [root]), TcpNetwork(), afresh=afresh)
-
-
 async def connect_operator(access: Access, others: Sequence[tuple[str, int]] = ()) -> SeedClient:
     """Dial the seed; if it is unreachable, dial the others. Raises the first error of ``SeedClient.connect``."""
     from p2ptrain.core.errors import NetworkError, P2PTrainError
@@ -103,32 +115,33 @@ async def connect_operator(access: Access, others: Sequence[tuple[str, int]] = (
     raise problem
 
 
-async def open_operator(seed: str | tuple[str, int], *, state: Path | None = None) -> tuple[Access, SeedClient]:
+async def open_operator(
+    seed: str | tuple[str, int], *, state: Path | None = None, afresh: bool = False
+) -> tuple[Access, SeedClient]:
     """Reach and dial the seed. If it no longer honours the stored credentials, spend a new ticket.
 
-    Raises ``P2PTrainError`` as ``operator_access`` and ``connect_operator``.
+    Args:
+        seed: an address, or what the user gave.
+        state: state directory of this operator, and of a seed on this machine; default: the usual place.
+        afresh: as in ``access.reach``.
+
+    Raises:
+        UserError: it is no address and no ticket, or a ticket is needed; else as ``access.reach`` and
+            ``connect_operator``.
     """
-    from p2ptrain.cli.access import MENDED_BY_A_TICKET
+    from p2ptrain.cli.access import MENDED_BY_A_TICKET, Caller, place_of, reach_one, read_targets
     from p2ptrain.core.errors import Refused
+    from wire.transport import TcpNetwork
 
-    access = await operator_access(seed, state=state)
-    others = places_of(seed)
+    root = state or default_state_dir()
+    targets = read_targets(seed) if isinstance(seed, str) else [seed]
+    access = await reach_one(targets, Caller("operator", root / "operator", [root]), TcpNetwork(), afresh=afresh)
     try:
-        return access, await connect_operator(access, others)
+        return access, await connect_operator(access, [place_of(target) for target in targets])
     except Refused as refusal:
-        if access.member is None or refusal.code not in MENDED_BY_A_TICKET:
+        if afresh or access.member is None or refusal.code not in MENDED_BY_A_TICKET:
             raise
-    access = await operator_access(seed, state=state, afresh=True)
-    return access, await connect_operator(access, others)
-
-
-def places_of(seed: str | tuple[str, int]) -> list[tuple[str, int]]:
-    """The addresses that the user gave. Raises ``UserError``."""
-    from p2ptrain.cli.access import read_targets
-
-    if not isinstance(seed, str):
-        return [seed]
-    return [target if isinstance(target, tuple) else (target.host, target.port) for target in read_targets(seed)]
+    return await open_operator(seed, state=state, afresh=True)
 
 
 @asynccontextmanager
@@ -155,10 +168,23 @@ def ask(seed: str, question: Callable[[SeedClient], Awaitable[T]]) -> T:
     return run(once())
 
 
+def newest_of(checkpoints: Iterable[CheckpointInfo]) -> CheckpointInfo | None:
+    """The newest one, preferably of a whole model."""
+    return max(checkpoints, key=lambda item: (item.stage is None, item.step), default=None)
+
+
+async def create_job(client: SeedClient, name: str, label: str, profile: Profile, console: Console) -> str:
+    """Create a job, with what its placement needs to know of a split model, and say so."""
+    from p2ptrain.cli.model_sizes import shape_param
+
+    more = await asyncio.to_thread(shape_param, profile)
+    job = await client.create_job(name, label, profile.to_spec(), **more)
+    console.event("info", f"created job {name} ({job}) from profile {label}")
+    return job
+
+
 def seed_option(seed: str) -> str:
     """The option by which another command reaches the same seed. It has no ticket, whose credentials are stored."""
-    import os
-
     from p2ptrain.cli.access import read_targets, shown_address
 
     if seed in ("", os.environ.get(SEED_VARIABLE)):
@@ -184,8 +210,6 @@ def is_text(text: str) -> str:
 
 def check_state(state: Path, seed: str) -> str:
     """The seed that ``--state`` names. Raises ``UserError`` if there is no directory, or ``--seed`` is typed too."""
-    import os
-
     from p2ptrain.core.errors import UserError
 
     if seed not in ("", os.environ.get(SEED_VARIABLE)):
@@ -227,3 +251,8 @@ def operator_name() -> str:
     import socket
 
     return f"cli@{socket.gethostname()}"
+
+
+NameOption = Annotated[
+    str, typer.Option("--name", metavar="NAME", callback=is_name, help="Its name; default: that of the machine.")
+]

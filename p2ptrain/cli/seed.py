@@ -18,17 +18,19 @@ from p2ptrain.cli.running import announced, default_state_dir
 from p2ptrain.cli.runtime import (
     DEFAULT_PORT,
     STATE_DEFAULT,
+    NameOption,
     SetOption,
-    is_name,
+    create_job,
     operator,
     operator_name,
     run,
 )
 from p2ptrain.core.errors import P2PTrainError, UserError
-from wire.address import EVERYWHERE, format_address, is_loopback
+from wire.address import EVERYWHERE, format_address, is_loopback, to_dial
 from wire.records import FINISHED_STATES
 
 if TYPE_CHECKING:
+    from configs.schema import Profile
     from wire.address import Ticket
 
 
@@ -42,12 +44,7 @@ def seed(
     state: Annotated[
         Path | None, typer.Option("--state", metavar="DIR", help=f"Where jobs and metrics are kept. {STATE_DEFAULT}")
     ] = None,
-    name: Annotated[
-        str,
-        typer.Option(
-            "--name", metavar="NAME", callback=is_name, help="Name of this cluster; default: the machine's name."
-        ),
-    ] = "",
+    name: NameOption = "",
     profile: Annotated[
         str,
         typer.Option("--profile", "-p", metavar="NAME|PATH", help="Profile of the first job, if there is no job yet."),
@@ -92,11 +89,11 @@ def seed(
     """
     root = (state or default_state_dir()).absolute()
     encrypted = _is_encrypted(host, tls=tls, insecure=insecure)
-    first_job = None if no_job or restore is not None else profile
+    first_job = None if no_job or restore is not None else (profile, _loaded(profile, sets))
     if restore is not None:
         encrypted = _restore(restore.absolute(), root, encrypted=encrypted)
     copies = backup.absolute() if backup is not None else None
-    run(_serve(root, host, port, name, first_job, sets, encrypted, copies, as_json, with_parent))
+    run(_serve(root, host, port, name, first_job, encrypted, copies, as_json, with_parent))
 
 
 def _restore(directory: Path, root: Path, *, encrypted: bool) -> bool:
@@ -118,7 +115,6 @@ def _restore(directory: Path, root: Path, *, encrypted: bool) -> bool:
 
 
 def _is_encrypted(host: str, *, tls: bool, insecure: bool) -> bool:
-    """Raises ``UserError`` for options that are unsafe, or exclude each other."""
     near = is_loopback(host)
     if insecure and tls:
         raise UserError("--insecure and --tls exclude each other", remedy="leave one of them out")
@@ -133,8 +129,7 @@ async def _serve(
     host: str,
     port: int,
     name: str,
-    job: str | None,
-    sets: list[str],
+    first_job: tuple[str, Profile] | None,
     encrypted: bool,
     backup_dir: Path | None,
     as_json: bool,
@@ -148,16 +143,13 @@ async def _serve(
     console, stop = stoppable(with_parent=with_parent)
     tickets: list[Ticket] = []
     address: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
-    spec = _spec(job, sets) if job is not None else None
-    cluster = name or operator_name().removeprefix("cli@")
-    world = real_world(TcpNetwork())
     serving = asyncio.create_task(
         run_seed(
-            world,
+            real_world(TcpNetwork()),
             state_dir=root / "seed",
             host=host,
             port=port,
-            name=cluster,
+            name=name or operator_name().removeprefix("cli@"),
             encryption=Encryption(shown_host(host), tickets.append) if encrypted else None,
             backup_dir=backup_dir,
             on_ready=address.set_result,
@@ -169,37 +161,26 @@ async def _serve(
     try:
         first: set[asyncio.Future[Any]] = {serving, address}
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-        with announced(_near(address.result()), root) if address.done() and not with_parent else nullcontext():
-            if address.done():
+        if address.done():
+            bound, port = address.result()
+            near = to_dial(bound), port
+            with nullcontext() if with_parent else announced(near, root):
                 try:
-                    await _announce(address.result(), root, job, spec, tickets, console, as_json=as_json)
+                    await _first_job(near, root, first_job, console)
+                    _tell(console, bound, port, root, tickets, as_json)
                 except P2PTrainError:
                     if not stop.is_set():  # otherwise the seed was stopping, and disconnected us
                         stop.set()
                         await serving  # if the seed failed, this raises its own error
                         raise
-            await serving
+                await serving
+        await serving
     finally:
         stop.set()
         await asyncio.wait({serving})
 
 
-async def _announce(
-    address: tuple[str, int],
-    root: Path,
-    job: str | None,
-    spec: str | None,
-    tickets: list[Ticket],
-    console: Console,
-    *,
-    as_json: bool,
-) -> None:
-    if spec is not None and job is not None:
-        await _first_job(*address, root, job, spec, console)
-    _tell(console, *address, root, tickets, as_json)
-
-
-def _spec(profile: str, sets: list[str]) -> str:
+def _loaded(profile: str, sets: list[str]) -> Profile:
     import os
 
     from configs.loader import load
@@ -208,31 +189,22 @@ def _spec(profile: str, sets: list[str]) -> str:
     if loaded.drafter.layers:
         more = f"p2ptrain jobs create --profile {profile} --drafter"
         typer.echo(f"--profile {profile} creates the main model's job only; for the drafter's: {more}", err=True)
-    return loaded.to_spec()
+    return loaded
 
 
-def _near(address: tuple[str, int]) -> tuple[str, int]:
-    """Where this machine reaches a seed that listens on ``address``."""
-    return ("127.0.0.1" if address[0] in EVERYWHERE else address[0]), address[1]
-
-
-async def _first_job(host: str, port: int, root: Path, profile: str, spec: str, console: Console) -> None:
-    async with operator(_near((host, port)), state=root) as client:
+async def _first_job(
+    near: tuple[str, int], root: Path, first_job: tuple[str, Profile] | None, console: Console
+) -> None:
+    if first_job is None:
+        return
+    async with operator(near, state=root) as client:
         jobs = await client.jobs()
         unfinished = [job for job in jobs if job.state not in FINISHED_STATES]
         if unfinished:
-            console.event(
-                "info",
-                f"going on with job {unfinished[0].name} ({unfinished[0].id}), step {unfinished[0].step}",
-            )
+            going = unfinished[0]
+            console.event("info", f"going on with job {going.name} ({going.id}), step {going.step}")
         elif not jobs:
-            name = Path(profile).stem
-            from configs.schema import Profile
-            from p2ptrain.cli.model_sizes import shape_param
-
-            more = shape_param(Profile.from_spec_untrusted(spec), may_build=False)
-            job = await client.create_job(name, profile, spec, **more)
-            console.event("info", f"created job {name} ({job}) from profile {profile}")
+            await create_job(client, Path(first_job[0]).stem, *first_job, console)
 
 
 def _tell(console: Console, host: str, port: int, root: Path, tickets: list[Ticket], as_json: bool) -> None:

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,12 +20,11 @@ from p2ptrain.core.texts import human_bytes
 
 if TYPE_CHECKING:
     from p2ptrain.cli.joining import ServeOptions
-    from p2ptrain.cli.model_sizes import ModelLayout
     from p2ptrain.cli.output import Console
     from p2ptrain.compute.text import ChatFormat, ModelText
     from roles.chain.client import Chain
     from roles.chain.peer import Context, WorkerAt
-    from roles.chain.plan import Model
+    from roles.chain.plan import Model, WorkerPool
     from roles.compute_thread import ComputeThread
     from roles.drafter.drafter import Serves
     from roles.member import ServingMember
@@ -46,13 +46,12 @@ async def check(serve_options: ServeOptions) -> None:
         from roles.verifier.http import check_place
 
         await check_place(*serve_options.http, serve_options.api_keys)
-    if serve_options.role == "verifier" and serve_options.model is not None:
-        if serve_options.split is None:
-            cache_bytes(serve_options.memory_bytes, serve_options.model, serve_options.dtype)
-        else:
-            from p2ptrain.cli.model_sizes import check_splits, config_text
+    assert serve_options.model is not None
+    cache_bytes(serve_options.memory_bytes, serve_options.model, serve_options.dtype)
+    if serve_options.split is not None:
+        from p2ptrain.cli.model_sizes import check_stages
 
-            check_splits(config_text(serve_options.model))
+        check_stages(serve_options.model, serve_options.split)
 
 
 async def serve(member: ServingMember, serve_options: ServeOptions, console: Console) -> None:
@@ -84,7 +83,7 @@ async def _verify(member: ServingMember, serve_options: ServeOptions, console: C
         )
         text = form.text
 
-        from p2ptrain.cli.split import TYPICAL_POSITIONS
+        from p2ptrain.cli.split import TYPICAL_POSITIONS, within
         from roles.chain.peer import Context
         from roles.verifier.drafter_link import Tokens
         from roles.verifier.drafters import Drafters
@@ -121,7 +120,7 @@ async def _verify(member: ServingMember, serve_options: ServeOptions, console: C
             ),
             on_change=member.changed,
         )
-        stack.push_async_callback(_end, service)
+        stack.push_async_callback(lambda: within(LEAVE_S, service.close()))
         await service.warm_up()
         http = await _http(stack, member, serve_options, service)
         member.on_drafters(drafters.here)
@@ -164,12 +163,11 @@ async def _whole_target(
     sessions: int,
     console: Console,
 ) -> AsyncIterator[Target]:
-    """Load the whole model into this process. Raises as ``load_whole_engine``."""
     from p2ptrain.cli.split import within
     from roles.verifier.targets import WholeTarget, load_whole_engine
 
     engine, context = await load_whole_engine(
-        directory, compute, device=serve_options.device or "auto", dtype=serve_options.dtype, on_bytes=_loading(console)
+        directory, compute, device=serve_options.device or "auto", dtype=serve_options.dtype, on_bytes=console.loading
     )
     console.clear()
     target = WholeTarget(
@@ -195,18 +193,17 @@ def cache_bytes(memory_bytes: int, directory: Path, dtype: str = "") -> int:
     """
     if not memory_bytes:
         return 0
-    from p2ptrain.cli.model_sizes import weights_in
     from p2ptrain.core.tensor_files import TensorTable  # it ignores an optimizer's state beside them
 
-    entries = TensorTable(directory).entries
     weights_bytes = sum(
-        weights_in(dtype, entries).values() if dtype else (entry.size_bytes for entry in entries.values())
+        (4 if dtype == "fp32" else 2) * prod(entry.shape) if dtype else entry.size_bytes
+        for entry in TensorTable(directory).entries.values()
     )
     if weights_bytes >= memory_bytes:
         has = f"has {human_bytes(weights_bytes)}" + f" in {dtype}" * bool(dtype)
         raise ResourceError(
             f"the model in {directory} {has}, but --memory is {human_bytes(memory_bytes)}",
-            remedy="raise --memory, or split the model over workers: --split",
+            remedy="raise --memory, choose a smaller model, or split a verifier's over workers: --split",
         )
     return memory_bytes - weights_bytes
 
@@ -222,30 +219,20 @@ async def split_target(
 ) -> AsyncIterator[Target]:
     """Load the model into workers of the cluster, as soon as there are enough of them.
 
-    Raises:
-        UserError: it has fewer layers than ``serve_options.split``.
-        P2PTrainError: its files cannot be read, or workers refuse to load it.
+    Raises ``P2PTrainError``: its files cannot be read, it does not split, or workers refuse to load it.
     """
-    from p2ptrain.cli.model_sizes import model_layout
     from p2ptrain.cli.split import conversation_positions, within
     from roles.background import Background
     from roles.chain.client import PoolUpdater
-    from roles.chain.plan import local_model, tensor_table
+    from roles.chain.plan import local_model
     from roles.verifier.targets import ChainTarget
 
     assert serve_options.model is not None
-    assert serve_options.split is not None
     console.progress(f"reading the files of {serve_options.model}")  # the first time it hashes them
     model = await local_model(context, serve_options.model)
-    table = await tensor_table(context, model)
-    found = model_layout(model.config, table, serve_options.dtype)
     console.clear()
-    if serve_options.split > found.sizes.layers:
-        said = f"--split {serve_options.split} needs as many layers, but the model has {found.sizes.layers} layers"
-        raise UserError(said, remedy=f"give --split {found.sizes.layers} at most, or no number for the fastest chain")
-    chain = await _awaited_chain(
-        member, context, serve_options, console, model, found, sessions * conversation_positions(text)
-    )
+    positions = sessions * conversation_positions(text)
+    chain = await _awaited_chain(member, context, serve_options, console, model, positions)
     pool_updater = Background()
     try:
         target = ChainTarget(chain, label=serve_options.model.name, context=text.context)
@@ -265,7 +252,6 @@ async def _awaited_chain(
     serve_options: ServeOptions,
     console: Console,
     model: Model,
-    found: ModelLayout,
     positions: int,
 ) -> Chain:
     """Wait for enough workers with enough memory, and load the model into them. The caller closes the chain's pool.
@@ -291,7 +277,7 @@ async def _awaited_chain(
                 there = f"{len(workers)} of {serve_options.split} workers joined" if workers else "no worker has joined"
                 raise UserError(f"{there} to hold a part of the model", remedy="start some: p2ptrain join")
             pool = await WorkerPool.connect(context, workers)
-            chain = await _loaded_by(pool, serve_options, console, model, found, positions)
+            chain = await _loaded_by(pool, serve_options, console, model, positions)
         except (NetworkError, ResourceError, UserError) as problem:
             text = f"{problem.message}: {problem.remedy}" if problem.remedy else problem.message
             if text != said:
@@ -314,34 +300,20 @@ async def _awaited_chain(
 
 
 async def _loaded_by(
-    pool: object, serve_options: ServeOptions, console: Console, model: Model, found: ModelLayout, positions: int
+    pool: WorkerPool, serve_options: ServeOptions, console: Console, model: Model, positions: int
 ) -> Chain:
-    """Raises as ``WorkerPool.plan`` and ``Chain.load``; ``UserError`` if too few workers are usable."""
-    from p2ptrain.cli.split import LoadingLine
-    from p2ptrain.core.activations import activation_bytes
-    from roles.chain.client import Chain
-    from roles.chain.plan import WorkerPool
+    from p2ptrain.cli.split import load, plan_on
+    from p2ptrain.cli.text_options import SplitOptions
 
-    assert isinstance(pool, WorkerPool)
     if (here := len(pool.peers)) < (serve_options.split or 1):
         refused = "; ".join(f"{name}: {reason}" for name, reason in pool.refused.items())
         raise UserError(f"{here} of {serve_options.split} workers can be used: {refused}", remedy="start another")
     try:
-        plan = await pool.plan(
-            model,
-            found.sizes,
-            positions=positions,
-            dtype=serve_options.dtype,
-            activation_bytes=activation_bytes(found.dtype, 1, found.width),
-            stages=serve_options.split or None,
-        )
+        plan = await plan_on(pool, model, SplitOptions(serve_options.split or None, serve_options.dtype), positions)
     except ResourceError as problem:  # its own remedy names options that ``join`` does not have
         remedy = "start more of them, or some with more memory: p2ptrain join; or take fewer --sessions"
         raise ResourceError(problem.message, remedy=remedy) from None
-    try:
-        return await Chain.load(pool, model, plan, on_progress=LoadingLine(plan, console).show)
-    finally:
-        console.clear()
+    return await load(pool, model, plan, console)
 
 
 async def _http(
@@ -380,12 +352,6 @@ def _serving(service: VerifierService, target: Target, tokenizer: str, weights: 
     )
 
 
-async def _end(service: VerifierService) -> None:
-    from p2ptrain.cli.split import within
-
-    await within(LEAVE_S, service.close())
-
-
 # ----------------------------------------------------------------------------------------------------------- drafter
 
 
@@ -418,7 +384,6 @@ async def _draft(member: ServingMember, serve_options: ServeOptions, console: Co
 async def _small_model(
     directory: Path, serve_options: ServeOptions, compute: ComputeThread, console: Console
 ) -> Serves:
-    """Raises as ``load_whole_engine``; ``ConfigError`` without a tokenizer."""
     from p2ptrain.compute.tokenizer import Tokenizer
     from roles.drafter.drafter import Serves
     from roles.verifier import targets
@@ -426,18 +391,7 @@ async def _small_model(
     tokenizer = Tokenizer.of_directory(directory)  # fail before loading anything
     await compute.run(_prepare_torch, serve_options.threads)
     engine, context = await targets.load_whole_engine(
-        directory, compute, device=serve_options.device or "auto", dtype=serve_options.dtype, on_bytes=_loading(console)
+        directory, compute, device=serve_options.device or "auto", dtype=serve_options.dtype, on_bytes=console.loading
     )
-    limit_bytes = serve_options.memory_bytes - engine.weights_bytes if serve_options.memory_bytes else 0
-    if serve_options.memory_bytes and limit_bytes <= 0:
-        takes, given = human_bytes(engine.weights_bytes), human_bytes(serve_options.memory_bytes)
-        text = f"{directory} needs {takes}, but --memory is {given}"
-        raise ResourceError(text, remedy="raise --memory, or draft with a smaller model")
+    limit_bytes = cache_bytes(serve_options.memory_bytes, directory, serve_options.dtype)
     return Serves(engine, model_name(directory), context or 0, tokenizer.digest, limit_bytes)
-
-
-def _loading(console: Console) -> partial[None]:
-    def show(done_bytes: int, total_bytes: int) -> None:
-        console.progress(f"loading  {human_bytes(done_bytes)} of {human_bytes(total_bytes)}")
-
-    return partial(show)

@@ -12,7 +12,6 @@ from typing import Any
 
 import typer
 
-from p2ptrain.cli.model_sizes import ModelLayout, check_splits, config_text, model_layout
 from p2ptrain.cli.output import Console, print_json, print_table
 from p2ptrain.cli.placement import placement_map, print_placement
 from p2ptrain.cli.running import default_state_dir
@@ -26,7 +25,7 @@ from p2ptrain.core.texts import human_bytes, layers_text
 from p2ptrain.core.world import real_world
 from roles.chain.client import Chain, Progress
 from roles.chain.peer import Context
-from roles.chain.plan import Model, Plan, WorkerPool, local_model, tensor_table, workers_of
+from roles.chain.plan import Model, Plan, WorkerPool, local_model, workers_of
 from roles.verifier.targets import PassTimes
 from wire.client import SeedClient
 from wire.records import CheckpointInfo
@@ -43,24 +42,13 @@ class Planned:
     label: str
     text: ModelText
     model: Model
-    model_layout: ModelLayout
     plan: Plan
     options: SplitOptions
     pool: WorkerPool
     console: Console
 
     async def load(self) -> Chain:
-        """Have the workers load their parts, and show the progress. Raises as ``Chain.load``."""
-        progress = LoadingLine(self.plan, self.console)
-        show = (lambda _: None) if self.plan.loaded else progress.show
-        try:
-            return await Chain.load(self.pool, self.model, self.plan, on_progress=show)
-        finally:
-            self.console.clear()
-
-    @property
-    def encoding(self) -> str:
-        return self.options.encodings[0] or self.model_layout.dtype
+        return await load(self.pool, self.model, self.plan, self.console)
 
 
 @asynccontextmanager
@@ -83,8 +71,6 @@ async def planned(
     """
     directory = checkpoint
     text = None if directory is None else ModelText(directory)  # fail before connecting
-    if directory is not None:
-        check_splits(config_text(directory))
     access, client = await open_operator(seed)
     try:
         await access.freshen(client.request)
@@ -115,22 +101,35 @@ async def planned(
                 model = await _model_of_worker(pool, held)
                 text = await _text_of(pool, model, Path(kept))
             assert text is not None
-            table = await tensor_table(context, model)
-            found = await asyncio.to_thread(model_layout, model.config, table, options.dtype)  # it may load torch
-            plan = await pool.plan(
-                model,
-                found.sizes,
-                positions=options.positions or needs(text),
-                dtype=options.dtype,
-                activation_bytes=activation_bytes(options.encodings[0] or found.dtype, 1, found.width),
-                stages=options.stages,
-            )
+            plan = await plan_on(pool, model, options, options.positions or needs(text))
             console.clear()
             label = str(directory) if directory is not None else model.name
-            yield Planned(label, text, model, found, plan, options, pool, console)
+            yield Planned(label, text, model, plan, options, pool, console)
     finally:
         console.clear()
         await within(LEAVE_S, pool.close())
+
+
+async def plan_on(pool: WorkerPool, model: Model, options: SplitOptions, positions: int) -> Plan:
+    """Raises as ``WorkerPool.measured`` and ``WorkerPool.plan``."""
+    found = await pool.measured(model, options.dtype)
+    return await pool.plan(
+        model,
+        found.sizes,
+        positions=positions,
+        dtype=options.dtype,
+        activation_bytes=activation_bytes(options.encodings[0] or found.dtype, 1, found.width),
+        stages=options.stages,
+    )
+
+
+async def load(pool: WorkerPool, model: Model, plan: Plan, console: Console) -> Chain:
+    """Have the workers load their parts, and show the progress. Raises as ``Chain.load``."""
+    show = (lambda _: None) if plan.loaded else LoadingLine(plan, console).show
+    try:
+        return await Chain.load(pool, model, plan, on_progress=show)
+    finally:
+        console.clear()
 
 
 def conversation_positions(text: ModelText) -> int:
@@ -158,7 +157,6 @@ async def _held_by_job(client: SeedClient, job: str) -> list[CheckpointInfo]:
 
 
 async def _model_of_worker(pool: WorkerPool, held: list[CheckpointInfo]) -> Model:
-    """The newest checkpoint on a connected worker. Raises ``UserError``."""
     for item in held:
         if item.peer_id in pool.peers:
             return await pool.model_at(item.path, worker=item.peer_id)
@@ -193,7 +191,7 @@ class LoadingLine:
             for each in self._of.values()
         )
         last = all(each.ready for each in self._of.values())
-        self._console.progress(f"loading  {human_bytes(done)} of {human_bytes(total)}  {stages}", last=last)
+        self._console.loading(done, total, f"  {stages}", last=last)
 
 
 def show_plan(plan: Planned, *, as_json: bool) -> None:
@@ -212,7 +210,7 @@ def show_plan(plan: Planned, *, as_json: bool) -> None:
 
 def split_facts(chain: Chain, times: PassTimes, encoding: str) -> dict[str, Any]:
     """What each stage holds, and where a token's time goes, for programs. Times are per token; None before the first
-    token.
+    token. ``encoding``: of hidden states; empty: as computed.
 
     ``rest_ms`` is neither computing nor measured links: it is queueing, event loops of the stages, and this program.
     """
@@ -237,7 +235,7 @@ def split_facts(chain: Chain, times: PassTimes, encoding: str) -> dict[str, Any]
                 "weights_bytes": loaded.weights_bytes,
                 "resident_bytes": loaded.resident_bytes,
                 "compute_ms": times.stages_us[index] / 1e3 / tokens if tokens else None,
-                "wire_bytes": activation_bytes(IDS if is_last else encoding, 1, loaded.width),
+                "wire_bytes": activation_bytes(IDS if is_last else encoding or chain.encoding, 1, loaded.width),
             }
         )
     return {

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from p2ptrain.cli.output import Console
@@ -43,7 +43,7 @@ def stop_on_signals(stop: asyncio.Event, say: Callable[[str], None]) -> None:
             signal.signal(number, lambda *_: loop.call_soon_threadsafe(ask))
 
 
-async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
     """Return the result of ``work``; None if ``stop`` is set before, which cancels the work."""
     task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:

@@ -21,9 +21,8 @@ from p2ptrain.cli.text_options import TextOptions, newest_in, newest_of_job
 from p2ptrain.compute.text import ModelText
 from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused, Unreachable, UserError
 from p2ptrain.core.ids import new_id
-from p2ptrain.core.texts import human_bytes
 from p2ptrain.core.world import real_world
-from roles.verifier.asking import TextRequest, TextService
+from roles.verifier.asking import Piece, TextRequest, TextService
 from roles.verifier.client import IF_LOST, VERIFIER, Text, VerifierClient
 from wire.client import SeedClient
 from wire.messages import RefusalCode
@@ -40,17 +39,22 @@ _CHAT_IF_LOST = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
-    """A text that a model wrote. ``first_s``: seconds until its first piece. ``ended``: as in ``Writing``, or
-    ``failed`` for a text that broke off."""
+    """A text that a model writes. ``first_s``: seconds until its first piece; ``seconds``: until its newest. ``ended``:
+    as in ``Writing``; before it, what it counts as if it breaks off."""
 
     prompt: str
-    text: str
-    tokens: int
-    seconds: float
-    first_s: float
-    ended: str
+    text: str = ""
+    tokens: int = 0
+    seconds: float = 0.0
+    first_s: float = 0.0
+    ended: str = "failed"
+
+    def take(self, piece: Piece, seconds: float) -> None:
+        self.text += piece.text
+        self.tokens += len(piece.tokens)
+        self.seconds, self.first_s = seconds, self.first_s or seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +145,9 @@ async def _of_this_machine(
     needs.check(text)
     say_unused(text)
     world, compute = real_world(TcpNetwork()), ComputeThread()
-
-    def show(done_bytes: int, total_bytes: int) -> None:
-        console.progress(f"loading  {human_bytes(done_bytes)} of {human_bytes(total_bytes)}")
-
     try:
         engine, context = await load_whole_engine(
-            directory, compute, device=options.device, dtype=options.dtype, on_bytes=show
+            directory, compute, device=options.device, dtype=options.dtype, on_bytes=console.loading
         )
     except BaseException:
         compute.close()
@@ -179,7 +179,7 @@ async def _of_workers(options: TextOptions, needs: Needs, console: Console) -> A
         )
 
         def facts() -> dict[str, Any]:
-            split = split_facts(chain, target.times, plan.encoding)
+            split = split_facts(chain, target.times, encoding)
             return {"split": split, "plan": placement_map(chain.plan.placement)}
 
         stages = len(chain.plan.stages)

@@ -13,9 +13,18 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from p2ptrain.cli.inputs import DownloadOption
+from p2ptrain.cli.inputs import DownloadOption, is_model, model_directory
 from p2ptrain.cli.output import Console, json_output, printable
-from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, ask
+from p2ptrain.cli.runtime import (
+    DEFAULT_SEED,
+    DryRunOption,
+    JsonOption,
+    SeedOption,
+    SplitOption,
+    ask,
+    check_one_of,
+    newest_of,
+)
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.serving import SamplingOptions
 
@@ -29,6 +38,8 @@ CheckpointOption = Annotated[
 DtypeOption = Annotated[
     str, typer.Option("--dtype", metavar="TYPE", help="Compute in fp32, bf16 or fp16; default: the model's type.")
 ]
+
+TokensOption = Annotated[int, typer.Option("--tokens", "-n", metavar="N", min=1, help="Most tokens to write.")]
 
 _JOINERS = "\u200c\u200d"  # zero-width joiners of compound letters and emoji
 _ESCAPED = {"n": "\n", "t": "\t", "\\": "\\"}
@@ -100,15 +111,7 @@ class TextOptions:
         bool,
         typer.Option("--no-speculation", help="With a verifier: use no drafters. The text is the same."),
     ] = False
-    split: Annotated[
-        int | None,
-        typer.Option(
-            "--split",
-            metavar="[N]",
-            min=0,
-            help="Split the model over N workers of the seed; no number: the fastest number.",
-        ),
-    ] = None
+    split: SplitOption = None
     wire: Annotated[
         str,
         typer.Option(
@@ -123,9 +126,7 @@ class TextOptions:
             "--positions", metavar="N", min=0, help="With --split: size of the caches, in tokens; 0: automatic."
         ),
     ] = 0
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="With --split: only show the planned layers and speed.")
-    ] = False
+    dry_run: DryRunOption = False
     stats: Annotated[bool, typer.Option("--stats", help="Show where a token's time goes.")] = False
     as_json: JsonOption = False
 
@@ -155,8 +156,8 @@ class TextOptions:
         """Refuse invalid combinations, before anything is read or requested. Raises ``UserError``."""
         _ = self.sampling, self.stops
         check_dtype(self.dtype)
-        if self.wire and self.wire not in WIRES:
-            raise UserError(f"--wire {self.wire} is not a type to send", remedy=f"use {', '.join(WIRES)}")
+        if self.wire:
+            check_one_of("--wire", self.wire, WIRES)
         of_split: dict[str, object] = {"wire": self.wire, "positions": self.positions, "dry-run": self.dry_run}
         if self.by_verifier:
             of_split["dtype"] = self.dtype
@@ -182,8 +183,8 @@ def takes_text_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def called(**given: Any) -> None:
-        own = {name: value for name, value in given.items() if name not in names}
-        command(**own, options=TextOptions(**{name: given[name] for name in names}))
+        options = TextOptions(**{name: given.pop(name) for name in names})
+        command(**given, options=options)
 
     hints = get_type_hints(TextOptions, include_extras=True)
     signature = inspect.signature(command, eval_str=True)
@@ -224,9 +225,8 @@ def with_number(args: list[str]) -> list[str]:
 
 
 def check_dtype(dtype: str) -> None:
-    """Raises ``UserError`` unless it is empty or one of ``DTYPES``."""
-    if dtype and dtype not in DTYPES:
-        raise UserError(f"--dtype {dtype} is not a type to compute in", remedy=f"use {', '.join(DTYPES)}")
+    if dtype:
+        check_one_of("--dtype", dtype, DTYPES)
 
 
 def _unescaped(text: str) -> str:
@@ -257,10 +257,8 @@ def newest_in(directory: Path, *, download: bool = False) -> Path:
 
     Raises ``UserError``, and as ``inputs.model_directory``.
     """
-    from p2ptrain.cli.inputs import model_directory
-
     directory, console = model_directory(str(directory), download=download), Console(quiet=json_output.wanted)
-    if (directory / "config.json").is_file():
+    if is_model(directory):
         return _whole(directory)
     with console.during(lambda: f"looking for checkpoints in {directory}"):
         found = [path for path in directory.rglob("step-*/manifest.json") if path.parent.name[5:].isdigit()]
@@ -278,10 +276,8 @@ def newest_in(directory: Path, *, download: bool = False) -> Path:
 def newest_of_job(seed: str, job: str) -> Path:
     """The newest checkpoint of a job on this machine. Raises ``UserError``."""
     found = ask(seed, lambda client: client.checkpoints(job))
-    here = [item for item in found if Path(item.path, "config.json").is_file()]
-    here = [item for item in here if item.stage is None] or here  # prefer whole models to parts
-    if here:
-        return _whole(Path(max(here, key=lambda item: item.step).path))
+    if newest := newest_of(item for item in found if is_model(item.path)):
+        return _whole(Path(newest.path))
     if not found:
         raise UserError(f"job {job} has no checkpoint yet", remedy=f"p2ptrain jobs save {job}")
     machines = ", ".join(sorted({item.peer_name for item in found}))

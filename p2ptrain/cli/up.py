@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from p2ptrain.cli.inputs import DownloadOption, checked
-from p2ptrain.cli.local_cluster import LOOPBACK, free_port, is_free
+from p2ptrain.cli.local_cluster import LOOPBACK, free_port, is_free, threads_each
 from p2ptrain.cli.running import announced, default_state_dir
 from p2ptrain.cli.runtime import (
     DEFAULT_PORT,
     STATE_DEFAULT,
+    ApiKeyOption,
+    DryRunOption,
+    HttpOption,
     JsonOption,
+    LinkOption,
     ProfileOption,
     SetOption,
     WorkersOption,
@@ -33,7 +37,7 @@ def up(
     profile: ProfileOption = "tiny",
     workers: WorkersOption = 2,
     state: Annotated[
-        Path | None, typer.Option("--state", metavar="DIR", help=f"Where everything is kept. {STATE_DEFAULT}")
+        Path | None, typer.Option("--state", metavar="DIR", help=f"Where everything is kept. {STATE_DEFAULT}{os.sep}up")
     ] = None,
     port: Annotated[
         int,
@@ -51,15 +55,7 @@ def up(
     plain: Annotated[
         bool, typer.Option("--plain", help="Plain progress lines instead of the full-screen view.")
     ] = False,
-    link: Annotated[
-        str,
-        typer.Option(
-            "--link",
-            metavar="PRESET",
-            help="Emulate a link between the workers: lan, wifi, metro, wan, transcontinental, satellite, lossy; "
-            "default: the profile's.",
-        ),
-    ] = "",
+    link: LinkOption = "",
     split: Annotated[
         int | None,
         typer.Option(
@@ -80,20 +76,9 @@ def up(
         typer.Option("--memory", metavar="SIZE", help="With --split: memory limit of each worker, such as 2GiB."),
     ] = "",
     dtype: DtypeOption = "",
-    http: Annotated[
-        str,
-        typer.Option(
-            "--http", metavar="HOST:PORT", help="With a profile of a pair: address of the verifier's OpenAI API."
-        ),
-    ] = "",
-    api_keys: Annotated[
-        Path | None,
-        typer.Option("--api-key-file", metavar="FILE", help="With --http: file with the key of the API."),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Start nothing: show which layers of a split model each worker would train."),
-    ] = False,
+    http: HttpOption = "",
+    api_keys: ApiKeyOption = None,
+    dry_run: DryRunOption = False,
     download: DownloadOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -117,13 +102,13 @@ def up(
       p2ptrain up --workers 2 --set job.strategy=pipeline --set pipeline.stages=2 --dry-run
       p2ptrain up --split 3 --spare 1 --checkpoint ./SmolLM2-135M --memory 400MiB
     """
-    from p2ptrain.cli.up_cluster import Plan, http_options, train
+    from p2ptrain.cli.model_sizes import check_stages
+    from p2ptrain.cli.up_cluster import Plan, SplitPlan, hold, http_place, train
     from wire.emulate import preset_named
 
     if link:
         preset_named(link)  # fail here, not in each worker
     root = (state or default_state_dir() / "up").absolute()
-    port = port or (DEFAULT_PORT if is_free(DEFAULT_PORT) else free_port())  # `p2ptrain tui` uses the default port
     if split is not None:
         if http or api_keys is not None:
             raise UserError("--http needs a verifier, and --split starts none", remedy="leave one of them out")
@@ -136,18 +121,23 @@ def up(
             size_of(memory)  # fail here, not in each worker
         check_dtype(dtype)
         checkpoint = newest_in(checkpoint, download=download).absolute()
-        _hold(split, spare, checkpoint, memory, dtype, root, port, link, as_json)
+        check_stages(checkpoint, split)
+        port = _free(port)
+        split_plan = SplitPlan(split, spare, checkpoint, memory, dtype, root, port, link)
+        with announced((LOOPBACK, port), root):
+            run(hold(split_plan, as_json=as_json), children=True)
         return
     given = {"checkpoint": checkpoint is not None, "spare": spare > 0, "memory": bool(memory), "dtype": bool(dtype)}
     if extra := next((name for name, value in given.items() if value), None):
         raise UserError(f"--{extra} works only with --split", remedy="add --split N, or leave it out")
     loaded = checked(_profile(profile, sets, workers), download=download)
-    endpoint = http_options(http, api_keys, loaded)
+    place, keys = http_place(http, api_keys, loaded), None if api_keys is None else api_keys.absolute()
     if dry_run or loaded.stages > 1:
         _plan_here(loaded, workers, link or loaded.link.preset, dry_run=dry_run, as_json=as_json)
         if dry_run:
             return
-    plan = Plan(profile, loaded, workers, root, port, new, link or loaded.link.preset, endpoint)
+    port = _free(port)
+    plan = Plan(profile, loaded, workers, root, port, new, link or loaded.link.preset, place, keys)
     full_screen = not plain and not as_json and at_terminal()
     from p2ptrain.cli.output import print_json
 
@@ -166,32 +156,14 @@ def up(
         raise typer.Exit(EXIT_INTERRUPTED if outcome["state"] == "interrupted" else JobFailed.exit_code)
 
 
-def _hold(
-    split: int, spare: int, checkpoint: Path, memory: str, dtype: str, root: Path, port: int, link: str, as_json: bool
-) -> None:
-    """Have workers hold the model. Raises ``UserError`` if it cannot be split so."""
-    from p2ptrain.cli.model_sizes import check_splits, config_text
-    from p2ptrain.cli.up_cluster import SplitPlan, hold
-    from p2ptrain.core.model_config import config_untrusted
-
-    config = config_text(checkpoint)
-    check_splits(config)
-    table = config_untrusted(config)
-    layers = table.get("num_hidden_layers", table.get("n_layer"))
-    if isinstance(layers, int) and split > layers:
-        raise UserError(f"a model of {layers} layers cannot have {split} stages", remedy=f"give --split 1 to {layers}")
-    plan = SplitPlan(split, spare, checkpoint, memory, dtype, root, port, link)
-    with announced((LOOPBACK, port), root):
-        run(hold(plan, as_json=as_json), children=True)
+def _free(port: int) -> int:
+    """``port``; of 0: the one that `p2ptrain tui` uses if it is free, else any."""
+    return port or (DEFAULT_PORT if is_free(DEFAULT_PORT) else free_port())
 
 
 def _profile(name: str, sets: list[str], workers: int) -> Profile:
     """Load the profile for this number of workers: the job begins with all of them, unless the user's own settings say
-    that fewer are enough. A job that needs more of them would wait for ever.
-
-    Raises:
-        ConfigError, UserError: the profile is wrong, or the user asked for a job that needs more workers.
-    """
+    that fewer are enough. A job that needs more of them would wait for ever."""
     from configs.loader import is_shipped, load
 
     loaded = load(name, os.environ, sets)
@@ -211,28 +183,17 @@ def _profile(name: str, sets: list[str], workers: int) -> Profile:
 
 
 def _plan_here(profile: Profile, workers: int, link: str, *, dry_run: bool, as_json: bool) -> None:
-    """Refuse a split model that does not fit into this machine's memory. In a dry run, print the plan.
-
-    Raises:
-        UserError: in a dry run: the model is not split, or its sizes are unknown.
-        ResourceError: the model does not fit; the message has the numbers.
-    """
+    """Refuse a split model that does not fit into this machine's memory. In a dry run, print the plan."""
     from p2ptrain.cli.output import print_json
     from p2ptrain.cli.placement import local_plan, print_plan, to_json
     from p2ptrain.cli.up_cluster import part_bytes
 
-    if profile.stages < 2:
-        raise UserError(
-            "the model of this job is not split: every worker trains all of it, so there is nothing to plan",
-            remedy="leave --dry-run out, or set job.strategy=pipeline and pipeline.stages",
-        )
     flops = 0.0
-    if dry_run:
+    if dry_run and profile.stages > 1:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in the workers
         from p2ptrain.compute.device import compute_flops
 
-        cores = os.cpu_count() or 1
-        threads = profile.device.threads or max(1, cores // workers)
+        cores, threads = os.cpu_count() or 1, profile.device.threads or threads_each(workers)
         # Measured with one worker alone. All workers together may have more threads than there are cores.
         flops = compute_flops(profile.device.kind, threads) * min(1.0, cores / (threads * workers))
     each_bytes = part_bytes(profile.device.kind) // workers

@@ -8,7 +8,6 @@ only what is missing.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from p2ptrain.cli.local_cluster import LOOPBACK, Child, LocalCluster, end_all
+from p2ptrain.cli.inputs import is_model
+from p2ptrain.cli.local_cluster import LOOPBACK, Child, LocalCluster, end_all, threads_each
 from p2ptrain.cli.output import Console, number, print_json, print_pairs
-from p2ptrain.cli.runtime import DEFAULT_PORT
+from p2ptrain.cli.runtime import DEFAULT_PORT, create_job
 from p2ptrain.cli.watch import JobProgress, Summary, newest_saved, summed_up
 from p2ptrain.core.errors import ConnectionLost, JobFailed, P2PTrainError, ProtocolError, UserError
 from wire.address import format_address
@@ -38,44 +38,26 @@ SAVE_S, SAVE_LOOK_S = 60.0, 0.1
 _UNDER_WAY = ("running", "forming")
 
 
-@dataclass(frozen=True, slots=True)
-class HttpOptions:
-    """Where the verifier answers HTTP requests. ``key_file`` is absolute; None: no key is needed."""
-
-    host: str
-    port: int
-    key_file: Path | None
-
-    def options(self) -> list[str]:
-        key = [] if self.key_file is None else ["--api-key-file", str(self.key_file)]
-        return ["--http", format_address(self.host, self.port), *key]
-
-    def example(self, address: str) -> str:
-        if self.key_file is None:
-            return f"curl {address}/models"
-        return f'curl {address}/models -H "Authorization: Bearer $(cat {quote(str(self.key_file))})"'
-
-
-def http_options(http: str, key_file: Path | None, profile: Profile) -> HttpOptions | None:
+def http_place(http: str, api_keys: Path | None, profile: Profile) -> tuple[str, int] | None:
     """Read ``up --http``; None if it is not given. Raises ``UserError`` if no verifier would answer, or for a bad
     address."""
-    from p2ptrain.cli.join import host_and_port
+    from p2ptrain.cli.join import check_http, host_and_port
 
-    if not http:
-        if key_file is not None:
-            raise UserError("--api-key-file is for an HTTP endpoint", remedy="add --http HOST:PORT, or leave it out")
-        return None
-    if not profile.drafter.layers:
+    place = host_and_port("--http", http, "such as 127.0.0.1:8000, where programs reach it")
+    check_http(place, api_keys)
+    if place is not None and not profile.drafter.layers:
         remedy = "choose a profile with a [drafter], such as pair, or leave it out"
         raise UserError("--http needs a verifier, and this profile trains none", remedy=remedy)
-    place = host_and_port("--http", http, "such as 127.0.0.1:8000, where programs reach it")
-    assert place is not None
-    return HttpOptions(*place, None if key_file is None else key_file.absolute())
+    return place
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A training run and, if the profile has a drafter, the serving of both models."""
+    """A training run and, if the profile has a drafter, the serving of both models.
+
+    Attributes:
+        http: where the verifier answers HTTP requests. api_keys: an absolute path; None: no key is needed.
+    """
 
     profile_name: str
     profile: Profile
@@ -84,7 +66,8 @@ class Plan:
     port: int
     new: bool
     link: str
-    http: HttpOptions | None = None
+    http: tuple[str, int] | None = None
+    api_keys: Path | None = None
 
     @property
     def is_pair(self) -> bool:
@@ -101,20 +84,12 @@ class Plan:
         return str(self.profile.device.threads or threads_each(processes))
 
 
-def threads_each(processes: int) -> int:
-    return max(1, (os.cpu_count() or 1) // processes)
-
-
 def part_bytes(device: str) -> int:
     """Memory that the workers of this machine may use, all together, for parts of split models."""
     from roles.gauges import free_memory_bytes
     from roles.worker.build import FREE_SHARE
 
     return int(FREE_SHARE * free_memory_bytes(device))
-
-
-def workers_start(count: int, cluster: LocalCluster) -> str:
-    return f"{count} worker{'s start' if count > 1 else ' starts'}; logs are in {cluster.logs}"
 
 
 async def train(plan: Plan, *, full_screen: bool, as_json: bool) -> Summary | None:
@@ -126,12 +101,12 @@ async def train(plan: Plan, *, full_screen: bool, as_json: bool) -> Summary | No
     Raises:
         P2PTrainError: something could not be started, or a process ended; the error has the process's last words.
     """
-    from p2ptrain.cli.stopping import LEAVING, stoppable
+    from p2ptrain.cli.stopping import LEAVING, stoppable, unless_stopped
 
     if plan.http is not None:
         from roles.verifier.http import check_place
 
-        await check_place(plan.http.host, plan.http.port, plan.http.key_file)  # fail before the training, not after it
+        await check_place(*plan.http, plan.api_keys)  # fail before the training, not after it
     console, stop = stoppable()
     console.quiet = as_json
     run = Run(plan, console, as_json=as_json)
@@ -139,7 +114,6 @@ async def train(plan: Plan, *, full_screen: bool, as_json: bool) -> Summary | No
         await run.begin()
         run.quiet = full_screen
         working = asyncio.create_task(run.work(), name="up")
-        stopping = asyncio.create_task(stop.wait(), name="stop")
         try:
             if full_screen:
                 run.view = View(plan.port)
@@ -148,11 +122,8 @@ async def train(plan: Plan, *, full_screen: bool, as_json: bool) -> Summary | No
                     stop.set()
                 else:
                     run.aloud()
-            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                working.result()
+            await unless_stopped(stop, working)
         finally:
-            stopping.cancel()
             working.cancel()
             await asyncio.wait({working})
             console.finish()
@@ -213,25 +184,15 @@ class Run:
             return
         memory = str(part_bytes(plan.profile.device.kind) // plan.workers)
         for index in range(1, plan.workers + 1):
-            options = [
-                "--threads",
-                plan.threads(plan.workers),
-                "--memory",
-                memory,
-                *["--link", plan.link] * bool(plan.link),
-            ]
+            options = ["--threads", plan.threads(plan.workers), "--memory", memory]
+            options += ["--link", plan.link] * bool(plan.link)
             self._workers.append(await self.cluster.start_peer(f"worker-{index}", index, *options))
-        self._say("info", workers_start(plan.workers, self.cluster))
+        self._say("info", self.cluster.workers_start(plan.workers))
 
     async def _job_for(self, name: str, profile: Profile, begun: Mapping[str, str]) -> str:
-        from p2ptrain.cli.model_sizes import shape_param
-
-        profile_name, spec = self._plan.profile_name, profile.to_spec()
-        if (job := begun.get(spec)) is not None:
-            self._console.event("info", f"going on with job {name} ({job}) from its last checkpoint")
-            return job
-        job = await self.client.create_job(name, profile_name, spec, **shape_param(profile))
-        self._console.event("info", f"created job {name} ({job}) from profile {profile_name}")
+        if (job := begun.get(profile.to_spec())) is None:
+            return await create_job(self.client, name, self._plan.profile_name, profile, self._console)
+        self._console.event("info", f"going on with job {name} ({job}) from its last checkpoint")
         return job
 
     async def work(self) -> None:
@@ -295,8 +256,6 @@ class Run:
         return not job.step or None in parts or len(parts) == job.stages
 
     async def end(self) -> None:
-        """End all processes, the seed last."""
-        await end_all(list(self.cluster.peers.values()))
         if self._client is not None:
             await self._client.close()
         await self.cluster.end()
@@ -368,7 +327,9 @@ class Run:
         for role in (VERIFIER, DRAFTER):
             options = ["--role", role, "--model", self._trained[role]["checkpoint"], "--threads", plan.threads(2)]
             options += ["--device", device] * (device != "auto") + ["--link", plan.link] * bool(plan.link)
-            options += plan.http.options() if role == VERIFIER and plan.http is not None else []
+            if role == VERIFIER and plan.http is not None:
+                options += ["--http", format_address(*plan.http)]
+                options += [] if plan.api_keys is None else ["--api-key-file", str(plan.api_keys)]
             await cluster.start_peer(role, 1, *options)
         serving = await cluster.serving({VERIFIER, DRAFTER})
         verifier, drafter = cluster.peers[VERIFIER], cluster.peers[DRAFTER]
@@ -406,8 +367,10 @@ class Run:
 
     def _ways(self) -> list[str]:
         ways = [f'p2ptrain generate "def " --stats{self._seed_option}', f"p2ptrain chat{self._seed_option}"]
-        if self._plan.http is not None and self._http_at:
-            ways.append(self._plan.http.example(self._http_at))
+        if self._http_at:
+            keys = self._plan.api_keys
+            key = "" if keys is None else f' -H "Authorization: Bearer $(cat {quote(str(keys))})"'
+            ways.append(f"curl {self._http_at}/models{key}")
         return ways
 
 
@@ -458,13 +421,9 @@ async def trained_before(client: SeedClient, profile: Profile) -> Summary | None
             continue
         _, spec = await client.job(job.id)
         newest = await newest_saved(client, job.id) if _alike(spec, profile) else None
-        if newest is not None and newest.stage is None and _is_model(newest.path):
+        if newest is not None and newest.stage is None and is_model(newest.path):
             return summed_up(job.id, job, newest)
     return None
-
-
-def _is_model(path: str) -> bool:
-    return Path(path, "config.json").is_file()
 
 
 def _alike(spec: str, profile: Profile) -> bool:
@@ -524,7 +483,7 @@ async def hold(plan: SplitPlan, *, as_json: bool) -> None:
         await cluster.start_seed()
         for index in range(1, plan.workers + 1):
             await cluster.start_peer(f"worker-{index}", index, *plan.options())
-        console.event("info", workers_start(plan.workers, cluster))
+        console.event("info", cluster.workers_start(plan.workers))
         await cluster.joined(list(cluster.peers))
         workers = list(cluster.peers.values())
         options = SplitOptions(plan.stages, plan.dtype)
@@ -555,7 +514,7 @@ def _tell_held(loaded: Planned, chain: Chain, plan: SplitPlan, *, as_json: bool)
     from p2ptrain.cli.split import print_split_facts, split_facts
     from roles.verifier.targets import PassTimes
 
-    placement, facts = chain.plan.placement, split_facts(chain, PassTimes(), loaded.encoding)
+    placement, facts = chain.plan.placement, split_facts(chain, PassTimes(), "")
     seed_at = f"{LOOPBACK}:{plan.port}"
     if as_json:
         where = {"seed": seed_at, "state": str(plan.root), "checkpoint": loaded.label}

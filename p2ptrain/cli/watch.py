@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.cli.output import step_line
-from p2ptrain.cli.runtime import operator
+from p2ptrain.cli.runtime import newest_of, operator
 from p2ptrain.core.errors import ConnectionLost, NetworkError, UserError
 from wire.records import FINISHED_STATES, CheckpointInfo, JobInfo, MetricRow
 
@@ -101,8 +101,7 @@ async def metrics_of(client: SeedClient, job: str) -> AsyncIterator[MetricRow]:
 
 
 async def newest_saved(client: SeedClient, job: str) -> CheckpointInfo | None:
-    """The job's newest checkpoint, preferably of the whole model. Raises ``P2PTrainError``."""
-    return max(await client.checkpoints(job), key=lambda item: (item.stage is None, item.step), default=None)
+    return newest_of(await client.checkpoints(job))
 
 
 def summed_up(job: str, shown: JobInfo | None, newest: CheckpointInfo | None) -> Summary:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,16 @@ from transformers import AutoConfig, PretrainedConfig
 from p2ptrain.compute.activations import DTYPES, decode_untrusted, encode, ids_untrusted
 from p2ptrain.compute.device import Device, check_memory, pick_device
 from p2ptrain.compute.model import check_architecture, first_line, load_model, without_dropout
-from p2ptrain.compute.part import NotSplit, OnBytes, Part, PartAssembly, PartCache, PartModel, refused
+from p2ptrain.compute.part import (
+    NotSplit,
+    OnBytes,
+    Part,
+    PartAssembly,
+    PartCache,
+    PartModel,
+    layer_sizes,
+    refused,
+)
 from p2ptrain.compute.picking import Picker
 from p2ptrain.compute.split_check import check_splits
 from p2ptrain.compute.whole import History, WholeModel
@@ -99,7 +108,7 @@ def _load_unsplit(
     except Exception as error:  # each architecture validates in its own way and with its own exceptions
         raise ConfigError(f"{directory / 'config.json'} is not valid: {first_line(error)}") from error
     spec = PartSpec(text, 0, 1, 1, dtype, device)
-    computed = _dtype(spec, config)
+    computed = _dtype(dtype, config)
     total_bytes = sum(math.prod(entry.shape) for entry in table.entries.values()) * computed.itemsize
     check_memory(total_bytes, place, f"the model in {directory}")
     loaded: Any = load_model(directory, computed)
@@ -134,10 +143,14 @@ def config_of(text: str) -> PretrainedConfig:
     return without_dropout(config)
 
 
-def _dtype(spec: PartSpec, config: PretrainedConfig) -> torch.dtype:
-    if spec.dtype and spec.dtype not in DTYPES:
-        raise ConfigError(f"a part cannot be computed in {spec.dtype!r}", remedy=f"use {', '.join(DTYPES)}")
-    return DTYPES[spec.dtype] if spec.dtype else dtype_of(config)
+def _dtype(wanted: str, config: PretrainedConfig) -> torch.dtype:
+    if wanted and wanted not in DTYPES:
+        raise ConfigError(f"a part cannot be computed in {wanted!r}", remedy=f"use {', '.join(DTYPES)}")
+    return DTYPES[wanted] if wanted else dtype_of(config)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return next(name for name, each in DTYPES.items() if each == dtype)
 
 
 def dtype_of(config: PretrainedConfig) -> torch.dtype:
@@ -147,11 +160,20 @@ def dtype_of(config: PretrainedConfig) -> torch.dtype:
     return next((dtype for dtype in DTYPES.values() if str(dtype) == f"torch.{said}"), torch.float32)
 
 
+def measured(text: str, dtype: str) -> dict[str, Any]:
+    """What the parts of a model weigh (``roles.chain.plan.Measured``). Raises ``ConfigError`` if it does not split."""
+    config = config_of(text)
+    check_splits(config)
+    computed = _dtype(dtype, config)
+    about = {"dtype": name_of(computed), "width": config.hidden_size}
+    return asdict(layer_sizes(config, computed)) | about
+
+
 class ServedPartBuilder:
     """Implements ``roles.engine.PartBuilder``."""
 
     def __init__(self, spec: PartSpec, config: PretrainedConfig, part: Part, names: Collection[str]) -> None:
-        self._spec, self._dtype, self._device = spec, _dtype(spec, config), pick_device(spec.device)
+        self._spec, self._dtype, self._device = spec, _dtype(spec.dtype, config), pick_device(spec.device)
         self._assembly = PartAssembly(config, part, names, dtype=self._dtype, device=self._device.torch_device)
         self.wanted: Mapping[str, tuple[int, ...]] = self._assembly.wanted
         self.weights_bytes = sum(math.prod(shape) for shape in self.wanted.values()) * self._dtype.itemsize
@@ -181,7 +203,7 @@ class ServedPart:
     def __init__(self, spec: PartSpec, model: PartModel | WholeModel, dtype: torch.dtype, device: Device) -> None:
         self.spec = spec
         self.width, self.vocab_size = model.width, model.vocab_size
-        self.encoding = next(name for name, each in DTYPES.items() if each == dtype)
+        self.encoding = name_of(dtype)
         self.weights_bytes = model.weights_bytes
         self.cache_position_bytes = model.cache_position_bytes
         self.device = device.label

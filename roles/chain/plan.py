@@ -4,7 +4,7 @@ layers."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,6 @@ from roles.model_table import FILE
 from roles.seed.links import measured_untrusted
 from roles.worker.model_loading import ModelReceiver, give
 from wire.address import parse_address
-from wire.chain_messages import TensorRecord
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.records import ABSENT_STATES, PeerInfo
@@ -96,14 +95,6 @@ async def giving(context: Context, source: ModelDirectory, worker: WorkerAt) -> 
             with suppress(P2PTrainError, asyncio.CancelledError):  # the load reports what went wrong
                 await task
             connection.abort()
-
-
-async def tensor_table(context: Context, model: Model) -> Mapping[str, TensorRecord]:
-    """All tensors and small files of a model, by name. Raises ``NetworkError``, ``PeerError``, ``UserError``."""
-    if model.source is not None:
-        return {record.name: record for record in model.source.records}
-    async with _receiving(context, model) as receiver:
-        return await receiver.table(model.config)
 
 
 @asynccontextmanager
@@ -178,6 +169,30 @@ class Offer(Record):
     stream_bps: Annotated[float, Bound(1.0, 1e18)]
     device: Annotated[str, Bound(0, 80)]
     parts: Annotated[list[HeldPart], Bound(0, 64)]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured(Record):
+    """The answer to ``model.measure``. ``dtype``: in which it is computed. ``width``: elements of a hidden state."""
+
+    layers_bytes: Annotated[list[Count], Bound(1, 4096)]
+    cache_bytes: Annotated[list[Count], Bound(1, 4096)]
+    first_bytes: Count
+    last_bytes: Count
+    tied_bytes: Count
+    dtype: Annotated[str, Bound(0, 16)]
+    width: Annotated[int, Bound(1, 1 << 24)]
+
+    def check(self) -> None:
+        try:
+            _ = self.sizes
+        except ValueError as problem:
+            raise ProtocolError(f"invalid sizes of a model: {problem}") from None
+
+    @property
+    def sizes(self) -> ModelSizes:
+        outside = self.first_bytes, self.last_bytes, self.tied_bytes
+        return ModelSizes(tuple(self.layers_bytes), tuple(self.cache_bytes), *outside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +297,13 @@ class WorkerPool:
     def seen(self, peer: Peer) -> placing.Peer:
         offer = self.offers[peer.worker.peer_id]
         return placing.Peer(peer.worker.peer_id, peer.name, offer.memory_bytes, 1 / offer.stream_bps)
+
+    async def measured(self, model: Model, dtype: str) -> Measured:
+        """Have a worker measure the parts of a model: it has loaded torch. Raises ``Refused`` if the model does not
+        split, else as ``Peer.ask``."""
+        peer = min(self.peers.values(), key=lambda each: each.lost)
+        params = {"config": model.config, "dtype": dtype}
+        return Measured.from_map_untrusted(await peer.ask("model.measure", params, timeout_s=OFFER_S))
 
     async def plan(
         self,

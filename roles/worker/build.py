@@ -7,7 +7,7 @@ import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -121,8 +121,14 @@ def holding(*, device: str, threads: int, memory_bytes: int) -> Holding:
 
         return measured(device or "auto", threads)
 
+    def measure(config: str, dtype: str) -> dict[str, Any]:
+        from p2ptrain.compute.served_part import measured
+
+        return measured(config, dtype)
+
     return Holding(
         compute_flops=compute_flops,
+        measure=measure,
         build_part=build_part,
         limit_bytes=memory_bytes or int(FREE_SHARE * free_memory_bytes(device)),
         stream_bps=stream_bps,

@@ -23,6 +23,8 @@ Epoch = Annotated[int, Bound(0, 1 << 31)]
 Index = Annotated[int, Bound(0, MAX_STAGES - 1)]
 Layer = Annotated[int, Bound(0, MAX_LAYERS)]
 Encoding = Annotated[str, Bound(one_of=tuple(ENCODINGS))]
+Config = Annotated[str, Bound(0, 48 << 10)]
+Dtype = Annotated[str, Bound(one_of=("", "fp32", "bf16", "fp16"))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,11 @@ class LoadRequest:
 
     model: Id
     name: Path
-    config: Annotated[str, Bound(0, 48 << 10)]
+    config: Config
     start: Layer
     stop: Layer
     layers: Layer
-    dtype: Annotated[str, Bound(one_of=("", "fp32", "bf16", "fp16"))]
+    dtype: Dtype
     positions: Positions
     path: Path
     sender: PeerAddress | None
@@ -68,6 +70,17 @@ class LoadRequest:
 
     def spec(self, device: str) -> PartSpec:
         return PartSpec(self.config, self.start, self.stop, self.layers, self.dtype, device)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureRequest:
+    """``model.measure``: what the parts of a model weigh, computed in ``dtype``; empty: in its own."""
+
+    config: Config
+    dtype: Dtype
+
+    def check(self) -> None:
+        config_untrusted(self.config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +153,10 @@ class CloseRequest:
     index: Index
 
 
-StageRequest = LoadRequest | FreeRequest | ModelRequest | OpenRequest | ResumeRequest | CloseRequest
+StageRequest = LoadRequest | MeasureRequest | FreeRequest | ModelRequest | OpenRequest | ResumeRequest | CloseRequest
 _REQUESTS: dict[str, type[StageRequest]] = {
     "part.load": LoadRequest,
+    "model.measure": MeasureRequest,
     "part.free": FreeRequest,
     "model.open": ModelRequest,
     "session.open": OpenRequest,

@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.errors import ConfigError, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.ids import is_id
 from roles.background import Background
 from roles.engine import BuildPart
@@ -41,6 +41,7 @@ from roles.worker.stage_requests import (
     CloseRequest,
     FreeRequest,
     LoadRequest,
+    MeasureRequest,
     ModelRequest,
     OpenRequest,
     ResumeRequest,
@@ -69,6 +70,7 @@ class Holding:
     """What a worker needs to hold parts.
 
     Attributes:
+        measure: returns what a model's parts weigh, by its ``config.json`` and dtype; called on the compute thread.
         limit_bytes: memory for parts and their caches.
         stream_bps: measures the rate at which a matrix-vector pass reads weights; called once, on the compute thread.
         free_bytes: returns the device's free memory.
@@ -77,6 +79,7 @@ class Holding:
     """
 
     build_part: BuildPart
+    measure: Callable[[str, str], dict[str, Any]]
     limit_bytes: int
     stream_bps: Callable[[], float]
     free_bytes: Callable[[], int]
@@ -245,6 +248,8 @@ class Stages:
         match request_untrusted(method, params):
             case LoadRequest() as request:
                 return await self._load(client, request)
+            case MeasureRequest(config, dtype):
+                return await self._measure(config, dtype)
             case FreeRequest(part):
                 await self._free(client, part)
             case ModelRequest(path):
@@ -279,6 +284,12 @@ class Stages:
                 for part in self.cache.parts.values()
             ],
         }
+
+    async def _measure(self, config: str, dtype: str) -> dict[str, Any]:
+        try:
+            return await self._context.compute.run(self._holding.measure, config, dtype)
+        except ConfigError as problem:  # the model's fault, and not this worker's
+            raise Refused("bad-spec", problem.message, remedy=problem.remedy) from problem
 
     async def _load(self, client: _Client, request: LoadRequest) -> dict[str, Any]:
         read_bytes = received_bytes = 0

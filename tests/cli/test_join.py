@@ -115,7 +115,7 @@ def test_a_drafter_and_its_model(
         (["--model", "x"], "--model is not for a worker", "--role drafter, or verifier"),
         (["--sessions", "2"], "--sessions is not for a worker", "--role drafter, or verifier"),
         (["--dtype", "fp32"], "--dtype is not for a worker", "--role drafter, or verifier"),
-        (["--role", "verifier", "--model", "x", "--dtype", "int8"], "--dtype int8 is not a type", "fp32, bf16, fp16"),
+        (["--role", "verifier", "--model", "x", "--dtype", "int8"], "--dtype int8 is not", "fp32, bf16, fp16"),
         (["--http", "127.0.0.1:8000"], "--http is not for a worker", "--role verifier"),
         (["--split"], "--split is not for a worker", "--role verifier"),
         *(

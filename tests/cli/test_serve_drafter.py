@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from p2ptrain.cli import serving
 from p2ptrain.cli.joining import ServeOptions
@@ -95,6 +97,7 @@ def test_a_model_drafts_in_the_type_that_is_asked_for(model: Path) -> None:
 
 
 def test_a_model_beyond_its_memory_or_without_a_tokenizer_is_refused(model: Path) -> None:
+    save_file({"a": np.zeros(9, np.uint8)}, model / "model.safetensors")
     with pytest.raises(ResourceError, match="--memory is 1 B"):
         run_virtual(served(ServeOptions("drafter", model, memory_bytes=1)))
     (model / "tokenizer.json").unlink()

@@ -37,6 +37,13 @@ async def test_a_place_that_cannot_be_is_told_before_a_model_is_looked_at(tmp_pa
     await check(serve_options)
 
 
+async def test_more_stages_than_layers_are_refused_before_it_joins(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 4}')
+    await check(ServeOptions("verifier", tmp_path, split=4))
+    with pytest.raises(UserError, match="a model of 4 layers cannot have 9 stages"):
+        await check(ServeOptions("verifier", tmp_path, split=9))
+
+
 def test_what_memory_is_left_for_caches(tmp_path: Path) -> None:
     save_file({"a": np.zeros(1000, np.uint8), "b": np.zeros(500, np.uint8)}, tmp_path / "model.safetensors")
     save_file({"moments": np.zeros(9000, np.uint8)}, tmp_path / "optimizer.safetensors")

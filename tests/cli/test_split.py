@@ -67,7 +67,7 @@ def test_the_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "box1 was lost; the text went on 0.50 s later" in out
 
 
-def test_progress_of_all_stages_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_of_all_stages_is_one_line_and_none_if_it_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     clock = [0.0]
     line = LoadingLine(StandIn().plan, Console(lambda: clock[0]))  # type: ignore[arg-type]
     line.show(Progress(0, "box0", 500, 1000))
@@ -76,7 +76,6 @@ def test_progress_of_all_stages_is_one_line(capsys: pytest.CaptureFixture[str]) 
     line.show(Progress(1, "box9", 1000, 1000, ready=True))
     line.show(Progress(0, "box0", 1000, 1000, ready=True))
     assert capsys.readouterr().err.splitlines() == [
-        "loading  500 B of 2.0 KiB  box0 50 %  box1 0 %",
         "loading  1.5 KiB of 2.0 KiB  box0 50 %  box9 100 %",
         "loading  2.0 KiB of 2.0 KiB  box0 ready  box9 ready",
     ]

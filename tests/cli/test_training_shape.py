@@ -1,4 +1,4 @@
-"""What a model to be trained weighs, without torch, beside the model that torch builds."""
+"""What a model to be trained weighs, as placement is told, beside what its parts will keep."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from configs.schema import Profile
-from p2ptrain.cli import model_sizes
-from p2ptrain.cli.model_sizes import shape_of, shape_param
+from p2ptrain.cli.model_sizes import _measured, shape_param
 from p2ptrain.compute.device import Device
 from p2ptrain.compute.model import model_config
 from p2ptrain.compute.part import Part, layer_sizes
@@ -29,8 +28,7 @@ def profile_of(**tables: Any) -> Profile:
 def check_alike(profile: Profile) -> None:
     spec = training_spec(profile).model
     config = model_config(spec, 1 if spec.path else 256)
-    built, found = layer_sizes(config, torch.float32), shape_of(profile)
-    assert found is not None
+    built, found = layer_sizes(config, torch.float32), _measured(profile)
     sizes = found.sizes
     assert (sizes.layers_bytes, sizes.first_bytes, sizes.last_bytes, sizes.tied_bytes) == (
         built.layers_bytes, built.first_bytes, built.last_bytes, built.tied_bytes
@@ -43,34 +41,10 @@ def check_alike(profile: Profile) -> None:
         assert training.kept_bytes(0, stop) == kept
 
 
-@pytest.fixture
-def never_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise AssertionError("it was built")
-
-    monkeypatch.setattr(model_sizes, "_shape_by_building", refuse)
-
-
-@pytest.mark.usefixtures("never_built")
-@pytest.mark.parametrize(
-    ("architecture", "tied"),
-    [("llama", True), ("llama", False), ("mistral", True), ("qwen2", False), ("qwen3", True)],
-)
-def test_the_table_tells_what_the_built_model_tells(architecture: str, tied: bool) -> None:
-    check_alike(profile_of(model={"architecture": architecture, "tie_embeddings": tied, "kv_heads": 2}))
-
-
-@pytest.mark.usefixtures("never_built")
-@pytest.mark.parametrize("family", ["llama-tied", "gpt2"])  # what names tell of all: test_model_sizes
-def test_a_directory_tells_what_the_built_model_tells(family: str, tmp_path: Path) -> None:
-    make(family, tmp_path)
+def test_a_model_is_measured_by_its_table_or_its_directory(tmp_path: Path) -> None:
+    check_alike(profile_of(model={"architecture": "qwen2", "tie_embeddings": False, "kv_heads": 2}))
+    make("gpt2", tmp_path)
     check_alike(profile_of(model={"path": str(tmp_path)}))
-
-
-def test_another_architecture_is_built_where_that_may_be() -> None:
-    other = profile_of(model={"architecture": "olmo2"})
-    check_alike(other)
-    assert shape_param(other, may_build=False) == {}
 
 
 def test_a_directory_that_is_elsewhere_is_not_known() -> None:
@@ -85,8 +59,7 @@ def test_a_worker_checks_the_memory_that_the_seed_placed_it_by(
     pipeline: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile = profile_of(pipeline={"stages": 2, **pipeline})
-    found = shape_of(profile)
-    assert found is not None
+    found = _measured(profile)
     training = training_of(profile, found.to_map())
     assert training is not None
     config = model_config(training_spec(profile).model, 256)

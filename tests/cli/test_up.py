@@ -19,7 +19,7 @@ from p2ptrain.cli import up_cluster
 from p2ptrain.cli.local_cluster import Child, LocalCluster
 from p2ptrain.cli.output import Console
 from p2ptrain.cli.up import _profile
-from p2ptrain.cli.up_cluster import HttpOptions, Plan
+from p2ptrain.cli.up_cluster import Plan
 from p2ptrain.core.errors import JobFailed, UserError
 from roles.engine import Engine
 from roles.stand_in import StandInEngine
@@ -110,13 +110,14 @@ class Machine:
         port: int,
         *,
         new: bool = False,
-        http: HttpOptions | None = None,
+        http: tuple[str, int] | None = None,
+        api_keys: Path | None = None,
         profile: Profile = PROFILE,
         as_json: bool = True,
     ) -> Any:
         """One ``p2ptrain up``, to its end."""
         self.stop, self.serving, self.servers, self.started = asyncio.Event(), asyncio.Event(), {}, 0
-        plan = Plan("pair", profile, 1, self.root, port, new, "", http)
+        plan = Plan("pair", profile, 1, self.root, port, new, "", http, api_keys)
         async with asyncio.timeout(DEADLINE_S):
             return await up_cluster.train(plan, full_screen=False, as_json=as_json)
 
@@ -169,7 +170,7 @@ async def served(machine: Machine, port: int, **options: Any) -> dict[str, Any]:
 async def test_both_are_trained_then_served_and_the_next_start_serves_at_once(machine: Machine, free_port: int) -> None:
     key = machine.root / "api key"
     key.write_text("k" * 32)
-    first = await served(machine, free_port, http=HttpOptions("127.0.0.1", 0, key))
+    first = await served(machine, free_port, http=("127.0.0.1", 0), api_keys=key)
     assert machine.started == 1
     assert first["http"] == "http://somewhere/v1"
     assert (first["state"], first["drafter"]["step"], first["verifier"]["step"]) == ("serving", DRAFTER_STEPS, STEPS)
@@ -274,14 +275,14 @@ async def test_where_http_cannot_be_nothing_is_trained(machine: Machine, free_po
     damaged = machine.root / "key"
     damaged.write_text("short")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        for http, problem in (
-            (HttpOptions("127.0.0.1", taken.getsockname()[1], None), "is in use"),
-            (HttpOptions("0.0.0.0", 0, None), "needs an API key"),
-            (HttpOptions("127.0.0.1", 0, damaged), "has no valid API key"),
-            (HttpOptions("127.0.0.1", 0, machine.root / "none"), "cannot read the API key"),
+        for http, keys, problem in (
+            (taken.getsockname()[:2], None, "is in use"),
+            (("0.0.0.0", 0), None, "needs an API key"),
+            (("127.0.0.1", 0), damaged, "has no valid API key"),
+            (("127.0.0.1", 0), machine.root / "none", "cannot read the API key"),
         ):
             with pytest.raises(UserError, match=problem):
-                await machine.up(free_port, http=http)
+                await machine.up(free_port, http=http, api_keys=keys)
     assert machine.cluster is None
 
 

@@ -12,10 +12,21 @@ from typing import Any, cast
 import pytest
 import torch
 
+from p2ptrain.compute.activations import DTYPES
+from p2ptrain.compute.part import layer_sizes
 from p2ptrain.compute.picking import Picker
-from p2ptrain.compute.served_part import MAX_SESSIONS, ServedPart, ServedPartBuilder, begin_part, load_whole
+from p2ptrain.compute.served_part import (
+    MAX_SESSIONS,
+    ServedPart,
+    ServedPartBuilder,
+    begin_part,
+    config_of,
+    load_whole,
+    measured,
+)
 from p2ptrain.core.activations import activation_bytes, encode_ids
 from p2ptrain.core.errors import ConfigError, JobFailed, ProtocolError, ResourceError, StorageError, UserError
+from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.serving import PartSpec, Pass, Sampling
 from p2ptrain.core.tensor_files import TensorTable
 from roles.engine import PartBuilder, StageEngine
@@ -210,6 +221,20 @@ def test_what_a_part_tells(loaded: Callable[[str], Loaded], tmp_path: Path) -> N
     make("llama", tmp_path, dtype=torch.bfloat16)
     assert {part.encoding for part in load(tmp_path, 3)} == {"bf16"}
     assert {part.encoding for part in load(tmp_path, 3, dtype="fp32")} == {"fp32"}
+
+
+def test_what_its_parts_weigh_depends_on_the_type(tmp_path: Path) -> None:
+    make("llama", tmp_path)
+    table = json.loads((tmp_path / "config.json").read_text())
+    for said, dtype in (("bfloat16", "bf16"), ("float16", "fp16"), ("float64", "fp32"), (None, "fp32")):
+        text = json.dumps(table | {"dtype": said})
+        own, wide = measured(text, ""), measured(text, "fp32")
+        assert (own["dtype"], own["width"], wide["dtype"]) == (dtype, 64, "fp32")
+        sizes = layer_sizes(config_of(text), DTYPES[dtype])
+        assert ModelSizes(*(own[name] for name in ModelSizes.__slots__)) == sizes
+        assert wide["layers_bytes"] == layer_sizes(config_of(text)).layers_bytes
+    with pytest.raises(ConfigError, match="cannot be split"):
+        measured(json.dumps({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}), "")
 
 
 def test_bf16_parts_say_what_a_bf16_whole_says(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def loaded_by(code: str) -> set[str]:
         ("command('tui', '--help')", HEAVY | SCREEN | WEB),
         ("command('generate', '--help')", HEAVY | SCREEN | WEB),
         ("command('chat', '--help')", HEAVY | SCREEN | WEB),
-        ("import p2ptrain.compute.text, p2ptrain.compute.text", HEAVY - {"tokenizers"} | SCREEN),
+        ("import p2ptrain.cli.text, p2ptrain.compute.text", HEAVY - {"tokenizers"} | SCREEN),
         ("command('jobs', 'create', '--help')", HEAVY | SCREEN),
         ("command('profiles', 'show', 'tiny')", HEAVY | SCREEN),
         ("command('parts', '--help'); import tui.chains", HEAVY | SCREEN),

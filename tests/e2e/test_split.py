@@ -270,7 +270,7 @@ def test_a_conversation_at_a_terminal(cluster: Cluster) -> None:
         (["generate", "x", "--split", "9"], "3 peers and 6 layers do not make a chain of 9 stages"),
         (["generate", "x", "--split", "--positions", "900000000"], "GiB"),
         (["generate", "x" * 100, "--split", "-n", str(CONTEXT)], "are more than the context of 60000"),
-        (["generate", "x", "--split", "--wire", "fp8"], "--wire fp8 is not a type to send"),
+        (["generate", "x", "--split", "--wire", "fp8"], "--wire fp8 is not a valid value"),
         (["up", "--split", "7"], "a model of 6 layers cannot have 7 stages"),
     ],
 )

@@ -56,6 +56,7 @@ _VALID: dict[str, dict[str, Any]] = {
     "session.close": {"session": "s1", "index": 0},
     "part.free": {"part": "p1"},
     "model.open": {"path": "/nowhere"},
+    "model.measure": {"config": CONFIG, "dtype": ""},
 }
 _ODD = (
     FREE

@@ -14,7 +14,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ConfigError, ProtocolError, UserError
+from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.serving import PartSpec, Pass, Ran, Sampling
 from roles.worker.stages import Holding
 
@@ -58,6 +59,13 @@ def shapes_of(config: str) -> dict[str, tuple[int, ...]]:
         "norm.weight": (WIDTH,),
         "head.weight": (vocab_size, WIDTH),
     }
+
+
+def sizes_of(config: str) -> ModelSizes:
+    sizes = {name: 4 * math.prod(shape) for name, shape in shapes_of(config).items()}
+    layers = tuple(size for name, size in sizes.items() if name.startswith("layers."))
+    head = sizes["norm.weight"] + sizes["head.weight"]
+    return ModelSizes(layers, (4 * WIDTH,) * len(layers), sizes["embed.weight"], head, 0)
 
 
 def tensors_of(config: str, *, seed: int = 1) -> dict[str, npt.NDArray[np.float32]]:
@@ -366,6 +374,7 @@ class StandIns:
         self._options = options
         self.holding = Holding(
             build_part=self._build,
+            measure=lambda config, dtype: asdict(sizes_of(config)) | {"dtype": dtype or "fp32", "width": WIDTH},
             limit_bytes=limit_bytes,
             stream_bps=lambda: stream_bps,
             free_bytes=lambda: free_bytes,

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, World
 from roles.chain.client import Chain, Progress
 from roles.chain.peer import Context, WorkerAt
 from roles.chain.plan import Model, Plan, WorkerPool, local_model
 from tests.roles.stage_doubles import PORT, Stage
-from tests.roles.stage_stand_in import WIDTH, StandIns, shapes_of, stand_in_config, write_model
+from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, write_model
 from wire.memory import MemoryNetwork, run_virtual
 
 LAYERS = 6
@@ -26,20 +25,6 @@ DEADLINE_S = 300.0
 CONFIG = stand_in_config(
     layers=LAYERS, rows=200, context=6000
 )  # so that the layers, not the head, decide who holds what
-
-
-def sizes_of(config: str, layers: int = LAYERS) -> ModelSizes:
-    shapes = shapes_of(config)
-
-    def size(name: str) -> int:
-        total = 4
-        for each in shapes[name]:
-            total *= each
-        return total
-
-    head = size("norm.weight") + size("head.weight")
-    weights = tuple(size(f"layers.{layer}.weight") for layer in range(layers))
-    return ModelSizes(weights, (4 * WIDTH,) * layers, size("embed.weight"), head, 0)
 
 
 @dataclass
@@ -71,7 +56,8 @@ class Scene:
 
     async def plan(self, replica: WorkerPool, model: Model, **options: Any) -> Plan:
         options = {"positions": 400, "activation_bytes": 4 * WIDTH, "dtype": "fp32", "stages": 3} | options
-        return await replica.plan(model, sizes_of(model.config), **options)
+        found = await replica.measured(model, options["dtype"])
+        return await replica.plan(model, found.sizes, **options)
 
     @asynccontextmanager
     async def chain(self, *, without: str = "", **options: Any) -> AsyncIterator[Chain]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -369,6 +370,17 @@ def test_who_cannot_load_is_replaced(tmp_path: Path) -> None:
         assert caught.value.remedy
         for worker in scene.workers.values():
             worker.stages.cache.limit_bytes = 1 << 20
+        await replica.close()
+
+    play(tmp_path, test)
+
+
+def test_a_model_that_does_not_split_is_refused_as_the_users_mistake(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        replica, model = await scene.replica(), await scene.model()
+        with pytest.raises(Refused, match="not a stand-in") as caught:
+            await replica.measured(replace(model, config='{"model_type": "other"}'), "")
+        assert caught.value.exit_code == UserError.exit_code
         await replica.close()
 
     play(tmp_path, test)

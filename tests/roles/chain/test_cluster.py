@@ -16,11 +16,11 @@ from roles.chain.peer import Context
 from roles.chain.plan import WorkerPool, local_model, workers_of
 from tests.roles.chain.decoding import generate
 from tests.roles.in_process import Cluster, Peer
-from tests.roles.stage_stand_in import WIDTH, StandIns, tokens_of, write_model
+from tests.roles.stage_stand_in import WIDTH, StandIns, sizes_of, tokens_of, write_model
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork
 
-from .scene import CONFIG, sizes_of
+from .scene import CONFIG
 
 SEEDED = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)
 PROMPT = [5, 80, 11, 11, 3]
