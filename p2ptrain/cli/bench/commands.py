@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from p2ptrain.cli.commands import new_typer
-from p2ptrain.cli.runtime import JsonOption, ProfileOption, SetOption, WorkersOption, run
+from p2ptrain.cli.runtime import JsonOption, LinkOption, ProfileOption, SetOption, run
 from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
 
 if TYPE_CHECKING:
@@ -29,16 +29,9 @@ OutputOption = Annotated[
     list[str],
     typer.Option("--output", metavar="FILE", help="Also write a file: .csv has a row per sample, others are JSON."),
 ]
+WorkersOption = Annotated[int, typer.Option("--workers", "-w", metavar="N", min=2, max=16, help="Number of workers.")]
 ThreadsOption = Annotated[
     int, typer.Option("--threads", metavar="N", min=1, max=1024, help="CPU threads of each process.")
-]
-LinkOption = Annotated[
-    str,
-    typer.Option(
-        "--link",
-        metavar="PRESET",
-        help="Emulate a link between the peers: lan, wifi, metro, wan, transcontinental, satellite, lossy; or 20ms.",
-    ),
 ]
 CodecOption = Annotated[
     str, typer.Option("--codec", metavar="NAME", help="Encoding of elements: fp32, bf16, fp16, int8, int4, topk.")
@@ -84,12 +77,11 @@ def allreduce(
       p2ptrain bench allreduce --workers 4 --sizes 1M,64M
       p2ptrain bench allreduce --codec int8 --link wan
     """
-    from p2ptrain.cli.bench.network import AllReducePlan, RingPlan, check_memory, measure_allreduce
-    from p2ptrain.cli.bench.runner import check_peers
+    from p2ptrain.cli.bench.network import AllReducePlan, RingPlan, measure_allreduce
+    from p2ptrain.cli.bench.runner import MEMBER_BYTES, check_fits
     from p2ptrain.core.texts import size_of
     from ring.dtypes import storage_dtype
 
-    check_peers(workers)
     _check_names(link, codec)
     try:
         item_bytes = storage_dtype(dtype).itemsize
@@ -105,7 +97,8 @@ def allreduce(
     if sub_chunk and (sub_chunk_bytes % 8 or not 1 << 10 <= sub_chunk_bytes <= 64 << 20):
         text = f"a sub-chunk of {sub_chunk_bytes} bytes is not a multiple of 8 from 1K to 64M"
         raise UserError(text, remedy="such as 256K")
-    check_memory(workers, chosen[-1])
+    need_bytes = workers * (MEMBER_BYTES + 3 * chosen[-1])  # a member's own tensor, and two that Gloo keeps
+    check_fits(f"{workers} peers with tensors of {chosen[-1] / 2**20:,.0f} MiB", need_bytes)
     ring = RingPlan(link, tls, streams, sub_chunk_bytes, codec)
     pieces = sub_chunk_bytes or 512 << 10  # no other size was faster
     plan = AllReducePlan(workers, chosen, dtype, item_bytes, ring, rounds, pieces)
@@ -143,10 +136,8 @@ def step(
     """
     from configs.loader import load
     from p2ptrain.cli.bench.network import RingPlan
-    from p2ptrain.cli.bench.runner import check_peers
     from p2ptrain.cli.bench.training import StepPlan, measure_steps
 
-    check_peers(workers, "workers")
     loaded = load(profile, os.environ, sets).profile
     codec = codec or loaded.ring.codec.replace("auto", "fp32")  # "auto" needs measured links
     _check_names(link, codec)
@@ -218,12 +209,15 @@ def pipeline(
       p2ptrain bench pipeline --stages 4 --rtt 0,80 --steps 5 --output pipeline.json
       p2ptrain bench pipeline --rtt 200 --max-in-flight 3
     """
-    from p2ptrain.cli.bench.pipeline import PipelinePlan, check_memory, measure_pipeline
-    from p2ptrain.cli.bench.runner import numbers_of
+    from p2ptrain.cli.bench.pipeline import PipelinePlan, measure_pipeline
+    from p2ptrain.cli.bench.report import human_size
+    from p2ptrain.cli.bench.runner import PLAIN_BYTES, check_fits, numbers_of
     from p2ptrain.core.texts import size_of
 
     payload_bytes, round_trips_ms = size_of(payload), numbers_of(rtt, "--rtt", 9999)
-    check_memory(stages, micro_batches, payload_bytes)
+    what = f"{stages} stages with {micro_batches} payloads of {human_size(payload_bytes)}"
+    need_bytes = stages * (PLAIN_BYTES + 2 * micro_batches * payload_bytes)  # all of a step may wait, out and in
+    check_fits(what, need_bytes)
     times_s = (forward_ms / 1e3, backward_ms / 1e3)
     plan = PipelinePlan(stages, micro_batches, round_trips_ms, *times_s, steps, payload_bytes, max_in_flight)
     _measure(plan.report(), lambda bench, report: measure_pipeline(bench, plan, report), output, as_json)
@@ -328,7 +322,6 @@ def _measure(
 
 
 def _check_names(link: str, codec: str) -> None:
-    """Raises ``UserError``."""
     from ring.codecs import codec_named
     from wire.emulate import preset_named
 

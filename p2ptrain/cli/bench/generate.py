@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from p2ptrain.cli.bench.report import Case, Contender, Report, milliseconds, times
-from p2ptrain.cli.bench.runner import Bench
+from p2ptrain.cli.bench.runner import Answer, Bench
+from p2ptrain.cli.inputs import is_model
 from p2ptrain.cli.local_cluster import LOOPBACK, LocalCluster, free_port
 from p2ptrain.core.errors import JobFailed, NetworkError, UserError
 from roles.timed_model import text_after, write_timed_model
@@ -33,8 +34,6 @@ NEVER_SLOWER = 1.05
 HOP_GOAL_S, MEND_GOAL_S = 2e-3, 2.0
 """For a split model: the time of a hop besides its link, and the pause in a text after the loss of a stage."""
 PROMPTS = ("import os", "class Node:", "def read_file(path):", "for key, value in", "raise ValueError(")
-
-Answer = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +205,6 @@ async def started(bench: Bench, plan: GeneratePlan, models: dict[str, Path], rou
 
 
 async def measure_generate(bench: Bench, plan: GeneratePlan, report: Report) -> None:
-    """Raises ``P2PTrainError``."""
     models = {name: Path(at) for name, at in (("verifier", plan.verifier), ("drafter", plan.drafter)) if at}
     if plan.stages and not plan.verifier:
         models["verifier"] = bench.root / "random"
@@ -375,9 +373,8 @@ def _by_transformers(verifier: Path, drafter: str, texts: int, tokens: int, thre
 
 
 def check_models(verifier: Path | None, drafter: Path | None, stages: int) -> None:
-    """Raises ``UserError``."""
     if drafter is not None and verifier is None and not stages:
         raise UserError("--draft-model works only with --model", remedy="add --model DIR, or leave it out")
     for directory in (verifier, drafter):
-        if directory is not None and not (directory / "config.json").is_file():
+        if directory is not None and not is_model(directory):
             raise UserError(f"{directory} holds no model", remedy="name a directory with a config.json")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from p2ptrain.cli.bench.report import Case, Contender, Report, human_rate, human_size, per_cent, times
-from p2ptrain.cli.bench.runner import Answer, Bench, Members, check_fits, interleave, repeats_for
+from p2ptrain.cli.bench.runner import Answer, Bench, Members, interleave, repeats_for
 from p2ptrain.cli.bench.sockets import make_credentials, peer_id
 from p2ptrain.core.errors import JobFailed
 from wire.emulate import preset_named
@@ -119,16 +119,7 @@ class AllReducePlan:
         return made
 
 
-def check_memory(peers: int, largest_bytes: int) -> None:
-    """Refuse tensors that do not fit: a member's own, and two that Gloo keeps. Raises ``ResourceError``."""
-    from p2ptrain.cli.bench.runner import MEMBER_BYTES
-
-    need_bytes = peers * (MEMBER_BYTES + 3 * largest_bytes)
-    check_fits(f"{peers} peers with tensors of {largest_bytes / 2**20:,.0f} MiB", need_bytes)
-
-
 async def measure_allreduce(bench: Bench, plan: AllReducePlan, report: Report) -> None:
-    """Raises ``P2PTrainError``."""
     ring, titles = plan.ring, {"ring": "this ring"}
     async with bench.members(plan.peers) as members:
         await form_ring(bench, members, ring)

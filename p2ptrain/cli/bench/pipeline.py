@@ -6,10 +6,9 @@ The stages only take time. They are processes in a real chain over emulated link
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from p2ptrain.cli.bench.report import Case, Contender, Report, human_size, milliseconds, per_cent
-from p2ptrain.cli.bench.runner import Bench, Members, check_fits, interleave
+from p2ptrain.cli.bench.runner import Answer, Bench, Members, interleave
 from p2ptrain.cli.bench.sockets import peer_id
 from p2ptrain.core.world import Network
 from ring.local import LocalMember, local_view
@@ -22,15 +21,6 @@ from wire.transport import TcpNetwork
 
 TITLES = {"extended": "extended 1F1B", "1f1b": "1F1B", "gpipe": "GPipe"}
 MUST_REACH = 0.95  # part of the ideal efficiency
-
-Answer = dict[str, Any]
-
-
-def check_memory(stages: int, micro_batches: int, payload_bytes: int) -> None:
-    """Refuse payloads that do not fit: all of a step may wait at a stage, out and in. Raises ``ResourceError``."""
-    member_bytes = 80 << 20  # resident memory without torch
-    what = f"{stages} stages with {micro_batches} payloads of {human_size(payload_bytes)}"
-    check_fits(what, stages * (member_bytes + 2 * micro_batches * payload_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +67,6 @@ class PipelinePlan:
 
 
 async def measure_pipeline(bench: Bench, plan: PipelinePlan, report: Report) -> None:
-    """Raises ``P2PTrainError``."""
     async with bench.members(plan.stages) as members:
         for round_trip_ms in plan.round_trips_ms:
             bench.progress(f"{round_trip_ms:g} ms: forming the chain")

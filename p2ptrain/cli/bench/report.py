@@ -24,6 +24,7 @@ import typer
 import p2ptrain
 from p2ptrain.cli.output import print_json, print_table, printable
 from p2ptrain.core.errors import StorageError, UserError
+from wire.records import percentile
 
 Shown = Callable[[Any], str]
 
@@ -41,12 +42,7 @@ class Contender:
         return statistics.median(self.seconds)
 
     def quantile_s(self, part: float) -> float:
-        """The sample below which ``part`` of all lie, interpolated."""
-        ordered = sorted(self.seconds)
-        place = part * (len(ordered) - 1)
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+        return percentile(self.seconds, part) or 0.0
 
 
 @dataclass(slots=True)

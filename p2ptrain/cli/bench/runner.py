@@ -31,9 +31,8 @@ from roles.gauges import free_memory_bytes
 
 ORDER_S = 60.0
 """Time limit of an order, besides the time for its bytes: on a busy machine a process may wait for its turn."""
-MOST_PEERS = 16
-MEMBER_BYTES = 400 << 20
-"""Resident memory of a member that has loaded torch, before it holds any tensor."""
+MEMBER_BYTES, PLAIN_BYTES = 400 << 20, 80 << 20
+"""Resident memory of a member that has loaded torch, before it holds any tensor; and of one without torch."""
 
 Answer = dict[str, Any]
 Progress = Callable[[str], None]
@@ -185,13 +184,6 @@ def numbers_of(text: str, option: str, most: float) -> list[float]:
     if not parts or not all(form.fullmatch(part) and float(part) <= most for part in parts):
         raise UserError(f"{option} {text!r} is not a list of numbers, 0 to {most:g}", remedy=f"such as {option} 0,.5")
     return sorted({float(part) for part in parts})
-
-
-def check_peers(peers: int, what: str = "peers") -> None:
-    """Raises ``UserError``."""
-    if not 2 <= peers <= MOST_PEERS:
-        remedy = f"give 2 to {MOST_PEERS}"
-        raise UserError(f"{peers} {what}: this compares rings of 2 to {MOST_PEERS}", remedy=remedy)
 
 
 def check_fits(what: str, need_bytes: int) -> None:

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError
+from ring.local import HOST
 from wire.credentials import Credentials
 from wire.transport import tune_for_bulk
 
-HOST = "127.0.0.1"
 SILENCE_S = 30.0
 """After so long without a byte the other process counts as gone. A loopback delivers in microseconds."""
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from configs.schema import Profile
 from p2ptrain.cli.bench.network import RingPlan, form_ring, open_gloo
 from p2ptrain.cli.bench.report import Case, Contender, Report, human_duration, human_size, mean, per_cent, times
-from p2ptrain.cli.bench.runner import Bench, Members
+from p2ptrain.cli.bench.runner import Answer, Bench, Members
 from p2ptrain.core.errors import JobFailed
 from ring.session import RingSession
 from ring.token import Flag, Token, difference, first_lineage, next_lineage
@@ -35,8 +35,6 @@ BLOCK_STEPS = 5
 WARM_STEPS = 3  # not counted: the first steps allocate, and DDP orders its buckets
 STEP_S = 30.0  # a slow step, for deadlines
 PATIENCE_S = 120.0
-
-Answer = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,6 @@ class StepPlan:
 
 
 async def measure_steps(bench: Bench, plan: StepPlan, report: Report) -> None:
-    """Raises ``P2PTrainError``."""
     ring, exact = plan.ring, plan.profile.job.exact
     codec = f", {ring.codec}" * (ring.codec != "fp32")
     contenders = {RING: Contender(f"this ring{', exact' * exact}{codec}")}
