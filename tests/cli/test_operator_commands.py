@@ -162,7 +162,8 @@ def test_show_a_job(command: Command, fake_seed: Any) -> None:
     profile = load("tiny", {}, []).profile
     for spec in [profile.to_spec()]:
         fake_seed.answers["jobs.show"] = {"job": JOB.to_map(), "spec": spec}
-        fake_seed.answers["checkpoints.list"] = {"checkpoints": [CHECKPOINT.to_map()]}
+        newer = dataclasses.replace(CHECKPOINT, step=150, stage=0)
+        fake_seed.answers["checkpoints.list"] = {"checkpoints": [CHECKPOINT.to_map(), newer.to_map()]}
         outcome = command("jobs", "show", "tiny")
         assert outcome.code == 0
         for part in (

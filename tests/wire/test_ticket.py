@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError
-from wire.address import ROLES, Ticket, is_ticket, proof, verify_proof
+from wire.address import ROLES, Ticket, is_ticket, proof, to_dial, verify_proof
 
 SECRET = bytes(range(100, 116))
 TICKET = Ticket("192.168.1.20", 7337, "worker", "0123456789ab", SECRET, bytes(range(32)))
@@ -47,6 +47,11 @@ def test_another_address_of_the_same_seed_may_be_written() -> None:
     body = str(TICKET).partition("/")[2]
     moved = Ticket.parse_untrusted(f"seed.example/{body}")
     assert (moved.host, moved.port, moved.secret) == ("seed.example", 7337, TICKET.secret)
+
+
+def test_who_listens_everywhere_is_dialled_at_an_address_of_that_machine() -> None:
+    assert [to_dial(host, "10.0.0.7") for host in ("0.0.0.0", "::", "10.0.0.9")] == ["10.0.0.7", "10.0.0.7", "10.0.0.9"]
+    assert to_dial("0.0.0.0") == "127.0.0.1"
 
 
 def test_an_address_is_no_ticket() -> None:
