@@ -37,10 +37,8 @@ PATIENCE_S = 600.0
 COMPUTE_S = 0.005
 PROMPT = "0, 1, 1, 2, 3, 5, 8"
 GREEDY, SAMPLED = SamplingOptions(temperature=0.0), SamplingOptions(temperature=0.9, top_k=40, top_p=0.95, seed=7)
-ONE_PART_BYTES = 700 << 10
-"""Of a worker: it holds one part with its sessions' caches, and has no room for two."""
 HALF_BYTES = 600 << 10
-"""Of a worker that is planned for: too little for all layers, and enough for half of them."""
+"""Of a worker: too little for all layers with their caches, and enough for half of them."""
 
 
 def reference(
@@ -131,7 +129,7 @@ def _parts(worker: Any) -> list[Any]:
     return list(worker._stages.cache.parts.values())
 
 
-def join(cluster: Cluster, slot: int, memory_bytes: int = ONE_PART_BYTES) -> Peer:
+def join(cluster: Cluster, slot: int, memory_bytes: int = HALF_BYTES) -> Peer:
     return cluster.join(slot=slot, holding=holding(device="cpu", threads=1, memory_bytes=memory_bytes))
 
 
@@ -262,9 +260,9 @@ def test_workers_need_the_memory_of_the_type_that_is_asked_for(tmp_path: Path) -
     async def scene(dtype: str, workers: int) -> None:
         async with alone(tmp_path / (dtype or "own"), model, 0, dtype) as served:
             for slot in range(1, workers):
-                join(served.cluster, slot, HALF_BYTES)
+                join(served.cluster, slot)
                 await served.until_said("waiting", lambda said: "the model needs" in "".join(said))
-            join(served.cluster, workers, HALF_BYTES)
+            join(served.cluster, workers)
             await served.until("serving")
             assert served.said("serving") == [f"model writes text in {dtype or 'bf16'}, 256 tokens of context"]
 
