@@ -13,7 +13,7 @@ from textual.content import Content
 from textual.geometry import Size
 from textual.notifications import SeverityLevel
 from textual.screen import ModalScreen
-from textual.widgets import Button, Footer, Static
+from textual.widgets import Button, Footer, OptionList, Static
 
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import Clock, LoopClock
@@ -24,7 +24,7 @@ from tui.model import Link, Phase
 from tui.panels import EventsPanel, Frame, HeaderBar, RecoveriesPanel, RingPanel, TrainingPanel
 from tui.serving import ServingPanel
 from tui.source import SeedAccess, SeedSource, Source
-from tui.tables import CheckpointsPanel, JobsPanel, LiveTable, PeersPanel
+from tui.tables import CheckpointsPanel, JobsPanel, PeersPanel
 from tui.theme import DARK, THEMES, Palette
 from wire.records import JobInfo
 
@@ -243,8 +243,6 @@ class P2PTrainApp(App[bool]):
             if drawn is None or drawn.manner != manner or (drawn.news != news and now - drawn.at >= kind.EVERY_S):
                 self._drawn[kind] = _Drawn(manner, news, now)
                 panel.show(frame)
-        if job is not None and self.chosen_job is None:
-            self.screen_stack[0].query_one(JobsPanel).table.go_to(job.id)
 
     def _choose_drawing(self, job: JobInfo | None) -> None:
         store = self.source.store
@@ -317,10 +315,10 @@ class P2PTrainApp(App[bool]):
         else:
             self.screen.focus_previous()
 
-    def on_live_table_cursor_moved(self, event: LiveTable.CursorMoved) -> None:
+    def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
         """Show the details of the row under the cursor. In Jobs the cursor also chooses the job in view."""
-        if event.table.id == "jobs-table":
-            self.chosen_job = event.key
+        if event.option_list.id == "jobs-table":
+            self.chosen_job = event.option_id
         for kind in (PeersPanel, JobsPanel, CheckpointsPanel):
             self._drawn.pop(kind, None)
         self.refresh_panels()

@@ -10,7 +10,7 @@ from p2ptrain.core.texts import layers_text
 from tui import format as fmt
 from tui.chains import Chain, Gap, chains_of, how_to_split
 from tui.format import GONE, SLOWEST, Look, Row, Span, fit
-from tui.panels import ROOMY, Frame, TextPanel, lines, not_connected, seed_address, what_next
+from tui.panels import ROOMY, Frame, TextPanel, not_connected, seed_address, what_next
 from wire.records import PartInfo
 
 LEGEND = (
@@ -43,9 +43,11 @@ def draw_chain(chain: Chain, look_of: LookOf, width: int) -> list[Row]:
                 Span(fit(f"{layers_text(stage.start, stage.stop):<{ranges + 2}} {GONE.symbol} {why}", width), GONE.role)
             ]
     rows = [_title(chain, width), *rows]
-    if chain.beside:
-        rows.append(_beside(chain, look_of, width))
-    return rows
+    beside = [
+        (look_of(part.peer), f"{fit(part.peer_name or part.peer, 18)} {layers_text(part.start, part.stop)}  ")
+        for part in chain.beside
+    ]
+    return [*rows, fmt.listed("beside: ", beside, width)] if beside else rows
 
 
 def _stage_cells(chain: Chain, stage: PartInfo | Gap, look_of: LookOf) -> list[Row]:
@@ -94,19 +96,6 @@ def _memory(part: PartInfo, width: int) -> Row:
     return [*bar, Span(text, "bad" if share > 0.95 else "warn" if share > 0.85 else "")]
 
 
-def _beside(chain: Chain, look_of: LookOf, width: int) -> Row:
-    row = [Span(fit("beside: ", width), "dim")]
-    room = width - 8
-    for index, part in enumerate(chain.beside):
-        look = look_of(part.peer)
-        text = f"{fit(part.peer_name or part.peer, 18)} {layers_text(part.start, part.stop)}  "
-        if cell_len(text) + 2 > room - 6:  # leaves room for the count of the others
-            return [*row, Span(fit(f"+{len(chain.beside) - index}", max(0, room)), "dim")]
-        row += [Span(f"{look.symbol} ", look.role), Span(text)]
-        room -= cell_len(text) + 2
-    return row
-
-
 class ChainsPanel(TextPanel):
     NAME = "chains"
     TOPICS = frozenset({"parts", "peers", "link"})
@@ -124,7 +113,8 @@ class ChainsPanel(TextPanel):
         back = ("1: ring and training",) if self.size.width >= ROOMY else ()
         rows = chain_rows(frame, chains, self.size.width - 2) if chains else no_chains(frame)
         legend = "  │  ".join((*LEGEND, *back) if chains else back)
-        self.show_text(lines(rows, frame.palette), count=len(chains), subtitle=legend)
+        self.set_title(len(chains), legend)
+        self.draw(rows, frame)
 
 
 def chain_rows(frame: Frame, chains: list[Chain], width: int) -> list[Row]:

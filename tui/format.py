@@ -302,6 +302,18 @@ def fitting(first: Sequence[Span], more: Sequence[Span], width: int) -> Row:
     return row
 
 
+def listed(label: str, items: Sequence[tuple[Look, str]], width: int) -> Row:
+    """``label``, and the items behind their symbols; ``+3`` stands for those that do not fit."""
+    row = [Span(label, "dim")]
+    for index, (look, text) in enumerate(items):
+        item = [Span(f"{look.symbol} ", look.role), Span(text)]
+        if cells(row) + cells(item) + 6 > width:  # leaves room for the count of the others
+            row.append(Span(f"+{len(items) - index}", "dim"))
+            break
+        row += item
+    return cut(row, width)
+
+
 def table(columns: Sequence[tuple[str, int]], rows: Sequence[Sequence[Row]], width: int) -> list[Row]:
     """Lines of cells under labels (``columns``: label, width), one blank between; columns that do not fit are left
     out."""

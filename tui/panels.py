@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rich.text import Text
-from textual.app import ComposeResult, RenderResult
+from textual.app import ComposeResult
 from textual.containers import Vertical, VerticalScroll
 from textual.markup import escape
-from textual.widget import Widget
 from textual.widgets import Static
 from textual_plotext import PlotextPlot
 
 from tui import format as fmt
 from tui.format import SLOWEST, Look, Row, Span
 from tui.model import Phase, Store, eta_s, split
-from tui.theme import DARK, Palette
+from tui.theme import Palette
 from wire.address import how_to_join
 from wire.records import EventInfo, JobInfo, MetricRow, PeerInfo, RecoveryInfo, recovery_spread
 
@@ -60,27 +59,31 @@ def lines(rows: list[list[Span]], palette: Palette) -> Text:
     return text
 
 
-class HeaderBar(Widget):
+class Lines(Static):
+    """Rows of spans, drawn again only if they changed."""
+
+    _drawn: Text | None = None
+
+    def draw(self, rows: list[Row], palette: Palette, *, layout: bool = True) -> None:
+        if (text := lines(rows, palette)) != self._drawn:
+            self._drawn = text
+            self.update(text, layout=layout)
+
+
+class HeaderBar(Lines):
     TOPICS: ClassVar[frozenset[str]] = frozenset({"cluster", "link", "peers", "jobs", "parts", "serving"})
     TIMED = True
     EVERY_S = 0.0
 
     def __init__(self) -> None:
         super().__init__(id="header")
-        self._text = Text()
 
     def show(self, frame: Frame) -> None:
         left, right = self._left(frame), self._right(frame)
         gap = self.size.width - 2 - sum(Text(span.text).cell_len for span in (*left, *right))
         while gap < 1 and len(left) > 1:
             gap += Text(left.pop().text).cell_len
-        text = frame.palette.text([*left, Span(" " * gap), *right])
-        if text != self._text or text.spans != self._text.spans:
-            self._text = text
-            self.refresh()
-
-    def render(self) -> RenderResult:
-        return self._text
+        self.draw([[*left, Span(" " * gap), *right]], frame.palette, layout=False)
 
     def _left(self, frame: Frame) -> list[Span]:
         cluster = frame.store.cluster
@@ -117,11 +120,6 @@ class HeaderBar(Widget):
         return [*spans, Span(f"✗ {what} {silent}", "bad"), Span(f" · {soon}", "dim")]
 
 
-def set_title(widget: Widget, title: str) -> None:
-    if widget.border_title != (escaped := escape(title)):
-        widget.border_title = escaped
-
-
 class Panel(Vertical):
     """A part of the store under a title. ``EVERY_S``: least seconds between redraws; ``TIMED``: it shows ages."""
 
@@ -134,64 +132,36 @@ class Panel(Vertical):
         super().__init__(id=self.NAME, classes="panel")
         self.border_title = self.NAME.capitalize()
 
-
-class RowsPanel(Panel):
-    """Rows under a title, redrawn only if they changed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._drawn: tuple[list[Row], Palette] = ([], DARK)
-
-    def draw(self, rows: list[Row], palette: Palette) -> None:
-        if (rows, palette) != self._drawn:
-            self._drawn = (rows, palette)
-            self.refresh()
-
-    def render(self) -> RenderResult:
-        return lines(*self._drawn)
+    def set_title(self, more: object = "", subtitle: str = "") -> None:
+        """Show ``more`` after the name, and the subtitle. Only changed texts are set, because that draws the panel."""
+        title = escape(f"{self.NAME.capitalize()} · {more}" if more else self.NAME.capitalize())
+        if (self.border_title, self.border_subtitle or "") != (title, subtitle):
+            self.border_title, self.border_subtitle = title, subtitle
 
 
-class RingPanel(RowsPanel, can_focus=True):
+class TextPanel(Panel, VerticalScroll, can_focus=True):
+    """Scrolling rows under a title."""
+
+    DEFAULT_CSS = "TextPanel { overflow-y: auto; scrollbar-size-vertical: 1; }"
+
+    def compose(self) -> ComposeResult:
+        yield Lines(classes="text")
+
+    def draw(self, rows: list[Row], frame: Frame) -> None:
+        self.query_one(Lines).draw(rows, frame.palette)
+
+
+class RingPanel(TextPanel):
     """The ring of the job in view, and the workers outside it."""
 
     NAME = "ring"
     TOPICS = frozenset({"peers", "jobs", "parts", "serving", "link"})
-    EVERY_S = 0.0
 
     def show(self, frame: Frame) -> None:
-        job, store = frame.job, frame.store
-        set_title(self, f"Ring · {len(job.members)}" if job is not None and job.members else "Ring")
-        elsewhere = "  ".join(
-            told for told, there in (("5: split models", store.parts), ("6: serving", store.serving)) if there
-        )
-        if self.border_subtitle != elsewhere:
-            self.border_subtitle = elsewhere
-        self.draw(self._rows(frame, job) if job is not None and job.members else what_next(frame), frame.palette)
-
-    def _rows(self, frame: Frame, job: JobInfo) -> list[Row]:
-        width, height = self.size.width, self.size.height
-        outside = self._outside(frame, job, width)
-        rows = ring_rows(frame, job, width)
-        room = height - 2 * bool(outside)
-        if len(rows) > room > 1:
-            more = len(rows) - room + 1
-            rows = [*rows[: room - 1], [Span(f"… and {more} more, then back to 0", "dim")]]
-        return [*rows, *([[], outside] if outside else [])]
-
-    def _outside(self, frame: Frame, job: JobInfo, width: int) -> list[Span]:
-        others = [peer for peer in frame.store.peers_in_order() if peer.id not in job.members and _trains(peer)]
-        if not others:
-            return []
-        spans = [Span("not in the ring: ", "dim")]
-        room = width - 17
-        for index, peer in enumerate(others):
-            look = fmt.look_in(fmt.PEER_LOOKS, peer.state)
-            text = f"{fmt.fit(peer.name, 18)} ({fmt.fit(peer.state, 10)})  "
-            if Text(text).cell_len + 8 > room:
-                return [*spans, Span(f"+{len(others) - index}", "dim")]
-            spans += [Span(f"{look.symbol} ", look.role), Span(text)]
-            room -= Text(text).cell_len + 2
-        return spans
+        elsewhere = (("5: split models", frame.store.parts), ("6: serving", frame.store.serving))
+        job = frame.job if frame.job is not None and frame.job.members else None
+        self.set_title(len(job.members) if job else "", "  ".join(told for told, there in elsewhere if there))
+        self.draw(ring_rows(frame, job, self.size.width) if job else what_next(frame), frame)
 
 
 def ring_rows(frame: Frame, job: JobInfo, width: int) -> list[Row]:
@@ -221,7 +191,10 @@ def ring_rows(frame: Frame, job: JobInfo, width: int) -> list[Row]:
         )
     title = [Span(f"generation {job.generation}", "accent"), Span(f" · step {job.step:,}", "dim")]
     columns = [(" # member", 5 + names), ("state", 12), (" tok/s", 6), ("to the next", room)]
-    return [title, [], *fmt.table(columns, rows, width)]
+    others = [peer for peer in frame.store.peers_in_order() if peer.id not in job.members and _trains(peer)]
+    told = [(frame.look_of(peer.id), f"{fmt.fit(peer.name, 18)} ({fmt.fit(peer.state, 10)})  ") for peer in others]
+    outside = [fmt.listed("not in the ring: ", told, width)] if told else []
+    return [title, *outside, [], *fmt.table(columns, rows, width)]
 
 
 def _trains(peer: PeerInfo) -> bool:
@@ -306,31 +279,27 @@ class TrainingPanel(Panel, can_focus=True):
     TOPICS = frozenset({"metrics", "jobs", "link"})
 
     def compose(self) -> ComposeResult:
-        yield Static(id="training-empty")
+        yield Lines(id="training-empty")
         yield LossPlot(id="loss")
-        yield Static(id="numbers")
+        yield Lines(id="numbers")
 
     def show(self, frame: Frame) -> None:
-        job = frame.job
+        job, drawn = frame.job, bool(frame.recent(1))
         rests = f" · {job.state}" if job is not None and job.state != "running" else ""
-        set_title(self, f"Training · {fmt.fit(job.name, 30)}{rests}" if job else "Training")
-        drawn = job is not None and bool(frame.recent(1))
+        self.set_title(f"{fmt.fit(job.name, 30)}{rests}" if job else "", "loss: ─ training  ◆ validation" * drawn)
         self.set_class(not drawn, "-empty")
-        if bool(self.border_subtitle) != drawn:
-            self.border_subtitle = "loss: ─ training  ◆ validation" if drawn else ""
         if not drawn or job is None:
             empty = [
                 [Span("no steps yet", "strong")],
                 [],
                 [Span("The loss is drawn from the first committed step on.", "dim")],
             ]
-            told = lines(not_connected(frame) if frame.unconnected else empty, frame.palette)
-            self.query_one("#training-empty", Static).update(told)
+            rows = not_connected(frame) if frame.unconnected else empty
+            self.query_one("#training-empty", Lines).draw(rows, frame.palette)
             return
         self.query_one(LossPlot).draw(frame)
-        width = max(20, self.size.width - 2)
-        numbers = lines(training_numbers(frame, job, width), frame.palette)
-        self.query_one("#numbers", Static).update(numbers, layout=False)
+        numbers = training_numbers(frame, job, max(20, self.size.width - 2))
+        self.query_one("#numbers", Lines).draw(numbers, frame.palette, layout=False)
 
 
 def training_numbers(frame: Frame, job: JobInfo, width: int) -> list[list[Span]]:
@@ -370,7 +339,7 @@ def training_numbers(frame: Frame, job: JobInfo, width: int) -> list[list[Span]]
     return [first, second, bar, legend]
 
 
-class RecoveriesPanel(RowsPanel):
+class RecoveriesPanel(TextPanel, can_focus=False):
     """Interruptions of the ring of the job in view: how long, why, and what took the time."""
 
     NAME = "recoveries"
@@ -378,12 +347,11 @@ class RecoveriesPanel(RowsPanel):
 
     def show(self, frame: Frame) -> None:
         found = frame.store.recoveries_in_order(frame.job.id) if frame.job else []
-        set_title(self, f"Recoveries · {found[-1].number}" if found else "Recoveries")
+        middle_s, high_s = recovery_spread(found)["total"] if found else (0.0, 0.0)
+        spread = f"p50 {fmt.millis(1e3 * middle_s)}  p99 {fmt.millis(1e3 * high_s)}"
+        self.set_title(found[-1].number if found else "", spread if found else "")
         self.set_class(not found, "-empty")
-        if found:
-            middle_s, high_s = recovery_spread(found)["total"]
-            self.border_subtitle = f"p50 {fmt.millis(1e3 * middle_s)}  p99 {fmt.millis(1e3 * high_s)}"
-        self.draw(recovery_lines(found, self.size.width), frame.palette)
+        self.draw(recovery_lines(found, self.size.width), frame)
 
 
 def recovery_lines(found: list[RecoveryInfo], width: int) -> list[list[Span]]:
@@ -406,28 +374,6 @@ def recovery_lines(found: list[RecoveryInfo], width: int) -> list[list[Span]]:
     return rows + legend
 
 
-class TextPanel(Panel, VerticalScroll, can_focus=True):
-    """Scrolling text under a title, redrawn only if it changed."""
-
-    DEFAULT_CSS = "TextPanel { overflow-y: auto; }"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._text = Text()
-
-    def compose(self) -> ComposeResult:
-        yield Static(classes="text")
-
-    def show_text(self, text: Text, *, count: int = 0, subtitle: str = "") -> None:
-        name = self.NAME.capitalize()
-        set_title(self, f"{name} · {count}" if count else name)
-        if self.border_subtitle != subtitle:
-            self.border_subtitle = subtitle
-        if text != self._text or text.spans != self._text.spans:
-            self._text = text
-            self.query_one(".text", Static).update(text)
-
-
 class EventsPanel(TextPanel):
     """The cluster's event log, the newest first."""
 
@@ -436,16 +382,13 @@ class EventsPanel(TextPanel):
     EVERY_S = 0.0
 
     def show(self, frame: Frame) -> None:
-        found = frame.store.events_in_order()
-        text = Text("\n").join(_event_line(event, frame.palette, self.size.width - 2) for event in found)
-        self.show_text(text if found else lines([[Span("nothing happened yet", "dim")]], frame.palette))
+        rows = [row for event in frame.store.events_in_order() for row in _event_rows(event, self.size.width - 13)]
+        self.draw(rows or [[Span("nothing happened yet", "dim")]], frame)
 
 
-def _event_line(event: EventInfo, palette: Palette, width: int) -> Text:
+def _event_rows(event: EventInfo, width: int) -> list[Row]:
     look = fmt.look_in(fmt.LEVEL_LOOKS, event.level)
-    line = Text()
-    line.append(f"{fmt.clock(event.wall)} ", palette.style("dim"))
-    line.append(f"{look.symbol} ", palette.style(look.role))
-    told = textwrap.wrap(event.text, max(20, width - 11))
-    line.append(("\n" + " " * 11).join(told), palette.style(look.role if event.level in ("warning", "error") else ""))
-    return line
+    role = look.role if event.level in ("warning", "error") else ""
+    head = [Span(f"{fmt.clock(event.wall)} ", "dim"), Span(f"{look.symbol} ", look.role)]
+    told = textwrap.wrap(event.text, max(20, width)) or [""]
+    return [[*head, Span(told[0], role)], *([Span(" " * 11), Span(line, role)] for line in told[1:])]

@@ -13,7 +13,7 @@ from rich.cells import cell_len
 
 from tui import format as fmt
 from tui.format import UNKNOWN, Look, Row, Span, fit
-from tui.panels import ROOMY, Frame, TextPanel, lines, not_connected, seed_address
+from tui.panels import ROOMY, Frame, TextPanel, not_connected, seed_address
 from wire.address import how_to_join
 from wire.records import ServingInfo
 
@@ -213,9 +213,8 @@ class ServingPanel(TextPanel):
 
     def show(self, frame: Frame) -> None:
         count = sum(info.role == "verifier" for info in frame.store.serving.values())
-        back = "1: ring and training" if self.size.width >= ROOMY else ""
-        rows = serving_rows(frame, self.size.width - 2)
-        self.show_text(lines(rows, frame.palette), count=count, subtitle=back)
+        self.set_title(count, "1: ring and training" if self.size.width >= ROOMY else "")
+        self.draw(serving_rows(frame, self.size.width - 2), frame)
 
 
 def serving_rows(frame: Frame, width: int) -> list[Row]:

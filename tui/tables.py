@@ -1,36 +1,29 @@
-"""The panels that are tables: peers, jobs, checkpoints.
-
-Textual's ``DataTable`` renders every visible cell anew when one changes, through Rich's console. With 64 peers that
-takes much of a core on a machine that should train. Here a line is a strip of segments, built once per change.
-"""
+"""The panels that are tables: peers, jobs, checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import cast
 
-from rich.cells import cell_len
 from rich.segment import Segment
-from textual import events
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
-from textual.geometry import Region, Size
-from textual.message import Message
-from textual.scroll_view import ScrollView
+from textual.css.styles import RulesMap
 from textual.strip import Strip
-from textual.widgets import Static
+from textual.style import Style
+from textual.visual import RenderOptions, Visual
+from textual.widgets import OptionList
+from textual.widgets.option_list import Option
 
 from tui import format as fmt
-from tui.format import Span, fit
+from tui.format import Row, Span
 from tui.model import eta_s
-from tui.panels import RECENT, Frame, Panel, lines, seed_address, set_title
-from tui.theme import DARK, Palette
+from tui.panels import RECENT, Frame, Lines, Panel, seed_address
+from tui.theme import Palette
 from wire.address import how_to_join
 from wire.records import CheckpointInfo, JobInfo, PeerInfo, ServingInfo
 
 Cell = tuple[Span, ...]
-CELL_PADDING = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +49,7 @@ def choose(columns: Sequence[Column], width: int) -> list[tuple[Column, int]]:
     room = width
     chosen: set[str] = set()
     for column in sorted(columns, key=lambda item: item.order):
-        needs = column.width + 2 * CELL_PADDING
+        needs = column.width + 2  # a blank on each side
         if column.order and needs > room:
             break  # a less important column must not replace it: the set only grows with the width
         chosen.add(column.key)
@@ -70,194 +63,93 @@ def choose(columns: Sequence[Column], width: int) -> list[tuple[Column, int]]:
     return result
 
 
-class LiveTable(ScrollView, can_focus=True):
-    """One line per record under a header line. The row cursor stays on its record."""
+class Line(Visual):
+    """A row of spans on one line. Textual's own visuals also wrap, which takes several times as long."""
 
-    DEFAULT_CSS = "LiveTable { overflow-x: hidden; scrollbar-size-vertical: 1; }"
-    COMPONENT_CLASSES: ClassVar[set[str]] = {"livetable--cursor"}
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up", "move(-1)", show=False),
-        Binding("down", "move(1)", show=False),
-        Binding("pageup", "move_page(-1)", show=False),
-        Binding("pagedown", "move_page(1)", show=False),
-        Binding("home", "move(-1000000)", show=False),
-        Binding("end", "move(1000000)", show=False),
-    ]
+    def __init__(self, row: Row, palette: Palette) -> None:
+        self.drawn = row, palette
 
-    class CursorMoved(Message):
-        """The user moved the cursor to the row of ``key``."""
+    def render_strips(self, width: int, height: int | None, style: Style, options: RenderOptions) -> list[Strip]:
+        row, palette = self.drawn
+        segments = [Segment(span.text, palette.style(span.role)) for span in row]
+        return [Strip(segments).adjust_cell_length(width).apply_style(style.rich_style)]
 
-        def __init__(self, table: LiveTable, key: str) -> None:
-            super().__init__()
-            self.table, self.key = table, key
+    def get_optimal_width(self, rules: RulesMap, container_width: int) -> int:
+        return container_width
 
-    def __init__(self, columns: Sequence[Column], *, id: str) -> None:
-        super().__init__(id=id)
-        self._columns = columns
-        self._rows: dict[str, dict[str, Cell]] = {}
-        self._keys: list[str] = []
-        self._places: dict[str, int] = {}
-        self._strips: dict[str, Strip] = {}
-        self._palette: Palette = DARK
-        self._laid_out_for: tuple[int, Palette] | None = None
-        self._chosen: list[tuple[Column, int]] = []
-        self._cursor = 0
+    def get_height(self, rules: RulesMap, width: int) -> int:
+        return 1
 
-    def sync(self, rows: dict[str, dict[str, Cell]], palette: Palette) -> None:
-        """Show ``rows`` (row key → column key → cell) in their order. Columns that do not fit are left out."""
-        at = self.key_at_cursor
-        before, keys = self._rows, list(rows)
-        self._rows, self._palette = rows, palette
-        if keys != self._keys:
-            self._keys, self._places = keys, {key: place for place, key in enumerate(keys)}
-            self._strips.clear()
-            self._cursor = self._places.get(at or "", min(self._cursor, max(0, len(keys) - 1)))
-            self.virtual_size = Size(self.size.width, len(keys) + 1)
-            self.refresh(layout=True)
-        elif self._laid_out_for != (self.size.width, palette):
-            self.refresh()
-        else:
-            for place, key in enumerate(keys):
-                if before[key] != rows[key]:
-                    self._strips.pop(key, None)
-                    self._refresh_row(place)
+
+class LiveTable(OptionList):
+    """One line per record. The cursor stays on its record; only a person's move is told (``OptionHighlighted``)."""
+
+    DEFAULT_CSS = "LiveTable { scrollbar-size-vertical: 1; }"
+
+    def sync(self, rows: dict[str, Row], palette: Palette, at: str = "") -> None:
+        """Show ``rows`` (key → spans) in their order, and go to the row ``at`` if there is one."""
+        at, place, scrolled = at or self.key_at_cursor, self.highlighted or 0, self.scroll_offset.y
+        keys = list(rows)
+        with self.prevent(OptionList.OptionHighlighted):
+            if keys != [option.id for option in self.options]:
+                self.set_options(Option(Line(row, palette), id=key) for key, row in rows.items())
+                self.scroll_to(y=scrolled, animate=False, immediate=True)
+            for index, row in enumerate(rows.values()):
+                if cast(Line, self.options[index].prompt).drawn != (row, palette):
+                    self.replace_option_prompt_at_index(index, Line(row, palette))
+            self.highlighted = keys.index(at) if at in rows else place
 
     @property
-    def key_at_cursor(self) -> str | None:
-        return self._keys[self._cursor] if self._cursor < len(self._keys) else None
-
-    @property
-    def chosen(self) -> list[tuple[Column, int]]:
-        self._lay_out()
-        return self._chosen
-
-    @property
-    def hides_columns(self) -> bool:
-        return len(self.chosen) < len(self._columns)
-
-    def go_to(self, key: str) -> None:
-        if key in self._places and key != self.key_at_cursor:
-            self._set_cursor(self._places[key])
-
-    # -------------------------------------------------------------------------------------------------------- drawing
-
-    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return len(self._keys) + 1
-
-    def on_resize(self, event: events.Resize) -> None:
-        self.virtual_size = Size(self.size.width, len(self._keys) + 1)
-
-    def notify_style_update(self) -> None:
-        super().notify_style_update()
-        self._strips.clear()
-
-    def render_line(self, y: int) -> Strip:
-        self._lay_out()
-        place = y - 1 + self.scroll_offset.y
-        if y == 0:
-            return self._strip({column.key: (Span(column.label, "dim"),) for column in self._columns})
-        if not 0 <= place < len(self._keys):
-            return Strip.blank(self.size.width, self.rich_style)
-        key = self._keys[place]
-        strip = self._strips.get(key)
-        if strip is None:
-            strip = self._strips[key] = self._strip(self._rows[key], cursor=place == self._cursor)
-        return strip
-
-    def _lay_out(self) -> None:
-        layout = (self.size.width, self._palette)
-        if layout != self._laid_out_for:
-            self._laid_out_for = layout
-            self._chosen = choose(self._columns, self.size.width)
-            self._strips.clear()
-
-    def _strip(self, cells: dict[str, Cell], *, cursor: bool = False) -> Strip:
-        base = self.get_component_rich_style("livetable--cursor") if cursor else self.rich_style
-        pad = Segment(" " * CELL_PADDING)
-        segments: list[Segment] = []
-        for column, width in self._chosen:
-            segments += [pad, *_segments(cells[column.key], column, width, self._palette), pad]
-        return Strip(segments).adjust_cell_length(self.size.width).apply_style(base)
-
-    def _refresh_row(self, place: int) -> None:
-        y = place + 1 - self.scroll_offset.y
-        if 0 < y < self.size.height:
-            self.refresh(Region(0, y, self.size.width, 1))
-
-    # --------------------------------------------------------------------------------------------------------- cursor
-
-    def action_move(self, by: int) -> None:
-        self._move_to(self._cursor + by)
-
-    def action_move_page(self, pages: int) -> None:
-        self._move_to(self._cursor + pages * max(1, self.size.height - 2))
-
-    def on_click(self, event: events.Click) -> None:
-        place = event.y - 1 + self.scroll_offset.y
-        if event.y > 0 and place < len(self._keys):
-            self._move_to(place)
-
-    def _move_to(self, place: int) -> None:
-        place = min(max(place, 0), len(self._keys) - 1)
-        if place >= 0 and place != self._cursor:
-            self._set_cursor(place)
-            self.post_message(self.CursorMoved(self, self._keys[place]))
-
-    def _set_cursor(self, place: int) -> None:
-        for changed in (self._cursor, place):
-            if changed < len(self._keys):
-                self._strips.pop(self._keys[changed], None)
-                self._refresh_row(changed)
-        self._cursor = place
-        self.call_after_refresh(self._show_cursor)  # new rows can be scrolled to only after the layout
-
-    def _show_cursor(self) -> None:
-        first, rows = self.scroll_offset.y, max(1, self.size.height - 1)
-        if not first <= self._cursor < first + rows:
-            self.scroll_to(y=self._cursor if self._cursor < first else self._cursor - rows + 1, animate=False)
+    def key_at_cursor(self) -> str:
+        option = self.highlighted_option
+        return (option.id if option is not None else None) or ""
 
 
-def _segments(cell: Cell, column: Column, width: int, palette: Palette) -> list[Segment]:
-    segments, room = [], width
-    for span in cell:
-        text = fit(span.text, room)
-        room -= cell_len(text)
-        segments.append(Segment(text, palette.style(span.role)))
-    blank = Segment(" " * room)
-    return [blank, *segments] if column.right else [*segments, blank]
+def _line(cells: dict[str, Cell], columns: Sequence[tuple[Column, int]]) -> Row:
+    line: Row = []
+    for column, width in columns:
+        cell = fmt.cut(cells[column.key], width)
+        blank = Span(" " * (width - fmt.cells(cell)))
+        line += [Span(" "), *([blank, *cell] if column.right else [*cell, blank]), Span(" ")]
+    return line
 
 
 class TablePanel(Panel):
     COLUMNS: tuple[Column, ...] = ()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._detail: tuple[Palette, list[Span]] | None = None
-
     def compose(self) -> ComposeResult:
-        yield Static(classes="empty")
-        yield LiveTable(self.COLUMNS, id=f"{self.NAME}-table")
-        yield Static(classes="detail")
+        yield Lines(classes="empty")
+        yield Lines(classes="labels")
+        yield LiveTable(id=f"{self.NAME}-table")
+        yield Lines(classes="detail")
 
     @property
     def table(self) -> LiveTable:
         return self.query_one(LiveTable)
 
+    @property
+    def chosen(self) -> list[tuple[Column, int]]:
+        return choose(self.COLUMNS, self.table.scrollable_content_region.width)
+
     def show(self, frame: Frame) -> None:
-        rows = self.rows(frame)
-        title = self.NAME.capitalize()
-        set_title(self, f"{title} · {len(rows)}" if rows else title)
+        rows, table, columns = self.rows(frame), self.table, self.chosen
+        self.set_title(len(rows))
         self.set_class(not rows, "-empty")
-        if rows:
-            self.table.sync(rows, frame.palette)
-            detail = self.detail(frame, self.table.key_at_cursor or "") if self.table.hides_columns else []
-            if (frame.palette, detail) != self._detail:
-                self._detail = (frame.palette, detail)
-                self.query_one(".detail", Static).update(lines([detail], frame.palette), layout=False)
-            self.set_class(bool(detail), "-detailed")
-        else:
+        if not rows:
             told = [[Span("…", "dim")]] if frame.unconnected else self.empty(frame)
-            self.query_one(".empty", Static).update(lines(told, frame.palette))
+            self.query_one(".empty", Lines).draw(told, frame.palette)
+            return
+        labels = {column.key: _plain(column.label, "dim") for column in self.COLUMNS}
+        self.query_one(".labels", Lines).draw([_line(labels, columns)], frame.palette, layout=False)
+        lines = {key: _line(cells, columns) for key, cells in rows.items()}
+        table.sync(lines, frame.palette, self.cursor(frame))
+        detail = self.detail(frame, table.key_at_cursor) if len(columns) < len(self.COLUMNS) else []
+        self.query_one(".detail", Lines).draw([detail], frame.palette, layout=False)
+        self.set_class(bool(detail), "-detailed")
+
+    def cursor(self, frame: Frame) -> str:
+        """The key of the row to go to; empty: the cursor stays on its record."""
+        return ""
 
     def rows(self, frame: Frame) -> dict[str, dict[str, Cell]]:
         """Row key → column key → cell, in order."""
@@ -373,6 +265,9 @@ class JobsPanel(TablePanel):
         Column("reason", "why", 20, 7, most=60),
     )
 
+    def cursor(self, frame: Frame) -> str:
+        return frame.job.id if frame.job is not None else ""
+
     def rows(self, frame: Frame) -> dict[str, dict[str, Cell]]:
         return {job.id: self._row(job, frame) for job in frame.store.jobs_in_order()}
 
@@ -380,7 +275,7 @@ class JobsPanel(TablePanel):
         look = fmt.look_in(fmt.JOB_LOOKS, job.state)
         part = job.step / job.steps_total if job.steps_total > 0 else 0.0
         series = frame.store.series.get(job.id)
-        bar_width = {column.key: width for column, width in self.table.chosen}.get("progress", 10)
+        bar_width = {column.key: width for column, width in self.chosen}.get("progress", 10)
         filled = fmt.bar(part, bar_width).rstrip()
         viewed = frame.job is not None and frame.job.id == job.id
         return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from rich.style import Style
 from rich.text import Text
@@ -33,14 +32,15 @@ _COLOURS = {  # role: dark, light
 }
 
 
-@dataclass(frozen=True, slots=True)
 class Palette:
     """``colours``: role → ``#rrggbb``. The roles are those of ``tui.format.Span``."""
 
-    colours: dict[str, str]
+    def __init__(self, colours: dict[str, str]) -> None:
+        self.colours = colours
+        self._styles = {role: Style(color=colours[role], bold=role == "strong" or None) for role in colours}
 
     def style(self, role: str) -> Style:
-        return Style(color=self.colours.get(role, self.colours["foreground"]), bold=role == "strong" or None)
+        return self._styles.get(role, self._styles["foreground"])
 
     def text(self, spans: Iterable[Span]) -> Text:
         """Spans as one line of a table or a panel, never wrapped."""
