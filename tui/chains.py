@@ -136,21 +136,16 @@ def _best_way(parts: Sequence[PartInfo], layers: int) -> tuple[PartInfo | Gap, .
         edges[start].append(((stop - start, 0, 0), stop, True))
     for (start, stop), same in choices.items():
         edges[start].append(((0, int(all(map(_idle, same))), 1), stop, False))
-    reached: dict[int, tuple[tuple[int, int, int], int, bool]] = {0: ((0, 0, 0), 0, False)}  # to → (cost, from, a gap)
+    # to → (cost, steps of the path: from, to, a gap)
+    reached: dict[int, tuple[tuple[int, int, int], list[tuple[int, int, bool]]]] = {0: ((0, 0, 0), [])}
     for place in places:  # in order: every edge leads to a later place
-        missing, idle, stages = reached[place][0]
+        (missing, idle, stages), steps = reached[place]
         for (more_missing, more_idle, more_stages), stop, gap in edges[place]:
             cost = (missing + more_missing, idle + more_idle, stages + more_stages)
             if stop not in reached or cost < reached[stop][0]:
-                reached[stop] = (cost, place, gap)
-    cuts: list[tuple[int, int, bool]] = []
-    place = layers
-    while place > 0:
-        _, start, gap = reached[place]
-        cuts.append((start, place, gap))
-        place = start
+                reached[stop] = cost, [*steps, (place, stop, gap)]
     way: list[PartInfo | Gap] = []
-    for start, stop, gap in cuts[::-1]:
+    for start, stop, gap in reached[layers][1]:
         before = way[-1] if way else None
         if not gap:
             way.append(_preferred(choices[start, stop], before.next if isinstance(before, PartInfo) else ""))

@@ -134,14 +134,9 @@ def used_of(used: float, total: float) -> str:
     return f"{used * whole / total:.1f}/{whole:.{digits}f} {unit}"
 
 
-def rate(bytes_per_s: float | None) -> str:
-    """``12.5 MB/s``. Decimal units, as links are sold."""
-    return _scaled(bytes_per_s, (" B/s", " kB/s", " MB/s", " GB/s"), 1000.0)
-
-
-def bits(bits_per_s: float | None, unit: str = "bit/s") -> str:
-    """``98.2 Mbit/s``. Decimal units, as links are sold."""
-    return _scaled(bits_per_s, (f" {unit}", f" k{unit}", f" M{unit}", f" G{unit}"), 1000.0)
+def rate(per_s: float | None, unit: str = "bit/s") -> str:
+    """``98.2 Mbit/s``, ``12.5 MB/s``. Decimal units, as links are sold."""
+    return _scaled(per_s, (f" {unit}", f" k{unit}", f" M{unit}", f" G{unit}"), 1000.0)
 
 
 def ways(latency_ms: float | None, bits_per_s: float | None) -> tuple[str, ...]:
@@ -152,8 +147,8 @@ def ways(latency_ms: float | None, bits_per_s: float | None) -> tuple[str, ...]:
     late = millis(latency_ms)
     if bits_per_s is None:
         return (late,)
-    short = bits(bits_per_s, "").replace(" ", "")
-    return (f"{bits(bits_per_s)} · {late}", f"{short} {late}", short)
+    short = rate(bits_per_s, "").replace(" ", "")
+    return (f"{rate(bits_per_s)} · {late}", f"{short} {late}", short)
 
 
 def millis(value: float | None) -> str:

@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import Any, TypeGuard, TypeVar
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
+from p2ptrain.core.texts import TEXT_CHARS, printable
 from wire.records import (
     TOPICS,
     CheckpointInfo,
@@ -42,7 +43,6 @@ MAX_ROWS = 4000
 RECENT_ROWS = 512
 """The newest rows of a series are never thinned: the throughput line shows every step."""
 MAX_VALIDATIONS = 1000
-MAX_TEXT = 1000
 
 R = TypeVar("R", bound=Record)
 _GOING = frozenset({"peers", "jobs", "checkpoints", "parts", "serving"})
@@ -76,26 +76,18 @@ class Link:
     remedy: str = ""
 
 
-def clean(text: str, limit: int = MAX_TEXT) -> str:
-    """``text`` on one line, without control characters, at most ``limit`` characters."""
-    text = text[: limit + 1]
-    if not text.isprintable():
-        text = "".join(char if char.isprintable() else " " for char in text)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
 def _parse(kind: type[R], item: object) -> R:
     """The record in ``item`` with clean texts. Raises ``ProtocolError``."""
     record = kind.from_map_untrusted(item)
     changes: dict[str, Any] = {}
     for entry in dataclasses.fields(record):
         value = getattr(record, entry.name)
-        if isinstance(value, str) and (len(value) > MAX_TEXT or not value.isprintable()):
-            changes[entry.name] = clean(value)
+        if isinstance(value, str) and (len(value) > TEXT_CHARS or not value.isprintable()):
+            changes[entry.name] = printable(value)
         elif isinstance(value, list):
             if len(value) > MAX_RECORDS:
                 raise ProtocolError(f"{kind.__name__}.{entry.name} is not a short list")
-            changes[entry.name] = [clean(part) if isinstance(part, str) else part for part in value]
+            changes[entry.name] = [printable(part) if isinstance(part, str) else part for part in value]
     return dataclasses.replace(record, **changes) if changes else record
 
 
@@ -218,7 +210,7 @@ class Store:
         self.versions[kind] += 1
         if bad is not None:
             self.versions["link"] += 1
-            raise ProtocolError(f"a malformed item in an update of {clean(topic, 40)}: {bad.message}")
+            raise ProtocolError(f"a malformed item in an update of {printable(topic, 40)}: {bad.message}")
 
     def replace(self, topic: str, items: Iterable[object], now: float) -> None:
         """As ``apply``, for a complete list of one topic: records that it lacks are removed."""
@@ -232,7 +224,7 @@ class Store:
     def lost(self, error: P2PTrainError, now: float, retry_at: float) -> None:
         """Note that the seed cannot be reached. ``since`` stays that of the first failure in a row."""
         since = now if self.link.phase is Phase.LIVE else self.link.since
-        self.set_link(Link(Phase.LOST, since, retry_at, None, clean(error.message), clean(error.remedy)))
+        self.set_link(Link(Phase.LOST, since, retry_at, None, printable(error.message), printable(error.remedy)))
 
     def _take(self, topic: str, record: Any, now: float) -> None:
         if isinstance(record, ClusterInfo):
@@ -298,10 +290,6 @@ class Store:
         """The job to show if the user chose none: a running one, else one that waits to run, else the newest."""
         urgency = {"running": 0, "forming": 1, "paused": 2, "waiting": 3, "queued": 4}
         return min(self.jobs_in_order(), key=lambda job: urgency.get(job.state, 5), default=None)
-
-    def members(self, job: JobInfo) -> list[PeerInfo | None]:
-        """The job's ring in rank order; None for a member that the seed does not list."""
-        return [self.peers.get(peer_id) for peer_id in job.members]
 
     def events_in_order(self) -> list[EventInfo]:
         return [self.events[id_] for id_ in sorted(self.events, reverse=True)]

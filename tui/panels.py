@@ -166,7 +166,7 @@ class RingPanel(TextPanel):
 
 def ring_rows(frame: Frame, job: JobInfo, width: int) -> list[Row]:
     edges, slowest = job.edges() or [(None, None)] * len(job.members), job.slowest_edge()
-    peers = frame.store.members(job)
+    peers = [frame.store.peers.get(peer_id) for peer_id in job.members]  # None: the seed does not list it
     names = min(22, max([len(peer.name) if peer else len(id_) for peer, id_ in zip(peers, job.members, strict=True)]))
     room = max(10, min(30, width - names - 28))
     rows: list[list[Row]] = []

@@ -13,8 +13,9 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused, first_error
-from p2ptrain.core.world import Clock, LoopClock, Network
-from tui.model import Link, Phase, Store, clean
+from p2ptrain.core.texts import printable
+from p2ptrain.core.world import LoopClock, Network
+from tui.model import Link, Phase, Store
 from wire.client import SeedClient
 
 CONNECT_TIMEOUT_S = 5.0
@@ -70,11 +71,11 @@ def backoff_s(attempt: int) -> float:
 class SeedSource:
     """The real source, owned by the task that calls ``run``. ``address``: of the seed, for messages."""
 
-    def __init__(self, way: SeedAccess, address: str, *, clock: Clock | None = None) -> None:
+    def __init__(self, way: SeedAccess, address: str) -> None:
         self.store = Store()
         self.address = address
         self._way = way
-        self._clock = clock or LoopClock()
+        self._clock = LoopClock()
         self._client: SeedClient | None = None
         self._watched = ""
         self._watch_changed = asyncio.Event()
@@ -152,7 +153,7 @@ class SeedSource:
             self._note(error)
 
     def _note(self, error: P2PTrainError) -> None:
-        link = dataclasses.replace(self.store.link, problem=clean(error.message), remedy=clean(error.remedy))
+        link = dataclasses.replace(self.store.link, problem=printable(error.message), remedy=printable(error.remedy))
         self.store.set_link(link)
 
     # --------------------------------------------------------------------------------------------- requests of the TUI
