@@ -127,7 +127,7 @@ async def _verify(member: ServingMember, serve_options: ServeOptions, console: C
         member.answer("generate", partial(serve_texts, service))
         member.serves(partial(_serving, service, target, digest, weights, http))
         known = "" if service.context is None else f", {service.context} tokens of context"
-        said = f"{service.model} writes text in {service.facts()['dtype']}{known}"
+        said = f"{service.model} writes text in {target.facts()['dtype']}{known}"
         member.notify("info", "serving", said + (f"; HTTP at {http}" if http else ""))
         await asyncio.Event().wait()  # until the member leaves
 

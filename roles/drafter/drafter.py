@@ -35,7 +35,7 @@ from roles.gauges import Rate
 from roles.line import QUIET_S, Line
 from roles.speculation.cost_model import Average
 from roles.speculation.drafting import Drafting
-from roles.speculation.events import Began, Run, RunDone, Send, VerdictReceived
+from roles.speculation.events import Run, RunDone, Send, Signal, VerdictReceived
 from roles.speculation.received import (
     ENGINE,
     FULL,
@@ -270,7 +270,7 @@ class Drafter:
         session = _Session(name, stream, caller, core, opening, positions, cache_bytes)
         caller.sessions[stream] = session
         self._sessions.add(session)
-        self._feed(session, Began())
+        self._feed(session, Signal.BEGAN)
 
     def _admitted(self, opening: DraftOpen) -> tuple[int, int]:
         """Largest length of the session here, and the bytes of its cache. Raises ``Refused``."""
@@ -319,7 +319,7 @@ class Drafter:
         self.gauge.right += right
         self.gauge.wrong += session.core.epoch != epoch
 
-    def _feed(self, session: _Session, event: Began | VerdictReceived | RunDone) -> None:
+    def _feed(self, session: _Session, event: Signal | VerdictReceived | RunDone) -> None:
         instructions = session.core.handle(event, self._now())
         if session.core.ready and not session.ready:
             session.ready = True

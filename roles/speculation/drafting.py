@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from p2ptrain.core.errors import ProtocolError
-from roles.speculation.events import Began, Run, RunDone, Send, VerdictReceived
+from roles.speculation.events import Run, RunDone, Send, Signal, VerdictReceived
 
 CHUNK = 2048
 """Largest number of positions in one run."""
@@ -56,19 +56,13 @@ class Drafting:
     def known(self) -> int:
         return self._verified
 
-    @property
-    def verified(self) -> tuple[int, ...]:
-        return tuple(self._ids[: self._verified])
-
-    def handle(self, event: Began | VerdictReceived | RunDone, now: float) -> list[Run | Send]:
+    def handle(self, event: Signal | VerdictReceived | RunDone, now: float) -> list[Run | Send]:
         """Process an event and return instructions.
 
         Raises:
             ProtocolError: a verdict that no correct verifier sends.
         """
         match event:
-            case Began():
-                pass
             case VerdictReceived():
                 self._told(event)
             case RunDone(samples):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TypeAlias
 
 from roles.speculation.cost_model import DrafterModel
 
-# ------------------------------------------------------------------------------------------------- into both of them
 
+class Signal(Enum):
+    """An event without content, into ``verifying.Verifying``; ``BEGAN`` also into ``drafting.Drafting``."""
 
-@dataclass(frozen=True, slots=True)
-class Began:
-    """The session begins; the first ``Run`` follows."""
+    BEGAN = auto()  # the session begins; the first ``Run`` follows
+    CANCEL = auto()  # no more tokens are wanted
+    TICK = auto()  # ``next_deadline`` has passed
 
 
 # ---------------------------------------------------------------------------------------- into ``verifying.Verifying``
@@ -53,16 +55,6 @@ class Drafted:
     epoch: int
     position: int
     tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """No more tokens are wanted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """``next_deadline`` has passed."""
 
 
 # ------------------------------------------------------------------------------------------ into ``drafting.Drafting``
@@ -146,5 +138,5 @@ class Send:
 
 
 DrafterState: TypeAlias = "DrafterReady | Drafted | DrafterLost"
-VerifierEvent: TypeAlias = "Began | PassDone | DrafterState | Cancel | Tick"
+VerifierEvent: TypeAlias = "Signal | PassDone | DrafterState"
 VerifierInstruction: TypeAlias = "Run | SendVerdict | Drop | Give | Finished"

@@ -22,9 +22,8 @@ MAX_DEPTH = 256
 MAX_NUMBER = 1 << 53
 MOST_TOKEN_BYTES = 3
 MAX_VOCAB = 1 << 8 * MOST_TOKEN_BYTES
+# codes of ``StreamRefused``
 OTHER_TOKENIZER, TOO_LONG, FULL, ENGINE = "other-tokenizer", "too-long", "full", "engine"
-REFUSALS = (OTHER_TOKENIZER, TOO_LONG, FULL, ENGINE)
-"""Codes of ``StreamRefused``."""
 
 
 def check_opening_untrusted(message: DraftOpen) -> None:

@@ -19,8 +19,6 @@ from itertools import islice
 
 from roles.speculation.cost_model import MOST_DRAFTS, Average, CostModel, choose
 from roles.speculation.events import (
-    Began,
-    Cancel,
     Drafted,
     DrafterLost,
     DrafterReady,
@@ -30,7 +28,7 @@ from roles.speculation.events import (
     PassDone,
     Run,
     SendVerdict,
-    Tick,
+    Signal,
     VerifierEvent,
     VerifierInstruction,
 )
@@ -65,11 +63,6 @@ class Stats:
     accepted_at: list[int] = field(default_factory=lambda: [0] * PLACES)
     verify_s: float = 0.0
     wait_s: float = 0.0
-
-    @property
-    def alpha(self) -> float:
-        """Acceptance: share of right drafts among those whose predecessors were right; 0 if none was tried."""
-        return sum(self.accepted_at) / max(1, sum(self.tried_at))
 
     def add(self, other: Stats) -> None:
         for item in fields(self):
@@ -138,10 +131,6 @@ class Verifying:
     def tokens(self) -> tuple[int, ...]:
         return tuple(self._text[self._prompt :])
 
-    def line(self, drafter: int) -> Line:
-        """The line of a drafter. Raises ``KeyError``: the session has no such drafter."""
-        return self._lines[drafter]
-
     def handle(self, event: VerifierEvent, now: float) -> list[VerifierInstruction]:
         """Process an event and return instructions. After ``Finished`` there are none."""
         if self.ended:
@@ -155,7 +144,7 @@ class Verifying:
 
     def _handled(self, event: VerifierEvent, now: float) -> list[VerifierInstruction]:
         match event:
-            case Began():
+            case Signal.BEGAN:
                 self._began = True
                 self._model.sessions += 1
             case PassDone():
@@ -166,10 +155,10 @@ class Verifying:
                 return self._lost(drafter, now)
             case Drafted():
                 return self._drafted(event, now)
-            case Cancel():
+            case Signal.CANCEL:
                 self.ended = "cancelled"
                 return [Finished(self.ended)]
-            case Tick():
+            case Signal.TICK:
                 pass
         return []
 

@@ -7,12 +7,13 @@ of the cluster write. ``generate``, ``chat``, a verifier's connections and its H
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from p2ptrain.compute.text import Turn
-from p2ptrain.core.errors import JobFailed
+from p2ptrain.core.errors import JobFailed, P2PTrainError
 from p2ptrain.core.serving import SamplingOptions
 
 
@@ -41,6 +42,29 @@ class Piece:
 
     text: str
     tokens: tuple[int, ...]
+
+
+class Pieces:
+    """The reader's side of a ``Writing``: pieces in order, then its error if there is one."""
+
+    def __init__(self) -> None:
+        self.ended = ""
+        self._pieces: deque[Piece] = deque()
+        self._error: P2PTrainError | None = None
+        self._news = asyncio.Event()
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return self
+
+    async def __anext__(self) -> Piece:
+        while not self._pieces:
+            if self._error is not None:
+                raise self._error
+            if self.ended:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()  # a silent verifier, or the deadline of a pass, ends this wait
+        return self._pieces.popleft()
 
 
 class Writing(Protocol):

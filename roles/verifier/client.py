@@ -6,10 +6,7 @@ continue that text. The client reports how much arrived, and the person asks aga
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections import deque
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any, Self
 
@@ -18,7 +15,7 @@ from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, Pr
 from p2ptrain.core.world import Network
 from roles.background import Background
 from roles.line import QUIET_S, Line
-from roles.verifier.asking import Piece, TextRequest
+from roles.verifier.asking import Piece, Pieces, TextRequest
 from roles.verifier.protocol import error_untrusted, question
 from wire import text_messages as wire
 from wire.address import is_loopback
@@ -34,12 +31,6 @@ MOST_PIECES = 1 << 16
 """Most unread pieces of one text: far more than a correct verifier sends ahead of the reader."""
 MOST_CHARS = 1 << 28
 IF_LOST = "try again when it is back, or use another one: p2ptrain generate --verifier NAME"
-
-
-def dialled_host(verifier: ServingInfo, seed_host: str) -> str:
-    """The host to dial. A verifier without a host that others can use is on the seed's machine."""
-    host = verifier.host
-    return seed_host if not host or (is_loopback(host) and not is_loopback(seed_host)) else host
 
 
 class VerifierClient:
@@ -70,10 +61,12 @@ class VerifierClient:
         if_lost: str = IF_LOST,
     ) -> Self:
         """Connect to the verifier. ``if_lost``: remedy for people if it is lost. Raises as ``wire.handshake.dial``."""
+        # A verifier without a host that others can use is on the seed's machine.
+        at_seed = not verifier.host or (is_loopback(verifier.host) and not is_loopback(seed_host))
         hello = local_hello(peer_id=peer_id, name=name, roles=["operator"], purpose="generate")
         connection, _ = await dial(
             network,
-            dialled_host(verifier, seed_host),
+            seed_host if at_seed else verifier.host,
             verifier.port,
             hello,
             timeout_s=DIAL_S,
@@ -172,7 +165,7 @@ class VerifierClient:
             self._texts.pop(stream, None)
 
 
-class Text:
+class Text(Pieces):
     """A ``Writing``: text that a verifier writes.
 
     Attributes:
@@ -180,26 +173,11 @@ class Text:
     """
 
     def __init__(self, client: VerifierClient, stream: int) -> None:
-        self.prompt_tokens = self.left_out = 0
-        self.ended, self.chars, self.count = "", 0, 0
+        super().__init__()
+        self.prompt_tokens = self.left_out = self.chars = self.count = 0
         self._client, self._stream = client, stream
-        self._pieces: deque[Piece] = deque()
         self._stats: dict[str, Any] = {}
-        self._news = asyncio.Event()
         self._began = False
-        self._error: P2PTrainError | None = None
-
-    def __aiter__(self) -> AsyncIterator[Piece]:
-        return self
-
-    async def __anext__(self) -> Piece:
-        while not self._pieces:
-            if self._error is not None:
-                raise self._error
-            if self.ended:
-                raise StopAsyncIteration
-            await self._more()
-        return self._pieces.popleft()
 
     def stats(self) -> dict[str, Any]:
         return self._stats
@@ -212,7 +190,8 @@ class Text:
         while not self._began:
             if self._error is not None:
                 raise self._error
-            await self._more()
+            self._news.clear()
+            await self._news.wait()  # a silent verifier ends this wait
 
     def fail(self, error: P2PTrainError) -> None:
         self._error = error
@@ -246,10 +225,6 @@ class Text:
                 so_far = f" (after {self.count} tokens of the text)" if self._began else ""
                 self.fail(error_untrusted(message, self._client.verifier.name, so_far))
         self._news.set()
-
-    async def _more(self) -> None:
-        self._news.clear()
-        await self._news.wait()  # a silent verifier ends this wait
 
 
 def _plain(value: Any) -> Any:

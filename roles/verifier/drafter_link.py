@@ -296,7 +296,10 @@ class DrafterLink:
         """End a session. Never raises."""
         if not session.over:
             session.say(StreamClose())
-            self._forget(session)
+            session.over = True
+            self._sessions.pop(session.stream, None)
+            if session.timer is not None:
+                session.timer.cancel()
 
     def lose(self, session: DraftSession) -> None:
         if not session.over:
@@ -311,12 +314,6 @@ class DrafterLink:
     def _late(self, session: DraftSession) -> None:
         if not session.ready:
             self.drop(DeadlineExceeded(f"it did not process a session's tokens within {READY_S:g} s"))
-
-    def _forget(self, session: DraftSession) -> None:
-        session.over = True
-        self._sessions.pop(session.stream, None)
-        if session.timer is not None:
-            session.timer.cancel()
 
     # ------------------------------------------------------------------------------------------------------- listening
 

@@ -28,11 +28,10 @@ class Drafters:
 
     Args:
         tokens: vocabulary of the verifier's model.
-        most: most drafters of one session.
     """
 
-    def __init__(self, context: Context, tokens: Tokens, *, most: int = DRAFTERS) -> None:
-        self._context, self._tokens, self._most = context, tokens, most
+    def __init__(self, context: Context, tokens: Tokens) -> None:
+        self._context, self._tokens = context, tokens
         self._links: dict[str, DrafterLink] = {}  # by peer id
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._listed: set[str] = set()
@@ -60,7 +59,7 @@ class Drafters:
     def open(self, opening: Opening, on_event: Callable[[DrafterState], None]) -> SessionDrafters:
         """Open a session at drafters, without waiting for them. ``on_event`` gets their events on the event loop, never
         from within ``open`` or ``tell``."""
-        session = SessionDrafters(self, opening, on_event, self._most)
+        session = SessionDrafters(self, opening, on_event)
         self.sessions.add(session)
         session.fill()
         return session
@@ -111,10 +110,8 @@ class Drafters:
 class SessionDrafters:
     """The drafters of one session, by numbers that are never reused in it. Its methods neither block nor raise."""
 
-    def __init__(
-        self, drafters: Drafters, opening: Opening, on_event: Callable[[DrafterState], None], most: int
-    ) -> None:
-        self._drafters, self._opening, self._on_event, self._most = drafters, opening, on_event, most
+    def __init__(self, drafters: Drafters, opening: Opening, on_event: Callable[[DrafterState], None]) -> None:
+        self._drafters, self._opening, self._on_event = drafters, opening, on_event
         self._last = 0  # number of the newest drafter
         self._open: dict[int, DraftSession] = {}  # by drafter
         self._tried: set[DrafterLink] = set()  # each link is asked once per session
@@ -123,7 +120,7 @@ class SessionDrafters:
 
     def fill(self) -> None:
         for link in self._drafters.best():
-            if self._closed or len(self._open) >= self._most:
+            if self._closed or len(self._open) >= DRAFTERS:
                 return
             if link not in self._tried:
                 self._tried.add(link)

@@ -19,9 +19,8 @@ from starlette.responses import Response
 from p2ptrain.compute.text import Turn
 from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, Refused, ResourceError, TooLong, UserError
 from p2ptrain.core.serving import MOST_TOP_K, SamplingOptions
+from p2ptrain.core.texts import shortened
 from roles.verifier.asking import TextRequest
-
-_SHOWN_CHARS = 64
 
 IGNORED = frozenset(
     {
@@ -163,7 +162,7 @@ def read_chat(body: bytes, draw_seed: Callable[[], int]) -> Request:
     for index, message in enumerate(given.messages):
         for name, value in (message.model_extra or {}).items():
             if name != "name" and value not in (None, []):  # earlier answers may have empty fields
-                raise _refused(f"messages.{index}.{_shown(name)}", _TEXT_ONLY)
+                raise _refused(f"messages.{index}.{shortened(name, 64)}", _TEXT_ONLY)
     if given.messages[-1].role != "user":
         raise _wrong("messages", "the last message must be a user's, for the model to answer")
     return _request(given, ({"turns": tuple(message.turn() for message in given.messages)},), draw_seed)
@@ -246,7 +245,7 @@ def _check_other(name: str, value: object) -> None:
     if name in IGNORED:
         return
     if name not in NOT_OBEYED:
-        named = _shown(name)
+        named = shortened(name, 64)
         raise Problem(400, f"unknown parameter {named}: leave it out", code="unknown_parameter", param=named)
     if value is None:
         return
@@ -287,7 +286,3 @@ def _wrong(param: str, message: str) -> Problem:
 
 def _refused(param: str, why: str) -> Problem:
     return Problem(400, f"{param} is not supported here: {why}", code="unsupported_parameter", param=param)
-
-
-def _shown(name: str) -> str:
-    return name if len(name) <= _SHOWN_CHARS else name[:_SHOWN_CHARS] + "…"

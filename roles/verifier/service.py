@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any
 
 from p2ptrain.compute.text import ASSISTANT, SYSTEM, USER, ChatFormat, Conversation, ModelText, TextWriter
 from p2ptrain.core.errors import P2PTrainError, Refused, ResourceError, UserError
@@ -205,9 +204,6 @@ class VerifierService:
     def sessions(self) -> int:
         return len(self._running)
 
-    def facts(self) -> dict[str, Any]:
-        return self._target.facts()
-
     async def close(self) -> None:
         """End all texts. The target stays open. Never raises."""
         self._closed = True
@@ -327,11 +323,7 @@ class VerifierService:
             most_drafts=self._options.most_drafts,
         )
         self._running[session] = _Running(opened, speculate)
-        try:
-            session.begin(self._drafters if speculate else None, positions=opened.positions, sampling=opened.sampling)
-        except BaseException:
-            del self._running[session]
-            raise
+        session.begin(self._drafters if speculate else None, positions=opened.positions, sampling=opened.sampling)
         self._on_change()
         return session
 

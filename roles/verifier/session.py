@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from p2ptrain.compute.text import TextWriter
@@ -18,7 +18,7 @@ from roles.background import Background
 from roles.speculation import events as ev
 from roles.speculation.cost_model import MOST_DRAFTS, CostModel
 from roles.speculation.verifying import Verifying
-from roles.verifier.asking import Piece, failed
+from roles.verifier.asking import Piece, Pieces, failed
 from roles.verifier.drafter_link import DrafterFacts, Opening
 from roles.verifier.drafters import Drafters, SessionDrafters
 from roles.verifier.stats import Sums, WritingStats, sums_of
@@ -32,7 +32,7 @@ READER_S = 120.0
 """A text whose reader takes nothing for so long is ended."""
 
 
-class TextSession:
+class TextSession(Pieces):
     """A ``Writing``.
 
     Args:
@@ -56,7 +56,8 @@ class TextSession:
         model: CostModel | None = None,
         most_drafts: int = MOST_DRAFTS,
     ) -> None:
-        self.prompt_tokens, self.left_out, self.ended = len(prompt), left_out, ""
+        super().__init__()
+        self.prompt_tokens, self.left_out = len(prompt), left_out
         self.core = Verifying(
             prompt,
             max_new_tokens=max_new_tokens,
@@ -69,12 +70,10 @@ class TextSession:
         self._target, self._writer, self._now, self._on_end = target, writer, now, on_end
         self._stats = WritingStats(self.core.stats, began_at=now(), prompt_tokens=len(prompt), cached_tokens=cached)
         self._drafting: SessionDrafters | None = None
-        self._pieces: deque[Piece] = deque()
         self._pending: deque[ev.VerifierEvent] = deque()
         self._handling = False
         self._run: ev.Run | None = None  # requested by the core
-        self._news, self._taken, self._asked = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._error: P2PTrainError | None = None
+        self._taken, self._asked = asyncio.Event(), asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._tasks = Background()
         self._under_way = False
@@ -87,23 +86,14 @@ class TextSession:
             opening = Opening(self.core.history, self.prompt_tokens, positions, sampling, self.core.opening_depth)
             self._drafting = drafters.open(opening, self.event)
         self._task = self._tasks.start(self._compute(), "text")
-        self.event(ev.Began())
+        self.event(ev.Signal.BEGAN)
 
     # ----------------------------------------------------------------------------------------------------- for readers
 
-    def __aiter__(self) -> AsyncIterator[Piece]:
-        return self
-
     async def __anext__(self) -> Piece:
-        while not self._pieces:
-            if self._error is not None:
-                raise self._error
-            if self.ended:
-                raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()  # each pass has a deadline
+        piece = await super().__anext__()
         self._taken.set()
-        return self._pieces.popleft()
+        return piece
 
     def stats(self) -> dict[str, Any]:
         return self._stats.as_map(self._now(), self._facts(), self.core.right_of)
@@ -122,7 +112,7 @@ class TextSession:
         if task is None or task.done():
             return
         self._pieces.clear()
-        self.event(ev.Cancel())
+        self.event(ev.Signal.CANCEL)
         self._taken.set()
         impatient = asyncio.get_running_loop().call_later(PATIENCE_S, task.cancel)
         task.add_done_callback(lambda _: impatient.cancel())
@@ -171,7 +161,7 @@ class TextSession:
         self._pieces.append(Piece(text, tuple(tokens[:taken])))
         self._news.set()
         if self._writer.ended == "stop":
-            self._pending.append(ev.Cancel())  # a stop string, which the core does not know
+            self._pending.append(ev.Signal.CANCEL)  # a stop string, which the core does not know
 
     def _finish(self, reason: str) -> None:
         if rest := self._writer.finish():
@@ -191,7 +181,7 @@ class TextSession:
             self._timer = None
         due = self.core.next_deadline()
         if due is not None and not self._over:
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, due - self._now()), self.event, ev.Tick())
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, due - self._now()), self.event, ev.Signal.TICK)
 
     # ------------------------------------------------------------------------------------------------------ the target
 

@@ -27,8 +27,6 @@ from wire.messages import RefusalCode
 
 T = TypeVar("T")
 
-OnBytes = Callable[[int, int], None]
-"""Callback (bytes placed, total bytes)."""
 _CLOSE_REMEDY = "try again when other texts are finished"
 
 
@@ -245,14 +243,14 @@ async def load_whole_engine(
     *,
     device: str = "auto",
     dtype: str = "",
-    on_bytes: OnBytes = lambda done_bytes, total_bytes: None,
+    on_bytes: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
 ) -> tuple[StageEngine, int | None]:
     """Load the model in ``directory``; return its engine and its context. A cancel stops it at the next piece.
 
     Args:
         compute: the thread on which the model computes.
         device, dtype: as of ``compute.served_part.load_whole``.
-        on_bytes: called in the event loop.
+        on_bytes: called in the event loop with the bytes placed and those in all.
 
     Raises:
         ConfigError, StorageError, UserError, ResourceError: as ``compute.served_part.load_whole``.

@@ -23,14 +23,13 @@ from roles.engine import StageEngine
 from roles.line import Line
 from roles.speculation.cost_model import CostModel
 from roles.speculation.events import (
-    Began,
     Drop,
     Finished,
     Give,
     PassDone,
     Run,
     SendVerdict,
-    Tick,
+    Signal,
     VerdictReceived,
     VerifierEvent,
 )
@@ -285,14 +284,14 @@ async def write(
         ran = target.run("s", Pass(run.keep, payload, len(run.ids), IDS, IDS, run.samples, run.sample_index))
         events.put_nowait(PassDone(ran.tokens, took_s))
 
-    events.put_nowait(Began())
+    events.put_nowait(Signal.BEGAN)
     while not core.ended:
         due_at = core.next_deadline()
         try:
             async with asyncio.timeout_at(due_at):
                 event = await events.get()
         except TimeoutError:
-            event = Tick()
+            event = Signal.TICK
         for item in core.handle(event, loop.time()):
             match item:
                 case Run():

@@ -37,15 +37,11 @@ TOKENS = Tokens(VOCAB, TOKENIZER)
 class Scene:
     """A verifier and its drafters on one network, each link with the same weather."""
 
-    def __init__(self, *, one_way_ms: float = 0.0, jitter_ms: float = 0.0, most: int = 2) -> None:
+    def __init__(self, *, one_way_ms: float = 0.0, jitter_ms: float = 0.0) -> None:
         self.memory = MemoryNetwork()
         self.preset = LinkPreset("test", one_way_ms, jitter_ms)
         self.told: list[tuple[str, str, str]] = []
-        self.drafters = Drafters(
-            around_of(self.at("verifier"), lambda *notice: self.told.append(notice)),
-            TOKENS,
-            most=most,
-        )
+        self.drafters = Drafters(around_of(self.at("verifier"), lambda *notice: self.told.append(notice)), TOKENS)
 
     def at(self, host: str) -> Any:
         network = self.memory.at(host)
@@ -128,9 +124,13 @@ def test_whom_the_seed_tells_of_is_dialled_and_who_is_gone_is_not_waited_for() -
     run_virtual(main())
 
 
-def test_a_session_that_runs_is_joined_by_a_drafter_that_comes_and_goes_on_without_one_that_goes() -> None:
+def test_a_session_that_runs_is_joined_by_a_drafter_that_comes_and_goes_on_without_one_that_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("roles.verifier.drafters.DRAFTERS", 1)
+
     async def main() -> None:
-        scene = Scene(one_way_ms=5, most=1)
+        scene = Scene(one_way_ms=5)
         first, second = (scene.host(f"d{number}", Wobbly(1.0)) for number in range(2))
         async with drafter_hosts([second]):
             writing = asyncio.create_task(write(scene.drafters, PROMPT, 150, SEEDED, pass_s=0.2))

@@ -79,12 +79,14 @@ def says_what_is_wrong(stream: int, verdict: VerdictReceived | None, number: int
 
 
 @pytest.mark.parametrize("says", [says_by_chance(1), says_what_is_wrong])
-def test_a_drafter_that_drafts_badly_loses_its_place_to_another(says: Says) -> None:
+def test_a_drafter_that_drafts_badly_loses_its_place_to_another(says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roles.verifier.drafters.DRAFTERS", 1)
+
     async def main() -> None:
         network = MemoryNetwork()
         liar = Liar("bad", network.at("bad"), says)
         good = DrafterHost("good", network.at("good"), model_serves(Wobbly(0.9)))
-        source = Drafters(around_of(network.at("verifier")), Tokens(VOCAB, TOKENIZER), most=1)
+        source = Drafters(around_of(network.at("verifier")), Tokens(VOCAB, TOKENIZER))
         async with drafter_hosts([liar, good]):
             source.here([liar.at])
             await asyncio.sleep(1)

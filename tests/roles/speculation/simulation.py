@@ -18,7 +18,6 @@ from typing import Any
 from roles.speculation.cost_model import MOST_DRAFTS, CostModel, DrafterModel
 from roles.speculation.drafting import Drafting
 from roles.speculation.events import (
-    Began,
     Drafted,
     DrafterLost,
     DrafterReady,
@@ -30,7 +29,7 @@ from roles.speculation.events import (
     RunDone,
     Send,
     SendVerdict,
-    Tick,
+    Signal,
     VerdictReceived,
 )
 from roles.speculation.received import packed
@@ -151,7 +150,7 @@ class _Drafter:
 
         def begin() -> None:
             self._core = Drafting(ids, prompt=self._run.setting.prompt, positions=len(self._run.truth), depth=depth)
-            self._handle(Began())
+            self._handle(Signal.BEGAN)
 
         self._send(True, begin)
 
@@ -285,12 +284,12 @@ class Simulation:
             self.after(drafter.setting.from_s, drafter.open)
             if drafter.setting.until_s < float("inf"):
                 self.after(drafter.setting.until_s, partial(self._lose, drafter))
-        self.after(0.0, lambda: self.handle(Began()))
+        self.after(0.0, lambda: self.handle(Signal.BEGAN))
         while not self.core.ended:
             due = self.core.next_deadline()
             if due is not None and (not self._heap or due <= self._heap[0][0]):
                 self.now = max(self.now, due)
-                self.handle(Tick())
+                self.handle(Signal.TICK)
                 continue
             self.now, _, act = heapq.heappop(self._heap)
             act()

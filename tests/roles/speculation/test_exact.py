@@ -15,7 +15,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from roles.speculation.cost_model import CostModel, DrafterModel
 from roles.speculation.drafting import Drafting
 from roles.speculation.events import (
-    Began,
     Drafted,
     DrafterLost,
     DrafterReady,
@@ -27,7 +26,7 @@ from roles.speculation.events import (
     RunDone,
     Send,
     SendVerdict,
-    Tick,
+    Signal,
     VerdictReceived,
 )
 from roles.speculation.verifying import Verifying
@@ -118,7 +117,7 @@ class Speculation(RuleBasedStateMachine):
         self.ended = ""
         self.now = 0.0
         self.numbers: dict[int, int] = {}
-        self.take(Began())
+        self.take(Signal.BEGAN)
 
     def take(self, event: Any) -> None:
         self.now += 0.01
@@ -179,7 +178,7 @@ class Speculation(RuleBasedStateMachine):
         core = Drafting(history, prompt=len(self.prompt), positions=100, depth=self.core.opening_depth)
         self.drafters[number] = drafter = Drafter(core, alpha, seed, gaps, known=len(history))
         self.numbers[number] = 0
-        self.drafts(number, drafter, Began())
+        self.drafts(number, drafter, Signal.BEGAN)
 
     @rule()
     def joins_in_nonsense(self) -> None:
@@ -266,7 +265,7 @@ class Speculation(RuleBasedStateMachine):
         deadline = self.core.next_deadline()
         assert deadline is not None
         self.now = max(self.now, deadline)
-        self.take(Tick())
+        self.take(Signal.TICK)
 
     # ------------------------------------------------------------------------------------------------------ what holds
 
@@ -290,10 +289,10 @@ class Speculation(RuleBasedStateMachine):
                     run, drafter.running = drafter.running, None
                     self.drafts(number, drafter, RunDone(tuple(target(p) for p in drafter.model.run(run))))
             if drafter.core and not self.ended:
-                line = self.core.line(number)
-                assert line.told == len(drafter.core.verified)
+                line = self.core._lines[number]
+                assert line.told == drafter.core.known
                 assert line.number == drafter.core.number
-                assert drafter.core.verified == self.core.history[: line.told]
+                assert tuple(drafter.core._ids[: line.told]) == self.core.history[: line.told]
                 fresh = drafter.core.epoch > line.epoch  # it was cut, and has not drafted since
                 untold = line.depth == 0 and line.told < len(self.core.history)  # it rests, and hears of it later
                 assert fresh or (line.epoch == drafter.core.epoch and (untold or not line.dead))

@@ -8,7 +8,6 @@ from p2ptrain.core.errors import ProtocolError
 from roles.speculation.cost_model import CostModel, DrafterModel
 from roles.speculation.drafting import Drafting
 from roles.speculation.events import (
-    Began,
     Drafted,
     DrafterReady,
     Drop,
@@ -17,6 +16,7 @@ from roles.speculation.events import (
     Run,
     RunDone,
     Send,
+    Signal,
     VerdictReceived,
 )
 from roles.speculation.verifying import Verifying
@@ -27,11 +27,11 @@ PROMPT = (1, 2, 3)
 def verifier() -> Verifying:
     """With drafter 1, which was told of two tokens: verdicts 1 and 2, text up to position 5."""
     core = Verifying(PROMPT, max_new_tokens=50, vocab_size=10, model=CostModel(0.1))
-    core.handle(Began(), 0.0)
+    core.handle(Signal.BEGAN, 0.0)
     core.handle(DrafterReady(1, len(PROMPT), DrafterModel()), 0.0)
     core.handle(PassDone((4,), 0.1), 0.1)
     core.handle(PassDone((5,), 0.1), 0.2)
-    line = core.line(1)
+    line = core._lines[1]
     assert (line.told, line.number) == (5, 2)
     return core
 
@@ -64,7 +64,7 @@ def test_a_drafter_that_says_nonsense_is_dropped(
 def drafter() -> Drafting:
     """It sent a line of four from position 3."""
     core = Drafting(PROMPT, prompt=3, positions=20, depth=4)
-    (run,) = core.handle(Began(), 0.0)
+    (run,) = core.handle(Signal.BEGAN, 0.0)
     assert run == Run(0, PROMPT, 1, 0, prefill=True)
     sent: list[Send] = []
     for token in (4, 5, 6, 7):
@@ -89,9 +89,9 @@ def test_a_verdict_that_no_verifier_says(told: VerdictReceived) -> None:
 def test_a_verdict_that_agrees_leaves_the_line_and_one_that_does_not_cuts_it() -> None:
     core = drafter()
     assert core.handle(VerdictReceived(1, 5, (6,), 4), 0.0) == [Run(6, (7,), 1, 4)]
-    assert (core.epoch, core.verified) == (0, (1, 2, 3, 4, 5, 6))
+    assert (core.epoch, core._ids[: core.known]) == (0, [1, 2, 3, 4, 5, 6])
     assert core.handle(VerdictReceived(2, 6, (9,), 4), 0.0) == []
-    assert (core.epoch, core.verified) == (2, (1, 2, 3, 4, 5, 6, 9))
+    assert (core.epoch, core._ids[: core.known]) == (2, [1, 2, 3, 4, 5, 6, 9])
     (run,) = core.handle(RunDone((8,)), 0.0)  # its pick stood on what was cut: it is dropped
     assert run == Run(6, (9,), 1, 4)
     core.handle(RunDone((1,)), 0.0)
