@@ -472,8 +472,8 @@ def _audited(info: JobInfo, verdict: Verdict, unrecorded: int) -> list[tuple[str
     pairs = [
         ("job", f"{info.id} ({info.name}), {info.state}"),
         ("steps", f"{verdict.first:,} to {verdict.steps:,}{folded}"),
-        ("views", f"{verdict.views:,} on record"),
-        ("lineage", verdict.lineage or "none yet"),
+        ("rings", f"{verdict.views:,} on record: how often the ring was formed"),
+        ("lineage", f"{verdict.lineage}, a hash over all steps" if verdict.lineage else "none yet"),
         ("samples", samples if verdict.windows else "not compared: no worker has reported their number"),
         ("computed", ", ".join(shares) or "nothing yet"),
     ]

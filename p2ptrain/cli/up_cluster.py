@@ -305,8 +305,8 @@ class Run:
     async def _summaries(self, *, interrupted: bool) -> dict[str, Summary]:
         found = {}
         for role, job in self._jobs.items():
-            known = self._followed.get(job)  # in case the seed is lost
-            shown, newest = (known.info, known.saved) if known else (None, None)
+            known, newest = self._followed.get(job), None
+            shown = known.info if known else None  # in case the seed is lost
             with suppress(P2PTrainError):
                 shown, _ = await self.client.job(job)
                 newest = await newest_saved(self.client, job)

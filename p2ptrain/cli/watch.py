@@ -31,10 +31,9 @@ class JobProgress:
         label: begins each line.
 
     Attributes:
-        info: the job's newest record. saved: its newest checkpoint of the whole model. began: a step has followed.
+        info: the job's newest record. began: a step has followed.
     """
 
-    saved: CheckpointInfo | None = None
     began: bool = False
 
     def __init__(self, info: JobInfo, console: Console, label: str = "") -> None:
@@ -45,8 +44,6 @@ class JobProgress:
         match item:
             case JobInfo() if item.id == self.info.id:
                 self.info = item
-            case CheckpointInfo(stage=None) if item.job == self.info.id:
-                self.saved = max(item, self.saved or item, key=lambda each: each.step)
             case MetricRow() if item.job == self.info.id and item.step > self._told:
                 self._told, self.began = item.step, True
                 if not quiet:

@@ -372,7 +372,7 @@ class Reports:
 
     def step_done(self, step: int, *, redone: bool) -> None:
         if redone:
-            self._context.notify("info", "redo", f"redid step {step + 1} from the redo buffer")
+            self._context.notify("info", "redo", f"applied step {step + 1} from the gradients summed before the break")
         else:
             self._timing = self.clock.step_done()
 
