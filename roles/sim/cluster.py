@@ -37,9 +37,6 @@ AGAIN_S = 3.0  # delay before a person restarts a program that ended with an err
 class SimClock(LoopClock):
     """The loop's virtual time. The wall clock starts at a fixed date."""
 
-    def now(self) -> float:
-        return asyncio.get_running_loop().time()
-
     def wall(self) -> float:
         return 1_700_000_000.0 + self.now()
 
@@ -128,9 +125,7 @@ class Machine:
         self._simulation.observer.forget(self.host)
 
     def restore(self, copy: bytes) -> None:
-        self.kill()
-        self.disk.close()
-        self.disk = self._new_disk()
+        self.lose_disk()
         keep_copy(self.disk.seen_by(Process(self.host)), BACKUP, copy)
         self._simulation.observer.restored([machine.host for machine in self._simulation.live if machine.left])
         self.start()
@@ -139,9 +134,6 @@ class Machine:
         disk = MachineDisk(random.Random(self._simulation.random.getrandbits(64)))  # noqa: S311
         disk.killed = self.kill
         return disk
-
-    def leave(self) -> None:
-        self.stop.set()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         problem = None if task.cancelled() else task.exception()

@@ -109,7 +109,7 @@ class Faults:
                 self._later(rng.choice(LASTS_S), lambda: self._start(victims[0]))
             case "leave" if len(victims) > 1:
                 self._tell(f"{victims[0].host} leaves")
-                victims[0].leave()
+                victims[0].stop.set()
             case "join":
                 self.join()
             case "freeze" if victims:
@@ -217,7 +217,7 @@ class Faults:
     def _freeze(self, victim: Machine) -> None:
         process, seconds = victim.process, self._random.choice(LASTS_S)
         self._tell(f"{victim.host} freezes for {seconds} s ({victim.phase})")
-        self._simulation.loop.freeze(process)
+        process.frozen = True
 
         def thaw() -> None:
             if process.alive:
@@ -283,7 +283,7 @@ class Faults:
             self._freeze(seed)
         elif kind == "seed-restart":
             self._tell("the seed is restarted")
-            seed.leave()
+            seed.stop.set()
             await self._gone(seed)
             self._start(seed)
         else:

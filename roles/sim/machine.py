@@ -97,9 +97,6 @@ class SimLoop(VirtualClockLoop):
         context.run(PROCESS.set, process)
         return self.create_task(main, name=f"{process.host}", context=context)
 
-    def freeze(self, process: Process) -> None:
-        process.frozen = True
-
     def thaw(self, process: Process) -> None:
         """Resume a frozen process. Its waiting callbacks and overdue timers run at once."""
         process.frozen = False
@@ -189,7 +186,6 @@ class Died(BaseException):
 class _File:
     data: bytes = b""
     flushed: bytes | None = None
-    mode: int = 0o644
 
 
 @dataclass(eq=False, slots=True)
@@ -360,9 +356,8 @@ class ProcessDisk:
         self.write_file(path, (node.data if isinstance(node, _File) else b"") + bytes(data))
 
     def set_mode(self, path: Path, mode: int) -> None:
-        self._check()
         if not self.is_dir(path):
-            self._file(path).mode = mode
+            self._file(path)
 
     def sync_file(self, path: Path) -> None:
         self._die_if(self._changing())

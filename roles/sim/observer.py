@@ -88,10 +88,7 @@ class Observer:
         self.violation: Violation | None = None
         self.line = Line()
         self.job_state = ""
-        self.kept: tuple[int, set[str]] = (
-            0,
-            set(),
-        )  # step and members of the next view if only the seed was lost
+        self.kept: tuple[int, set[str]] = (0, set())  # step and members of the next view if only the seed was lost
         self.commits = 0
         self.believed_a_liar = False
         self._bits: dict[tuple[int, str, int], bytes] = {}  # step, lineage, stage

@@ -243,7 +243,8 @@ def run_batch(
         verdicts: Iterator[Verdict]
         if jobs > 1:
             context = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=context, initializer=_leave_ctrl_c))
+            ignore_ctrl_c = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+            pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=context, initializer=ignore_ctrl_c))
             stack.callback(pool.shutdown, wait=True, cancel_futures=True)
             verdicts = pool.map(one, numbers, chunksize=4)
         else:
@@ -255,10 +256,6 @@ def run_batch(
             if verdict.violated and options.get("mutation"):
                 break
     return summary
-
-
-def _leave_ctrl_c() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _run_one(number: int, *, options: dict[str, Any]) -> Verdict:

@@ -46,7 +46,7 @@ async def interrupted(loop: SimLoop, what: str, workers: int, victim: int) -> tu
             await until_commits(simulation, 20 * workers)
             hit, began = simulation.workers[victim], loop.time()
             if what == "freeze":
-                loop.freeze(hit.process)
+                hit.process.frozen = True
             else:
                 hit.kill()
             # What the others had under way is committed at once, if at all: it does not count.

@@ -58,7 +58,7 @@ def test_it_goes_on_alone_when_the_ring_that_it_follows_freezes() -> None:
             if newcomer.following and newcomer.worker._runner.follower.reported and not frozen.is_set():
                 frozen.set()
                 for machine in ring:
-                    cluster.loop.freeze(machine.process)
+                    machine.process.frozen = True
 
         newcomer.process.on_moment = look
         await cluster.until(frozen.is_set)
