@@ -431,6 +431,9 @@ class Deadlines:
     def __contains__(self, name: str) -> bool:
         return name in self._at
 
+    def at(self, name: str) -> float:
+        return self._at.get(name, float("inf"))
+
     def next(self) -> list[float]:
         return list(self._at.values())
 

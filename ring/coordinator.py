@@ -161,8 +161,7 @@ class Coordinator:
             elif self.phase is Phase.PAUSED:
                 said[peer_id] = "the job is paused", math.inf
             elif self.phase is Phase.WAITING and known.standing:
-                until = min(self._deadlines.next(), default=math.inf) if self._short_since is not None else math.inf
-                said[peer_id] = self.reason, until
+                said[peer_id] = self.reason, self._deadlines.at("grace")
             elif self.phase is Phase.RUNNING and self.view and self.view.size >= self.options.micro_batches:
                 said[peer_id] = "each micro-batch of a step has a worker; this one replaces one that leaves", math.inf
         return said

@@ -137,7 +137,7 @@ async def _serve(
 ) -> None:
     from p2ptrain.cli.stopping import stoppable
     from p2ptrain.core.world import real_world
-    from roles.seed import Encryption, run_seed
+    from roles.seed import run_seed
     from wire.transport import TcpNetwork
 
     console, stop = stoppable(with_parent=with_parent)
@@ -150,7 +150,8 @@ async def _serve(
             host=host,
             port=port,
             name=name or operator_name().removeprefix("cli@"),
-            encryption=Encryption(shown_host(host), tickets.append) if encrypted else None,
+            ticket_host=shown_host(host) if encrypted else "",
+            on_ticket=tickets.append,
             backup_dir=backup_dir,
             on_ready=address.set_result,
             on_alarm=partial(console.event, "error"),

@@ -1,5 +1,5 @@
 """The seed: tracks members, stores records, coordinates jobs, and answers operators. Never imports torch."""
 
-from roles.seed.run import Encryption, Restored, restore, run_seed
+from roles.seed.run import Restored, restore, run_seed
 
-__all__ = ["Encryption", "Restored", "restore", "run_seed"]
+__all__ = ["Restored", "restore", "run_seed"]

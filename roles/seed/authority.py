@@ -70,6 +70,13 @@ TOLD_S = 7 * 86_400.0
 ID_BYTES = 6
 SECRET_BYTES = 16
 _VERSION = 1
+_CLOSED = {
+    "revoked": (RefusalCode.TICKET_REVOKED, "was revoked together with its certificates"),
+    "rotated": (RefusalCode.TICKET_REVOKED, "was replaced by a newer one"),
+    "expired": (RefusalCode.TICKET_EXPIRED, "has expired"),
+    "used": (RefusalCode.TICKET_USED, "is used up (uses allowed: {})"),
+}
+"""State of a ticket that admits no new peer → code and text of the refusal."""
 _NEW = "on the seed's machine, `p2ptrain ticket new` makes another"
 
 
@@ -112,6 +119,10 @@ class TicketRecord:
             return "expired"
         return "used" if self.uses is not None and self.used >= self.uses else "open"
 
+    def refusal(self, state: str) -> Refused:
+        code, text = _CLOSED[state]
+        return Refused(code, f"ticket {self.id} {text.format(self.uses)}", remedy=_NEW)
+
     def kept_until(self, now: float, told_s: float) -> float:
         """When it may be forgotten: ``told_s`` after its end, but not while one of its certificates is valid."""
         if self.state(now) == "open":
@@ -151,17 +162,21 @@ class AuthorityState:
         """Return the ticket if this peer may enrol with it. Call it only after the peer has proven the secret, because
         refusals describe the ticket. Raises ``Refused``, with a remedy."""
         ticket = self.ticket(ticket_id)
-        member = self._member(peer_id, now)
+        valid = self._valid(now)
+        member = valid.get(peer_id)
         again = member is not None and (member.ticket, member.key) == (ticket.id, key)
-        self._judge_open(ticket, now, again=again)
+        state = ticket.state(now)
+        if state in _CLOSED and not (state == "used" and again):
+            raise ticket.refusal(state)
         self._judge_peer(peer_id)
-        if member is not None and member.key != key and not self._is_revoked(member.ticket):
+        holder = self.tickets.get(member.ticket) if member is not None else None
+        if member is not None and member.key != key and holder is not None and not holder.revoked:
             left_h = (member.not_after - now) / 3600
             text = f"the peer id {peer_id} belongs to another key, whose certificate is valid for {left_h:.1f} h more"
             raise Refused(
                 RefusalCode.DUPLICATE_PEER, text, remedy="use the state directory that joined first, or another --state"
             )
-        if member is None and len(self._valid(now)) >= MAX_MEMBERS:
+        if member is None and len(valid) >= MAX_MEMBERS:
             raise Refused(
                 RefusalCode.FULL, f"all {MAX_MEMBERS} certificates are in use", remedy="revoke tickets that leaked"
             )
@@ -169,8 +184,9 @@ class AuthorityState:
 
     def judge_certificate(self, ticket_id: str, peer_id: str) -> None:
         """Raise ``Refused`` if the certificate's ticket is revoked or unknown, or the peer was evicted."""
-        if self.ticket(ticket_id).revoked:
-            raise _revoked(ticket_id)
+        ticket = self.ticket(ticket_id)
+        if ticket.revoked:
+            raise ticket.refusal("revoked")
         self._judge_peer(peer_id)
 
     def ticket(self, ticket_id: str) -> TicketRecord:
@@ -181,32 +197,12 @@ class AuthorityState:
             raise Refused(RefusalCode.TICKET_UNKNOWN, text, remedy=_NEW)
         return found
 
-    def _judge_open(self, ticket: TicketRecord, now: float, *, again: bool) -> None:
-        match ticket.state(now):
-            case "revoked":
-                raise _revoked(ticket.id)
-            case "rotated":
-                raise Refused(
-                    RefusalCode.TICKET_REVOKED, f"ticket {ticket.id} was replaced by a newer one", remedy=_NEW
-                )
-            case "expired":
-                raise Refused(RefusalCode.TICKET_EXPIRED, f"ticket {ticket.id} has expired", remedy=_NEW)
-            case "used" if not again:
-                text = f"ticket {ticket.id} is used up (uses allowed: {ticket.uses})"
-                raise Refused(RefusalCode.TICKET_USED, text, remedy=_NEW)
-
     def _judge_peer(self, peer_id: str) -> None:
         if peer_id in self.evicted:
             text = f"the peer {self.evicted[peer_id]} ({peer_id}) was evicted from this cluster"
             raise Refused(
                 RefusalCode.EVICTED, text, remedy="ask the seed's operator, or join as a new peer with another --state"
             )
-
-    def _is_revoked(self, ticket_id: str) -> bool:
-        return ticket_id not in self.tickets or self.tickets[ticket_id].revoked
-
-    def _member(self, peer_id: str, now: float) -> Member | None:
-        return self._valid(now).get(peer_id)
 
     def _valid(self, now: float) -> dict[str, Member]:
         """Members whose certificate is valid on machines whose clock is up to ``SKEW_S`` fast, too."""
@@ -229,8 +225,8 @@ class AuthorityState:
         return replace(kept, tickets={**kept.tickets, ticket.id: ticket})
 
     def with_member(self, ticket_id: str, peer_id: str, key: str, not_after: float, now: float) -> AuthorityState:
-        old, kept = self._member(peer_id, now), self.pruned(now)
-        ticket = self.ticket(ticket_id)
+        kept, ticket = self.pruned(now), self.ticket(ticket_id)
+        old = kept.members.get(peer_id)
         new = old is None or old.ticket != ticket_id
         lapses_at = max(ticket.lapses_at, not_after)
         ticket = replace(ticket, used=min(ticket.used + new, MAX_USES), lapses_at=lapses_at)
@@ -290,11 +286,6 @@ class AuthorityState:
         if not all(map(is_id, members)):
             raise StorageError("it is damaged: it has an invalid peer id")
         return cls({item.id: item for item in tickets}, members, evicted)
-
-
-def _revoked(ticket_id: str) -> Refused:
-    text = f"ticket {ticket_id} was revoked together with its certificates"
-    return Refused(RefusalCode.TICKET_REVOKED, text, remedy=_NEW)
 
 
 FIRST_TICKET_S = 7 * 86_400.0
@@ -379,30 +370,28 @@ class Authority:
         if peer_id == self._own_id:
             text = f"the peer id {peer_id} is the seed's own"
             raise Refused(RefusalCode.DUPLICATE_PEER, text, remedy="use another --state")
-        key, digest = _requested(csr_der, peer_id)
-        role = self.records.judge_enrolment(ticket_id, peer_id, digest, now).role
-
-        def member(records: AuthorityState) -> AuthorityState:
-            records.judge_enrolment(
-                ticket_id, peer_id, digest, now
-            )  # another peer may have used the ticket up meanwhile
-            return records.with_member(ticket_id, peer_id, digest, now + CERTIFICATE_LIFETIME_S, now)
-
-        await self._change(member)
-        return self._sign(key, peer_id, role, bytes.fromhex(ticket_id), now)
+        return await self._certify(
+            ticket_id, peer_id, csr_der, now, lambda records, key: records.judge_enrolment(ticket_id, peer_id, key, now)
+        )
 
     async def renew(self, identity: PeerIdentity, csr_der: bytes, now: float) -> bytes:
         """Sign the next certificate (DER) of a member that has shown its present one. Raises as ``enrol``."""
         ticket_id, peer_id = ticket_of(identity), identity.peer_id
+        return await self._certify(
+            ticket_id, peer_id, csr_der, now, lambda records, key: records.judge_certificate(ticket_id, peer_id)
+        )
+
+    async def _certify(
+        self, ticket_id: str, peer_id: str, csr_der: bytes, now: float, judge: Callable[[AuthorityState, str], object]
+    ) -> bytes:
         key, digest = _requested(csr_der, peer_id)
 
         def member(records: AuthorityState) -> AuthorityState:
-            records.judge_certificate(ticket_id, peer_id)
+            judge(records, digest)  # here, because another peer may have used the ticket up meanwhile
             return records.with_member(ticket_id, peer_id, digest, now + CERTIFICATE_LIFETIME_S, now)
 
-        role = self.records.ticket(ticket_id).role
         await self._change(member)
-        return self._sign(key, peer_id, role, bytes.fromhex(ticket_id), now)
+        return self._sign(key, peer_id, self.records.ticket(ticket_id).role, bytes.fromhex(ticket_id), now)
 
     def judge(self, identity: PeerIdentity) -> None:
         """Raise ``Refused`` if a certificate under this CA is no longer honoured: revoked, evicted or unknown."""
@@ -489,11 +478,8 @@ def keep_files(disk: Disk, directory: Path, files: Mapping[str, bytes]) -> None:
     disk.make_dir(directory)
     disk.set_mode(directory, 0o700)
     for name in (KEY_FILE, BOOK_FILE, CA_FILE):
-        path = directory / name
-        if name in files and not (
-            name in disk.list_dir(directory) and disk.read(path, max_bytes=_MAX_BOOK_BYTES) == files[name]
-        ):
-            write_atomic(disk, path, files[name], private=name != CA_FILE)
+        if name in files:
+            write_atomic(disk, directory / name, files[name], private=name != CA_FILE)
 
 
 def _requested(csr_der: bytes, peer_id: str) -> tuple[ec.EllipticCurvePublicKey, str]:

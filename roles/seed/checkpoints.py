@@ -3,54 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from p2ptrain.core.errors import P2PTrainError, Refused
-from p2ptrain.core.world import Clock
 from ring.token import is_lineage
 from ring.view import View
 from roles.background import started_in
-from roles.seed.events import Subscriptions
 from roles.seed.jobs import JobController, newest_of_all_stages, saved_of
 from roles.seed.peers import Link, checkpoint_of, clipped, did_you_mean
-from roles.seed.store import Records, Store
+from roles.seed.store import Records
 from wire.job_messages import CheckpointSaved
 from wire.records import CheckpointInfo
 
+if TYPE_CHECKING:
+    from roles.seed.server import Seed
+
 
 class Catalogue:
-    """All known checkpoints. A job's controller (``controllers``) is notified when the checkpoints of the job change.
+    """All known checkpoints. A job's controller is notified when the checkpoints of the job change.
 
     ``known``: checkpoint id → record.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        store: Store,
-        subscriptions: Subscriptions,
-        controllers: Mapping[str, JobController],
-        links: Mapping[str, Link],
-    ) -> None:
+    def __init__(self, seed: Seed) -> None:
         self.known: dict[str, CheckpointInfo] = {}
-        self._clock, self._store, self._subscriptions, self._controllers, self._links = (
-            clock,
-            store,
-            subscriptions,
-            controllers,
-            links,
-        )
+        self._seed = seed
         self._noting = asyncio.Semaphore(64)  # bounds the writes in progress; senders of more reports wait
-        self._tasks: asyncio.TaskGroup | None = None
 
     async def load(self) -> None:
         """Read all checkpoints from the store. Raises ``StorageError``."""
-        self.known = {item.id: item for item in await self._store.call(Records.checkpoints)}
-
-    def start(self, tasks: asyncio.TaskGroup) -> None:
-        self._tasks = tasks
+        self.known = {item.id: item for item in await self._seed.store.call(Records.checkpoints)}
 
     async def saved(self, link: Link, message: CheckpointSaved) -> None:
         """Record a checkpoint that is durable at ``link``, and drop the records of those that the worker deleted.
@@ -58,9 +42,9 @@ class Catalogue:
         A worker keeps the newest ones, as many as the job says, and the newest one that all stages of a split model
         have. The record is written by a task, so that a slow disk does not delay heartbeats over the link.
         """
-        controller = self._controllers[message.job]
+        controller = self._seed.controllers[message.job]
         split = controller.stages > 1
-        info = checkpoint_of(link, message, self._clock.wall(), split=split)
+        info = checkpoint_of(link, message, self._seed.world.clock.wall(), split=split)
         known = self.known.get(info.id)
         keep = max(controller.record.keep, 2)
         alike = info.job, info.peer_id, info.stage is None
@@ -75,10 +59,10 @@ class Catalogue:
         dropped = [item.id for item in mine[keep:] if item.step != spared]
         for item_id in dropped:
             self.known.pop(item_id, None)
-        self._subscriptions.touch("checkpoints", info.id, *dropped)
+        self._seed.subscriptions.touch("checkpoints", info.id, *dropped)
         self._tell_newest(info.job)  # first, so that no view begins at a step before this one
-        assert self._tasks is not None
-        if started_in(self._tasks, self._note(info, dropped), "note a checkpoint") is None:
+        assert self._seed.tasks is not None
+        if started_in(self._seed.tasks, self._note(info, dropped), "note a checkpoint") is None:
             self._noting.release()  # the seed stops; the worker reports again to the next one
 
     async def went_back(self, view: View) -> None:
@@ -100,8 +84,8 @@ class Catalogue:
         if ids:
             for item_id in ids:
                 self.known.pop(item_id, None)
-            await self._store.call(Records.remove_checkpoints, ids)
-            self._subscriptions.touch("checkpoints", *ids)
+            await self._seed.store.call(Records.remove_checkpoints, ids)
+            self._seed.subscriptions.touch("checkpoints", *ids)
             for job in {item_id.partition("@")[0] for item_id in ids}:
                 self._tell_newest(job)
 
@@ -110,20 +94,20 @@ class Catalogue:
         gone = [item.id for item in self.of(job)]
         for item_id in gone:
             del self.known[item_id]
-        self._subscriptions.touch("checkpoints", *gone)
+        self._seed.subscriptions.touch("checkpoints", *gone)
 
     def of(self, job: str) -> list[CheckpointInfo]:
         return [item for item in self.known.values() if item.job == job]
 
     async def _note(self, info: CheckpointInfo, dropped: list[str]) -> None:
         try:
-            await self._store.call(Records.add_checkpoint, info, dropped)
+            await self._seed.store.call(Records.add_checkpoint, info, dropped)
         finally:
             self._noting.release()
 
     def _tell_newest(self, job: str) -> None:
-        if job in self._controllers:
-            self._controllers[job].post(saved_of(self.of(job), split=self._controllers[job].stages > 1))
+        if job in self._seed.controllers:
+            self._seed.controllers[job].post(saved_of(self.of(job), split=self._seed.controllers[job].stages > 1))
 
     # --------------------------------------------------------------------------------------------------- going back
 
@@ -138,7 +122,7 @@ class Catalogue:
 
     def holder(self, checkpoint: CheckpointInfo) -> Link:
         """The link of the worker that holds it. Raises ``Refused`` if that worker is not connected."""
-        holder = self._links.get(checkpoint.peer_id)
+        holder = self._seed.links.get(checkpoint.peer_id)
         if holder is None:
             text = f"{checkpoint.peer_name}, which holds that checkpoint, is not connected"
             raise Refused("holder-away", text, remedy="start that worker, or choose a checkpoint of another worker")
@@ -192,7 +176,7 @@ class Catalogue:
             raise Refused("holder-away", text, remedy="start the holders of the other stages, or choose another step")
 
     def _named_to(self, checkpoint: CheckpointInfo) -> dict[str, Any]:
-        controller, whole = self._controllers.get(checkpoint.job), {"job": checkpoint.job, "step": checkpoint.step}
+        controller, whole = self._seed.controllers.get(checkpoint.job), {"job": checkpoint.job, "step": checkpoint.step}
         if controller is None or checkpoint.stage is None:
             return whole
         return whole | {"stage": checkpoint.stage, "stages": controller.stages}
@@ -204,9 +188,8 @@ class Catalogue:
             return problem
 
     def _alike_here(self, checkpoint: CheckpointInfo) -> list[CheckpointInfo]:
-        return [
-            item for item in self.of(checkpoint.job) if item.step == checkpoint.step and item.peer_id in self._links
-        ]
+        alike = [item for item in self.of(checkpoint.job) if item.step == checkpoint.step]
+        return [item for item in alike if item.peer_id in self._seed.links]
 
     async def _lineage(self, checkpoint: CheckpointInfo) -> str:
         asked = self._named_to(checkpoint)

@@ -14,7 +14,7 @@ from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, R
 from p2ptrain.core.world import Clock
 from roles.seed.authority import FIRST_TICKET_S, LONGEST_TICKET_S, MAX_USES, ROLES, Authority, TicketRecord
 from roles.seed.operator_api import Params, Result
-from roles.seed.peers import clipped
+from roles.seed.peers import clipped, say
 from wire.address import NONCE_BYTES, Ticket, format_address, parse_address, to_dial, verify_proof
 from wire.connection import Connection, last_word
 from wire.enrol import RENEW
@@ -92,10 +92,8 @@ class EnrolmentPolicy:
                     raise Refused(message.code, message.message, remedy=message.remedy)
                 case _:
                     raise ProtocolError(f"unexpected message {type(message).__name__} during enrolment")
-        except ConnectionLost:
-            raise
         except P2PTrainError as problem:
-            connection.send(last_word(problem.code if isinstance(problem, Refused) else RefusalCode.PROTOCOL, problem))
+            say(connection, last_word(problem.code if isinstance(problem, Refused) else RefusalCode.PROTOCOL, problem))
             raise
 
     async def _enrol(

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgpack
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded
+from p2ptrain.core.errors import DeadlineExceeded
 from p2ptrain.core.world import Clock
 from roles.seed.peers import clipped
 from roles.seed.store import Records, Store
@@ -84,10 +84,6 @@ class Subscriptions:
         self._render = render
         self._feeds: set[Subscription] = set()
 
-    @property
-    def watched(self) -> bool:
-        return bool(self._feeds)
-
     def touch(self, topic: str, *ids: str) -> None:
         for feed in self._feeds:
             feed.touch(topic, ids)
@@ -106,21 +102,14 @@ class Subscriptions:
         finally:
             self._feeds.discard(feed)
 
-    async def serve(self, feed: Subscription, connection: Connection) -> None:
-        """Run a feed until its connection ends. A reader that is too slow is disconnected."""
-        try:
-            await feed.run(connection)
-        except DeadlineExceeded as problem:
-            connection.abort(DeadlineExceeded(f"a subscriber was dropped: {problem.message}", remedy=problem.remedy))
-        except ConnectionLost:
-            pass  # the task that reads this connection reports the loss
+
+def newest_that_fit(items: Iterable[Map]) -> list[Map]:
+    return first_that_fit(reversed(list(items)))[::-1]
 
 
-def newest_that_fit(items: Iterable[Map], limit_bytes: int = 40 << 10) -> list[Map]:
-    return first_that_fit(reversed(list(items)), limit_bytes)[::-1]
-
-
-def first_that_fit(items: Iterable[Map], limit_bytes: int) -> list[Map]:
+def first_that_fit(items: Iterable[Map]) -> list[Map]:
+    """As many items as fit an answer: with 40 KiB of them the whole answer fits a control frame."""
+    limit_bytes = 40 << 10
     chosen: list[Map] = []
     for item in items:
         limit_bytes -= len(msgpack.packb(item))

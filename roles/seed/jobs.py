@@ -93,13 +93,7 @@ def _ring_options_of(profile: Profile) -> RingOptions:
 
 
 _NOT_RUNNING = frozenset({str(phase) for phase in (*ENDED, Phase.PAUSED)})
-_METRICS = frozenset(item.name for item in dataclasses.fields(MetricRow)) - {
-    "job",
-    "step",
-    "wall",
-    "generation",
-    "members",
-}
+_METRICS = {item.name for item in dataclasses.fields(MetricRow)} - {"job", "step", "wall", "generation", "members"}
 _SHOWN = ("loss", "lr", "grad_norm", "tokens_per_s", "step_ms", "compute_ms", "communicate_ms", "wait_ms")
 
 
@@ -138,12 +132,9 @@ class JobController:
         if not record.unsettled:  # else the seed was restored, and its members may be in a newer view
             self.settled.set()
         if record.restoring is not None:  # the seed died before it had carried out this request
-            requests: list[co.Event] = [
-                co.Restore(*record.restoring),
-                *([co.Signal.PAUSE] if record.paused else []),
-            ]  # the pause came after the restore
-            for request in requests:
-                self._events.put_nowait((request, asyncio.get_running_loop().create_future()))
+            self.post(co.Restore(*record.restoring))
+            if record.paused:  # after the restore
+                self.post(co.Signal.PAUSE)
         self._begin(history)
 
     def _begin(self, history: History) -> None:
@@ -285,8 +276,9 @@ class JobController:
             if self.stages > 1:
                 held = {member.peer_id: newest.stage_of(rank) for rank, member in enumerate(newest.members)}
                 self.record = replace(self.record, held=self.record.held | held)
-            await store.call(Records.adopt_view, newest, self.record, wall=self._seed.world.clock.wall())
-            self._note("info", "restored", f"continues from generation {newest.generation}, which its members reported")
+            await store.call(Records.add_view, newest, self.record)
+            text = f"continues from generation {newest.generation}, which its members reported"
+            self._seed.note("info", "restored", text, job=self.id)
         self._begin(await store.call(history, self.id, split=self.stages > 1))
         self.settled.set()
         self._seed.settled(self)
@@ -317,14 +309,18 @@ class JobController:
         compute_ms = self._row.compute_ms if self._row else None
         return [co.Measured(table.known, max(compute_ms or 0.0, 0.0) / 1e3)]
 
-    def edge_from(self, rank: int) -> LinkQuality | None:
-        view = self.running_view
-        return self._way(view, rank) if view is not None else None
-
-    def _way(self, view: View, rank: int) -> LinkQuality | None:
+    def edge_from(self, view: View, rank: int) -> LinkQuality | None:
+        """The measured link of a view's member to its right neighbour."""
         if view.size < 2:
             return None
         return known_link(self._seed.survey.table.known, view.members[rank].peer_id, view.right_of(rank).peer_id)
+
+    @property
+    def queued(self) -> bool:
+        """Whether it waits because other jobs have the workers."""
+        if self.core.phase is not Phase.WAITING or self.core.peer_ids:
+            return False
+        return any(other.live and other.core.peer_ids for other in self._seed.controllers.values())
 
     def retire(self) -> None:
         """Stop handling events of a job that has ended and will be forgotten."""
@@ -381,7 +377,7 @@ class JobController:
         for peer_id, (why, until) in self._kept_out.items():
             if before.get(peer_id) != (why, until):
                 left_s = until - self._seed.world.clock.now()
-                limit = f" for up to {left_s:.0f} s" if math.isfinite(left_s) else ""
+                limit = f" for up to {left_s:.0f} s" if 0 < left_s < math.inf else ""
                 text = clipped(f"this worker does not train{limit}: {why}")
                 self._say(peer_id, EventNotice("info", "kept-out", text, self.id))
 
@@ -401,16 +397,15 @@ class JobController:
         ledger_step = min(self.ledger.step, view.step)  # read now: rows that arrive later are not stored with the view
         branch_kept = sorted(branch) if branch is not None else None
         self.record = replace(self.record, branch=branch_kept, restoring=None)
-        wall = seed.world.clock.wall()
-        if await seed.store.call(Records.add_view, view, self.record, restored=restored, wall=wall):
+        if await seed.store.call(Records.add_view, view, self.record):
             self.ledger.began_anew(view)
             text = f"the members' state at step {view.step} does not follow from the recorded steps; the"
-            self._note("warning", "ledger", f"{text} record restarts there, without earlier steps")
+            seed.note("warning", "ledger", f"{text} record restarts there, without earlier steps", job=self.id)
         seed.copy_soon()
         if self._row is not None and self._row.step > view.step:
             self._row, self._val_loss = await seed.store.call(_last, self.id)
         links = [seed.links[member.peer_id] for member in view.members if member.peer_id in seed.links]
-        ways = [self._way(view, rank) for rank in range(view.size)]
+        ways = [self.edge_from(view, rank) for rank in range(view.size)]
         heartbeat_s, death_s = ring_beats(links, [way.latency_s if way else None for way in ways])
         # Neighbours must agree on the beats.
         view = replace(view, heartbeat_s=heartbeat_s, death_s=death_s, ledger_step=ledger_step)
@@ -501,7 +496,7 @@ class JobController:
         for entry in entries:
             self._seed.store.add(entry)
         if problem:
-            self._note("warning", "ledger", problem)
+            self._seed.note("warning", "ledger", problem, job=self.id)
 
     def shares(self, view: View) -> list[int]:
         """Micro-batches of each member in the newest step of a view; before its first step, as planned."""
@@ -513,12 +508,9 @@ class JobController:
         if windows and not self.record.windows:  # training sequences in the corpus, as first reported
             await self._keep(windows=windows)
 
-    def _note(self, level: str, kind: str, text: str) -> None:
-        self._seed.note(level, kind, text, "", self.id)
-
-    def info(self, *, queued: bool) -> JobInfo:
-        record, row, view = self.record, self._row, self.running_view
-        edges = [self.edge_from(rank) for rank in range(view.size)] if view else []
+    def info(self) -> JobInfo:
+        record, row, view, queued = self.record, self._row, self.running_view, self.queued
+        edges = [self.edge_from(view, rank) for rank in range(view.size)] if view else []
         known = any(edges)
         shown = {name: getattr(row, name) for name in _SHOWN} if row else {}
         step = self.core.known_step
@@ -564,7 +556,7 @@ def _last(records: Records, job: str) -> tuple[MetricRow | None, float | None]:
 def history(records: Records, job: str, *, split: bool) -> History:
     """Read what the store knows of a job apart from its record. Runs on the store's thread."""
     row, val_loss = _last(records, job)
-    view, saved = records.last_view(job), saved_of(records.checkpoints_of(job), split=split)
+    view, saved = records.last_view(job), saved_of(records.checkpoints(job), split=split)
     newest = records.recoveries(job, 1)
     number = newest[-1].number if newest else 0
     head, begins, step_ms = records.ledger_head(job), records.begins(job), records.mean_step_ms(job)

@@ -195,9 +195,8 @@ def add(db: sqlite3.Connection, entries: Sequence[LedgerEntry]) -> None:
         if job in first:  # the ledger may have begun anew
             db.execute("DELETE FROM ledger WHERE job = ? AND step <= ?", (job, found.base_step))
         before = first.get(job) or head(db, job) or found  # the stored base may be newer, after folding
-        _set_head(
-            db, job, _folded(db, job, LedgerHead(before.base_step, before.base_lineage, found.step, found.lineage))
-        )
+        whole = LedgerHead(before.base_step, before.base_lineage, found.step, found.lineage)
+        _set_head(db, job, _folded(db, job, whole))
 
 
 def _folded(db: sqlite3.Connection, job: str, whole: LedgerHead) -> LedgerHead:

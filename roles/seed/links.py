@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -87,7 +87,7 @@ class Survey:
         """Measure from ``link`` to ``others``, then call ``then``, at the latest after ``START_S``; never after
         ``drop``. Returns False, and does not call ``then``, if there is nothing to measure."""
         wanted = self._askable(link, others)
-        if not wanted or self._tasks is None:
+        if not wanted:
             return False
 
         async def measure() -> None:
@@ -95,17 +95,14 @@ class Survey:
             del self._waiting[link.id]
             then()
 
-        task = started_in(self._tasks, measure(), f"measure {link.id}")
+        task = self._started(measure(), f"measure {link.id}")
         if task is not None:
             self._waiting[link.id] = task
         return task is not None
 
     def among(self, peer_ids: Sequence[str], then: Callable[[], object]) -> None:
         """Measure all links between these peers, each from one side, then call ``then``, at most ``START_S`` later."""
-        task = None
-        if self._tasks is not None:
-            task = started_in(self._tasks, self.measure_among(peer_ids, then), "measure for a plan")
-        if task is None:
+        if self._started(self.measure_among(peer_ids, then), "measure for a plan") is None:
             then()
 
     async def measure_among(self, peer_ids: Sequence[str], then: Callable[[], object]) -> None:
@@ -129,10 +126,8 @@ class Survey:
         before = self._later.pop(job, None)
         if before is not None:
             before.cancel()
-        if self._tasks is not None and len(members) > 1:
-            task = started_in(self._tasks, self._measure_later(job, members), f"measure for {job}")
-            if task is not None:
-                self._later[job] = task
+        if len(members) > 1 and (task := self._started(self._measure_later(job, members), f"measure for {job}")):
+            self._later[job] = task
 
     async def _measure_later(self, job: str, members: Sequence[str]) -> None:
         for peer_id in members:
@@ -143,6 +138,10 @@ class Survey:
                     # 20 s: enough for 16 links over a satellite while the ring runs.
                     await self._ask(link, wanted[first : first + MAX_AT_ONCE], 20.0)
         del self._later[job]
+
+    def _started(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None] | None:
+        assert self._tasks is not None
+        return started_in(self._tasks, work, name)
 
     def _askable(self, link: Link, others: Collection[str]) -> list[Link]:
         if link.hello.capabilities.get(CAPABILITY) is not True:

@@ -26,6 +26,7 @@ from roles.seed.events import first_that_fit, newest_that_fit
 from roles.seed.jobs import SETTLE_S, seen_for, training_of
 from roles.seed.links import Survey
 from roles.seed.peers import NAME_CHARS, Link, clipped, did_you_mean
+from roles.seed.serving import part_infos
 from roles.seed.store import RECOVERIES_KEPT, JobRecord, Records
 from wire.connection import Connection
 from wire.enrol import RENEW
@@ -131,7 +132,7 @@ async def planned(profile: Profile, shape: ModelShape, links: Mapping[str, Link]
     ]
     return {
         "plan": dataclasses.replace(info, spares=info.spares[:MAX_SHOWN]).to_map(),
-        "stages": first_that_fit((stage.to_map() for stage in shown), ANSWER_BYTES),
+        "stages": first_that_fit(stage.to_map() for stage in shown),
     }
 
 
@@ -139,8 +140,6 @@ IDLE_S = 120.0
 """An operator that neither asks nor watches for this long is disconnected. Clients ask for the clock more often."""
 MAX_SPEC_BYTES = 32 << 10
 MAX_ROWS = 200
-ANSWER_BYTES = 40 << 10
-"""Largest size of the items in an answer. The whole answer then fits a control frame."""
 
 _SLOW = frozenset({"checkpoints.restore", "checkpoints.delete", "jobs.plan"})
 
@@ -236,16 +235,19 @@ class OperatorApi:
             feed.touch("peers", [info.id for info in seed.peer_infos()])
             feed.touch("jobs", seed.controllers)
             feed.touch("checkpoints", seed.checkpoints.known)
-            feed.touch("parts", [part.id for part in seed.parts.infos()])
+            feed.touch("parts", [part.id for part in part_infos(seed.links.values())])
             feed.touch("serving", [info.id for info in seed.services.infos()])
             feed.add(seed.event_log.recent)
-            shown = [controller.id for controller in seed.controllers.values() if controller.live] or list(
-                seed.controllers
-            )[-1:]
-            for job in shown[:4]:
+            live = [controller.id for controller in seed.controllers.values() if controller.live]
+            for job in (live or list(seed.controllers)[-1:])[:4]:
                 feed.add(await seed.store.call(Records.last_metrics, job, 300))
                 feed.add(await seed.store.call(Records.recoveries, job, 100))
-            await seed.subscriptions.serve(feed, connection)
+            try:
+                await feed.run(connection)
+            except DeadlineExceeded as slow:
+                connection.abort(DeadlineExceeded(f"a subscriber was dropped: {slow.message}", remedy=slow.remedy))
+            except ConnectionLost:
+                pass  # ``serve`` sees the loss too
 
     # ------------------------------------------------------------------------------------------------ cluster and peers
 
@@ -257,12 +259,12 @@ class OperatorApi:
         return {"peers": newest_that_fit(info.to_map() for info in infos), "total": len(infos)}
 
     async def _parts_list(self, params: Params, connection: Connection) -> Result:
-        infos = self._seed.parts.infos()
-        return {"parts": first_that_fit((info.to_map() for info in infos), ANSWER_BYTES), "total": len(infos)}
+        infos = part_infos(self._seed.links.values())
+        return {"parts": first_that_fit(info.to_map() for info in infos), "total": len(infos)}
 
     async def _serving_list(self, params: Params, connection: Connection) -> Result:
         infos = self._seed.services.infos()
-        return {"serving": first_that_fit((info.to_map() for info in infos), ANSWER_BYTES), "total": len(infos)}
+        return {"serving": first_that_fit(info.to_map() for info in infos), "total": len(infos)}
 
     async def _peers_evict(self, params: Params, connection: Connection) -> Result:
         peer_id, name = self._peer(params)
@@ -321,16 +323,15 @@ class OperatorApi:
 
     async def _jobs_list(self, params: Params, connection: Connection) -> Result:
         controllers = list(self._seed.controllers.values())
-        controllers.sort(
-            key=lambda controller: (bool(controller.core.peer_ids), controller.live)
-        )  # those that do not fit are cut off first
-        infos = (controller.info(queued=self._seed.is_queued(controller)) for controller in controllers)
+        # those that do not fit are cut off first
+        controllers.sort(key=lambda controller: (bool(controller.core.peer_ids), controller.live))
+        infos = (controller.info() for controller in controllers)
         jobs = newest_that_fit(info.to_map() for info in infos)
         return {"jobs": sorted(jobs, key=lambda job: float(job["created_at"])), "total": len(controllers)}
 
     async def _jobs_show(self, params: Params, connection: Connection) -> Result:
         controller = self._controller(params)
-        return {"job": controller.info(queued=self._seed.is_queued(controller)).to_map(), "spec": controller.spec}
+        return {"job": controller.info().to_map(), "spec": controller.spec}
 
     async def _jobs_pause(self, params: Params, connection: Connection) -> Result:
         controller = self._controller(params)
@@ -399,13 +400,13 @@ class OperatorApi:
         rows = await self._seed.store.call(Records.ledger_rows, controller.id, after, 512)
         runs = (run.to_map() for run in runs_of(rows))
         begins = dataclasses.asdict(head) if head else None
-        return {"head": begins, "runs": first_that_fit(runs, ANSWER_BYTES), "windows": controller.record.windows}
+        return {"head": begins, "runs": first_that_fit(runs), "windows": controller.record.windows}
 
     async def _jobs_views(self, params: Params, connection: Connection) -> Result:
         controller, after = self._controller(params), whole_of(params, "after_generation", 0, 0, 2**53)
         views = await self._seed.store.call(Records.views, controller.id, after, MAX_ROWS)
         items = [dataclasses.asdict(view) | {"members": list(view.members)} for view in views]
-        return {"views": first_that_fit(items, ANSWER_BYTES)}
+        return {"views": first_that_fit(items)}
 
     async def _recoveries_list(self, params: Params, connection: Connection) -> Result:
         controller, limit = self._controller(params), whole_of(params, "limit", MAX_ROWS, 1, RECOVERIES_KEPT)
@@ -421,16 +422,14 @@ class OperatorApi:
         return {"rows": [row.to_map() for row in rows]}
 
     async def _events_list(self, params: Params, connection: Connection) -> Result:
-        after, limit = (
-            whole_of(params, "after_id", 0, -MAX_ROWS, 2**53),
-            whole_of(params, "limit", MAX_ROWS, 1, MAX_ROWS),
-        )
+        after = whole_of(params, "after_id", 0, -MAX_ROWS, 2**53)
+        limit = whole_of(params, "limit", MAX_ROWS, 1, MAX_ROWS)
         if after < 0:  # so many of the newest ones
             last = await self._seed.store.call(Records.last_event_id)
             events = await self._seed.store.call(Records.events, last + after, limit)
             return {"events": newest_that_fit(event.to_map() for event in events)}
         events = await self._seed.store.call(Records.events, after, limit)
-        return {"events": first_that_fit((event.to_map() for event in events), ANSWER_BYTES)}
+        return {"events": first_that_fit(event.to_map() for event in events)}
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
 
@@ -444,9 +443,8 @@ class OperatorApi:
         controller = self._seed.controllers.get(checkpoint.job)
         if controller is None:
             raise Refused("unknown-job", f"the job {checkpoint.job} of that checkpoint is not known here")
-        lineage = await self._seed.checkpoints.verified(
-            controller, checkpoint
-        )  # before newer checkpoints are set aside
+        # before newer checkpoints are set aside
+        lineage = await self._seed.checkpoints.verified(controller, checkpoint)
         holder = self._seed.checkpoints.holder(checkpoint)
         other = self._seed.controllers.get(holder.job)
         if other is not None and other is not controller and self._seed.may_yield(other):

@@ -25,7 +25,7 @@ from wire.client import PendingCalls
 from wire.connection import Connection, Received, last_word
 from wire.job_messages import CheckpointSaved, MemberRecord, Report, StepMetrics, ViewAnnounced
 from wire.messages import Heartbeat, Hello, Message, RefusalCode
-from wire.records import CheckpointInfo, PeerInfo, ServingInfo
+from wire.records import CheckpointInfo, PartInfo, PeerInfo, ServingInfo
 
 NAME_CHARS = 64
 REASON_BYTES = 480
@@ -70,6 +70,7 @@ class Link:
             ``evicted``.
         told: set once it has reported its speed, or is gone.
         serving: what a verifier or a drafter serves; None before it has reported that.
+        parts: the parts of models that a worker holds, by id, as it reported them.
         idle: why no job has it, as it was told; empty if one has.
         early: messages that wait until its job is settled (``roles.seed.jobs``).
     """
@@ -80,7 +81,6 @@ class Link:
     port: int
     rtt_ms: float
     joined_at: float
-    heard_at: float
     detector: FailureDetector
     job: str = ""
     last_job: str = ""
@@ -92,6 +92,7 @@ class Link:
     calls: PendingCalls = field(default_factory=PendingCalls)
     told: asyncio.Event = field(default_factory=asyncio.Event)
     serving: ServingInfo | None = None
+    parts: dict[str, PartInfo] = field(default_factory=dict)
     idle: str = ""
     early: deque[Message] = field(default_factory=deque)
 
@@ -111,14 +112,6 @@ class Link:
         self.last_job, self.job, self.rows = self.job, "", None
 
     @property
-    def heartbeat_s(self) -> float:
-        return self.detector.heartbeat_s
-
-    @property
-    def death_s(self) -> float:
-        return self.detector.death_s
-
-    @property
     def name(self) -> str:
         return self.hello.name[:NAME_CHARS] or self.id
 
@@ -131,7 +124,7 @@ class Link:
             self.host,
             self.port,
             said.get("follows") is True,
-            memory_bytes=_told(said.get("parts_memory_bytes"), MAX_WHOLE),
+            memory_bytes=whole(said.get("parts_memory_bytes")),
             flops=self.flops,
             on_host=not str(said.get("device", "")).startswith(("cuda", "mps")),
         )
@@ -142,7 +135,7 @@ class Link:
         told = self.beat.stats.get(SPEED) if self.beat else None
         if told is None:
             return None if self.hello.capabilities.get(GAUGES) is True else 0.0
-        return float(_told(told, 10**18))
+        return float(whole(told, 10**18))
 
     def beaten(self, beat: Heartbeat) -> bool:
         """Take in a heartbeat. Returns whether ``flops`` changed."""
@@ -152,10 +145,7 @@ class Link:
         return self.flops != known
 
     def say(self, message: Message) -> None:
-        try:
-            self.connection.send(message)
-        except ConnectionLost:
-            return
+        say(self.connection, message)
 
     async def receive(self) -> Received:
         """Receive the next message. Raises as ``received_in_time``."""
@@ -206,7 +196,7 @@ class Link:
             state=state,
             address=format_address(self.host, self.port),
             joined_at=self.joined_at,
-            heartbeat_age_s=now - self.heard_at,
+            heartbeat_age_s=now - self.connection.last_heard,
             rtt_ms=stats.get("rtt_ms", self.rtt_ms),
             in_bps=stats.get("in_bps", 0.0),
             out_bps=stats.get("out_bps", 0.0),
@@ -233,16 +223,16 @@ def ring_beats(links: Sequence[Link], latencies_s: Sequence[float | None]) -> tu
     """(heartbeat_s, death_s) between the neighbours of a ring: those of the member that is farthest from the seed.
 
     The seed timed a single handshake with each member, perhaps while the member imported torch. If the members have
-    measured all links of the ring, and these give a smaller value, that one is used. Beats set by a person stay.
+    measured all links of the ring, and these give a smaller value, that one is used.
 
     ``latencies_s``: one way, from each member to its right neighbour.
     """
-    farthest = max(links, key=lambda link: link.death_s, default=None)
+    farthest = max(links, key=lambda link: link.detector.death_s, default=None)
     if farthest is None:
         return 0.0, 0.0
-    usual = (farthest.heartbeat_s, farthest.death_s)
+    usual = (farthest.detector.heartbeat_s, farthest.detector.death_s)
     known = [latency_s for latency_s in latencies_s if latency_s is not None]
-    if not known or len(known) < len(latencies_s) or usual != beat_defaults(farthest.rtt_ms):
+    if not known or len(known) < len(latencies_s):
         return usual
     return min(usual, beat_defaults(2e3 * max(known)))
 
@@ -319,15 +309,11 @@ def did_you_mean(text: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def _told(value: object, most: int) -> int:
+def whole(value: object, most: int = MAX_WHOLE) -> int:
+    """A worker's measurement as a whole number from 0 to ``most``; 0 if it is missing or not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return 0
     return int(min(max(value, 0), most))
-
-
-def whole(value: float | None) -> int:
-    """A worker's measurement as a whole number from 0 to ``MAX_WHOLE``; 0 if it is missing or not finite."""
-    return int(min(max(value, 0.0), MAX_WHOLE)) if value is not None and math.isfinite(value) else 0
 
 
 def checkpoint_of(link: Link, message: CheckpointSaved, wall: float, *, split: bool = False) -> CheckpointInfo:
@@ -354,5 +340,5 @@ def say_last(connection: Connection, problem: P2PTrainError) -> None:
 
 
 def say(connection: Connection, message: Message) -> None:
-    with suppress(P2PTrainError):
+    with suppress(ConnectionLost):
         connection.send(message)

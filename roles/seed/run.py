@@ -34,7 +34,7 @@ from roles.seed.store import FILE_NAME, SCHEMA_VERSION, TERM_FACT, Records, Stor
 from wire.address import Ticket
 from wire.credentials import Credentials
 from wire.enrol import until_half_life
-from wire.handshake import Refusals, Server, serve
+from wire.handshake import Refusals, serve
 from wire.messages import MAX_TERM
 from wire.tls import TlsNetwork
 
@@ -47,16 +47,17 @@ LOOK_S = 1.0
 
 def copied(records: Records, files: dict[str, bytes], wall: float) -> bytes:
     """Make the bytes of a backup. ``files``: of the authority. Runs on the store's thread."""
-    with closing(sqlite3.connect(":memory:", isolation_level=None)) as copy:
-        records.backup_to(copy)
+
+    def add(copy: sqlite3.Connection) -> None:
         copy.execute("CREATE TABLE authority (name TEXT PRIMARY KEY, data BLOB NOT NULL)")
         copy.executemany("INSERT INTO authority VALUES (?, ?)", files.items())
         copy.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (COPIED_FACT, str(wall)))
-        return file_of(copy)
+
+    return records.image(add)
 
 
 class Backup:
-    """Backs a store up to a directory every ``EVERY_S``, and at once after ``soon``.
+    """Backs a store up to a directory every ``EVERY_S``, and at once when ``soon`` is set.
 
     ``failed`` is called with the reason when a backup fails, but not again until one succeeds.
     """
@@ -67,7 +68,7 @@ class Backup:
         self._world, self._store, self._authority, self._directory = world, store, authority, directory
         self._failed = failed
         self._thread = world.threads.start("backup")
-        self._soon = asyncio.Event()
+        self.soon = asyncio.Event()
 
     async def write(self) -> None:
         """Write a backup now. Raises ``StorageError``."""
@@ -75,17 +76,14 @@ class Backup:
         data = await self._store.call(copied, files, self._world.clock.wall())
         await self._thread.submit(partial(keep_copy, self._world.disk, self._directory, data))
 
-    def soon(self) -> None:
-        self._soon.set()
-
     async def run(self) -> None:
         """Write backups until cancelled. Failures are reported to ``failed`` and do not end this."""
         working = True
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(EVERY_S):
-                    await self._soon.wait()
-            self._soon.clear()
+                    await self.soon.wait()
+            self.soon.clear()
             try:
                 await self.write()
                 working = True
@@ -177,13 +175,6 @@ def _opened(path: Path, data: bytes) -> Iterator[sqlite3.Connection]:
             raise damaged from error
 
 
-def _is_there(disk: Disk, directory: Path) -> bool:
-    try:
-        return FILE_NAME in disk.list_dir(directory)
-    except StorageError:
-        return False
-
-
 async def _keep_directory(
     world: World, seed: Seed, store: Store, directory: Path, authority: Authority | None, address: tuple[str, int]
 ) -> None:
@@ -191,9 +182,9 @@ async def _keep_directory(
     written = True
     while True:
         await asyncio.sleep(LOOK_S)
-        if written and _is_there(world.disk, directory):
-            continue
         try:
+            if written and FILE_NAME in world.disk.list_dir(directory):
+                continue
             await store.write_again(world.disk, directory)
             if authority is not None:
                 await asyncio.to_thread(keep_files, world.disk, directory / "authority", authority.files())
@@ -209,19 +200,6 @@ async def _keep_directory(
             written = True
 
 
-@dataclass(frozen=True, slots=True)
-class Encryption:
-    """Further options of an encrypted seed.
-
-    Attributes:
-        ticket_host: the address of this machine that tickets carry.
-        on_ticket: called with the ticket to show, before the seed is ready.
-    """
-
-    ticket_host: str
-    on_ticket: Callable[[Ticket], None]
-
-
 async def _keep_fresh(network: TlsNetwork, sign: Callable[[], Awaitable[Credentials]], clock: Clock) -> None:
     while True:
         await until_half_life(clock.wall(), clock)
@@ -235,9 +213,8 @@ async def run_seed(
     host: str,
     port: int,
     name: str,
-    heartbeat_s: float = 0,
-    death_s: float = 0,
-    encryption: Encryption | None = None,
+    ticket_host: str = "",
+    on_ticket: Callable[[Ticket], None] = lambda ticket: None,
     backup_dir: Path | None = None,
     on_ready: Callable[[tuple[str, int]], None],
     on_alarm: Callable[[str], None] = lambda text: None,
@@ -247,8 +224,8 @@ async def run_seed(
 
     Args:
         state_dir: the seed's directory, created if it does not exist. One seed at a time can use it.
-        heartbeat_s, death_s: of the links to workers; 0 and 0: derived from each worker's measured round trip.
-        encryption: None for a plain seed on the loopback.
+        ticket_host: the address of this machine that tickets carry; empty: a plain seed on the loopback.
+        on_ticket: called with the ticket to show, before the seed is ready.
         backup_dir: where a backup is kept up to date; None for no backup.
         on_ready: called with the address that the seed listens on.
         on_alarm: called with what the person at this machine has to know at once.
@@ -261,7 +238,7 @@ async def run_seed(
     try:
         authority: Authority | None = None
         beside: list[Callable[[], Coroutine[None, None, None]]] = []
-        if encryption is not None:
+        if ticket_host:
             directory, now = state_dir / "authority", world.clock.wall()
             authority = opened = await asyncio.to_thread(Authority.open, world.disk, directory, name=name, now=now)
             peer_id, clock = await cluster_id(store), world.clock
@@ -272,17 +249,14 @@ async def run_seed(
             network = TlsNetwork(world.network, await sign(), require_client_certificate=False)
             beside.append(partial(_keep_fresh, network, sign, clock))
             world = dataclasses.replace(world, network=network)
-        ticket_host = encryption.ticket_host if encryption is not None else "127.0.0.1"
-        seed = await Seed.open(
-            world, store, name=name, beats=(heartbeat_s, death_s), authority=authority, ticket_host=ticket_host
-        )
+        seed = await Seed.open(world, store, name=name, authority=authority, ticket_host=ticket_host or "127.0.0.1")
         seed.on_alarm = on_alarm
         backup: Backup | None = None
         if backup_dir is not None:
             told = partial(seed.note, "error", "backup")
             backup = Backup(world, store, authority, backup_dir, told)
             await backup.write()  # fails at once if no backup can be written
-            seed.copy_soon = backup.soon
+            seed.copy_soon = backup.soon.set
             beside.append(backup.run)
         # before the port is open, where a `join` may wait for it
         ticket = await seed.gate.opened((host, port)) if port else None
@@ -291,10 +265,10 @@ async def run_seed(
         try:
             if not port:
                 ticket = await seed.gate.opened(server.address)
-            if encryption is not None and ticket is not None:
-                encryption.on_ticket(ticket)
+            if ticket is not None:
+                on_ticket(ticket)
             beside.append(partial(_keep_directory, world, seed, store, state_dir, authority, server.address))
-            await _until(stop, seed, beside, server, on_ready)
+            await _until(stop, seed, beside, server.address, on_ready)
             if backup is not None:
                 await backup.write()
         finally:
@@ -309,29 +283,24 @@ async def _until(
     stop: asyncio.Event,
     seed: Seed,
     beside: Sequence[Callable[[], Coroutine[None, None, None]]],
-    server: Server,
+    address: tuple[str, int],
     on_ready: Callable[[tuple[str, int]], None],
 ) -> None:
+    async def work() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            seed.start(tasks, address)
+            for other in beside:
+                tasks.create_task(other())
+            await asyncio.Event().wait()  # keeps the group open for new jobs until cancelled
+
     try:
         async with asyncio.TaskGroup() as tasks:
-            work = tasks.create_task(_work(seed, beside, server.address))
+            working = tasks.create_task(work())
             how = ", encrypted" if seed.gate.encrypted else ""
-            seed.event_log.note(
-                "info", "seed-started", f"the seed listens on {seed.address_to_dial(server.address)}{how}", "", ""
-            )
-            on_ready(server.address)
+            seed.note("info", "seed-started", f"the seed listens on {seed.address_to_dial(address)}{how}")
+            on_ready(address)
             await stop.wait()
             seed.stop()
-            work.cancel()
+            working.cancel()
     except* P2PTrainError as group:
         raise first_error(group) from None
-
-
-async def _work(
-    seed: Seed, beside: Sequence[Callable[[], Coroutine[None, None, None]]], address: tuple[str, int]
-) -> None:
-    async with asyncio.TaskGroup() as tasks:
-        seed.start(tasks, address)
-        for work in beside:
-            tasks.create_task(work())
-        await asyncio.Event().wait()  # keeps the group open for new jobs until cancelled

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
-from functools import partial
 from weakref import WeakKeyDictionary
 
 from p2ptrain import __version__
@@ -38,12 +37,12 @@ from roles.seed.peers import (
     say,
     say_last,
 )
-from roles.seed.serving import ASKED_BY_VERIFIERS, Holdings, Services, check_role
-from roles.seed.store import TERM_FACT, JobRecord, PeerRecord, Records, Store
+from roles.seed.serving import ASKED_BY_VERIFIERS, Services, infos_of
+from roles.seed.store import TERM_FACT, JobRecord, Records, Store
 from wire.address import format_address, is_loopback, to_dial
 from wire.chain_messages import PartsHeld
 from wire.connection import Connection, last_word
-from wire.handshake import dial, local_hello, local_welcome
+from wire.handshake import PERMITTED, dial, local_hello, local_welcome
 from wire.job_messages import CheckpointSaved, LedgerRows, Release, Report, StepMetrics, ViewAnnounced
 from wire.messages import (
     EventNotice,
@@ -74,21 +73,18 @@ MAX_OPERATORS = 64
 class Acceptor:
     """Answers every ``Hello`` with a welcome or a refusal. ``Seed`` serves the admitted peers.
 
-    Args:
-        beats: (heartbeat_s, death_s); (0, 0): derived from the measured round trip to each peer.
-
     Attributes:
         host: the address on which the seed listens.
         measured: round trip in ms to each admitted peer, until ``Seed`` serves it.
     """
 
-    def __init__(self, seed: Seed, beats: tuple[float, float]) -> None:
+    def __init__(self, seed: Seed) -> None:
         self.closed = False
         self.host = "127.0.0.1"
         self.measured: WeakKeyDictionary[Connection, float] = WeakKeyDictionary()
         self.operators: set[Connection] = set()
         self._foreign_jobs: set[str] = set()  # of which people were told
-        self._seed, self._beats = seed, beats
+        self._seed = seed
 
     async def decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
         if self.closed:
@@ -111,7 +107,9 @@ class Acceptor:
 
     async def _decide_peer(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
         check_hello(hello)
-        check_role(hello)
+        if len(hello.roles) != 1 or hello.roles[0] not in PERMITTED["peer"]:
+            text = "a peer must have one role: worker, verifier or drafter"
+            return Refuse(RefusalCode.ROLE, text, "set the role with p2ptrain join --role")
         if hello.job and hello.cluster not in ("", self._seed.cluster_id):
             return self._refuse_foreign(hello)
         host = hello.host or connection.remote[0]
@@ -136,10 +134,7 @@ class Acceptor:
         if (least_s := connection.least_rtt_s) is not None:
             rtt_ms = min(rtt_ms, least_s * 1e3)  # the kernel answers in time, even while the worker loads libraries
         self.measured[connection] = rtt_ms
-        return self._welcome(*self.beats_at(rtt_ms))
-
-    def beats_at(self, rtt_ms: float) -> tuple[float, float]:
-        return self._beats if self._beats[0] > 0 else beat_defaults(rtt_ms)
+        return self._welcome(*beat_defaults(rtt_ms))
 
     def _refuse_foreign(self, hello: Hello) -> Refuse:
         """Refuse a worker that holds a job of another cluster: here the job would be over, and the worker drop it."""
@@ -154,24 +149,21 @@ class Acceptor:
     def _is_replaced(self, old: Link, host: str, port: int) -> bool:
         silent_s = self._seed.world.clock.now() - old.connection.last_heard
         closed = old.connection.closed.is_set() or old.connection.close_cause is not None
-        return closed or silent_s > 2 * old.heartbeat_s or (old.host, old.port) == (host, port)
+        return closed or silent_s > 2 * old.detector.heartbeat_s or (old.host, old.port) == (host, port)
 
     async def dial_back(self, host: str, port: int, peer_id: str = "") -> None:
         """Check that a peer can be reached. Raises ``P2PTrainError`` if it cannot."""
-        hello = self.introduction("probe", 0)
-        connection, _ = await dial(self._seed.world.network, host, port, hello, timeout_s=3.0, expect_peer=peer_id)
-        await connection.close()
-
-    def introduction(self, purpose: str, port: int) -> Hello:
-        return local_hello(
-            peer_id=self._seed.cluster_id,
+        cluster_id = self._seed.cluster_id
+        hello = local_hello(
+            peer_id=cluster_id,
             name=self._seed.name,
             roles=["seed"],
-            purpose=purpose,
-            port=port,
-            cluster=self._seed.cluster_id,
+            purpose="probe",
+            cluster=cluster_id,
             term=self._seed.term,
         )
+        connection, _ = await dial(self._seed.world.network, host, port, hello, timeout_s=3.0, expect_peer=peer_id)
+        await connection.close()
 
     def _welcome(self, heartbeat_s: float, death_s: float) -> Welcome:
         return local_welcome(
@@ -194,7 +186,6 @@ class Seed:
         store: Store,
         cluster_id: str,
         name: str,
-        beats: tuple[float, float],
         authority: Authority | None,
         ticket_host: str,
         term: int,
@@ -204,18 +195,17 @@ class Seed:
         self.subscriptions = Subscriptions(self.render)
         self.links: dict[str, Link] = {}
         self.controllers: dict[str, JobController] = {}  # oldest first
-        self.checkpoints = Catalogue(world.clock, store, self.subscriptions, self.controllers, self.links)
+        self.checkpoints = Catalogue(self)
         self.event_log = EventLog(world.clock, store, self.subscriptions)
         self.note = self.event_log.note
         self.cluster_id, self.name, self.term = cluster_id, name, term
         self._started_at = world.clock.wall()
         self._address = ""
         self._lost: dict[str, Link] = {}
-        self._tasks: asyncio.TaskGroup | None = None
+        self.tasks: asyncio.TaskGroup | None = None
         self.gate = EnrolmentPolicy(authority, world.clock, ticket_host, self.note)
-        self.acceptor = Acceptor(self, beats)
+        self.acceptor = Acceptor(self)
         self._operator_api = OperatorApi(self)
-        self.parts = Holdings(partial(self.subscriptions.touch, "parts"))
         self.services = Services(self.links, self._served)
         self.survey = Survey(world.clock, self.links, self._measured_links)
         self.minted_below = term << TERM_BITS  # generations up to this one may be of an earlier term
@@ -224,18 +214,11 @@ class Seed:
 
     @classmethod
     async def open(
-        cls,
-        world: World,
-        store: Store,
-        *,
-        name: str,
-        beats: tuple[float, float],
-        authority: Authority | None,
-        ticket_host: str,
+        cls, world: World, store: Store, *, name: str, authority: Authority | None, ticket_host: str
     ) -> Seed:
         """Create a seed from its store. ``authority``: None on a plain seed. Raises ``StorageError``."""
         term = int(await store.call(Records.known_fact, TERM_FACT) or 0)
-        seed = cls(world, store, await cluster_id(store), name[:NAME_CHARS], beats, authority, ticket_host, term)
+        seed = cls(world, store, await cluster_id(store), name[:NAME_CHARS], authority, ticket_host, term)
         await seed.event_log.load()
         for record, spec in await store.call(Records.jobs):
             profile = profile_of(spec)
@@ -245,9 +228,8 @@ class Seed:
         return seed
 
     def start(self, tasks: asyncio.TaskGroup, address: tuple[str, int]) -> None:
-        self._tasks = tasks
+        self.tasks = tasks
         self.survey.start(tasks)
-        self.checkpoints.start(tasks)
         self._address, self.acceptor.host = self.address_to_dial(address), address[0]
         for controller in self.controllers.values():
             tasks.create_task(controller.run(), name=f"job {controller.id}")
@@ -293,17 +275,15 @@ class Seed:
     async def _serve_peer(self, connection: Connection, hello: Hello) -> None:
         rtt_ms = self.acceptor.measured.pop(connection)
         host = hello.host or connection.remote[0]
-        clock, beats = self.world.clock, self.acceptor.beats_at(rtt_ms)
-        now = clock.now()
-        detector = FailureDetector(heartbeat_s=beats[0], death_s=beats[1], late_s=beats[1])
-        link = Link(connection, hello, host, hello.port, rtt_ms, clock.wall(), now, detector)
+        clock, (heartbeat_s, death_s) = self.world.clock, beat_defaults(rtt_ms)
+        detector = FailureDetector(heartbeat_s=heartbeat_s, death_s=death_s, late_s=death_s)
+        link = Link(connection, hello, host, hello.port, rtt_ms, clock.wall(), detector)
         old = self.links.get(link.id)
         if old is not None:
             old.connection.abort()
             self._gone(old, co.PeerLost(link.id, "it connected again"))
         self._lost.pop(link.id, None)
         self.links[link.id] = link
-        self.store.add(PeerRecord(link.id, link.name, link.hello.roles, link.info(0, None).device, link.joined_at))
         what = "joined" if link.trains else f"joined as a {link.role}"
         self.note("info", "joined", f"{link.name} {what} from {format_address(link.host, link.port)}", link.id, "")
         self.subscriptions.touch("cluster", "")
@@ -335,7 +315,6 @@ class Seed:
     async def _listen(self, link: Link) -> co.PeerLost:
         while True:
             received = await link.receive()
-            link.heard_at = self.world.clock.now()
             if isinstance(received.message, Leave):
                 return co.PeerLost(link.id, clipped(received.message.reason), left=True)
             await self._heard(link, received.message)
@@ -368,30 +347,24 @@ class Seed:
                 raise ProtocolError(f"unexpected message {type(message).__name__} from a {link.role}")
 
     async def _heard_of_work(self, link: Link, message: Message) -> None:
+        """Handle a worker's message. While a restored seed does not know the job's newest view, messages are queued;
+        views are taken in at once."""
         controller = self.controllers.get(link.job)
-        if (
-            controller is not None
-            and not isinstance(message, PartsHeld)
-            and (link.early or not controller.settled.is_set())
-        ):
-            await self._heard_early(link, controller, message)
-            return
-        await self._heard_of_job(link, controller, message)
-
-    async def _heard_early(self, link: Link, controller: JobController, message: Message) -> None:
-        """Queue a message while a restored seed does not know the job's newest view. Views are taken in at once."""
-        if isinstance(message, ViewAnnounced):
+        early = controller is not None and (link.early or not controller.settled.is_set())
+        if controller is None or not early or isinstance(message, PartsHeld):
+            await self._heard_of_job(link, controller, message)
+        elif isinstance(message, ViewAnnounced):
             controller.view_told(link.id, View.of(message))
-            return
-        if len(link.early) >= 4096:
-            await controller.settled.wait()
-        link.early.append(message)
+        else:
+            if len(link.early) >= 4096:
+                await controller.settled.wait()
+            link.early.append(message)
 
     def settled(self, controller: JobController) -> None:
-        assert self._tasks is not None
+        assert self.tasks is not None
         for link in self.links.values():
             if link.job == controller.id:
-                started_in(self._tasks, self._catch_up(link), "what was said early")
+                started_in(self.tasks, self._catch_up(link), "what was said early")
         self.assign_free()
 
     async def _catch_up(self, link: Link) -> None:
@@ -420,7 +393,10 @@ class Seed:
                 check_part(message, self.controllers[message.job].stages)
                 await self.checkpoints.saved(link, message)
             case PartsHeld():
-                self.parts.told(link.id, link.name, message)
+                before, link.parts = link.parts, infos_of(link.id, link.name, message)
+                both = {**before, **link.parts}
+                changed = [part for part in both if before.get(part) != link.parts.get(part)]
+                self.subscriptions.touch("parts", *changed)
             case Report() | StepMetrics() | CheckpointSaved() | LedgerRows() | ViewAnnounced():
                 pass  # about a job that the worker is no longer on
             case _:
@@ -446,8 +422,8 @@ class Seed:
             self.gate.judge(connection)
         except Refused as problem:
             say(connection, last_word(problem.code, problem))
-            assert self._tasks is not None
-            started_in(self._tasks, connection.close(), "let go")
+            assert self.tasks is not None
+            started_in(self.tasks, connection.close(), "let go")
             return problem
         return None
 
@@ -485,7 +461,7 @@ class Seed:
         self.note(level, verb.split()[-1], f"{link.name} {verb}: {event.reason}", link.id, link.job)
         del self.links[link.id]
         self.survey.drop(link.id)
-        self.parts.drop(link.id)
+        self.subscriptions.touch("parts", *link.parts)
         self.services.gone(link)
         link.lost(now, end or verb.split()[-1])
         self._lost[link.id] = link
@@ -548,8 +524,8 @@ class Seed:
         """Add a job. It starts when enough workers are ready. Raises ``StorageError``."""
         await self.store.call(Records.add_job, record, spec)
         controller = self.controllers[record.id] = JobController(self, record, spec, History())
-        assert self._tasks is not None
-        started_in(self._tasks, controller.run(), f"job {controller.id}")
+        assert self.tasks is not None
+        started_in(self.tasks, controller.run(), f"job {controller.id}")
         self.copy_soon()
         self.note("info", "job-created", f"job {record.name} ({record.id}) was created", "", record.id)
         self.subscriptions.touch("jobs", record.id)
@@ -584,34 +560,31 @@ class Seed:
 
     def _peer_info(self, link: Link, now: float) -> PeerInfo:
         controller = self.controllers.get(link.job)
-        view = controller.running_view if controller else None
-        rank = view.rank_of(link.id) if view else None
-        edge = controller.edge_from(rank) if controller and rank is not None else None
         if controller is None and link.lost_at is not None:
             controller = next((item for item in self.controllers.values() if item.holds(link.id)), None)
-            view = controller.running_view if controller else None
-            rank = view.rank_of(link.id) if view else None
+        view = controller.running_view if controller else None
+        rank = view.rank_of(link.id) if view else None
+        edge = controller.edge_from(view, rank) if controller and view and rank is not None else None
         shares = controller.shares(view) if controller and view else ()
         stage = (controller.stage_of(link.id), controller.stages) if controller else (None, 1)
         paused = controller is not None and controller.core.phase is co.Phase.PAUSED
         return link.info(now, view, edge, shares, *stage, paused=paused)
-
-    def is_queued(self, controller: JobController) -> bool:
-        if controller.core.phase is not co.Phase.WAITING or controller.core.peer_ids:
-            return False
-        return any(other.live and other.core.peer_ids for other in self.controllers.values())
 
     def render(self, topic: str, item_id: str) -> Map | None:
         if topic == "cluster":
             return self.cluster_info().to_map()
         if topic == "peers":
             link = self.links.get(item_id) or self._lost.get(item_id)
-            info = self._peer_info(link, self.world.clock.now()) if link else None
-            return info.to_map() if info else None
+            return self._peer_info(link, self.world.clock.now()).to_map() if link else None
         if topic == "jobs":
             controller = self.controllers.get(item_id)
-            return controller.info(queued=self.is_queued(controller)).to_map() if controller else None
-        kept = {"parts": self.parts.info, "serving": self.services.info}.get(topic, self.checkpoints.known.get)(item_id)
+            return controller.info().to_map() if controller else None
+        holder = self.links.get(item_id.partition("/")[0])  # a part's id begins with that of its worker
+        if topic == "parts":
+            return holder.parts[item_id].to_map() if holder and item_id in holder.parts else None
+        if topic == "serving":
+            return holder.serving.to_map() if holder and holder.serving else None
+        kept = self.checkpoints.known.get(item_id)
         return kept.to_map() if kept else None
 
     async def _age(self) -> None:
@@ -622,5 +595,4 @@ class Seed:
             for link in [link for link in self._lost.values() if now - (link.lost_at or 0.0) > 60.0]:
                 del self._lost[link.id]
                 self.subscriptions.touch("peers", link.id)
-            if self.subscriptions.watched:
-                self.subscriptions.touch("peers", *self.links)
+            self.subscriptions.touch("peers", *self.links)

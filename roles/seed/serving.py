@@ -5,47 +5,20 @@ A peer reports it over every new link and after every change. The seed forgets i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 
-from p2ptrain.core.errors import ProtocolError, Refused
+from p2ptrain.core.errors import ProtocolError
 from roles.seed.peers import NAME_CHARS, Link, clipped, host_seen_from
 from wire.chain_messages import HeldPart, PartsHeld
-from wire.handshake import PERMITTED
-from wire.messages import EventNotice, Hello, RefusalCode
+from wire.messages import EventNotice
 from wire.records import PartInfo, ServingInfo
 from wire.text_messages import MAX_DRAFTERS, DrafterAt, DrafterList, Serving
 
 
-class Holdings:
-    """All parts that workers hold. ``touch`` is called with the ids of parts that are new, changed or gone."""
-
-    def __init__(self, touch: Callable[..., None]) -> None:
-        self._touch = touch
-        self._held: dict[str, dict[str, PartInfo]] = {}  # peer id → id → part
-
-    def told(self, peer: str, peer_name: str, message: PartsHeld) -> None:
-        """Replace the parts of a worker by those that it reported."""
-        before, held = self._held.get(peer, {}), infos_of(peer, peer_name, message)
-        changed = [item_id for item_id in {**before, **held} if before.get(item_id) != held.get(item_id)]
-        if held:
-            self._held[peer] = held
-        else:
-            self._held.pop(peer, None)
-        if changed:
-            self._touch(*changed)
-
-    def drop(self, peer: str) -> None:
-        gone = self._held.pop(peer, None)
-        if gone:
-            self._touch(*gone)
-
-    def info(self, item_id: str) -> PartInfo | None:
-        return self._held.get(item_id.partition("/")[0], {}).get(item_id)
-
-    def infos(self) -> list[PartInfo]:
-        found = [part for held in self._held.values() for part in held.values()]
-        return sorted(found, key=lambda part: (part.name, part.model, part.start, part.stop, part.id))
+def part_infos(links: Iterable[Link]) -> list[PartInfo]:
+    found = [part for link in links for part in link.parts.values()]
+    return sorted(found, key=lambda part: (part.name, part.model, part.start, part.stop, part.id))
 
 
 def infos_of(peer: str, peer_name: str, message: PartsHeld) -> dict[str, PartInfo]:
@@ -64,13 +37,6 @@ def _info(peer: str, peer_name: str, part: HeldPart) -> PartInfo:
 
 ASKED_BY_VERIFIERS = frozenset({"peers.list", "parts.list", "checkpoints.list", "serving.list"})
 """Requests that a verifier may make over its link. It may look for workers as an operator does, but change nothing."""
-
-
-def check_role(hello: Hello) -> None:
-    """Raise ``Refused`` if a peer's role is not one of ``PERMITTED["peer"]``."""
-    if len(hello.roles) != 1 or hello.roles[0] not in PERMITTED["peer"]:
-        text = "a peer must have one role: worker, verifier or drafter"
-        raise Refused(RefusalCode.ROLE, text, remedy="set the role with p2ptrain join --role")
 
 
 class Services:
@@ -116,10 +82,6 @@ class Services:
             self._touch(link.id)
             if link.role == "drafter":
                 self._tell_all()
-
-    def info(self, peer_id: str) -> ServingInfo | None:
-        link = self._links.get(peer_id)
-        return link.serving if link is not None else None
 
     def infos(self) -> list[ServingInfo]:
         found = [link.serving for link in self._links.values() if link.serving is not None]

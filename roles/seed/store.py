@@ -4,14 +4,14 @@
 
 - Views and jobs must be durable before the seed continues, so their writes are awaited.
 - Checkpoints are written at once, by a task that nothing waits for.
-- Metrics, events, peers, recoveries and ledger rows are collected, and written in one transaction every ``FLUSH_S``.
+- Metrics, events, recoveries and ledger rows are collected, and written in one transaction every ``FLUSH_S``.
 
 Every commit is flushed to the disk (WAL, synchronous=FULL), so a minted view survives a power cut. With batches that is
 a few flushes per second. A store that cannot be written ends the seed (``StorageError``): the ring trains on without
 it, and a seed that forgets is worse than none.
 
-All jobs and their checkpoints are kept. Other records are limited by the constants ``..._KEPT``: events and peers in
-all; metrics, views and recoveries per job. The ledger folds its oldest rows (``roles.seed.ledger``).
+All jobs and their checkpoints are kept. Other records are limited by the constants ``..._KEPT``: events in all;
+metrics, views and recoveries per job. The ledger folds its oldest rows (``roles.seed.ledger``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ EVENTS_KEPT = 20_000
 METRICS_KEPT = 500_000
 VIEWS_KEPT = 1_000
 RECOVERIES_KEPT = 2_000
-PEERS_KEPT = 1_000
 FLUSH_S = 0.2
 MAX_PENDING = 4096
 """Rows that may wait to be written. A sender of more rows waits for the disk."""
@@ -55,12 +54,10 @@ _RECOVERY_COLUMNS = [item.name for item in dataclasses.fields(RecoveryInfo)]
 _CHECKPOINT_COLUMNS = [item.name for item in dataclasses.fields(CheckpointInfo)]
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS peers
-    (id TEXT PRIMARY KEY, name TEXT, roles TEXT, device TEXT, first_seen REAL, last_seen REAL);
 CREATE TABLE IF NOT EXISTS jobs
     (id TEXT PRIMARY KEY, record TEXT NOT NULL, spec TEXT NOT NULL, created_at REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS views (job TEXT, generation INTEGER, step INTEGER, lineage TEXT, square_sum REAL,
-    members TEXT, restored INTEGER, wall REAL, PRIMARY KEY (job, generation)) WITHOUT ROWID;
+    members TEXT, PRIMARY KEY (job, generation)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS metrics ({", ".join(_METRIC_COLUMNS)}, PRIMARY KEY (job, step)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events
     (id INTEGER PRIMARY KEY, wall REAL, level TEXT, kind TEXT, text TEXT, peer TEXT, job TEXT);
@@ -115,15 +112,6 @@ class JobRecord:
     """The seed was restored, and does not know yet whether the job's members are in a newer view."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerRecord:
-    id: str
-    name: str
-    roles: list[str]
-    device: str
-    seen: float
-
-
 class Records:
     """The blocking store. All methods run on the thread that created it, and raise ``StorageError``."""
 
@@ -146,9 +134,12 @@ class Records:
         with _translated(self._path):
             self._db.close()
 
-    def backup_to(self, target: sqlite3.Connection) -> None:
-        with _translated(self._path):
-            self._db.backup(target)
+    def image(self, change: Callable[[sqlite3.Connection], object] = lambda copy: None) -> bytes:
+        """The database as the bytes of a file, after ``change`` of a copy."""
+        with _translated(self._path), closing(sqlite3.connect(":memory:", isolation_level=None)) as copy:
+            self._db.backup(copy)
+            change(copy)
+            return file_of(copy)
 
     def fact(self, name: str, make: Callable[[], str]) -> str:
         with self._transaction():
@@ -182,19 +173,16 @@ class Records:
             for table in ("views", "metrics", "checkpoints", "recoveries", *ledger.TABLES):
                 self._db.execute(f"DELETE FROM {table} WHERE job = ?", (job,))  # noqa: S608 - our own constants
 
-    def add_view(self, view: View, job: JobRecord, *, restored: bool, wall: float) -> bool:
+    def add_view(self, view: View, job: JobRecord) -> bool:
         """Store a view together with its job's record, and delete the rows of steps that the view takes back.
 
         Returns whether the ledger begins anew with the view (``ledger.view_began``).
         """
-        return self.adopt_view(view, job, restored=restored, wall=wall)
-
-    def adopt_view(self, view: View, job: JobRecord, *, wall: float, restored: bool = False) -> bool:
-        """As ``add_view``, for a view that was minted before the seed was restored; its members reported it."""
         members = json.dumps([dataclasses.astuple(member) for member in view.members])
-        row = (view.job, view.generation, view.step, view.lineage, view.square_sum, members, int(restored), wall)
+        row = (view.job, view.generation, view.step, view.lineage, view.square_sum, members)
         with self._transaction():
-            self._db.execute("INSERT INTO views VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+            columns = "job, generation, step, lineage, square_sum, members"  # an older release's table has more
+            self._db.execute(f"INSERT INTO views ({columns}) VALUES (?, ?, ?, ?, ?, ?)", row)  # noqa: S608 - ours
             self._save(job)
             self._db.execute("DELETE FROM metrics WHERE job = ? AND step > ?", (view.job, view.step))
             departs = ledger.view_began(self._db, view)
@@ -235,9 +223,9 @@ class Records:
         sql = "SELECT * FROM recoveries WHERE job = ? ORDER BY number DESC LIMIT ?"
         return [RecoveryInfo(*row) for row in self._rows(sql, job, limit)][::-1]
 
-    # ------------------------------------------------------------------------------------------ metrics, events, peers
+    # ------------------------------------------------------------------------------------------ metrics and events
 
-    def add_rows(self, rows: list[Row], peers: list[PeerRecord]) -> None:
+    def add_rows(self, rows: list[Row]) -> None:
         metrics = [row for row in rows if isinstance(row, MetricRow)]
         events = [row for row in rows if isinstance(row, EventInfo)]
         with self._transaction():
@@ -253,18 +241,6 @@ class Records:
             self._db.executemany("INSERT OR REPLACE INTO events VALUES (?, ?, ?, ?, ?, ?, ?)", values)
             if events:
                 self._db.execute("DELETE FROM events WHERE id <= ?", (events[-1].id - EVENTS_KEPT,))
-            self._add_peers(peers)
-
-    def _add_peers(self, peers: list[PeerRecord]) -> None:
-        for peer in peers:
-            self._db.execute(
-                "INSERT INTO peers VALUES (?1, ?2, ?3, ?4, ?5, ?5) ON CONFLICT (id) DO UPDATE SET name = ?2,"
-                " roles = ?3, device = ?4, last_seen = ?5",
-                (peer.id, peer.name, json.dumps(peer.roles), peer.device, peer.seen),
-            )
-        if peers:
-            sql = "DELETE FROM peers WHERE id NOT IN (SELECT id FROM peers ORDER BY last_seen DESC LIMIT ?)"
-            self._db.execute(sql, (PEERS_KEPT,))
 
     def metrics(self, job: str, after_step: int, limit: int) -> list[MetricRow]:
         sql = "SELECT * FROM metrics WHERE job = ? AND step > ? ORDER BY step LIMIT ?"
@@ -305,11 +281,9 @@ class Records:
         with self._transaction():
             self._db.executemany("DELETE FROM checkpoints WHERE id = ?", [(item,) for item in ids])
 
-    def checkpoints(self) -> list[CheckpointInfo]:
-        return [CheckpointInfo(*row) for row in self._rows("SELECT * FROM checkpoints ORDER BY created_at, id")]
-
-    def checkpoints_of(self, job: str) -> list[CheckpointInfo]:
-        return [CheckpointInfo(*row) for row in self._rows("SELECT * FROM checkpoints WHERE job = ?", job)]
+    def checkpoints(self, job: str = "") -> list[CheckpointInfo]:
+        sql = "SELECT * FROM checkpoints WHERE ?1 IN ('', job) ORDER BY created_at, id"
+        return [CheckpointInfo(*row) for row in self._rows(sql, job)]
 
     # -------------------------------------------------------------------------------------------------------- helpers
 
@@ -345,7 +319,6 @@ class Store:
     def __init__(self, records: Records, thread: Thread, lock: Lock) -> None:
         self._records, self._thread, self._lock = records, thread, lock
         self._rows: list[Row] = []
-        self._peers: list[PeerRecord] = []
         self._news = asyncio.Event()
 
     @classmethod
@@ -372,11 +345,10 @@ class Store:
     async def call(self, method: Callable[Concatenate[Records, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Write all rows added before, then run a method of ``Records``. Raises ``StorageError``."""
         self._rows, rows = [], self._rows
-        self._peers, peers = [], self._peers
 
         def run() -> T:
-            if rows or peers:
-                self._records.add_rows(rows, peers)
+            if rows:
+                self._records.add_rows(rows)
             return method(self._records, *args, **kwargs)
 
         return await self._thread.submit(run)
@@ -385,9 +357,7 @@ class Store:
         """Go on in a new file with the same records: ``directory`` was removed. Raises ``StorageError``."""
 
         def write(records: Records) -> None:
-            with closing(sqlite3.connect(":memory:", isolation_level=None)) as copy:
-                records.backup_to(copy)
-                data = file_of(copy)
+            data = records.image()
             disk.make_dir(directory)
             disk.set_mode(directory, 0o700)
             write_atomic(disk, directory / FILE_NAME, data, private=True)
@@ -399,17 +369,14 @@ class Store:
             self._lock.close()
             self._lock = lock
 
-    def add(self, row: Row | PeerRecord) -> None:
+    def add(self, row: Row) -> None:
         """Queue a row to be written soon. If ``crowded``, the caller should await ``flush``."""
-        if isinstance(row, PeerRecord):
-            self._peers.append(row)
-        else:
-            self._rows.append(row)
+        self._rows.append(row)
         self._news.set()
 
     @property
     def crowded(self) -> bool:
-        return len(self._rows) + len(self._peers) >= MAX_PENDING
+        return len(self._rows) >= MAX_PENDING
 
     async def flush(self) -> None:
         """Wait until all added rows are durable. Raises ``StorageError``."""

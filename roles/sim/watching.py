@@ -93,6 +93,19 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
 
         return call
 
+    minting: dict[int, bool] = {}  # generation → whether a person restores; without views that a restored seed adopts
+
+    def mint(original: Any) -> Any:
+        async def call(self: JobController, view: View, *rest: Any, restored: bool) -> None:
+            minting[view.generation] = restored
+            await original(self, view, *rest, restored=restored)
+
+        return call
+
+    def view_added(self: Records, view: View, *rest: Any) -> None:
+        if view.generation in minting:
+            observer.minted(view, minting.pop(view.generation))
+
     def job_saved(self: Records, job: Any) -> None:
         if job.state != observer.job_state:
             observer.job_state = job.state
@@ -171,7 +184,8 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, make in (
             (Transaction, "handle", handle),
-            (Records, "add_view", _then(lambda self, view, *_, restored, **__: observer.minted(view, restored))),
+            (JobController, "_mint", mint),
+            (Records, "add_view", _then(view_added)),
             (Records, "save_job", _then(job_saved)),
             (Records, "add_checkpoint", _then(lambda self, item, *_: observer.recorded(item.step, item.digest))),
             (CheckpointStore, "_publish", publish),

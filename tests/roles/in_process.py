@@ -21,7 +21,7 @@ from p2ptrain.core.world import LoopClock, Network, World
 from roles.engine import Engine, Stage
 from roles.identity import Identity, claim
 from roles.member import MemberOptions, ServingMember
-from roles.seed import Encryption, run_seed
+from roles.seed import run_seed
 from roles.stand_in import StandInEngine
 from roles.strategies.interface import Factory
 from roles.strategies.pipeline import StagedStrategy, strategy_of
@@ -152,7 +152,8 @@ class Cluster:
                 host=HOST,
                 port=port,
                 name="test",
-                encryption=Encryption(HOST, self.tickets.append) if self.encrypted else None,
+                ticket_host=HOST if self.encrypted else "",
+                on_ticket=self.tickets.append,
                 on_ready=ready.set_result,
                 stop=self._seed_stop,
             )

@@ -100,7 +100,7 @@ async def test_a_copy_that_cannot_be_written_is_told_of_once(tmp_path: Path) -> 
     backup = Backup(world, store, None, tmp_path / "file" / "copies", told.put_nowait)
     running = asyncio.create_task(backup.run())
     async with asyncio.timeout(10):
-        backup.soon()
+        backup.soon.set()
         assert "no backup is made" in await told.get()
     running.cancel()
     await asyncio.wait([running])

@@ -47,7 +47,7 @@ def told(kept: Records, ledger: Ledger, first: int, last: int, lineage: str, **s
     message = LedgerRows("j1", lineage, rows)
     entries, problem = ledger.take_untrusted(message, newest, micro_batches=8, steps_total=10**6)
     assert not problem
-    kept.add_rows(list(entries), [])
+    kept.add_rows(list(entries))
 
 
 def known(kept: Records) -> Ledger:
@@ -59,7 +59,7 @@ def known(kept: Records) -> Ledger:
 def kept(tmp_path: Path) -> Records:
     records_ = Records(tmp_path / "seed.sqlite3")
     records_.add_job(JOB, "{}")
-    records_.add_view(view(1, 0), JOB, restored=False, wall=1.0)
+    records_.add_view(view(1, 0), JOB)
     return records_
 
 
@@ -81,7 +81,7 @@ def test_a_view_takes_back_later_steps(kept: Records) -> None:
     told(kept, ledger, 1, 20, START)
     back = view(2, 12, past[12])
     ledger.view_began(back)
-    assert not kept.add_view(back, JOB, restored=True, wall=2.0)
+    assert not kept.add_view(back, JOB)
     assert [item.step for item in kept.ledger_rows("j1", 10, 99)] == [11, 12]
     assert kept.ledger_head("j1") == ledger.head
     assert ledger.step == 12
@@ -92,12 +92,12 @@ def test_with_a_view_of_another_past_the_ledger_begins_anew(kept: Records, step:
     past, ledger = lineages(20), Ledger("j1", kept.ledger_head("j1"))
     told(kept, ledger, 1, 12, START)
     second = view(2, 12, past[12])
-    assert not kept.add_view(second, JOB, restored=False, wall=2.0)
+    assert not kept.add_view(second, JOB)
     ledger.view_began(second)
     told(kept, ledger, 13, 20, past[12], generation=2, view=second)
     other = view(3, step, "11" * 16)
     ledger.view_began(other)
-    assert kept.add_view(other, JOB, restored=True, wall=3.0)
+    assert kept.add_view(other, JOB)
     ledger.began_anew(other)
     assert kept.ledger_head("j1") == ledger.head == LedgerHead(step, other.lineage, step, other.lineage)
     assert kept.ledger_rows("j1", 0, 99) == []
@@ -121,7 +121,7 @@ def test_what_was_told_beyond_a_gap_is_there_when_the_gap_is_filled(kept: Record
 def test_a_line_that_was_taken_up_is_told_in_several_messages(kept: Records, size: int) -> None:
     past = lineages(20)
     for generation, step in ((2, 3), (3, 18)):
-        kept.add_view(view(generation, step, past[step]), JOB, restored=False, wall=2.0)
+        kept.add_view(view(generation, step, past[step]), JOB)
     ledger, newest = Ledger("j1", kept.ledger_head("j1"), kept.begins("j1")), view(3, 18, past[18])
     told(kept, ledger, 19, 20, past[18], generation=3, view=newest)
     told(kept, ledger, 7, 8, "11" * 16, view=newest)  # another side, of a line that nobody took up
@@ -141,7 +141,7 @@ def test_a_gap_that_nobody_can_fill_is_given_up(kept: Records, monkeypatch: pyte
     message = LedgerRows("j1", past[12], [row(step) for step in range(13, 18)])
     entries, problem = ledger.take_untrusted(message, view(1, 0), micro_batches=8, steps_total=10**6)
     assert problem == "steps 3 to 9 are not on record: no member remembers them; the record restarts with step 10"
-    kept.add_rows(list(entries), [])
+    kept.add_rows(list(entries))
     assert kept.ledger_head("j1") == ledger.head == LedgerHead(9, past[9], 17, past[17])
     assert kept.ledger_rows("j1", 0, 99) == [row(step) for step in range(10, 18)]
     told(kept, ledger, 18, 20, past[17])
@@ -162,13 +162,13 @@ def test_a_gap_that_no_member_can_fill_is_given_up_at_the_next_row(kept: Records
     past, ledger = lineages(9), Ledger("j1", kept.ledger_head("j1"))
     told(kept, ledger, 1, 2, START)
     third = view(2, 5, past[5])
-    kept.add_view(third, JOB, restored=False, wall=2.0)
+    kept.add_view(third, JOB)
     ledger.view_began(third)
     found = []
     for step in (6, 5, 7) if range(5, 6) in held else (6, 7):
         message = LedgerRows("j1", past[step - 1], [row(step, 1 if step < 6 else 2)])
         entries, problem = ledger.take_untrusted(message, third, micro_batches=8, steps_total=99, held=held)
-        kept.add_rows(list(entries), [])
+        kept.add_rows(list(entries))
         found += [problem] if problem else []
     assert [problem.split(" not")[0] for problem in found] == ([text] if text else [])
     assert kept.ledger_head("j1") == ledger.head
@@ -181,11 +181,11 @@ def test_rows_of_a_course_that_was_taken_back_fill_no_gap(kept: Records, restart
     past, ledger = lineages(20), known(kept)
     told(kept, ledger, 1, 4, START)
     second = view(2, 4, past[4])
-    kept.add_view(second, JOB, restored=False, wall=2.0)
+    kept.add_view(second, JOB)
     ledger.view_began(second)
     own = [LedgerRow(step, 2, bytes([step]) * 16, Shares([4, 4]).packed()) for step in (5, 6)]
     third = view(3, 6, next_lineage(next_lineage(past[4], own[0].digest), own[1].digest))
-    kept.add_view(third, JOB, restored=False, wall=3.0)
+    kept.add_view(third, JOB)
     ledger.view_began(third)
     if restarted:
         ledger = known(kept)

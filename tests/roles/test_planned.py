@@ -106,7 +106,7 @@ async def test_sizes_that_cannot_be_are_refused(cluster: Cluster) -> None:
 def link_of(beats: list[dict[str, float]], **said: Any) -> Link:
     hello = local_hello(peer_id="a", name="a", roles=["worker"], purpose="peer", port=1, capabilities=said)
     nothing: Any = None
-    link = Link(nothing, hello, "h", 1, 0.0, 0.0, 0.0, nothing)
+    link = Link(nothing, hello, "h", 1, 0.0, 0.0, nothing)
     for stats in beats:
         link.beaten(Heartbeat(0, 0, 0, "idle", stats))
     return link

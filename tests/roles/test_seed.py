@@ -133,7 +133,6 @@ class Bench:
     def __init__(self, root: Path) -> None:
         self.network, self.root = MemoryNetwork(), root
         self.address = (HOST, 0)
-        self.beats = (0.0, 0.0)
         self.stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._workers: list[Worker] = []
@@ -142,10 +141,9 @@ class Bench:
         ready: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
         self.stop = asyncio.Event()
         world = World(LoopClock(), self.network, RealDisk(), random.Random(0))
-        heartbeat_s, death_s = self.beats
         self._task = asyncio.create_task(
             run_seed(world, state_dir=self.root, host=self.address[0], port=self.address[1], name="seed",
-                     heartbeat_s=heartbeat_s, death_s=death_s, on_ready=ready.set_result, stop=self.stop)
+                     on_ready=ready.set_result, stop=self.stop)
         )  # fmt: skip
         both: set[asyncio.Future[Any]] = {self._task, ready}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED, timeout=DEADLINE_S)

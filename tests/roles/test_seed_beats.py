@@ -39,12 +39,12 @@ class Quiet:
             raise DeadlineExceeded("nothing came") from None
 
 
-def link(rtt_ms: float = 0.1, beats: tuple[float, float] | None = None) -> Link:
-    heartbeat_s, death_s = beats or beat_defaults(rtt_ms)
+def link(rtt_ms: float = 0.1) -> Link:
+    heartbeat_s, death_s = beat_defaults(rtt_ms)
     detector = FailureDetector(heartbeat_s=heartbeat_s, death_s=death_s)
     hello = local_hello(peer_id="a", name="a", roles=["worker"], purpose="peer")
     connection: Any = Quiet()
-    return Link(connection, hello, "h", 1, rtt_ms, 0.0, 0.0, detector)
+    return Link(connection, hello, "h", 1, rtt_ms, 0.0, detector)
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,8 @@ def link(rtt_ms: float = 0.1, beats: tuple[float, float] | None = None) -> Link:
         ([link(0.1), link(80.0)], [1e-4, None], FAR),
         ([link(0.1), link(80.0)], [1e-4, 1e-4], NEAR),
         ([link(0.1), link(0.1)], [0.04, 1e-4], NEAR),
-        ([link(0.1, beats=(7.0, 20.0))], [1e-4], (7.0, 20.0)),
     ],
-    ids=["nobody", "unmeasured", "half measured", "slow only to join", "never more than before", "set by a person"],
+    ids=["nobody", "unmeasured", "half measured", "slow only to join", "never more than before"],
 )
 def test_a_ring_beats_as_its_own_ways_allow(links, latencies_s, expected):
     assert ring_beats(links, latencies_s) == expected

@@ -48,7 +48,7 @@ class Sent:
 def link(peer_id: str, role: str, host: str = "10.0.0.1") -> tuple[Link, Sent]:
     hello = local_hello(peer_id=peer_id, name=f"name-{peer_id}", roles=[role], purpose="peer", port=7000)
     sent: Any = Sent()
-    return Link(sent, hello, host, 7000, 1.0, 0.0, 0.0, MagicMock()), sent
+    return Link(sent, hello, host, 7000, 1.0, 0.0, MagicMock()), sent
 
 
 @pytest.mark.parametrize(

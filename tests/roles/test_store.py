@@ -14,7 +14,7 @@ from p2ptrain.core.errors import StorageError, UserError
 from ring.coordination import Peer, records
 from ring.view import View
 from roles.seed import store as module
-from roles.seed.store import JobRecord, PeerRecord, Records, Store
+from roles.seed.store import JobRecord, Records, Store
 from wire.records import CheckpointInfo, EventInfo, MetricRow
 
 JOB = JobRecord("j1", "first", "tiny", "sync", workers=2, micro_batches=8, steps_total=400, keep=3, created_at=1.0)
@@ -51,28 +51,28 @@ def test_jobs_come_back_oldest_first_with_their_specs(kept: Records, tmp_path: P
 
 
 def test_a_generation_is_minted_once(kept: Records) -> None:
-    kept.add_view(view(1, 0, "a"), JOB, restored=False, wall=1.0)
+    kept.add_view(view(1, 0, "a"), JOB)
     with pytest.raises(StorageError):
-        kept.add_view(view(1, 3, "b"), JOB, restored=False, wall=1.0)
+        kept.add_view(view(1, 3, "b"), JOB)
     assert kept.last_view("j1") == view(1, 0, "a")
 
 
 def test_a_view_and_its_jobs_branch_become_durable_together(kept: Records) -> None:
     kept.add_job(JOB, "{1}")
-    kept.add_view(view(1, 0, "a"), dataclasses.replace(JOB, branch=["a"]), restored=True, wall=1.0)
+    kept.add_view(view(1, 0, "a"), dataclasses.replace(JOB, branch=["a"]))
     assert kept.jobs()[0][0].branch == ["a"]
     with pytest.raises(StorageError):
-        kept.add_view(view(1, 3, "b"), dataclasses.replace(JOB, branch=["b"]), restored=True, wall=1.0)
+        kept.add_view(view(1, 3, "b"), dataclasses.replace(JOB, branch=["b"]))
     assert kept.jobs()[0][0].branch == ["a"]
 
 
 def test_a_forgotten_job_leaves_nothing_behind_but_the_diary(kept: Records) -> None:
     for job in ("j1", "j2"):
         kept.add_job(dataclasses.replace(JOB, id=job), "{}")
-        kept.add_view(dataclasses.replace(view(1, 0, "a"), job=job), JOB, restored=False, wall=1.0)
-        kept.add_rows([dataclasses.replace(row(1), job=job), event(1)], [])
+        kept.add_view(dataclasses.replace(view(1, 0, "a"), job=job), JOB)
+        kept.add_rows([dataclasses.replace(row(1), job=job), event(1)])
         kept.add_checkpoint(CheckpointInfo(f"{job}@9@p", job, 9, "/c", "p", "p", "d", 5, 1.0))
-    assert ([item.id for item in kept.checkpoints_of("j1")], kept.checkpoints_of("none")) == (["j1@9@p"], [])
+    assert ([item.id for item in kept.checkpoints("j1")], kept.checkpoints("none")) == (["j1@9@p"], [])
     kept.forget_job("j1")
     assert [job.id for job, _ in kept.jobs()] == ["j2"]
     assert (kept.last_view("j1"), kept.last_metrics("j1", 9)) == (None, [])
@@ -84,13 +84,13 @@ def test_a_forgotten_job_leaves_nothing_behind_but_the_diary(kept: Records) -> N
 @pytest.mark.parametrize("value", [2**64, -(2**63) - 1])
 def test_a_number_that_sqlite_does_not_hold_is_a_storage_error(kept: Records, value: int) -> None:
     with pytest.raises(StorageError):
-        kept.add_rows([row(value)], [])
-    kept.add_rows([row(1)], [])
+        kept.add_rows([row(value)])
+    kept.add_rows([row(1)])
 
 
 def test_metrics_page_by_page_and_the_newest(kept: Records) -> None:
-    kept.add_rows([row(step, loss=step / 10) for step in range(1, 8)], [])
-    kept.add_rows([row(7, loss=0.5, val_loss=0.25)], [])  # the same step again: redone
+    kept.add_rows([row(step, loss=step / 10) for step in range(1, 8)])
+    kept.add_rows([row(7, loss=0.5, val_loss=0.25)])  # the same step again: redone
     assert [item.step for item in kept.metrics("j1", 2, 3)] == [3, 4, 5]
     assert kept.last_metrics("j1", 2) == [row(6, loss=0.6), row(7, loss=0.5, val_loss=0.25)]
     assert kept.last_val_loss("j1") == 0.25
@@ -98,16 +98,15 @@ def test_metrics_page_by_page_and_the_newest(kept: Records) -> None:
 
 
 def test_old_rows_are_dropped(kept: Records, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("EVENTS_KEPT", "METRICS_KEPT", "PEERS_KEPT", "VIEWS_KEPT"):
+    for name in ("EVENTS_KEPT", "METRICS_KEPT", "VIEWS_KEPT"):
         monkeypatch.setattr(module, name, 3)
-    peers = [PeerRecord(f"p{number}", "n", ["worker"], "cpu", float(number)) for number in range(9)]
-    kept.add_rows([row(step) for step in range(1, 10)] + [event(number) for number in range(1, 10)], peers)
+    kept.add_rows([row(step) for step in range(1, 10)] + [event(number) for number in range(1, 10)])
     for generation in range(1, 10):
-        kept.add_view(view(generation, 99, "a"), JOB, restored=False, wall=1.0)
+        kept.add_view(view(generation, 99, "a"), JOB)
     assert [item.step for item in kept.metrics("j1", 0, 100)] == [7, 8, 9]
     assert [item.id for item in kept.events(0, 100)] == [7, 8, 9]
     assert kept.last_event_id() == 9
-    assert [kept._one(f"SELECT count(*) FROM {table}") for table in ("peers", "views")] == [3, 3]
+    assert kept._one("SELECT count(*) FROM views") == 3
 
 
 def test_every_commit_reaches_the_disk(kept: Records) -> None:
@@ -133,10 +132,10 @@ def test_the_store_of_another_release_is_left_alone(tmp_path: Path) -> None:
 def test_a_full_disk_is_named_and_leaves_the_store_whole(kept: Records) -> None:
     kept._db.execute("PRAGMA max_page_count = 20").fetchall()
     with pytest.raises(StorageError, match="full") as caught:
-        kept.add_rows([row(step) for step in range(100_000)], [])
+        kept.add_rows([row(step) for step in range(100_000)])
     assert "free some space" in caught.value.remedy
     assert kept.metrics("j1", -1, 10) == []
-    kept.add_rows([row(1)], [])
+    kept.add_rows([row(1)])
 
 
 # --------------------------------------------------------------------------------------------- the event loop's side
@@ -157,7 +156,6 @@ async def test_what_was_added_is_there_when_a_call_returns(tmp_path: Path) -> No
     store = await Store.open(RealDisk(), tmp_path)
     store.add(row(1))
     store.add(event(1))
-    store.add(PeerRecord("p", "n", ["worker"], "cpu", 1.0))
     assert await store.call(Records.metrics, "j1", 0, 10) == [row(1)]
     assert await store.call(Records.events, 0, 10) == [event(1)]
     await store.close()
