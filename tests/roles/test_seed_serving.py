@@ -19,7 +19,7 @@ from tests.roles.in_process import HOST, Cluster
 from wire.chain_messages import HeldPart, PartsHeld
 from wire.connection import Connection
 from wire.handshake import dial, local_hello, local_welcome, serve
-from wire.job_messages import CheckpointSaved, LedgerRows, Report, StepMetrics
+from wire.job_messages import CheckpointSaved, LedgerRow, LedgerRows, Report, StepMetrics
 from wire.messages import Heartbeat, HeartbeatAck, Hello, Leave, Message, RefusalCode, Welcome
 from wire.records import PartInfo
 from wire.schema import instance_untrusted
@@ -137,7 +137,7 @@ async def test_a_peer_is_one_of_three(cluster: Cluster, roles: tuple[str, ...]) 
         ("verifier", Report("j", 0, "ready", 0, 0, "0" * 32)),
         ("drafter", StepMetrics("j", 0, 1, {})),
         ("drafter", CheckpointSaved("j", 1, "/x", "d", 1)),
-        ("verifier", LedgerRows("j", "", [])),
+        ("verifier", LedgerRows("j", "0" * 32, [LedgerRow(1, 1, bytes(16), b"")])),
         ("verifier", DrafterList([])),
     ],
 )
