@@ -197,7 +197,7 @@ class _Drafting:
         if source.nonsense:
             self._say(ev.Drafted(number, 0, known, source.nonsense))
             return
-        out = core.handle(ev.Began(), 0.0)
+        out = core.handle(ev.Signal.BEGAN, 0.0)
         while True:
             run = None
             for instruction in out:

@@ -164,7 +164,7 @@ WRONG: list[tuple[str, dict[str, object], str, str]] = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "invalid_value", "messages.0.content"),
     (CHAT, {"messages": [MESSAGE | {"tool_calls": [{}]}]}, "unsupported_parameter", "messages.0.tool_calls"),
     (CHAT, {"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
-    (CHAT, {"x" * 100: 1}, "unknown_parameter", "x" * 64 + "…"),
+    (CHAT, {"x" * 100: 1}, "unknown_parameter", "x" * 63 + "…"),
 ]
 
 
