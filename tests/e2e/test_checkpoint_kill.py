@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -17,17 +18,16 @@ from p2ptrain.core.disk import RealDisk
 ROOT = str(Path(__file__).parents[2])
 KEEP = 2
 
-# Saves what it reads, on a disk on which call number ``at`` is cut short: by SIGKILL half-way, or by a full disk.
+# A process for each line: it saves a state, on a disk on which call number AT is cut short: by SIGKILL half-way, or by
+# a full disk. It is forked, for starting Python takes ten times as long as the save. The answer is its exit code.
 _WRITER = """
-import os, signal, sys
+import json, os, signal, sys
 from pathlib import Path
 sys.path.append(sys.argv[1])
 from p2ptrain.core.checkpoints import CheckpointStore
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ResourceError, StorageError
 from p2ptrain.core.training import BlobRange, FilePlan
-
-AT, HOW, PLACE, STEP, KEEP = int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), int(sys.argv[5]), int(sys.argv[6])
 
 class Cut(RealDisk):
     calls = 0
@@ -71,34 +71,54 @@ class Cut(RealDisk):
             self.cut(lambda: [file.unlink() for file in sorted(path.iterdir())[:2]])
         super().remove_tree(path)
 
-state = memoryview(sys.stdin.buffer.read())
-files = [
-    FilePlan("state.bin", (BlobRange("state", 0, len(state)),)),
-    FilePlan("config.json", (b"{}", BlobRange("state", 0, 8))),
-]
-try:
-    CheckpointStore(Cut(), PLACE, KEEP).write(STEP, files, {"state": state}, {"lineage": "0" * 32})
-except (ResourceError, StorageError):
-    sys.exit(3)
+def save():
+    state = memoryview(STEP.to_bytes(8, "little") * 400)
+    files = [
+        FilePlan("state.bin", (BlobRange("state", 0, len(state)),)),
+        FilePlan("config.json", (b"{}", BlobRange("state", 0, 8))),
+    ]
+    try:
+        CheckpointStore(Cut(), Path(PLACE), KEEP).write(STEP, files, {"state": state}, {"lineage": "0" * 32})
+    except (ResourceError, StorageError):
+        return 3
+    return 0
+
+for line in sys.stdin:
+    AT, HOW, PLACE, STEP, KEEP = json.loads(line)
+    if (child := os.fork()) == 0:
+        os._exit(save())
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
 class Desk:
-    """Saves a state with a process of its own each time, and logs the digest of whatever was begun."""
+    """Saves each state in a process of its own, and logs the digest of whatever was begun. Used by ``with``."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.logged: dict[str, str] = {}  # the name of the checkpoint → SHA-256 of the state
+        self._writers = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _WRITER, ROOT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> Desk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._writers.communicate(timeout=10)
 
     def save(self, step: int, at: int, how: str) -> bool:
         """Whether the save ended well, before call number ``at``."""
         state = step.to_bytes(8, "little") * 400
         # Named before, as a log is written before: what is durable when the writer dies may never be announced.
         self.logged[f"step-{step:08d}"] = hashlib.sha256(state).hexdigest()
-        arguments = [ROOT, str(at), how, str(self.root), str(step), str(KEEP)]
-        ended = subprocess.run([sys.executable, "-I", "-S", "-c", _WRITER, *arguments], input=state, check=False)
-        assert ended.returncode in (0, 3, -9)
-        return ended.returncode == 0
+        assert self._writers.stdin is not None
+        assert self._writers.stdout is not None
+        self._writers.stdin.write(json.dumps([at, how, str(self.root), step, KEEP]) + "\n")
+        self._writers.stdin.flush()
+        code = int(self._writers.stdout.readline())
+        assert code in (0, 3, -9)
+        return code == 0
 
     def restarted(self) -> None:
         """A restart finds a whole checkpoint, of a state that was logged."""
@@ -113,8 +133,9 @@ def _damaged(path: Path, why: str) -> None:
 
 
 @pytest.fixture
-def controller(tmp_path: Path) -> Desk:
-    return Desk(tmp_path / "checkpoints")
+def controller(tmp_path: Path) -> Iterator[Desk]:
+    with Desk(tmp_path / "checkpoints") as made:
+        yield made
 
 
 @pytest.mark.parametrize("how", ["before", "in part", "full"])
@@ -149,10 +170,10 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
 
 @pytest.mark.parametrize("small_disk", ["size=20k", "nr_inodes=9"], indirect=True)
 def test_a_disk_that_is_really_full_keeps_the_older_ones(small_disk: Path) -> None:
-    controller = Desk(small_disk / "checkpoints")
-    assert controller.save(1, 0, "")
     failures = 0
-    for step in range(2, 6):
-        failures += not controller.save(step, 0, "")
-        controller.restarted()
+    with Desk(small_disk / "checkpoints") as controller:
+        assert controller.save(1, 0, "")
+        for step in range(2, 6):
+            failures += not controller.save(step, 0, "")
+            controller.restarted()
     assert failures, "it was never full"
