@@ -12,6 +12,9 @@ PROMPT ?= def
 MINUTES ?= 10
 SCHEDULES ?= 200
 
+# The tests start hundreds of processes, and each would compile this program anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast fuzz sim lint format clean
 

@@ -25,6 +25,10 @@ settings.load_profile("suite")
 if TEMP_ROOT not in os.environ and IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free >= ROOM_BYTES:
     os.environ[TEMP_ROOT] = str(IN_MEMORY)
 
+# Tiny tensors gain nothing from more threads of torch, and lose much where the machine has other work: threads that
+# wait for each other spin. The processes that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A shell's background job ignores SIGINT, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -22,11 +22,11 @@ from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.tensor_files import TensorTable
 from tests.compute.tiny_trainer import tiny
 from tests.e2e.terminal import Terminal
+from tests.e2e.warm import Nursery
 
 DEADLINE_S = 180.0
 LEFT_S = 2.0
 STAGES, LAYERS, CONTEXT = 3, 6, 60_000
-MANY = 24  # texts; four at a time
 PROMPTS = ["Once upon a time", "def main(", "x", "The ring: ", "中文 and more", "0, 1, 1, 2, 3, 5, 8"]
 SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95}
 
@@ -38,14 +38,23 @@ class Cluster:
     process: subprocess.Popen[str]
     checkpoint: Path
     said: dict[str, Any]
+    warm: Nursery | None
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        return "-c", str(self.checkpoint), "--seed", self.said["seed"]
 
     def command(self, *arguments: str) -> list[str]:
-        place = ["-c", str(self.checkpoint), "--seed", self.said["seed"]]
-        return [sys.executable, "-m", "p2ptrain", *arguments, *place]
+        return [sys.executable, "-m", "p2ptrain", *arguments, *self.place]
 
-    def run(self, *arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:
-        """A command that ends by itself."""
-        command = self.command(*arguments)
+    def run(
+        self, *arguments: str, typed: str = "", at: Sequence[str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """A command that ends by itself. ``at``: other options than those that name this cluster and its model."""
+        arguments = (*arguments, *(self.place if at is None else at))
+        if self.warm is not None:
+            return self.warm.run(arguments, Path.cwd(), typed, timeout_s=DEADLINE_S)
+        command = [sys.executable, "-m", "p2ptrain", *arguments]
         return subprocess.run(command, input=typed, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
     def json(self, *arguments: str, typed: str = "") -> Any:
@@ -76,8 +85,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def started(root: Path, checkpoint: Path, *options: str) -> Cluster:
-    command = [sys.executable, "-m", "p2ptrain", "up", "--split", str(STAGES), "-c", str(checkpoint), "--json"]
+def started(root: Path, checkpoint: Path, warm: Nursery | None, *options: str) -> Cluster:
+    command = [sys.executable, "-m", "p2ptrain", "up", "-c", str(checkpoint), "--json"]
     with (root.parent / f"{root.name}.err").open("w") as errors:
         process = subprocess.Popen(
             [*command, "--state", str(root), *options],
@@ -92,7 +101,7 @@ def started(root: Path, checkpoint: Path, *options: str) -> Cluster:
         assert lines[-1], (root.parent / f"{root.name}.err").read_text()
     said = json.loads("".join(lines))
     assert "split" in said, said
-    return Cluster(process, checkpoint, said)
+    return Cluster(process, checkpoint, said, warm)
 
 
 def ended(cluster: Cluster) -> None:
@@ -108,8 +117,8 @@ def ended(cluster: Cluster) -> None:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Cluster]:
-    made = started(tmp_path_factory.mktemp("state") / "up", checkpoint)
+def cluster(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, warm: Nursery | None) -> Iterator[Cluster]:
+    made = started(tmp_path_factory.mktemp("state") / "up", checkpoint, warm, "--split", str(STAGES))
     yield made
     ended(made)
     assert made.process.returncode == 0
@@ -137,25 +146,16 @@ def options(tokens: int, seed: int | None) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", [None, 7])
-def test_the_text_is_that_of_transformers(cluster: Cluster, tmp_path: Path, seed: int | None) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text("\n".join(PROMPTS))
-    arguments = ["generate", "--split", str(STAGES), "--prompts", str(file), "--sessions", "3", *options(24, seed)]
-    document = cluster.json(*arguments)
-    assert [item["text"] for item in document["texts"]] == reference(cluster.checkpoint, PROMPTS, 24, seed)
-    assert len(document["split"]["stages"]) == STAGES
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [None, 11])
-def test_many_texts_are_those_of_transformers(cluster: Cluster, tmp_path: Path, seed: int | None) -> None:
-    prompts = [f"{number}: {PROMPTS[number % len(PROMPTS)] * (1 + number % 5)}" for number in range(MANY)]
+def test_the_texts_are_those_of_transformers(cluster: Cluster, tmp_path: Path, seed: int | None) -> None:
+    prompts = [f"{number}: {prompt * (1 + number % 5)}" for number, prompt in enumerate(PROMPTS * 2)]
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(prompts))
-    arguments = ["generate", "--split", str(STAGES), "--prompts", str(file), "--sessions", "4", *options(16, seed)]
-    texts = [item["text"] for item in cluster.json(*arguments)["texts"]]
-    expected = reference(cluster.checkpoint, prompts, 16, seed)
-    assert [index for index in range(MANY) if texts[index] != expected[index]] == []
+    arguments = ["generate", "--split", str(STAGES), "--prompts", str(file), "--sessions", "4", *options(20, seed)]
+    document = cluster.json(*arguments)
+    texts = [item["text"] for item in document["texts"]]
+    expected = reference(cluster.checkpoint, prompts, 20, seed)
+    assert [index for index in range(len(prompts)) if texts[index] != expected[index]] == []
+    assert len(document["split"]["stages"]) == STAGES
 
 
 def test_each_stage_read_its_own_tensors_and_no_more(cluster: Cluster) -> None:
@@ -199,15 +199,8 @@ def test_the_tables(cluster: Cluster) -> None:
 def test_a_conversation_is_that_with_the_whole_model(cluster: Cluster) -> None:
     typed = "hello\nand now?\n/reset\nagain\n"
     document = cluster.json("chat", "--split", str(STAGES), "--positions", "400", *options(20, None), typed=typed)
-    whole = subprocess.run(
-        [sys.executable, "-m", "p2ptrain", "chat", "-c", str(cluster.checkpoint), "--json", *options(20, None)],
-        input=typed,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=True,
-    )
-    expected = json.loads(whole.stdout)
+    whole = ["chat", "-c", str(cluster.checkpoint), "--json", *options(20, None)]
+    expected = json.loads(cluster.run(*whole, typed=typed, at=()).stdout)
     assert [item["text"] for item in document["answers"]] == [item["text"] for item in expected["answers"]]
     assert document["split"]["token_ms"] > 0
 
@@ -275,10 +268,7 @@ def test_a_conversation_at_a_terminal(cluster: Cluster) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_with_the_numbers(cluster: Cluster, arguments: list[str], said: str) -> None:
-    command = cluster.command(*arguments)
-    if arguments[0] == "up":
-        command = command[:-2]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    done = cluster.run(*arguments, at=cluster.place[:2] if arguments[0] == "up" else None)
     assert done.returncode in (2, 6), done.stderr
     assert said in done.stderr
     assert "\n  → " in done.stderr
@@ -302,12 +292,14 @@ async def test_a_checkpoint_that_lies_on_workers(machine: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_dies_in_mid_sentence_and_the_text_goes_on(checkpoint: Path, tmp_path: Path) -> None:
-    made = started(tmp_path / "up", checkpoint, "--spare", "1")
+def test_a_worker_dies_in_mid_sentence_and_the_text_goes_on(
+    checkpoint: Path, tmp_path: Path, warm: Nursery | None
+) -> None:
+    made = started(tmp_path / "up", checkpoint, warm, "--split", "2", "--spare", "1")
     try:
         stage = made.said["split"]["stages"][1]
         writing = subprocess.Popen(
-            made.command("generate", "hello", "--split", str(STAGES), "--stats", *options(400, 3)),
+            made.command("generate", "hello", "--split", "2", "--stats", *options(400, 3)),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import io
 import json
 import os
@@ -26,6 +27,16 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+PRELOADED = (
+    "transformers.models.llama.modeling_llama",
+    "p2ptrain.compute.trainer",
+    "p2ptrain.compute.served_part",
+    "p2ptrain.cli.join",
+    "p2ptrain.cli.generate",
+    "roles.worker.worker",
+    "roles.verifier.server",
+)
 
 
 class Forked:
@@ -72,8 +83,10 @@ class Nursery:
             [sys.executable, __file__, self._path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
-    async def start(self, arguments: Sequence[str], directory: Path, environment: Mapping[str, str]) -> Forked:
-        """``python -m p2ptrain`` with arguments. It has no input."""
+    async def start(
+        self, arguments: Sequence[str], directory: Path, environment: Mapping[str, str], typed: str = ""
+    ) -> Forked:
+        """``python -m p2ptrain`` with arguments. ``typed``: its whole input, at most what a pipe holds."""
         if self._host.stdout is not None:
             await asyncio.to_thread(self._host.stdout.readline)  # it listens
             self._host.stdout.close()
@@ -81,20 +94,34 @@ class Nursery:
         request = json.dumps([list(arguments), str(directory), dict(environment)]).encode()
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self._path)
-        with open(os.devnull) as nothing:  # noqa: ASYNC230 - it is no file
-            (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-            socket.send_fds(connection, [len(request).to_bytes(4, "big")], [nothing.fileno(), out_end, err_end])
+        (typed_end, keyboard), (out, out_end), (err, err_end) = os.pipe(), os.pipe(), os.pipe()
+        os.write(keyboard, typed.encode())
+        socket.send_fds(connection, [len(request).to_bytes(4, "big")], [typed_end, out_end, err_end])
         connection.sendall(request)
-        os.close(out_end)
-        os.close(err_end)
+        for end in (keyboard, typed_end, out_end, err_end):
+            os.close(end)
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         return Forked(int(await reader.readline()), reader, writer, await _reader(out), await _reader(err))
+
+    def run(
+        self, arguments: Sequence[str], directory: Path, typed: str = "", *, timeout_s: float
+    ) -> subprocess.CompletedProcess[str]:
+        """One that ends by itself, for a test without an event loop."""
+
+        async def ended() -> subprocess.CompletedProcess[str]:
+            async with asyncio.timeout(timeout_s):
+                process = await self.start(arguments, directory, os.environ, typed)
+                out, err = await asyncio.gather(process.stdout.read(), process.stderr.read())
+                return subprocess.CompletedProcess(arguments, await process.wait(), out.decode(), err.decode())
+
+        return asyncio.run(ended())
 
     def close(self) -> None:
         """What was forked stays."""
         assert self._host.stdin is not None
+        self._host.kill()  # it may still be loading
+        self._host.wait()
         self._host.stdin.close()
-        self._host.wait(10)
         if self._host.stdout is not None:
             self._host.stdout.close()
 
@@ -125,9 +152,8 @@ def nursery(place: Path) -> Iterator[Nursery | None]:
 
 def _run(path: str) -> None:
     """Fork until standard input ends. Comes back in every process that was forked, too, by ``SystemExit``."""
-    import transformers.models.llama.modeling_llama  # noqa: F401 - for its cost
-
-    import p2ptrain.compute.trainer  # noqa: F401 - for its cost
+    for module in PRELOADED:
+        importlib.import_module(module)
 
     children: dict[int, socket.socket] = {}
 
