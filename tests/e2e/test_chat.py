@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.terminal import DEADLINE_S, Terminal
+from p2ptrain.compute.model import build_model
+from p2ptrain.compute.tokenizer import Tokenizer
+from tests.compute.tiny_trainer import tiny
+from tests.e2e.terminal import Terminal
 
 LEFT_S = 5.0  # torch is taken down with the process
-MODEL = """
-import sys
-from pathlib import Path
-from p2ptrain.compute.model import build_model
-from tests.compute.tiny_trainer import tiny
-from p2ptrain.compute.tokenizer import Tokenizer
-build_model(tiny(context=100_000), 256, seed=1).save_pretrained(sys.argv[1])
-Tokenizer.of_bytes().save(Path(sys.argv[1]))
-"""
 # The signal comes when the prompt is written and nobody waits yet. The C function itself is bound: Python's own kill
 # would raise at once, in the hook, where readline drops it.
 MISSED = """
@@ -41,7 +33,8 @@ print(typed_line("? "), "was typed")
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    subprocess.run([sys.executable, "-c", MODEL, str(path)], check=True, timeout=DEADLINE_S)
+    build_model(tiny(context=100_000), 256, seed=1).save_pretrained(path)
+    Tokenizer.of_bytes().save(path)
     return path
 
 
@@ -66,12 +59,6 @@ def test_ctrl_c_cancels_an_answer_and_then_leaves(chat: Terminal) -> None:
     code, seconds = chat.left()
     assert code == 0
     assert seconds < LEFT_S
-
-
-def test_ctrl_d_leaves(chat: Terminal) -> None:
-    chat.until(r"> ")
-    chat.type("\x04")
-    assert chat.left()[0] == 0
 
 
 def test_ctrl_c_between_the_prompt_and_the_wait_is_heard() -> None:

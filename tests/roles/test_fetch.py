@@ -15,9 +15,9 @@ from tests.roles.heal_doubles import FIRST, JOB, engine_of
 from wire.job_messages import HealRequest, StepLogged
 
 
-def fetch_of(post: Callable[..., None]) -> tuple[Fetch, Sender]:
+def fetch_of(post: Callable[..., None], numel: int = 1000) -> tuple[Fetch, Sender]:
     """One that holds what step 1 leads on from, and its only source."""
-    engine = engine_of(1000)
+    engine = engine_of(numel)
     context: Any = SimpleNamespace(world=SimpleNamespace(clock=LoopClock()), peer_id="me")
     fetch = Fetch(
         context,
@@ -58,7 +58,7 @@ async def test_a_step_that_came_whole_is_applied_though_whoever_gave_it_is_gone(
 
 
 async def test_of_a_source_that_tells_of_steps_without_end_little_is_remembered() -> None:
-    fetch, sender = fetch_of(lambda *_, **__: None)
+    fetch, sender = fetch_of(lambda *_, **__: None, numel=30_000)
     for step in range(1, 5 * fetch._log_steps):
         fetch.heard_untrusted(sender, StepLogged(step, bytes(16), 1.0, fetch._layout.reduce_bytes))
     assert fetch._log_steps < len(sender.said) < 3 * fetch._log_steps

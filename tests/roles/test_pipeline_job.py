@@ -22,7 +22,7 @@ from roles.worker.build import engine_builder, stage_builder
 from tests.roles.in_process import Cluster, Gate, Peer
 from wire.memory import MemoryNetwork
 
-STEPS = 50
+STEPS = 30
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def profile_of(text: Path, stages: int, replicas: int, **tables: dict[str, Any])
         "data": {"path": str(text), "sequence_tokens": 16},
         "model": {"hidden_size": 32, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate_size": 48, "context": 64},
         "optimizer": {"warmup_steps": 5, "clip_norm": 0.5},
-        "validation": {"every": 20, "batches": 3},
-        "checkpoint": {"every": 20, "copies": 1},
+        "validation": {"every": 10, "batches": 3},
+        "checkpoint": {"every": 10, "copies": 1},
         "pipeline": {"stages": stages},
         "device": {"kind": "cpu"},
     }
@@ -163,15 +163,14 @@ async def ended_as_one_process(cluster: Cluster, job: str, profile: Profile) -> 
 async def test_without_a_spare_the_whole_replica_goes_on(cluster: Cluster, text: Path) -> None:
     """The other member of the replica that lost one waits; when somebody joins, it takes the place and heals by
     stage."""
-    steps = 60
-    profile = profile_of(text, 2, 2, job={"steps": steps})
+    profile = profile_of(text, 2, 2, job={"steps": 40})
     job = await cluster.create(profile)
     for _ in range(4):
         join(cluster)
-    item = await cluster.job_until(job, at(10))
+    item = await cluster.job_until(job, at(5))
     members = await members_of(cluster, job, item)
     await members[3].die()
-    item = await cluster.job_until(job, lambda item: len(item["members"]) == 2 and item["step"] >= 20)
+    item = await cluster.job_until(job, lambda item: len(item["members"]) == 2 and item["step"] >= 12)
     replica = members[:2]
     assert await members_of(cluster, job, item) == replica
     spare = join(cluster)
@@ -183,10 +182,10 @@ async def test_without_a_spare_the_whole_replica_goes_on(cluster: Cluster, text:
 
 
 async def test_a_restart_of_everything_goes_on_from_the_parts_checkpoints(cluster: Cluster, text: Path) -> None:
-    profile, gate = profile_of(text, 2, 1, job={"steps": 42}), Gate(35)
+    profile, gate = profile_of(text, 2, 1, job={"steps": 22}), Gate(15)
     job = await cluster.create(profile)
     peers = [cluster.join(build_part=gated(gate), strategies=strategy_of, slot=number) for number in (1, 2)]
-    await cluster.saved(job, 20, 2)
+    await cluster.saved(job, 10, 2)
     gate.away()
     for peer in peers:
         await peer.die()
@@ -201,12 +200,12 @@ async def test_a_spare_takes_a_lost_stage_out_of_the_whole_checkpoint_of_another
 ) -> None:
     """The disk of the lost one is gone with it."""
     monkeypatch.setattr(jobs.co, "JobOptions", partial(co.JobOptions, grace_s=1.0))  # nobody comes back
-    profile, gate = profile_of(text, 2, 1, job={"steps": 42}), Gate(35)
+    profile, gate = profile_of(text, 2, 1, job={"steps": 22}), Gate(15)
     job = await cluster.create(profile)
     for _ in range(3):
         cluster.join(build_part=gated(gate), strategies=strategy_of)
-    await cluster.whole(job, 20)
-    item = await cluster.job_until(job, at(30))
+    await cluster.whole(job, 10)
+    item = await cluster.job_until(job, at(12))
     members = await members_of(cluster, job, item)
     gate.away()
     await members[1].die()
@@ -214,7 +213,7 @@ async def test_a_spare_takes_a_lost_stage_out_of_the_whole_checkpoint_of_another
     await ended_as_one_process(cluster, job, profile)
     spare = next(peer for peer in cluster.peers if peer not in members)
     assert [text for _, kind, text in spare.told if kind == "taken"] == [
-        f"took the files of step 20 of stage 1 of 2 from {members[0].identity.name}"
+        f"took the files of step 10 of stage 1 of 2 from {members[0].identity.name}"
     ]
 
 
