@@ -28,7 +28,7 @@ RETURN_S = 10.0
 """How long stopped members wait for an absent one. Longer than a worker pauses between attempts to reach the seed."""
 LEAVE_S = 1.0
 """If a ring stops unasked, a member is leaving and reports so next. A view with it would break at once."""
-FED = 2
+CATCHING_UP_PER_MEMBER = 2
 """Newcomers that catch up at a time, per member. Each member sends to two, so any crowd is in after a few rounds."""
 
 
@@ -193,6 +193,8 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class PeerTold:
+    """A worker's heartbeat changed what is known of it."""
+
     peer: Peer
 
 
@@ -466,7 +468,8 @@ class Deadlines:
 @dataclass(slots=True)
 class _CatchUpState:
     """A newcomer that catches up. ``due``: when it is let in anyway. ``following``: it may be let in now. ``overdue``:
-    its time is over, or it was let in. ``anew``: it has lost its state and must be asked again."""
+    its time is over, or it was let in. ``anew``: it reported ``ready``, so it does not fetch, and must be asked again
+    to follow."""
 
     due: float
     following: bool = False
@@ -477,9 +480,9 @@ class _CatchUpState:
 class CatchUps:
     """Newcomers that fetch the state beside the running ring, by peer id.
 
-    A newcomer is asked to *catch up*. It reports that it *follows* when it is at most a step behind, or cannot be. Then
-    it is let in, and the ring stops only for a new view. It is also let in when its time is over: then it heals within
-    the ring.
+    A newcomer is asked to *catch up*. It reports that it *follows* when it is at most a step behind, or cannot get that
+    close. Then it is let in, and the ring stops only for a new view. It is also let in when its time is over: then it
+    heals within the ring.
     """
 
     def __init__(self) -> None:
@@ -504,7 +507,7 @@ class CatchUps:
         chasing = sum(not chase.following for chase in under_way)
         catching_up = ((peer_id, self._catching_up.get(peer_id)) for peer_id in sorted(beside))
         wanted = [peer_id for peer_id, chase in catching_up if chase is None or (chase.anew and not chase.following)]
-        return wanted[: max(min(FED * members - chasing, room - len(under_way)), 0)]
+        return wanted[: max(min(CATCHING_UP_PER_MEMBER * members - chasing, room - len(under_way)), 0)]
 
     def asked(self, peer_id: str, now: float, reduce_bytes: int, grace_s: float) -> None:
         """Record that the peer was asked. Its time begins with the first request."""

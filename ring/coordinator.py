@@ -86,7 +86,7 @@ from ring.quarantine import Quarantine
 from ring.view import View
 from wire.job_messages import MemberRecord, Report
 
-DONORS = 3
+SOURCES = 3
 """Sources for each newcomer. More sources would slow down more members' steps."""
 
 
@@ -111,7 +111,7 @@ class Coordinator:
         self._quarantine = Quarantine(options.cooldown_s)
         self._catch_ups = CatchUps()
         self._measured = co.Measured({})
-        self._carriage = ""  # the last reported choice of streams and codec
+        self._transport = ""  # the last reported choice of streams and codec
         self._history: deque[tuple[float, Phase, co.Event]] = deque(maxlen=40)
         self._out: list[co.Instruction] = []
         if self.phase is Phase.WAITING and self.view is not None:  # its ring may still run: take it back as it is
@@ -482,10 +482,11 @@ class Coordinator:
             self._end(Phase.FAILED, next(iter(self._failures.values())))
         elif self.paused:
             self._go(Phase.PAUSED, "paused by a person")
-        elif not self._is_hopeless(survivors, now):
+        elif not self._ends_hopeless(survivors, now):
             self._go(Phase.WAITING, "every member has stopped")
 
-    def _is_hopeless(self, survivors: Reports, now: float) -> bool:
+    def _ends_hopeless(self, survivors: Reports, now: float) -> bool:
+        """Exclude whom the reports blame, or end the job where that cannot help; returns whether it ended."""
         verdict = self._quarantine.judge(survivors, self.view.step if self.view else 0, self._name, now)
         if verdict is not None and verdict.hopeless:
             self._end(Phase.FAILED, verdict.text)
@@ -582,9 +583,9 @@ class Coordinator:
         self._say("info", "view", described(self.view, before))
         if plan.measured:
             self._say("info", "ring-order", plan.reason)
-            if plan.carriage_reason != self._carriage:
-                self._say("info", "ring-carriage", plan.carriage_reason)
-            self._carriage = plan.carriage_reason
+            if plan.transport_reason != self._transport:
+                self._say("info", "ring-transport", plan.transport_reason)
+            self._transport = plan.transport_reason
         for peer_id in chosen:
             self._roster.peers[peer_id].standing = None
             self._catch_ups.forget(peer_id)
@@ -641,7 +642,7 @@ class Coordinator:
             link = known_link(self._measured.links, view.members[rank].peer_id, peer_id)
             return -((link and link.bandwidth_bps) or 0.0), -rank
 
-        return tuple(view.members[rank] for rank in sorted(range(view.size), key=cost)[:DONORS])
+        return tuple(view.members[rank] for rank in sorted(range(view.size), key=cost)[:SOURCES])
 
     def _recall(self) -> None:
         for peer_id in sorted(self._catch_ups.moving & self._roster.peers.keys()):

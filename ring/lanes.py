@@ -17,8 +17,8 @@ A flow is done when everything was received and the kernel has all that was sent
 With a codec, sub-chunks travel encoded, and every receive lands in a scratch slot. Each rank encodes every element of
 the array exactly once: its own contribution or partial sum on the way to the owner, or, as the owner, the final sum. So
 one residual per element is enough for error feedback (Seide et al., 2014; Karimireddy et al., arXiv 1901.09847). It
-keeps what the encoding lost of ``value + residual``. The sum of all residuals and of the result is exactly the sum of
-all contributions.
+keeps what the encoding lost of ``value + residual``. The sum of all residuals and of the result is the sum of all
+contributions, but for fp32 rounding.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from wire.connection import Connection
 Residual = npt.NDArray[np.float32]
 TURN_BYTES = WINDOW_BYTES
 """Bytes of an array handed over per turn of the event loop. If coding is slower than the link, the kernel takes every
-sub-chunk at once, and without this limit arrivals and heartbeats starve. Near members have as much in transit."""
+sub-chunk at once, and without this limit arrivals and heartbeats starve. Near members have as much in transit
+anyway."""
 
 
 @dataclass(eq=False, slots=True)

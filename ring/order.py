@@ -186,7 +186,7 @@ class RingPlan:
 
     Attributes:
         measured: any edge of the order was measured.
-        reason: of the order, with its slowest edge, for messages. carriage_reason: of streams and codec.
+        reason: of the order, with its slowest edge, for messages. transport_reason: of streams and codec.
     """
 
     order: tuple[str, ...]
@@ -195,7 +195,7 @@ class RingPlan:
     codec: str
     measured: bool
     reason: str
-    carriage_reason: str
+    transport_reason: str
 
 
 def plan_ring(
@@ -220,11 +220,11 @@ def plan_ring(
         reason += f"; slowest edge {name(left)} → {name(right)}: {described(slowest)}"
     streams, streams_reason = _streams(slowest, ring_options)
     codec, codec_reason = _codec(slowest, ring_options, total_bytes, compute_s, len(order))
-    carriage_reason = f"{streams_reason}; {codec_reason}"
+    transport_reason = f"{streams_reason}; {codec_reason}"
     # On a far link a frame of 256 KiB has little overhead, and store-and-forward adds little delay.
     far = slowest is not None and not _is_near(slowest)
     sub_chunk_bytes = ring_options.sub_chunk_bytes or (256 << 10 if far else 0)
-    return RingPlan(tuple(order), streams, sub_chunk_bytes, codec, slowest is not None, reason, carriage_reason)
+    return RingPlan(tuple(order), streams, sub_chunk_bytes, codec, slowest is not None, reason, transport_reason)
 
 
 def slowest_edge(order: Sequence[str], links: Links) -> tuple[str, str, LinkQuality | None]:

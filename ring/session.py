@@ -4,10 +4,10 @@ Connections. Each member dials its right neighbour and accepts its left one. *Bu
 direction, left to right, one per stream (``ring.lanes``). The *beat* connection carries the left neighbour's heartbeats
 and the right one's acknowledgements. So a heartbeat never waits behind a gigabyte, or for the compute thread.
 
-Operations. All members submit the same operations in the same order. Each has the next stream number, so frames of
-different operations cannot mix. Several may be in progress: the bytes of the next one follow the last bytes of the one
-before. So gradients enter the ring while others are still computed. For a small all-reduce, every member gathers all
-arrays and sums them in rank order: n - 1 hops instead of 2n - 2, and the same bits everywhere.
+Operations. All members submit the same operations in the same order. Each has the next operation number (the frame's
+``stream``), so frames of different operations cannot mix. Several may be in progress: the bytes of the next one follow
+the last bytes of the one before. So gradients enter the ring while others are still computed. For a small all-reduce,
+every member gathers all arrays and sums them in rank order: n - 1 hops instead of 2n - 2, and the same bits everywhere.
 
 An operation is cut into *flows*, one for each lane that takes part, and is done when all its flows are. An operation
 that makes no progress within its patience ends the session. The suspect is the left neighbour if anything is still to

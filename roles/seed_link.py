@@ -82,7 +82,7 @@ async def until_reached(attempt: Callable[[], Awaitable[T]], wait_s: WaitS, cloc
             if not (rest_s := wait_s(problem)) > 0:
                 raise
         await asyncio.sleep(min(delay_s * (0.5 + random.random()), rest_s))
-        # The delay is a twentieth of the time that the seed has been away, so a member connects soon after its return.
+        # The delay is a twentieth of the time that the seed has been away, from 1 to 5 s: a member connects soon.
         # A refused try costs one packet. 500 members that connect at once take the seed a second.
         least_s, most_s = (1.0, 5.0)
         delay_s = min(2 * delay_s, max(least_s, min((clock.now() - began) / 20, most_s)))

@@ -6,7 +6,7 @@
                        model.measure, session.open, session.resume, session.close; meanwhile stage → client PartLoading
     client  → first stage, stage → next stage (purpose ``stage``)   ForwardRequest, then one bulk frame
     stage at which a ForwardRequest ends → client     Sampled
-    stage   → client                        ChainBroken: the next stage is lost
+    stage   → client                        ChainBroken: the next stage is lost, or this one failed
     receiver → sender   (purposes ``model``: the receiver dials; ``give``: the sender dials)
                        TensorsRequest → TensorsPage; RangeRequest → bulk frame | RangeGone
     both ways on every idle connection      KeepAlive, so that silence means that the peer is dead
@@ -35,7 +35,7 @@ class ForwardRequest(Message):
 
     Attributes:
         epoch: grows when the chain is repaired; frames of an older epoch are dropped.
-        number: index among the session's requests; the answer repeats it.
+        number: of this sending; it rises with every request sent, also a repeated one. The answer repeats it.
         keep: the session is first cut to its first ``keep`` positions.
         count: positions in the payload.
         encoding: of the payload (``p2ptrain.core.activations``); to the first stage ``ids`` (int32, little-endian).

@@ -71,7 +71,7 @@ class Report(Message):
         lineage: hex digest of the chain of applied reductions; equal ``applied`` and ``lineage`` mean equal bits.
         prepared_lineage: what ``lineage`` becomes if the prepared step is committed; empty without one.
         square_sum: squared gradient norm that step ``applied`` was committed with; 0 if unknown.
-        suspect: for ``broken``: peer id of the neighbour that was lost.
+        suspect: for ``broken``: peer id of the neighbour that was lost, or of the member whose token failed the step.
         reduce_bytes: bytes of the array that every step reduces, for planning the ring; 0 if unknown.
         unit_us: average microseconds per micro-batch at this worker, for its share; 0 if unknown.
         windows: training sequences in the corpus, for auditing the ledger; 0 if unknown.

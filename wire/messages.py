@@ -5,7 +5,7 @@ Messages are frozen dataclasses. ``PROTOCOL_VERSION`` is the version of all of t
     anyone → anyone    Hello → Welcome | Refuse                       (handshake; 4 KiB, 5 s)
     peer   → seed      Heartbeat → HeartbeatAck (also between ring neighbours); EventNotice, Leave
     operator ↔ seed    Request ↔ Response; after ``subscribe``: seed → operator Update
-    seed   → peer      Request → Response                             (delete a checkpoint, dial-back, ...)
+    seed   → peer      Request → Response                             (verify or delete a checkpoint, measure links)
     peer   ↔ peer      KeepAlive on long-lived connections that are idle
     newcomer ↔ seed    EnrolOffer, EnrolRequest, EnrolGranted         (see ``wire.enrol``)
 

@@ -257,7 +257,7 @@ def _local_ticket(caller: Caller, port: int) -> Ticket | None:
 
 
 def _kept(caller: Caller, fits: Callable[[Credentials, tuple[str, int]], bool]) -> Credentials | None:
-    """The longest valid ones that ``fits`` accepts, with the address of their seed."""
+    """The credentials valid longest of those that ``fits(credentials, address of their seed)`` accepts."""
     from p2ptrain.core.disk import RealDisk
     from wire.address import parse_address
     from wire.credentials import SKEW_S, Credentials

@@ -95,7 +95,7 @@ def chat(
 
     from p2ptrain.cli.output import Console
 
-    with Console(quiet=options.as_json).during(lambda: "loading torch and transformers"):
+    with Console(quiet=options.as_json).during(lambda: "starting"):
         from p2ptrain.cli.split import conversation_positions
         from p2ptrain.cli.text import Needs, local_directory, text_source
 

@@ -67,7 +67,8 @@ def generate(
     decoding, unless it sets do_sample. Each of these options overrides the file.
 
     With --split, workers that joined the seed compute the model; each holds some layers, none holds all. The files of
-    --checkpoint are on this machine and are sent to the workers. The files of --job may be on any worker. The text is
+    --checkpoint are on this machine; workers that do not have the same directory receive them. Those of --job may be
+    on any worker. The text is
     that of the whole model, greedy and sampled, if hidden states travel as computed (no --wire).
 
     \b
@@ -86,7 +87,7 @@ def generate(
     asked = _prompts(prompt, prompts)
     options.check("generate", compare=compare)
 
-    with Console(quiet=options.as_json).during(lambda: "loading torch and transformers"):
+    with Console(quiet=options.as_json).during(lambda: "starting"):
         from p2ptrain.cli.text import local_directory
 
     # A whole model writes one text at a time. Compared texts also run one at a time, to have the verifier alone.

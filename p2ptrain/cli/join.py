@@ -142,9 +142,9 @@ def join(
 ) -> None:
     """Join a seed: as a worker, which trains the seed's jobs, or to write text. Ctrl+C leaves.
 
-    A worker leaves after its current step. A verifier owns a model and writes with it, for `generate`, `chat` and
-    programs (--http). Drafters guess its next tokens with a small model, so that it writes faster; its text stays the
-    same.
+    A worker leaves after its current step, or within one that takes more than a second. A verifier owns a model and
+    writes with it, for `generate`, `chat` and programs (--http). Drafters guess its next tokens with a small model, so
+    that it writes faster; its text stays the same.
 
     On the seed's machine no ticket is needed. On another machine give the seed's ticket; later its address is enough.
 

@@ -3,12 +3,12 @@
 ``join`` reads the options into a ``Joining``. It then runs ``stay`` with a worker, or ``served`` for the other roles.
 The work of a verifier and a drafter is a coroutine in ``serving``::
 
-    async def serve(member: ServingMember, wish: ServeOptions, console: Console) -> None
+    async def serve(member: ServingMember, serve_options: ServeOptions, console: Console) -> None
 
 It is the member's program (``roles.member``). It starts when the seed has accepted the process for the first time. When
-the process leaves, it is cancelled and must end within a second. It loads the model of ``serve_options`` and registers
-what it answers (``member.answer``) and serves (``member.serves``). If it cannot, it raises ``P2PTrainError``, which
-ends the process. ``console`` shows progress to the user; ``member.notify`` also tells the seed.
+the process leaves, it is cancelled and must end within a few seconds. It loads the model of ``serve_options`` and
+registers what it answers (``member.answer``) and serves (``member.serves``). If it cannot, it raises ``P2PTrainError``,
+which ends the process. ``console`` shows progress to the user; ``member.notify`` also tells the seed.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 USUAL_SESSIONS = 4
 LEAVE_S = 0.8
-"""Time limit of each clean-up. A member's program must end within a second (``cli.joining``)."""
+"""Time limit of each clean-up. A member's program has a few of them, one after another (``cli.joining``)."""
 LOOK_S = 1.0  # between two looks at the list of workers
 AGAIN_LOOKS = 15
 """After this many looks the same workers are tried again: they may have freed memory, or be reachable now."""

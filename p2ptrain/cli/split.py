@@ -37,7 +37,7 @@ TYPICAL_POSITIONS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A model that is ready to be loaded. ``label``: its name, for people. ``text``: its text side."""
+    """A model that is ready to be loaded. ``label``: its name, for people. ``text``: its tokenizer and settings."""
 
     label: str
     text: ModelText
@@ -165,7 +165,7 @@ async def _model_of_worker(pool: WorkerPool, held: list[CheckpointInfo]) -> Mode
 
 
 async def _text_of(pool: WorkerPool, model: Model, directory: Path) -> ModelText:
-    """Fetch the text side of a model, which is a few small files, from a worker. Raises ``P2PTrainError``."""
+    """Fetch a model's tokenizer and settings, a few small files, from a worker. Raises ``P2PTrainError``."""
     for name, content in (await pool.files(model, TEXT_FILES)).items():
         if name in TEXT_FILES:
             (directory / name).write_bytes(content)

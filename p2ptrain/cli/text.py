@@ -366,7 +366,7 @@ def print_text_stats(stats: dict[str, Any]) -> None:
     """Print where a token's time went, and how useful drafts were. ``stats`` may lack any field."""
     known = {name: value for name, value in stats.items() if isinstance(value, int | float)}
     if "token_ms" in known:
-        labels = {"verify": "verifying", "draft": "waiting for drafts", "wait": "waiting"}
+        labels = {"verify": "verifying", "draft": "waiting for drafts", "wait": "waiting for other texts or the reader"}
         spent = [f"{ms:.1f} {label}" for name, label in labels.items() if (ms := known.get(f"{name}_ms", 0)) >= 0.05]
         rest = f"{known.get('rest_ms', 0):.1f} the rest"
         typer.echo(f"a token took {known['token_ms']:.1f} ms: {' + '.join([*spent, rest])}")

@@ -1,6 +1,6 @@
 """A model stored in flat arrays, and AdamW over them.
 
-All parameters are views of one array and all gradients views of another, in two segments::
+All parameters are views of one array and all gradients views of another, in two sections::
 
     parameters   | matrices (weight-decayed)          | vectors: norms, biases (not decayed) |
     gradients    | the same                           | the same                             | loss |
@@ -8,7 +8,7 @@ All parameters are views of one array and all gradients views of another, in two
 So the ring reduces one array, healing copies three, and the optimizer makes two calls. Each parameter starts on a
 64-byte boundary; the padding stays zero.
 
-Both segments hold the parameters in reverse order of their registration in the model. This is roughly the order in
+Both sections hold the parameters in reverse order of their registration in the model. This is roughly the order in
 which a backward pass produces their gradients: output and last layer first, embedding last. So the front of the array
 is final early, and the ring can reduce it while backward computes the rest.
 """
@@ -51,7 +51,7 @@ class FlatModel:
         parameters: shape (numel,).
         gradients: shape (numel + 1,); the last element is the sum of losses.
         numel: elements of ``parameters``, padding included.
-        decayed_numel: length of the first segment, the weight-decayed matrices.
+        decayed_numel: length of the first section, the weight-decayed matrices.
         layout: SHA-256 over names, offsets and shapes. Flat arrays of equal layout are interchangeable.
     """
 
@@ -136,7 +136,7 @@ class OptimizerSpec:
 
 
 class FlatAdamW:
-    """``torch.optim.AdamW`` over the two segments of a ``FlatModel``.
+    """``torch.optim.AdamW`` over the two sections of a ``FlatModel``.
 
     Equal gradients give equal bits for every thread count. For this a CPU makes the update on one thread: the division
     of the work decides which elements the scalar loop computes instead of the vectorized one. It is 1 % of a step.

@@ -161,7 +161,8 @@ def dtype_of(config: PretrainedConfig) -> torch.dtype:
 
 
 def measured(text: str, dtype: str) -> dict[str, Any]:
-    """What the parts of a model weigh (``roles.chain.plan.Measured``). Raises ``ConfigError`` if it does not split."""
+    """The bytes of a model's layers and caches, and more (``roles.chain.plan.Measured``). Raises ``ConfigError`` if it
+    does not split."""
     config = config_of(text)
     check_splits(config)
     computed = _dtype(dtype, config)

@@ -60,7 +60,7 @@ None)."""
 
 
 class ModelText:
-    """The text side of a model directory.
+    """The tokenizer, configuration and generation settings of a model directory.
 
     Attributes:
         context: the model's maximum number of positions; None if its configuration has no limit.

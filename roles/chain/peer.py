@@ -34,12 +34,12 @@ Notify = Callable[[str, str, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Identity and settings of the operator that uses a chain.
+    """Identity and settings of the client of a chain: an operator or a verifier.
 
     Attributes:
-        world: its network is the operator's own, with TLS in an encrypted cluster (``cli.access.Access.network``).
-        peer_id: the peer that the operator's certificate names; any id in a plain cluster.
-        seed_host: host at which this operator dials the seed, and peers on the seed's machine.
+        world: its network is the client's own, with TLS in an encrypted cluster (``cli.access.Access.network``).
+        peer_id: the peer that the client's certificate names; any id in a plain cluster.
+        seed_host: host at which this client dials the seed, and peers on the seed's machine.
         state: directory for digests of model files; None: they are not kept.
         notify: receives news about the chain.
         silence_s: silence after which a peer counts as dead; it grows with the longest round trip.
@@ -67,7 +67,7 @@ class WorkerAt:
     device: str = ""
 
     def dialled(self, seed_host: str) -> str:
-        """The host at which this operator dials it. A loopback address means the seed's machine."""
+        """The host at which this client dials it. A loopback address means the seed's machine."""
         return seed_host if is_loopback(self.host) else self.host
 
     def seen_from(self, other: WorkerAt) -> str:

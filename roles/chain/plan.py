@@ -32,9 +32,9 @@ from wire.schema import Bound, Count, Id, Record
 Request = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 """A request to the seed, such as ``SeedClient.request``."""
 
-OFFER_S = 30.0
-"""Timeout of ``part.offer``. Before its first offer a worker measures its memory speed, and it may be busy with
-others."""
+OFFER_S = 120.0
+"""Timeout of ``part.offer`` and ``model.measure``. Before its first offer a worker measures its memory speed, and it
+may be busy with others."""
 MODEL_OPEN_S = 600.0
 """Timeout of ``model.open``. A worker hashes a model before it first sends it: seconds per gigabyte."""
 
@@ -162,7 +162,8 @@ class HeldPart(Record):
 
 @dataclass(frozen=True, slots=True)
 class Offer(Record):
-    """The answer to ``part.offer``. ``memory_bytes``: what is neither used nor promised of ``limit_bytes``."""
+    """The answer to ``part.offer``. ``memory_bytes``: ``limit_bytes`` less the parts in use or being
+    loaded; idle parts count as free."""
 
     memory_bytes: Count
     limit_bytes: Count
@@ -299,8 +300,8 @@ class WorkerPool:
         return placing.Peer(peer.worker.peer_id, peer.name, offer.memory_bytes, 1 / offer.stream_bps)
 
     async def measured(self, model: Model, dtype: str) -> Measured:
-        """Have a worker measure the parts of a model: it has loaded torch. Raises ``Refused`` if the model does not
-        split, else as ``Peer.ask``."""
+        """Ask a worker for the sizes of a model's parts: it has torch loaded, so this process need not load it.
+        Raises ``Refused`` if the model does not split, else as ``Peer.ask``."""
         peer = min(self.peers.values(), key=lambda each: each.lost)
         params = {"config": model.config, "dtype": dtype}
         return Measured.from_map_untrusted(await peer.ask("model.measure", params, timeout_s=OFFER_S))

@@ -17,7 +17,8 @@ for what is missing. So a second loss during a mending needs no special case, an
 which all stages are missing:
 
     state of a stage                                instruction
-    it has no peer                                  Replace, once; StageAssigned or StageUnassigned answers
+    it has no peer                                  Replace, once; StageAssigned answers, or StageUnassigned,
+                                                    which ends the session
     it has not opened the session                   Ask open, once the next stage is ready: the stage dials it then
     it does not know the epoch, or its link does    Ask resume: cut the history to the committed positions; the answer
       not lead to the next stage's current peer       tells how many it holds (fewer if it was still being rebuilt)
@@ -33,7 +34,7 @@ If a stage reports that it failed itself (not its link to the next), it is close
 it fails again before any request was answered, its peer is replaced. If a stage cannot reach the next one, the next
 stage's peer is replaced; the second time its own peer is. Too many setbacks without an answer end the session. If no
 stage is lost and an answer is overdue, the epoch is raised. A stage that hangs does not answer the resume that follows,
-and is replaced. After ``MOST_STALLS`` stalls in a row the session ends.
+and is replaced. More than ``MOST_STALLS`` overdue answers in a row end the session.
 """
 
 from __future__ import annotations

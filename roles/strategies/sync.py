@@ -1,4 +1,4 @@
-"""Synchronous data parallelism: each member computes its micro-batches, one all-reduce, one identical step.
+"""Synchronous data parallelism: each member computes its micro-batches, the sums are all-reduced, one identical step.
 
 The gradients are reduced in buckets (``compute.gradients``). Each bucket is submitted as soon as the backward pass of
 this member's last micro-batch has completed it, so that pass hides most of the exchange. A codec may shrink the

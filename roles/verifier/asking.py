@@ -73,7 +73,8 @@ class Writing(Protocol):
     Attributes:
         prompt_tokens: length of the prompt.
         left_out: turns of the conversation that did not fit the context.
-        ended: ``stop``, ``end``, ``length`` or ``cancelled``; empty while the text goes on.
+        ended: ``stop`` (a stop string), ``end`` (an end token), ``length`` or ``cancelled``; empty while the text goes
+            on.
     """
 
     prompt_tokens: int

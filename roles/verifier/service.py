@@ -100,7 +100,7 @@ class VerifierService:
     """A ``TextService``.
 
     Args:
-        text: the model's tokenizer side; its context is set to the largest length of a session here.
+        text: the model's tokenizer and settings; its context is set to the largest length of a session here.
         form: format of conversations; None: read with the first conversation.
         model: name for people and programs. created: Unix time of its files.
         on_change: called when a text begins or ends.

@@ -32,7 +32,7 @@ _CLOSE_REMEDY = "try again when other texts are finished"
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """The result of a pass: its samples, and its duration from the begin of its turn."""
+    """The result of a pass: its samples, and the duration of computing it, for a chain since it was sent."""
 
     tokens: tuple[int, ...]
     took_s: float

@@ -1,1 +1,1 @@
-"""The worker role: registers, forms the ring, trains, leaves cleanly."""
+"""The worker role: trains jobs, holds parts of split models, sends states, models and checkpoints."""

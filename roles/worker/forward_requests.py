@@ -1,9 +1,9 @@
 """Forward requests (``ForwardRequest``) of split models: what a session on a stage takes, computes and sends on.
 
-``StageSession`` is the pure part. It *checks* a ``ForwardRequest`` before a byte of its payload is allocated, *admits*
-it when the payload is there, and marks it *done* when it is computed. A session has an epoch. Requests of an older
-epoch are read off the wire and dropped. After the chain breaks, a session admits nothing until the client raises the
-epoch.
+``StageSession`` holds the state of one session; its methods do no I/O. It *checks* a ``ForwardRequest`` before a byte
+of its payload is allocated, *admits* it when the payload is there, and marks it *done* when it is computed. A session
+has an epoch. Requests of an older epoch are read off the wire and dropped. After the chain breaks, a session admits
+nothing until the client raises the epoch.
 
 ``ForwardRequests`` is the shell. Sessions with queued requests take turns. The engine runs one request at a time on the
 compute thread. The outputs go to the next stage, or the tokens to the client. A session gets no turn while its next
@@ -237,7 +237,7 @@ class ForwardRequests:
         self._wake = asyncio.Event()
         self._background = Background()
 
-    # ------------------------------------------------------------------------------------------------------- requests
+    # ------------------------------------------------------------------------------------------------------- sessions
 
     async def open(self, caller: Caller, request: OpenRequest) -> None:
         """Open a session on a part.

@@ -305,7 +305,7 @@ class Loader:
             ConfigError, ResourceError: as ``roles.engine.BuildPart``.
         """
         spec = request.spec(self._device)
-        what = f"layers {spec.start} to {spec.stop} of {request.title}"
+        what = f"layers {spec.start} to {spec.stop - 1} of {request.title}"
         records = await receiver.table(spec.config)
         names = tuple(name for name, record in records.items() if record.dtype != FILE)
         builder = await self._compute.run(self._build_part, spec, names)

@@ -387,7 +387,7 @@ class Reports:
             self.ledger.tell_beyond(0 if restored else self._core.view.ledger_step)
 
     def step_over(self, applied: int, session: RingSession, val_loss: float | None) -> None:
-        """Report step ``applied``, which all members have confirmed."""
+        """Report the committed step ``applied`` at the boundary after it."""
         assert self.engine is not None
         timing, self._timing = self._timing, {}
         values = {"members": float(session.size), **timing}

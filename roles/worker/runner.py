@@ -182,6 +182,7 @@ class JobRunner:
         self._after_following(Unloaded("the job goes back to a checkpoint"))
 
     def called_back(self) -> None:
+        """Assigned again: stop following, then report the state held here."""
         if self.follower.active:
             self.follower.end(then=self._tell_what_it_has)
         else:

@@ -74,7 +74,7 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class MeasureRequest:
-    """``model.measure``: what the parts of a model weigh, computed in ``dtype``; empty: in its own."""
+    """``model.measure``: the bytes of a model's layers and caches, computed in ``dtype``; empty: in its own."""
 
     config: Config
     dtype: Dtype

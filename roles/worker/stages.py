@@ -70,7 +70,8 @@ class Holding:
     """What a worker needs to hold parts.
 
     Attributes:
-        measure: returns what a model's parts weigh, by its ``config.json`` and dtype; called on the compute thread.
+        measure: returns the bytes of a model's layers and caches, by its ``config.json`` and dtype; called on the
+            compute thread.
         limit_bytes: memory for parts and their caches.
         stream_bps: measures the rate at which a matrix-vector pass reads weights; called once, on the compute thread.
         free_bytes: returns the device's free memory.
@@ -157,7 +158,7 @@ class Stages:
             self._tell()
 
     async def job_assigned(self) -> None:
-        """Unload idle parts for a job if less than half of the parts' limit is free."""
+        """Unload idle parts for a job if the device's free memory is less than half of the limit for parts."""
         if self._holding.free_bytes() < self.cache.limit_bytes / 2:
             await self.works.unload(self.cache.expired(self._now(), idle_s=0.0))
 

@@ -445,7 +445,7 @@ def test_a_view_has_the_order_of_the_measured_links_and_says_why() -> None:
     assert (view.streams, view.sub_chunk_bytes, view.codec) == (2, 65536, "bf16")
     texts = {item.kind: item.text for item in desk.said if isinstance(item, co.Emit)}
     assert "; slowest edge name-" in texts["ring-order"]
-    assert texts["ring-carriage"] == "2 streams, as the profile says; codec bf16, as the profile says"
+    assert texts["ring-transport"] == "2 streams, as the profile says; codec bf16, as the profile says"
 
 
 def test_a_better_order_ends_no_ring_but_is_taken_by_the_next_view() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ring import coordination as co
-from ring.coordination import FED, Phase
+from ring.coordination import CATCHING_UP_PER_MEMBER, Phase
 from ring.coordinator import Coordinator
 from ring.order import LinkQuality
 from ring.quarantine import FIRST_FALL_S, QUIET
@@ -91,7 +91,7 @@ def test_no_more_are_fed_at_a_time_than_the_members_can_feed_and_have_room_for()
     desk.offer(*many)
     for peer_id in many:
         desk.ready(peer_id)
-    assert desk.core._catch_ups.moving == frozenset(many[:FED])
+    assert desk.core._catch_ups.moving == frozenset(many[:CATCHING_UP_PER_MEMBER])
     desk.report("n0", "following", 2)
     desk.report("n1", "following", 2)
     desk.stand("held", 3, "a")

@@ -141,7 +141,7 @@ def test_without_measurements_all_is_as_it_was():
     assert (plan.order, plan.streams, plan.sub_chunk_bytes, plan.codec) == (("a", "b", "c"), 1, 0, "fp32")
     assert not plan.measured
     assert plan.reason == "order as they joined: no link between them is measured"
-    assert plan.carriage_reason == "1 stream: no link is measured; codec fp32, as the profile says"
+    assert plan.transport_reason == "1 stream: no link is measured; codec fp32, as the profile says"
     assert plan_ring("a", {}, AUTO, 1 << 20).codec == "fp32"
 
 
@@ -151,7 +151,7 @@ def test_what_the_profile_says_is_taken():
     plan = plan_ring("abcd", links, ring_options, 1 << 22)
     assert (plan.order, plan.streams, plan.sub_chunk_bytes, plan.codec) == (tuple("abcd"), 3, 8192, "int8")
     assert plan.reason == "order as they joined, as the profile says; slowest edge a → b: 50 Mbit/s, 50 ms"
-    assert plan.carriage_reason == "3 streams, as the profile says; codec int8, as the profile says"
+    assert plan.transport_reason == "3 streams, as the profile says; codec int8, as the profile says"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_what_the_profile_says_is_taken():
 def test_streams_are_as_many_as_the_slowest_edge_has_use_for(link, streams, why):
     plan = plan_ring("ab", {("a", "b"): link}, RingOptions())
     assert plan.streams == streams
-    assert plan.carriage_reason.startswith(why)
+    assert plan.transport_reason.startswith(why)
 
 
 def test_the_codec_follows_from_the_edge_the_load_and_the_budget():
@@ -172,11 +172,11 @@ def test_the_codec_follows_from_the_edge_the_load_and_the_budget():
     assert plan_ring("ab", mesh("ab", NEAR), AUTO, 1 << 20, 0.5).codec == "fp32"
     plan = plan_ring("ab", mesh("ab", FAR), AUTO, *load)
     assert plan.codec == "int8"
-    assert plan.carriage_reason.startswith("4 streams: the members are far from each other; codec int8: int8 takes ")
+    assert plan.transport_reason.startswith("4 streams: the members are far from each other; codec int8: int8 takes ")
     assert plan_ring("ab", mesh("ab", FAR), RingOptions(codec="auto", error_budget=0.0), *load).codec == "fp32"
     unknown = plan_ring("ab", mesh("ab", FAR), AUTO)
     assert unknown.codec == "fp32"
-    assert unknown.carriage_reason.endswith("codec fp32: the links' bandwidth or the bytes of a step are not known")
+    assert unknown.transport_reason.endswith("codec fp32: the links' bandwidth or the bytes of a step are not known")
 
 
 def test_the_slowest_edge_is_one_of_the_circle():
