@@ -177,7 +177,7 @@ async def _whole_target(
         label=directory.name,
         context=context,
         max_sessions=2 * sessions + 1,  # running ones, and ones kept for the next question
-        cache_bytes=cache_bytes(serve_options.memory_bytes, directory, serve_options.dtype),
+        cache_bytes=cache_bytes(serve_options.memory_bytes, directory, engine.encoding, engine.weights_bytes),
     )
     try:
         yield target
@@ -185,19 +185,21 @@ async def _whole_target(
         await within(LEAVE_S, target.close())
 
 
-def cache_bytes(memory_bytes: int, directory: Path, dtype: str = "") -> int:
+def cache_bytes(memory_bytes: int, directory: Path, dtype: str = "", weights_bytes: int = 0) -> int:
     """What ``--memory`` leaves for caches beside the weights; 0: no limit was given. Raises ``ResourceError``.
 
     Args:
         dtype: type of the weights in memory; empty: their type in the files.
+        weights_bytes: size of the loaded weights; 0: they are not loaded yet, so their files are read.
     """
     if not memory_bytes:
         return 0
     from p2ptrain.core.tensor_files import TensorTable  # it ignores an optimizer's state beside them
 
-    weights_bytes = sum(
+    weights_bytes = weights_bytes or sum(
         (4 if dtype == "fp32" else 2) * prod(entry.shape) if dtype else entry.size_bytes
-        for entry in TensorTable(directory).entries.values()
+        for name, entry in TensorTable(directory).entries.items()
+        if not name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))  # buffers in old files
     )
     if weights_bytes >= memory_bytes:
         has = f"has {human_bytes(weights_bytes)}" + f" in {dtype}" * bool(dtype)
@@ -393,5 +395,5 @@ async def _small_model(
     engine, context = await targets.load_whole_engine(
         directory, compute, device=serve_options.device or "auto", dtype=serve_options.dtype, on_bytes=console.loading
     )
-    limit_bytes = cache_bytes(serve_options.memory_bytes, directory, serve_options.dtype)
+    limit_bytes = cache_bytes(serve_options.memory_bytes, directory, engine.encoding, engine.weights_bytes)
     return Serves(engine, model_name(directory), context or 0, tokenizer.digest, limit_bytes)

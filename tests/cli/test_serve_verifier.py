@@ -59,3 +59,10 @@ def test_what_memory_is_left_beside_weights_of_another_type(tmp_path: Path) -> N
     assert given == [6000, 6000, 6000, 3000]
     with pytest.raises(ResourceError, match=r"5\.9 KiB in fp32, but --memory is"):
         cache_bytes(6000, tmp_path, "fp32")
+    assert cache_bytes(9000, tmp_path, "fp32", 7000) == 2000, "the loaded weights count"
+
+
+def test_buffers_in_old_files_take_no_memory(tmp_path: Path) -> None:
+    tensors = {name: np.zeros(100, np.float32) for name in ("h.0.attn.bias", "h.0.attn.c_attn.bias")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert cache_bytes(1000, tmp_path) == 600
