@@ -261,7 +261,7 @@ class PartBuilder(Protocol):
 
     def finish(self) -> StageEngine:
         """Return the loaded part. Raises ``ConfigError`` if a tensor is missing, or the architecture cannot be split
-        (``compute.split.check_splits``)."""
+        (``compute.split_check.check_splits``)."""
 
 
 BuildPart = Callable[[PartSpec, tuple[str, ...]], PartBuilder]

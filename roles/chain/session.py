@@ -28,7 +28,8 @@ which all stages are missing:
 
 If a later request under way cut the history below the start of the first one, the stages were resumed at that lower
 position. The first request needs the positions in between, so they are sent again before it, in requests of their own.
-Repeated requests give the same tokens, because samples are numbered.
+Repeated requests give the same tokens, because samples are numbered. But a rebuilt stage computed its positions in
+other batches, so a token may differ where rounding decides between two (rare in fp32, not in bf16).
 
 If a stage reports that it failed itself (not its link to the next), it is closed and opened again at the same peer. If
 it fails again before any request was answered, its peer is replaced. If a stage cannot reach the next one, the next
