@@ -44,7 +44,9 @@ class PeerContext:
             peer_id=self.peer_id, name=self.name, roles=["worker"], purpose=purpose, job=job, generation=generation
         )
 
-    async def dial(self, peer_id: str, host: str, port: int, hello: Hello) -> tuple[Connection, Welcome]:
+    async def dial(
+        self, peer_id: str, host: str, port: int, hello: Hello, *, timeout_s: float = DIAL_S
+    ) -> tuple[Connection, Welcome]:
         """Connect to another worker for bulk transfers. An empty ``host``: the seed's. Raises as
         ``wire.handshake.dial``."""
         connection, welcome = await dial(
@@ -52,7 +54,7 @@ class PeerContext:
             host or self.seed_host,
             port,
             hello,
-            timeout_s=DIAL_S,
+            timeout_s=timeout_s,
             expect_peer=peer_id,
             expect_role="worker",
         )

@@ -27,7 +27,7 @@ from ring.transaction import Event, Followed, Heal, Torn, Transaction, Unloaded
 from roles.engine import WHOLE, Applied, Blob, Engine, Stage
 from roles.line import Line
 from roles.worker.context import Context
-from roles.worker.heal_source import CHUNK_BYTES, DIGEST_BYTES, STEP, TABLE, chunks_of, log_limit_bytes
+from roles.worker.heal_source import ANSWER_S, CHUNK_BYTES, DIGEST_BYTES, STEP, TABLE, chunks_of, log_limit_bytes
 from roles.worker.transfer import Piece, Receiver, Source, most_said
 from wire.job_messages import CatchUp, HealOffer, HealRequest, MemberRecord, Report, StepLogged
 from wire.messages import Message
@@ -245,8 +245,8 @@ class Fetch:
         self._decide()
 
     async def _converse(self, member: MemberRecord) -> None:
-        hello = self._context.hello("heal", self._request.job, self._generation)
-        connection, _ = await self._context.dial(member.peer_id, member.host, member.port, hello)
+        hello, at = self._context.hello("heal", self._request.job, self._generation), (member.host, member.port)
+        connection, _ = await self._context.dial(member.peer_id, *at, hello, timeout_s=ANSWER_S)
         sender = Sender(member.peer_id, member.name, Line(connection, self._request.silence_s))
         self.senders[member.peer_id] = sender
         connection.send(self._request)

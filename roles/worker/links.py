@@ -138,8 +138,8 @@ class Prober:
         return found
 
     async def _measure(self, target: PeerAddress, found: dict[str, LinkQuality]) -> None:
-        hello = self._context.hello("probe")
-        connection, _ = await self._context.dial(target.peer, target.host, target.port, hello)
+        hello, at = self._context.hello("probe"), (target.host, target.port)
+        connection, _ = await self._context.dial(target.peer, *at, hello, timeout_s=MAX_DEADLINE_S)  # or deadline_s
         try:
             latency_s = await self._latency_s(connection)
             found[target.peer] = LinkQuality(latency_s)
