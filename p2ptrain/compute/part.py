@@ -108,6 +108,8 @@ LAYER_CACHES = {DynamicLayer, DynamicSlidingWindowLayer}
 _TRACED_POSITIONS = 3
 """Positions in a tracing run (``ModelLayout._trace``). Their number must be the third size of what a layer caches."""
 
+_MOST_KINDS = 16  # of layers: each one takes a tracing run
+
 
 class _Traced(Exception):
     """Ends a tracing run: a layer caches keys and values of these shapes."""
@@ -208,6 +210,8 @@ class ModelLayout:
             weights = [(name, tuple(tensor.shape)) for name, tensor in layer.state_dict().items()]
             kind = repr((weights, [values[index] for values in lists]))
             if kind not in known:
+                if len(known) == _MOST_KINDS:
+                    raise refused(self._config, f"its layers are of more than {_MOST_KINDS} kinds")
                 known[kind] = self._trace(index)[1]
             shapes.append(known[kind])
         return shapes

@@ -90,10 +90,11 @@ class Holding:
 
 @dataclass(eq=False)
 class _Client(Caller):
-    """A client, the parts it holds, and the directories that are sent for it. ``loading``: one load at a time."""
+    """A client, the parts it holds, and the directories that are sent for it. It loads and measures one at a time."""
 
     parts: set[Part] = field(default_factory=set)
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    measuring: asyncio.Lock = field(default_factory=asyncio.Lock)
     models: dict[str, ModelDirectory] = field(default_factory=dict)
     answers: Background = field(default_factory=Background)
 
@@ -250,7 +251,7 @@ class Stages:
             case LoadRequest() as request:
                 return await self._load(client, request)
             case MeasureRequest(config, dtype):
-                return await self._measure(config, dtype)
+                return await self._measure(client, config, dtype)
             case FreeRequest(part):
                 await self._free(client, part)
             case ModelRequest(path):
@@ -286,9 +287,10 @@ class Stages:
             ],
         }
 
-    async def _measure(self, config: str, dtype: str) -> dict[str, Any]:
+    async def _measure(self, client: _Client, config: str, dtype: str) -> dict[str, Any]:
         try:
-            return await self._context.compute.run(self._holding.measure, config, dtype)
+            async with client.measuring:
+                return await self._context.compute.run(self._holding.measure, config, dtype)
         except ConfigError as problem:  # the model's fault, and not this worker's
             raise Refused("bad-spec", problem.message, remedy=problem.remedy) from problem
 

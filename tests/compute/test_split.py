@@ -216,6 +216,13 @@ def test_a_model_far_larger_than_memory() -> None:
     assert (sizes.tied_bytes, sizes.cache_bytes[0]) == (0, 4 * 2 * 8 * 128)
 
 
+def test_layers_of_too_many_kinds() -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 8}
+    config = AutoConfig.for_model("llama", **sizes, num_hidden_layers=17, layer_numbers=list(range(17)))
+    with pytest.raises(ConfigError, match="more than 16 kinds"):
+        layer_sizes(config, torch.float32)
+
+
 def test_nothing_that_was_read_is_kept_alive(saved: Callable[[str], Saved]) -> None:
     directory, _ = saved("llama")
     config = config_of(directory)
