@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from p2ptrain import __version__
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, PeerError, ProtocolError, Refused
+from p2ptrain.core.texts import printable
 from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
 from wire.address import told_of
 from wire.connection import Connection, last_word
@@ -201,7 +202,7 @@ async def dial(
         if connection.identity is not None:  # the Welcome must name the certificate's peer
             await _check_answerer(connection, peer_id=welcome.peer_id, role="")
         elif expect_peer not in ("", welcome.peer_id):
-            text = f"another peer, {welcome.name}, answers at {host}:{port}"
+            text = f"another peer, {printable(welcome.name, 64)}, answers at {host}:{port}"
             raise Refused(RefusalCode.IDENTITY, text, remedy="check the address: another peer may use it now")
         connection.call(welcome.name)
         if hello.purpose != ENROL:

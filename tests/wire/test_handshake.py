@@ -32,6 +32,7 @@ from wire.handshake import (
     local_welcome,
     serve,
 )
+from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import PROTOCOL_VERSION, EventNotice, Hello, Message, RefusalCode, Refuse, Welcome
 
 Scenario = Callable[[Network], Awaitable[None]]
@@ -152,6 +153,18 @@ def test_let_in_and_served(play: Play):
         assert not owner.problems
 
     play(scenario)
+
+
+def test_the_name_of_a_stranger_is_cut_and_printable():
+    async def scenario() -> None:
+        network, owner = MemoryNetwork(), Owner()
+        owner.answer = replace(WELCOME, name="\x1b[2J" + "x" * 500)
+        server = await owner.listen(network)
+        with pytest.raises(Refused, match=r"another peer, \?\[2Jx{59}…, answers"):
+            await dial(network, *server.address, HELLO, timeout_s=5, expect_peer="another")
+        await server.close()
+
+    run_virtual(scenario())
 
 
 @pytest.mark.parametrize("raised", [False, True])
