@@ -61,7 +61,7 @@ def new(
 
     role = role or ("operator" if operator else "worker")
     check_one_of("--role", role, ROLES)
-    expires_s = seconds_of(expires)
+    expires_s = seconds_of(expires, "--expires")
     _show(*ask(seed, lambda client: client.new_ticket(role, expires_s, uses, host)), as_json)
 
 

@@ -38,11 +38,11 @@ _TIME = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ms|s|min|m|h|d)\s*", re
 _UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
-def seconds_of(text: str) -> float:
-    """Seconds of ``60s``, ``500ms``, ``30m``, ``1.5h``, ``7d``. Raises ``UserError``."""
+def seconds_of(text: str, option: str = "") -> float:
+    """Seconds of ``60s``, ``500ms``, ``30m``, ``1.5h``, ``7d``. Raises ``UserError``, which names the ``option``."""
     match = _TIME.fullmatch(text)
     if match is None:
-        raise UserError(f"{text!r} is not a duration", remedy="write 60s, 30m, 12h or 7d")
+        raise UserError(f"{option} {text!r} is not a duration".lstrip(), remedy="write 60s, 30m, 12h or 7d")
     return float(match[1]) * _UNITS_S[match[2]]
 
 

@@ -69,7 +69,9 @@ def test_kinds_that_a_person_names() -> None:
 
 
 def test_kinds_that_nobody_names() -> None:
-    plain = kinds_of(" , ", tls=False, here=KINDS)
+    with pytest.raises(UserError, match="names no fault"):
+        kinds_of(" , ", tls=False, here=KINDS)
+    plain = kinds_of("", tls=False, here=KINDS)
     assert set(KINDS) - set(plain) == {"corrupt"}, "plain TCP cannot know of a damaged byte"
     assert kinds_of("", tls=True, here=KINDS) == KINDS
 

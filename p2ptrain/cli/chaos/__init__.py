@@ -98,7 +98,7 @@ def chaos(
         root=root,
         kinds=chosen,
         count=faults,
-        duration_s=seconds_of(duration or DURATION),
+        duration_s=seconds_of(duration or DURATION, "--duration"),
         seed=seed,
         tls=tls,
         exact=exact or loaded.job.exact,

@@ -98,17 +98,19 @@ def schedule(seed: int, *, workers: int, kinds: Sequence[str]) -> Iterator[Actio
 
 
 def kinds_of(text: str, *, tls: bool, here: Sequence[str]) -> tuple[str, ...]:
-    """Parse a list of kinds of faults. An empty list means all kinds that make sense.
+    """Parse a list of kinds of faults. An empty text means all kinds that make sense.
 
     Args:
         here: the kinds that this operating system supports.
 
     Raises:
-        UserError: a kind is unknown or not supported.
+        UserError: no kind is named, or one is unknown or not supported.
     """
     named = tuple(part.strip() for part in text.split(",") if part.strip())
-    if not named:  # plain TCP cannot detect a damaged byte
+    if not text.strip():  # plain TCP cannot detect a damaged byte
         return tuple(kind for kind in KINDS if kind in here and (tls or kind != "corrupt"))
+    if not named:
+        raise UserError(f"--kinds {text} names no fault", remedy=f"use {', '.join(KINDS)}, or only none")
     if named == ("none",):
         return ()
     for kind in named:
