@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from wire.client import SeedClient
 
 T = TypeVar("T")
+R = TypeVar("R", PeerInfo, ServingInfo)
 
 LOOPBACK = "127.0.0.1"
 LEAVE_S = 3.0  # a worker leaves within two seconds
@@ -229,25 +230,23 @@ class LocalCluster:
 
     async def joined(self, names: Collection[str]) -> None:
         """Wait until the seed lists these peers. Raises ``JobFailed`` after a time limit, or if a process ends."""
-
-        def name_of(item: Record) -> str:
-            return item.name if isinstance(item, PeerInfo) and item.state not in ABSENT_STATES else ""
-
-        await self._told(name_of, set(names), "join")
+        await self._told(PeerInfo, lambda it: "" if it.state in ABSENT_STATES else it.name, set(names), "join")
 
     async def serving(self, roles: Collection[str]) -> dict[str, Any]:
         """Wait until each of these roles is served; return its ``ServingInfo`` by role. Raises as ``joined``."""
-        return await self._told(lambda item: item.role if isinstance(item, ServingInfo) else "", set(roles), "serve")
+        return await self._told(ServingInfo, lambda it: it.role, set(roles), "serve")
 
-    async def _told(self, key: Callable[[Record], str], wanted: set[str], what: str) -> dict[str, Record]:
-        there = dict[str, Record]()
+    async def _told(self, kind: type[R], key: Callable[[R], str], wanted: set[str], what: str) -> dict[str, R]:
+        newest, there = dict[str, R](), dict[str, R]()  # by id, and by key
 
-        async def work() -> dict[str, Record]:
+        async def work() -> dict[str, R]:
+            nonlocal there
             client = await self.connect()
             try:
                 async with asyncio.timeout(THERE_S):
                     async for records in client.news():
-                        there.update({key(item): item for item in records})
+                        newest.update({item.id: item for item in records if isinstance(item, kind)})
+                        there = {key(item): item for item in newest.values()}
                         if wanted <= there.keys():
                             return there
                     raise ConnectionLost("the seed ended")

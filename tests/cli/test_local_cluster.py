@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from p2ptrain.cli.local_cluster import Child, LocalCluster
 from p2ptrain.core.errors import ConnectionLost, JobFailed
+from wire.records import PeerInfo
+from wire.schema import Record
 
 
 def old(directory: Path) -> Path:
@@ -117,6 +121,35 @@ async def test_that_a_process_died_says_more_than_that_its_connection_is_lost(tm
     (tmp_path / "seed").write_text("error: no room\n  → make some\n")
     with pytest.raises(JobFailed, match="seed ended: no room"):
         await cluster.while_alive(loses(), needed=children)
+
+
+class Seed:
+    """A client that hears these updates."""
+
+    def __init__(self, *updates: list[Record]) -> None:
+        self._updates = updates
+
+    async def news(self) -> AsyncIterator[list[Record]]:
+        for update in self._updates:
+            yield update
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_a_peer_that_went_away_again_has_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = LocalCluster(tmp_path, 1)
+    cluster._seed = living(tmp_path, "seed")[0][0]
+    one, two = (PeerInfo(name, name, ["worker"], "cpu", "idle", "", 0.0) for name in ("one", "two"))
+    seed = Seed([one], [replace(one, state="left")], [two])
+
+    async def connect() -> Seed:
+        return seed
+
+    monkeypatch.setattr(cluster, "connect", connect)
+    await cluster.joined(["one"])
+    with pytest.raises(ConnectionLost):
+        await cluster.joined(["one", "two"])
 
 
 async def test_the_result_of_work(tmp_path: Path) -> None:
