@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 from p2ptrain.core.disk import Disk, write_atomic
 from p2ptrain.core.errors import ConfigError, ProtocolError, StorageError
+from p2ptrain.core.model_config import config_untrusted
 from p2ptrain.core.tensor_files import TensorEntry, TensorTable
 from roles.model_table import (
     DIGEST_BYTES,
@@ -137,8 +138,12 @@ def open_model(directory: Path, cache: DigestCache | None) -> ModelDirectory:
             raise ConfigError(f"{directory / 'config.json'} is larger than {_MAX_CONFIG_BYTES} bytes")
         try:
             config = read_range(file, 0, stamp[0]).decode()
+            config_untrusted(config)
         except UnicodeDecodeError as error:
             raise StorageError(f"{directory / 'config.json'} is not UTF-8 text") from error
+        except ProtocolError as error:
+            text = f"{directory / 'config.json'} is not valid: {error.message}"
+            raise ConfigError(text, remedy="give a directory that save_pretrained wrote") from error
     if any(entry.size_bytes > MAX_TENSOR_BYTES for entry in table.entries.values()):
         raise ConfigError(f"{directory} has a tensor of more than {MAX_TENSOR_BYTES >> 30} GiB")
     if any(not name.isprintable() for name in table.entries):

@@ -613,6 +613,10 @@ def test_directories_that_are_no_models_are_refused(tmp_path: Path) -> None:
     (directory / "config.json").write_bytes(b"\xff")
     with pytest.raises(StorageError, match="not UTF-8 text"):
         open_model(directory, cache)
+    (directory / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json is not valid: .* is not JSON") as caught:
+        open_model(directory, cache)
+    assert caught.value.remedy
 
 
 def test_only_small_files_of_a_model_are_given(tmp_path: Path) -> None:
