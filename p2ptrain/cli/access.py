@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from p2ptrain.core.disk import write_atomic
 from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError, Refused, StorageError, UserError
 from p2ptrain.core.ids import new_id
-from wire.address import format_address, is_loopback, to_dial
+from wire.address import EVERYWHERE, format_address, is_loopback
 from wire.messages import RefusalCode
 from wire.transport import unreachable
 
@@ -287,12 +287,14 @@ def _kept(caller: Caller, fits: Callable[[Credentials, tuple[str, int]], bool]) 
 
 def shown_host(host: str) -> str:
     """Where other machines reach what listens here on ``host``."""
+    if host not in EVERYWHERE:
+        return host
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # TEST-NET-1 of RFC 5737: a UDP connect sends no packet
-            return to_dial(host, str(probe.getsockname()[0]))
+            return str(probe.getsockname()[0])
         except OSError:
-            return to_dial(host, socket.gethostname())
+            return socket.gethostname()
 
 
 async def is_own(host: str, port: int) -> bool:
