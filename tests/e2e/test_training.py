@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ def undisturbed(sets: list[str], steps: int) -> list[float]:
 
 
 async def test_workers_join_and_are_killed_in_mid_run_and_the_loss_is_that_of_one_process(machine: Any) -> None:
-    steps = 200
+    steps = 140
     sets = machine.settings(job__steps=steps)
     await machine.seed(*sets)
     first, second = await machine.join("--name", "one"), await machine.join("--name", "two")
@@ -95,26 +94,6 @@ async def test_everything_killed_at_once_goes_on_from_the_newest_good_checkpoint
     alone = dict(enumerate(undisturbed(sets, newest + 10), start=1))
     for step in range(newest - 9, newest + 10):
         assert seen[step] == pytest.approx(alone[step], rel=1e-3), "the data position is the same"
-
-
-async def test_up_trains_says_how_far_and_leaves_a_directory_that_transformers_opens(machine: Any) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    arguments = ["up", "--state", str(machine.root), "--json", *machine.settings(job__steps=20)]
-    process = await machine.start(*arguments)
-    assert await process.end() == 0, process.text
-    text = process.text
-    summary = json.loads(text[text.index("{\n") : text.rindex("}") + 1])
-    assert (summary["state"], summary["step"], summary["steps"]) == ("done", 20, 20)
-    assert summary["val_loss"] < 5.6  # below that of guessing among 256 bytes, ln 256 = 5.55, within its noise
-    directory = Path(summary["checkpoint"])
-    model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    ids = tokenizer("def f(x):", return_tensors="pt").input_ids
-    assert model(ids).logits.shape == (1, 9, 256)
-    writing = await machine.start("generate", "def ", "--checkpoint", str(directory), "--tokens", "8")
-    assert await writing.end() == 0, writing.text
-    assert writing.out[0].startswith("def")  # what follows may begin with a new line
 
 
 async def test_a_worker_leaves_on_ctrl_c_and_the_seed_too(machine: Any) -> None:

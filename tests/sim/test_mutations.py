@@ -11,10 +11,10 @@ from roles.sim.watching import MUTATIONS
 FOUND = {
     "fence": (3, "generations grow"),
     "digest": (3, "no fork"),
-    "redo": (24, "same bits"),
+    "redo": (36, "same bits"),
     "dir-sync": (3, "durable"),
     "ledger": (3, "ledger"),
-    "rows": (0, "ledger"),
+    "rows": (22, "ledger"),
     "confirm": (0, "confirmed"),
     "term": (2, "generations grow"),
     "adopt": (2, "restored keeps"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -16,11 +15,12 @@ from configs.schema import Profile
 from p2ptrain.compute.data import DataSpec, load_corpus
 from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.tokenizer import Tokenizer
+from roles.strategies.pipeline import strategy_of
 from roles.worker.build import engine_builder
-
-pytestmark = pytest.mark.slow
+from tests.roles.in_process import Cluster
 
 STEPS = 50
+MICRO_BATCHES, SEQUENCES, TOKENS = 8, 2, 32
 SETS = [
     f"job.steps={STEPS}",
     "device.threads=1",
@@ -31,7 +31,9 @@ SETS = [
     "model.layers=2",
     "model.hidden_size=64",
     "model.intermediate_size=128",
-    "data.sequence_tokens=64",
+    f"data.sequence_tokens={TOKENS}",
+    f"batch.micro_batches={MICRO_BATCHES}",
+    f"batch.micro_batch_sequences={SEQUENCES}",
     "optimizer.warmup_steps=10",
 ]
 
@@ -45,9 +47,9 @@ def plain_losses() -> list[float]:
     """One process: the model from its configuration, autograd over the whole batch, AdamW, clipping, LambdaLR."""
     wanted = profile(1)
     model = initial_model(wanted)
-    spec = DataSpec(path="stdlib", sequence_tokens=64, limit_bytes=2_000_000)
+    spec = DataSpec(path="stdlib", sequence_tokens=TOKENS, limit_bytes=2_000_000)
     corpus = load_corpus(spec, Tokenizer.of_bytes())
-    sampler = WindowSampler(len(corpus.training), wanted.job.seed, 8, 4)
+    sampler = WindowSampler(len(corpus.training), wanted.job.seed, MICRO_BATCHES, SEQUENCES)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -63,8 +65,10 @@ def plain_losses() -> list[float]:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     losses = []
     for step in range(STEPS):
-        windows = [int(window) for index in range(8) for window in corpus.training[sampler.sample(step, index)]]
-        rows = [corpus.tokens[window * 64 : window * 64 + 65] for window in windows]
+        windows = [
+            int(window) for index in range(MICRO_BATCHES) for window in corpus.training[sampler.sample(step, index)]
+        ]
+        rows = [corpus.tokens[window * TOKENS : (window + 1) * TOKENS + 1] for window in windows]
         tokens_bt = torch.stack([torch.from_numpy(row.astype("int64")) for row in rows])
         logits_btv = model(tokens_bt[:, :-1]).logits
         loss = F.cross_entropy(logits_btv.flatten(0, 1), tokens_bt[:, 1:].flatten())
@@ -98,13 +102,12 @@ def initial_model(wanted: Profile) -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
-async def test_the_losses_of_the_first_fifty_steps_are_those_of_one_process(machine: Any, workers: int) -> None:
-    await machine.seed(*(part for text in [*SETS, f"job.workers={workers}"] for part in ("--set", text)))
+async def test_the_losses_of_the_first_fifty_steps_are_those_of_one_process(cluster: Cluster, workers: int) -> None:
+    job = await cluster.create(profile(workers))
     for _ in range(workers):
-        await machine.join()
-    ended = await machine.job_until(lambda item: item["state"] in ("done", "failed"))
-    assert ended["state"] == "done"
-    rows = (await machine.ask("metrics.history", job=ended["id"], after_step=0, limit=200))["rows"]
+        cluster.join(engine_builder(threads=1), strategies=strategy_of)
+    await cluster.job_until(job, lambda item: item["state"] == "done")
+    rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=200))["rows"]
     assert [(row["step"], row["members"]) for row in rows] == [(step, workers) for step in range(1, STEPS + 1)]
     worst = max(abs(row["loss"] / plain - 1) for row, plain in zip(rows, plain_losses(), strict=True))
     print(f"{workers} workers: largest relative difference of a loss in {STEPS} steps: {worst:.1e}")
