@@ -118,7 +118,7 @@ def ended(cluster: Cluster) -> None:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, warm: Nursery | None) -> Iterator[Cluster]:
-    made = started(tmp_path_factory.mktemp("state") / "up", checkpoint, warm, "--split", str(STAGES))
+    made = started(tmp_path_factory.mktemp("state") / "up", checkpoint, warm, "--split", str(STAGES), "--spare", "1")
     yield made
     ended(made)
     assert made.process.returncode == 0
@@ -260,7 +260,7 @@ def test_a_conversation_at_a_terminal(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["generate", "x", "--split", "9"], "3 peers and 6 layers do not make a chain of 9 stages"),
+        (["generate", "x", "--split", "9"], "4 peers and 6 layers do not make a chain of 9 stages"),
         (["generate", "x", "--split", "--positions", "900000000"], "GiB"),
         (["generate", "x" * 100, "--split", "-n", str(CONTEXT)], "are more than the context of 60000"),
         (["generate", "x", "--split", "--wire", "fp8"], "--wire fp8 is not a valid value"),
@@ -291,26 +291,20 @@ async def test_a_checkpoint_that_lies_on_workers(machine: Any) -> None:
     assert [await worker.interrupt() for worker in workers] == [0, 0]
 
 
-@pytest.mark.slow
-def test_a_worker_dies_in_mid_sentence_and_the_text_goes_on(
-    checkpoint: Path, tmp_path: Path, warm: Nursery | None
-) -> None:
-    made = started(tmp_path / "up", checkpoint, warm, "--split", "2", "--spare", "1")
-    try:
-        stage = made.said["split"]["stages"][1]
-        writing = subprocess.Popen(
-            made.command("generate", "hello", "--split", "2", "--stats", *options(400, 3)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        assert writing.stdout is not None
-        begun = os.read(writing.stdout.fileno(), 16)
-        assert begun, "the text has begun"
-        made.worker(stage["name"]).kill()
-        out, err = writing.communicate(timeout=DEADLINE_S)
-        assert writing.returncode == 0, err
-        shown = (begun + out).decode()
-        assert shown.startswith("hello" + reference(checkpoint, ["hello"], 400, 3)[0] + "\n")
-        assert shown.count("was lost; the text went on") == 1
-    finally:
-        ended(made)
+def test_a_worker_dies_in_mid_sentence_and_the_text_goes_on(cluster: Cluster) -> None:
+    """The last test of the cluster: its spare takes the place."""
+    stage = cluster.said["split"]["stages"][1]
+    writing = subprocess.Popen(
+        cluster.command("generate", "hello", "--split", str(STAGES), "--stats", *options(400, 3)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert writing.stdout is not None
+    begun = os.read(writing.stdout.fileno(), 16)
+    assert begun, "the text has begun"
+    cluster.worker(stage["name"]).kill()
+    out, err = writing.communicate(timeout=DEADLINE_S)
+    assert writing.returncode == 0, err
+    shown = (begun + out).decode()
+    assert shown.startswith("hello" + reference(cluster.checkpoint, ["hello"], 400, 3)[0] + "\n")
+    assert shown.count("was lost; the text went on") == 1
