@@ -135,7 +135,7 @@ async def _serve(
     as_json: bool,
     with_parent: bool,
 ) -> None:
-    from p2ptrain.cli.stopping import stoppable
+    from p2ptrain.cli.stopping import stoppable, unless_stopped
     from p2ptrain.core.world import real_world
     from roles.seed import run_seed
     from wire.transport import TcpNetwork
@@ -167,8 +167,8 @@ async def _serve(
             near = to_dial(bound), port
             with nullcontext() if with_parent else announced(near, root):
                 try:
-                    await _first_job(near, root, first_job, console)
                     _tell(console, bound, port, root, tickets, as_json)
+                    await unless_stopped(stop, _first_job(near, root, first_job, console))
                 except P2PTrainError:
                     if not stop.is_set():  # otherwise the seed was stopping, and disconnected us
                         stop.set()
