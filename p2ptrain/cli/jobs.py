@@ -92,7 +92,7 @@ def create(
         from p2ptrain.cli import placement as plans
         from p2ptrain.cli.model_sizes import shape_of
 
-        shape = shape_of(loaded)
+        shape = shape_of(loaded, None if dry_run else lambda text: typer.echo(printable(text), err=True))
         planned = _planned(seed, loaded, shape, dry_run=dry_run)
         if dry_run and planned is not None:
             print_json(plans.to_json(*planned)) if as_json else plans.print_plan(*planned)

@@ -1,23 +1,26 @@
 """What a command must know of the model that a person names. Workers measure a model that they serve
-(``roles.chain.plan.WorkerPool.measured``); the sizes of one to be trained are measured here."""
+(``roles.chain.plan.WorkerPool.measured``). The sizes of one to be trained are computed here for a new model of the
+Llama family, which needs no torch, and measured for others."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from p2ptrain.cli.inputs import is_model
 from p2ptrain.cli.output import Console, json_output
-from p2ptrain.core.errors import ResourceError, StorageError, UserError
+from p2ptrain.core.errors import ConfigError, P2PTrainError, ResourceError, StorageError, UserError
+from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.model_config import MAX_CONFIG_BYTES, config_untrusted
 from ring.training_costs import ModelShape
 
 if TYPE_CHECKING:
-    from configs.schema import Profile
+    from configs.schema import Model, Profile
 
 BYTES_VOCAB = 256  # the tokens of a new model are bytes (``compute.tokenizer``)
 _known = dict[str, ModelShape]()
@@ -42,32 +45,58 @@ def check_stages(directory: Path, stages: int) -> None:
         raise UserError(text, remedy=f"give --split {layers} at most, or no number for the fastest chain")
 
 
-def shape_of(profile: Profile) -> ModelShape | None:
-    """The shape of the model that the profile trains in parts; None if its directory is not on this machine.
+def shape_of(profile: Profile, say: Callable[[str], object] | None = None) -> ModelShape | None:
+    """The shape of the model that the profile trains in parts; None if its directory is not on this machine. With
+    ``say`` it is also None if the model cannot be measured here, and ``say`` gets the reason.
 
     Raises:
         UserError: the model is not split.
-        ConfigError, StorageError: it is invalid, or cannot be trained in parts.
-        ResourceError: there is too little memory to measure it.
+        ConfigError: it is invalid, or cannot be trained in parts.
+        ResourceError, StorageError: without ``say``: there is too little memory to measure it, or it cannot be read.
     """
     if profile.stages < 2:
         raise UserError(
             "the model of this job is not split: every worker trains all of it, so there is nothing to plan",
             remedy="leave --dry-run out, or set job.strategy=pipeline and pipeline.stages",
         )
+    if not profile.model.path and profile.model.architecture in ("llama", "mistral", "qwen2", "qwen3"):
+        return _like_llama(profile.model)
     if profile.model.path and not is_model(profile.model.path):
         return None
     key = profile.model.model_dump_json()
     if key not in _known:
-        # In a process of its own: this one may be a seed, or run for days, and torch's memory would stay.
-        other = ProcessPoolExecutor(1, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
         try:
-            with Console(quiet=json_output.wanted).during(lambda: "measuring the model"), other:
-                _known[key] = other.submit(_measured, profile).result()
-        except BrokenProcessPool as error:
-            text = "the process that measures the model was killed"
-            raise ResourceError(text, remedy="free some memory: it loads torch") from error
-    return _known[key]
+            _known[key] = _measured_apart(profile)
+        except P2PTrainError as error:
+            if say is None or isinstance(error, ConfigError):
+                raise
+            say(f"the workers cut the model by its weights, because it could not be measured: {error.message}")
+    return _known.get(key)
+
+
+def _like_llama(model: Model) -> ModelShape:
+    width, inner = model.hidden_size, model.intermediate_size
+    head, keys = width // model.heads, model.kv_heads * (width // model.heads)
+    layer = 2 * width * width + 2 * width * keys + 3 * width * inner + 2 * width
+    if model.architecture == "qwen2":
+        layer += width + 2 * keys  # biases of queries, keys and values
+    if model.architecture == "qwen3":
+        layer += 2 * head  # norms of queries and keys
+    matrix = 4 * BYTES_VOCAB * width
+    tied = matrix if model.tie_embeddings else 0
+    sizes = ModelSizes((4 * layer,) * model.layers, (0,) * model.layers, matrix, matrix + 4 * width, tied)
+    return ModelShape.of(sizes, width, inner, BYTES_VOCAB)
+
+
+def _measured_apart(profile: Profile) -> ModelShape:
+    # In a process of its own: this one may be a seed, or run for days, and torch's memory would stay.
+    try:
+        other = ProcessPoolExecutor(1, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
+        with Console(quiet=json_output.wanted).during(lambda: "measuring the model"), other:
+            return other.submit(_measured, profile).result()
+    except (BrokenProcessPool, OSError) as error:
+        text = "the process that measures the model was killed or could not start"
+        raise ResourceError(text, remedy="free some memory: it loads torch") from error
 
 
 def _measured(profile: Profile) -> ModelShape:
@@ -80,9 +109,3 @@ def _measured(profile: Profile) -> ModelShape:
     split_check.check_splits(config)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return ModelShape.of(layer_sizes(config), config.hidden_size, inner, config.vocab_size)
-
-
-def shape_param(profile: Profile) -> dict[str, Any]:
-    """The optional parameter of a request that creates a job; empty if the shape is unknown. Raises as ``shape_of``."""
-    shape = shape_of(profile) if profile.stages > 1 else None
-    return {"shape": shape.to_map()} if shape is not None else {}

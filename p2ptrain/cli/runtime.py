@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -175,9 +176,11 @@ def newest_of(checkpoints: Iterable[CheckpointInfo]) -> CheckpointInfo | None:
 
 async def create_job(client: SeedClient, name: str, label: str, profile: Profile, console: Console) -> str:
     """Create a job, with what its placement needs to know of a split model, and say so."""
-    from p2ptrain.cli.model_sizes import shape_param
+    from p2ptrain.cli.model_sizes import shape_of
 
-    more = await asyncio.to_thread(shape_param, profile)
+    say = partial(console.event, "warning")
+    shape = await asyncio.to_thread(shape_of, profile, say) if profile.stages > 1 else None
+    more = {} if shape is None else {"shape": shape.to_map()}
     job = await client.create_job(name, label, profile.to_spec(), **more)
     console.event("info", f"created job {name} ({job}) from profile {label}")
     return job

@@ -184,10 +184,13 @@ def _profile(name: str, sets: list[str], workers: int) -> Profile:
 
 def _plan_here(profile: Profile, workers: int, link: str, *, dry_run: bool, as_json: bool) -> None:
     """Refuse a split model that does not fit into this machine's memory. In a dry run, print the plan."""
+    from p2ptrain.cli.model_sizes import shape_of
     from p2ptrain.cli.output import print_json
     from p2ptrain.cli.placement import local_plan, print_plan, to_json
     from p2ptrain.cli.up_cluster import part_bytes
 
+    if not dry_run and shape_of(profile, lambda _: None) is None:  # ``create_job`` says why
+        return
     flops = 0.0
     if dry_run and profile.stages > 1:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in the workers

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from configs.loader import load
 from configs.schema import Profile
-from p2ptrain.cli import model_sizes, up_cluster
+from p2ptrain.cli import up_cluster
 from p2ptrain.cli.placement import local_plan, prediction, short
 from p2ptrain.core.errors import Refused, ResourceError
 from ring.training_costs import ModelShape
@@ -19,13 +18,6 @@ from .conftest import Command
 SPLIT = ("--set", "job.strategy=pipeline", "--set", "pipeline.stages=2")
 PROFILE = Profile.model_validate({"job": {"strategy": "pipeline", "workers": 2}, "pipeline": {"stages": 2}})
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The models are measured already, without a process of their own."""
-    for profile in (PROFILE, load("tiny", {}, list(SPLIT[1::2])).profile):
-        monkeypatch.setitem(model_sizes._known, profile.model.model_dump_json(), model_sizes._measured(profile))
 
 
 def answer_of(**told: Any) -> dict[str, Any]:

@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from configs.schema import Profile
-from p2ptrain.cli.model_sizes import _measured, shape_param
+from p2ptrain.cli import model_sizes
+from p2ptrain.cli.model_sizes import _measured, shape_of
 from p2ptrain.compute.device import Device
 from p2ptrain.compute.model import model_config
 from p2ptrain.compute.part import Part, layer_sizes
 from p2ptrain.compute.stage import StageSpec, check_training_memory, kept_bytes
+from p2ptrain.core.errors import ResourceError
+from ring.training_costs import ModelShape
 from roles.seed.jobs import training_of
 from roles.worker.build import training_spec
 from tests.compute.families import make
@@ -25,10 +28,11 @@ def profile_of(**tables: Any) -> Profile:
     return Profile.model_validate({**SPLIT, **tables})
 
 
-def check_alike(profile: Profile) -> None:
+def check_alike(profile: Profile, found: ModelShape | None) -> None:
     spec = training_spec(profile).model
     config = model_config(spec, 1 if spec.path else 256)
-    built, found = layer_sizes(config, torch.float32), _measured(profile)
+    built = layer_sizes(config, torch.float32)
+    assert found is not None
     sizes = found.sizes
     assert (sizes.layers_bytes, sizes.first_bytes, sizes.last_bytes, sizes.tied_bytes) == (
         built.layers_bytes, built.first_bytes, built.last_bytes, built.tied_bytes
@@ -41,15 +45,38 @@ def check_alike(profile: Profile) -> None:
         assert training.kept_bytes(0, stop) == kept
 
 
-def test_a_model_is_measured_by_its_table_or_its_directory(tmp_path: Path) -> None:
-    check_alike(profile_of(model={"architecture": "qwen2", "tie_embeddings": False, "kv_heads": 2}))
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> ModelShape:
+        raise ResourceError("it was killed")
+
+    monkeypatch.setattr(model_sizes, "_measured_apart", refuse)
+
+
+@pytest.mark.usefixtures("broken")
+@pytest.mark.parametrize(
+    ("architecture", "tied"),
+    [("llama", True), ("llama", False), ("mistral", True), ("qwen2", False), ("qwen3", True)],
+)
+def test_the_table_tells_what_the_built_model_tells(architecture: str, tied: bool) -> None:
+    profile = profile_of(model={"architecture": architecture, "tie_embeddings": tied, "kv_heads": 2})
+    check_alike(profile, shape_of(profile))
+
+
+def test_a_model_in_a_directory_is_measured(tmp_path: Path) -> None:
     make("gpt2", tmp_path)
-    check_alike(profile_of(model={"path": str(tmp_path)}))
+    profile = profile_of(model={"path": str(tmp_path)})
+    check_alike(profile, _measured(profile))
 
 
-def test_a_directory_that_is_elsewhere_is_not_known() -> None:
-    assert shape_param(profile_of(model={"path": "/nowhere"})) == {}
-    assert shape_param(Profile()) == {}
+@pytest.mark.usefixtures("broken")
+def test_without_its_sizes_a_job_is_possible_and_a_plan_is_not() -> None:
+    profile, said = profile_of(model={"architecture": "gpt2"}), list[str]()
+    assert shape_of(profile, said.append) is None
+    assert "it was killed" in said[0]
+    with pytest.raises(ResourceError):
+        shape_of(profile)
+    assert shape_of(profile_of(model={"path": "/nowhere"})) is None
 
 
 @pytest.mark.parametrize("pipeline", [
