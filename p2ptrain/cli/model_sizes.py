@@ -26,23 +26,27 @@ BYTES_VOCAB = 256  # the tokens of a new model are bytes (``compute.tokenizer``)
 _known = dict[str, ModelShape]()
 
 
-def check_stages(directory: Path, stages: int) -> None:
-    """Refuse more stages than layers, before any worker is asked.
+def check_stages(layers: int, stages: int | None) -> None:
+    """Refuse more stages than layers. A ``ConfigError``, because no further worker changes that."""
+    if (stages or 0) > layers:
+        text = f"a model of {layers} layers cannot have {stages} stages"
+        raise ConfigError(text, remedy=f"give --split {layers} at most, or no number for the fastest chain")
 
-    Raises:
-        UserError: the model has fewer layers.
-        StorageError, ProtocolError: its configuration cannot be read.
-    """
+
+def config_text(directory: Path, stages: int | None = None) -> str:
+    """The text of a model's ``config.json``. Raises ``ConfigError`` if it says that the model has fewer layers than
+    ``stages``; ``StorageError`` or ``ProtocolError`` if it cannot be read."""
     path = directory / "config.json"
     try:
         with path.open("rb") as file:
-            table = config_untrusted(file.read(MAX_CONFIG_BYTES + 1).decode())
+            text = file.read(MAX_CONFIG_BYTES + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise StorageError(f"cannot read {path}: {error}") from error
+    table = config_untrusted(text)
     layers = table.get("num_hidden_layers", table.get("n_layer"))
-    if isinstance(layers, int) and stages > layers:
-        text = f"a model of {layers} layers cannot have {stages} stages"
-        raise UserError(text, remedy=f"give --split {layers} at most, or no number for the fastest chain")
+    if isinstance(layers, int):  # if it has another name, a worker knows it (``split.plan_on``)
+        check_stages(layers, stages)
+    return text
 
 
 def shape_of(profile: Profile, say: Callable[[str], object] | None = None) -> ModelShape | None:

@@ -15,12 +15,13 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from p2ptrain.core.errors import NetworkError, ResourceError, UserError
+from p2ptrain.core.errors import ConfigError, NetworkError, ResourceError, UserError
 from p2ptrain.core.texts import human_bytes
 
 if TYPE_CHECKING:
     from p2ptrain.cli.joining import ServeOptions
     from p2ptrain.cli.output import Console
+    from p2ptrain.cli.text_options import SplitOptions
     from p2ptrain.compute.text import ChatFormat, ModelText
     from roles.chain.client import Chain
     from roles.chain.peer import Context, WorkerAt
@@ -49,9 +50,9 @@ async def check(serve_options: ServeOptions) -> None:
     assert serve_options.model is not None
     cache_bytes(serve_options.memory_bytes, serve_options.model, serve_options.dtype)
     if serve_options.split is not None:
-        from p2ptrain.cli.model_sizes import check_stages
+        from p2ptrain.cli.model_sizes import config_text
 
-        check_stages(serve_options.model, serve_options.split)
+        config_text(serve_options.model, serve_options.split)
 
 
 async def serve(member: ServingMember, serve_options: ServeOptions, console: Console) -> None:
@@ -226,15 +227,11 @@ async def split_target(
     from p2ptrain.cli.split import conversation_positions, within
     from roles.background import Background
     from roles.chain.client import PoolUpdater
-    from roles.chain.plan import local_model
     from roles.verifier.targets import ChainTarget
 
     assert serve_options.model is not None
-    console.progress(f"reading the files of {serve_options.model}")  # the first time it hashes them
-    model = await local_model(context, serve_options.model)
-    console.clear()
     positions = sessions * conversation_positions(text)
-    chain = await _awaited_chain(member, context, serve_options, console, model, positions)
+    chain = await _awaited_chain(member, context, serve_options, console, serve_options.model, positions)
     pool_updater = Background()
     try:
         target = ChainTarget(chain, label=serve_options.model.name, context=text.context)
@@ -253,15 +250,18 @@ async def _awaited_chain(
     context: Context,
     serve_options: ServeOptions,
     console: Console,
-    model: Model,
+    directory: Path,
     positions: int,
 ) -> Chain:
     """Wait for enough workers with enough memory, and load the model into them. The caller closes the chain's pool.
 
-    A verifier may start before its workers. It reports a shortage once, and tries again.
+    A verifier may start before its workers. It reports a shortage once, and tries again. The first worker that can be
+    used says whether the model splits; only then its files are hashed.
     """
-    from p2ptrain.cli.split import within
-    from roles.chain.plan import WorkerPool, workers_of
+    from p2ptrain.cli.model_sizes import config_text
+    from p2ptrain.cli.split import measured, within
+    from p2ptrain.cli.text_options import SplitOptions
+    from roles.chain.plan import WorkerPool, local_model, workers_of
 
     async def known() -> list[WorkerAt]:
         while True:
@@ -270,27 +270,32 @@ async def _awaited_chain(
             except NetworkError:  # the member's link reports this, and reconnects
                 await asyncio.sleep(LOOK_S)
 
-    said = ""
+    said, model, config = "", None, config_text(directory)
+    options = SplitOptions(serve_options.split or None, serve_options.dtype)
     while True:
         workers = await known()
         pool: WorkerPool | None = None
         try:
-            if len(workers) < (serve_options.split or 1):
+            if workers:
+                pool = await WorkerPool.connect(context, workers)
+                await measured(pool, config, options)
+                if model is None:
+                    console.progress(f"reading the files of {directory}")  # the first time it hashes them
+                    model = await local_model(context, directory)
+                    console.clear()
+            if pool is None or model is None or len(workers) < (serve_options.split or 1):
                 there = f"{len(workers)} of {serve_options.split} workers joined" if workers else "no worker has joined"
                 raise UserError(f"{there} to hold a part of the model", remedy="start some: p2ptrain join")
-            pool = await WorkerPool.connect(context, workers)
-            chain = await _loaded_by(pool, serve_options, console, model, positions)
-        except (NetworkError, ResourceError, UserError) as problem:
+            chain = await _loaded_by(pool, options, console, model, positions)
+        except BaseException as problem:
+            if pool is not None:
+                await within(LEAVE_S, pool.close())
+            if not isinstance(problem, NetworkError | ResourceError | UserError) or isinstance(problem, ConfigError):
+                raise  # it is no shortage of workers
             text = f"{problem.message}: {problem.remedy}" if problem.remedy else problem.message
             if text != said:
                 said = text
                 member.notify("warning", "waiting", f"waits for workers: {text}; Ctrl+C leaves")
-            if pool is not None:
-                await within(LEAVE_S, pool.close())
-        except BaseException:
-            if pool is not None:
-                await within(LEAVE_S, pool.close())
-            raise
         else:
             if said:
                 member.notify("info", "enough-workers", "there are enough workers")
@@ -301,17 +306,14 @@ async def _awaited_chain(
                 break
 
 
-async def _loaded_by(
-    pool: WorkerPool, serve_options: ServeOptions, console: Console, model: Model, positions: int
-) -> Chain:
+async def _loaded_by(pool: WorkerPool, options: SplitOptions, console: Console, model: Model, positions: int) -> Chain:
     from p2ptrain.cli.split import load, plan_on
-    from p2ptrain.cli.text_options import SplitOptions
 
-    if (here := len(pool.peers)) < (serve_options.split or 1):
+    if (here := len(pool.peers)) < (options.stages or 1):
         refused = "; ".join(f"{name}: {reason}" for name, reason in pool.refused.items())
-        raise UserError(f"{here} of {serve_options.split} workers can be used: {refused}", remedy="start another")
+        raise UserError(f"{here} of {options.stages} workers can be used: {refused}", remedy="start another")
     try:
-        plan = await plan_on(pool, model, SplitOptions(serve_options.split or None, serve_options.dtype), positions)
+        plan = await plan_on(pool, model, options, positions)
     except ResourceError as problem:  # its own remedy names options that ``join`` does not have
         remedy = "start more of them, or some with more memory: p2ptrain join; or take fewer --sessions"
         raise ResourceError(problem.message, remedy=remedy) from None

@@ -12,6 +12,7 @@ from typing import Any
 
 import typer
 
+from p2ptrain.cli.model_sizes import check_stages, config_text
 from p2ptrain.cli.output import Console, print_json, print_table
 from p2ptrain.cli.placement import placement_map, print_placement
 from p2ptrain.cli.running import default_state_dir
@@ -25,7 +26,7 @@ from p2ptrain.core.texts import human_bytes, layers_text
 from p2ptrain.core.world import real_world
 from roles.chain.client import Chain, Progress
 from roles.chain.peer import Context
-from roles.chain.plan import Model, Plan, WorkerPool, local_model, workers_of
+from roles.chain.plan import Measured, Model, Plan, WorkerPool, local_model, workers_of
 from roles.verifier.targets import PassTimes
 from wire.client import SeedClient
 from wire.records import CheckpointInfo
@@ -71,6 +72,7 @@ async def planned(
     """
     directory = checkpoint
     text = None if directory is None else ModelText(directory)  # fail before connecting
+    config = "" if directory is None else config_text(directory, options.stages)
     access, client = await open_operator(seed)
     try:
         await access.freshen(client.request)
@@ -95,6 +97,7 @@ async def planned(
     try:
         with tempfile.TemporaryDirectory(prefix="p2ptrain-text-") as kept:
             if directory is not None:
+                await measured(pool, config, options)  # fail before hashing
                 console.progress(f"reading the files of {directory}")  # the first time it hashes them
                 model = await local_model(context, directory)
             else:
@@ -110,9 +113,16 @@ async def planned(
         await within(LEAVE_S, pool.close())
 
 
+async def measured(pool: WorkerPool, config: str, options: SplitOptions) -> Measured:
+    """Raises as ``WorkerPool.measured``; ``ConfigError`` for more stages than layers."""
+    found = await pool.measured(config, options.dtype)
+    check_stages(found.sizes.layers, options.stages)
+    return found
+
+
 async def plan_on(pool: WorkerPool, model: Model, options: SplitOptions, positions: int) -> Plan:
-    """Raises as ``WorkerPool.measured`` and ``WorkerPool.plan``."""
-    found = await pool.measured(model, options.dtype)
+    """Raises as ``measured`` and ``WorkerPool.plan``."""
+    found = await measured(pool, model.config, options)
     return await pool.plan(
         model,
         found.sizes,

@@ -102,7 +102,7 @@ def up(
       p2ptrain up --workers 2 --set job.strategy=pipeline --set pipeline.stages=2 --dry-run
       p2ptrain up --split 3 --spare 1 --checkpoint ./SmolLM2-135M --memory 400MiB
     """
-    from p2ptrain.cli.model_sizes import check_stages
+    from p2ptrain.cli.model_sizes import config_text
     from p2ptrain.cli.up_cluster import Plan, SplitPlan, hold, http_place, train
     from wire.emulate import preset_named
 
@@ -121,7 +121,7 @@ def up(
             size_of(memory)  # fail here, not in each worker
         check_dtype(dtype)
         checkpoint = newest_in(checkpoint, download=download).absolute()
-        check_stages(checkpoint, split)
+        config_text(checkpoint, split)  # fail here
         port = _free(port)
         split_plan = SplitPlan(split, spare, checkpoint, memory, dtype, root, port, link)
         with announced((LOOPBACK, port), root):

@@ -7,6 +7,7 @@ A failed ``run`` leaves the session cut to ``keep`` positions.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -160,6 +161,7 @@ def dtype_of(config: PretrainedConfig) -> torch.dtype:
     return next((dtype for dtype in DTYPES.values() if str(dtype) == f"torch.{said}"), torch.float32)
 
 
+@functools.lru_cache(maxsize=8)
 def measured(text: str, dtype: str) -> dict[str, Any]:
     """The bytes of a model's layers and caches, and more (``roles.chain.plan.Measured``). Raises ``ConfigError`` if it
     does not split."""

@@ -5,7 +5,7 @@
 
     pool = await WorkerPool.connect(context, await workers_of(seed.request))
     model = await local_model(context, directory)            # or await pool.model_at(path)
-    found = await pool.measured(model, dtype)
+    found = await pool.measured(model.config, dtype)
     plan = await pool.plan(model, found.sizes, positions=4096, activation_bytes=4 * found.width)
     chain = await Chain.load(pool, model, plan, on_progress=show)
     async with await chain.open(positions=200, sampling=Sampling(seed=7)) as session:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import ring.placement as placing
-from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError, Refused, UserError
+from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, ProtocolError, Refused, UserError
 from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.threads import Thread
@@ -181,7 +181,7 @@ class Measured(Record):
     first_bytes: Count
     last_bytes: Count
     tied_bytes: Count
-    dtype: Annotated[str, Bound(0, 16)]
+    dtype: Annotated[str, Bound(one_of=("fp32", "bf16", "fp16"))]
     width: Annotated[int, Bound(1, 1 << 24)]
 
     def check(self) -> None:
@@ -250,6 +250,7 @@ class WorkerPool:
         self.offers: dict[str, Offer] = {}
         self.refused: dict[str, str] = {}
         self.links: dict[tuple[str, str], LinkQuality] = {}
+        self._measured: dict[tuple[str, str], Measured] = {}  # by the arguments of ``measured``
 
     @classmethod
     async def connect(cls, context: Context, workers: Sequence[WorkerAt], *, timeout_s: float = 5.0) -> Self:
@@ -299,12 +300,26 @@ class WorkerPool:
         offer = self.offers[peer.worker.peer_id]
         return placing.Peer(peer.worker.peer_id, peer.name, offer.memory_bytes, 1 / offer.stream_bps)
 
-    async def measured(self, model: Model, dtype: str) -> Measured:
-        """Ask a worker for the sizes of a model's parts: it has torch loaded, so this process need not load it.
-        Raises ``Refused`` if the model does not split, else as ``Peer.ask``."""
-        peer = min(self.peers.values(), key=lambda each: each.lost)
-        params = {"config": model.config, "dtype": dtype}
-        return Measured.from_map_untrusted(await peer.ask("model.measure", params, timeout_s=OFFER_S))
+    async def measured(self, config: str, dtype: str) -> Measured:
+        """Ask a worker for the sizes of a model's parts, by the text of its ``config.json``: it has torch loaded, so
+        this process need not load it.
+
+        Raises:
+            Refused: the model does not split.
+            NetworkError, PeerError: as said by the last worker that was asked.
+        """
+        if (known := self._measured.get((config, dtype))) is not None:
+            return known
+        problem: P2PTrainError = NetworkError("no worker is there to measure the model", remedy="p2ptrain join")
+        for peer in [each for each in self.peers.values() if not each.lost]:
+            try:
+                answer = await peer.ask("model.measure", {"config": config, "dtype": dtype}, timeout_s=OFFER_S)
+                return self._measured.setdefault((config, dtype), Measured.from_map_untrusted(answer))
+            except (NetworkError, PeerError) as error:
+                if isinstance(error, Refused) and error.code == "bad-spec":  # the model's fault: others say the same
+                    raise
+                problem = error
+        raise problem
 
     async def plan(
         self,

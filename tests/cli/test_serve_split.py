@@ -5,6 +5,7 @@ the type that is asked for."""
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -279,5 +280,28 @@ def test_who_waits_for_workers_leaves_at_once(tmp_path: Path) -> None:
             served.verifier.stop.set()
             async with asyncio.timeout(1.5):
                 await served.verifier.task
+
+    run_virtual(scene())
+
+
+@pytest.mark.parametrize(("table", "split", "problem"), [
+    ({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}, 2, "cannot be split"),
+    ({}, 5, "a model of 4 layers cannot have 5 stages"),
+])  # fmt: skip
+def test_it_ends_once_a_worker_says_that_the_model_does_not_split(
+    tmp_path: Path, table: dict[str, Any], split: int, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = made(tmp_path)
+    (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | table))
+    monkeypatch.setattr("roles.chain.plan.local_model", None)  # nothing is hashed before
+
+    async def scene() -> None:
+        async with alone(tmp_path, model, split) as served:
+            await served.until("waiting")
+            join(served.cluster, 1)
+            with pytest.raises(P2PTrainError, match=problem):
+                await served.verifier.task
+            served.cluster.peers.remove(served.verifier)
+            served.verifier.identity.release()
 
     run_virtual(scene())

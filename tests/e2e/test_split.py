@@ -260,7 +260,7 @@ def test_a_conversation_at_a_terminal(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["generate", "x", "--split", "9"], "4 peers and 6 layers do not make a chain of 9 stages"),
+        (["generate", "x", "--split", "9"], "a model of 6 layers cannot have 9 stages"),
         (["generate", "x", "--split", "--positions", "900000000"], "GiB"),
         (["generate", "x" * 100, "--split", "-n", str(CONTEXT)], "are more than the context of 60000"),
         (["generate", "x", "--split", "--wire", "fp8"], "--wire fp8 is not a valid value"),

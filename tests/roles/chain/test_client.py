@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ from roles.chain.plan import WorkerPool
 from roles.chain.session import Submit
 from roles.worker.stages import MAX_REQUESTS
 from tests.roles.chain.decoding import Generation, generate
-from tests.roles.stage_stand_in import tokens_of
+from tests.roles.stage_stand_in import sizes_of, tokens_of
 from wire.chain_messages import NEXT_LOST, ChainBroken
 
 from .scene import CONFIG, Scene, play
@@ -377,10 +378,33 @@ def test_who_cannot_load_is_replaced(tmp_path: Path) -> None:
 
 def test_a_model_that_does_not_split_is_refused_as_the_users_mistake(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
-        replica, model = await scene.replica(), await scene.model()
+        replica = await scene.replica()
         with pytest.raises(Refused, match="not a stand-in") as caught:
-            await replica.measured(replace(model, config='{"model_type": "other"}'), "")
+            await replica.measured('{"model_type": "other"}', "")
         assert caught.value.exit_code == UserError.exit_code
+        await replica.close()
+
+    play(tmp_path, test)
+
+
+def test_another_worker_measures_a_model_once_where_one_does_not_answer(tmp_path: Path) -> None:
+    async def nonsense(_: object, config: str, dtype: str) -> dict[str, Any]:
+        asked.append(config)
+        return asdict(sizes_of(config)) | {"dtype": "int8", "width": 8}
+
+    asked = list[str]()
+
+    async def test(scene: Scene) -> None:
+        replica = await scene.replica()
+        scene.freeze("w0")
+        scene.workers["w1"].stages._measure = nonsense
+        found = await replica.measured(CONFIG, "")
+        assert (found.dtype, asked) == ("fp32", [CONFIG])
+        for name in scene.workers:
+            scene.kill(name)
+        assert await replica.measured(CONFIG, "") is found
+        with pytest.raises(NetworkError):
+            await replica.measured(CONFIG, "bf16")
         await replica.close()
 
     play(tmp_path, test)
