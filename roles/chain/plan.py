@@ -302,12 +302,7 @@ class WorkerPool:
 
     async def measured(self, config: str, dtype: str) -> Measured:
         """Ask a worker for the sizes of a model's parts, by the text of its ``config.json``: it has torch loaded, so
-        this process need not load it.
-
-        Raises:
-            Refused: the model does not split.
-            NetworkError, PeerError: as said by the last worker that was asked.
-        """
+        this process need not load it. Raises ``Refused`` if the model does not split, else the last worker's error."""
         if (known := self._measured.get((config, dtype))) is not None:
             return known
         problem: P2PTrainError = NetworkError("no worker is there to measure the model", remedy="p2ptrain join")
