@@ -150,7 +150,7 @@ def _planned(
     from p2ptrain.core.errors import Refused, UserError
 
     if shape is None:
-        text = f"the sizes of the model at {profile.model.path} are not known here"
+        text = f"the sizes of {profile.model.path or 'the model'} are not known here"
         if dry_run:
             raise UserError(text, remedy="run this on a machine that has it")
         typer.echo(f"no plan: {text}; the workers cut the model by its weights", err=True)
