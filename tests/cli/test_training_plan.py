@@ -86,7 +86,7 @@ def test_where_there_is_nothing_to_plan_it_says_so(command: Command, fake_seed: 
     away = (*SPLIT, "--set", "model.path=/nowhere")
     assert "not known here" in command("jobs", "create", *away, "--dry-run").err
     assert {method for method, _ in fake_seed.asked} == {"cluster.info"}
-    assert command("jobs", "create", *away).err.startswith("no plan: the sizes of the model at /nowhere")
+    assert command("jobs", "create", *away).err.startswith("no plan: the sizes of /nowhere")
     assert "shape" not in fake_seed.asked[-1][1]
 
 

@@ -20,7 +20,7 @@ async def test_up_trains_a_split_model_stops_and_goes_on(machine: Any) -> None:
     first = await machine.start(*arguments, "--plain")
     await first.until(rf"step +[2-5]\d/{STEPS} ")
     assert await first.interrupt() == 130
-    assert any("try it: p2ptrain generate" in line for line in first.lines)
+    assert any(line.startswith("try it:  p2ptrain generate") for line in first.lines)
     second = await machine.start(*arguments, "--json")
     assert await second.end() == 0, second.text
     assert "from its last checkpoint" in second.text

@@ -24,8 +24,8 @@ def test_a_batch_violates_nothing(first: int, stages: int, peers: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_fault_strikes_and_is_survived(kind: str) -> None:
-    verdict = run_schedule(1, peers=5, kinds=[kind, "join"], stages=2)
-    assert not verdict.violated, f"{verdict.text}\n  → {replay(verdict, peers=5, kinds=[kind, 'join'], stages=2)}"
+    verdict = run_schedule(1, peers=4, kinds=[kind, "join"], stages=2)
+    assert not verdict.violated, f"{verdict.text}\n  → {replay(verdict, peers=4, kinds=[kind, 'join'], stages=2)}"
 
 
 # Name → a schedule that shows it, and by which invariant.
