@@ -111,7 +111,7 @@ async def test_a_split_run_is_bit_for_bit_the_unsplit_one(cluster: Cluster, stag
 
 
 async def test_a_spare_takes_the_place_of_a_worker_that_died(cluster: Cluster) -> None:
-    profile = split_profile(2, 2, steps=250)
+    profile = split_profile(2, 2, steps=400)
     job = await cluster.create(profile)
     peers = [cluster.join() for _ in range(5)]
     item = await cluster.job_until(job, at(5))
@@ -128,7 +128,7 @@ async def test_a_spare_takes_the_place_of_a_worker_that_died(cluster: Cluster) -
 
 
 async def test_after_a_restart_of_everything_each_worker_has_its_stage_again(cluster: Cluster) -> None:
-    profile = split_profile(2, 1, steps=120)
+    profile = split_profile(2, 1, steps=200)
     job = await cluster.create(profile)
     peers = [cluster.join(slot=number) for number in (1, 2)]
     await cluster.job_until(job, at(1))
