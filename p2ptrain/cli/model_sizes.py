@@ -6,9 +6,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +41,7 @@ def config_text(directory: Path, stages: int | None = None) -> str:
         raise StorageError(f"cannot read {path}: {error}") from error
     table = config_untrusted(text)
     layers = table.get("num_hidden_layers", table.get("n_layer"))
-    if isinstance(layers, int):  # if it has another name, a worker knows it (``split.plan_on``)
+    if isinstance(layers, int):  # if it has another name, a worker knows it (``split.measured``)
         check_stages(layers, stages)
     return text
 
@@ -93,6 +90,10 @@ def _like_llama(model: Model) -> ModelShape:
 
 
 def _measured_apart(profile: Profile) -> ModelShape:
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+    from multiprocessing import get_context
+
     # In a process of its own: this one may be a seed, or run for days, and torch's memory would stay.
     try:
         other = ProcessPoolExecutor(1, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
