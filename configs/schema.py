@@ -18,6 +18,8 @@ LinkPresetName = Literal["", "lan", "wifi", "metro", "wan", "transcontinental", 
 """Empty, and the names in ``wire.emulate.PRESETS``. configs may not import wire, so a test compares the two."""
 
 SPEC_LIMIT_BYTES = 32 * 1024
+RECURRENT = frozenset({"lstm", "mamba", "falcon_mamba"})
+"""Architectures with neither attention heads nor a longest context."""
 
 Text = Annotated[str, Field(max_length=1024)]
 
@@ -70,7 +72,8 @@ class Model(Table):
     """The model: a transformers architecture with these sizes, or a model from a local directory."""
 
     architecture: str = Field(default="llama", pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")
-    """Model type as transformers names it: llama, qwen2, qwen3, mistral, gpt2, ..."""
+    """Model type as transformers names it: llama, qwen2, qwen3, mistral, gpt2, ...; or lstm, p2ptrain's own, for which
+    only hidden_size, layers and tie_embeddings count."""
     path: Text = ""
     """Directory of a model to train further, on every worker; it sets the sizes. Empty: a new model."""
     hidden_size: int = Field(default=128, ge=8, le=65536)
@@ -327,7 +330,7 @@ class Profile(Table):
 def _check(profile: Profile) -> None:
     """Raise ``Conflict`` if settings that are valid alone contradict each other."""
     new, split, stages = not profile.model.path, profile.job.strategy == "pipeline", profile.pipeline.stages
-    if new:  # compute checks the sizes of a model directory
+    if new and profile.model.architecture not in RECURRENT:  # compute checks the sizes of a model directory
         _check_heads(profile, "model")
         _check_at_most(profile, "data.sequence_tokens", "model.context")
     if split != (stages >= 2):
@@ -364,7 +367,8 @@ def _check(profile: Profile) -> None:
             raise _conflict(profile, "drafter.layers", "model.path", why=why, remedy=remedy)
         why = ": such a drafter is not faster than the model"
         _check_at_most(profile, "drafter.layers", "model.layers", why=why)
-        _check_heads(profile, "drafter")
+        if profile.model.architecture not in RECURRENT:
+            _check_heads(profile, "drafter")
 
 
 def _check_cuts(profile: Profile) -> None:

@@ -27,6 +27,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
+from p2ptrain.compute.lstm import LstmConfig
 from p2ptrain.core.errors import ConfigError
 
 transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -42,7 +43,8 @@ class ModelSpec:
     """The ``[model]`` table, whose values ``configs.schema`` has checked.
 
     Attributes:
-        architecture: a ``model_type`` of transformers with a causal language model, such as ``llama`` or ``gpt2``.
+        architecture: a ``model_type`` of transformers with a causal language model, such as ``llama`` or ``gpt2``;
+            or ``lstm`` (``compute.lstm``).
         path: a local model directory (``config.json`` and safetensors); it overrides every other field.
         context: the model's maximum number of positions, in tokens.
         extra: further fields of the architecture's configuration.
@@ -87,7 +89,8 @@ def model_config(spec: ModelSpec, vocab_size: int) -> PretrainedConfig:
         "initializer_range": spec.hidden_size**-0.5,  # the usual 0.02 fits a width of 2,500
     }
     chosen = {key: value for key, value in sizes.items() if key in known}
-    if "num_key_value_heads" not in known and spec.kv_heads != spec.heads:
+    ungrouped = "num_attention_heads" in known and "num_key_value_heads" not in known
+    if ungrouped and spec.kv_heads != spec.heads:
         raise ConfigError(f"{spec.architecture!r} has no model.kv_heads", remedy="set kv_heads to the value of heads")
     special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # defaults are for other vocabularies
     try:
@@ -216,9 +219,10 @@ def _directory_config(directory: Path, vocab_size: int) -> PretrainedConfig:
 
 
 def check_architecture(name: str) -> None:
-    """Raise ``ConfigError`` if transformers has no causal language model of ``model_type`` ``name``."""
-    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        close = difflib.get_close_matches(name, list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), n=3)
+    """Raise ``ConfigError`` if there is no causal language model of ``model_type`` ``name``."""
+    known = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, LstmConfig.model_type]
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=3)
         raise ConfigError(
             f"model.architecture = {name!r} is not a causal language model of transformers",
             remedy=f"did you mean {' or '.join(close)}?"

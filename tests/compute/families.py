@@ -77,6 +77,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 UNSPLIT: dict[str, dict[str, Any]] = {
     "mamba": {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3, "state_size": 8},
     "rwkv": {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3, "context_length": 128},
+    "lstm": {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3},
     "lfm2": {**_SIZES, "layer_types": ["conv", "full_attention"] * 3},
 }
 

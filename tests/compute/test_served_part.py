@@ -524,7 +524,7 @@ def test_every_family_split_in_two_and_in_three_writes_the_text_of_generate(tmp_
         assert Client(parts, "s", GREEDY).say(prompt(8), 12) == expected
 
 
-@pytest.mark.parametrize("family", ["mamba", "rwkv", "lfm2"])
+@pytest.mark.parametrize("family", ["mamba", "rwkv", "lstm", "lfm2"])
 def test_a_model_that_does_not_split_runs_whole(tmp_path: Path, family: str) -> None:
     """With tokens taken back, and several at once, as a verifier asks for them."""
     whole = make_unsplit(family, tmp_path)

@@ -91,6 +91,13 @@ def test_a_bad_spec_is_a_protocol_error(text: str, message: str) -> None:
     assert message in caught.value.message
 
 
+def test_a_recurrent_model_has_no_heads_and_no_context() -> None:
+    sizes = {"hidden_size": 30, "heads": 7, "kv_heads": 3, "context": 2}
+    assert Profile.model_validate({"model": {"architecture": "lstm", **sizes}}).model.hidden_size == 30
+    with pytest.raises(ValidationError):
+        Profile.model_validate({"model": sizes})
+
+
 def test_a_model_is_split_where_strategy_and_stages_both_say_so() -> None:
     job, batch = {"strategy": "pipeline", "workers": 5}, {"micro_batches": 2}
     profile = Profile.model_validate({"job": job, "batch": batch, "pipeline": {"stages": 2, "cuts": [3]}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from p2ptrain.compute.tokenizer import Tokenizer
 from roles.strategies.pipeline import strategy_of
 from roles.worker.build import engine_builder
 from tests.roles.in_process import Cluster
+from wire.memory import MemoryNetwork
 
 STEPS = 50
 MICRO_BATCHES, SEQUENCES, TOKENS = 8, 2, 32
@@ -101,14 +103,34 @@ def initial_model(wanted: Profile) -> LlamaForCausalLM:
     return model
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
-async def test_the_losses_of_the_first_fifty_steps_are_those_of_one_process(cluster: Cluster, workers: int) -> None:
-    job = await cluster.create(profile(workers))
-    for _ in range(workers):
+async def _losses(cluster: Cluster, wanted: Profile) -> list[float]:
+    job = await cluster.create(wanted)
+    for _ in range(wanted.job.workers):
         cluster.join(engine_builder(threads=1), strategies=strategy_of)
     await cluster.job_until(job, lambda item: item["state"] == "done")
     rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=200))["rows"]
-    assert [(row["step"], row["members"]) for row in rows] == [(step, workers) for step in range(1, STEPS + 1)]
-    worst = max(abs(row["loss"] / plain - 1) for row, plain in zip(rows, plain_losses(), strict=True))
+    steps = range(1, wanted.job.steps + 1)
+    assert [(row["step"], row["members"]) for row in rows] == [(step, wanted.job.workers) for step in steps]
+    return [row["loss"] for row in rows]
+
+
+async def test_two_workers_train_a_model_without_attention_as_one_does(tmp_path: Path) -> None:
+    found = []
+    for workers in (1, 2):
+        sets = [*SETS, "job.steps=12", "model.architecture=lstm", f"job.workers={workers}"]
+        cluster = Cluster(tmp_path / str(workers), MemoryNetwork())
+        await cluster.start_seed()
+        try:
+            found.append(await _losses(cluster, load("tiny", {}, sets).profile))
+        finally:
+            await cluster.close()
+    assert found[0][-1] < found[0][0] - 0.5
+    assert max(abs(two / one - 1) for one, two in zip(*found, strict=True)) < 1e-5
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+async def test_the_losses_of_the_first_fifty_steps_are_those_of_one_process(cluster: Cluster, workers: int) -> None:
+    losses = await _losses(cluster, profile(workers))
+    worst = max(abs(loss / plain - 1) for loss, plain in zip(losses, plain_losses(), strict=True))
     print(f"{workers} workers: largest relative difference of a loss in {STEPS} steps: {worst:.1e}")
     assert worst < 1e-4

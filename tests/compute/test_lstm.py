@@ -1,0 +1,44 @@
+"""A model without attention is trained and saved as any other; ``test_served_part`` has its text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from p2ptrain.compute.device import pick_device
+from p2ptrain.compute.model import ModelSpec, load_model
+from p2ptrain.compute.stage import StageSpec
+from p2ptrain.compute.trainer import Trainer
+from p2ptrain.core.errors import ConfigError
+from tests.compute.saving import save
+from tests.compute.tiny_trainer import run_step, state_bytes, tiny_spec, tiny_trainer
+
+LSTM = ModelSpec(architecture="lstm", hidden_size=30, layers=2, heads=7, kv_heads=3, context=2)
+"""With values that do not apply."""
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_it_learns_and_goes_on_from_a_checkpoint_that_is_a_model_directory(
+    text_file: Path, tmp_path: Path, tied: bool
+) -> None:
+    spec = replace(LSTM, tie_embeddings=tied)
+    trainer, again = tiny_trainer(text_file, model=spec), tiny_trainer(text_file, model=spec)
+    losses = [run_step(trainer, step) for step in range(6)]
+    assert losses[-1] < losses[0] - 0.1
+    save(trainer, tmp_path, 6)
+    model = load_model(tmp_path)
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied  # type: ignore[no-untyped-call]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, trainer._model.get_parameter(name)), name
+    again.load(tmp_path)
+    assert run_step(again, 6) == run_step(trainer, 6)
+    assert state_bytes(again) == state_bytes(trainer)
+
+
+def test_its_layers_cannot_be_parted(text_file: Path) -> None:
+    stage = StageSpec(0, (0, 1, 2))
+    with pytest.raises(ConfigError, match="a 'lstm' model cannot be split: its layers have no attention heads"):
+        Trainer(tiny_spec(text_file, model=LSTM), pick_device("cpu", 1), stage)
