@@ -54,9 +54,10 @@ class Table(BaseModel):
 class Job(Table):
     """The run as a whole."""
 
-    strategy: Literal["sync", "pipeline"] = "sync"
+    strategy: Literal["sync", "pipeline", "local", "federated"] = "sync"
     """What members exchange: 'sync' reduces the gradients of every step; 'pipeline' also splits the model over several
-    workers (see [pipeline])."""
+    workers (see [pipeline]); 'local' exchanges rarely, after many steps of each member on its own (see [local]);
+    'federated' averages the models of workers that train on their own texts (see [federated])."""
     steps: int = Field(default=400, ge=1, le=10**9)
     """Optimizer steps of the whole run."""
     seed: int = Field(default=1337, ge=0, lt=2**63)
@@ -132,6 +133,35 @@ class Pipeline(Table):
     """Compute the hidden states of a part again in its backward pass, rather than keep them."""
     max_in_flight: int = Field(default=0, ge=0, le=65536)
     """Most micro-batches that a part holds at a time; 0: set by the schedule."""
+
+
+class Local(Table):
+    """Strategy 'local' (DiLoCo), for slow links: a step of the job is an outer step. Each of its batch.micro_batches is
+    an AdamW step of one worker on its own copy, so with n workers each takes about 1/n of them. Then the workers
+    exchange how far they came, and all take one step with Nesterov momentum."""
+
+    outer_lr: float = Field(default=0.7, gt=0, le=10)
+    """Learning rate of the outer step."""
+    outer_momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Nesterov momentum of the outer step."""
+    fragments: int = Field(default=1, ge=1, le=256)
+    """Parts of the model. Each step exchanges one of them, in turn, so it sends less at a time."""
+    overlap: bool = False
+    """Exchange what was computed in the step before, while this step is computed: workers never wait for the network
+    unless it is slower than they are."""
+
+
+class Federated(Table):
+    """Strategy 'federated': a step of the job is a round. Its batch.micro_batches are shared in proportion to the
+    workers' texts. Each is an AdamW step of one worker on its own copy; then the copies are averaged. With
+    data.private = true each worker has its own text, which does not leave it."""
+
+    sample: int = Field(default=0, ge=0, le=1024)
+    """Workers that take part in a round, drawn anew for each; 0: all."""
+    most_share: float = Field(default=1.0, gt=0, le=1)
+    """The largest share of a round for one worker, however large its text is."""
+    proximal: float = Field(default=0.0, ge=0, le=1000)
+    """FedProx: pull towards the averaged model, added to the gradient as this factor times the difference; 0: none."""
 
 
 class Drafter(Table):
@@ -263,6 +293,8 @@ class Profile(Table):
     data: Data = Data()
     batch: Batch = Batch()
     pipeline: Pipeline = Pipeline()
+    local: Local = Local()
+    federated: Federated = Federated()
     optimizer: Optimizer = Optimizer()
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
@@ -334,7 +366,7 @@ def _check(profile: Profile) -> None:
         _check_heads(profile, "model")
         _check_at_most(profile, "data.sequence_tokens", "model.context")
     if split != (stages >= 2):
-        remedy = "strategy 'pipeline' with pipeline.stages of 2 or more, or strategy 'sync' with 0"
+        remedy = "strategy 'pipeline' with pipeline.stages of 2 or more, or another strategy with 0"
         raise _conflict(profile, "job.strategy", "pipeline.stages", why="they contradict each other", remedy=remedy)
     if split:
         _check_at_most(profile, "pipeline.stages", "job.workers", why=": each part needs a worker")
@@ -347,8 +379,8 @@ def _check(profile: Profile) -> None:
         why = "more replicas than micro-batches, so some replicas would have none"
         remedy = f"job.workers at most {profile.batch.micro_batches * stages}"
         raise _conflict(profile, "job.workers", "pipeline.stages", "batch.micro_batches", why=why, remedy=remedy)
-    if profile.job.exact and split:
-        why = "exact mode does not support split models"
+    if profile.job.exact and profile.job.strategy != "sync":
+        why = "exact mode is for strategy 'sync' only"
         raise _conflict(profile, "job.exact", "job.strategy", why=why, remedy="job.exact = false")
     if profile.job.exact and profile.ring.codec not in ("fp32", "auto"):
         remedy = "ring.codec = 'fp32', or job.exact = false"

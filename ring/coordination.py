@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any, TypeAlias
 
 from ring.order import Links, RingOptions
-from ring.token import balanced
+from ring.token import ShareRule, balanced
 from ring.view import REDUCED_TO_STATE, View, shares
 from wire.frame import CONTROL_FRAME_BYTES
 from wire.job_messages import MemberRecord, Report
@@ -96,6 +96,7 @@ class JobOptions:
         cooldown_s: first exclusion of a peer whose link keeps breaking; doubles each time.
         ring_options: the profile's options for the ring.
         minted_below: an earlier seed may have minted generations up to this one.
+        share_rule: how the members of a view share its micro-batches.
     """
 
     workers: int
@@ -107,6 +108,7 @@ class JobOptions:
     cooldown_s: float = 30.0
     ring_options: RingOptions = field(default_factory=RingOptions)
     minted_below: int = 0
+    share_rule: ShareRule = field(default_factory=ShareRule)
 
     @property
     def most(self) -> int:
@@ -652,6 +654,10 @@ def records(
     """The members in rank order. Their shares follow the microseconds of a micro-batch at each; 0: not known."""
     equal = [count for _, count in shares(micro_batches, len(members))]
     counts = balanced(micro_batches, unit_us or [0] * len(members), equal)
+    return with_shares(members, counts, healthy)
+
+
+def with_shares(members: Sequence[Peer], counts: Sequence[int], healthy: Collection[str]) -> tuple[MemberRecord, ...]:
     return tuple(
         MemberRecord(peer.peer_id, peer.name, peer.host, peer.port, last - count, count, peer.peer_id in healthy)
         for peer, count, last in zip(members, counts, accumulate(counts), strict=True)

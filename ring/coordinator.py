@@ -80,9 +80,11 @@ from ring.coordination import (
     ordered,
     records,
     square_sum,
+    with_shares,
 )
 from ring.order import known_link, plan_ring
 from ring.quarantine import Quarantine
+from ring.token import by_size
 from ring.view import View
 from wire.job_messages import MemberRecord, Report
 
@@ -557,8 +559,13 @@ class Coordinator:
         links, compute_s = self._measured.links, self._measured.compute_s
         reduce_bytes = max(report.reduce_bytes for report in ready.values())
         plan = plan_ring(chosen, links, self.options.ring_options, reduce_bytes, compute_s, name=self._roster.name)
-        units_us = [ready[peer_id].unit_us for peer_id in plan.order]
-        members = records([peers[peer_id] for peer_id in plan.order], self.options.micro_batches, healthy, units_us)
+        chosen_peers, reports = [peers[peer_id] for peer_id in plan.order], [ready[peer_id] for peer_id in plan.order]
+        rule, total = self.options.share_rule, self.options.micro_batches
+        if rule.by_size:
+            counts = by_size(total, [max(report.windows, 1) for report in reports], rule.most)
+            members = with_shares(chosen_peers, counts, healthy)
+        else:
+            members = records(chosen_peers, total, healthy, [report.unit_us for report in reports])
         kind, text = self._recovery.given_up(step, chosen_from, survivors, self.view) if self.view else ("", "")
         if kind and not self.restore:
             self._say("warning", kind, text)

@@ -6,9 +6,9 @@
   The usual one is the median over the steps that this member saw committed.
 - ``verdict``: after the vote, all members judge the same tokens, and so reach the same verdict. The norm of a sum is at
   most the sum of the norms (the triangle inequality); a longer sum was corrupted on its way.
-- ``Shares``: how many micro-batches of the next step each member computes, by measured speed. Integers only, so every
-  member computes the same shares. Units are microseconds per micro-batch. A step's *makespan* is the time of its
-  slowest share: the maximum of count x unit over ranks.
+- ``Shares``: how many micro-batches of the next step each member computes, by measured speed, or by a ``ShareRule``.
+  Integers only, so every member computes the same shares. Units are microseconds per micro-batch. A step's *makespan*
+  is the time of its slowest share: the maximum of count x unit over ranks.
 """
 
 from __future__ import annotations
@@ -254,6 +254,63 @@ class Shares:
     def after(self, unit_us: Sequence[int]) -> Shares:
         idle = [0 if count else steps + 1 for count, steps in zip(self.counts, self._idle_steps, strict=True)]
         return Shares(probed(balanced(sum(self.counts), unit_us, self.counts), unit_us, idle), idle)
+
+
+@dataclass(frozen=True, slots=True)
+class ShareRule:
+    """How the members share the micro-batches of a step.
+
+    Attributes:
+        by_size: in proportion to the members' data (``by_size``), whatever their speed. False: by measured speed.
+        most: the largest share of a step for one member.
+        sample: members that take part in a step, drawn anew for each; 0: all.
+        seed: of the draw.
+    """
+
+    by_size: bool = False
+    most: float = 1.0
+    sample: int = 0
+    seed: int = 0
+
+    def of_step(self, counts: Sequence[int], step: int) -> Shares:
+        """The shares of a step that do not depend on the one before. ``counts``: those of the view, in rank order."""
+        if not 0 < self.sample < len(counts):
+            return Shares(counts)
+        drawn = sorted(range(len(counts)), key=lambda rank: self._draw(step, rank))[: self.sample]
+        return Shares(by_size(sum(counts), [count * (rank in drawn) for rank, count in enumerate(counts)]))
+
+    def _draw(self, step: int, rank: int) -> bytes:
+        return hashlib.blake2b(struct.pack("!qqq", self.seed, step, rank), digest_size=8).digest()
+
+
+def by_size(micro_batches: int, sizes: Sequence[int], most: float = 1.0) -> list[int]:
+    """Counts in rank order that sum to ``micro_batches``, in proportion to ``sizes``, and at least 1 for a size above
+    0. At least one size is above 0. ``most``: see ``ShareRule``."""
+    limit = max(int(_limit(sizes, most)), 1)
+    capped = [min(size, limit) for size in sizes]
+    total = sum(capped)
+    counts = [micro_batches * size // total for size in capped]
+    rest = sorted(range(len(sizes)), key=lambda rank: (-(micro_batches * capped[rank] % total), rank))
+    for rank in rest[: micro_batches - sum(counts)]:
+        counts[rank] += 1
+    for rank, size in enumerate(sizes):
+        if size and not counts[rank]:
+            counts[counts.index(max(counts))] -= 1
+            counts[rank] = 1
+    return counts
+
+
+def _limit(sizes: Sequence[int], most: float) -> float:
+    """The size that larger ones count as, so that none is more than the share ``most`` of all."""
+    largest, limit = sorted(sizes, reverse=True), float(max(sizes))
+    for number, size in enumerate(largest):
+        others, left = sum(largest[number:]), 1 - number * most
+        if left <= 0 or not size:
+            return min(size for size in sizes if size)
+        if size * left <= most * others:
+            break
+        limit = most * (others - size) / (left - most) if left > most else float(size)
+    return limit
 
 
 def balanced(micro_batches: int, unit_us: Sequence[int], before: Sequence[int] = ()) -> list[int]:

@@ -16,9 +16,9 @@ Rules
 5. An optimizer step cannot be interrupted. A break that arrives during it is handled after it.
 6. A step is *confirmed* when every member has sent the digest of its state after the step. A member that sent this
    digest has applied the step, and no break can take it back. Only a confirmed step becomes a checkpoint.
-7. The shares of a step follow from the tokens of the step before it (``ring.token.Shares``), which all members see.
-   The shares of a view's first step are in the view. Every applied step is recorded with the view and the shares in
-   which it was computed, even if a later view redoes it.
+7. The shares of a step follow from the tokens of the step before it (``ring.token.Shares``), which all members see,
+   or from the view and the step's number (``ring.token.ShareRule``). Those of a view's first step are in the view.
+   Every applied step is recorded with the view and the shares in which it was computed, even if a later view redoes it.
 8. A state is *torn* while it is being replaced, and when it was found to differ from the other members' states. A
    torn state is never reported, trained on or given to others. It is healed again, or loaded again from the disk.
 
@@ -43,7 +43,7 @@ from typing import TypeAlias
 
 from p2ptrain.core.texts import shortened
 from ring.coordination import InvalidTransition
-from ring.token import Fault, Flag, Guard, Shares, Token, next_lineage, odd_ones_out, verdict
+from ring.token import Fault, Flag, Guard, ShareRule, Shares, Token, next_lineage, odd_ones_out, verdict
 from ring.view import View
 from wire.job_messages import LedgerRow, Report
 
@@ -309,7 +309,14 @@ class Transaction:
     """
 
     def __init__(
-        self, *, job: str, peer_id: str, steps_total: int, checkpoint_every: int = 0, outlier_factor: float = 0.0
+        self,
+        *,
+        job: str,
+        peer_id: str,
+        steps_total: int,
+        checkpoint_every: int = 0,
+        outlier_factor: float = 0.0,
+        share_rule: ShareRule = ShareRule(),  # noqa: B008 - it is immutable
     ) -> None:
         self.job = job
         self.peer_id = peer_id
@@ -325,6 +332,7 @@ class Transaction:
         self.anew = False  # loaded again since the view began: this member no longer holds the view's state
         self.history: deque[str] = deque(maxlen=40)
         self._checkpoint_every = checkpoint_every
+        self._share_rule = share_rule
         self._guard = Guard(outlier_factor)
         self._rank = 0
         self._ticket = 0
@@ -455,7 +463,7 @@ class Transaction:
             self._go(Phase.EMPTY if self.torn else Phase.IDLE)
             return [Reload()] if self.torn else []
         self.view, self._rank, self.anew = view, rank, False
-        self.shares = Shares(member.count for member in view.members)
+        self.shares = self._share_rule.of_step([member.count for member in view.members], view.step)
         old = [CloseRing("a new view was announced")] if self.phase in (Phase.HELD, Phase.DONE) else []
         named = self.applied + 1 == view.step and self.prepared_lineage == view.lineage
         redo = bool(self.prepared_lineage) and named and view.square_sum > 0  # clipping needs the norm
@@ -589,8 +597,12 @@ class Transaction:
         self._requested_flags &= ~self._flags_sent  # a request that came after the token waits for the next token
         # Every member sums the same numbers in the same order, so clipping is bit-equal.
         self.square_sum = sum((token.part for token in tokens), start=0.0)
-        # A split model keeps its shares: they depend on each replica's slowest stage, which the tokens do not show.
-        self._next_shares = self.shares if view.stages > 1 else self.shares.after([token.unit_us for token in tokens])
+        if self._share_rule.by_size:
+            self._next_shares = self._share_rule.of_step([member.count for member in view.members], self.applied + 1)
+        elif view.stages > 1:  # they depend on each replica's slowest stage, which the tokens do not show
+            self._next_shares = self.shares
+        else:
+            self._next_shares = self.shares.after([token.unit_us for token in tokens])
         self._go(Phase.APPLYING)
         return [Apply(self._next_ticket(), self.applied, self.square_sum, redo=False)]
 

@@ -6,7 +6,7 @@ All methods block. They run on one dedicated compute thread (``roles.compute_thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,11 +59,11 @@ class Engine(Protocol):
         corpus_digest: SHA-256 of the tokenized corpus, hex; members of a job must agree on it.
         tokens_per_micro_batch: targets in one micro-batch.
         device: for people, such as ``"cpu (2 threads)"`` or ``"cuda:0 NVIDIA H100"``.
-        reduce_buffer: flat host array of the computing dtype, shape (numel + 1,): the gradients, then the sum of the
-            micro-batches' losses. The ring sums it over the members in place. It begins with the front while the rest
-            is still being computed. The engine does not change final elements before the next ``begin_step``, because
-            they are kept for a redo.
-        exact_from: the codec is not applied to elements from this index on (norms, biases, the loss). They are few.
+        reduce_buffer: flat host array of the computing dtype, shape (numel + some,): the member's contribution to the
+            step, such as gradients, and behind it a few numbers such as the sum of the losses. The ring sums it over
+            the members in place. It begins with the front while the rest is still being computed. The engine does not
+            change final elements before the next ``begin_step``, because they are kept for a redo.
+        exact_from: the codec is not applied to elements from this index on (norms, biases, losses). They are few.
         exact: whether ``reduce_buffer`` is int64 fixed point. Then the bits of all sums, and so of the whole run, do
             not depend on which member computes a micro-batch.
         windows: training sequences in the corpus.
@@ -80,18 +80,24 @@ class Engine(Protocol):
     def share_cores(self, workers: int) -> None:
         """Use 1/``workers`` of this machine's cores: so many members of the ring compute on it."""
 
-    def begin_step(self, step: int) -> None:
-        """Zero the gradients. ``step`` counts from 0: it is the number of steps applied so far."""
+    def begin_step(self, step: int, first: int = 0, count: int = 0) -> bool:
+        """Begin step ``step``, counted from 0: it is the number of steps applied so far. This member's share are the
+        micro-batches [``first``, ``first + count``). Returns whether its contribution does not depend on them: then
+        ``finish_gradients`` may come before them."""
 
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
-        """Run forward and backward of micro-batch ``index`` of step ``step``; add the gradient of its mean loss / M.
+        """Run forward and backward of micro-batch ``index`` of step ``step``; add the gradient of its mean loss / M, or
+        take an inner step with it (``compute.local``).
 
         M is the number of micro-batches in a global batch, over all members. ``on_final`` is given with the last
         micro-batch of this member's share.
         """
 
     def finish_gradients(self, on_final: OnFinal | None = None) -> None:
-        """Complete gradients and loss in ``reduce_buffer``. All of it is final when this returns."""
+        """Complete the contribution in ``reduce_buffer``. All of it is final when this returns."""
+
+    def exchanged(self, step: int) -> Sequence[tuple[int, int]]:
+        """Ranges of ``reduce_buffer`` that the members sum in ``step``, ascending. The other elements are zero."""
 
     def partial_square_sum(self, start: int, stop: int) -> float:
         """Sum of squares, in fp64, of ``reduce_buffer[start:stop]`` without the loss. Independent of thread counts.

@@ -1,7 +1,8 @@
 """Engines without torch: a quadratic function instead of a model, and parts that only take time.
 
 The quadratic engine keeps every promise of ``roles.engine.Engine`` and costs microseconds. So tests and simulations can
-run the real seed with hundreds of real workers.
+run the real seed with hundreds of real workers. With 'local' and 'federated' each member moves a copy of its own, as in
+``p2ptrain.compute.local``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from configs.schema import Profile
+from configs.schema import Local, Profile
 from p2ptrain.compute.gradients import UNIT, to_fixed, to_float
 from p2ptrain.core.checkpoint_parts import shard_name
 from p2ptrain.core.errors import JobFailed, ProtocolError, StorageError
@@ -58,14 +59,20 @@ class StandInEngine:
         self._profile = profile
         self._seed = profile.job.seed
         self._micro_batches = profile.batch.micro_batches
+        self._local = {
+            "local": profile.local,
+            "federated": Local(outer_lr=1.0, outer_momentum=0.0),
+        }.get(profile.job.strategy)
         self._on_micro_batch = on_micro_batch
         self._parameters = np.zeros(numel, np.float32)
         self._momentum = np.zeros(numel, np.float32)
+        self._own: npt.NDArray[np.float32] | None = None  # with 'local' and 'federated': private to this member
         self.corpus_digest = hashlib.sha256(corpus.encode()).hexdigest()
         self.tokens_per_micro_batch = profile.batch.micro_batch_sequences * profile.data.sequence_tokens
         self.device = "stand-in"
         self.exact = profile.job.exact
-        self.reduce_buffer: npt.NDArray[Any] = np.zeros(numel + 1, np.int64 if self.exact else np.float32)
+        scalars = 3 if self._local else 1  # weight, number of losses; sum of losses
+        self.reduce_buffer: npt.NDArray[Any] = np.zeros(numel + scalars, np.int64 if self.exact else np.float32)
         self._fits = True
         self.exact_from = numel
         self.windows = 1 << 16
@@ -73,12 +80,23 @@ class StandInEngine:
     def share_cores(self, workers: int) -> None:
         """Does nothing: this engine always uses one core."""
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, first: int = 0, count: int = 0) -> bool:
         self.reduce_buffer[:] = 0
         self._fits = True
+        if self._local is None:
+            return False
+        fragments, overlap = self._local.fragments, self._local.overlap
+        if self._own is None or not (overlap or fragments > 1):
+            self._own, self._loss = self._parameters.copy(), np.zeros(2, np.float32)
+            self._taken, self._sent = [0] * fragments, 0
+        self._step, self._waits = step, overlap and not self._taken[step % fragments]
+        return overlap and not self._waits
 
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
         self._on_micro_batch(step, index)
+        if self._local is not None:
+            self._inner_step(step, index)
+            return
         addend: npt.NDArray[Any] = self.contribution(step, index)
         if self.exact:
             addend[-1] /= np.float32(self._micro_batches)
@@ -97,11 +115,36 @@ class StandInEngine:
         loss = np.add.reduce(difference**2, dtype=np.float64) / self._whole
         return np.append(gradient, loss.astype(np.float32))
 
+    def _inner_step(self, step: int, index: int) -> None:
+        assert self._own is not None
+        difference = self._own - self._target(step, index)
+        self._own -= np.float32(0.05) * difference
+        self._loss += (1, float(np.add.reduce(difference**2, dtype=np.float64)) / self._whole)
+        self._taken = [taken + 1 for taken in self._taken]
+
     def finish_gradients(self, on_final: OnFinal | None = None) -> None:
-        """Does nothing: ``micro_batch`` adds to the buffer directly."""
+        """Complete the contribution of a member with a copy of its own. Else ``micro_batch`` has completed it."""
+        if self._local is None or self._own is None:
+            return
+        fragment, self.reduce_buffer[:] = self._fragment(self._step), 0
+        self._sent = 0 if self._waits else self._taken[self._step % self._local.fragments]
+        self.reduce_buffer[fragment] = (self._parameters - self._own)[fragment] * np.float32(self._sent)
+        self.reduce_buffer[-3], self.reduce_buffer[-2:] = self._sent, self._loss
+        if not self._waits:
+            self._loss[:] = 0
+
+    def exchanged(self, step: int) -> list[tuple[int, int]]:
+        size, fragment = self.reduce_buffer.size, self._fragment(step)
+        whole = fragment.stop == self._parameters.size
+        return [(fragment.start, size)] if whole else [(fragment.start, fragment.stop), (self._parameters.size, size)]
+
+    def _fragment(self, step: int) -> slice:
+        numel, fragments = self._parameters.size, self._local.fragments if self._local else 1
+        index = step % fragments
+        return slice(numel * index // fragments, numel * (index + 1) // fragments)
 
     def partial_square_sum(self, start: int, stop: int) -> float:
-        numel = self.reduce_buffer.size - 1
+        numel = self._parameters.size
         if stop > numel and not (self._fits and math.isfinite(self.reduce_buffer[-1])):
             return math.nan
         part = self.reduce_buffer[start : min(stop, numel)].astype(np.float64)
@@ -109,6 +152,8 @@ class StandInEngine:
         return total if math.isfinite(total) else math.nan
 
     def apply(self, step: int, square_sum: float) -> Applied:
+        if self._local is not None:
+            return self._outer_step(step, square_sum)
         values = to_float(self.reduce_buffer) if self.exact else self.reduce_buffer
         loss = float(values[-1]) / (1 if self.exact else self._micro_batches)
         if not math.isfinite(loss + square_sum):
@@ -117,6 +162,25 @@ class StandInEngine:
         self._momentum += values[:-1]
         self._parameters -= np.float32(8.0) * self._momentum
         return Applied(step + 1, loss, 8.0, math.sqrt(square_sum))
+
+    def _outer_step(self, step: int, square_sum: float) -> Applied:
+        assert self._local is not None
+        weight, losses, total = self.reduce_buffer[-3:]
+        loss = float(total) / float(losses) if losses else math.nan
+        if not math.isfinite(loss + square_sum):
+            raise JobFailed(f"step {step + 1} is not finite: loss {loss}")
+        fragment, options = self._fragment(step), self._local
+        if weight:
+            gradient = self.reduce_buffer[fragment] / weight
+            self._momentum[fragment] = np.float32(options.outer_momentum) * self._momentum[fragment] + gradient
+            gradient += np.float32(options.outer_momentum) * self._momentum[fragment]
+            self._parameters[fragment] -= np.float32(options.outer_lr) * gradient
+        if self._own is not None:
+            kept = np.float32(0.5 if options.overlap else 0.0)
+            self._own[fragment] = kept * self._own[fragment] + (1 - kept) * self._parameters[fragment]
+            self._taken[step % options.fragments] -= self._sent
+            self._sent = 0
+        return Applied(step + 1, loss, options.outer_lr, math.sqrt(square_sum))
 
     def validate(self, first: int, count: int) -> tuple[float, int]:
         squares = [np.sum((self._parameters - self._target(-1, index)) ** 2) for index in range(first, first + count)]
@@ -135,9 +199,10 @@ class StandInEngine:
     def load_initial(self) -> None:
         self._parameters[:] = self._initial()[self._part]
         self._momentum[:] = 0
+        self._own = None
 
     def state_loaded(self, step: int) -> None:
-        """Does nothing: no values are derived from the state."""
+        self._own = None
 
     def checkpoint_files(self, step: int) -> list[FilePlan]:
         whole = tuple(BlobRange(blob.name, 0, blob.view.nbytes) for blob in self.state())
@@ -151,6 +216,7 @@ class StandInEngine:
             raise StorageError(f"{directory / self.state_file} is of another model")
         values = np.frombuffer(data, np.float32)
         self._parameters[:], self._momentum[:] = np.split(values, 2)
+        self._own = None
 
     def digest(self) -> str:
         """SHA-256 of the state, hex. Equal digests mean equal bits."""

@@ -11,13 +11,14 @@ import typer
 
 from p2ptrain.cli.output import human_seconds, print_json, print_table
 from p2ptrain.cli.runtime import JsonOption, check_one_of
-from p2ptrain.core.errors import EXIT_INTERRUPTED
+from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
 
 if TYPE_CHECKING:
     from roles.sim.run import Summary, Verdict
 
 SHOW_EVERY_S = 0.5
 VIOLATED = 1
+STRATEGIES = ("sync", "local", "federated")
 
 
 def sim(
@@ -35,6 +36,9 @@ def sim(
     stages: Annotated[
         int, typer.Option("--stages", metavar="N", min=1, max=8, help="Parts of the model; 1: not split.")
     ] = 1,
+    strategy: Annotated[
+        str, typer.Option("--strategy", metavar="NAME", help=f"Of a model that is not split: {', '.join(STRATEGIES)}.")
+    ] = "sync",
     faults: Annotated[str, typer.Option("--kinds", metavar="LIST", help="Kinds of faults; default: all.")] = "",
     processes: Annotated[int, typer.Option("--processes", metavar="N", min=1, max=64, help="Processes to use.")] = 1,
     timeline: Annotated[bool, typer.Option("--timeline", help="Show what happened, moment by moment.")] = False,
@@ -56,6 +60,9 @@ def sim(
     from roles.sim.run import Summary, run_batch
     from roles.sim.watching import MUTATIONS, STAGED
 
+    check_one_of("--strategy", strategy, list(STRATEGIES))
+    if stages > 1 and strategy != "sync":
+        raise UserError(f"--strategy {strategy} cannot have --stages {stages}", remedy="leave one of them out")
     safeguards = MUTATIONS | STAGED if stages > 1 else MUTATIONS
     kinds = tuple(name.strip() for name in faults.split(",") if name.strip())
     for name in kinds:
@@ -67,6 +74,7 @@ def sim(
     if not as_json:
         typer.echo(f"schedules {first} to {first + schedules - 1}")
     options: dict[str, Any] = {"peers": workers, "kinds": kinds, "mutation": mutation, "stages": stages}
+    options["strategy"] = strategy
     shown_at = 0.0
 
     def show(verdict: Verdict, summary: Summary) -> None:

@@ -70,6 +70,14 @@ class FlatModel:
             parameter.grad = self._view(self.gradients, segment)
         model.to(device)  # moves the buffers, such as rotary frequencies; the parameters are there already
         self.model = model
+        self._named, self._in_use = named, self.parameters
+
+    def compute_with(self, parameters: Tensor) -> None:
+        """Let the model compute with ``parameters`` (numel,) instead of those of the attribute of that name."""
+        if parameters is not self._in_use:
+            self._in_use = parameters
+            for segment in self.segments:
+                self._named[segment.name].data = self._view(parameters, segment)
 
     @property
     def stops(self) -> list[int]:
@@ -127,35 +135,47 @@ class OptimizerSpec:
     eps: float = 1e-8
     clip_norm: float = 1.0
 
-    def lr_at(self, step: int, steps: int) -> float:
-        """Learning rate of step ``step``, counted from 0, of a run of ``steps`` steps."""
-        if step < self.warmup_steps:
+    def lr_at(self, step: float, steps: int) -> float:
+        """Learning rate of step ``step``, counted from 0, of a run of ``steps`` steps. A fraction of a step: that much
+        of it is done."""
+        if step < self.warmup_steps and self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         progress = min(1.0, (step - self.warmup_steps) / max(1, steps - self.warmup_steps))
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
 
+    def clip_scale(self, norm: float) -> float:
+        """Factor for a gradient of L2 norm ``norm``, as in ``torch.nn.utils.clip_grad_norm_``."""
+        return min(1.0, self.clip_norm / (norm + 1e-6)) if self.clip_norm else 1.0
+
 
 class FlatAdamW:
-    """``torch.optim.AdamW`` over the two sections of a ``FlatModel``.
+    """``torch.optim.AdamW`` over the two sections of the flat arrays.
 
     Equal gradients give equal bits for every thread count. For this a CPU makes the update on one thread: the division
     of the work decides which elements the scalar loop computes instead of the vectorized one. It is 1 % of a step.
+
+    Args:
+        parameters: those to update, shape (numel,); those of ``flat`` if it is None.
+        keeps: leave the gradients as they are, which needs a copy of them.
 
     Attributes:
         exp_avg, exp_avg_sq: the two moments, shape (numel,).
     """
 
-    def __init__(self, flat: FlatModel, spec: OptimizerSpec) -> None:
-        self.exp_avg = torch.zeros_like(flat.parameters)
-        self.exp_avg_sq = torch.zeros_like(flat.parameters)
-        on_cpu = flat.parameters.device.type == "cpu"
-        # On a CPU the gradients are the reduce buffer, which a redo needs unchanged. So clipping makes a copy.
-        self._clipped = torch.zeros_like(flat.parameters) if on_cpu else flat.gradients[: flat.numel]
+    def __init__(
+        self, flat: FlatModel, spec: OptimizerSpec, parameters: Tensor | None = None, *, keeps: bool = True
+    ) -> None:
+        parameters = flat.parameters if parameters is None else parameters
+        self.exp_avg = torch.zeros_like(parameters)
+        self.exp_avg_sq = torch.zeros_like(parameters)
+        on_cpu = parameters.device.type == "cpu"
+        # On a CPU the gradients can be the reduce buffer, which a redo needs unchanged.
+        self._clipped = torch.zeros_like(parameters) if keeps and on_cpu else flat.gradients[: flat.numel]
         self._parameters: list[nn.Parameter] = []
         groups = []
         cut = flat.decayed_numel
         for part, decay in ((slice(0, cut), spec.weight_decay), (slice(cut, flat.numel), 0.0)):
-            parameter = nn.Parameter(flat.parameters[part])
+            parameter = nn.Parameter(parameters[part])
             parameter.grad = self._clipped[part]
             self._parameters.append(parameter)
             groups.append({"params": [parameter], "weight_decay": decay})

@@ -49,14 +49,16 @@ from p2ptrain.compute.checkpoint_files import PARAMETERS, CheckpointFiles
 from p2ptrain.compute.data import Corpus, DataSpec, load_corpus
 from p2ptrain.compute.device import Device, flushed_denormals, share_cores
 from p2ptrain.compute.exact import FixedSum, constant_arithmetic, prepare_device
-from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec, Segment, square_sum
+from p2ptrain.compute.flat import FlatModel, OptimizerSpec, Segment, square_sum
 from p2ptrain.compute.gradients import UNIT, BackwardProgress, HostCopier, OnFinal, bucket_bounds
+from p2ptrain.compute.local import LocalSpec, LocalSteps
 from p2ptrain.compute.model import ModelSpec, build_model, model_config
 from p2ptrain.compute.part import PartModel
 from p2ptrain.compute.sampling import Indices, WindowSampler
 from p2ptrain.compute.split_check import check_splits
 from p2ptrain.compute.stage import StageSpec, build_training_part, check_training_memory, initial_digest, most_in_flight
 from p2ptrain.compute.tokenizer import Tokenizer
+from p2ptrain.compute.update import SummedGradients, Update
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ConfigError, JobFailed, P2PTrainError, ResourceError, StorageError
 from p2ptrain.core.training import Applied, Blob, FilePlan
@@ -88,6 +90,7 @@ class TrainingSpec:
         precision: ``fp32``, or ``bf16`` for autocast (weights, gradients and moments stay fp32).
         exact: exact mode, for a model that is not split. CPU kernels use ``device.threads`` threads, which must be the
             same at all members, or one thread if it is 0. They never use one thread per core by default.
+        local: each micro-batch is an inner step (``compute.local``); None: their gradients are summed.
     """
 
     model: ModelSpec
@@ -100,6 +103,7 @@ class TrainingSpec:
     validation_batches: int = 0
     precision: str = "fp32"
     exact: bool = False
+    local: LocalSpec | None = None
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -156,12 +160,18 @@ class Trainer:
         with self._arithmetic():  # kernel threads start here and inherit that denormals are flushed
             self._flat = FlatModel(self._build(), device.torch_device)
         self._model = self._flat.model
-        self._optimizer = FlatAdamW(self._flat, spec.optimizer)
+        self._update: Update = (
+            LocalSteps(self._flat, spec.optimizer, spec.local, steps=spec.steps)
+            if spec.local
+            else SummedGradients(
+                self._flat, spec.optimizer, steps=spec.steps, micro_batches=spec.micro_batches, unit=self._unit
+            )
+        )
         self._fixed = FixedSum(self._flat.gradients, device.kind, spec.micro_batches) if exact else None
-        self._summed = self._fixed.total if self._fixed else self._flat.gradients
+        self._summed = self._fixed.total if self._fixed else self._update.contribution
         on_host = self._fixed.on_host if self._fixed else self._is_host
         self._host = self._summed if on_host else _host_buffer(self._summed)
-        self._host_copier = _host_copier(self._summed, self._host, device.kind)
+        self._host_copier = None if spec.local else _host_copier(self._summed, self._host, device.kind)
         self._watch = BackwardProgress(self._flat.stops, self._host_copier, self._fixed.add if self._fixed else None)
         for index, segment in enumerate(self._flat.segments):
             hook = partial(self._watch.gradient_final, index)
@@ -195,14 +205,13 @@ class Trainer:
 
     # ---------------------------------------------------------------------------------------------------------- a step
 
-    def begin_step(self, step: int) -> None:
-        """Zero the gradients and the loss slot, and drop what an aborted step left."""
+    def begin_step(self, step: int, first: int = 0, count: int = 0) -> bool:
+        """See ``roles.engine``. Also drops what an aborted step left. ``count`` 0: all micro-batches."""
         self._flights.clear()
         if self._fixed is not None:
             self._fixed.begin()
-        else:
-            self._flat.gradients.zero_()
         self._watch.begin()
+        return self._update.begin_step(step, count or self._spec.micro_batches)
 
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
         self.forward(step, index, None)
@@ -252,12 +261,13 @@ class Trainer:
             self._fixed.begin_micro_batch()
         with self._arithmetic(), _out_of_memory_told(), self._watch.telling(on_final):
             if arrived is None:
-                (outputs / self._spec.micro_batches).backward()  # type: ignore[no-untyped-call]
+                (outputs / self._update.loss_divisor).backward()  # type: ignore[no-untyped-call]
             else:
                 outputs.backward(arrived.to(outputs.dtype))  # type: ignore[no-untyped-call]
         if self._fixed is not None:
             self._flat.loss_sum.copy_(outputs.detach() / self._spec.micro_batches)
             self._fixed.add(self._flat.numel + 1)
+        self._update.after_backward()
         del self._flights[index]
         if inputs is None:
             return None
@@ -268,10 +278,14 @@ class Trainer:
         """Copy the rest of the gradients, and the loss, into ``reduce_buffer``."""
         if self._flights:
             raise ValueError(f"micro-batches {sorted(self._flights)} had no backward pass")
+        self._update.finish()
         if self._host_copier is not None:
             self._host_copier.finish(on_final or (lambda numel: None))
         elif self._host is not self._summed:
             self._host.copy_(self._summed)  # blocks until the device is done
+
+    def exchanged(self, step: int) -> Sequence[tuple[int, int]]:
+        return self._update.exchanged(step)
 
     def tied_gradient(self) -> npt.NDArray[np.float32] | None:
         """View of ``reduce_buffer``: the gradient of the matrix that the first and the last stage share, shape
@@ -308,18 +322,15 @@ class Trainer:
             JobFailed: the loss or the norm is not finite. This is a last guard: such a step is not committed.
         """
         norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
-        loss = float(self._host[-1]) * UNIT if self.exact else float(self._host[-1]) / self._spec.micro_batches
+        loss = self._update.mean_loss(self.reduce_buffer)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise JobFailed(
                 f"step {step + 1} is not finite: loss {loss}, gradient norm {norm}",
                 remedy="lower optimizer.lr, raise optimizer.warmup_steps, or use device.precision = 'fp32'",
             )
-        clip = self._spec.optimizer.clip_norm
-        scale = min(1.0, clip / (norm + 1e-6)) if clip else 1.0  # as torch.nn.utils.clip_grad_norm_
-        lr = self._spec.optimizer.lr_at(step, self._spec.steps)
-        if self._host is not self._flat.gradients:
-            self._flat.gradients.copy_(self._host)
-        self._optimizer.apply(self._flat.gradients[: self._flat.numel], step=step, lr=lr, scale=scale * self._unit)
+        if self._host is not self._update.contribution:
+            self._update.contribution.copy_(self._host)
+        lr, norm = self._update.apply(step, norm)
         self._moved_to()
         return Applied(step + 1, loss, lr, norm)
 
@@ -362,7 +373,8 @@ class Trainer:
         if not self._is_initial:
             with self._arithmetic():
                 self._flat.copy_tensors(dict(self._build().named_parameters()))
-            self._optimizer.reset()
+            self._update.reset()
+            self._update.loaded()
             self._moved_to()
             self._is_initial = True
 
@@ -370,6 +382,7 @@ class Trainer:
         """Use the state of ``step``, which the caller has written into the blobs of ``state()``."""
         for array, host in self._mirrors:
             array.copy_(host)
+        self._update.loaded()
         self._moved_to()
 
     def initial_digest(self) -> bytes:
@@ -412,6 +425,7 @@ class Trainer:
             self._flat.copy_tensors(weights)
         for name, array in loaded.items():
             arrays[name].copy_(array)
+        self._update.loaded()
         self._moved_to()
 
     # ---------------------------------------------------------------------------------------------------------- inside
@@ -432,8 +446,7 @@ class Trainer:
         self._is_initial, self._mirrors = False, []
 
     def _state_arrays(self) -> dict[str, Tensor]:
-        optimizer = self._optimizer
-        return {PARAMETERS: self._flat.parameters, "exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
+        return {PARAMETERS: self._flat.parameters, **self._update.shared}
 
     def _tied_segment(self) -> Segment | None:
         if self._model_part is None or not self._model_part.tied or self._part.first == self._part.last:

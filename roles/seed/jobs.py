@@ -23,11 +23,13 @@ from ring.order import LinkQuality, RingOptions, known_link
 from ring.recovery import Recorder
 from ring.replica_assembly import newest_kept, told_stage
 from ring.replicas import ReplicaCoordinator
+from ring.token import ShareRule
 from ring.training_costs import ModelShape, Training
 from ring.view import View
 from roles.seed.ledger import Ledger
 from roles.seed.peers import MAX_WHOLE, Link, announced_to, clipped, ring_beats, seen_from, whole
 from roles.seed.store import JobRecord, Records
+from roles.strategies.federated import share_rule
 from wire.job_messages import Assign, CatchUp, Hold, LedgerRows, MemberRecord, Release, SaveNow, StepMetrics
 from wire.messages import EventNotice, Message
 from wire.records import CheckpointInfo, JobInfo, LedgerHead, MetricRow
@@ -158,6 +160,7 @@ class JobController:
             micro_batches=record.micro_batches,
             ring_options=_ring_options_of(self._profile) if self._profile else RingOptions(),
             minted_below=self._seed.minted_below,  # the highest that an earlier term may have minted
+            share_rule=share_rule(self._profile) if self._profile else ShareRule(),
         )
         self._links_seen = 0
         self.ledger = Ledger(record.id, history.head, history.begins)

@@ -189,6 +189,8 @@ class Machine:
         if stage.split:
             self._simulation.observer.cut(self.host, tuple(profile.pipeline.cuts))
         self.engine = SimEngine(profile, self.disk.seen_by(self.process), self._spoil, stage)
+        if profile.job.strategy == "federated":
+            self.engine.windows = 1000 * int(self.host[1:])
         return self.engine
 
     def _spoil(self, buffer: Buffer) -> None:

@@ -502,9 +502,14 @@ class SimEngine(StandInEngine):
 
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
         super().micro_batch(step, index, None)
-        if on_final is not None:  # last micro-batch of the share; nothing was sent yet
+        if on_final is not None and self._local is None:  # last micro-batch of the share; nothing was sent yet
             self._spoil(self.reduce_buffer)
             on_final(self.exact_from // 2)
+
+    def finish_gradients(self, on_final: OnFinal | None = None) -> None:
+        super().finish_gradients(on_final)
+        if self._local is not None:
+            self._spoil(self.reduce_buffer[self._fragment(self._step)])
 
     def apply(self, step: int, square_sum: float) -> Applied:
         applied = super().apply(step, square_sum)
@@ -526,6 +531,7 @@ class SimEngine(StandInEngine):
         for blob in blobs:
             blob.view[:] = data[: blob.view.nbytes]
             data = data[blob.view.nbytes :]
+        self.state_loaded(0)
 
 
 def bits_of(data: bytes) -> bytes:

@@ -73,7 +73,8 @@ class Observer:
 
     Args:
         now: virtual seconds.
-        expected: parameters after 0, 1, 2, … steps, undisturbed. stages: parts that the model is split into.
+        expected: parameters after 0, 1, 2, … steps, undisturbed; empty: they depend on who takes part.
+        stages: parts that the model is split into.
 
     Attributes:
         wanted: steps that a person asked to restore. here: machines whose worker is connected to the seed now.
@@ -152,7 +153,7 @@ class Observer:
         self.check("same bits", known == bits, lambda: f"{who} has another state of step {step}, lineage {lineage[:8]}")
 
     def _as_undisturbed(self, who: str, engine: SimEngine, step: int) -> None:
-        if self.believed_a_liar:
+        if self.believed_a_liar or not self._expected:
             return
         expected = self._expected[step][engine.part]
         worst = float(np.max(np.abs(engine.parameters - expected)))

@@ -64,8 +64,17 @@ class Verdict:
 
 
 @lru_cache(maxsize=4)
-def _prepared(exact: bool, steps: int, stages: int) -> tuple[Profile, list[Any]]:
-    job: dict[str, Any] = {**_PROFILE["job"], "exact": exact, "steps": steps}
+def _prepared(number: int, steps: int, stages: int, strategy: str) -> tuple[Profile, list[Any]]:
+    """The profile of schedule ``number`` (below 4), and what its steps lead to; nothing if that depends on who takes
+    part."""
+    job: dict[str, Any] = {**_PROFILE["job"], "exact": number % 2 == 0, "steps": steps}
+    if strategy != "sync":
+        tables = {
+            "job": job | {"exact": False, "strategy": strategy},
+            "local": {"fragments": 1 + number % 2, "overlap": number >= 2},
+            "federated": {"sample": 2 * (number % 2)},
+        }
+        return Profile.model_validate(_PROFILE | tables), []
     if stages == 1:
         profile = Profile.model_validate({**_PROFILE, "job": job})
         return profile, undisturbed(profile)
@@ -82,6 +91,7 @@ def run_schedule(
     mutation: str = "",
     verbose: bool = False,
     stages: int = 1,
+    strategy: str = "sync",
     conduct: Conduct | None = None,
     steps: int = STEPS,
 ) -> Verdict:
@@ -92,10 +102,11 @@ def run_schedule(
         kinds: kinds of faults; empty: all.
         mutation: the safeguard to switch off.
         stages: parts that the model is split into; 1: it is whole.
+        strategy: of a whole model.
         conduct: decides the events instead of the random generator.
     """
     kinds = kinds or list(KINDS if stages == 1 else KINDS | KINDS_OF_PARTS)
-    profile, expected = _prepared(number % 2 == 0, steps, stages)
+    profile, expected = _prepared(number % 4, steps, stages, strategy)
     began = time.perf_counter()
     rng = random.Random(f"schedule {number}")  # noqa: S311
     if stages > 1:
@@ -263,8 +274,16 @@ def _run_one(number: int, *, options: dict[str, Any]) -> Verdict:
     return verdict if options.get("verbose") else replace(verdict, timeline=[])
 
 
-def replay(verdict: Verdict, *, peers: int = 0, kinds: Sequence[str] = (), mutation: str = "", stages: int = 1) -> str:
+def replay(
+    verdict: Verdict,
+    *,
+    peers: int = 0,
+    kinds: Sequence[str] = (),
+    mutation: str = "",
+    stages: int = 1,
+    strategy: str = "sync",
+) -> str:
     words = [f"p2ptrain sim --schedules 1 --random-seed {verdict.number} --timeline"]
     words += [f"--workers {peers}"] * bool(peers) + [f"--kinds {','.join(kinds)}"] * bool(kinds)
-    words += [f"--stages {stages}"] * (stages > 1)
+    words += [f"--stages {stages}"] * (stages > 1) + [f"--strategy {strategy}"] * (strategy != "sync")
     return " ".join(words + [f"--without {mutation}"] * bool(mutation))

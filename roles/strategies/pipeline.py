@@ -330,9 +330,9 @@ class PipelineStrategy(StagedStrategy):
             in_flight=self._part.in_flight,
         )
 
-    async def _fill(self, step: int, first: int, count: int, front_final: OnFinal) -> None:
+    async def _fill(self, step: int, first: int, count: int, front_final: OnFinal | None) -> None:
         self._unit_s = 0.0
-        if not count:
+        if not count or front_final is None:
             return
         runner = self._runner(_Share(self._part, first, count, front_final))
         spent = await runner.run(step, self._schedule(count), patience_s=self._patience_s)
@@ -393,7 +393,7 @@ class PipelineStrategy(StagedStrategy):
 
 
 def strategy_of(profile: Profile) -> Factory:
-    if profile.job.strategy == "sync":
+    if profile.job.strategy != "pipeline":
         return SyncStrategy
     return partial(
         PipelineStrategy,

@@ -159,11 +159,10 @@ class SyncStrategy:
         self._contributed = engine.partial_square_sum
         self._compute = compute
         self._progress = progress
-        numel, exact_from = engine.reduce_buffer.size, engine.exact_from
-        self._buckets = bucket_bounds(exact_from, engine.reduce_buffer.itemsize, bucket_bytes)
-        self._bounds = [*self._buckets, (exact_from, numel)]
+        self._bucket_bytes = bucket_bytes
         self._session: RingSession | None = None
-        self._pieces: list[Piece] = []
+        self._codec: Codec | None = None
+        self._residual: npt.NDArray[np.float32] | None = None
         self._exchange: Exchange | None = None
         self._outgoing: _Outgoing | None = None
         self._computed_at = 0.0
@@ -175,18 +174,24 @@ class SyncStrategy:
 
     async def compute(self, step: int, first: int, count: int, session: RingSession, *, patience_s: float) -> None:
         if session is not self._session:
-            self._session, self._pieces = session, self._pieces_for(session)
-        exchange = self._exchange = Exchange(session, self._pieces, patience_s=patience_s)
+            self._session, self._codec = session, None if self._engine.exact else codec_of(session)
+            feedback = self._codec is not None and self._codec.feedback
+            self._residual = np.zeros(self._engine.exact_from, np.float32) if feedback else None
+        bounds = self._bounds_of(step)
+        exchange = self._exchange = Exchange(session, self._pieces_of(bounds), patience_s=patience_s)
         wake = asyncio.get_running_loop().call_soon_threadsafe
         outgoing = self._outgoing = _Outgoing(
-            self._engine, self._contributed, self._bounds, lambda count: wake(exchange.release, count)
+            self._engine, self._contributed, bounds, lambda count: wake(exchange.release, count)
         )
-        await self._compute.run(self._engine.begin_step, step)
-        await self._fill(step, first, count, outgoing.front_final)
-        await self._compute.run(outgoing.finish)
+        is_ready = await self._compute.run(self._engine.begin_step, step, first, count)
+        if is_ready:
+            await self._compute.run(outgoing.finish)
+        await self._fill(step, first, count, None if is_ready else outgoing.front_final)
+        if not is_ready:
+            await self._compute.run(outgoing.finish)
         self._computed_at = self._now()
 
-    async def _fill(self, step: int, first: int, count: int, front_final: OnFinal) -> None:
+    async def _fill(self, step: int, first: int, count: int, front_final: OnFinal | None) -> None:
         last = first + count - 1
         for index in range(first, first + count):
             on_final: OnFinal | None = front_final if index == last else None
@@ -220,15 +225,27 @@ class SyncStrategy:
     def stage_load(self) -> StageLoad | None:
         return None
 
-    def _pieces_for(self, session: RingSession) -> list[Piece]:
-        buffer = self._engine.reduce_buffer
-        codec = None if self._engine.exact else codec_of(session)
-        residual = np.zeros(self._engine.exact_from, np.float32) if codec is not None and codec.feedback else None
-        buckets = [
-            Piece(buffer[start:stop], codec, residual[start:stop] if residual is not None else None)
-            for start, stop in self._buckets
+    def _bounds_of(self, step: int) -> list[tuple[int, int]]:
+        """The operations of a step, as ranges of the buffer: buckets of what may be encoded, then the exact rest."""
+        exact_from, bounds = self._engine.exact_from, []
+        for start, stop in self._engine.exchanged(step):
+            lossy = min(stop, exact_from) - start
+            if lossy > 0:
+                buckets = bucket_bounds(lossy, self._engine.reduce_buffer.itemsize, self._bucket_bytes)
+                bounds += [(start + low, start + high) for low, high in buckets]
+            if stop > exact_from:
+                bounds.append((max(start, exact_from), stop))
+        return bounds
+
+    def _pieces_of(self, bounds: Sequence[tuple[int, int]]) -> list[Piece]:
+        buffer, exact_from = self._engine.reduce_buffer, self._engine.exact_from
+        residual = self._residual
+        return [
+            Piece(buffer[start:stop], self._codec, residual[start:stop] if residual is not None else None)
+            if start < exact_from
+            else Piece(buffer[start:stop])
+            for start, stop in bounds
         ]
-        return [*buckets, Piece(buffer[self._engine.exact_from :])]
 
     def _summarize(self, rank: int, size: int, own: float) -> Contribution:
         buffer = self._engine.reduce_buffer

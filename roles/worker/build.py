@@ -140,10 +140,16 @@ def holding(*, device: str, threads: int, memory_bytes: int) -> Holding:
 def training_spec(profile: Profile) -> TrainingSpec:
     from p2ptrain.compute.data import DataSpec
     from p2ptrain.compute.flat import OptimizerSpec
+    from p2ptrain.compute.local import LocalSpec
     from p2ptrain.compute.model import ModelSpec
     from p2ptrain.compute.trainer import TrainingSpec
 
     model, data, batch = profile.model, profile.data, profile.batch
+    local = None
+    if profile.job.strategy == "local":
+        local = LocalSpec(**profile.local.model_dump())
+    elif profile.job.strategy == "federated":
+        local = LocalSpec(outer_lr=1.0, outer_momentum=0.0, proximal=profile.federated.proximal, fresh=True)
     return TrainingSpec(
         model=ModelSpec(
             architecture=model.architecture,
@@ -171,4 +177,5 @@ def training_spec(profile: Profile) -> TrainingSpec:
         validation_batches=profile.validation.batches,
         precision=profile.device.precision,
         exact=profile.job.exact,
+        local=local,
     )

@@ -45,6 +45,7 @@ from ring.transaction import (
 from ring.view import View
 from roles.background import started_in
 from roles.engine import WHOLE, Engine, Stage
+from roles.strategies.federated import share_rule
 from roles.strategies.interface import Strategy
 from roles.worker.boundary import BoundaryWork
 from roles.worker.checkpoint_assembler import CheckpointAssembler, assembles
@@ -89,6 +90,7 @@ class JobRunner:
             steps_total=profile.job.steps,
             checkpoint_every=profile.checkpoint.every,
             outlier_factor=profile.guard.outlier_factor,
+            share_rule=share_rule(profile),
         )
         self.reports = Reports(context, self.core, job=job, stage=stage, profile=profile)
         self.clock = self.reports.clock

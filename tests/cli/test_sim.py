@@ -53,3 +53,11 @@ def test_unknown_names_are_refused(command: Command) -> None:
         refused = command("sim", option, "luck")
         assert refused.code == 2
         assert "  → use " in refused.err
+
+
+def test_a_strategy_is_played_and_named_in_the_line_to_replay(command: Command) -> None:
+    found = command("sim", "--without", "confirm", "--strategy", "local", "--schedules", "9", "--random-seed", "0")
+    assert found.code == 1
+    assert "--strategy local" in found.err
+    assert "did you mean local" in command("sim", "--strategy", "lcoal").err
+    assert "--stages 2" in command("sim", "--strategy", "local", "--stages", "2").err

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring.token import GAIN_PERCENT, balanced, probed
+from ring.token import GAIN_PERCENT, ShareRule, balanced, by_size, probed
 
 UNITS = st.lists(st.integers(0, 1000), min_size=1, max_size=4)
 
@@ -81,3 +81,30 @@ def test_a_member_without_work_is_asked_now_and_then_at_a_bounded_cost(slow: int
     lost = max(0, makespan([7, 1], units) - span)
     assert 100 * lost <= GAIN_PERCENT * idle * span
     assert idle == 1 or 100 * (slow - span) > GAIN_PERCENT * (idle - 1) * span, "not more rarely than that"
+
+
+@given(sizes=st.lists(st.integers(0, 10**9), min_size=1, max_size=9).filter(any), spare=st.integers(0, 100))
+def test_shares_by_size_are_proportional(sizes: list[int], spare: int) -> None:
+    micro_batches = len(sizes) + spare
+    counts = by_size(micro_batches, sizes)
+    assert sum(counts) == micro_batches
+    for count, size in zip(counts, sizes, strict=True):
+        assert (count > 0) == (size > 0)
+        assert count <= micro_batches * size / sum(sizes) + 1.001
+
+
+def test_a_large_text_counts_as_no_more_than_allowed() -> None:
+    assert by_size(100, [10, 10, 80]) == [10, 10, 80]
+    assert by_size(100, [10, 10, 80], most=0.5) == [25, 25, 50]
+    assert by_size(100, [5, 15, 80, 100], most=0.3) == [10, 30, 30, 30]
+    assert by_size(100, [10, 10, 80], most=0.1) == [34, 33, 33]
+
+
+def test_a_sample_is_drawn_anew_for_each_step_and_keeps_proportions() -> None:
+    rule, counts = ShareRule(by_size=True, sample=2, seed=5), [10, 20, 30, 40]
+    drawn = [rule.of_step(counts, step).counts for step in range(40)]
+    assert drawn == [rule.of_step(counts, step).counts for step in range(40)]
+    assert all(sum(shares) == 100 and sum(share > 0 for share in shares) == 2 for shares in drawn)
+    assert len({tuple(share > 0 for share in shares) for shares in drawn}) == 6, "every pair has its turn"
+    assert next(shares for shares in drawn if shares[0] and shares[3])[0] == 20
+    assert ShareRule(by_size=True).of_step(counts, 3).counts == tuple(counts)

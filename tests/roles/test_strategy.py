@@ -141,7 +141,7 @@ async def test_buckets_are_submitted_before_the_backward_pass_has_ended() -> Non
         story: list[int] = []
 
         def on_front(numel: int) -> None:
-            whole = sum(stop <= numel for _, stop in first.strategy._bounds)
+            whole = sum(stop <= numel for _, stop in first.strategy._bounds_of(0))
             with submitted:
                 assert submitted.wait_for(lambda: len(seen) >= whole, 20), "the bucket waited for the pass to end"
             story.append(len(seen))

@@ -22,6 +22,15 @@ def test_a_batch_violates_nothing(first: int) -> None:
     assert all(summary.checks[name] for name in ("same bits", "exactly once", "no fork"))
 
 
+@pytest.mark.parametrize("strategy", ["local", "federated"])
+def test_members_with_a_copy_of_their_own_violate_nothing(first: int, strategy: str) -> None:
+    summary = run_batch(range(first, first + 4), strategy=strategy)  # with fragments, overlap and samples, and without
+    assert not summary.violations, "\n".join(
+        f"{v.text}\n  → {replay(v, strategy=strategy)}" for v in summary.violations
+    )
+    assert summary.checks["same bits"] > 4
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_fault_strikes_and_is_survived(kind: str) -> None:
     verdict = run_schedule(1, peers=4, kinds=[kind, "join"])

@@ -1,0 +1,158 @@
+"""DiLoCo (arXiv 2311.08105): every member takes many AdamW steps on its own copy, then all take one outer step.
+
+A step is an outer step. Each of its micro-batches is one *inner step* of the member that computes it. The member's
+*pseudo-gradient* is where it began minus where it came to. The members' mean of it, weighted by their inner steps, is
+the gradient of one update with Nesterov momentum of the parameters that all share.
+
+The shared state is the shared parameters and the outer momentum. Private to a member are its own copy of the
+parameters and the inner moments. Both may be lost at any time: it goes on from the shared parameters and with fresh
+moments.
+
+With *fragments* (Streaming DiLoCo, arXiv 2501.18512) step s exchanges only fragment s mod P of the parameters, so a
+member keeps its own copy of the rest. If steps *overlap*, a member contributes the inner steps that it has when the
+step begins, and the sum travels while it takes more. It then mixes the result into its own copy. With either, the inner
+steps of an aborted step stay in the member's own copy, and count when the step is repeated.
+
+The learning rate of the inner steps follows the schedule of the outer steps, evenly divided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from p2ptrain.compute.device import flushed_denormals, one_thread
+from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec
+
+MIXING = 0.5
+"""Share of its own copy that a member keeps when the result of an overlapping step arrives (arXiv 2501.18512)."""
+SCALARS = 3
+"""Elements of a contribution behind the parameters: its weight, the number of its losses, and their sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSpec:
+    """The ``[local]`` table, whose values ``configs.schema`` has checked.
+
+    Attributes:
+        outer_lr, outer_momentum: of the update of the shared parameters.
+        fragments: parts of the model that are exchanged in turn, P.
+        overlap: the exchange of a step runs while its inner steps are computed.
+        proximal: factor of the pull towards the shared parameters (FedProx, arXiv 1812.06127).
+        fresh: each step begins with fresh inner moments.
+    """
+
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    fragments: int = 1
+    overlap: bool = False
+    proximal: float = 0.0
+    fresh: bool = False
+
+
+class LocalSteps:
+    """See ``compute.update.Update``. A contribution is the pseudo-gradient times its weight, and ``SCALARS`` more. Its
+    weight is the number of inner steps that it is the sum of."""
+
+    loss_divisor = 1
+
+    def __init__(self, flat: FlatModel, optimizer: OptimizerSpec, spec: LocalSpec, *, steps: int) -> None:
+        self._flat, self._optimizer, self._spec, self._steps = flat, optimizer, spec, steps
+        self._own = torch.empty_like(flat.parameters)
+        self._inner = FlatAdamW(flat, optimizer, self._own, keeps=False)
+        self._momentum = torch.zeros_like(flat.parameters)
+        self.contribution = torch.zeros(flat.numel + SCALARS, device=flat.parameters.device)
+        self.shared = {"momentum": self._momentum}
+        self._is_fresh = True  # the next step begins with a new copy of the parameters
+        self._moments_steps = 0  # inner steps since the moments were zero
+        self._taken = [0] * spec.fragments  # by fragment: inner steps since it was exchanged
+        self._losses = self._sent = 0
+
+    def begin_step(self, step: int, count: int) -> bool:
+        spec = self._spec
+        if self._is_fresh or not (spec.overlap or spec.fragments > 1):
+            self._own.copy_(self._flat.parameters)
+            self._taken = [0] * spec.fragments
+            self._losses = self._sent = 0
+            self._flat.gradients.zero_()
+            self._is_fresh = False
+        self._flat.gradients[: self._flat.numel].zero_()
+        if spec.fresh:
+            self._inner.reset()
+            self._moments_steps = 0
+        self._step, self._count, self._done = step, count, 0
+        self._flat.compute_with(self._own)
+        # A member that has no inner steps yet computes first, and sends only its losses. They count again with the
+        # inner steps, in the next step.
+        self._waits = spec.overlap and not self._taken[step % spec.fragments]
+        return spec.overlap and not self._waits
+
+    def after_backward(self) -> None:
+        self._done += 1
+        lr = self._optimizer.lr_at(self._step - 1 + self._done / self._count, self._steps)
+        gradients = self._flat.gradients[: self._flat.numel]
+        if self._spec.proximal:
+            gradients.add_(self._own - self._flat.parameters, alpha=self._spec.proximal)
+        scale = self._optimizer.clip_scale(float(gradients.norm()))
+        self._inner.apply(gradients, step=self._moments_steps, lr=lr, scale=scale)
+        gradients.zero_()
+        self._moments_steps += 1
+        self._losses += 1
+        self._taken = [taken + 1 for taken in self._taken]
+
+    def finish(self) -> None:
+        self._sent = 0 if self._waits else self._taken[self._step % self._spec.fragments]
+        start, stop = self._fragment(self._step)
+        self.contribution.zero_()
+        torch.sub(self._flat.parameters[start:stop], self._own[start:stop], out=self.contribution[start:stop])
+        self.contribution[start:stop] *= self._sent
+        weight, losses, total = self.contribution[-SCALARS:]
+        weight.fill_(self._sent)
+        losses.fill_(self._losses)
+        total.copy_(self._flat.loss_sum)
+        if not self._waits:
+            self._flat.loss_sum.zero_()
+            self._losses = 0
+
+    def exchanged(self, step: int) -> Sequence[tuple[int, int]]:
+        start, stop = self._fragment(step)
+        numel = self._flat.numel
+        return [(start, numel + SCALARS)] if stop == numel else [(start, stop), (numel, numel + SCALARS)]
+
+    def mean_loss(self, summed: npt.NDArray[Any]) -> float:
+        return float(summed[-1]) / float(summed[-2]) if summed[-2] else math.nan
+
+    def apply(self, step: int, norm: float) -> tuple[float, float]:
+        start, stop = self._fragment(step)
+        weight = float(self.contribution[-SCALARS])
+        shared, momentum = self._flat.parameters[start:stop], self._momentum[start:stop]
+        if weight:
+            with one_thread(), flushed_denormals():  # as ``FlatAdamW``: equal bits for every thread count
+                gradient = self.contribution[start:stop] / weight
+                momentum.mul_(self._spec.outer_momentum).add_(gradient)
+                shared.sub_(gradient.add_(momentum, alpha=self._spec.outer_momentum), alpha=self._spec.outer_lr)
+        if not self._is_fresh:
+            self._own[start:stop].lerp_(shared, 1 - MIXING if self._spec.overlap else 1.0)
+            self._taken[step % self._spec.fragments] -= self._sent
+            self._sent = 0
+        self._flat.compute_with(self._flat.parameters)
+        return self._optimizer.lr_at(step, self._steps), norm / max(weight, 1.0)
+
+    def reset(self) -> None:
+        self._momentum.zero_()
+
+    def loaded(self) -> None:
+        self._is_fresh, self._moments_steps = True, 0
+        self._inner.reset()
+        self._flat.compute_with(self._flat.parameters)
+
+    def _fragment(self, step: int) -> tuple[int, int]:
+        """Range of the parameters that ``step`` exchanges. The last one includes the vectors, which are few."""
+        index, count, numel = step % self._spec.fragments, self._spec.fragments, self._flat.decayed_numel
+        start, stop = (numel * each // count // 16 * 16 for each in (index, index + 1))
+        return start, self._flat.numel if index == count - 1 else stop

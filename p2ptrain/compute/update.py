@@ -1,0 +1,100 @@
+"""How a step changes the parameters: what a member contributes to it, and what every member does with the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy.typing as npt
+from torch import Tensor
+
+from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec
+
+
+class Update(Protocol):
+    """The training part of a strategy. ``compute.trainer.Trainer`` calls it on the compute thread.
+
+    Attributes:
+        contribution: this member's part of a step's sum, on the computing device, shape (numel + some,). The last
+            element is for the losses. After ``finish`` it stays as it is until the next ``begin_step``.
+        shared: the state beside the parameters that is equal on all members: name → array, shape (numel,).
+        loss_divisor: the loss of a micro-batch is divided by it before its backward pass.
+    """
+
+    contribution: Tensor
+    shared: dict[str, Tensor]
+    loss_divisor: int
+
+    def begin_step(self, step: int, count: int) -> bool:
+        """Begin step ``step``, of which this member computes ``count`` micro-batches. Returns whether the contribution
+        does not need them: then ``finish`` may come first."""
+
+    def after_backward(self) -> None:
+        """Use the gradient of one micro-batch, which lies in ``FlatModel.gradients``."""
+
+    def finish(self) -> None:
+        """Complete ``contribution``."""
+
+    def exchanged(self, step: int) -> Sequence[tuple[int, int]]:
+        """Ranges of ``contribution`` that step ``step`` sums over the members, ascending. Elsewhere it is zero."""
+
+    def mean_loss(self, summed: npt.NDArray[Any]) -> float:
+        """Mean loss of the step in nats, from the members' sum of ``contribution``."""
+
+    def apply(self, step: int, norm: float) -> tuple[float, float]:
+        """Change parameters and ``shared`` by the members' sum, which is in ``contribution``. Must give the same bits
+        on every member. Returns the learning rate and the gradient norm to report. ``norm``: L2 norm of the sum."""
+
+    def reset(self) -> None:
+        """Set ``shared`` to that of step 0."""
+
+    def loaded(self) -> None:
+        """Parameters and ``shared`` were replaced: forget what belongs to the old ones."""
+
+
+class SummedGradients:
+    """Each step is one AdamW update with the gradient of the global batch, which is the sum of all members' gradients.
+
+    Args:
+        steps: of the whole run.
+        micro_batches: number in a global batch.
+        unit: value of 1 in ``FlatModel.gradients`` when ``apply`` is called.
+    """
+
+    def __init__(
+        self, flat: FlatModel, optimizer: OptimizerSpec, *, steps: int, micro_batches: int, unit: float
+    ) -> None:
+        self._flat, self._spec, self._steps, self._unit = flat, optimizer, steps, unit
+        self._adamw = FlatAdamW(flat, optimizer)
+        self.contribution = flat.gradients
+        self.shared = {"exp_avg": self._adamw.exp_avg, "exp_avg_sq": self._adamw.exp_avg_sq}
+        self.loss_divisor = micro_batches
+
+    def begin_step(self, step: int, count: int) -> bool:
+        self._flat.gradients.zero_()
+        return False
+
+    def after_backward(self) -> None:
+        """Does nothing: the gradients add up."""
+
+    def finish(self) -> None:
+        """Does nothing: the sum of this member's gradients is its contribution."""
+
+    def exchanged(self, step: int) -> Sequence[tuple[int, int]]:
+        return [(0, len(self.contribution))]
+
+    def mean_loss(self, summed: npt.NDArray[Any]) -> float:
+        # In exact mode each micro-batch has added its loss / M.
+        return float(summed[-1]) * self._unit if self._unit != 1.0 else float(summed[-1]) / self.loss_divisor
+
+    def apply(self, step: int, norm: float) -> tuple[float, float]:
+        lr = self._spec.lr_at(step, self._steps)
+        gradients = self._flat.gradients[: self._flat.numel]
+        self._adamw.apply(gradients, step=step, lr=lr, scale=self._spec.clip_scale(norm) * self._unit)
+        return lr, norm
+
+    def reset(self) -> None:
+        self._adamw.reset()
+
+    def loaded(self) -> None:
+        """Does nothing: nothing is derived from the state."""

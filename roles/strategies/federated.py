@@ -1,0 +1,23 @@
+"""Federated training (FedAvg, arXiv 1602.05629): rounds of local training, each worker on its own text.
+
+A step is a round. Its micro-batches are shared in proportion to the workers' texts, so in a round all members pass over
+their texts equally often, and each counts by the size of its text. A member takes an AdamW step for each of its
+micro-batches (``compute.local``), and the members average what they came to. With a sample, only some members, drawn
+anew for each round, share it.
+
+What a member sends is the exchange of ``roles.strategies.sync``. No text and no token leaves it, only the number of its
+training sequences and a digest.
+"""
+
+from __future__ import annotations
+
+from configs.schema import Profile
+from ring.token import ShareRule
+
+
+def share_rule(profile: Profile) -> ShareRule:
+    """How the members of a job share its steps."""
+    if profile.job.strategy != "federated":
+        return ShareRule()
+    federated = profile.federated
+    return ShareRule(True, federated.most_share, federated.sample, profile.job.seed)

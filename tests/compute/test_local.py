@@ -1,0 +1,186 @@
+"""Inner and outer steps of DiLoCo, beside loops of torch's own optimizers."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name
+
+from p2ptrain.compute.local import MIXING, LocalSpec
+from p2ptrain.compute.trainer import Trainer
+from tests.compute.tiny_trainer import OPTIMIZER, state_bytes, tiny_trainer
+
+STEPS, MICRO_BATCHES = 6, 7
+SHARES = ((0, 4), (4, 3))
+"""(first, count) of two members: one is faster."""
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"line {number * number % 97} of a text\n" for number in range(400)))
+    return path
+
+
+def members(text: Path, count: int = 2, **local: Any) -> list[Trainer]:
+    changes = {"steps": STEPS, "micro_batches": MICRO_BATCHES, "optimizer": replace(OPTIMIZER, warmup_steps=1)}
+    made = [tiny_trainer(text, local=LocalSpec(**local), **changes) for _ in range(count)]
+    for trainer in made:
+        trainer.load_initial()
+    return made
+
+
+def contribute(trainer: Trainer, step: int, first: int, count: int) -> None:
+    """In the order of ``roles.strategies.sync``."""
+    is_ready = trainer.begin_step(step, first, count)
+    if is_ready:
+        trainer.finish_gradients()
+    sent = trainer.reduce_buffer.copy()
+    for index in range(first, first + count):
+        trainer.micro_batch(step, index)
+    if is_ready:
+        assert np.array_equal(trainer.reduce_buffer, sent), "it changed while it travelled"
+    else:
+        trainer.finish_gradients()
+
+
+def outer_step(trainers: list[Trainer], step: int) -> float:
+    """A step of a ring of ``trainers``; returns its loss."""
+    for trainer, share in zip(trainers, SHARES, strict=False):
+        contribute(trainer, step, *share)
+    total = np.zeros_like(trainers[0].reduce_buffer)
+    for start, stop in trainers[0].exchanged(step):
+        total[start:stop] = sum(trainer.reduce_buffer[start:stop] for trainer in trainers)
+    applied = []
+    for trainer in trainers:
+        trainer.reduce_buffer[:] = total
+        applied.append(trainer.apply(step, trainer.partial_square_sum(0, len(total))))
+    assert all(state_bytes(trainer) == state_bytes(trainers[0]) for trainer in trainers)
+    assert len(set(applied)) == 1
+    return applied[0].loss
+
+
+class Reference:
+    """The same with ``torch.optim.AdamW``, ``torch.optim.SGD`` and a model for each member."""
+
+    def __init__(self, trainer: Trainer, *, fragments: int = 1, overlap: bool = False) -> None:
+        self.trainer, self.fragments, self.overlap = trainer, fragments, overlap
+        self.shared = copy.deepcopy(trainer._model)
+        self.own = [copy.deepcopy(self.shared) for _ in SHARES]
+        self.inner = [torch.optim.AdamW(groups(model), betas=(0.9, 0.95), eps=1e-8) for model in self.own]
+        self.outer = torch.optim.SGD(self.shared.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+
+    def inner_steps(self, member: int, step: int) -> float:
+        first, count = SHARES[member]
+        model, losses = self.own[member], 0.0
+        for number, index in enumerate(range(first, first + count), start=1):
+            windows = self.trainer._corpus.training[self.trainer._sampler.sample(step, index)]
+            tokens_bt = torch.from_numpy(self.trainer._corpus.window_tokens(windows))
+            logits_btv = model(input_ids=tokens_bt[:, :-1], use_cache=False).logits
+            loss = F.cross_entropy(logits_btv.flatten(0, 1), tokens_bt[:, 1:].flatten())
+            model.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_norm)
+            for group in self.inner[member].param_groups:
+                group["lr"] = replace(OPTIMIZER, warmup_steps=1).lr_at(step - 1 + number / count, STEPS)
+            self.inner[member].step()
+            losses += loss.item()
+        return losses
+
+    def step(self, step: int) -> float:
+        for model in self.own:
+            model.load_state_dict(self.shared.state_dict())
+        losses = sum(self.inner_steps(member, step) for member in range(len(SHARES)))
+        for name, parameter in self.shared.named_parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            for model, (_, count) in zip(self.own, SHARES, strict=True):
+                own = dict(model.named_parameters())[name]
+                parameter.grad += (parameter - own).detach() * (count / MICRO_BATCHES)
+        self.outer.step()
+        return losses / MICRO_BATCHES
+
+
+def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def test_as_torchs_own_optimizers(text: Path) -> None:
+    trainers = members(text)
+    reference = Reference(trainers[0])
+    for step in range(STEPS):
+        assert outer_step(trainers, step) == pytest.approx(reference.step(step), rel=1e-6)
+    for name, parameter in reference.shared.named_parameters():
+        difference = (trainers[1]._model.get_parameter(name) - parameter).norm() / parameter.norm()
+        assert difference < 1e-6, name
+
+
+def test_fragments_are_exchanged_in_turn(text: Path) -> None:
+    trainers = members(text, fragments=3)
+    size = len(trainers[0].reduce_buffer)
+    seen = np.zeros(size, np.int64)
+    for step in range(3):
+        before = state_bytes(trainers[0])["parameters"]
+        outer_step(trainers, step)
+        for start, stop in trainers[0].exchanged(step):
+            seen[start:stop] += 1
+        changed = np.frombuffer(before, np.float32) != np.frombuffer(state_bytes(trainers[0])["parameters"], np.float32)
+        inside = np.zeros(size, np.bool_)
+        for start, stop in trainers[0].exchanged(step):
+            inside[start:stop] = True
+        assert not (changed & ~inside[: changed.size]).any()
+        assert changed.any()
+    assert (seen[:-3] == 1).all()
+    assert (seen[-3:] == 3).all()
+
+
+def test_an_overlapping_step_sends_the_inner_steps_of_the_one_before(text: Path) -> None:
+    alone, plain = members(text, 1, overlap=True)[0], members(text, 1)[0]
+    start = np.frombuffer(state_bytes(alone)["parameters"], np.float32).copy()
+    outer_step([alone], 0)  # nothing can travel yet
+    assert np.array_equal(np.frombuffer(state_bytes(alone)["parameters"], np.float32), start)
+    assert alone.begin_step(1, *SHARES[0])
+    alone.finish_gradients()
+    contribute(plain, 0, *SHARES[0])
+    # Half of the way: its own copy was mixed with the shared parameters, which had not moved.
+    assert np.allclose(alone.reduce_buffer[:-3], MIXING * plain.reduce_buffer[:-3], atol=1e-6)
+    assert alone.reduce_buffer[-3] == plain.reduce_buffer[-3] == SHARES[0][1]
+
+
+@pytest.mark.parametrize("local", [{}, {"fragments": 2}, {"overlap": True}, {"fragments": 2, "overlap": True}])
+def test_it_learns_and_a_newcomer_joins_with_fresh_moments(text: Path, local: dict[str, Any]) -> None:
+    trainers = members(text, **local)
+    losses = [outer_step(trainers, step) for step in range(4)]
+    late = members(text, 1, **local)[0]
+    for source, target in zip(trainers[0].state(), late.state(), strict=True):
+        target.view[:] = source.view
+    late.state_loaded(4)
+    losses += [outer_step([trainers[0], late], step) for step in range(4, STEPS)]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_a_step_that_was_given_up_is_taken_again(text: Path) -> None:
+    trainers, others = members(text), members(text)
+    outer_step(trainers, 0)
+    outer_step(others, 0)
+    contribute(trainers[0], 1, *SHARES[1])
+    assert outer_step(trainers, 1) == pytest.approx(outer_step(others, 1), rel=0.05)  # the moments moved on
+    assert validation(trainers[0]) == validation(trainers[1])
+
+
+def test_validation_is_of_the_shared_parameters(text: Path) -> None:
+    trainers = members(text, fragments=2)
+    for step in range(3):
+        outer_step(trainers, step)
+        assert validation(trainers[0]) == validation(trainers[1])
+
+
+def validation(trainer: Trainer) -> float:
+    return trainer.validate(0, trainer.validation_batches())[0]
