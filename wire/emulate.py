@@ -120,16 +120,19 @@ _ALL = (
     LinkPreset("lossy", 40.0, 20.0, 20e6, loss=0.02, stall_every_s=20.0, stall_s=1.0, burst_bytes=16 << 10),
 )
 PRESETS = MappingProxyType({preset.name: preset for preset in _ALL})
-_ROUND_TRIP = re.compile(r"(\d{1,4}(?:\.\d{1,3})?)ms", re.ASCII)
+_ROUND_TRIP = re.compile(r"(\d{1,4}(?:\.\d{1,3})?)ms(?:-(\d{1,6})mbit)?", re.ASCII)
 
 
 def preset_named(name: str) -> LinkPreset:
-    """Return a preset by name; ``80ms`` is a link with that round trip only. Raises ``UserError``."""
+    """Return a preset by name; ``80ms`` is a link with that round trip only, ``80ms-100mbit`` has a rate, too. Raises
+    ``UserError``."""
     if plain := _ROUND_TRIP.fullmatch(name):
-        return LinkPreset(name, float(plain[1]) / 2)
+        return LinkPreset(name, float(plain[1]) / 2, rate_bps=1e6 * int(plain[2] or 0), burst_bytes=32 << 10)
     if name not in PRESETS:
         known = ", ".join(PRESETS)
-        raise UserError(f"there is no link preset {name!r}", remedy=f"choose one of {known}, or a round trip: 20ms")
+        raise UserError(
+            f"there is no link preset {name!r}", remedy=f"choose one of {known}, or a round trip: 20ms, 80ms-100mbit"
+        )
     return PRESETS[name]
 
 

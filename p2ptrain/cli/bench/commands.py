@@ -153,6 +153,49 @@ def step(
 
 
 @app.command()
+def local(
+    profile: ProfileOption = "local",
+    workers: WorkersOption = 4,
+    inner_steps: Annotated[
+        int, typer.Option("--inner-steps", metavar="N", min=1, max=10_000, help="Inner steps of each worker in a step.")
+    ] = 100,
+    compute_ms: Annotated[
+        float,
+        typer.Option("--compute-ms", metavar="MS", min=0, max=60_000, help="Time of an inner step; 0: really compute."),
+    ] = 200.0,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, max=1000, help="Measured steps.")] = 3,
+    codec: CodecOption = "int4",
+    link: LinkOption = "80ms-100mbit",
+    sets: SetOption = [],  # noqa: B006 - Typer copies it
+    output: OutputOption = [],  # noqa: B006 - Typer copies it
+    as_json: JsonOption = False,
+) -> None:
+    """Compare the strategy 'local' with 'sync' over a slow link.
+
+    The workers are processes that exchange real bytes over an emulated link. They wait instead of computing, unless
+    --compute-ms is 0. A step of sync has one micro-batch of each worker. 'local' takes its turn as it is, and with
+    local.overlap. Results: tokens a second, the share of the time in which workers compute, and the bytes that each
+    sends in a step.
+
+    \b
+    Examples:
+      p2ptrain bench local
+      p2ptrain bench local --inner-steps 20 --steps 10
+      p2ptrain bench local --compute-ms 0 --workers 2 --link wan
+    """
+    from configs.loader import load
+    from p2ptrain.cli.bench.local import LocalPlan, measure_local
+
+    _check_names(link, codec)
+    loaded = load(profile, os.environ, [*sets, f"job.workers={workers}"]).profile
+    if loaded.job.strategy != "local":
+        raise UserError(f"{profile} has the strategy {loaded.job.strategy!r}", remedy="choose --profile local")
+    name = Path(profile).stem
+    plan = LocalPlan(loaded, name, workers, inner_steps, compute_ms / 1e3, steps, link, codec)
+    _measure(plan.report(), lambda bench, report: measure_local(bench, plan, report), output, as_json)
+
+
+@app.command()
 def link(
     rounds: RoundsOption = 0,
     output: OutputOption = [],  # noqa: B006 - Typer copies it

@@ -232,12 +232,14 @@ class Member:
 
     # ------------------------------------------------------------------------------------------------ other benchmarks
 
-    async def build(self, *, spec: str, threads: int, rival: bool) -> Answer:
-        """Build the trainers of one profile; ``rival``: also DDP's."""
+    async def build(self, *, spec: str, threads: int, rival: bool, micro_batch_s: float = 0.0) -> Answer:
+        """Build the trainers of one profile; ``rival``: also DDP's. ``micro_batch_s``: see ``Training.build``."""
         from p2ptrain.cli.bench.training import Training
 
         gloo = self._gloo if rival else None
-        self._training = await Training.build(spec, self.session, threads=threads, gloo=gloo)
+        self._training = await Training.build(
+            spec, self.session, threads=threads, gloo=gloo, micro_batch_s=micro_batch_s
+        )
         return self._training.facts
 
     async def train(self, *, contender: str, first: int, count: int) -> Answer:

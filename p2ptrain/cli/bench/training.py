@@ -126,6 +126,16 @@ def conclude(report: Report, case: Case) -> None:
     report.notes = [note for note in report.notes if "left out" in note or "Gloo knows" in note] + notes
 
 
+def _engine(profile: Profile, threads: int, micro_batch_s: float) -> Engine:
+    if not micro_batch_s:
+        return engine_builder(device="cpu", threads=threads)(profile)
+    from p2ptrain.cli.bench.local import TimedEngine
+    from p2ptrain.compute.model import model_config, parameter_count
+
+    numel = parameter_count(model_config(training_spec(profile).model, 256))  # a new model is one of bytes
+    return TimedEngine(profile, numel, micro_batch_s)
+
+
 @dataclass(slots=True)
 class RingTrainer:
     """This project's trainer in one mode."""
@@ -157,8 +167,10 @@ class Training:
         }
 
     @classmethod
-    async def build(cls, spec: str, session: RingSession, *, threads: int, gloo: GlooGroup | None) -> Training:
-        """Raises what ``Trainer`` and ``DdpTrainer`` raise."""
+    async def build(
+        cls, spec: str, session: RingSession, *, threads: int, gloo: GlooGroup | None, micro_batch_s: float = 0.0
+    ) -> Training:
+        """``micro_batch_s``: wait so long instead of computing. Raises what ``Trainer`` and ``DdpTrainer`` raise."""
         profile = Profile.from_spec_untrusted(spec)
         compute = ComputeThread()
         modes = {RING: profile}
@@ -166,7 +178,7 @@ class Training:
             modes[USUAL] = profile.model_copy(update={"job": profile.job.model_copy(update={"exact": False})})
         factory, ours = strategy_of(profile), {}
         for name, mode in modes.items():
-            engine = await compute.run(engine_builder(device="cpu", threads=threads), mode)
+            engine = await compute.run(_engine, mode, threads, micro_batch_s)
             strategy = factory(engine, compute, lambda: None, profile.ring.bucket_bytes)
             ours[name] = RingTrainer(engine, strategy, first_lineage("bench"))
         rival: DdpTrainer | None = None
@@ -180,11 +192,13 @@ class Training:
         """Run ``count`` steps. Returns the seconds and the loss of each; for the ring also its communication times."""
         if contender == DDP:
             return await self._train_rival(first, count)
-        answer: Answer = {"seconds": [], "losses": [], "exposed_s": [], "communicating_s": []}
+        answer: Answer = {"seconds": [], "losses": [], "exposed_s": [], "communicating_s": [], "computed_s": 0.0}
+        sent_bytes = self._session.links.bytes_out
         for step in range(first, first + count):
             began = time.perf_counter()
             answer["losses"].append(await self._step(self._ours[contender], step, answer))
             answer["seconds"].append(time.perf_counter() - began)
+        answer["sent_bytes"] = self._session.links.bytes_out - sent_bytes
         return answer
 
     async def _train_rival(self, first: int, count: int) -> Answer:
@@ -198,7 +212,9 @@ class Training:
 
     async def _step(self, ours: RingTrainer, step: int, answer: Answer) -> float:
         session, strategy = self._session, ours.strategy
+        began = time.perf_counter()
         await strategy.compute(step, self._first, self._count, session, patience_s=PATIENCE_S)
+        answer["computed_s"] += time.perf_counter() - began
         contribution = await strategy.reduce(session)
         answer["exposed_s"].append(strategy.exposed_s)
         answer["communicating_s"].append(strategy.communicating_s)
