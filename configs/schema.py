@@ -97,9 +97,18 @@ class Data(Table):
     """The training text. Every worker needs the same text: members compare its SHA-256."""
 
     path: Text = Field(default="stdlib", min_length=1)
-    """'stdlib' (Python's standard library), a text file, a directory, a glob, or a .jsonl file."""
-    text_key: str = Field(default="text", min_length=1, max_length=128)
-    """Key of the text in each line of a .jsonl file."""
+    """'stdlib' (Python's standard library), a file, a directory or a glob."""
+    format: Literal["auto", "text", "jsonl", "csv", "parquet", "chat"] = "auto"
+    """'text': whole files. 'jsonl', 'csv', 'parquet' (needs `pip install 'p2ptrain[parquet]'`): a text in each row.
+    'auto': by the suffix of each file, else text. 'chat': conversations in rows of .jsonl or .parquet, each a list of
+    {role, content}; they go through the model's chat template, only the assistant's answers are learned, and those that
+    share a sequence do not see each other. 'chat' of 'stdlib': questions about its modules and functions, answered by
+    their docstrings."""
+    text_key: str = Field(default="", max_length=128)
+    """Key of the text, or of the messages, in each row; empty: 'text', with format 'chat' 'messages'."""
+    bad_rows: float = Field(default=0.01, ge=0, le=1)
+    """Share of the rows that may be unusable: they are left out and told at the worker. With more the data is
+    refused."""
     limit_bytes: int = Field(default=0, ge=0, le=2**50)
     """Most bytes of text to use; 0: all of it."""
     sequence_tokens: int = Field(default=128, ge=2, le=2**20)

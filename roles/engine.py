@@ -57,7 +57,8 @@ class Engine(Protocol):
 
     Attributes:
         corpus_digest: SHA-256 of the tokenized corpus, hex; members of a job must agree on it.
-        tokens_per_micro_batch: targets in one micro-batch.
+        data_note: what of the data was left out or cut, for the person at this worker; empty if nothing was.
+        tokens_per_micro_batch: positions in one micro-batch; with conversations fewer of them are targets.
         device: for people, such as ``"cpu (2 threads)"`` or ``"cuda:0 NVIDIA H100"``.
         reduce_buffer: flat host array of the computing dtype, shape (numel + some,): the member's contribution to the
             step, such as gradients, and behind it a few numbers such as the sum of the losses. The ring sums it over
@@ -70,6 +71,7 @@ class Engine(Protocol):
     """
 
     corpus_digest: str
+    data_note: str
     tokens_per_micro_batch: int
     device: str
     reduce_buffer: npt.NDArray[Any]
@@ -197,9 +199,9 @@ class PipelineEngine(Engine, PartEngine, Protocol):
     def backward(self, index: int, gradient: Payload | None, on_final: OnFinal | None = None) -> Payload | None:
         """See ``PartEngine.backward``; ``on_final`` as in ``micro_batch``."""
 
-    def validation_forward(self, index: int, inputs: Payload | None) -> tuple[Payload | None, float]:
-        """Run validation micro-batch ``index``. Returns the activations for the next stage, and the sum of the losses
-        (nats) on the last stage, else 0. Raises as ``forward``."""
+    def validation_forward(self, index: int, inputs: Payload | None) -> tuple[Payload | None, float, int]:
+        """Run validation micro-batch ``index``. Returns the activations for the next stage; and on the last stage the
+        sum of the losses (nats) and the number of targets, else 0. Raises as ``forward``."""
 
     def contributed_square_sum(self, start: int, stop: int) -> float:
         """As ``partial_square_sum``, but of this member's own contribution. For a weight that the first and the last

@@ -67,6 +67,7 @@ class StandInEngine:
         self._parameters = np.zeros(numel, np.float32)
         self._momentum = np.zeros(numel, np.float32)
         self._own: npt.NDArray[np.float32] | None = None  # with 'local' and 'federated': private to this member
+        self.data_note = ""
         self.corpus_digest = hashlib.sha256(corpus.encode()).hexdigest()
         self.tokens_per_micro_batch = profile.batch.micro_batch_sequences * profile.data.sequence_tokens
         self.device = "stand-in"

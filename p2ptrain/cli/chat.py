@@ -385,8 +385,6 @@ class ChatSession:
         return True
 
     def _save(self, name: str) -> None:
-        from p2ptrain.compute.text import written
-
         if not name:
             raise UserError("/save needs the name of a file", remedy="such as /save talk.json")
         path = Path(name).expanduser()
@@ -394,7 +392,7 @@ class ChatSession:
         if path.suffix == ".json":
             content = json.dumps([{"role": turn.role, "content": turn.text} for turn in turns], indent=2) + "\n"
         else:
-            content = written(turns) + "\n"
+            content = "\n".join(f"{turn.role.capitalize()}: {turn.text}" for turn in turns) + "\n"
         try:
             # Only a file that this conversation wrote may be overwritten.
             with path.open("w" if path in self._saved else "x", encoding="utf-8") as handle:

@@ -79,10 +79,9 @@ async def _verify(member: ServingMember, serve_options: ServeOptions, console: C
     async with AsyncExitStack() as stack:
         compute = ComputeThread(member.world.threads)
         stack.callback(compute.close)
-        form, weights = await compute.run(
+        text, form, weights = await compute.run(
             _prepared, directory, serve_options.threads, whole=serve_options.split is None
         )
-        text = form.text
 
         from p2ptrain.cli.split import TYPICAL_POSITIONS, within
         from roles.chain.peer import Context
@@ -133,8 +132,8 @@ async def _verify(member: ServingMember, serve_options: ServeOptions, console: C
         await asyncio.Event().wait()  # until the member leaves
 
 
-def _prepared(directory: Path, threads: int, *, whole: bool) -> tuple[ChatFormat, str]:
-    """Load the chat format of a model, and the digest of its tensors. Raises ``ConfigError``.
+def _prepared(directory: Path, threads: int, *, whole: bool) -> tuple[ModelText, ChatFormat, str]:
+    """Load the text side of a model, its chat format, and the digest of its tensors. Raises ``ConfigError``.
 
     This runs on a thread: slow imports would block the event loop, and the seed takes a silent member for dead.
     """
@@ -142,7 +141,8 @@ def _prepared(directory: Path, threads: int, *, whole: bool) -> tuple[ChatFormat
     from p2ptrain.compute.text import ChatFormat, ModelText
     from p2ptrain.core.tensor_files import TensorTable
 
-    found = ChatFormat(ModelText(directory)), TensorTable(directory).fingerprint()
+    text = ModelText(directory)
+    found = text, ChatFormat(text.tokenizer), TensorTable(directory).fingerprint()
     if whole:
         _prepare_torch(threads)
     return found

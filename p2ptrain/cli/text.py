@@ -203,7 +203,7 @@ async def _model_source(
     from p2ptrain.compute.text import ChatFormat
     from roles.verifier.service import ServiceOptions, VerifierService
 
-    form = ChatFormat(text) if needs.kept else None
+    form = ChatFormat(text.tokenizer) if needs.kept else None
     options = ServiceOptions(sessions=needs.sessions, waiting=needs.sessions, positions=positions, kept=needs.kept)
     world = real_world(TcpNetwork())
     service = VerifierService(world, target, text, form=form, model=label, created=0, options=options)

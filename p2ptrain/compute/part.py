@@ -552,7 +552,8 @@ class PartModel:
 
         Args:
             x: on the first stage token ids, int64 (B, T); else the previous stage's hidden states (B, T, width).
-            positions: int64 (T,), the same for every sequence; they continue those in ``cache``.
+            positions: int64 (T,), the same for every sequence; they continue those in ``cache``. Without a cache also
+                (B, T): a position that does not follow the one before begins a text that is kept apart.
             cache: new positions attend to its positions and are added to it. None (training): no earlier positions.
             logits: on the last stage, the number of final positions to compute logits for; 0 for all.
 
@@ -561,7 +562,7 @@ class PartModel:
         """
         common = {
             "input_ids" if self.part.first else "inputs_embeds": x,
-            "position_ids": positions[None],
+            "position_ids": positions if positions.ndim == 2 else positions[None],
             "past_key_values": cache,
             "use_cache": cache is not None,
             "return_dict": True,

@@ -135,11 +135,12 @@ class DdpTrainer:
         loss_sum = torch.zeros(())
         with flushed_denormals():
             for index in range(first, first + count):
-                windows = self._corpus.window_tokens(self._corpus.training[self._sampler.sample(step, index)])
-                tokens = torch.from_numpy(windows)
+                batch = self._corpus.batch(self._corpus.training[self._sampler.sample(step, index)])
+                inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
+                placed = {} if batch.positions is None else {"position_ids": torch.from_numpy(batch.positions)}
                 with nullcontext() if index == first + count - 1 else self._ddp.no_sync():
-                    logits = self._ddp(input_ids=tokens[:, :-1], use_cache=False).logits
-                    loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+                    logits = self._ddp(input_ids=inputs, use_cache=False, **placed).logits
+                    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
                     # DDP averages over the members, but the step needs the mean over the micro-batches.
                     (loss * (self._group.size / self._spec.micro_batches)).backward()  # type: ignore[no-untyped-call]
                 loss_sum += loss.detach()

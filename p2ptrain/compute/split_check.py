@@ -1,4 +1,5 @@
-"""A test, before a part is used, that an architecture computes the same bits in parts and as a whole."""
+"""Tests of an architecture before it is used: that its parts compute the same bits as the whole, and that it keeps the
+texts of a window apart."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Pretrai
 
 from p2ptrain.compute.device import one_thread
 from p2ptrain.compute.model import first_line
-from p2ptrain.compute.part import LAYER_CACHES, ModelLayout, Part, build_part, per_layer_lists, refused
+from p2ptrain.compute.part import LAYER_CACHES, ModelLayout, Part, PartModel, build_part, per_layer_lists, refused
 from p2ptrain.core.errors import ConfigError
 
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
@@ -80,13 +81,48 @@ def _checked(model_type: str, text: str) -> None:
         raise refused(config, "its parts compute other results than the whole model")
 
 
+def check_packs(config: PretrainedConfig, *, split: bool) -> None:
+    """Compare, on a small model as ``check_splits`` does, texts that share a window with each text alone. ``split``: in
+    parts. Raises ``ConfigError``: this architecture does not keep them apart."""
+    _packs(config.model_type, config.to_json_string(use_diff=False), split)
+
+
+@functools.lru_cache(maxsize=64)
+def _packs(model_type: str, text: str, split: bool) -> None:
+    config = AutoConfig.for_model(**json.loads(text) | {"model_type": model_type})
+    try:
+        with one_thread():
+            apart = _apart(_tiny(config), split)
+    except Exception as error:  # an architecture may fail in any way
+        raise _mixes(model_type) from error
+    if not apart:
+        raise _mixes(model_type)
+
+
+def _mixes(model_type: str) -> ConfigError:
+    return ConfigError(
+        f"a {model_type!r} model cannot train on conversations: it does not keep those of a window apart",
+        remedy="use a model such as llama, qwen3, mistral or gpt2, or another data.format than 'chat'",
+    )
+
+
+def _apart(config: PretrainedConfig, split: bool) -> bool:
+    model = _random_model(config)
+    parts = _parts(config, model) if split else []
+    lengths = [7, 1, 10]
+    ids = torch.arange(2 * 18).view(2, 18) * 7 % config.vocab_size
+    positions = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1)
+    with torch.no_grad():
+        window = ids if split else model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        for part in parts:
+            window = part.forward(window, positions)
+        alone = [model(input_ids=text, use_cache=False).logits for text in ids.split(lengths, dim=1)]
+        return torch.allclose(window, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-5)
+
+
 def _same(config: PretrainedConfig) -> bool:
     whole = _random_model(config)
-    weights = whole.state_dict()
-    layers = config.num_hidden_layers
-    parts = [
-        build_part(config, Part(start, stop, layers), weights) for start, stop in pairwise([0, 1, layers - 1, layers])
-    ]
+    parts = _parts(config, whole)
     ids = torch.arange(2 * 18).view(2, 18) * 7 % config.vocab_size
     batch = torch.arange(ids.shape[1])
     with torch.no_grad():
@@ -96,6 +132,13 @@ def _same(config: PretrainedConfig) -> bool:
         if not torch.equal(hidden, whole(input_ids=ids, use_cache=False).logits):
             return False
         return _same_cached(whole, parts, ids[:1])
+
+
+def _parts(config: PretrainedConfig, whole: Any) -> list[PartModel]:
+    weights, layers = whole.state_dict(), config.num_hidden_layers
+    return [
+        build_part(config, Part(start, stop, layers), weights) for start, stop in pairwise([0, 1, layers - 1, layers])
+    ]
 
 
 def _same_cached(whole: Any, parts: Sequence[Any], ids: Tensor) -> bool:

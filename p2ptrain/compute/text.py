@@ -1,11 +1,11 @@
 """The text side of generation: token ids of a prompt, text from generated ids, and conversations.
 
 It reads only the small files of a model directory. It does not import torch, so that a client of peers that hold the
-weights starts in a fraction of a second.
+weights starts in a fraction of a second; a conversation takes a second more, to import what renders its template.
 
 A tokenizer's chat template defines the format of a conversation. It is a Jinja template, and runs in a sandbox as in
 transformers; no code of the directory is run. A model without a template, such as one trained here from scratch, uses
-this plain format, in which an answer ends before the next ``User:``::
+the plain format of ``compute.tokenizer.PLAIN_CHAT``, in which an answer ends before the next ``User:``::
 
     the text of --system
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from p2ptrain.compute.tokenizer import TOKENIZER_FILES, Tokenizer
+from p2ptrain.compute.tokenizer import PLAIN_CHAT, TOKENIZER_FILES, Tokenizer
 from p2ptrain.core.errors import ConfigError, TooLong, UserError
 from p2ptrain.core.serving import Sampling, SamplingOptions
 from p2ptrain.core.stop_strings import StopStrings
@@ -86,9 +86,6 @@ class ModelText:
         if self.tokenizer.is_bytes:
             return [int(token) for token in self.tokenizer.encode([text])]
         return list(self.tokenizer.backend.encode(text, add_special_tokens=True).ids)
-
-    def plain_ids(self, text: str) -> list[int]:
-        return [int(token) for token in self.tokenizer.encode([text])]
 
     def checked(self, ids: list[int], max_new_tokens: int) -> list[int]:
         """Return ``ids`` if they and ``max_new_tokens`` fit into the context. Raises ``UserError``."""
@@ -221,7 +218,7 @@ def _json_map(path: Path) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- conversations
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
-_PLAIN_NAMES = {USER: "User:", ASSISTANT: "Assistant:"}
+_PLAIN_STOP = "\nUser:"
 _TEMPLATE_FILE, _TOKENIZER_FILE = "chat_template.jinja", "tokenizer_config.json"
 
 
@@ -234,10 +231,10 @@ class Turn:
 
 
 class ChatFormat:
-    """Converts the turns of a conversation to a model's prompt.
+    """Converts conversations to token ids, for a model's next answer and for training, with its chat template.
 
     Attributes:
-        is_plain: whether the model has no chat template.
+        is_plain: whether the model has no chat template of its own.
         stop: strings that end an answer.
         end_tokens: ids that end an answer, in addition to the model's: the tokenizer's own end token.
 
@@ -245,35 +242,59 @@ class ChatFormat:
         ConfigError: the directory's tokenizer cannot be read.
     """
 
-    def __init__(self, text: ModelText) -> None:
-        self.text = text
-        self._fast: Any = _templated(text.directory)
-        self.is_plain = self._fast is None
-        self.stop = (f"\n{_PLAIN_NAMES[USER]}",) if self.is_plain else ()
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        brought = _templated(tokenizer.directory) if tokenizer.directory is not None else None
+        self._fast: Any = tokenizer.with_plain_chat() if brought is None else brought
+        self.is_plain = self._fast.chat_template == PLAIN_CHAT
+        self.stop = (_PLAIN_STOP,) if self.is_plain else ()
         end = None if self.is_plain else self._fast.eos_token_id
         self.end_tokens = frozenset(() if end is None else (int(end),))
 
     def ids(self, turns: Sequence[Turn]) -> list[int]:
         """Prompt ids for the model's next answer. Raises ``UserError`` if the template refuses the turns."""
-        if self.is_plain:
-            return self.text.prompt_ids(written(turns) + f"\n{_PLAIN_NAMES[ASSISTANT]}")
+        text = self._written([{"role": turn.role, "content": turn.text} for turn in turns], answer=True)
+        return list(self.encoded([text])[0].ids)
+
+    def encoded(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
+        """Ids of texts that a template wrote; each text's special tokens are in it, except in the plain format."""
+        return self.tokenizer.backend.encode_batch(list(texts), add_special_tokens=self.is_plain)
+
+    def with_answers(self, messages: Sequence[dict[str, str]]) -> tuple[str, list[int]]:
+        """The text of a conversation up to its last answer, and the bounds of the answers in it: start, stop, start,
+        ... An answer is what the template adds to the prompt for it, so it includes what ends the answer.
+
+        Raises:
+            UserError: the template refuses the messages, or does not write them as the beginning of a longer
+                conversation, so that the answers cannot be found.
+        """
+        text, bounds = "", list[int]()
+        for index, message in enumerate(messages):
+            if message["role"] == ASSISTANT:
+                prompt, answered = self._written(messages[:index], answer=True), self._written(messages[: index + 1])
+                if not (prompt.startswith(text) and answered.startswith(prompt)):
+                    raise UserError(
+                        f"the chat template of {self._named} changes what it wrote when a conversation goes on",
+                        remedy="change the template in the model's directory so that it only adds to it",
+                    )
+                text = answered
+                bounds += [len(prompt), len(answered)]
+        return text, bounds
+
+    def _written(self, messages: Sequence[dict[str, str]], *, answer: bool = False) -> str:
         from jinja2 import TemplateError
 
-        messages = [{"role": turn.role, "content": turn.text} for turn in turns]
         try:
-            prompt = self._fast.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return str(self._fast.apply_chat_template(list(messages), add_generation_prompt=answer, tokenize=False))
         except (TemplateError, TypeError, ValueError) as error:
             raise UserError(
-                f"the chat template of {self.text.directory} fails for this chat: {str(error) or type(error).__name__}",
+                f"the chat template of {self._named} fails for this chat: {str(error) or type(error).__name__}",
                 remedy="some templates accept no system text: leave out --system",
             ) from error
-        return self.text.plain_ids(prompt)
 
-
-def written(turns: Sequence[Turn]) -> str:
-    """Turns in the plain format."""
-    parts = [f"{_PLAIN_NAMES[turn.role]} {turn.text}" if turn.role != SYSTEM else f"{turn.text}\n" for turn in turns]
-    return "\n".join(parts)
+    @property
+    def _named(self) -> str:
+        return str(self.tokenizer.directory or "a new model")
 
 
 class Conversation:

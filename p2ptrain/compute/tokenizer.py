@@ -33,6 +33,17 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
+PLAIN_CHAT = (
+    "{% for message in messages %}"
+    "{{ '\\n' if not loop.first }}"
+    "{{ {'user': 'User: ', 'assistant': 'Assistant: '}.get(message.role, '') + message.content }}"
+    "{{ '\\n' if message.role == 'system' }}"
+    "{% endfor %}"
+    "{{ '\\n' if add_generation_prompt or messages[-1].role == 'assistant' }}"
+    "{{ 'Assistant:' if add_generation_prompt else 'User:' if messages[-1].role == 'assistant' }}"
+)
+"""The chat template of models without one, see ``compute.text``. It needs no special tokens: what ends an answer is the
+beginning of the next question, so a model that is trained on conversations learns to write it."""
 _TEXTS_PER_CALL = 256
 
 
@@ -43,13 +54,13 @@ class Tokenizer:
         vocab_size: all ids are below this number.
         backend: the equivalent tokenizer of the ``tokenizers`` library.
         is_bytes: whether this is the byte-level vocabulary.
+        directory: the model directory that it came from; None for the byte-level vocabulary made here.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, source: Path | None = None) -> None:
-        self.backend = backend
+    def __init__(self, backend: tokenizers.Tokenizer, directory: Path | None = None) -> None:
+        self.backend, self.directory = backend, directory
         self.is_bytes = backend.get_vocab() == _byte_vocabulary()
         self.vocab_size = 1 + max(backend.get_vocab().values())
-        self._source = source
         self._digest: str | None = None
 
     @classmethod
@@ -115,17 +126,21 @@ class Tokenizer:
     def save(self, directory: Path) -> None:
         """Write the files that ``AutoTokenizer.from_pretrained`` reads. Raises ``StorageError``."""
         try:
-            if self._source is None:
-                from transformers import PreTrainedTokenizerFast  # slow to import, and only needed here
-
-                fast: Any = PreTrainedTokenizerFast  # its annotations are partial
-                fast(tokenizer_object=self.backend, clean_up_tokenization_spaces=False).save_pretrained(directory)
+            if self.directory is None:
+                self.with_plain_chat().save_pretrained(directory)
                 return
             for name in TOKENIZER_FILES:
-                if (self._source / name).is_file():
-                    shutil.copyfile(self._source / name, directory / name)
+                if (self.directory / name).is_file():
+                    shutil.copyfile(self.directory / name, directory / name)
         except OSError as error:
             raise StorageError(f"cannot write the tokenizer to {directory}: {error.strerror or error}") from error
+
+    def with_plain_chat(self) -> Any:
+        """Transformers' equivalent of this tokenizer, with the plain chat template."""
+        from transformers import PreTrainedTokenizerFast  # slow to import, and only needed here
+
+        fast: Any = PreTrainedTokenizerFast  # its annotations are partial
+        return fast(tokenizer_object=self.backend, clean_up_tokenization_spaces=False, chat_template=PLAIN_CHAT)
 
     def _encode_batch(self, texts: list[str]) -> Tokens:
         encodings = self.backend.encode_batch(texts, add_special_tokens=False)

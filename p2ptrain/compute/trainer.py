@@ -8,7 +8,8 @@ backward runs. In the last micro-batch of a share a hook on each parameter repor
 backward. In *exact* mode the reduce buffer is a separate array: the gradients' sum in fixed point (``compute.exact``).
 
 Data. A pure function (``compute.sampling``) decides which text a micro-batch reads, so no token is sent between stages:
-the first stage takes the inputs from its own corpus, the last stage the targets from its own.
+the first stage takes the inputs from its own corpus, the last stage the targets from its own. A micro-batch's loss is
+the mean over its targets. With conversations micro-batches have different numbers of them, and weigh the same.
 
 Gradients between stages. The last stage's loss is a micro-batch's mean / M, as in one process. Every other stage
 continues from the gradient that it receives and scales nothing. The gradients are sent as fp32 or bf16. With bf16, and
@@ -46,7 +47,7 @@ from transformers import PretrainedConfig
 
 from p2ptrain.compute.activations import decode_untrusted, encode
 from p2ptrain.compute.checkpoint_files import PARAMETERS, CheckpointFiles
-from p2ptrain.compute.data import Corpus, DataSpec, load_corpus
+from p2ptrain.compute.data import NO_TARGET, Corpus, DataSpec, load_corpus
 from p2ptrain.compute.device import Device, flushed_denormals, share_cores
 from p2ptrain.compute.exact import FixedSum, constant_arithmetic, prepare_device
 from p2ptrain.compute.flat import FlatModel, OptimizerSpec, Segment, square_sum
@@ -55,7 +56,7 @@ from p2ptrain.compute.local import LocalSpec, LocalSteps
 from p2ptrain.compute.model import ModelSpec, build_model, model_config
 from p2ptrain.compute.part import PartModel
 from p2ptrain.compute.sampling import Indices, WindowSampler
-from p2ptrain.compute.split_check import check_splits
+from p2ptrain.compute.split_check import check_packs, check_splits
 from p2ptrain.compute.stage import StageSpec, build_training_part, check_training_memory, initial_digest, most_in_flight
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.update import SummedGradients, Update
@@ -74,6 +75,15 @@ class _Flight:
     index: int
     inputs: Payload | None  # for recomputing, still encoded; None on the first stage or without recomputing
     graph: tuple[Tensor | None, Tensor] | None  # (inputs, None on the first stage; outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """``compute.data.Batch`` on the device: inputs, targets and positions (B, T)."""
+
+    inputs: Tensor
+    targets: Tensor
+    positions: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +152,8 @@ class Trainer:
             self._config, stage, device, micro_batch_tokens=tokens, most=max(spec.micro_batches, stage.in_flight)
         )
         self._corpus: Corpus = load_corpus(spec.data, self._tokenizer)
+        if self._corpus.marks is not None:
+            check_packs(self._config, split=not stage.is_whole)
         self._validation_batches = min(spec.validation_batches, len(self._corpus.validation) // sequences)
         if spec.validation_batches and not self._validation_batches:
             raise ConfigError(
@@ -196,6 +208,7 @@ class Trainer:
         self.reduce_buffer: npt.NDArray[Any] = self._host.numpy()
         self.exact_from = self._flat.decayed_numel
         self.corpus_digest, self.windows = self._corpus.digest, len(self._corpus.training)
+        self.data_note = self._corpus.note
         self.activation_bytes = activation_bytes(stage.activations, tokens, self._config.hidden_size)
         self.gradient_bytes = activation_bytes(stage.gradients, tokens, self._config.hidden_size)
         self.layers = (self._part.start, self._part.stop, self._part.layers)
@@ -342,21 +355,25 @@ class Trainer:
     def validate(self, first: int, count: int) -> tuple[float, int]:
         """Run validation micro-batches ``range(first, first + count)`` through a whole model: sum of the losses (nats)
         and number of targets."""
-        indices = range(first, min(first + count, self._validation_batches))
-        losses = sum((self.validation_forward(index, None)[1] for index in indices), 0.0)
-        return losses, len(indices) * self.tokens_per_micro_batch
+        losses, targets = 0.0, 0
+        for index in range(first, min(first + count, self._validation_batches)):
+            _, loss, number = self.validation_forward(index, None)
+            losses, targets = losses + loss, targets + number
+        return losses, targets
 
-    def validation_forward(self, index: int, inputs: Payload | None) -> tuple[Payload | None, float]:
+    def validation_forward(self, index: int, inputs: Payload | None) -> tuple[Payload | None, float, int]:
         """Run validation micro-batch ``index`` through the part. Raises ``ProtocolError``.
 
-        Returns activations for the next stage and 0; on the last stage None and the sum of the losses (nats) over
-        ``tokens_per_micro_batch`` targets.
+        Returns activations for the next stage, 0 and 0; on the last stage None, the sum of the losses (nats), and the
+        number of targets.
         """
         sequences = self._spec.micro_batch_sequences
         with torch.no_grad(), self._arithmetic(), _out_of_memory_told():
-            tokens = self._tokens(self._corpus.validation[index * sequences : (index + 1) * sequences])
-            outputs = self._through(self._entering(tokens, inputs), tokens, "sum")
-        return (None, float(outputs)) if self._part.last else (_payload(outputs, self._stage.activations), 0.0)
+            batch = self._batch(self._corpus.validation[index * sequences : (index + 1) * sequences])
+            outputs = self._through(self._entering(batch, inputs), batch, "sum")
+        if not self._part.last:
+            return _payload(outputs, self._stage.activations), 0.0, 0
+        return None, float(outputs), int((batch.targets != NO_TARGET).sum())
 
     # ----------------------------------------------------------------------------------------------------------- state
 
@@ -456,35 +473,42 @@ class Trainer:
         name = next(name for name, parameter in self._model.named_parameters() if parameter is weight)
         return next(segment for segment in self._flat.segments if segment.name == name)
 
-    def _tokens(self, windows: Indices) -> Tensor:
-        """Tokens of ``windows`` (B,), shape (B, T + 1)."""
-        return torch.from_numpy(self._corpus.window_tokens(windows)).to(self._device, non_blocking=True)
+    def _batch(self, windows: Indices) -> _Batch:
+        """The micro-batch of ``windows`` (B,)."""
+        batch = self._corpus.batch(windows)
 
-    def _entering(self, tokens: Tensor, inputs: Payload | None) -> Tensor:
+        def moved(array: Indices) -> Tensor:
+            return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+        positions = None if batch.positions is None else moved(batch.positions)
+        return _Batch(moved(batch.inputs), moved(batch.targets), positions)
+
+    def _entering(self, batch: _Batch, inputs: Payload | None) -> Tensor:
         """Inputs of the part: token ids (B, T) on the first stage, else hidden states (B, T, width)."""
         if (inputs is None) != self._part.first:
             raise ValueError(f"forward pass of stage {self._stage.stage}: missing or unexpected activations as input")
-        return tokens[:, :-1] if inputs is None else self._decoded(inputs, self._stage.activations)
+        return batch.inputs if inputs is None else self._decoded(inputs, self._stage.activations)
 
-    def _through(self, x: Tensor, tokens: Tensor, reduction: str) -> Tensor:
+    def _through(self, x: Tensor, batch: _Batch, reduction: str) -> Tensor:
         """Hidden states (B, T, width); on the last stage the loss in nats, mean or sum over the targets."""
-        kind = self._autocast_dtype
+        kind, positions = self._autocast_dtype, batch.positions
         with nullcontext() if kind is None else torch.autocast(self._device.type, dtype=kind):
             if self._model_part is not None:
-                outputs = self._model_part.forward(x, self._positions)
+                outputs = self._model_part.forward(x, self._positions if positions is None else positions)
             else:
-                outputs = self._model(input_ids=x, use_cache=False).logits
+                placed = {} if positions is None else {"position_ids": positions}
+                outputs = self._model(input_ids=x, use_cache=False, **placed).logits
         if not self._part.last:
             return outputs
-        targets = tokens[:, 1:].flatten()
-        return F.cross_entropy(outputs.flatten(0, 1).float(), targets, reduction=reduction)  # (B T, vocab)
+        # (B T, vocab); targets of ``NO_TARGET`` do not count, also not in the mean
+        return F.cross_entropy(outputs.flatten(0, 1).float(), batch.targets.flatten(), reduction=reduction)
 
     def _run(self, flight: _Flight, inputs: Payload | None) -> Tensor:
         with self._arithmetic(), _out_of_memory_told():
-            tokens = self._tokens(self._corpus.training[self._sampler.sample(flight.step, flight.index)])
-            x = self._entering(tokens, inputs)
+            batch = self._batch(self._corpus.training[self._sampler.sample(flight.step, flight.index)])
+            x = self._entering(batch, inputs)
             entering = None if self._part.first else x.requires_grad_()
-            outputs = self._through(x, tokens, "mean")
+            outputs = self._through(x, batch, "mean")
         flight.graph = entering, outputs
         return outputs
 

@@ -6,6 +6,7 @@ import glob
 import os
 import sysconfig
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 
 from p2ptrain.core.errors import ConfigError
@@ -15,7 +16,15 @@ TEXT_SUFFIXES = frozenset(
     {".txt", ".md", ".rst", ".tex", ".jsonl", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".rs", ".go", ".java"}
     | {".kt", ".js", ".ts", ".rb", ".sh", ".sql", ".toml"}
 )
-"""Suffixes of the files that are read from a directory; a file or a glob may have any suffix."""
+ROW_SUFFIXES = {"jsonl": ".jsonl", "csv": ".csv", "parquet": ".parquet"}
+"""Formats of files of rows. With format ``auto`` a file's suffix decides; files of any other suffix are text."""
+_SUFFIXES = {
+    "auto": TEXT_SUFFIXES | set(ROW_SUFFIXES.values()),
+    "text": TEXT_SUFFIXES,
+    "chat": frozenset({".jsonl", ".parquet"}),
+    **{name: frozenset({suffix}) for name, suffix in ROW_SUFFIXES.items()},
+}
+"""By format, the suffixes of the files that are read from a directory; a file or a glob may have any suffix."""
 
 _STDLIB_SKIPPED = frozenset(
     {"__pycache__", "site-packages", "dist-packages"}  # not the library itself
@@ -25,23 +34,46 @@ _STDLIB_SKIPPED = frozenset(
 _STDLIB_LOCAL = ("_sysconfigdata", "sitecustomize", "usercustomize")  # differ from machine to machine
 
 
-def find_files(path: str) -> list[Path]:
-    """The files that ``data.path`` names, in the order of their relative paths. Raises ``ConfigError``."""
-    if path == STDLIB:
-        return _stdlib_files()
+def find_files(path: str, form: str = "auto") -> list[Path]:
+    """The files that ``data.path`` names, in the order of their relative paths. ``form``: ``data.format``.
+
+    Raises:
+        ConfigError: there are none, or the package that reads them is not installed.
+    """
+    if path == STDLIB and form in ROW_SUFFIXES:
+        remedy = "use data.format = 'auto' or 'chat', or set data.path to a file of your own"
+        raise ConfigError(f"data.path = 'stdlib' has no files of data.format = {form!r}", remedy=remedy)
+    found = _stdlib_files() if path == STDLIB else _named_files(path, _SUFFIXES[form])
+    if any(format_of(file, form) == "parquet" for file in found) and find_spec("pyarrow") is None:
+        raise ConfigError(
+            f"{found[0]} cannot be read: the package pyarrow is not installed",
+            remedy="run: pip install 'p2ptrain[parquet]'",
+        )
+    return found
+
+
+def format_of(file: Path, form: str) -> str:
+    """How to read one file: ``text``, or a key of ``ROW_SUFFIXES``."""
+    by_suffix = next((name for name, suffix in ROW_SUFFIXES.items() if file.suffix == suffix), "text")
+    if form == "chat":
+        return "parquet" if by_suffix == "parquet" else "jsonl"
+    return by_suffix if form == "auto" else form
+
+
+def _named_files(path: str, suffixes: frozenset[str]) -> list[Path]:
     place = Path(os.path.expanduser(path))
     if place.is_file():
         return [place]
     if place.is_dir():
-        found = _sorted_below(place, (item for item in place.rglob("*") if item.suffix in TEXT_SUFFIXES))
+        found = _sorted_below(place, (item for item in place.rglob("*") if item.suffix in suffixes))
         if not found:
-            names = " ".join(sorted(TEXT_SUFFIXES))
+            names = " ".join(sorted(suffixes))
             raise ConfigError(f"data.path = {path!r} has no text files", remedy=f"a directory is searched for {names}")
         return found
     if not glob.has_magic(path):
         raise ConfigError(
             f"data.path = {path!r} does not exist",
-            remedy="give stdlib, a file, a directory, a glob or a .jsonl; paths are relative to where the worker runs",
+            remedy="give stdlib, a file, a directory or a glob; paths are relative to where the worker runs",
         )
     matches = sorted(Path(name) for name in glob.glob(str(place), recursive=True))
     if not (found := [item for item in matches if item.is_file()]):

@@ -265,16 +265,17 @@ class _Share:
 
 
 class _HeldOut:
-    """Validation micro-batches from ``first`` on, counted from 0. ``total``: sum of the losses, on the last stage."""
+    """Validation micro-batches from ``first`` on, counted from 0. ``total``, ``targets``: sum of the losses, and number
+    of targets, on the last stage."""
 
     def __init__(self, engine: PipelineEngine, first: int) -> None:
         self.activation_bytes, self.gradient_bytes = engine.activation_bytes, engine.gradient_bytes
-        self.total = 0.0
+        self.total, self.targets = 0.0, 0
         self._engine, self._first = engine, first
 
     def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
-        payload, loss = self._engine.validation_forward(self._first + index, inputs)
-        self.total += loss
+        payload, loss, targets = self._engine.validation_forward(self._first + index, inputs)
+        self.total, self.targets = self.total + loss, self.targets + targets
         return payload
 
     def backward(self, index: int, gradient: Payload | None) -> Payload | None:
@@ -363,15 +364,14 @@ class PipelineStrategy(StagedStrategy):
             self._period_s = min(self._period_s, slowest_s)  # longer times have other causes
 
     async def validate(self, first: int, count: int) -> tuple[float, int]:
-        total = 0.0
+        total, targets = 0.0, 0
         for start in range(first, first + count, self._ahead):
             held_out = _HeldOut(self._part, start)
             number = min(self._ahead, first + count - start)
             schedule = forwards(self._replica_chain.stages, number)
             await self._runner(held_out).run(-1, schedule, patience_s=self._patience_s)
-            total += held_out.total
-        is_last = self._replica_chain.stage == self._replica_chain.stages - 1
-        return total, count * self._engine.tokens_per_micro_batch if is_last else 0
+            total, targets = total + held_out.total, targets + held_out.targets
+        return total, targets
 
     def _runner(self, engine: _Share | _HeldOut) -> StageRunner:
         return StageRunner(engine, self._replica_chain, self._compute, on_work=self._progress)

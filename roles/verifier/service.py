@@ -245,7 +245,7 @@ class VerifierService:
             return Prepared(ids, most, 0, text.writer(ids, stop=request.stop), sampling, grows=False)
         if request.prompt:
             raise UserError("the request has both a prompt and a conversation", remedy="send one of them")
-        form = self._form = self._form or ChatFormat(text)
+        form = self._form = self._form or ChatFormat(text.tokenizer)
         ids, most, left_out = _conversation(request).fit(form, self.context, request.max_new_tokens or self._most(0))
         ends = text.end_tokens | form.end_tokens
         writer = text.writer(ids, stop=(*form.stop, *request.stop), end_tokens=ends)

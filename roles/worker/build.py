@@ -165,7 +165,9 @@ def training_spec(profile: Profile) -> TrainingSpec:
         data=DataSpec(
             path=data.path,
             sequence_tokens=data.sequence_tokens,
+            format=data.format,
             text_key=data.text_key,
+            bad_rows=data.bad_rows,
             limit_bytes=data.limit_bytes,
             validation_fraction=data.validation_fraction,
         ),

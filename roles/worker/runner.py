@@ -331,6 +331,8 @@ class JobRunner:
             factory = context.strategies(self.profile)
             ring = self.profile.ring
             self.reports.engine = self._engine
+            if self._engine.data_note:
+                context.tell("warning", "data", self._engine.data_note)
             self._strategy = factory(self._engine, context.compute, self._did_something, ring.bucket_bytes)
         restore_step, self._restore_step = self._restore_step, -1
         if self.assembler is not None:

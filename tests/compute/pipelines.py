@@ -116,9 +116,8 @@ class Pipeline:
         for index in range(self.stages[0].validation_batches()):
             payload: Payload | None = None
             for stage in self.stages:
-                payload, loss = stage.validation_forward(index, payload)
-                losses += loss
-            targets += self.stages[0].tokens_per_micro_batch
+                payload, loss, number = stage.validation_forward(index, payload)
+                losses, targets = losses + loss, targets + number
         return losses / targets
 
 

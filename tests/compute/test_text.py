@@ -26,7 +26,6 @@ from p2ptrain.compute.text import (
     ModelText,
     TextWriter,
     Turn,
-    written,
 )
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConfigError, UserError
@@ -134,7 +133,7 @@ def test_a_prompt_gets_the_special_tokens_of_its_tokenizer(tmp_path: Path) -> No
     backend = spaced()
     backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 3)])
     text = ModelText(directory(tmp_path, {}, backend=backend))
-    assert (text.prompt_ids("a b"), text.plain_ids("a b")) == ([3, 0, 1], [0, 1])
+    assert text.prompt_ids("a b") == [3, 0, 1]
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"[" * 100_000])
@@ -176,7 +175,7 @@ def text_of(root: Path, *, context: int = 200, template: str = "", **settings: s
 
 def test_a_template_writes_the_turns_as_transformers_does(tmp_path: Path) -> None:
     text = text_of(tmp_path, template=TEMPLATE, bos_token="^", eos_token="$")
-    form = ChatFormat(text)
+    form = ChatFormat(text.tokenizer)
     messages = [{"role": turn.role, "content": turn.text} for turn in TURNS]
     expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False
@@ -187,7 +186,7 @@ def test_a_template_writes_the_turns_as_transformers_does(tmp_path: Path) -> Non
 
 
 def test_without_a_template_turns_are_plain(tmp_path: Path) -> None:
-    form = ChatFormat(text_of(tmp_path))
+    form = ChatFormat(text_of(tmp_path).tokenizer)
     assert bytes(form.ids(TURNS)).decode() == ("Be brief.\n\nUser:  hi \nAssistant: hello\nUser: well?\nAssistant:")
     assert (form.is_plain, form.stop, form.end_tokens) == (True, ("\nUser:",), frozenset())
 
@@ -197,13 +196,13 @@ def test_without_a_template_turns_are_plain(tmp_path: Path) -> None:
     ["{{ raise_exception('no system here') }}", "{{ messages[0].missing.field }}", "{% for %}", "{{ 1 + 'a' }}"],
 )
 def test_a_template_that_refuses_is_told(tmp_path: Path, template: str) -> None:
-    form = ChatFormat(text_of(tmp_path, template=template))
+    form = ChatFormat(text_of(tmp_path, template=template).tokenizer)
     with pytest.raises(UserError, match="the chat template of"):
         form.ids(TURNS)
 
 
 def test_a_template_runs_in_a_sandbox(tmp_path: Path) -> None:
-    form = ChatFormat(text_of(tmp_path, template="{{ ''.__class__.__mro__[1].__subclasses__() }}"))
+    form = ChatFormat(text_of(tmp_path, template="{{ ''.__class__.__mro__[1].__subclasses__() }}").tokenizer)
     with pytest.raises(UserError, match="the chat template of"):
         form.ids(TURNS)
 
@@ -214,7 +213,7 @@ def test_no_code_of_the_directory_is_run(tmp_path: Path) -> None:
     settings = json.loads(path.read_text()) | {"auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}}
     path.write_text(json.dumps(settings))
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: ...\n")
-    assert ChatFormat(text).ids(TURNS)
+    assert ChatFormat(text.tokenizer).ids(TURNS)
     assert not (tmp_path / "ran").exists()
 
 
@@ -224,7 +223,7 @@ def test_a_template_needs_no_torch(tmp_path: Path) -> None:
         "import sys; from pathlib import Path\n"
         "from p2ptrain.compute.text import ChatFormat, Turn\n"
         "from p2ptrain.compute.text import ModelText\n"
-        f"assert ChatFormat(ModelText(Path({str(tmp_path)!r}))).ids([Turn('user', 'hi')])\n"
+        f"assert ChatFormat(ModelText(Path({str(tmp_path)!r})).tokenizer).ids([Turn('user', 'hi')])\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
@@ -240,7 +239,7 @@ def asked(conversation: Conversation, *texts: str) -> None:
 
 
 def test_the_oldest_turns_are_dropped_until_there_is_room_for_an_answer(tmp_path: Path) -> None:
-    form = ChatFormat(text_of(tmp_path, context=100))
+    form = ChatFormat(text_of(tmp_path, context=100).tokenizer)
     talk = Conversation("Be brief.")
     asked(talk, "first", "answer", "second", "answer two", "third")
     whole = form.ids(talk.turns)
@@ -259,7 +258,7 @@ def test_the_oldest_turns_are_dropped_until_there_is_room_for_an_answer(tmp_path
 
 
 def test_the_room_of_an_answer(tmp_path: Path) -> None:
-    form = ChatFormat(text_of(tmp_path))
+    form = ChatFormat(text_of(tmp_path).tokenizer)
     talk = Conversation()
     talk.ask("x" * 50)
     length = len(form.ids(talk.turns))
@@ -273,7 +272,7 @@ def test_the_room_of_an_answer(tmp_path: Path) -> None:
 
 
 def test_a_question_that_cannot_be_leaves_the_others_as_they_were(tmp_path: Path) -> None:
-    form = ChatFormat(text_of(tmp_path, context=100))
+    form = ChatFormat(text_of(tmp_path, context=100).tokenizer)
     talk = Conversation()
     asked(talk, "one", "two", "x" * 200)
     with pytest.raises(UserError):
@@ -282,4 +281,4 @@ def test_a_question_that_cannot_be_leaves_the_others_as_they_were(tmp_path: Path
     talk.ask("three")
     ids, _, dropped = talk.fit(form, 100, 10)
     assert (dropped, bytes(ids).decode()) == (0, "User: one\nAssistant: two\nUser: three\nAssistant:")
-    assert written(talk.turns) == "User: one\nAssistant: two\nUser: three"
+    assert [turn.text for turn in talk.turns] == ["one", "two", "three"]

@@ -234,7 +234,7 @@ def service(
         world(network),
         target,
         text,
-        form=ChatFormat(text),
+        form=ChatFormat(text.tokenizer),
         model="stand-in",
         created=0,
         drafters=drafters,

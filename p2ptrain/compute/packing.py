@@ -1,0 +1,98 @@
+"""Conversations as windows: several in each, kept apart by their positions, with a mark on each token that is a target.
+
+A conversation is tokenized whole, as it is when the model answers, and cut to a window. It goes into the first of the
+windows being filled that has room, and the rest of a window is padding. Only the assistant's tokens are targets. Each
+window has at least one: a conversation that is cut before its first answer is left out, and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from p2ptrain.compute.rows import BadRow, Messages, Rows
+from p2ptrain.compute.text import ASSISTANT, USER, ChatFormat
+from p2ptrain.compute.tokenizer import Tokens
+from p2ptrain.core.errors import ConfigError, UserError
+
+Marks = npt.NDArray[np.uint8]
+TARGET, FIRST = 1, 2
+"""Bits of a token's mark: it is a target; it is the first of a conversation, or of the padding."""
+
+_TEXTS_PER_CALL = 256
+_FILLED_AT_ONCE = 16  # windows: more waste less padding, and move text further from its place in the files
+_PROBE = [{"role": role, "content": content} for role, content in zip([USER, ASSISTANT] * 2, "abcd", strict=True)]
+
+
+def packed(
+    conversations: Iterable[tuple[str, Messages]], form: ChatFormat, rows: Rows, *, width: int, limit_bytes: int
+) -> tuple[Tokens, Marks, str]:
+    """Tokens and marks of all windows, each of ``width`` tokens, shape (windows * width,); and what to tell of those
+    that were cut.
+
+    Args:
+        conversations: each with its place. rows: counts those that the chat template refuses.
+        limit_bytes: most bytes of UTF-8 of the written conversations; 0 for all.
+
+    Raises:
+        ConfigError: the chat template does not show where an answer begins.
+        UserError: as ``Rows``.
+    """
+    try:
+        form.with_answers(_PROBE)
+    except UserError as problem:
+        raise ConfigError(problem.message, remedy=problem.remedy) from problem
+    windows: list[tuple[Tokens, Marks]] = []
+    filled: list[tuple[int, Tokens, Marks]] = []  # the newest windows, each after the number of its tokens
+    count = cut = unanswered = 0
+    for ids, marks in _examples(_written(conversations, form, rows, limit_bytes), form):
+        count, cut = count + 1, cut + (len(ids) > width)
+        ids, marks = ids[:width], marks[:width]
+        if not (marks & TARGET).any():
+            unanswered += 1
+            continue
+        at = next((at for at, (used, *_) in enumerate(filled) if used + len(ids) <= width), len(filled))
+        if at == len(filled):
+            windows.append((np.zeros(width, ids.dtype), np.zeros(width, np.uint8)))
+            filled.append((0, *windows[-1]))
+        used, window, window_marks = filled[at]
+        end = used + len(ids)
+        window[used:end], window_marks[used:end] = ids, marks
+        window_marks[end : end + 1] = FIRST  # of the padding, until a conversation begins there
+        filled[at] = end, window, window_marks
+        del filled[:-_FILLED_AT_ONCE]
+    empty = np.zeros(0, form.tokenizer.dtype), np.zeros(0, np.uint8)
+    tokens, all_marks = (np.concatenate(arrays) for arrays in zip(empty, *windows, strict=True))
+    note = f"{cut:,} of {count:,} conversations have more than data.sequence_tokens and are cut" if cut else ""
+    if unanswered:
+        note += f"; {unanswered:,} have no answer in what is left, or an empty one, and are left out"
+    return tokens, all_marks, note.removeprefix("; ")
+
+
+def _written(
+    conversations: Iterable[tuple[str, Messages]], form: ChatFormat, rows: Rows, limit_bytes: int
+) -> Iterator[tuple[str, list[int]]]:
+    """The conversations that the chat template accepts, as ``ChatFormat.with_answers`` writes them."""
+    left = limit_bytes
+    for place, messages in conversations:
+        try:
+            text, bounds = form.with_answers(messages)
+        except UserError as problem:
+            rows.leave_out(place, BadRow(f"is not usable: {problem.message}", problem.remedy or "leave it out"))
+            continue
+        left -= len(text.encode())
+        if limit_bytes and left < 0:
+            return
+        yield text, bounds
+
+
+def _examples(written: Iterator[tuple[str, list[int]]], form: ChatFormat) -> Iterator[tuple[Tokens, Marks]]:
+    while batch := list(islice(written, _TEXTS_PER_CALL)):
+        for encoding, (_, bounds) in zip(form.encoded([text for text, _ in batch]), batch, strict=True):
+            starts = np.array([start for start, _ in encoding.offsets], np.int64)
+            marks = (np.searchsorted(bounds, starts, side="right") % 2).astype(np.uint8)  # an odd number: in an answer
+            marks[:1] = FIRST  # and no target: it has no token before it
+            yield np.array(encoding.ids, form.tokenizer.dtype), marks

@@ -1,0 +1,269 @@
+"""What the files of a corpus hold: texts, rows with a text, or conversations. Rows that cannot be used are counted.
+
+A *row* is a line of a ``.jsonl`` file, a record of a ``.csv`` file (its first record names the columns) or a row of a
+``.parquet`` file. Which rows are left out depends on the files alone, so members with equal files keep equal corpora.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import io
+import json
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from p2ptrain.compute.device import HOST, check_memory
+from p2ptrain.core.errors import ConfigError, UserError
+from p2ptrain.core.text_files import STDLIB, format_of
+from p2ptrain.core.texts import shortened
+
+Messages = list[dict[str, str]]
+"""A conversation: each message has a ``role`` and a ``content``."""
+
+ROLES = ("system", "user", "assistant")
+MOST_MESSAGES = 1024
+_NAMED = 3  # bad rows that a warning names
+_HOPELESS = 100  # the data is refused at once if its first rows, so many, are all bad
+_FIELD_BYTES = (1 << 31) - 1  # of a .csv: the whole file is in memory already
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """Why a row cannot be used, in words that follow its place; and what to do."""
+
+    why: str
+    remedy: str
+
+
+class Rows:
+    """Reads files in order. Attributes: the number of rows so far, and of those that are left out.
+
+    Args:
+        path, form: ``data.path`` and ``data.format``.
+        key: the field of a row with its text or its messages.
+        most_bad: largest share of rows that may be left out.
+    """
+
+    def __init__(self, path: str, form: str, key: str, most_bad: float) -> None:
+        self.count = self.bad = 0
+        self._is_stdlib, self._form, self._key, self._most_bad = path == STDLIB, form, key, most_bad
+        self._named: list[str] = []
+        self._remedy = ""
+
+    def texts(self, files: Sequence[Path]) -> Iterator[str]:
+        """Texts that end with a line end. Raises ``UserError``."""
+        for file in files:
+            if format_of(file, self._form) == "text":
+                yield from _line(_read_text(file))
+                continue
+            for place, value in self._values(file):
+                if not isinstance(value, str):
+                    remedy = "set data.text_key to the field with the text"
+                    self.leave_out(place, BadRow(f"has no text under {self._key!r}", remedy))
+                elif not _encodes(value):
+                    self.leave_out(place, _NOT_UNICODE)
+                else:
+                    yield from _line(value)
+
+    def conversations(self, files: Sequence[Path]) -> Iterator[tuple[str, Messages]]:
+        """Conversations with at least one answer, each with its place. Raises ``UserError``."""
+        for file in files:
+            if self._is_stdlib:
+                found: Iterator[tuple[str, object]] = ((str(file), value) for value in _questions(file))
+            else:
+                found = self._values(file)
+            for place, value in found:
+                self.count += self._is_stdlib
+                bad = value if isinstance(value, BadRow) else _wrong_with(value, self._key)
+                if bad is not None:
+                    self.leave_out(place, bad)
+                else:
+                    yield place, cast(Messages, value)
+
+    def leave_out(self, place: str, bad: BadRow) -> None:
+        """Count a row that cannot be used. Raises ``UserError`` if all of the first hundred cannot."""
+        self.bad += 1
+        if len(self._named) < _NAMED:
+            self._named.append(f"{place} {bad.why}")
+        self._remedy = self._remedy or bad.remedy
+        if self.bad == self.count == _HOPELESS:
+            raise self._refusal()
+
+    def note(self) -> str:
+        """After the last row: what was left out; empty if nothing was. Raises ``UserError``: it is too much."""
+        if self.bad > self._most_bad * self.count:
+            raise self._refusal()
+        if not self.bad:
+            return ""
+        more = f"; and {self.bad - _NAMED:,} more" if self.bad > _NAMED else ""
+        return f"{self.bad:,} of {self.count:,} rows of the data are left out: {'; '.join(self._named)}{more}"
+
+    def _refusal(self) -> UserError:
+        allowed = f"data.bad_rows = {self._most_bad:g} allows {int(self._most_bad * self.count):,}"
+        said = f"{self.bad:,} of the first {self.count:,} rows cannot be used, and {allowed}"
+        return UserError(f"{self._named[0]}; {said}", remedy=f"{self._remedy}; or raise data.bad_rows")
+
+    def _values(self, file: Path) -> Iterator[tuple[str, object]]:
+        """The values under the key, of each row its place and value; bad rows are counted."""
+        readers = {"jsonl": _jsonl_values, "csv": _csv_values, "parquet": _parquet_values}
+        for number, value in readers[format_of(file, self._form)](file, self._key):
+            self.count += 1
+            if isinstance(value, BadRow):
+                self.leave_out(f"{file}:{number}", value)
+            else:
+                yield f"{file}:{number}", value
+
+
+def _line(text: str) -> Iterator[str]:
+    if text:
+        yield text if text.endswith("\n") else text + "\n"
+
+
+def unreadable(file: Path, error: OSError) -> UserError:
+    return UserError(f"cannot read {file}: {error.strerror or error}", remedy="check its permissions, or leave it out")
+
+
+def _read_text(file: Path) -> str:
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise unreadable(file, error) from error
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{file} is not UTF-8 text (byte {error.start})", remedy="convert it with iconv -t UTF-8, or leave it out"
+        ) from error
+    if "\0" in text:
+        raise UserError(f"{file} is not text: byte {text.index(chr(0))} is zero", remedy="leave it out of data.path")
+    return text.replace("\r\n", "\n")
+
+
+# ----------------------------------------------------------------------------------------------------- values of rows
+
+_NOT_UNICODE = BadRow("has half of a surrogate pair, which is no character", "write the text as UTF-8")
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _wrong_with(value: object, key: str) -> BadRow | None:
+    """What is wrong with a conversation; None: nothing."""
+    if not isinstance(value, list) or not 0 < len(value) <= MOST_MESSAGES:
+        remedy = "set data.text_key to the field with a list of {role, content}"
+        return BadRow(f"has no list of 1 to {MOST_MESSAGES:,} messages under {key!r}", remedy)
+    for number, message in enumerate(value, 1):
+        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        if role not in ROLES or not isinstance(content, str):
+            remedy = f"a message is {{role, content}}: a role is one of {', '.join(ROLES)}, and a content is text"
+            return BadRow(f"has no such role or no text in message {number}", remedy)
+        if not _encodes(content):
+            return _NOT_UNICODE
+    if value[0]["role"] == "assistant" or all(message["role"] != "assistant" for message in value):
+        return BadRow("has no question with an answer of the assistant", "only answers are learned: leave the row out")
+    return None
+
+
+def _jsonl_values(file: Path, key: str) -> Iterator[tuple[int, object]]:
+    for number, line in enumerate(_read_text(file).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            yield number, BadRow("is not JSON", "a .jsonl has one JSON object a line")
+        else:
+            yield number, record.get(key) if isinstance(record, dict) else None
+
+
+def _csv_values(file: Path, key: str) -> Iterator[tuple[int, object]]:
+    csv.field_size_limit(_FIELD_BYTES)
+    # Strict: otherwise a quote that is not closed would make one text of the rest of the file.
+    reader = csv.reader(io.StringIO(_read_text(file), newline=""), strict=True)
+    at = -1
+    while True:
+        number = reader.line_num + 1
+        try:
+            record = next(reader, None)
+        except csv.Error as error:
+            yield number, BadRow(f"is not CSV ({error})", "quote fields with a comma, a quote or a line end in them")
+            continue
+        if record is None:
+            return
+        if at < 0:
+            at = _column(file, record, key)
+        elif record:
+            yield number, record[at] if at < len(record) else None
+
+
+def _parquet_values(file: Path, key: str) -> Iterator[tuple[int, object]]:
+    import pyarrow  # an optional package; ``find_files`` has checked that it is installed
+    from pyarrow.parquet import ParquetFile
+
+    number = 0
+    try:
+        with ParquetFile(file) as table:
+            _column(file, table.schema_arrow.names, key)
+            groups = (table.metadata.row_group(index) for index in range(table.num_row_groups))
+            columns = (group.column(index) for group in groups for index in range(group.num_columns))
+            named = [column for column in columns if column.path_in_schema.partition(".")[0] == key]
+            size_bytes = sum(column.total_uncompressed_size for column in named)
+            check_memory(3 * size_bytes, HOST, f"reading {size_bytes / 1e6:.1f} MB of {file}")
+            for batch in table.iter_batches(batch_size=256, columns=[key]):
+                for scalar in batch.column(0):
+                    number += 1
+                    try:
+                        yield number, scalar.as_py()
+                    except (ValueError, OverflowError):
+                        yield number, BadRow("holds a value that cannot be read, perhaps not UTF-8", "write it anew")
+    except (pyarrow.ArrowException, OSError) as error:
+        text = str(error).strip().splitlines() or [type(error).__name__]
+        where = f" after row {number}" if number else ""
+        raise UserError(f"cannot read {file}{where}: {text[0][:300]}", remedy="is it a whole Parquet file?") from error
+
+
+def _column(file: Path, names: Sequence[str], key: str) -> int:
+    if key not in names:
+        there = shortened(", ".join(map(repr, names)), 300)
+        raise ConfigError(f"{file} has no column {key!r}; it has {there}", remedy="set data.text_key to one of them")
+    return list(names).index(key)
+
+
+# ----------------------------------------------------------------------------------------------------- the library's
+
+
+_Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _questions(file: Path) -> Iterator[object]:
+    """Questions and answers of one of the standard library's sources: for each public module, class and function that
+    has a docstring, what it is or does, and the docstring's first paragraph. Nothing is imported."""
+    root = Path(sysconfig.get_path("stdlib"))
+    names = [name for name in file.relative_to(root).with_suffix("").parts if name != "__init__"]
+    try:
+        tree = ast.parse(_read_text(file))
+    except (SyntaxError, ValueError, RecursionError):
+        yield BadRow("is not Python", "set data.path to a file of your own")
+        return
+    if not any(name.startswith("_") for name in names):
+        yield from _asked(tree, ".".join(names))
+
+
+def _asked(node: _Documented, name: str) -> Iterator[Messages]:
+    answer = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
+    is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    if answer:
+        question = f"What does {name} do?" if is_function else f"What is {name}?"
+        yield [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    for child in () if is_function else node.body:
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not child.name.startswith("_"):
+            yield from _asked(child, f"{name}.{child.name}")

@@ -1,0 +1,243 @@
+"""Conversations in windows: what is a target, where each begins, and what the model learns of them."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from tokenizers import AddedToken, decoders, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
+from transformers import AutoConfig, AutoTokenizer
+
+from p2ptrain.compute.data import NO_TARGET, Corpus, DataSpec, load_corpus
+from p2ptrain.compute.device import pick_device
+from p2ptrain.compute.model import build_model
+from p2ptrain.compute.sampling import WindowSampler
+from p2ptrain.compute.split_check import check_packs
+from p2ptrain.compute.text import ChatFormat, ModelText, Turn
+from p2ptrain.compute.tokenizer import Tokenizer
+from p2ptrain.compute.trainer import Trainer
+from p2ptrain.core.errors import ConfigError
+from tests.compute.families import FAMILIES
+from tests.compute.tiny_trainer import MICRO_BATCHES, tiny, tiny_spec
+
+BYTES = Tokenizer.of_bytes()
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CONVERSATIONS = [
+    list(zip(["user", "assistant"] * 3, [f"q{index}", "a" * (index % 7) + "!", "?", f"{index}", ""], strict=False))
+    for index in range(40)
+]
+
+
+MODEL = tiny(context=160)
+
+
+def written(path: Path, conversations: list[list[tuple[str, str]]]) -> Path:
+    rows = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in conversations]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def by_hand(talk: list[tuple[str, str]]) -> tuple[list[int], list[bool]]:
+    """Bytes of a conversation up to its last answer, and which of them are the assistant's."""
+    found: list[tuple[str, bool]] = [("User: ", False)]
+    for (_, question), (_, answer) in zip(talk[0:-1:2], talk[1::2], strict=True):
+        found += [(question + "\nAssistant:", False), (f" {answer}\nUser:", True), (" ", False)]
+    found.pop()
+    return list("".join(text for text, _ in found).encode()), [mine for text, mine in found for _ in text]
+
+
+def corpus_of(path: Path, width: int) -> Corpus:
+    return load_corpus(DataSpec(path=str(path), format="chat", sequence_tokens=width), BYTES)
+
+
+def everything(corpus: Corpus) -> np.ndarray[Any, Any]:
+    return np.sort(np.concatenate([corpus.training, corpus.validation]))
+
+
+def trainer_of(path: Path, width: int) -> Trainer:
+    data = DataSpec(path=str(path), format="chat", sequence_tokens=width, validation_fraction=0.3)
+    return Trainer(tiny_spec(path, data=data, model=MODEL), pick_device("cpu", 1))
+
+
+def test_each_conversation_is_somewhere_once_with_its_answers_as_targets(tmp_path: Path) -> None:
+    corpus = corpus_of(written(tmp_path / "x.jsonl", CONVERSATIONS), 128)
+    batch = corpus.batch(everything(corpus))
+    assert batch.positions is not None
+    found = []
+    for inputs, targets, positions in zip(batch.inputs, batch.targets, batch.positions, strict=True):
+        starts = [*np.flatnonzero(positions == 0).tolist(), len(positions)]
+        assert (targets != NO_TARGET).any(), "a window without a target would have no mean"
+        for start, stop in pairwise(starts):
+            mine = targets[start:stop]
+            assert positions[start:stop].tolist() == list(range(stop - start))
+            if (mine != NO_TARGET).any():
+                length = 1 + int(np.flatnonzero(mine != NO_TARGET)[-1])
+                ids = [*inputs[start : start + length].tolist(), int(mine[length - 1])]
+                found.append((bytes(ids), [False, *(mine[:length] != NO_TARGET).tolist()]))
+    expected = [by_hand(talk) for talk in CONVERSATIONS]
+    assert sorted(found) == sorted((bytes(ids), marks) for ids, marks in expected)
+    used = sum(len(ids) for ids, _ in expected)
+    assert used / len(corpus.tokens) > 0.8, "conversations share windows"
+
+
+def test_what_does_not_fit_is_cut_and_counted(tmp_path: Path) -> None:
+    long = [[("user", "x" * 90), ("assistant", "y")], [("user", "x"), ("assistant", "y" * 90)]]
+    corpus = corpus_of(written(tmp_path / "x.jsonl", [*long, *CONVERSATIONS]), 64)
+    assert corpus.note == (
+        "2 of 42 conversations have more than data.sequence_tokens and are cut; "
+        "1 have no answer in what is left, or an empty one, and are left out"
+    )
+    cut = bytes(corpus.tokens[:65])
+    assert cut == b"User: x\nAssistant: " + b"y" * (65 - 19)
+
+
+def test_the_limit_counts_whole_conversations(tmp_path: Path) -> None:
+    path = written(tmp_path / "x.jsonl", CONVERSATIONS)
+    written(tmp_path / "y.jsonl", CONVERSATIONS[:11])
+    most = sum(len(by_hand(talk)[0]) for talk in CONVERSATIONS[:12]) - 1
+    spec = DataSpec(path=str(path), format="chat", sequence_tokens=64, limit_bytes=most)
+    assert load_corpus(spec, BYTES).digest == corpus_of(tmp_path / "y.jsonl", 64).digest
+
+
+def model_with(root: Path, template: str, **special: str) -> Tokenizer:
+    backend = Backend(BPE(vocab={**BYTES.backend.get_vocab(), "Ġa": 256}, merges=[("Ġ", "a")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>")])
+    backend.save(str(root / "tokenizer.json"))
+    (root / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
+    (root / "chat_template.jinja").write_text(template)
+    return Tokenizer.of_directory(root)
+
+
+def test_the_tokens_are_those_of_the_models_template(tmp_path: Path) -> None:
+    tokenizer = model_with(tmp_path, CHATML)
+    path = written(
+        tmp_path / "x.jsonl", [[("system", "é"), ("user", "an a"), ("assistant", "a é a"), ("user", "x")]] * 4
+    )
+    corpus = load_corpus(DataSpec(path=str(path), format="chat", sequence_tokens=80), tokenizer)
+    messages = json.loads(path.read_text().splitlines()[0])["messages"][:3]
+    ids = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, return_dict=False)
+    batch = corpus.batch(everything(corpus)[:1])
+    assert batch.inputs[0, : len(ids)].tolist() == list(ids)
+    learned = [int(token) for token in batch.targets[0, : len(ids)] if token != NO_TARGET]
+    assert tokenizer.backend.decode(learned, skip_special_tokens=False) == "a é a<|im_end|>\n"
+
+
+def test_a_template_that_takes_back_what_it_wrote_is_refused(tmp_path: Path) -> None:
+    template = "{% for message in messages %}{{ message.role if loop.last }}{{ message.content }}{% endfor %}"
+    path = written(tmp_path / "x.jsonl", CONVERSATIONS)
+    for text, why in ((template, "changes what it wrote"), ("{{ raise_exception('never') }}", "never")):
+        tokenizer = model_with(tmp_path, text)
+        with pytest.raises(ConfigError, match=why) as caught:
+            load_corpus(DataSpec(path=str(path), format="chat", sequence_tokens=64), tokenizer)
+        assert caught.value.remedy
+
+
+def test_conversations_that_a_template_refuses_are_bad_rows(tmp_path: Path) -> None:
+    tokenizer = model_with(
+        tmp_path, "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
+    )
+    path = written(tmp_path / "x.jsonl", [*CONVERSATIONS, [("system", "s"), *CONVERSATIONS[0]]])
+    corpus = load_corpus(DataSpec(path=str(path), format="chat", sequence_tokens=64, bad_rows=0.1), tokenizer)
+    assert "1 of 41 rows of the data are left out" in corpus.note
+    assert "x.jsonl:41 is not usable: the chat template of" in corpus.note
+
+
+def test_a_checkpoint_brings_the_plain_template(tmp_path: Path) -> None:
+    """So transformers writes the prompt on which the model was trained, and that of `p2ptrain chat`."""
+    BYTES.save(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    turns = [Turn("system", "s"), Turn("user", "q"), Turn("assistant", "a"), Turn("user", "q2")]
+    messages = [{"role": turn.role, "content": turn.text} for turn in turns]
+    ids = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    assert bytes(ids) == b"s\n\nUser: q\nAssistant: a\nUser: q2\nAssistant:"
+    form = ChatFormat(ModelText(tmp_path).tokenizer)
+    assert form.ids(turns) == list(ids)
+    trained, bounds = form.with_answers([*messages, {"role": "assistant", "content": "b"}])
+    assert trained.encode().startswith(bytes(ids))
+    assert trained[bounds[2] :] == " b" + form.stop[0], "what ends an answer is learned"
+
+
+def test_the_loss_and_its_gradient_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    """One conversation fills a window, so the loop needs no packing: only what is a target, and the means."""
+    conversations = [[("user", f"{index:02}"), ("assistant", "a" * (index % 9 + 8))] for index in range(40)]
+    trainer = trainer_of(written(tmp_path / "x.jsonl", conversations), 48)
+    corpus = trainer._corpus
+    assert len(everything(corpus)) == len(conversations)
+    sampler = WindowSampler(len(corpus.training), 3, MICRO_BATCHES, 2)
+    model = build_model(MODEL, 256, seed=3)
+    total = torch.zeros(())
+    for index in range(MICRO_BATCHES):
+        losses = []
+        for window in corpus.training[sampler.sample(0, index)]:
+            ids, answers = by_hand([*conversations[window], ("user", "")])
+            logits = model(input_ids=torch.tensor([ids])).logits[0]
+            losses += [
+                F.cross_entropy(logits[at - 1], torch.tensor(ids[at])) for at in range(1, len(ids)) if answers[at]
+            ]
+        total = total + torch.stack(losses).mean() / MICRO_BATCHES
+    total.backward()  # type: ignore[no-untyped-call]
+    trainer.begin_step(0)
+    for index in range(MICRO_BATCHES):
+        trainer.micro_batch(0, index)
+    trainer.finish_gradients()
+    assert trainer.reduce_buffer[-1] / MICRO_BATCHES == pytest.approx(total.item(), rel=1e-6)
+    gradients = dict(model.named_parameters())
+    for segment in trainer._flat.segments:
+        mine = torch.from_numpy(trainer.reduce_buffer[segment.offset : segment.offset + segment.numel])
+        theirs = gradients[segment.name].grad
+        assert theirs is not None
+        assert torch.allclose(mine.view(segment.shape), theirs, rtol=1e-4, atol=1e-6), segment.name
+
+
+def test_packed_losses_are_those_of_each_conversation_alone(tmp_path: Path) -> None:
+    trainer = trainer_of(written(tmp_path / "x.jsonl", CONVERSATIONS), 160)
+    batch = trainer._batch(everything(trainer._corpus))
+    assert len(batch.inputs) < len(CONVERSATIONS) / 2
+    alone = 0.0
+    targets = 0
+    with torch.no_grad():
+        packed = float(trainer._through(batch.inputs, batch, "sum"))
+        for talk in CONVERSATIONS:
+            ids, answers = by_hand(talk)
+            logits = trainer._model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+            losses = F.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
+            alone += float(losses[torch.tensor(answers[1:])].sum())
+            targets += sum(answers)
+    assert int((batch.targets != NO_TARGET).sum()) == targets
+    assert abs(packed / targets - alone / targets) < 1e-5
+    losses_sum, number = trainer.validate(0, trainer.validation_batches())
+    assert 0 < number < trainer.validation_batches() * trainer.tokens_per_micro_batch
+    assert losses_sum / number == pytest.approx(alone / targets, rel=0.1)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith(("falcon", "opt"))])
+def test_most_families_keep_conversations_apart(name: str) -> None:
+    model_type, sizes = FAMILIES[name]
+    config = AutoConfig.for_model(model_type, **sizes)
+    check_packs(config, split=False)
+    check_packs(config, split=True)
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon", "lstm", "opt"])
+def test_an_architecture_that_mixes_them_is_refused(name: str) -> None:
+    config = AutoConfig.for_model(
+        name, vocab_size=97, hidden_size=32, num_hidden_layers=2, n_head=2, num_attention_heads=2
+    )
+    with pytest.raises(ConfigError, match=f"a '{name}' model cannot train on conversations") as caught:
+        check_packs(config, split=False)
+    assert "llama" in caught.value.remedy

@@ -1,0 +1,176 @@
+"""Rows of each format, also hostile ones: what cannot be used is counted and named, and refused past a limit."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from p2ptrain.compute.data import Corpus, DataSpec, load_corpus
+from p2ptrain.compute.tokenizer import Tokenizer
+from p2ptrain.core import text_files
+from p2ptrain.core.errors import ConfigError, UserError
+from p2ptrain.core.text_files import find_files
+
+BYTES = Tokenizer.of_bytes()
+TEXTS = [f'line {index} é,\n"quoted"' for index in range(20)]
+TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+
+
+def corpus_of(path: Path, **changes: Any) -> Corpus:
+    spec = replace(DataSpec(path=str(path), sequence_tokens=8), **changes)
+    return load_corpus(spec, BYTES)
+
+
+def text_of(path: Path, **changes: Any) -> str:
+    return bytes(corpus_of(path, **changes).tokens).decode()
+
+
+def jsonl(path: Path, values: list[Any], key: str = "text") -> Path:
+    path.write_text("\n".join(json.dumps({key: value}) for value in values), "utf-8")
+    return path
+
+
+def as_csv(path: Path, values: list[Any], key: str = "text") -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([["id", key], *([number, value] for number, value in enumerate(values))])
+    return path
+
+
+def as_parquet(path: Path, values: Any, key: str = "text") -> Path:
+    parquet.write_table(pa.table({key: values, "id": list(range(len(values)))}), path)
+    return path
+
+
+@pytest.mark.parametrize(("suffix", "write"), [("jsonl", jsonl), ("csv", as_csv), ("parquet", as_parquet)])
+def test_a_text_in_each_row(tmp_path: Path, suffix: str, write: Callable[..., Path]) -> None:
+    expected = "".join(text + "\n" for text in TEXTS)
+    assert text_of(write(tmp_path / f"x.{suffix}", TEXTS)) == expected, "by the suffix"
+    assert text_of(write(tmp_path / "rows", TEXTS, "body"), format=suffix, text_key="body") == expected
+    (tmp_path / "tree").mkdir()
+    write(tmp_path / "tree" / f"a.{suffix}", TEXTS)
+    (tmp_path / "tree" / "a.txt").write_text("not a row\n")
+    assert text_of(tmp_path / "tree", format=suffix) == expected, "a directory is searched for its suffix"
+    with pytest.raises(UserError, match="'body'") as caught:
+        text_of(write(tmp_path / f"x.{suffix}", TEXTS), text_key="body")
+    assert "data.text_key" in caught.value.remedy
+
+
+def test_any_file_may_be_read_as_text(tmp_path: Path) -> None:
+    assert text_of(jsonl(tmp_path / "x.jsonl", ["one", "two"]), format="text") == '{"text": "one"}\n{"text": "two"}\n'
+
+
+def test_the_package_for_parquet_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_files, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        find_files(str(as_parquet(tmp_path / "x.parquet", ["a"])))
+    assert "pip install 'p2ptrain[parquet]'" in caught.value.remedy
+    assert find_files(str(jsonl(tmp_path / "x.jsonl", ["a"])))
+
+
+def test_bad_rows_are_left_out_counted_and_named(tmp_path: Path) -> None:
+    path, good = tmp_path / "x.jsonl", tmp_path / "good.jsonl"
+    lines = [json.dumps({"text": f"line {index}"}) for index in range(20)]
+    good.write_text("\n".join(lines))
+    bad = ["{", "3", '{"text": 3}', "[" * 100_000, '{"text": "\\ud800"}', '{"text": ' + "9" * 5000 + "}"]
+    path.write_text("\n".join([*lines[:7], *bad, *lines[7:]]))
+    corpus = corpus_of(path, bad_rows=0.25)
+    assert corpus.digest == corpus_of(good).digest
+    assert corpus.note == (
+        f"6 of 26 rows of the data are left out: {path}:8 is not JSON; {path}:9 has no text under 'text'; "
+        f"{path}:10 has no text under 'text'; and 3 more"
+    )
+    with pytest.raises(UserError, match=r"x\.jsonl:8 is not JSON; 6 of the first 26 rows .* 0.2 allows 5$") as caught:
+        corpus_of(path, bad_rows=0.2)
+    assert "data.bad_rows" in caught.value.remedy
+
+
+def test_a_file_of_bad_rows_is_refused_before_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text("no\n" * 5000)
+    with pytest.raises(UserError, match="100 of the first 100 rows"):
+        corpus_of(path)
+
+
+def test_hostile_csv(tmp_path: Path) -> None:
+    long = "x" * 200_000
+    assert text_of(as_csv(tmp_path / "long.csv", [long])) == long + "\n", "longer than the module's own limit"
+    path, good = tmp_path / "x.csv", "good good good good"
+    path.write_text(f'id,text\n1,{good}\n2\n\n3,"a"b\n4,{good}\n5,"never closed\nand on')
+    corpus = corpus_of(path, bad_rows=0.9)
+    assert bytes(corpus.tokens).decode() == f"{good}\n" * 2
+    assert f"3 of 5 rows of the data are left out: {path}:3 has no text under 'text'; {path}:5 is not" in corpus.note
+    assert f"{path}:7 is not CSV (unexpected end of data)" in corpus.note
+    for content in (b"", b"id\n1\n", b'"id'):
+        path.write_bytes(content)
+        with pytest.raises(UserError):
+            corpus_of(path, bad_rows=1.0)
+    path.write_bytes(b"id,text\n1,\xff\n")
+    with pytest.raises(UserError, match="not UTF-8"):
+        corpus_of(path)
+
+
+def test_hostile_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    values = pa.array([b"good good good good", b"\xff\xfe", None, b"good good good good"], pa.binary())
+    as_parquet(path, pa.Array.from_buffers(pa.string(), 4, values.buffers()))
+    corpus = corpus_of(path, bad_rows=0.5)
+    assert bytes(corpus.tokens) == b"good good good good\n" * 2
+    assert f"{path}:2 holds a value that cannot be read, perhaps not UTF-8; {path}:3 has no text" in corpus.note
+    as_parquet(path, [1, 2, 3])
+    with pytest.raises(UserError, match="3 of the first 3 rows"):
+        corpus_of(path)
+    as_parquet(path, TEXTS)
+    whole = path.read_bytes()
+    for content in (b"", b"PAR1", whole[:-9], whole[:50] + b"\xff" * 60 + whole[110:], b"text, not Parquet\n" * 9):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"cannot read .*x\.parquet"):
+            corpus_of(path)
+
+
+@pytest.mark.parametrize("write", [jsonl, as_parquet])
+def test_conversations_in_rows(tmp_path: Path, write: Callable[..., Path]) -> None:
+    path = write(tmp_path / f"x.{'jsonl' if write is jsonl else 'parquet'}", [TALK] * 4, "messages")
+    corpus = corpus_of(path, format="chat", sequence_tokens=48)
+    assert bytes(corpus.tokens[:32]) == b"User: hi\nAssistant: hello\nUser:\0"
+    renamed = write(path, [TALK] * 4, "talk")
+    assert corpus_of(renamed, format="chat", sequence_tokens=48, text_key="talk").digest == corpus.digest
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("hi", "no list of 1 to 1,024 messages under 'messages'"),
+        ([], "no list of"),
+        (TALK * 513, "no list of"),
+        (["hi"], "in message 1"),
+        ([TALK[0], {"role": "assistant"}], "in message 2"),
+        ([TALK[0], {"role": "tool", "content": "x"}], "in message 2"),
+        ([TALK[0], {"role": "assistant", "content": ["x"]}], "in message 2"),
+        ([TALK[0], {"role": "assistant", "content": "\ud800"}], "surrogate"),
+        (TALK[:1], "no question with an answer"),
+        (TALK[1:], "no question with an answer"),
+    ],
+)
+def test_a_conversation_that_is_none(tmp_path: Path, value: Any, why: str) -> None:
+    path = jsonl(tmp_path / "x.jsonl", [*[TALK] * 4, value], "messages")
+    with pytest.raises(UserError, match=r"x\.jsonl:5 .*" + why):
+        corpus_of(path, format="chat", sequence_tokens=48)
+
+
+def test_questions_about_the_standard_library() -> None:
+    spec = DataSpec(format="chat", sequence_tokens=200, limit_bytes=20_000)
+    corpus = load_corpus(spec, BYTES)
+    text = bytes(corpus.tokens).decode()
+    assert "User: What is abc?\nAssistant: Abstract Base Classes (ABCs) according to PEP 3119.\nUser:" in text
+    assert "User: What does abc.abstractmethod do?\nAssistant: A decorator indicating abstract methods.\nUser:" in text
+    assert corpus.digest == load_corpus(spec, BYTES).digest
+    with pytest.raises(ConfigError, match=r"no files of data\.format"):
+        find_files("stdlib", "csv")

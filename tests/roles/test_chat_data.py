@@ -1,0 +1,66 @@
+"""Jobs on conversations: losses and validation do not depend on who computes what."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.loader import load
+from roles.strategies.pipeline import strategy_of
+from roles.worker.build import engine_builder, stage_builder
+from tests.roles.in_process import Cluster
+
+STEPS = 6
+SETS = [
+    f"job.steps={STEPS}", "device.threads=1", "data.format=chat", "data.bad_rows=0.1", "data.sequence_tokens=64",
+    "data.validation_fraction=0.3", "model.layers=2", "model.hidden_size=32", "model.intermediate_size=48",
+    "validation.every=3", "validation.batches=3", "checkpoint.every=0", "batch.micro_batches=4",
+    "batch.micro_batch_sequences=2",
+]  # fmt: skip
+
+
+def conversations(path: Path, count: int, letter: str = "a") -> Path:
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"question {number}"},
+                {"role": "assistant", "content": letter * (1 + number % 9)},
+            ]
+        }
+        for number in range(count)
+    ]
+    path.write_text("\n".join([*map(json.dumps, rows), "not a row"]))
+    return path
+
+
+async def rows_of(cluster: Cluster, job: str) -> list[dict[str, float]]:
+    await cluster.job_until(job, lambda item: item["state"] == "done")
+    return list((await cluster.ask("metrics.history", job=job, after_step=0, limit=200))["rows"])
+
+
+@pytest.mark.parametrize(("workers", "stages"), [(2, 0), (2, 2)])
+async def test_conversations_give_the_losses_of_one_worker(
+    cluster: Cluster, tmp_path: Path, workers: int, stages: int
+) -> None:
+    sets = [*SETS, f"data.path={conversations(tmp_path / 'x.jsonl', 60)}"]
+    split = ["job.strategy=pipeline", f"pipeline.stages={stages}"] if stages else []
+    found = []
+    for more in (["job.workers=1"], [f"job.workers={workers}", *split]):
+        profile = load("tiny", {}, [*sets, *more]).profile
+        job = await cluster.create(profile)
+        peers = [
+            cluster.join(engine_builder(threads=1), strategies=strategy_of, build_part=stage_builder(threads=1))
+            for _ in range(profile.job.workers)
+        ]
+        found.append(await rows_of(cluster, job))
+        for peer in peers:
+            await peer.hears("1 of 61 rows of the data are left out")
+            await peer.leave()
+    alone, shared = found
+    assert [row["members"] for row in shared] == [workers] * STEPS
+    for one, many in zip(alone, shared, strict=True):
+        assert many["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert many.get("val_loss") == pytest.approx(one.get("val_loss"), rel=1e-5)
+    assert alone[-1]["val_loss"]
