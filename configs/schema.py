@@ -94,7 +94,7 @@ class Model(Table):
 
 
 class Data(Table):
-    """The training text. Every worker needs the same text: members compare its SHA-256."""
+    """The training text. Every worker needs the same text, unless it is private: members compare its SHA-256."""
 
     path: Text = Field(default="stdlib", min_length=1)
     """'stdlib' (Python's standard library), a file, a directory or a glob."""
@@ -109,6 +109,9 @@ class Data(Table):
     bad_rows: float = Field(default=0.01, ge=0, le=1)
     """Share of the rows that may be unusable: they are left out and told at the worker. With more the data is
     refused."""
+    private: bool = False
+    """Each worker trains on its own text, which never leaves its machine: only its size and SHA-256 do. Each computes
+    its micro-batches from its own text, and validates on its own held-out sequences."""
     limit_bytes: int = Field(default=0, ge=0, le=2**50)
     """Most bytes of text to use; 0: all of it."""
     sequence_tokens: int = Field(default=128, ge=2, le=2**20)
@@ -391,6 +394,12 @@ def _check(profile: Profile) -> None:
     if profile.job.exact and profile.job.strategy != "sync":
         why = "exact mode is for strategy 'sync' only"
         raise _conflict(profile, "job.exact", "job.strategy", why=why, remedy="job.exact = false")
+    if profile.data.private and split:
+        why = "the first stage reads the inputs and the last stage the targets of one text"
+        raise _conflict(profile, "data.private", "job.strategy", why=why, remedy="data.private = false")
+    if profile.data.private and profile.job.exact:
+        why = "which text a step reads depends on who computes it, so failures do change the result"
+        raise _conflict(profile, "data.private", "job.exact", why=why, remedy="job.exact = false")
     if profile.job.exact and profile.ring.codec not in ("fp32", "auto"):
         remedy = "ring.codec = 'fp32', or job.exact = false"
         raise _conflict(profile, "job.exact", "ring.codec", why="exact mode allows no codec that rounds", remedy=remedy)

@@ -321,10 +321,11 @@ class Coordinator:
             if not known.returned or peer_id in self._roster.running - self._roster.unheard:
                 return  # it was let in or called back in the meantime
             self._catch_ups.let_in(peer_id, anew=False)
-        if report.corpus and not self.corpus:
+        private = self.options.private
+        if report.corpus and not self.corpus and not private:
             self.corpus = report.corpus
             self._out.append(co.SetCorpus(report.corpus))
-        if report.corpus == self.corpus:
+        if report.corpus == self.corpus or private:
             known.standing = report
             self._catch_ups.said(peer_id, report.status)
         else:

@@ -56,7 +56,7 @@ class Engine(Protocol):
     models only. For split models the strategy exchanges what other parts need.
 
     Attributes:
-        corpus_digest: SHA-256 of the tokenized corpus, hex; members of a job must agree on it.
+        corpus_digest: SHA-256 of the tokenized corpus, hex; members of a job must agree on it, unless it is private.
         data_note: what of the data was left out or cut, for the person at this worker; empty if nothing was.
         tokens_per_micro_batch: positions in one micro-batch; with conversations fewer of them are targets.
         device: for people, such as ``"cpu (2 threads)"`` or ``"cuda:0 NVIDIA H100"``.
@@ -121,7 +121,7 @@ class Engine(Protocol):
         """Sum of the losses (nats) and number of targets over validation micro-batches [first, first + count)."""
 
     def validation_batches(self) -> int:
-        """Number of validation micro-batches, the same on every member."""
+        """Number of validation micro-batches, the same on every member, unless the data is private."""
 
     def state(self) -> list[Blob]:
         """All bytes that later steps depend on: parameters, moments. Names and sizes are equal on every member."""

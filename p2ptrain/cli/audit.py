@@ -2,8 +2,9 @@
 
 It checks that the surviving history has every step exactly once; that the shares of each step cover the global batch;
 that the digests chain from each view's lineage to that of the next; that the view of its time computed each step; and,
-with the sampler's own arithmetic, that each epoch used every sample exactly once. It does not use the job's progress,
-metrics or events.
+with the sampler's own arithmetic, that each epoch used every sample exactly once. It cannot check samples of private
+data: their numbers count in the text of the worker that computed them, whose size the ledger does not have. It does not
+use the job's progress, metrics or events.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Verdict:
         epochs, samples: complete epochs, and all samples; 0 if the number of windows is unknown.
         computed: peer id → micro-batches; in a split model all those of its replica.
         stages: stages of the model.
+        private: each worker has its own text, so samples were not checked.
         fault: the first one; None if there is none.
     """
 
@@ -44,6 +46,7 @@ class Verdict:
     samples: int = 0
     computed: dict[str, int] = field(default_factory=dict)
     stages: int = 1
+    private: bool = False
     fault: Fault | None = None
 
     def to_map(self) -> dict[str, Any]:
@@ -118,10 +121,13 @@ async def _audit_once(
     seed: SeedClient, job: str, profile: Profile, views: list[ViewBegan], progress: Callable[[int, int], None]
 ) -> Verdict:
     page = await seed.ledger(job, 0)
-    head, windows = page.head, page.windows
+    head, private = page.head, profile.data.private
+    windows = 0 if private else page.windows
     if head is None:
-        return Verdict(1, 0, len(views), "", windows)
-    verdict = Verdict(head.base_step + 1, head.step, len(views), head.lineage, windows, stages=profile.stages)
+        return Verdict(1, 0, len(views), "", windows, private=private)
+    verdict = Verdict(
+        head.base_step + 1, head.step, len(views), head.lineage, windows, stages=profile.stages, private=private
+    )
     checks = Audit(
         base_step=head.base_step,
         base_lineage=head.base_lineage,

@@ -463,7 +463,11 @@ def audit(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption
 def _audited(info: JobInfo, verdict: Verdict, unrecorded: int) -> list[tuple[str, str]]:
     from wire.records import FINISHED_STATES
 
-    samples = f"{verdict.samples:,}, each once an epoch; {verdict.epochs:,} complete epochs of {verdict.windows:,}"
+    samples = "not compared: no worker has reported their number"
+    if verdict.private:
+        samples = "not compared: each worker draws them from its own text (data.private)"
+    elif verdict.windows:
+        samples = f"{verdict.samples:,}, each once an epoch; {verdict.epochs:,} complete epochs of {verdict.windows:,}"
     lost = "are not on record (`p2ptrain logs` says if they were lost)"
     folded = f", {verdict.first - 1:,} older steps {lost}" if verdict.first > 1 else ""
     total = sum(verdict.computed.values()) / verdict.stages  # each worker of a replica counts all of its micro-batches
@@ -474,7 +478,7 @@ def _audited(info: JobInfo, verdict: Verdict, unrecorded: int) -> list[tuple[str
         ("steps", f"{verdict.first:,} to {verdict.steps:,}{folded}"),
         ("rings", f"{verdict.views:,} on record: how often the ring was formed"),
         ("lineage", f"{verdict.lineage}, a hash over all steps" if verdict.lineage else "none yet"),
-        ("samples", samples if verdict.windows else "not compared: no worker has reported their number"),
+        ("samples", samples),
         ("computed", ", ".join(shares) or "nothing yet"),
     ]
     pairs += [("unrecorded", awaited)] if unrecorded else []

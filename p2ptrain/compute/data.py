@@ -1,7 +1,7 @@
 """The corpus: text that is read, checked, tokenized once, and cut into training and validation windows.
 
 Every member reads its own copy of the text, and all must get the same tokens. So files are read in the order of their
-relative paths, and line ends become ``\\n``. Members compare the digest.
+relative paths, and line ends become ``\\n``. Members compare the digest, unless the text is private.
 
 Running text is cut into windows wherever they end. Conversations are kept whole and apart (``compute.packing``).
 """

@@ -131,6 +131,7 @@ class JobController:
         self.told_view = asyncio.Event()
         self._profile = profile_of(spec)
         self.stages = self._profile.stages if self._profile else 1
+        self._private = self._profile is not None and self._profile.data.private
         if not record.unsettled:  # else the seed was restored, and its members may be in a newer view
             self.settled.set()
         if record.restoring is not None:  # the seed died before it had carried out this request
@@ -161,6 +162,7 @@ class JobController:
             ring_options=_ring_options_of(self._profile) if self._profile else RingOptions(),
             minted_below=self._seed.minted_below,  # the highest that an earlier term may have minted
             share_rule=share_rule(self._profile) if self._profile else ShareRule(),
+            private=self._private,
         )
         self._links_seen = 0
         self.ledger = Ledger(record.id, history.head, history.begins)
@@ -508,7 +510,8 @@ class JobController:
         return [member.count for member in view.members]
 
     async def told_windows(self, windows: int) -> None:
-        if windows and not self.record.windows:  # training sequences in the corpus, as first reported
+        # Training sequences in the corpus, as first reported; there is no one corpus of private data.
+        if windows and not self.record.windows and not self._private:
             await self._keep(windows=windows)
 
     def info(self) -> JobInfo:

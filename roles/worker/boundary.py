@@ -62,12 +62,15 @@ class BoundaryWork:
         self, boundary: Boundary, engine: Engine, strategy: Strategy, session: RingSession, *, patience_s: float
     ) -> float | None:
         """Return the mean loss over the held-out micro-batches in nats per token, or None if it is not due. The members
-        share the micro-batches; in a split model the replicas do."""
+        share the micro-batches; in a split model the replicas do. Of private data each member computes all of its
+        own."""
         every = self._profile.validation.every
         if not (boundary.last or (every and boundary.applied % every == 0)):
             return None
         view = session.view
-        first, count = shares(engine.validation_batches(), view.replicas)[view.replica_of(session.rank)]
+        first, count = 0, engine.validation_batches()
+        if not self._profile.data.private:
+            first, count = shares(count, view.replicas)[view.replica_of(session.rank)]
         total, targets = await strategy.validate(first, count)
         try:
             gathered = await session.all_gather(_VALIDATION.pack(total, targets), patience_s=patience_s)

@@ -62,6 +62,15 @@ def test_of_a_split_model_each_worker_is_shown_the_share_of_its_replica(
     assert (found["computed"], found["stages"]) == ({"a": 50, "b": 50, "c": 30, "d": 30}, 2)
 
 
+def test_the_samples_of_private_text_are_not_compared(command: Command, answers: dict[str, Any]) -> None:
+    answers["jobs.show"]["spec"] = load("tiny", {}, ["data.private=true"]).profile.to_spec()
+    outcome = command("jobs", "audit", "tiny")
+    assert outcome.code == 0
+    assert "not compared: each worker draws them from its own text (data.private)" in outcome.out
+    found = command("jobs", "audit", "tiny", "--json").json
+    assert (found["private"], found["samples"], found["windows"]) == (True, 0, 0)
+
+
 def test_a_fault_is_named_and_ends_with_one(command: Command, answers: dict[str, Any]) -> None:
     answers["jobs.ledger"]["runs"][0]["counts"] = [5, 2]
     outcome = command("jobs", "audit", "tiny")

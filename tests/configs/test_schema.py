@@ -128,6 +128,19 @@ def test_a_split_that_cannot_be_is_refused(job: dict[str, Any], pipeline: dict[s
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        ({"strategy": "pipeline"}, "data.private = True, job.strategy = 'pipeline'"),
+        ({"exact": True}, "data.private = True, job.exact = True"),
+    ],
+)
+def test_private_text_is_refused_where_all_must_read_the_same(job: dict[str, Any], said: str) -> None:
+    pipeline = {"stages": 2} if "strategy" in job else {}
+    with pytest.raises(ValidationError, match=said):
+        Profile.model_validate({"job": job, "pipeline": pipeline, "data": {"private": True}})
+
+
 PAIR = {"layers": 1, "hidden_size": 32, "heads": 2, "kv_heads": 1, "intermediate_size": 48}
 
 

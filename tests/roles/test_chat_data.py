@@ -1,13 +1,16 @@
-"""Jobs on conversations: losses and validation do not depend on who computes what."""
+"""Jobs on conversations and on private text: losses and validation do not depend on who computes what."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from configs.loader import load
+from configs.schema import Profile
+from roles.engine import Engine
 from roles.strategies.pipeline import strategy_of
 from roles.worker.build import engine_builder, stage_builder
 from tests.roles.in_process import Cluster
@@ -64,3 +67,23 @@ async def test_conversations_give_the_losses_of_one_worker(
         assert many["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert many.get("val_loss") == pytest.approx(one.get("val_loss"), rel=1e-5)
     assert alone[-1]["val_loss"]
+
+
+async def test_members_with_private_text_validate_on_their_own(cluster: Cluster, tmp_path: Path) -> None:
+    profile = load("tiny", {}, [*SETS, "data.private=true", "data.path=own.jsonl", "job.workers=2"]).profile
+    texts = [conversations(tmp_path / "a.jsonl", 40), conversations(tmp_path / "b.jsonl", 60, "é")]
+
+    def builder(path: Path) -> Callable[[Profile], Engine]:
+        build = engine_builder(threads=1)
+        return lambda told: build(told.model_copy(update={"data": told.data.model_copy(update={"path": str(path)})}))
+
+    job = await cluster.create(profile)
+    peers = [cluster.join(builder(path), strategies=strategy_of) for path in texts]
+    rows = await rows_of(cluster, job)
+    assert [row["members"] for row in rows] == [2] * STEPS
+    engines = [peer.engines[-1] for peer in peers]
+    assert engines[0].corpus_digest != engines[1].corpus_digest
+    parts = [engine.validate(0, engine.validation_batches()) for engine in engines]
+    assert parts[0][1] != parts[1][1]
+    mean = sum(losses for losses, _ in parts) / sum(targets for _, targets in parts)
+    assert rows[-1]["val_loss"] == pytest.approx(mean, rel=1e-6)
