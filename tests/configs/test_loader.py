@@ -16,7 +16,7 @@ TABLES = (
     "optimizer, validation, checkpoint, device, ring, guard, link, "
     "membership, drafter"
 )
-SHIPPED = "these ship: example, local, pair, small, tiny, wan"
+SHIPPED = "these ship: chat, example, local, pair, small, tiny, wan"
 
 
 def _file(tmp_path: Path, text: str) -> str:
