@@ -224,6 +224,8 @@ class Validation(Table):
     """Steps between two validations; 0: only after the last step."""
     batches: int = Field(default=8, ge=1, le=65536)
     """Micro-batches of held-out text in a validation, at most all there are."""
+    patience: int = Field(default=0, ge=0, le=10**6)
+    """Validations without a better loss after which the job stops early; its next step is the last. 0: never."""
 
 
 class Checkpoint(Table):
@@ -233,6 +235,9 @@ class Checkpoint(Table):
     """Steps between two checkpoints; 0: only after the last step."""
     keep: int = Field(default=3, ge=2, le=1000)
     """Newest checkpoints that each writer keeps; older ones are deleted."""
+    best: bool = False
+    """Also keep the one with the least validation loss. Steps that are saved and validated count, so make one interval
+    a multiple of the other."""
     copies: int = Field(default=2, ge=1, le=1024)
     """Members that write one (the lowest ranks), each on its own disk. Of a split model: replicas whose stages write
     their parts, and members that collect those of all stages."""
@@ -403,6 +408,10 @@ def _check(profile: Profile) -> None:
     if profile.job.exact and profile.ring.codec not in ("fp32", "auto"):
         remedy = "ring.codec = 'fp32', or job.exact = false"
         raise _conflict(profile, "job.exact", "ring.codec", why="exact mode allows no codec that rounds", remedy=remedy)
+    for key in ("validation.patience", "checkpoint.best"):
+        if profile.value(key) and not profile.validation.every:
+            why = "only the last step is validated"
+            raise _conflict(profile, key, "validation.every", why=why, remedy="validation.every at least 1")
     beats = ("membership.heartbeat_s", "membership.death_s")
     beat, death = profile.membership.heartbeat_s, profile.membership.death_s
     if (beat == 0) != (death == 0):

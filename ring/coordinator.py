@@ -480,7 +480,8 @@ class Coordinator:
         elif self.restore:
             self._begin_restore(now)
         elif survivors and all(report.status == "done" for report in survivors.values()):
-            self._end(Phase.DONE, "every step is done")
+            early = next((report.reason for report in survivors.values() if report.reason), "")
+            self._end(Phase.DONE, early or "every step is done")
         elif self.view and all(member.peer_id in self._failures for member in self.view.members):
             self._end(Phase.FAILED, next(iter(self._failures.values())))
         elif self.paused:

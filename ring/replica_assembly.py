@@ -327,7 +327,7 @@ def report_of(
         square_sum=max((report.square_sum for report in applied), default=0.0),
         corpus=next((report.corpus for report in reports if report.corpus), ""),
         suspect=replica_of(cause.suspect) if cause and cause.suspect else "",
-        reason=cause.reason if cause else "",
+        reason=cause.reason if cause else next((report.reason for report in reports if report.status == "done"), ""),
         reduce_bytes=max((report.reduce_bytes for report in reports), default=0),
         unit_us=max((report.unit_us for report in reports), default=0),  # a chain is as fast as its slowest stage
         windows=max((report.windows for report in reports), default=0),

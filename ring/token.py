@@ -41,6 +41,7 @@ class Flag(IntFlag):
     LEAVE = 4
     SNAPSHOT = 8  # sources were asked for a copy of the state after this step
     REJECT = 16  # this member refuses the step, so no member applies it
+    STOP = 32  # the step is the job's last
 
 
 _KNOWN = int(~Flag(0))

@@ -11,8 +11,9 @@ Rules
    from its buffer. A member that applied it continues. Every other member fetches the state from a healthy member. A
    prepared step that the view does not name is discarded.
 4. Requests to the whole ring travel as flags in the tokens (hold: stop after this step; save: write a checkpoint;
-   leave: stop, because a member leaves; snapshot: copy the state for workers that fetch it). All members see the same
-   tokens, so all stop, or save, after the same step.
+   leave: stop, because a member leaves; snapshot: copy the state for workers that fetch it; stop: this step is the
+   job's last). All members see the same tokens, so all stop, or save, after the same step. A member that asked for a
+   stop, or saw it granted, asks again in each view until the job is done or its state is replaced.
 5. An optimizer step cannot be interrupted. A break that arrives during it is handled after it.
 6. A step is *confirmed* when every member has sent the digest of its state after the step. A member that sent this
    digest has applied the step, and no break can take it back. Only a confirmed step becomes a checkpoint.
@@ -47,6 +48,7 @@ from ring.token import Fault, Flag, Guard, ShareRule, Shares, Token, next_lineag
 from ring.view import View
 from wire.job_messages import LedgerRow, Report
 
+_LASTING = Flag.SAVE | Flag.SNAPSHOT | Flag.STOP  # requests that leaving a view does not fulfil
 REASON_CHARS = 500
 """Limit for a report's reason. The text may come from a neighbour, and the report must fit into a control frame."""
 
@@ -95,11 +97,12 @@ UNINTERRUPTIBLE = frozenset({Phase.REDOING, Phase.APPLYING})
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The engine holds a state: the initial one or a checkpoint's."""
+    """The engine holds a state: the initial one or a checkpoint's. ``stop``: the job was to end there."""
 
     applied: int
     lineage: str
     square_sum: float = 0.0
+    stop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,6 +429,7 @@ class Transaction:
         view, self._pending_view = self._pending_view, None
         self.applied, self.lineage, self.torn, self.anew = event.applied, event.lineage, False, True
         self.square_sum, self.prepared_lineage, self._pending_break = event.square_sum, "", None
+        self._requested_flags = (self._requested_flags & ~Flag.STOP) | (Flag.STOP if event.stop else Flag(0))
         self._guard.forget()
         self.phase = Phase.IDLE  # allowed from every phase
         return [*instructions, SendReport(self.report("ready")), *(self._enter(view) if view else [])]
@@ -435,6 +439,7 @@ class Transaction:
         self.prepared_lineage, self.torn = "", isinstance(event, Torn)
         if isinstance(event, Followed):
             self.applied, self.lineage, self.square_sum = event.applied, event.lineage, event.square_sum
+            self._requested_flags &= ~Flag.STOP
             self._guard.forget()
         return []
 
@@ -552,6 +557,7 @@ class Transaction:
     def _healed(self) -> list[Instruction]:
         view = self._current_view()
         self.applied, self.lineage, self.square_sum = view.step, view.lineage, view.square_sum
+        self._requested_flags &= ~Flag.STOP
         self.torn = False
         return [SendReport(self.report("healed")), *self._start_step()]
 
@@ -595,6 +601,7 @@ class Transaction:
         for token in tokens:
             self._granted |= token.flags
         self._requested_flags &= ~self._flags_sent  # a request that came after the token waits for the next token
+        self._requested_flags |= self._granted & Flag.STOP  # rule 4
         # Every member sums the same numbers in the same order, so clipping is bit-equal.
         self.square_sum = sum((token.part for token in tokens), start=0.0)
         if self._share_rule.by_size:
@@ -650,7 +657,7 @@ class Transaction:
 
     def _checkpoint_due(self) -> bool:
         on_calendar = self._checkpoint_every > 0 and self.applied % self._checkpoint_every == 0
-        return on_calendar or Flag.SAVE in self._granted or self.applied >= self.steps_total
+        return on_calendar or Flag.SAVE in self._granted or self._is_last
 
     def _confirm(self) -> list[Instruction]:
         self._go(Phase.CONFIRMING)
@@ -669,23 +676,27 @@ class Transaction:
     def _unconfirmed(self, event: Broken) -> list[Instruction]:
         """Handle a break before the step was confirmed. If all members voted to stop here, this member stops without a
         checkpoint. But the run's last step needs its checkpoint, so a break there ends the view."""
-        if not self.stopping or self.applied >= self.steps_total:
+        if not self.stopping or self._is_last:
             return self._break_off(event)
         self._requested_flags |= self._granted & Flag.SAVE  # still wanted, after a later step
         return self._to_boundary(confirmed=False)
 
     def _to_boundary(self, *, confirmed: bool) -> list[Instruction]:
         self._go(Phase.BOUNDARY)
-        snapshot, last = Flag.SNAPSHOT in self._granted, self.applied >= self.steps_total
-        return [Boundary(self._next_ticket(), self.applied, save=confirmed, last=last, snapshot=snapshot)]
+        snapshot = Flag.SNAPSHOT in self._granted
+        return [Boundary(self._next_ticket(), self.applied, save=confirmed, last=self._is_last, snapshot=snapshot)]
 
     @property
     def stopping(self) -> bool:
         """Whether the ring stops after the last applied step. All voted for it, so a faster member may be gone."""
-        return bool(self._granted & (Flag.HOLD | Flag.LEAVE)) or self.applied >= self.steps_total
+        return bool(self._granted & (Flag.HOLD | Flag.LEAVE)) or self._is_last
+
+    @property
+    def _is_last(self) -> bool:
+        return self.applied >= self.steps_total or Flag.STOP in self._granted
 
     def _boundary_done(self) -> list[Instruction]:
-        if self.applied >= self.steps_total:
+        if self._is_last:
             return self._stop(Phase.DONE, "done")
         if self.stopping:
             return self._stop(Phase.HELD, "held")
@@ -696,7 +707,7 @@ class Transaction:
     def _stop(self, phase: Phase, status: str) -> list[Instruction]:
         self._go(phase)
         # A save or a copy of the state that was requested after the last token is granted after the next step.
-        self._requested_flags &= Flag.SAVE | Flag.SNAPSHOT
+        self._requested_flags &= _LASTING
         self._granted = Flag(0)
         self._ticket += 1
         return [SendReport(self.report(status))]
@@ -705,7 +716,7 @@ class Transaction:
         if self.phase in (Phase.APPLYING, Phase.CONFIRMING):  # the boundary that would have granted them does not come
             self._requested_flags |= self._granted
         # Leaving the view fulfils a hold or a leave. A save or a copy of the state is still wanted.
-        self._requested_flags &= Flag.SAVE | Flag.SNAPSHOT
+        self._requested_flags &= _LASTING
         self._granted = Flag(0)
         self._ticket += 1
         self._go(Phase.IDLE)

@@ -62,7 +62,8 @@ class Report(Message):
         status: ``ready``: built, may join a view. ``held``: stopped at a step boundary as asked. ``training``: the link
             to the seed is back, and the view still runs. ``broken``: a neighbour was lost, the step was aborted.
             ``healed``: it fetched the state of the view. ``following``: outside the ring, its background fetch is at
-            most a step behind, or is not possible; may join a view. ``done``: the last step is committed and saved.
+            most a step behind, or is not possible; may join a view. ``done``: the last step is committed and saved;
+            ``reason`` says why it came early, if it did.
             ``failed``: it cannot go on; see ``reason``.
         generation: the view that the report is about; 0 for ``ready`` and ``following``.
         applied: steps applied to the parameters.

@@ -24,23 +24,30 @@ def list_checkpoints(
     seed: SeedOption = DEFAULT_SEED,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the checkpoints that exist, and on which machine each one lies.
+    """Show the checkpoints that exist, and on which machine each one lies. The job's best is marked: that with the
+    least validation loss.
 
     \b
     Examples:
       p2ptrain checkpoints list
       p2ptrain checkpoints list --job tiny --json
     """
+    from p2ptrain.core.checkpoints import best_step
+
     found = ask(seed, lambda client: client.checkpoints(job))
+    by_job: dict[str, list[tuple[int, object]]] = {}
+    for item in found:
+        by_job.setdefault(item.job, []).append((item.step, item.val_loss))
+    best = {(name, best_step(losses)) for name, losses in by_job.items()}
     if as_json:
-        print_json({"checkpoints": [item.to_map() for item in found]})
+        print_json({"checkpoints": [item.to_map() | {"best": (item.job, item.step) in best} for item in found]})
         return
     rows = [
         (
             item.id,
             str(item.step),
             "whole" if item.stage is None else f"stage {item.stage}",
-            number(item.val_loss),
+            number(item.val_loss) + " best" * ((item.job, item.step) in best),
             human_bytes(item.size_bytes),
             human_time(item.created_at),
             item.peer_name,

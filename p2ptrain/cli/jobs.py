@@ -239,7 +239,7 @@ def show(
 def watch(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
     """Show the progress of a job until it ends. Ctrl+C ends only the watching.
 
-    The exit code is 0 if every step is done, and 5 if the job failed or was cancelled.
+    The exit code is 0 if the job is done, and 5 if the job failed or was cancelled.
 
     \b
     Examples:

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,7 @@ class CheckpointStore:
 
     Args:
         keep: number of newest checkpoints to keep, at least 2.
+        best: keep the one with the least validation loss, too.
 
     Attributes:
         spared: steps whose checkpoints are never pruned.
@@ -79,10 +81,12 @@ class CheckpointStore:
         StorageError: ``root`` cannot be made, or a crash's leftovers cannot be removed.
     """
 
-    def __init__(self, disk: Disk, root: Path, keep: int, *, spared: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, disk: Disk, root: Path, keep: int, *, best: bool = False, spared: frozenset[int] = frozenset()
+    ) -> None:
         self._disk = disk
         self._root = root
-        self._keep, self.spared = max(keep, MIN_KEEP), spared
+        self._keep, self._best, self.spared = max(keep, MIN_KEEP), best, spared
         disk.make_dir(root)
         self._recover()
 
@@ -220,8 +224,10 @@ class CheckpointStore:
     def _prune(self, keep: int, step: int) -> bool:
         """Remove old checkpoints, and return whether there were any. The newest ``keep`` stay, at least ``MIN_KEEP``.
         So does ``step``: a restored run writes lower steps."""
-        old = self._directories()[max(keep, MIN_KEEP) :]
-        pruned = [path for found, path in old if found not in self.spared | {step}]
+        old, stay = self._directories()[max(keep, MIN_KEEP) :], self.spared | {step}
+        if old and self._best:
+            stay |= {best_step((entry.step, entry.meta.get("val_loss")) for entry in self.entries())}
+        pruned = [path for found, path in old if found not in stay]
         for path in pruned:
             self._remove(path)
         return bool(pruned)
@@ -322,6 +328,12 @@ def read_checkpoint(disk: Disk, path: Path) -> CheckpointEntry:
     if path.name != step_name(step):
         raise StorageError(f"{path / MANIFEST} is for step {step}, but its directory is {path.name}")
     return _entry(path, step, encoded, meta, files)
+
+
+def best_step(losses: Iterable[tuple[int, object]]) -> int:
+    """The step with the least validation loss, of equal ones the first; -1 if none has a loss."""
+    known = [(loss, step) for step, loss in losses if isinstance(loss, int | float) and math.isfinite(loss)]
+    return min(known, default=(0, -1))[1]
 
 
 def step_name(step: int) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from p2ptrain.core.checkpoints import best_step
 from p2ptrain.core.errors import P2PTrainError, Refused
 from ring.token import is_lineage
 from ring.view import View
@@ -39,8 +40,9 @@ class Catalogue:
     async def saved(self, link: Link, message: CheckpointSaved) -> None:
         """Record a checkpoint that is durable at ``link``, and drop the records of those that the worker deleted.
 
-        A worker keeps the newest ones, as many as the job says, and the newest one that all stages of a split model
-        have. The record is written by a task, so that a slow disk does not delay heartbeats over the link.
+        A worker keeps the newest ones, as many as the job says, the newest one that all stages of a split model have,
+        and, if the job says so, the one with the least validation loss. The record is written by a task, so that a slow
+        disk does not delay heartbeats over the link.
         """
         controller = self._seed.controllers[message.job]
         split = controller.stages > 1
@@ -50,13 +52,15 @@ class Catalogue:
         alike = info.job, info.peer_id, info.stage is None
         mine = [item for item in self.known.values() if (item.job, item.peer_id, item.stage is None) == alike]
         newer = sum(item.step > info.step for item in mine)
-        if newer >= keep or (known is not None and known == replace(info, created_at=known.created_at)):
-            return  # repeated over a new connection: it is recorded already, or was deleted since
         mine = sorted([item for item in mine if item.id != info.id] + [info], key=lambda item: -item.step)
+        best = best_step((item.step, item.val_loss) for item in mine) if controller.keeps_best else -1
+        told_before = known is not None and known == replace(info, created_at=known.created_at)
+        if told_before or (newer >= keep and info.step != best):
+            return  # repeated over a new connection: it is recorded already, or was deleted since
         await self._noting.acquire()
         self.known[info.id] = info
-        spared = newest_of_all_stages(self.of(info.job), controller.stages) if split else 0
-        dropped = [item.id for item in mine[keep:] if item.step != spared]
+        spared = {best, newest_of_all_stages(self.of(info.job), controller.stages) if split else 0}
+        dropped = [item.id for item in mine[keep:] if item.step not in spared]
         for item_id in dropped:
             self.known.pop(item_id, None)
         self._seed.subscriptions.touch("checkpoints", info.id, *dropped)

@@ -195,6 +195,10 @@ class JobController:
     def running_view(self) -> View | None:
         return self.core.view if self.core.phase in (Phase.RUNNING, Phase.STOPPING, Phase.PAUSED) else None
 
+    @property
+    def keeps_best(self) -> bool:
+        return self._profile is not None and self._profile.checkpoint.best
+
     def peer(self, link: Link) -> co.Peer:
         return seen_for(self._profile.device.kind if self._profile else "", link.peer)
 

@@ -22,14 +22,15 @@ from roles.strategies.interface import Strategy
 from roles.worker.checkpoint_assembler import CheckpointAssembler
 from roles.worker.checkpoint_store import Checkpointing, state_digest
 from roles.worker.context import Context
+from roles.worker.early_stop import EarlyStop
 
 _VALIDATION = struct.Struct("!dQ")  # sum of losses in nats, number of targets
 _SAVING = struct.Struct("!q?16s")  # newest durable checkpoint, whether no write is in progress, the state's digest
 
 
 class BoundaryWork:
-    def __init__(self, context: Context, *, profile: Profile, checkpoints: Checkpointing) -> None:
-        self._context = context
+    def __init__(self, context: Context, *, profile: Profile, checkpoints: Checkpointing, early: EarlyStop) -> None:
+        self._context, self._early = context, early
         self._profile, self._checkpoints = profile, checkpoints
         self._spared, self._idle, self._all_idle = -1, True, True  # as exchanged at the last comparison
 
@@ -63,7 +64,7 @@ class BoundaryWork:
     ) -> float | None:
         """Return the mean loss over the held-out micro-batches in nats per token, or None if it is not due. The members
         share the micro-batches; in a split model the replicas do. Of private data each member computes all of its
-        own."""
+        own. All take the same loss into their ``EarlyStop``."""
         every = self._profile.validation.every
         if not (boundary.last or (every and boundary.applied % every == 0)):
             return None
@@ -73,13 +74,16 @@ class BoundaryWork:
             first, count = shares(count, view.replicas)[view.replica_of(session.rank)]
         total, targets = await strategy.validate(first, count)
         try:
-            gathered = await session.all_gather(_VALIDATION.pack(total, targets), patience_s=patience_s)
+            mine = _VALIDATION.pack(total, targets) + self._early.told()
+            gathered = await session.all_gather(mine, patience_s=patience_s)
         except (NetworkError, PeerError) as problem:  # faster members may have left; the step itself is safe
             text = f"validation after step {boundary.applied} skipped: {problem}"
             self._context.notify("warning", "validation", text)
             return None
-        parts = [_VALIDATION.unpack(item) for item in gathered]
-        return math.fsum(float(part) for part, _ in parts) / max(1, sum(int(number) for _, number in parts))
+        parts = [_VALIDATION.unpack_from(item) for item in gathered]
+        loss = math.fsum(float(part) for part, _ in parts) / max(1, sum(int(number) for _, number in parts))
+        self._early.validated(boundary.applied, loss, (item[_VALIDATION.size :] for item in gathered))
+        return loss
 
     async def keep(self, boundary: Boundary, engine: Engine, replica: int, meta: Meta, *, stopping: bool) -> bool:
         """Save the checkpoint of a confirmed step if it is due and this member's to save. Returns whether it was begun.

@@ -131,12 +131,21 @@ def _writable(blob: Blob) -> npt.NDArray[np.uint8]:
 
 
 class CheckpointFiles:
-    """Saves, loads, verifies and deletes one job's checkpoints. ``tell`` shows (level, kind, text) to people."""
+    """Saves, loads, verifies and deletes one job's checkpoints. ``tell`` shows (level, kind, text) to people. ``keep``
+    and ``best``: as in ``CheckpointStore``."""
 
     def __init__(
-        self, thread: Thread, disk: Disk, root: Path, keep: int, tell: Callable[[str, str, str], None]
+        self,
+        thread: Thread,
+        disk: Disk,
+        root: Path,
+        keep: int,
+        tell: Callable[[str, str, str], None],
+        *,
+        best: bool = False,
     ) -> None:
-        self._thread, self.disk, self._root, self._keep, self._tell = thread, disk, root, keep, tell
+        self._thread, self.disk, self._root, self._tell = thread, disk, root, tell
+        self._keep, self._best = keep, best
         self._opened: CheckpointStore | None = None
         self._wanted = -1  # a checkpoint that the job may go back to
 
@@ -237,7 +246,7 @@ class CheckpointFiles:
     async def _on_disk(self, call: Callable[[CheckpointStore], T], *, idle: bool = False, spared: int = -1) -> T:
         def run() -> T:
             if self._opened is None:
-                self._opened = CheckpointStore(self.disk, self._root, self._keep)
+                self._opened = CheckpointStore(self.disk, self._root, self._keep, best=self._best)
             self._opened.spared = frozenset({spared, self._wanted})
             return call(self._opened)
 

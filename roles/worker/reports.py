@@ -21,6 +21,7 @@ from ring.view import View
 from roles.engine import Applied, Engine, Stage
 from roles.strategies.interface import Strategy
 from roles.worker.context import Context
+from roles.worker.early_stop import EarlyStop
 from roles.worker.heal import Fetched
 from wire.chain_messages import HeldPart
 from wire.job_messages import LedgerRow, LedgerRows, Report, StepMetrics
@@ -256,11 +257,13 @@ def described(view: View, peer_id: str) -> str:
 class Reports:
     """All reports of one job. ``engine``: None before the model is built, and after the job."""
 
-    def __init__(self, context: Context, core: Transaction, *, job: str, stage: Stage, profile: Profile) -> None:
+    def __init__(
+        self, context: Context, core: Transaction, *, job: str, stage: Stage, profile: Profile, early: EarlyStop
+    ) -> None:
         self.engine: Engine | None = None
         self.clock = StepClock(context.world.clock.now)
         self._context, self._core = context, core
-        self._job, self._stage, self._profile = job, stage, profile
+        self._job, self._stage, self._profile, self._early = job, stage, profile, early
         self.ledger = Ledger(job, context.say)
         self.steps = StepReporter(job=job, steps_total=profile.job.steps, say=context.say, on_step=context.on_step)
         self._timing: dict[str, float] = {}
@@ -273,6 +276,8 @@ class Reports:
 
     def send(self, report: Report) -> None:
         report = replace(report, first_row=self.ledger.first_row(report.applied, report.lineage))
+        if report.status == "done":
+            report = replace(report, reason=self._stopped_early())
         if self.engine is not None:
             report = replace(
                 report,
@@ -292,7 +297,8 @@ class Reports:
         self.send(report)
         if report.status == "done" and not self._done_told:  # once: a returning seed asks again
             self._done_told = True
-            self._context.tell("info", "done", f"the job is done: all {report.applied:,} steps; waits for a new job")
+            how = self._stopped_early() or f"all {report.applied:,} steps"
+            self._context.tell("info", "done", f"the job is done: {how}; waits for a new job")
         if report.status == "broken":
             self._context.notify("warning", "ring-broken", f"step {report.applied + 1} aborted: {report.reason}")
 
@@ -330,6 +336,9 @@ class Reports:
         self._context.notify("error", "worker-failed", text)
         return text
 
+    def _stopped_early(self) -> str:
+        return self._early.reason if self._core.applied < self._core.steps_total else ""
+
     def _rank(self) -> int | None:
         return self._core.view.rank_of(self._context.peer_id) if self._core.view is not None else None
 
@@ -360,6 +369,7 @@ class Reports:
             "corpus": self.engine.corpus_digest,
             "val_loss": val_loss,
             "loss": self.steps.loss(core.applied),
+            **self._early.meta(),
             **({"stage": self._stage.index, "stages": self._stage.count} if self._stage.split else {}),
         }
 

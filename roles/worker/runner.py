@@ -51,6 +51,7 @@ from roles.worker.boundary import BoundaryWork
 from roles.worker.checkpoint_assembler import CheckpointAssembler, assembles
 from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing, Snapshots, state_bytes
 from roles.worker.context import Context
+from roles.worker.early_stop import EarlyStop
 from roles.worker.heal import Follower, Healer
 from roles.worker.heal_source import HealSource
 from roles.worker.reports import LEDGER_FILE, LEDGER_FILE_BYTES, Reports
@@ -92,7 +93,8 @@ class JobRunner:
             outlier_factor=profile.guard.outlier_factor,
             share_rule=share_rule(profile),
         )
-        self.reports = Reports(context, self.core, job=job, stage=stage, profile=profile)
+        self._early = EarlyStop(profile.validation.patience)
+        self.reports = Reports(context, self.core, job=job, stage=stage, profile=profile, early=self._early)
         self.clock = self.reports.clock
         self.bytes_in = self.bytes_out = self.tokens = 0
         self._context = context
@@ -130,7 +132,7 @@ class JobRunner:
                 checkpoints=self._saving,
                 did_something=self._did_something,
             )
-        self._between = BoundaryWork(context, profile=profile, checkpoints=self._saving)
+        self._between = BoundaryWork(context, profile=profile, checkpoints=self._saving, early=self._early)
         self.heal_source = HealSource(context, self.core, want_snapshot=lambda: self.wish(Flag.SNAPSHOT), stage=stage)
         self._healer = Healer(context, self.core, progress=self._did_something, stage=stage)
         self.follower = Follower(
@@ -239,6 +241,7 @@ class JobRunner:
         if self.core.torn:
             self.reports.steps.forget()
         if isinstance(event, Followed):
+            self._early.resumed({})
             self.reports.ledger.stands_at(event.applied, event.lineage)
             self._did_something()
 
@@ -347,7 +350,8 @@ class JobRunner:
         rows = await self.checkpoints.beside(entry, LEDGER_FILE, LEDGER_FILE_BYTES)
         self.reports.loaded(applied, lineage, rows, wanted=restore_step)
         await self._saving.resumed(entry)
-        self._handle(Loaded(applied, lineage, square_sum))
+        self._early.resumed(entry.meta if entry is not None else {})
+        self._handle(Loaded(applied, lineage, square_sum, stop=self._early.due))
 
     async def _form(self, form: FormRing) -> None:
         context = self._context
@@ -415,6 +419,7 @@ class JobRunner:
     async def _heal(self, instruction: Heal) -> None:
         self.heal_source.cut("it is healed itself")
         done = await self._healer.within(instruction, self._ready_engine())
+        self._early.resumed({})
         self.reports.healed(instruction.view, done)
         self._handle(Finished(instruction.ticket))
 
@@ -479,6 +484,8 @@ class JobRunner:
         strategy, patience_s = self._ready_strategy(), self._patience_s()
         val_loss = await self._between.validate(instruction, engine, strategy, session, patience_s=patience_s)
         self.reports.step_over(applied, session, val_loss)
+        if self._early.due:
+            self.wish(Flag.STOP)
         meta = self.reports.meta(val_loss)
         replica = session.view.replica_of(session.rank)
         saves = await self._between.keep(instruction, engine, replica, meta, stopping=self.core.stopping)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from configs.schema import Profile
+from configs.schema import Checkpoint, Profile
 from p2ptrain.core.errors import JobFailed, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.texts import shortened
@@ -247,10 +247,10 @@ class Worker(MemberProcess):
             job=message.job,
             profile=profile,
             spec=message.spec,
-            checkpoints=self._checkpoints(message.job, profile.checkpoint.keep, stage),
+            checkpoints=self._checkpoints(message.job, stage, profile.checkpoint),
             restore_step=message.restore_step,
             stage=stage,
-            whole=self._checkpoints(message.job, profile.checkpoint.keep, WHOLE) if stage.split else None,
+            whole=self._checkpoints(message.job, WHOLE, profile.checkpoint) if stage.split else None,
             holders=message.holders,
         )
         what = f"{stage} of the model" if stage.split else "the model"
@@ -278,7 +278,7 @@ class Worker(MemberProcess):
         if not isinstance(job, str) or not is_id(job) or not isinstance(step, int) or step < 0:
             raise ProtocolError(f"{request.method[:80]} needs job and step")
         stage = _stage_untrusted(request.params)
-        checkpoints = self._in_use(job, stage) or self._checkpoints(job, 2, stage)
+        checkpoints = self._in_use(job, stage) or self._checkpoints(job, stage, Checkpoint())
         match request.method:
             case "checkpoint.verify":
                 entry = await checkpoints.verify(step)
@@ -300,9 +300,9 @@ class Worker(MemberProcess):
         if self._runner is not None and (self._runner.job, self._runner.stage) == (job, stage):
             await self._runner.saved(step, lineage)
 
-    def _checkpoints(self, job: str, keep: int, stage: Stage) -> CheckpointFiles:
+    def _checkpoints(self, job: str, stage: Stage, settings: Checkpoint) -> CheckpointFiles:
         root = checkpoints_dir(self.identity.directory / JOBS, job, stage)
-        return CheckpointFiles(self._disk, self.world.disk, root, keep, self.notify)
+        return CheckpointFiles(self._disk, self.world.disk, root, settings.keep, self.notify, best=settings.best)
 
     # --------------------------------------------------------------------------------------------------- other peers
 

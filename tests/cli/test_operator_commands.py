@@ -254,10 +254,19 @@ def test_what_cannot_be_undone_needs_an_answer_or_yes(command: Command, fake_see
 
 
 def test_list_checkpoints(command: Command, fake_seed: Any) -> None:
-    fake_seed.answers["checkpoints.list"] = {"checkpoints": [CHECKPOINT.to_map()]}
-    outcome = command("checkpoints", "list")
-    assert outcome.out.splitlines()[1].split()[:6] == [CHECKPOINT.id, "100", "whole", "1.7500", "3.0", "MiB"]
-    assert command("checkpoints", "list", "--job", "tiny", "--json").json == {"checkpoints": [CHECKPOINT.to_map()]}
+    later = dataclasses.replace(CHECKPOINT, id="3f9a12bc04de@200@a1b2", step=200, val_loss=1.875)
+    others = [
+        dataclasses.replace(CHECKPOINT, job="0" * 12, val_loss=1.0),
+        dataclasses.replace(CHECKPOINT, job="1" * 12, val_loss=None),
+    ]
+    found = [CHECKPOINT, later, *others]
+    fake_seed.answers["checkpoints.list"] = {"checkpoints": [item.to_map() for item in found]}
+    rows = [line.split() for line in command("checkpoints", "list").out.splitlines()[1:]]
+    assert rows[0][:7] == [CHECKPOINT.id, "100", "whole", "1.7500", "best", "3.0", "MiB"]
+    assert rows[1][3:5] == ["1.8750", "3.0"]
+    listed = command("checkpoints", "list", "--job", "tiny", "--json").json["checkpoints"]
+    best = [True, False, True, False]
+    assert listed == [item.to_map() | {"best": mark} for item, mark in zip(found, best, strict=True)]
     assert fake_seed.asked == [("checkpoints.list", {}), ("checkpoints.list", {"job": "tiny"})]
 
 

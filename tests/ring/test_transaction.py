@@ -15,10 +15,12 @@ from p2ptrain.core.errors import ProtocolError
 from ring.token import TOKEN_BYTES, Flag, Token, next_lineage
 from ring.transaction import (
     Apply,
+    Boundary,
     Broken,
     Compute,
     Confirm,
     FlagRequested,
+    Followed,
     FormRing,
     Gathered,
     Heal,
@@ -221,6 +223,52 @@ def test_the_last_step_is_not_done_before_it_is_confirmed() -> None:
     member.finish()
     assert [(item.applied, item.save, item.last) for item in member.boundaries] == [(1, True, True)]
     assert member.core.phase is Phase.DONE
+
+
+@pytest.mark.parametrize("later", ["", "broken", "done"])
+def test_a_stop_that_all_have_seen_ends_the_job_in_this_view_or_the_next(later: str) -> None:
+    member = voted(Flag.STOP, steps_total=9)
+    member.finish()
+    assert isinstance(member.activity, Confirm), "the last step is saved"
+    if later == "broken":
+        member.handle(Broken(1, "b", "died"))
+        assert member.said[-1].status == "broken"
+    else:
+        member.handle(Gathered(member.activity.ticket, (b"x", b"x")))
+        member.finish()
+        assert member.core.phase is Phase.DONE
+    if later:  # another member did not come so far, so that there is another view
+        member.handle(ViewArrived(view(2, ["a"], step=1, lineage=member.core.lineage)))
+        member.finish()
+        run_step(member, 2)
+        member.finish()
+        member.finish()
+    last = member.boundaries[-1]
+    assert (last.applied, last.save, last.last) == (1 + bool(later), True, True)
+    assert (member.core.phase, member.said[-1].status) == (Phase.DONE, "done")
+
+
+@pytest.mark.parametrize("how", ["ended", "loaded", "followed", "healed"])
+def test_a_stop_belongs_to_the_state_that_asked_for_it(how: str) -> None:
+    """Only who loads the checkpoint with which the job ended early ends it again."""
+    member = voted(Flag.STOP, steps_total=9)
+    other = next_lineage(ORIGIN, b"o" * 16)
+    member.handle(Broken(1, "b", "died"))
+    member.finish()
+    if how == "healed":
+        member.handle(ViewArrived(view(2, ["b", "a"], step=1, lineage=other, healthy={"b"})))
+        member.finish()
+        member.state = [b"o" * 16]
+        member.finish()
+        member.handle(Broken(2, "b", "died"))
+    elif how == "followed":
+        member.handle(Followed(1, other, 1.0))
+    else:
+        member.handle(Loaded(1, other, stop=how == "ended"))
+    member.handle(ViewArrived(view(3, ["a"], step=1, lineage=other)))
+    member.finish()
+    run_step(member, 1)
+    assert isinstance(member.activity, Confirm if how == "ended" else Boundary)
 
 
 def test_a_snapshot_is_asked_for_by_anyone_and_outlives_a_break() -> None:

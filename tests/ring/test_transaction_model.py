@@ -77,6 +77,7 @@ class Cluster:
     spoil_budget: int = 0
     rejections: int = 0
     redone: int = 0
+    to_stop: bool = False  # a member was asked to end the job
 
     def add(self, peer: str) -> None:
         self.members[peer] = Member(peer, STEPS, checkpoint_every=EVERY)
@@ -295,7 +296,7 @@ class Cluster:
         states = [member.state for member in self.live().values() if member.state is not None]
         self.committed = list(max(states, key=len))
 
-    def run(self, *, faults: int, newcomers: int, ring_options: int, limit: int = 6000) -> None:
+    def run(self, *, faults: int, newcomers: int, ring_options: int, stops: bool = False, limit: int = 6000) -> None:
         for _ in range(limit):
             live = self.live()
             if live and all(member.core.phase is Phase.DONE for member in live.values()):
@@ -310,6 +311,8 @@ class Cluster:
                 choices.append(("join", ""))
             if ring_options and self.rng.random() < 0.05:
                 choices.append(("wish", self.rng.choice(sorted(live))))
+            if stops and self.rng.random() < 0.01:
+                choices.append(("stop", self.rng.choice(sorted(live))))
             if faults and self.rng.random() < 0.1:
                 choices += [("kill", peer) for peer in live if self.others_hold_the_run(peer)][:1]
             assert choices, {peer: (m.core.phase, m.activity) for peer, m in live.items()}
@@ -333,6 +336,9 @@ class Cluster:
                     ring_options -= 1
                     flag = self.rng.choice([Flag.HOLD, Flag.SAVE, Flag.SNAPSHOT, Flag.LEAVE])
                     self.members[peer].handle(FlagRequested(flag))
+                case "stop":
+                    stops, self.to_stop = False, True
+                    self.members[peer].handle(FlagRequested(Flag.STOP))
                 case "kill":
                     faults -= 1
                     self.kill(peer)
@@ -347,14 +353,15 @@ def cluster_of(rng: random.Random, count: int, spoil: int) -> Cluster:
 
 
 def check_the_end(cluster: Cluster) -> None:
-    assert len(cluster.committed) == STEPS
+    steps = len(cluster.committed)
+    assert steps == STEPS or (cluster.to_stop and steps < STEPS)
     for member in cluster.live().values():
         assert member.state == cluster.committed
         for row, _ in member.rows:  # those that died with what they alone had applied are not asked
             if (member.state or [])[row.step - 1] == row.digest:
                 cluster.ledger.setdefault(row.step, row)
-    assert [cluster.ledger[step].digest for step in range(1, STEPS + 1)] == cluster.committed, "ledger"
-    assert cluster.confirmed == STEPS, "the last step is in a checkpoint"
+    assert [cluster.ledger[step].digest for step in range(1, steps + 1)] == cluster.committed, "ledger"
+    assert cluster.confirmed == steps, "the last step is in a checkpoint"
 
 
 @settings(max_examples=100)
@@ -365,12 +372,13 @@ def check_the_end(cluster: Cluster) -> None:
     newcomers=st.integers(0, 3),
     ring_options=st.integers(0, 4),
     spoil=st.integers(0, 3),
+    stops=st.booleans(),
 )
 def test_clusters_apply_every_step_exactly_once_whoever_dies(
-    rng: random.Random, count: int, faults: int, newcomers: int, ring_options: int, spoil: int
+    rng: random.Random, count: int, faults: int, newcomers: int, ring_options: int, spoil: int, stops: bool
 ) -> None:
     cluster = cluster_of(rng, count, spoil)
-    cluster.run(faults=faults, newcomers=newcomers, ring_options=ring_options)
+    cluster.run(faults=faults, newcomers=newcomers, ring_options=ring_options, stops=stops)
     check_the_end(cluster)
 
 
@@ -378,13 +386,15 @@ def test_seeded_clusters_with_all_at_once() -> None:
     met = Counter[str]()
     for seed in range(60):
         cluster = cluster_of(random.Random(seed), 2 + seed % 4, 3)
-        cluster.run(faults=4, newcomers=3, ring_options=4)
+        cluster.run(faults=4, newcomers=3, ring_options=4, stops=seed % 3 == 0)
         check_the_end(cluster)
         met["refused"] += cluster.rejections
         met["redone"] += cluster.redone
+        met["stopped early"] += len(cluster.committed) < STEPS
         met["rebalanced"] += sum(
             struct.unpack(f"!{len(row.counts) // 4}I", row.counts)
             != tuple(member.count for member in cluster.views[row.generation].members)
             for row in cluster.ledger.values()
         )
-    assert min(met[what] for what in ("refused", "redone", "rebalanced")) > 0, met  # what is tested did happen
+    wanted = ("refused", "redone", "rebalanced", "stopped early")
+    assert min(met[what] for what in wanted) > 0, met  # what is tested did happen

@@ -11,6 +11,7 @@ import pytest
 from configs.schema import Profile
 from ring.transaction import Broken, Finished, FormRing, Loaded, Transaction, ViewArrived
 from roles.engine import WHOLE
+from roles.worker.early_stop import EarlyStop
 from roles.worker.reports import Reports
 from roles.worker.runner import FORM_TIMEOUT_S, JobRunner
 from tests.ring.members import ORIGIN, view
@@ -23,7 +24,8 @@ def told(core: Transaction) -> Report:
     context: Any = SimpleNamespace(
         peer_id="a", say=said.append, on_step=None, world=SimpleNamespace(clock=SimpleNamespace(now=lambda: 0.0))
     )
-    Reports(context, core, job="job", stage=WHOLE, profile=Profile()).seed_is_back(follows=False, level=False)
+    reports = Reports(context, core, job="job", stage=WHOLE, profile=Profile(), early=EarlyStop(0))
+    reports.seed_is_back(follows=False, level=False)
     return said[0]
 
 

@@ -1,0 +1,72 @@
+"""When a job ends early: after ``validation.patience`` validations without a better loss. Pure.
+
+With each validation the members exchange what they know of the earlier ones, and all go on from the newest of it. So a
+newcomer knows what the others know, and all reach the same verdict. Each member then asks for ``Flag.STOP``, so the
+step after that validation is the job's last, for all members or for none. What is known travels in the checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+
+from p2ptrain.core.checkpoints import Meta
+
+_WIRE = struct.Struct("!QdQQ")
+KNOWN_BYTES = _WIRE.size
+_KEYS = ("validated_step", "best_val_loss", "best_val_step", "validations_since_best")
+
+
+@dataclass(frozen=True, slots=True)
+class Validations:
+    """``step``: of the newest validation; ``best``: least loss, first reached at ``best_step``; ``since``: validations
+    since then."""
+
+    step: int = 0
+    best: float = math.inf
+    best_step: int = 0
+    since: int = 0
+
+    def then(self, step: int, loss: float) -> Validations:
+        if loss < self.best:
+            return Validations(step, loss, step)
+        return Validations(step, self.best, self.best_step, self.since + 1)
+
+
+class EarlyStop:
+    """Args: ``patience``: validations without improvement after which the job ends; 0: it never does."""
+
+    def __init__(self, patience: int) -> None:
+        self._patience = patience
+        self._known = Validations()
+
+    @property
+    def due(self) -> bool:
+        return 0 < self._patience <= self._known.since
+
+    @property
+    def reason(self) -> str:
+        """Why the job ends early; empty if it does not."""
+        known = self._known
+        least = f"no better validation loss than {known.best:.4g} (step {known.best_step})"
+        return f"stopped early: {least} in {known.since} validation{'s'[: known.since != 1]}" if self.due else ""
+
+    def told(self) -> bytes:
+        return _WIRE.pack(*astuple(self._known))
+
+    def validated(self, step: int, loss: float, told: Iterable[bytes]) -> None:
+        """Take in a validation. ``told``: what each member knew before it (``KNOWN_BYTES``), in rank order."""
+        if not self.due:  # else this is the validation of the last step
+            newest = max((Validations(*_WIRE.unpack(each)) for each in told), key=lambda known: known.step)
+            self._known = newest.then(step, loss)
+
+    def meta(self) -> Meta:
+        return dict(zip(_KEYS, astuple(self._known), strict=True)) if self._known.step and self._patience else {}
+
+    def resumed(self, meta: Meta) -> None:
+        """Go on from a checkpoint's ``meta``, or from nothing. The state was replaced by that of another step."""
+        step, best, best_step, since = (meta.get(key) for key in _KEYS)
+        whole = all(isinstance(each, int) and each >= 0 for each in (step, best_step, since))
+        self._known = Validations(step, best, best_step, since) if whole and isinstance(best, float) else Validations()  # type: ignore[arg-type]
