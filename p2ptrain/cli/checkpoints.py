@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from p2ptrain.cli.commands import new_typer
-from p2ptrain.cli.output import confirm, human_time, number, print_json, print_table, printable
+from p2ptrain.cli.output import Console, confirm, human_time, number, print_json, print_table, printable
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, not_empty
+from p2ptrain.core.errors import UserError
 from p2ptrain.core.texts import human_bytes
 
-app = new_typer(help="List, restore and delete checkpoints.")
+app = new_typer(help="List, restore, delete and merge checkpoints.")
 
 CheckpointArgument = Annotated[
     str, typer.Argument(metavar="ID", callback=not_empty, help="Id, as `p2ptrain checkpoints list` shows it.")
@@ -94,3 +96,40 @@ def delete(
     confirm(f"Delete {checkpoint} for good?", yes=yes)
     ask(seed, lambda client: client.delete_checkpoint(checkpoint))
     print_json({"deleted": checkpoint}) if as_json else typer.echo(f"{checkpoint} is deleted")
+
+
+@app.command()
+def merge(
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Directory of a LoRA adapter, or a checkpoint.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; it must not exist.")],
+    base: Annotated[
+        Path | None,
+        typer.Option("--base", metavar="DIR", help="The adapter's base model; default: where its config says."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a whole model of a LoRA adapter and its base, in the base's type. No seed is needed.
+
+    generate, chat and verifiers take an adapter as it is. --split, training and other programs need the whole model.
+
+    \b
+    Examples:
+      p2ptrain checkpoints merge ./checkpoints/step-00000400 ./merged
+      p2ptrain checkpoints merge ./adapter ./merged --base ./SmolLM2-135M
+    """
+    from p2ptrain.core.adapters import is_adapter, read_adapter
+
+    if not is_adapter(adapter):
+        remedy = "name a directory with adapter_config.json; `p2ptrain checkpoints list` shows where jobs store theirs"
+        raise UserError(f"{adapter} holds no adapter", remedy=remedy)
+    found, console = read_adapter(adapter, base), Console(quiet=as_json)
+    with console.during(lambda: "starting"):
+        from p2ptrain.compute.adapter import write_merged
+    try:
+        table = write_merged(found, out, console.loading)
+    finally:
+        console.clear()
+    if as_json:
+        print_json({"model": str(out), "base": str(found.base), "merged_tensors": len(table.adapted)})
+    else:
+        typer.echo(f"{printable(str(out))}: {printable(str(found.base))} with {len(table.adapted)} matrices adapted")

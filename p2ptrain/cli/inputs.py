@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from p2ptrain.cli.output import Console, json_output
+from p2ptrain.core.adapters import is_adapter
 from p2ptrain.core.errors import ConfigError, NetworkError, UserError
+from p2ptrain.core.tensor_files import adapter_alone
 from p2ptrain.core.text_files import find_files
 from p2ptrain.core.texts import human_bytes
 
@@ -26,7 +28,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w][\w.-]{0,95}", re.ASCII)
 
 
 def is_model(directory: str | Path) -> bool:
-    return Path(directory, "config.json").is_file()
+    """Whether it has a model, or an adapter of one."""
+    return Path(directory, "config.json").is_file() or is_adapter(Path(directory))
 
 
 def checked(profile: Profile, *, download: bool = False) -> Profile:
@@ -36,6 +39,8 @@ def checked(profile: Profile, *, download: bool = False) -> Profile:
     if not profile.model.path:
         return profile
     found = model_directory(profile.model.path, download=download)
+    if is_adapter(found):
+        raise adapter_alone(found)
     if not is_model(found):
         text = f"model.path = {profile.model.path!r} holds no model: it has no config.json"
         raise ConfigError(text, remedy="name a directory as save_pretrained writes it")

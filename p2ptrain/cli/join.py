@@ -61,7 +61,7 @@ def join(
             "--model",
             metavar="DIR",
             callback=is_text,
-            help="For a verifier or drafter: a checkpoint, or a directory with checkpoints.",
+            help="For a verifier or drafter: a checkpoint or adapter, or a directory with some.",
         ),
     ] = "",
     download: DownloadOption = False,

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 from p2ptrain.cli.inputs import is_model
 from p2ptrain.cli.output import Console, json_output
+from p2ptrain.core.adapters import is_adapter
 from p2ptrain.core.errors import ConfigError, P2PTrainError, ResourceError, StorageError, UserError
 from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.model_config import MAX_CONFIG_BYTES, config_untrusted
+from p2ptrain.core.tensor_files import adapter_alone
 from ring.training_costs import ModelShape
 
 if TYPE_CHECKING:
@@ -32,7 +34,9 @@ def check_stages(layers: int, stages: int | None) -> None:
 
 def config_text(directory: Path, stages: int | None = None) -> str:
     """The text of a model's ``config.json``. Raises ``ConfigError`` if it says that the model has fewer layers than
-    ``stages``; ``StorageError`` or ``ProtocolError`` if it cannot be read."""
+    ``stages``, or if there is only an adapter; ``StorageError`` or ``ProtocolError`` if it cannot be read."""
+    if is_adapter(directory):
+        raise adapter_alone(directory)
     path = directory / "config.json"
     try:
         with path.open("rb") as file:

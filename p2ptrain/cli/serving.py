@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from p2ptrain.core.adapters import file_of, weights_of
 from p2ptrain.core.errors import ConfigError, NetworkError, ResourceError, UserError
 from p2ptrain.core.texts import human_bytes
 
@@ -113,7 +114,7 @@ async def _verify(member: ServingMember, serve_options: ServeOptions, console: C
             text,
             form=form,
             model=model_name(directory),
-            created=int((directory / "config.json").stat().st_mtime),
+            created=int(file_of(directory, "config.json").stat().st_mtime),
             drafters=drafters,
             options=ServiceOptions(
                 sessions=sessions, positions=0 if serve_options.split is None else TYPICAL_POSITIONS
@@ -139,10 +140,10 @@ def _prepared(directory: Path, threads: int, *, whole: bool) -> tuple[ModelText,
     """
     import roles.verifier.service  # noqa: F401 - a slow import
     from p2ptrain.compute.text import ChatFormat, ModelText
-    from p2ptrain.core.tensor_files import TensorTable
+    from p2ptrain.core.adapters import fingerprint
 
     text = ModelText(directory)
-    found = text, ChatFormat(text.tokenizer), TensorTable(directory).fingerprint()
+    found = text, ChatFormat(text.tokenizer), fingerprint(directory)
     if whole:
         _prepare_torch(threads)
     return found
@@ -199,7 +200,7 @@ def cache_bytes(memory_bytes: int, directory: Path, dtype: str = "", weights_byt
 
     weights_bytes = weights_bytes or sum(
         (4 if dtype == "fp32" else 2) * prod(entry.shape) if dtype else entry.size_bytes
-        for name, entry in TensorTable(directory).entries.items()
+        for name, entry in TensorTable(weights_of(directory)).entries.items()
         if not name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))  # buffers in old files
     )
     if weights_bytes >= memory_bytes:

@@ -27,13 +27,14 @@ from p2ptrain.cli.runtime import (
 )
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.serving import SamplingOptions
+from p2ptrain.core.tensor_files import ADAPTER_CONFIG
 
 DTYPES = ("fp32", "bf16", "fp16")
 WIRES = (*DTYPES, "int8")
 
 CheckpointOption = Annotated[
     Path | None,
-    typer.Option("--checkpoint", "-c", metavar="DIR", help="A checkpoint, or a directory with checkpoints."),
+    typer.Option("--checkpoint", "-c", metavar="DIR", help="A checkpoint or adapter, or a directory with some."),
 ]
 DtypeOption = Annotated[
     str, typer.Option("--dtype", metavar="TYPE", help="Compute in fp32, bf16 or fp16; default: the model's type.")
@@ -262,7 +263,8 @@ def newest_in(directory: Path, *, download: bool = False) -> Path:
         return _whole(directory)
     with console.during(lambda: f"looking for checkpoints in {directory}"):
         found = [path for path in directory.rglob("step-*/manifest.json") if path.parent.name[5:].isdigit()]
-        found += [path for path in directory.glob("*/config.json") if not (path.parent / "manifest.json").is_file()]
+        configs = (*directory.glob("*/config.json"), *directory.glob(f"*/{ADAPTER_CONFIG}"))
+        found += [path for path in configs if not (path.parent / "manifest.json").is_file()]
     if not found:
         remedy = "name a model as save_pretrained writes it; `p2ptrain checkpoints list` shows where jobs store theirs"
         raise UserError(f"{directory} holds no checkpoint", remedy=remedy)

@@ -28,7 +28,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from p2ptrain.compute.lstm import LstmConfig
+from p2ptrain.core.adapters import is_adapter
 from p2ptrain.core.errors import ConfigError
+from p2ptrain.core.tensor_files import adapter_alone
 
 transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -72,7 +74,7 @@ def model_config(spec: ModelSpec, vocab_size: int) -> PretrainedConfig:
         ConfigError: a key of ``[model]``, which the message names, is invalid.
     """
     if spec.path is not None:
-        return _directory_config(spec.path, vocab_size)
+        return directory_config(spec.path, vocab_size)
     check_architecture(spec.architecture)
     config = AutoConfig.for_model(spec.architecture)
     known = set(config.to_dict()) | set(config.attribute_map)
@@ -201,8 +203,12 @@ def load_model(
     return cast(PreTrainedModel, model)
 
 
-def _directory_config(directory: Path, vocab_size: int) -> PretrainedConfig:
+def directory_config(directory: Path, vocab_size: int) -> PretrainedConfig:
+    """The configuration in a model directory. Raises ``ConfigError``: it is none, such as an adapter, or has fewer than
+    ``vocab_size`` tokens."""
     path = directory / "config.json"
+    if is_adapter(directory):
+        raise adapter_alone(directory)
     try:
         check_architecture(json.loads(path.read_bytes()).get("model_type", ""))
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -210,7 +216,7 @@ def _directory_config(directory: Path, vocab_size: int) -> PretrainedConfig:
         raise
     except _LOAD_ERRORS as error:
         raise ConfigError(
-            f"model.path = {str(directory)!r} is not a model directory: {first_line(error)}",
+            f"{directory} is not a model directory: {first_line(error)}",
             remedy="it needs config.json and *.safetensors, as save_pretrained writes them",
         ) from error
     if config.vocab_size < vocab_size:

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from p2ptrain.compute.activations import DTYPES, decode_untrusted, encode, ids_untrusted
+from p2ptrain.compute.adapter import MergedTable
 from p2ptrain.compute.device import Device, check_memory, pick_device
 from p2ptrain.compute.model import check_architecture, first_line, load_model, without_dropout
 from p2ptrain.compute.part import (
@@ -36,6 +37,7 @@ from p2ptrain.compute.picking import Picker
 from p2ptrain.compute.split_check import check_splits
 from p2ptrain.compute.whole import History, WholeModel
 from p2ptrain.core.activations import IDS, activation_bytes
+from p2ptrain.core.adapters import file_of, is_adapter, read_adapter
 from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError, StorageError, UserError
 from p2ptrain.core.model_config import MAX_CONFIG_BYTES, config_untrusted
 from p2ptrain.core.serving import PartSpec, Pass, Ran, Sampling
@@ -67,7 +69,8 @@ def begin_part(spec: PartSpec, names: Collection[str]) -> ServedPartBuilder:
 def load_whole(
     directory: Path, *, device: str = "auto", dtype: str = "", on_bytes: OnBytes = lambda done_bytes, total_bytes: None
 ) -> ServedPart:
-    """Load all layers of the model in ``directory`` as one part, for a verifier or a drafter. Blocking.
+    """Load all layers of the model in ``directory`` as one part, for a verifier or a drafter. Blocking. An adapter is
+    merged into its base's weights.
 
     Args:
         device: as in ``compute.device.pick_device``.
@@ -79,7 +82,7 @@ def load_whole(
         StorageError: a file cannot be read.
         UserError, ResourceError: see ``begin_part``.
     """
-    path, remedy = directory / "config.json", "give a model directory that save_pretrained wrote"
+    path, remedy = file_of(directory, "config.json"), "give a model directory that save_pretrained wrote"
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes", remedy=remedy)
@@ -90,20 +93,18 @@ def load_whole(
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text", remedy=remedy) from error
-    table = TensorTable(directory)
+    table = MergedTable(read_adapter(directory)) if is_adapter(directory) else TensorTable(directory)
     try:
         layers = config_of(text).num_hidden_layers
         builder = begin_part(PartSpec(text, 0, layers, layers, dtype, device), table.entries)
     except NotSplit:
-        return _load_unsplit(directory, text, table, device=device, dtype=dtype, on_bytes=on_bytes)
+        return _load_unsplit(text, table, device=device, dtype=dtype, on_bytes=on_bytes)
     builder.place_all(table, on_bytes)
     return builder.finish()
 
 
-def _load_unsplit(
-    directory: Path, text: str, table: TensorTable, *, device: str, dtype: str, on_bytes: OnBytes
-) -> ServedPart:
-    place = pick_device(device)
+def _load_unsplit(text: str, table: TensorTable, *, device: str, dtype: str, on_bytes: OnBytes) -> ServedPart:
+    place, directory = pick_device(device), table.directory
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each architecture validates in its own way and with its own exceptions
@@ -113,6 +114,9 @@ def _load_unsplit(
     total_bytes = sum(math.prod(entry.shape) for entry in table.entries.values()) * computed.itemsize
     check_memory(total_bytes, place, f"the model in {directory}")
     loaded: Any = load_model(directory, computed)
+    if isinstance(table, MergedTable):
+        for name, parameter in table.adapted.items():
+            loaded.get_parameter(parameter).data.copy_(table.tensor(name))
     model = WholeModel(loaded.to(place.torch_device))
     on_bytes(total_bytes, total_bytes)
     layers = len(model.part)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.compute.tokenizer import PLAIN_CHAT, TOKENIZER_FILES, Tokenizer
+from p2ptrain.core.adapters import file_of
 from p2ptrain.core.errors import ConfigError, TooLong, UserError
 from p2ptrain.core.serving import Sampling, SamplingOptions
 from p2ptrain.core.stop_strings import StopStrings
@@ -60,7 +61,7 @@ None)."""
 
 
 class ModelText:
-    """The tokenizer, configuration and generation settings of a model directory.
+    """The tokenizer, configuration and generation settings of a model directory, or of an adapter and its base.
 
     Attributes:
         context: the model's maximum number of positions; None if its configuration has no limit.
@@ -73,8 +74,8 @@ class ModelText:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.tokenizer = Tokenizer.of_directory(directory)
-        self._config = _json_map(directory / "config.json")
-        own = directory / "generation_config.json"
+        self._config = _json_map(file_of(directory, "config.json"))
+        own = file_of(directory, "generation_config.json")
         self._generation = _json_map(own) if own.is_file() else None
         self.context = self._context()
         said = self._said.get("eos_token_id")  # generation_config.json wins, as in transformers

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from p2ptrain.core.adapters import file_of
 from p2ptrain.core.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
@@ -80,9 +81,9 @@ class Tokenizer:
         """The vocabulary of a model directory. Raises ``ConfigError``."""
         import tokenizers
 
-        path = directory / "tokenizer.json"
+        path = file_of(directory, "tokenizer.json")
         try:
-            return cls(tokenizers.Tokenizer.from_str(path.read_text("utf-8")), directory)
+            return cls(tokenizers.Tokenizer.from_str(path.read_text("utf-8")), path.parent)
         except Exception as error:  # the library raises bare Exception for a malformed file
             raise ConfigError(
                 f"cannot read the tokenizer {path}: {getattr(error, 'strerror', None) or error}",

@@ -22,6 +22,8 @@ from p2ptrain.core.errors import ConfigError, ProtocolError, StorageError
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 MAX_HEADER_BYTES = 16 << 20
 """The header of a hundred thousand tensors takes about 12 MB; the largest single-file models have fewer."""
 MAX_TENSORS = 1 << 17
@@ -105,8 +107,8 @@ class TensorTable:
         bytes_read: bytes read so far, including headers and index.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Read the headers.
+    def __init__(self, directory: Path, file: str = "") -> None:
+        """Read the headers, or only that of ``file``.
 
         Raises:
             ConfigError: the directory has no safetensors model.
@@ -114,11 +116,13 @@ class TensorTable:
         """
         self.directory = directory
         self.bytes_read = 0
-        if (directory / INDEX_FILE).is_file():
+        if not file and (directory / INDEX_FILE).is_file():
             self.entries = self._indexed()
-        elif (directory / WEIGHTS_FILE).is_file():
-            self.entries = self._header(WEIGHTS_FILE)
+        elif (directory / (file or WEIGHTS_FILE)).is_file():
+            self.entries = self._header(file or WEIGHTS_FILE)
         else:
+            if not file and (directory / ADAPTER_CONFIG).is_file():
+                raise adapter_alone(directory)
             if pickled := sorted(path.name for path in directory.glob("*.bin")):
                 raise ConfigError(
                     f"the weights in {directory} are pickled ({pickled[0]}), and loading these could run any code",
@@ -206,6 +210,12 @@ class TensorTable:
         except OSError as error:
             raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
         return data
+
+
+def adapter_alone(directory: Path) -> ConfigError:
+    """The error where an adapter is named, but only a whole model will do."""
+    text = f"{directory} holds an adapter (LoRA), not a whole model"
+    return ConfigError(text, remedy=f"merge it with its base: p2ptrain checkpoints merge {directory} OUT, and use OUT")
 
 
 def _entry_untrusted(name: str, item: Any, file: str, data_start: int) -> TensorEntry:

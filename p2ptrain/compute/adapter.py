@@ -1,0 +1,175 @@
+"""The weights of a base model with a LoRA adapter merged into them: W + scale B A, in the dtype of W's file.
+
+``MergedTable`` reads like the files of the merged model. So a server that loads from it computes what it would compute
+from the files that ``write_merged`` makes of it, and those equal peft's ``merge_and_unload``.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from p2ptrain.compute.model import directory_config, first_line
+from p2ptrain.compute.part import FILE_DTYPES, OnBytes
+from p2ptrain.compute.stored import StoredTensors
+from p2ptrain.compute.text import TEXT_FILES
+from p2ptrain.core.adapters import Adapter
+from p2ptrain.core.checkpoints import WRITE_BYTES, Draft
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import ConfigError, DiskFull, StorageError, UserError
+from p2ptrain.core.tensor_files import ADAPTER_FILE, INDEX_FILE, TensorEntry, TensorTable
+
+_Auto: Any = AutoModelForCausalLM  # its annotations are partial
+_FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapted:
+    """A matrix that the adapter changes.
+
+    Attributes:
+        module: name of its module in the model.
+        is_transposed: it is stored as (in, out).
+    """
+
+    module: str
+    down: str  # names of A and B in the adapter's file
+    up: str
+    scale: float
+    is_transposed: bool
+
+
+class MergedTable(TensorTable):
+    """The tensors of the merged model, by their names in the base's files. One merged tensor is in memory at a time.
+
+    Attributes:
+        adapted: name of each tensor that the adapter changes → name of the model's parameter.
+
+    Raises:
+        ConfigError: the adapter does not fit the base, or has tensors that cannot be merged.
+        StorageError: a file is damaged, missing or cannot be read.
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        super().__init__(adapter.base)
+        self._adapter, self._factors = adapter, TensorTable(adapter.directory, ADAPTER_FILE)
+        self._merged: tuple[str, bytearray] = "", bytearray()
+        self._changes = dict(self._paired())
+        self.adapted = {name: f"{change.module}.weight" for name, change in self._changes.items()}
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytearray:
+        change = self._changes.get(name)
+        if change is None:
+            return super().read(name, start, stop)
+        if self._merged[0] != name:
+            self._merged = "", bytearray()
+            self._merged = name, bytearray(_bytes_of(self._sum(name, change)))
+        return self._merged[1][start:stop]
+
+    def tensor(self, name: str) -> Tensor:
+        return _tensor_of(self.read(name), self.entries[name])
+
+    def _sum(self, name: str, change: _Adapted) -> Tensor:
+        down, up = (
+            _tensor_of(self._factors.read(each), self._factors.entries[each]) for each in (change.down, change.up)
+        )
+        product = (up.float() @ down.float()) * change.scale
+        weight = _tensor_of(super().read(name), self.entries[name])
+        return (weight.float() + (product.T if change.is_transposed else product)).to(weight.dtype)
+
+    def _paired(self) -> list[tuple[str, _Adapted]]:
+        where, config = self._adapter.directory, directory_config(self._adapter.base, 0)
+        try:
+            with torch.device("meta"):
+                model = _Auto.from_config(config)
+        except Exception as error:  # each architecture validates in its own way and with its own exceptions
+            raise ConfigError(f"the base model {self.directory} cannot be built: {first_line(error)}") from error
+        stored, found = StoredTensors(model, self.entries).conversions, dict[str, dict[str, str]]()
+        for name in self._factors.entries:
+            match = _FACTOR.fullmatch(name)
+            if match is None:
+                raise _unfit(where, f"has {name[:100]}, which is no factor of a linear layer")
+            found.setdefault(match[1], {})[match[2]] = name
+        paired = []
+        for module, names in sorted(found.items()):
+            conversion = stored.get(f"{module}.weight")
+            if conversion is None or conversion.converter is not None or len(names) < 2:
+                raise _unfit(where, f"changes {module}, which {self.directory} does not have as one tensor")
+            name, layer = next(iter(conversion.sources)), model.get_submodule(module)
+            if not isinstance(layer, nn.Linear | Conv1D):
+                raise _unfit(where, f"changes {module}, which is not a linear layer")
+            down, up = (self._factors.entries[names[side]] for side in "AB")
+            is_transposed, entry = isinstance(layer, Conv1D), self.entries[name]
+            shape, rank = (entry.shape[::-1] if is_transposed else entry.shape), down.shape[0] if down.shape else 0
+            if rank < 1 or len(shape) != 2 or (down.shape, up.shape) != ((rank, shape[1]), (shape[0], rank)):
+                text = f"has factors of shapes {up.shape} and {down.shape} for {module}, of shape {shape}"
+                raise _unfit(where, text)
+            if any(each.dtype not in FILE_DTYPES for each in (down, up, entry)):
+                raise _unfit(where, f"or its base has {module} in another type than {', '.join(FILE_DTYPES)}")
+            paired.append((name, _Adapted(module, names["A"], names["B"], self._adapter.scale(rank), is_transposed)))
+        return paired
+
+
+def write_merged(adapter: Adapter, out: Path, on_bytes: OnBytes = lambda done_bytes, total_bytes: None) -> MergedTable:
+    """Write the merged model to the new directory ``out``, in the base's files and dtypes. A failure leaves none.
+
+    Raises:
+        UserError: ``out`` exists. DiskFull, StorageError: it cannot be written.
+        ConfigError: as ``MergedTable``.
+    """
+    if out.exists():
+        raise UserError(f"{out} exists", remedy="name a directory that does not exist yet")
+    table, disk = MergedTable(adapter), RealDisk()
+    files: dict[str, list[str]] = {}
+    for name, entry in sorted(table.entries.items(), key=lambda item: item[1].start):
+        files.setdefault(entry.file, []).append(name)
+    total_bytes = sum(entry.size_bytes for entry in table.entries.values())
+    disk.make_dir(out.parent)
+    if (free := disk.free_bytes(out.parent)) < total_bytes:
+        raise DiskFull(f"the merged model has {total_bytes / 1e9:.2f} GB, and {out.parent} {free / 1e9:.2f} GB free")
+    draft, done_bytes = Draft(disk, out.with_name(f".{out.name}.new-{secrets.token_hex(4)}"), 0), 0
+
+    try:
+        for name in (*TEXT_FILES, INDEX_FILE):
+            if (path := adapter.file(name)).is_file():
+                draft.begin(name)
+                draft.add(path.read_bytes())
+                draft.end()
+        for file, names in files.items():
+            draft.begin(file)
+            draft.add(disk.read_range(table.directory / file, 0, table.entries[names[0]].start))  # of equal tensors
+            for name in names:
+                for start in range(0, table.entries[name].size_bytes, WRITE_BYTES):
+                    stop = min(start + WRITE_BYTES, table.entries[name].size_bytes)
+                    draft.add(memoryview(table.read(name, start, stop)))
+                    done_bytes += stop - start
+                    on_bytes(done_bytes, total_bytes)
+            if draft.end()[0] != disk.size(table.directory / file):
+                raise StorageError(f"{table.directory / file} has tensors that {INDEX_FILE} does not name")
+        disk.sync_dir(draft.path)
+        disk.rename(draft.path, out)
+        disk.sync_dir(out.parent)
+    except BaseException:
+        draft.discard()
+        raise
+    return table
+
+
+def _unfit(directory: Path, why: str) -> ConfigError:
+    return ConfigError(f"the adapter {directory} {why}", remedy="is its base model the right one? peft may merge it")
+
+
+def _tensor_of(data: bytearray, entry: TensorEntry) -> Tensor:
+    return torch.frombuffer(data, dtype=FILE_DTYPES[entry.dtype]).view(entry.shape)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
