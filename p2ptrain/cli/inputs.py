@@ -35,7 +35,8 @@ def is_model(directory: str | Path) -> bool:
 def checked(profile: Profile, *, download: bool = False) -> Profile:
     """The profile, with the directory of a model that was fetched. Raises ``UserError`` if data or model are missing,
     and as ``model_directory``."""
-    find_files(profile.data.path, profile.data.format)
+    if not profile.data.private:
+        find_files(profile.data.path, profile.data.format)
     if not profile.model.path:
         return profile
     found = model_directory(profile.model.path, download=download)

@@ -86,6 +86,14 @@ def join(
         str,
         typer.Option("--advertise", metavar="HOST:PORT", help="Address that other peers dial, behind NAT or a proxy."),
     ] = "",
+    data: Annotated[
+        str,
+        typer.Option(
+            "--data",
+            metavar="PATH",
+            help="For a worker: its own text, in jobs with data.private = true; default: data.path of the job.",
+        ),
+    ] = "",
     device: Annotated[
         str,
         typer.Option(
@@ -154,6 +162,7 @@ def join(
       p2ptrain join 192.168.1.20:7337/AbC…
       p2ptrain join @ticket.txt --name laptop --device cpu --threads 4 --memory 4GiB
       p2ptrain join 192.168.1.20,192.168.1.21
+      p2ptrain join 192.168.1.20 --data ~/letters
       p2ptrain join 192.168.1.20 --role verifier --model models/large --http 127.0.0.1:8000
       p2ptrain join 192.168.1.20 --role verifier --model models/large --split
       p2ptrain join 192.168.1.20 --role verifier --model models/large --dtype fp32
@@ -186,6 +195,7 @@ def join(
         device=device,
         threads=threads,
         memory_bytes=memory_bytes,
+        data=data,
         link=link,
         with_parent=with_parent,
         wait_s=math.inf if wait is None else wait,
@@ -280,7 +290,7 @@ def host_and_port(option: str, text: str, meaning: str) -> tuple[str, int] | Non
 async def _work(joining: Joining) -> None:
     from p2ptrain.cli.joining import member_options, stay
     from p2ptrain.core.world import real_world
-    from roles.worker.build import engine_builder, holding, stage_builder, warm_up
+    from roles.worker.build import engine_builder, holding, stage_builder, warm_up, with_data
     from roles.worker.worker import Worker
 
     device, threads, memory_bytes = joining.device, joining.threads, joining.memory_bytes
@@ -288,8 +298,9 @@ async def _work(joining: Joining) -> None:
 
     def worker(here: ProcessContext, found: Found) -> Worker:
         def build(profile: Profile) -> Engine:
-            with here.console.during(lambda: f"reading {profile.data.path} and building the model"):
-                return engine_builder(device=device, threads=threads)(profile)
+            own = with_data(profile, joining.data)
+            with here.console.during(lambda: f"reading {own.data.path} and building the model"):
+                return engine_builder(device=device, threads=threads)(own)
 
         return Worker(
             real_world(found.access.network),

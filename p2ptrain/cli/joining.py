@@ -50,6 +50,7 @@ class Joining:
         device, threads, memory_bytes: empty or 0: not given.
         link: preset of an emulated link; empty: none.
         wait_s: how long to wait for a seed that does not answer; ``inf``: for ever.
+        data: a worker's own text for private jobs; empty: the job's.
     """
 
     role: str
@@ -66,6 +67,7 @@ class Joining:
     link: str
     with_parent: bool
     wait_s: float = math.inf
+    data: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,12 @@ def up(
         bool, typer.Option("--plain", help="Plain progress lines instead of the full-screen view.")
     ] = False,
     link: LinkOption = "",
+    data: Annotated[
+        list[str],
+        typer.Option(
+            "--data", metavar="PATH", help="The text of one worker, for each worker once, with data.private = true."
+        ),
+    ] = [],  # noqa: B006 - Typer copies it
     split: Annotated[
         int | None,
         typer.Option(
@@ -99,6 +105,7 @@ def up(
       p2ptrain up --profile my.toml --state ./run --plain
       p2ptrain up --set model.path=HuggingFaceTB/SmolLM2-135M --download
       p2ptrain up --profile pair --http 127.0.0.1:8000
+      p2ptrain up --workers 2 --set data.private=true --data ~/letters --data ~/notes
       p2ptrain up --workers 2 --set job.strategy=pipeline --set pipeline.stages=2 --dry-run
       p2ptrain up --split 3 --spare 1 --checkpoint ./SmolLM2-135M --memory 400MiB
     """
@@ -137,7 +144,8 @@ def up(
         if dry_run:
             return
     port = _free(port)
-    plan = Plan(profile, loaded, workers, root, port, new, link or loaded.link.preset, place, keys)
+    texts = _texts(loaded, workers, data)
+    plan = Plan(profile, loaded, workers, root, port, new, link or loaded.link.preset, place, keys, texts)
     full_screen = not plain and not as_json and at_terminal()
     from p2ptrain.cli.output import print_json
 
@@ -159,6 +167,25 @@ def up(
 def _free(port: int) -> int:
     """``port``; of 0: the one that `p2ptrain tui` uses if it is free, else any."""
     return port or (DEFAULT_PORT if is_free(DEFAULT_PORT) else free_port())
+
+
+def _texts(profile: Profile, workers: int, data: list[str]) -> tuple[str, ...]:
+    """The text of each worker, if each has its own. Private data of 'stdlib' is a package of it for each worker."""
+    from p2ptrain.core.text_files import STDLIB, STDLIB_PARTS, find_files
+
+    if not profile.data.private:
+        if data:
+            raise UserError("--data is for private data", remedy="add --set data.private=true, or set data.path")
+        return ()
+    if not data and profile.data.path == STDLIB:
+        data = [f"{STDLIB}/{STDLIB_PARTS[index % len(STDLIB_PARTS)]}" for index in range(workers)]
+    if len(data) not in (0, workers):
+        raise UserError(
+            f"{workers} workers and {len(data)} texts", remedy=f"give --data {workers} times, or not at all"
+        )
+    for path in data:
+        find_files(path, profile.data.format)  # fail here, not in each worker
+    return tuple(data)
 
 
 def _profile(name: str, sets: list[str], workers: int) -> Profile:

@@ -68,6 +68,7 @@ class Plan:
     link: str
     http: tuple[str, int] | None = None
     api_keys: Path | None = None
+    texts: tuple[str, ...] = ()  # of each worker, for private data; empty: the profile's
 
     @property
     def is_pair(self) -> bool:
@@ -186,6 +187,7 @@ class Run:
         for index in range(1, plan.workers + 1):
             options = ["--threads", plan.threads(plan.workers), "--memory", memory]
             options += ["--link", plan.link] * bool(plan.link)
+            options += ["--data", plan.texts[index - 1]] if plan.texts else []
             self._workers.append(await self.cluster.start_peer(f"worker-{index}", index, *options))
         self._say("info", self.cluster.workers_start(plan.workers))
 

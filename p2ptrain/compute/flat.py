@@ -99,6 +99,10 @@ class FlatModel:
         for segment in self.segments:
             self._view(self.parameters, segment).copy_(source[segment.name].detach())
 
+    def view(self, flat: Tensor, name: str) -> Tensor:
+        """The parameter ``name`` in an array like ``parameters``."""
+        return self._view(flat, next(segment for segment in self.segments if segment.name == name))
+
     def _view(self, flat: Tensor, segment: Segment) -> Tensor:
         return flat[segment.offset : segment.offset + segment.numel].view(segment.shape)
 

@@ -45,6 +45,7 @@ class LocalSpec:
         overlap: the exchange of a step runs while its inner steps are computed.
         proximal: factor of the pull towards the shared parameters (FedProx, arXiv 1812.06127).
         fresh: each step begins with fresh inner moments.
+        slots: members whose adapters are averaged exactly (``compute.fedex``); 0: parameters are averaged.
     """
 
     outer_lr: float = 0.7
@@ -53,6 +54,7 @@ class LocalSpec:
     overlap: bool = False
     proximal: float = 0.0
     fresh: bool = False
+    slots: int = 0
 
 
 class LocalSteps:
@@ -65,9 +67,9 @@ class LocalSteps:
         self._flat, self._optimizer, self._spec, self._steps = flat, optimizer, spec, steps
         self._own = torch.empty_like(flat.parameters)
         self._inner = FlatAdamW(flat, optimizer, self._own, keeps=False)
-        self._momentum = torch.zeros_like(flat.parameters)
+        self.numel = flat.numel
         self.contribution = torch.zeros(flat.numel + SCALARS, device=flat.parameters.device)
-        self.shared = {"momentum": self._momentum}
+        self.shared = {"momentum": torch.zeros_like(flat.parameters)} if spec.outer_momentum else {}
         self._is_fresh = True  # the next step begins with a new copy of the parameters
         self._moments_steps = 0  # inner steps since the moments were zero
         self._taken = [0] * spec.fragments  # by fragment: inner steps since it was exchanged
@@ -108,13 +110,17 @@ class LocalSteps:
     def finish(self) -> None:
         self._sent = 0 if self._waits else self._taken[self._step % self._spec.fragments]
         start, stop = self._fragment(self._step)
+        self._contribute(start, slice(start, stop), self._sent, self.numel)
+
+    def _contribute(self, place: int, part: slice, weight: int, weight_at: int) -> None:
+        """Fill ``contribution``: ``part`` of the pseudo-gradient times ``weight``, from ``place`` on; the numbers."""
         self.contribution.zero_()
-        torch.sub(self._flat.parameters[start:stop], self._own[start:stop], out=self.contribution[start:stop])
-        self.contribution[start:stop] *= self._sent
-        weight, losses, total = self.contribution[-SCALARS:]
-        weight.fill_(self._sent)
-        losses.fill_(self._losses)
-        total.copy_(self._flat.loss_sum)
+        difference = self.contribution[place : place + part.stop - part.start]
+        torch.sub(self._flat.parameters[part], self._own[part], out=difference)
+        difference *= weight
+        self.contribution[weight_at] = self._sent
+        self.contribution[-2] = self._losses
+        self.contribution[-1] = self._flat.loss_sum
         if not self._waits:
             self._flat.loss_sum.zero_()
             self._losses = 0
@@ -128,23 +134,31 @@ class LocalSteps:
         return float(summed[-1]) / float(summed[-2]) if summed[-2] else math.nan
 
     def apply(self, step: int, norm: float) -> tuple[float, float]:
-        start, stop = self._fragment(step)
+        part, spec = slice(*self._fragment(step)), self._spec
         weight = float(self.contribution[-SCALARS])
-        shared, momentum = self._flat.parameters[start:stop], self._momentum[start:stop]
+        shared = self._flat.parameters[part]
         if weight:
             with one_thread(), flushed_denormals():  # as ``FlatAdamW``: equal bits for every thread count
-                gradient = self.contribution[start:stop] / weight
-                momentum.mul_(self._spec.outer_momentum).add_(gradient)
-                shared.sub_(gradient.add_(momentum, alpha=self._spec.outer_momentum), alpha=self._spec.outer_lr)
+                gradient = self.contribution[part] / weight
+                if spec.outer_momentum:
+                    momentum = self.shared["momentum"][part].mul_(spec.outer_momentum).add_(gradient)
+                    gradient.add_(momentum, alpha=spec.outer_momentum)
+                shared.sub_(gradient, alpha=spec.outer_lr)
+        self._take_up(part, step)
+        return self._optimizer.lr_at(step, self._steps), norm / max(weight, 1.0)
+
+    def _take_up(self, part: slice, step: int) -> None:
+        """Go on from the shared parameters, which have changed in ``part``."""
         if not self._is_fresh:
-            self._own[start:stop].lerp_(shared, 1 - MIXING if self._spec.overlap else 1.0)
+            kept = MIXING if self._spec.overlap else 0.0
+            self._own[part].lerp_(self._flat.parameters[part], 1 - kept)
             self._taken[step % self._spec.fragments] -= self._sent
             self._sent = 0
         self._flat.compute_with(self._flat.parameters)
-        return self._optimizer.lr_at(step, self._steps), norm / max(weight, 1.0)
 
     def reset(self) -> None:
-        self._momentum.zero_()
+        for array in self.shared.values():
+            array.zero_()
 
     def loaded(self) -> None:
         self._is_fresh, self._moments_steps = True, 0

@@ -18,7 +18,7 @@ from typing import cast
 
 from p2ptrain.compute.device import HOST, check_memory
 from p2ptrain.core.errors import ConfigError, UserError
-from p2ptrain.core.text_files import STDLIB, format_of
+from p2ptrain.core.text_files import format_of, is_stdlib
 from p2ptrain.core.texts import shortened
 
 Messages = list[dict[str, str]]
@@ -50,7 +50,7 @@ class Rows:
 
     def __init__(self, path: str, form: str, key: str, most_bad: float) -> None:
         self.count = self.bad = 0
-        self._is_stdlib, self._form, self._key, self._most_bad = path == STDLIB, form, key, most_bad
+        self._is_stdlib, self._form, self._key, self._most_bad = is_stdlib(path), form, key, most_bad
         self._named: list[str] = []
         self._remedy = ""
 

@@ -100,6 +100,8 @@ class TrainingSpec:
         precision: ``fp32``, or ``bf16`` for autocast (weights, gradients and moments stay fp32).
         exact: exact mode, for a model that is not split. CPU kernels use ``device.threads`` threads, which must be the
             same at all members, or one thread if it is 0. They never use one thread per core by default.
+        private: the text is this member's own. As long as its share is the same, each of its epochs has each sequence
+            once.
         local: each micro-batch is an inner step (``compute.local``); None: their gradients are summed.
     """
 
@@ -113,6 +115,7 @@ class TrainingSpec:
     validation_batches: int = 0
     precision: str = "fp32"
     exact: bool = False
+    private: bool = False
     local: LocalSpec | None = None
 
     @property
@@ -192,6 +195,7 @@ class Trainer:
         self._is_initial = True
         self._positions = torch.arange(spec.data.sequence_tokens, device=self._device)
         self._flights: dict[int, _Flight] = {}
+        self._share = 0, spec.micro_batches  # first micro-batch and count
         self._tied = self._tied_segment()
         self._files = CheckpointFiles(
             self._flat,
@@ -206,7 +210,7 @@ class Trainer:
         self.tokens_per_micro_batch = tokens
         self.device = device.label
         self.reduce_buffer: npt.NDArray[Any] = self._host.numpy()
-        self.exact_from = self._flat.decayed_numel
+        self.exact_from = self._update.numel - (self._flat.numel - self._flat.decayed_numel)
         self.corpus_digest, self.windows = self._corpus.digest, len(self._corpus.training)
         self.data_note = self._corpus.note
         self.activation_bytes = activation_bytes(stage.activations, tokens, self._config.hidden_size)
@@ -224,6 +228,7 @@ class Trainer:
         if self._fixed is not None:
             self._fixed.begin()
         self._watch.begin()
+        self._share = first, count
         return self._update.begin_step(step, count or self._spec.micro_batches)
 
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
@@ -272,7 +277,8 @@ class Trainer:
         inputs, outputs = flight.graph
         if self._fixed is not None:
             self._fixed.begin_micro_batch()
-        with self._arithmetic(), _out_of_memory_told(), self._watch.telling(on_final):
+        early = None if self._spec.local else on_final  # a pseudo-gradient is final only after the last inner step
+        with self._arithmetic(), _out_of_memory_told(), self._watch.telling(early):
             if arrived is None:
                 (outputs / self._update.loss_divisor).backward()  # type: ignore[no-untyped-call]
             else:
@@ -315,9 +321,10 @@ class Trainer:
         includes the loss slot: also NaN if the loss is not finite, or, in exact mode, if a contribution of this member
         in this step did not fit.
         """
-        if stop > self._flat.numel and not (self._fixed.fits if self._fixed else math.isfinite(float(self._host[-1]))):
+        numel = self._update.numel
+        if stop > numel and not (self._fixed.fits if self._fixed else math.isfinite(float(self._host[-1]))):
             return math.nan
-        return square_sum(self.reduce_buffer[start : min(stop, self._flat.numel)]) * self._unit**2
+        return square_sum(self.reduce_buffer[start : min(stop, numel)]) * self._unit**2
 
     def partial_square_sum(self, start: int, stop: int) -> float:
         """``contributed_square_sum`` for the global norm: only the first stage counts the tied matrix."""
@@ -505,12 +512,19 @@ class Trainer:
 
     def _run(self, flight: _Flight, inputs: Payload | None) -> Tensor:
         with self._arithmetic(), _out_of_memory_told():
-            batch = self._batch(self._corpus.training[self._sampler.sample(flight.step, flight.index)])
+            batch = self._batch(self._corpus.training[self._samples(flight.step, flight.index)])
             x = self._entering(batch, inputs)
             entering = None if self._part.first else x.requires_grad_()
             outputs = self._through(x, batch, "mean")
         flight.graph = entering, outputs
         return outputs
+
+    def _samples(self, step: int, index: int) -> Indices:
+        if not self._spec.private:
+            return self._sampler.sample(step, index)
+        first, count = self._share  # the order is this member's own, so its epochs do not depend on the others
+        sequences = self._spec.micro_batch_sequences
+        return self._sampler.numbered((step * count + index - first) * sequences, sequences)
 
     def _let_go(self) -> None:
         for flight in self._flights.values():

@@ -15,13 +15,15 @@ class Update(Protocol):
     """The training part of a strategy. ``compute.trainer.Trainer`` calls it on the compute thread.
 
     Attributes:
-        contribution: this member's part of a step's sum, on the computing device, shape (numel + some,). The last
-            element is for the losses. After ``finish`` it stays as it is until the next ``begin_step``.
+        contribution: this member's part of a step's sum, on the computing device, shape (numel + some,): gradients or
+            differences, then a few numbers, the last one for the losses. After ``finish`` it stays as it is until the
+            next ``begin_step``.
         shared: the state beside the parameters that is equal on all members: name → array, shape (numel,).
         loss_divisor: the loss of a micro-batch is divided by it before its backward pass.
     """
 
     contribution: Tensor
+    numel: int
     shared: dict[str, Tensor]
     loss_divisor: int
 
@@ -66,7 +68,7 @@ class SummedGradients:
     ) -> None:
         self._flat, self._spec, self._steps, self._unit = flat, optimizer, steps, unit
         self._adamw = FlatAdamW(flat, optimizer)
-        self.contribution = flat.gradients
+        self.contribution, self.numel = flat.gradients, flat.numel
         self.shared = {"exp_avg": self._adamw.exp_avg, "exp_avg_sq": self._adamw.exp_avg_sq}
         self.loss_divisor = micro_batches
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from p2ptrain.core.errors import ConfigError
 
 STDLIB = "stdlib"
+STDLIB_PARTS = ("asyncio", "email", "xml", "multiprocessing", "importlib", "http", "logging", "urllib")
+"""Packages of the standard library of 0.15 MB or more, for workers with a text each: ``stdlib/asyncio`` and so on."""
 TEXT_SUFFIXES = frozenset(
     {".txt", ".md", ".rst", ".tex", ".jsonl", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".rs", ".go", ".java"}
     | {".kt", ".js", ".ts", ".rb", ".sh", ".sql", ".toml"}
@@ -34,16 +36,21 @@ _STDLIB_SKIPPED = frozenset(
 _STDLIB_LOCAL = ("_sysconfigdata", "sitecustomize", "usercustomize")  # differ from machine to machine
 
 
+def is_stdlib(path: str) -> bool:
+    """Whether ``data.path`` names the standard library or, as ``stdlib/email``, a package of it."""
+    return path == STDLIB or path.startswith(f"{STDLIB}/")
+
+
 def find_files(path: str, form: str = "auto") -> list[Path]:
     """The files that ``data.path`` names, in the order of their relative paths. ``form``: ``data.format``.
 
     Raises:
         ConfigError: there are none, or the package that reads them is not installed.
     """
-    if path == STDLIB and form in ROW_SUFFIXES:
+    if is_stdlib(path) and form in ROW_SUFFIXES:
         remedy = "use data.format = 'auto' or 'chat', or set data.path to a file of your own"
-        raise ConfigError(f"data.path = 'stdlib' has no files of data.format = {form!r}", remedy=remedy)
-    found = _stdlib_files() if path == STDLIB else _named_files(path, _SUFFIXES[form])
+        raise ConfigError(f"data.path = {path!r} has no files of data.format = {form!r}", remedy=remedy)
+    found = _stdlib_files(path[len(STDLIB) + 1 :]) if is_stdlib(path) else _named_files(path, _SUFFIXES[form])
     if any(format_of(file, form) == "parquet" for file in found) and find_spec("pyarrow") is None:
         raise ConfigError(
             f"{found[0]} cannot be read: the package pyarrow is not installed",
@@ -83,15 +90,17 @@ def _named_files(path: str, suffixes: frozenset[str]) -> list[Path]:
     return found
 
 
-def _stdlib_files() -> list[Path]:
+def _stdlib_files(package: str) -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     sources: list[Path] = []
-    for place, directories, names in os.walk(root):
+    for place, directories, names in os.walk(root / package if package.isidentifier() else root):
         directories[:] = [name for name in directories if name not in _STDLIB_SKIPPED]  # os.walk does not enter them
         sources += [Path(place, name) for name in names if name.endswith(".py") and not name.startswith(_STDLIB_LOCAL)]
     found = _sorted_below(root, sources)
-    if not found:
-        raise ConfigError(f"this Python has no library sources in {root}", remedy="set data.path to a text of your own")
+    if not found or (package and not package.isidentifier()):
+        raise ConfigError(
+            f"this Python has no library sources in {root / package}", remedy="set data.path to a text of your own"
+        )
     return found
 
 

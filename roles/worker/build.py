@@ -58,6 +58,13 @@ def warm_up() -> None:
     import p2ptrain.compute.trainer  # noqa: F401 - for its cost
 
 
+def with_data(profile: Profile, path: str) -> Profile:
+    """The profile with a worker's own text, if the job's data is private and a path is given."""
+    if not path or not profile.data.private:
+        return profile
+    return profile.model_copy(update={"data": profile.data.model_copy(update={"path": path})})
+
+
 def engine_builder(*, device: str = "", threads: int = 0) -> Callable[[Profile], Engine]:
     def build(profile: Profile) -> Engine:
         from p2ptrain.compute.device import pick_device
@@ -179,5 +186,6 @@ def training_spec(profile: Profile) -> TrainingSpec:
         validation_batches=profile.validation.batches,
         precision=profile.device.precision,
         exact=profile.job.exact,
+        private=data.private,
         local=local,
     )

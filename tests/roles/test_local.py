@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from configs.loader import load
 from configs.schema import Profile
+from p2ptrain.compute.trainer import Trainer
 from ring.ledger import counts_of_untrusted
+from roles.engine import Engine
 from roles.stand_in import StandInEngine
+from roles.strategies.pipeline import strategy_of
+from roles.worker.build import engine_builder, with_data
 from tests.roles.in_process import Cluster, Gate
 from tests.roles.test_cluster import at, done, small_profile, state_of
+from wire import memory
 from wire.records import LedgerPage
+
+PRIVATE = [
+    "job.steps=12", "device.threads=1", "data.private=true", "data.path=none-such", "data.sequence_tokens=16",
+    "model.layers=1", "model.hidden_size=16", "model.intermediate_size=24", "validation.every=0",
+    "validation.batches=1", "checkpoint.every=0", "batch.micro_batches=12", "batch.micro_batch_sequences=2",
+]  # fmt: skip
+
+
+def own_text(path: Path) -> Callable[[Profile], Engine]:
+    """Builds the engine of a worker with its own text."""
+    return lambda profile: engine_builder(threads=1)(with_data(profile, str(path)))
 
 
 def counts_of(page: dict[str, Any]) -> list[tuple[int, ...]]:
@@ -67,3 +87,46 @@ async def test_shares_of_a_round_follow_the_sizes_of_the_texts(cluster: Cluster)
     await cluster.job_until(job, done)
     page = await cluster.ask("jobs.ledger", job=job, after_step=0)
     assert {tuple(sorted(counts)) for counts in counts_of(page)} == {(2, 8, 10)}
+
+
+async def test_no_text_leaves_a_member(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[bytes] = []
+    write = memory._MemoryTransport.write
+
+    def recording(self: Any, data: Any) -> None:
+        recorded.append(bytes(data))
+        write(self, data)
+
+    monkeypatch.setattr(memory._MemoryTransport, "write", recording)
+    profile = load("tiny", {}, [*PRIVATE, "job.strategy=federated", "job.workers=3"]).profile
+    job = await cluster.create(profile)
+    random = np.random.default_rng(3)
+    words = [["".join(map(chr, random.integers(97, 123, 10))) for _ in range(200)] for _ in range(3)]
+    for number, own in enumerate(words):
+        path = tmp_path / f"{number}.txt"
+        path.write_text(" ".join(own * (number + 1)))
+        cluster.join(own_text(path), strategies=strategy_of)
+    await cluster.job_until(job, done)
+    page = await cluster.ask("jobs.ledger", job=job, after_step=0)
+    assert {tuple(sorted(counts)) for counts in counts_of(page)} == {(2, 4, 6)}
+    sent = b"".join(recorded)
+    assert len(sent) > 100_000
+    for word in (word.encode() for own in words for word in own):
+        assert word not in sent
+        assert np.frombuffer(word, np.uint8).astype("<i4").tobytes() not in sent
+        assert np.frombuffer(word, np.uint8).astype("<i8").tobytes() not in sent
+
+
+async def test_a_member_passes_over_its_own_text_in_whole_epochs(tmp_path: Path) -> None:
+    path = tmp_path / "own.txt"
+    path.write_text("".join(f"line {number}\n" for number in range(400)))
+    profile = load("tiny", {}, [*PRIVATE, "job.strategy=federated", f"data.path={path}"]).profile
+    engine = engine_builder(threads=1)(profile)
+    assert isinstance(engine, Trainer)
+    seen = []
+    for step in range(2 * engine.windows):
+        engine.begin_step(step, 5, 3)
+        seen += [int(window) for index in range(5, 8) for window in engine._samples(step, index)]
+    epochs = [seen[start : start + engine.windows] for start in range(0, len(seen) - engine.windows, engine.windows)]
+    assert len(epochs) > 3
+    assert all(len(set(epoch)) == engine.windows for epoch in epochs)
