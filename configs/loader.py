@@ -205,8 +205,12 @@ def _parsed(key: str, text: str) -> object:
     kind = _FIELDS[key].annotation
     if kind is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
-    if get_origin(kind) is list:  # a list of whole numbers: 2,3 or [2, 3]
-        parts = [part.strip() for part in text.strip().removeprefix("[").removesuffix("]").split(",") if part.strip()]
+    if get_origin(kind) is list:  # 2,3 or [2, 3]; q_proj,v_proj or ["q_proj", "v_proj"]
+        parts = [
+            part.strip().strip("\"'")
+            for part in text.strip().removeprefix("[").removesuffix("]").split(",")
+            if part.strip()
+        ]
         return [int(part) if part.isascii() and part.isdigit() else part for part in parts]
     if kind not in (int, float):
         return text[1:-1] if len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'" else text

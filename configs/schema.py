@@ -22,6 +22,7 @@ RECURRENT = frozenset({"lstm", "mamba", "falcon_mamba"})
 """Architectures with neither attention heads nor a longest context."""
 
 Text = Annotated[str, Field(max_length=1024)]
+NamePattern = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.*?-]{1,128}$")]
 
 
 class Conflict(ValueError):
@@ -91,6 +92,25 @@ class Model(Table):
     """Longest sequence that the model can see, in tokens."""
     tie_embeddings: bool = True
     """Use one matrix for the input embedding and the output."""
+    freeze: list[NamePattern] = Field(default=[], max_length=32)
+    """Parameters that do not train, by name, such as 'model.embed_tokens.*' ('*' stands for any text)."""
+
+
+class Lora(Table):
+    """Fine-tuning by low-rank adapters (LoRA): the model of model.path stays as it is. Small matrices beside its linear
+    layers train; only they are exchanged, and saved in PEFT's format."""
+
+    rank: int = Field(default=0, ge=0, le=4096)
+    """Rank of the adapters; 0: no LoRA, the whole model trains."""
+    alpha: int = Field(default=16, ge=1, le=65536)
+    """The adapters' output is scaled by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the adapters' inputs that are dropped in training."""
+    targets: list[NamePattern] = Field(default=["all-linear"], min_length=1, max_length=32)
+    """Names of the linear layers that get adapters, such as ["q_proj", "v_proj"]; 'all-linear': all but the output."""
+    base: Literal["fp32", "bf16", "nf4"] = "fp32"
+    """How the model's linear layers are held in memory: fp32, bf16 (needs device.precision = 'bf16') or nf4 (4 bits;
+    needs the package bitsandbytes)."""
 
 
 class Data(Table):
@@ -255,6 +275,9 @@ class Device(Table):
     """CPU threads of a worker; 0: the cores, shared by the workers of a machine."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the forward and backward pass: fp32 or bf16."""
+    gradient_checkpointing: bool = False
+    """Compute the hidden states of each layer again in the backward pass, rather than keep them. A part of a split
+    model has pipeline.recompute instead."""
 
 
 class Ring(Table):
@@ -307,6 +330,7 @@ class Profile(Table):
 
     job: Job = Job()
     model: Model = Model()
+    lora: Lora = Lora()
     data: Data = Data()
     batch: Batch = Batch()
     pipeline: Pipeline = Pipeline()
@@ -350,7 +374,7 @@ class Profile(Table):
         job = {"steps": own.steps or self.job.steps, "workers": min(self.job.workers, self.batch.micro_batches)}
         tables = {
             "job": self.job.model_copy(update={"strategy": "sync", **job}),
-            "model": self.model.model_copy(update=sizes),
+            "model": self.model.model_copy(update=sizes | {"freeze": []}),
             "pipeline": Pipeline(),
             "optimizer": self.optimizer.model_copy(update={"lr": own.lr or self.optimizer.lr}),
         }
@@ -412,6 +436,11 @@ def _check(profile: Profile) -> None:
         if profile.value(key) and not profile.validation.every:
             why = "only the last step is validated"
             raise _conflict(profile, key, "validation.every", why=why, remedy="validation.every at least 1")
+    if profile.device.gradient_checkpointing and split:
+        remedy = "pipeline.recompute = true instead of device.gradient_checkpointing"
+        why = "the parts of a split model have a setting of their own"
+        raise _conflict(profile, "device.gradient_checkpointing", "job.strategy", why=why, remedy=remedy)
+    _check_lora(profile)
     beats = ("membership.heartbeat_s", "membership.death_s")
     beat, death = profile.membership.heartbeat_s, profile.membership.death_s
     if (beat == 0) != (death == 0):
@@ -428,6 +457,24 @@ def _check(profile: Profile) -> None:
         _check_at_most(profile, "drafter.layers", "model.layers", why=why)
         if profile.model.architecture not in RECURRENT:
             _check_heads(profile, "drafter")
+
+
+def _check_lora(profile: Profile) -> None:
+    lora = profile.lora
+    if not lora.rank:
+        if lora.base != "fp32":
+            why, remedy = "only a model that LoRA keeps frozen can be held so", "set lora.rank, such as 8"
+            raise _conflict(profile, "lora.base", "lora.rank", why=why, remedy=remedy)
+        return
+    if not profile.model.path:
+        why, remedy = "LoRA needs a trained model", "name its directory: model.path"
+        raise _conflict(profile, "lora.rank", "model.path", why=why, remedy=remedy)
+    if profile.model.freeze:
+        why, remedy = "with LoRA none of the model's own parameters train", "leave model.freeze out"
+        raise _conflict(profile, "lora.rank", "model.freeze", why=why, remedy=remedy)
+    if lora.base == "bf16" and profile.device.precision != "bf16":
+        why, remedy = "fp32 arithmetic needs weights in fp32", "device.precision = 'bf16', or lora.base = 'fp32'"
+        raise _conflict(profile, "lora.base", "device.precision", why=why, remedy=remedy)
 
 
 def _check_cuts(profile: Profile) -> None:

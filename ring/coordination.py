@@ -683,7 +683,9 @@ def _record_bytes(peer: Peer) -> int:
 
 def other_data(corpus: str, ours: str) -> str:
     difference = f"SHA-256 {corpus[:12] or 'none'}, not {ours[:12]}"
-    return f"its data differs from the job's ({difference}); give it the files that the job started with"
+    return (
+        f"its data or its base model differs from the job's ({difference}); give it the files that the job started with"
+    )
 
 
 def described(view: View, before: View | None) -> str:

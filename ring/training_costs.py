@@ -13,10 +13,9 @@ from typing import Annotated
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.footprint import (
-    DEVICE_COPIES,
     GPIPE,
-    HOST_COPIES,
     ModelSizes,
+    copies,
     head_kept_bytes,
     in_flight_that_fit,
     layer_kept_bytes,
@@ -94,6 +93,7 @@ class Training:
         micro_batches: of a step, of all replicas.
         schedule, activations, recompute, max_in_flight: see ``[pipeline]`` of a profile.
         cuts: if already chosen; else empty.
+        trained, held: see ``core.footprint.copies``.
     """
 
     shape: ModelShape
@@ -107,6 +107,8 @@ class Training:
     recompute: bool = False
     max_in_flight: int = 0
     cuts: tuple[int, ...] = ()
+    trained: float = 1.0
+    held: float = 0.0
 
     @cached_property
     def sizes(self) -> ModelSizes:
@@ -142,14 +144,16 @@ class Training:
     def kept_bytes(self, start: int, stop: int) -> int:
         return (stop - start) * self.layer_kept_bytes + self.head_kept_bytes * (stop == self.layers)
 
+    def copies(self, *, on_host: bool) -> float:
+        return copies(on_host=on_host, trained=self.trained, held=self.held)
+
     def need_bytes(self, stage: int, start: int, stop: int, *, on_host: bool = True) -> int:
         return part_training_bytes(
-            self.sizes.weights_bytes(start, stop),
+            int(self.copies(on_host=on_host) * self.sizes.weights_bytes(start, stop)),
             self.kept_bytes(start, stop),
             self.activation_bytes if start else 0,
             in_flight=self.in_flight(stage),
             recompute=self.recompute,
-            on_host=on_host,
         )
 
     def fits(self, candidate: CandidateWorker, stage: int, bounds: Sequence[int]) -> bool:
@@ -161,9 +165,9 @@ class Training:
         most = min(self.max_in_flight, self.micro_batches) or self.micro_batches
         if not candidate.memory_bytes:
             return most
-        copies = HOST_COPIES if candidate.on_host else DEVICE_COPIES
+        held_bytes = int(self.copies(on_host=candidate.on_host) * self.sizes.weights_bytes(start, stop))
         return in_flight_that_fit(
-            candidate.memory_bytes - copies * self.sizes.weights_bytes(start, stop),
+            candidate.memory_bytes - held_bytes,
             self.kept_bytes(start, stop),
             self.activation_bytes if start else 0,
             recompute=self.recompute,

@@ -36,7 +36,7 @@ from itertools import pairwise
 import numpy as np
 
 from p2ptrain.core.errors import ResourceError, UserError
-from p2ptrain.core.footprint import DEVICE_COPIES, GPIPE, HOST_COPIES
+from p2ptrain.core.footprint import GPIPE
 from p2ptrain.core.texts import human_bytes
 from ring.order import LinkCosts, Links
 from ring.placement import MOST_PEERS, Array, CostTable, best_chain, cut_places, spans
@@ -168,7 +168,7 @@ def _cost_table(training: Training, groups: Sequence[Group], hops: _Hops, cuts: 
     flop = spans([training.layer_flop(layer) for layer in range(training.layers)], cuts)
     flop[:, -1] += training.head_flop
     flop *= np.array([training.passes(stop) for stop in cuts])[None, :]
-    copies_of = {True: HOST_COPIES, False: DEVICE_COPIES}
+    copies_of = {on_host: training.copies(on_host=on_host) for on_host in (True, False)}
     levels: list[list[Array]] = []
     # The last level also serves more following stages. Groups alike share arrays, which take most of the memory.
     for flying in sorted({training.in_flight(stage) for stage in range(training.stages)}):
@@ -244,8 +244,9 @@ def _predicted(
         simulate(schedule, costs) + (share - schedule.micro_batches) * pace_s, share * max(occupied_s, default=0)
     )
     weights = [training.sizes.weights_bytes(start, stop) for _, start, stop in parts]
-    reduce_s = max(hops.ring_s(group, size_bytes) for group, size_bytes in zip(groups, weights, strict=True))
-    if training.sizes.tied_bytes:
+    reduced = [int(training.trained * size_bytes) for size_bytes in weights]
+    reduce_s = max(hops.ring_s(group, size_bytes) for group, size_bytes in zip(groups, reduced, strict=True))
+    if training.sizes.tied_bytes and training.trained == 1:
         ends = zip(groups[0], groups[-1], strict=True)
         reduce_s += max(hops.ring_s(pair, training.sizes.tied_bytes) for pair in ends)
     busy_s = [share * each_s for each_s in computes_s]

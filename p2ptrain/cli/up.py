@@ -159,7 +159,7 @@ def up(
         _print_pair(outcome)
     else:
         print_summary(outcome)
-        _print_next(outcome)
+        _print_next(outcome, loaded)
     if outcome["state"] != "done":
         raise typer.Exit(EXIT_INTERRUPTED if outcome["state"] == "interrupted" else JobFailed.exit_code)
 
@@ -261,10 +261,12 @@ def print_summary(summary: dict[str, Any]) -> None:
     print_pairs(pairs)
 
 
-def _print_next(summary: dict[str, Any]) -> None:
+def _print_next(summary: dict[str, Any], profile: Profile) -> None:
     if not summary["checkpoint"]:
         return
     if not summary["whole"]:
         typer.echo("\nits parts are not in one directory yet: run the same command again, and the workers collect them")
     else:
         typer.echo(f"\ntry it:  p2ptrain generate 'def ' --checkpoint {summary['checkpoint']}")
+        if not profile.lora.rank:
+            typer.echo(f"fine-tune it:  p2ptrain up --profile lora --set model.path={summary['checkpoint']}")

@@ -8,6 +8,9 @@ a copy of the state.
 The files of all stages in one directory are an ordinary Hugging Face model. The first stage writes the files of the
 whole model (configuration, tokenizer, index). A tied embedding matrix is only in the first stage's weights file. The
 last stage stores its copy beside its moments, so that each stage can resume from its own files alone.
+
+Weights that do not train are written from the module's own memory. With LoRA the files are those of peft, without the
+model; the optimizer's file then has the adapters, too.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,9 +34,10 @@ from p2ptrain.compute.model import load_model
 from p2ptrain.compute.part import PartAssembly, PartModel
 from p2ptrain.compute.stage import StageSpec
 from p2ptrain.compute.tokenizer import Tokenizer
-from p2ptrain.core.checkpoint_parts import shard_name, weights_index
+from p2ptrain.compute.tuning import Tuning
+from p2ptrain.core.checkpoint_parts import ADAPTER, shard_name, weights_index
 from p2ptrain.core.errors import StorageError
-from p2ptrain.core.tensor_files import INDEX_FILE
+from p2ptrain.core.tensor_files import INDEX_FILE, header_of
 from p2ptrain.core.training import BlobRange, FilePlan
 
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
@@ -65,7 +70,8 @@ class CheckpointFiles:
         config: configuration of the whole model.
         corpus: digest of the corpus.
         bf16: write the weights in bf16, as a model was that came in it.
-        tied: the parameter that the first and the last stage share.
+        tied: the parameter that the first and the last stage share, if it trains.
+        tuning: what of the model trains.
 
     Attributes:
         weights, optimizer, training: names of the files.
@@ -81,17 +87,20 @@ class CheckpointFiles:
         corpus: str,
         *,
         tied: Segment | None,
+        tuning: Tuning,
         bf16: bool = False,
     ) -> None:
         self._flat, self._part, self._config, self._parts = flat, part, config, stage.parts
-        self._bf16 = bf16
+        self._tuning = tuning
+        self._bf16 = bf16 and not tuning.adapters
         self._tokenizer, self._corpus = tokenizer, corpus
         self._copied = tied if part is not None and part.part.last else None
         count = len(self._parts)
-        names = ("model.safetensors", "optimizer.safetensors", "training.json")
+        kind = ADAPTER if tuning.adapters else "model"
+        names = (f"{kind}.safetensors", "optimizer.safetensors", "training.json")
         if part is not None:
             names = (
-                shard_name("model", stage.stage, count),
+                shard_name(kind, stage.stage, count),
                 shard_name("optimizer", stage.stage, count),
                 shard_name("training", stage.stage, count, ".json"),
             )
@@ -110,6 +119,8 @@ class CheckpointFiles:
         if not self._fixed:
             self._fixed = self._plans(moments)
         notes: dict[str, Any] = {"format": 1, "layout": self._flat.layout, "corpus": self._corpus, "step": step}
+        if self._tuning.frozen_digest:
+            notes["frozen"] = self._tuning.frozen_digest
         if self._part is not None:
             notes["layers"] = [self._part.part.start, self._part.part.stop]
         return [*self._fixed, FilePlan(self.training, (json.dumps(notes, indent=1).encode(),))]
@@ -118,7 +129,8 @@ class CheckpointFiles:
         """The parameters in a checkpoint, by name in the module. Raises ``StorageError`` if shapes differ, and the
         readers' own errors."""
         if self._part is None:
-            return dict(load_model(directory).named_parameters())
+            whole = load_model(directory)
+            return {name: it for name, it in whole.named_parameters() if name in self._flat.shapes}
         found: dict[str, Tensor] = {}
         with safe_open(directory / self.weights, "pt") as file:
             for segment in self._flat.segments:
@@ -134,24 +146,36 @@ class CheckpointFiles:
     def _plans(self, moments: Sequence[str]) -> list[FilePlan]:
         flat, part = self._flat, self._part
         whole = flat.numel * _ELEMENT_BYTES
-        arrays = [*moments, *[PARAMETERS] * self._bf16]  # those in fp32, too: training goes on from them
+        adapters = self._tuning.adapters
+        # The parameters in fp32, too: training goes on from them. With LoRA it needs no other file.
+        arrays = [*moments, *[PARAMETERS] * (self._bf16 or bool(adapters))]
         optimizer: list[PlannedTensor] = [(name, "F32", (flat.numel,), [BlobRange(name, 0, whole)]) for name in arrays]
         if self._copied is not None:
             optimizer.append((_TIED, "F32", self._copied.shape, [_range(self._copied.offset, self._copied.numel)]))
-        if part is None:
+        frozen = {name: it for name, it in flat.model.named_parameters() if not it.requires_grad}
+        if adapters:
+            small = self._of_adapters() if part is None or part.part.first else []
+            names, buffers, frozen = adapters, [], {}
+        elif part is None:
             model = cast(PreTrainedModel, flat.model)
             small = _small_files(model, self._tokenizer, bf16=self._bf16)
-            names = {segment.name: segment.name for segment in flat.segments}
+            names = {name: name for name, _ in model.named_parameters()}
             buffers = list(_buffers(model))
         else:
             small = self._of_all_stages() if part.part.first else []
             names = dict(part.names)
             buffers = [(names[name], dtype, shape, data) for name, dtype, shape, data in _buffers(part.module)]
+            if part.part.last:
+                frozen.pop(part.tied_name, None)  # the first stage saves it
         dtype, halve = ("BF16", _to_bf16) if self._bf16 else ("F32", None)
         weights: list[PlannedTensor] = [
             (names[segment.name], dtype, segment.shape, [_range(segment.offset, segment.numel, halve)])
             for segment in flat.segments
             if segment != self._copied
+        ]
+        weights += [
+            (names[name], dtype, tuple(it.shape), [BlobRange(partial(_memory_of, it), 0, it.nbytes, halve)])
+            for name, it in frozen.items()
         ]
         return [
             *small,
@@ -179,12 +203,17 @@ class CheckpointFiles:
         small = _small_files(model, self._tokenizer, bf16=self._bf16)
         return [*small, FilePlan(INDEX_FILE, (weights_index(shards),))]
 
+    def _of_adapters(self) -> list[FilePlan]:
+        config = FilePlan("adapter_config.json", (self._tuning.config_file(),))
+        return [config, *_small_files(None, self._tokenizer, bf16=False)]
 
-def _small_files(model: PreTrainedModel, tokenizer: Tokenizer, *, bf16: bool) -> list[FilePlan]:
+
+def _small_files(model: PreTrainedModel | None, tokenizer: Tokenizer, *, bf16: bool) -> list[FilePlan]:
     try:
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
-            model.save_pretrained(directory, state_dict={})
+            if model is not None:
+                model.save_pretrained(directory, state_dict={})
             if bf16:  # save_pretrained writes what the model is trained in
                 config = directory / "config.json"
                 config.write_text(config.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
@@ -198,20 +227,16 @@ def _small_files(model: PreTrainedModel, tokenizer: Tokenizer, *, bf16: bool) ->
 
 
 def _safetensors_plan(name: str, tensors: list[PlannedTensor], metadata: dict[str, str]) -> FilePlan:
-    header: dict[str, object] = {"__metadata__": metadata}
-    parts: list[bytes | BlobRange] = []
-    offset = 0
-    for key, dtype, shape, pieces in tensors:
-        end = offset + FilePlan(key, tuple(pieces)).size_bytes
-        header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
-        parts, offset = parts + pieces, end
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    return FilePlan(name, (len(encoded).to_bytes(8, "little") + encoded, *parts))
+    sizes = [(key, dtype, shape, FilePlan(key, tuple(parts)).size_bytes) for key, dtype, shape, parts in tensors]
+    return FilePlan(name, (header_of(sizes, metadata), *(part for *_, parts in tensors for part in parts)))
 
 
 def _range(start: int, numel: int, halve: Callable[[memoryview], memoryview] | None = None) -> BlobRange:
     return BlobRange(PARAMETERS, start * _ELEMENT_BYTES, (start + numel) * _ELEMENT_BYTES, halve)
+
+
+def _memory_of(frozen: Tensor) -> memoryview:
+    return frozen.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _to_bf16(data: memoryview) -> memoryview:

@@ -1,6 +1,6 @@
 """A model stored in flat arrays, and AdamW over them.
 
-All parameters are views of one array and all gradients views of another, in two sections::
+All parameters that train are views of one array and all gradients views of another, in two sections::
 
     parameters   | matrices (weight-decayed)          | vectors: norms, biases (not decayed) |
     gradients    | the same                           | the same                             | loss |
@@ -45,7 +45,8 @@ class Segment:
 
 
 class FlatModel:
-    """``model`` on ``device``, with parameters and gradients as views of flat fp32 arrays. Tied parameters appear once.
+    """``model`` on ``device``, with parameters and gradients as views of flat fp32 arrays. Tied parameters appear once,
+    those that require no gradient not at all.
 
     Attributes:
         parameters: shape (numel,).
@@ -56,7 +57,7 @@ class FlatModel:
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        named = dict(model.named_parameters())
+        named = trained(model)
         shapes = {name: tuple(parameter.shape) for name, parameter in reversed(named.items())}
         self.segments, self.decayed_numel, self.numel = _placed(shapes)
         self.layout = hashlib.sha256(repr([(s.name, s.offset, s.shape) for s in self.segments]).encode()).hexdigest()
@@ -68,7 +69,7 @@ class FlatModel:
             view.copy_(parameter.detach())
             parameter.data = view
             parameter.grad = self._view(self.gradients, segment)
-        model.to(device)  # moves the buffers, such as rotary frequencies; the parameters are there already
+        model.to(device)  # moves buffers, such as rotary frequencies, and what is frozen
         self.model = model
         self._named, self._in_use = named, self.parameters
 
@@ -105,6 +106,11 @@ class FlatModel:
 
     def _view(self, flat: Tensor, segment: Segment) -> Tensor:
         return flat[segment.offset : segment.offset + segment.numel].view(segment.shape)
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that train, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _placed(shapes: dict[str, tuple[int, ...]]) -> tuple[list[Segment], int, int]:

@@ -37,7 +37,8 @@ transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
 
 _LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
-_DRAWING = Lock()  # torch's default generator is shared by all threads
+DRAWING = Lock()
+"""Held while torch's default generator is in use, which all threads share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +105,22 @@ def model_config(spec: ModelSpec, vocab_size: int) -> PretrainedConfig:
     return without_dropout(config)
 
 
-def parameter_count(config: PretrainedConfig) -> int:
-    """Number of parameters; shared ones count once. It uses the meta device, so no memory is allocated.
+def outline(config: PretrainedConfig) -> PreTrainedModel:
+    """The model on the meta device, where nothing is allocated.
 
     Raises:
         ConfigError: the architecture cannot be built with these sizes.
     """
     try:
         with torch.device("meta"):
-            model = _Auto.from_config(config)
+            return cast(PreTrainedModel, _Auto.from_config(config))
     except Exception as error:
         raise ConfigError(f"the [model] table is not a valid {config.model_type!r}: {first_line(error)}") from error
-    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def parameter_count(config: PretrainedConfig) -> int:
+    """Number of parameters; shared ones count once. Raises as ``outline``."""
+    return sum(parameter.numel() for parameter in outline(config).parameters())
 
 
 def build_model(
@@ -136,7 +141,7 @@ def build_model(
         model = load_model(spec.path, config=config)
     else:
         remedy = "use another architecture, such as llama, qwen3 or gpt2"
-        with _DRAWING, torch.random.fork_rng(devices=[]):
+        with DRAWING, torch.random.fork_rng(devices=[]):
             try:
                 with no_init_weights():  # ``initialize`` does that below
                     model = cast(PreTrainedModel, _Auto.from_config(config, dtype=torch.float32))
@@ -173,10 +178,14 @@ def initialize(
     for child_name, child in module.named_children():
         if child is not skipped:
             initialize(model, child, seed, f"{name}.{child_name}" if name else child_name, skipped=skipped)
-    key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
-    with _DRAWING, torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int.from_bytes(key, "little"))
+    with DRAWING, torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed_of(seed, name))
         model._init_weights(module)  # type: ignore[no-untyped-call]
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Seed of the generator for what is called ``name``, in a job of ``seed``."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little")
 
 
 def load_model(

@@ -514,7 +514,8 @@ class PartModel:
         module: transformers' model, reduced to the part.
         names: name of each tensor in ``module`` → its name in a whole model's ``state_dict``.
         width: elements of the hidden state of one position.
-        tied: whether the model's input and output share one matrix. The first and the last stage then each hold a copy.
+        tied_name: name in ``module`` of the matrix that the model's input and output share, if the first and the last
+            stage each hold a copy and this is one of them; else "".
         context: most positions for which results do not depend on how many are computed at once; None: no limit set.
     """
 
@@ -526,7 +527,10 @@ class PartModel:
         self.part = part
         self.config = cast(PretrainedConfig, self.module.config)
         self.names = names
-        self.tied = bool(layout.tied)
+        self.tied_name = ""
+        if layout.tied and part.first != part.last:
+            ends = self.module.get_input_embeddings() if part.first else self.module.get_output_embeddings()
+            self.tied_name = next(name for name, it in self.module.named_parameters() if it is ends.weight)
         self.width: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
         self.context = context_of(config)

@@ -20,8 +20,7 @@ from p2ptrain.compute.part import ModelLayout, Part, PartAssembly, PartModel, lo
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ConfigError, ResourceError
 from p2ptrain.core.footprint import (
-    DEVICE_COPIES,
-    HOST_COPIES,
+    copies,
     head_kept_bytes,
     in_flight_that_fit,
     layer_kept_bytes,
@@ -151,20 +150,35 @@ def initial_digest(config: PretrainedConfig, directory: Path | None, seed: int, 
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
-def kept_bytes(config: PretrainedConfig, tokens: int, part: Part) -> int:
-    """Bytes kept from a micro-batch's forward pass to its backward pass: a lower bound, see ``core.footprint``."""
+def kept_bytes(config: PretrainedConfig, tokens: int, part: Part, *, layers_kept: bool = True) -> int:
+    """Bytes kept from a micro-batch's forward pass to its backward pass: a lower bound, see ``core.footprint``.
+
+    Args:
+        layers_kept: whether each layer keeps what its backward pass needs; else only its input.
+    """
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    kept = len(part) * layer_kept_bytes(tokens, width=config.hidden_size, inner=inner)
+    kept = layer_kept_bytes(tokens, width=config.hidden_size, inner=inner)
+    kept = len(part) * kept if layers_kept else len(part) * 4 * tokens * config.hidden_size + kept
     return kept + (head_kept_bytes(tokens, vocab=config.vocab_size) if part.last else 0)
 
 
 def check_training_memory(
-    config: PretrainedConfig, spec: StageSpec, device: Device, *, micro_batch_tokens: int, exact: bool = False
+    config: PretrainedConfig,
+    spec: StageSpec,
+    device: Device,
+    *,
+    micro_batch_tokens: int,
+    exact: bool = False,
+    trained: float = 1.0,
+    held: float = 0.0,
+    layers_kept: bool = True,
 ) -> None:
     """Refuse a part, or a whole model, that does not fit into memory. ``core.footprint`` explains the count.
 
     Args:
         exact: count an int64 reduce buffer beside the gradients, and its copy on the host.
+        trained, held: see ``core.footprint.copies``.
+        layers_kept: see ``kept_bytes``.
 
     Raises:
         ResourceError: the part does not fit; the message has the numbers.
@@ -173,14 +187,14 @@ def check_training_memory(
     part = spec.parts[spec.stage]
     weights, inputs = _sizes(config, spec, micro_batch_tokens)
     need = part_training_bytes(
-        weights,
-        kept_bytes(config, micro_batch_tokens, part),
+        int(copies(on_host=device.kind == "cpu", trained=trained, held=held) * weights),
+        kept_bytes(config, micro_batch_tokens, part, layers_kept=layers_kept),
         inputs,
         in_flight=spec.in_flight,
         recompute=spec.recompute,
-        on_host=device.kind == "cpu",
     )
-    need += 2 * weights if exact else 0
+    buffers = int(trained * weights)  # of the size of the gradients
+    need += 2 * buffers if exact else 0
     what = (
         f"training layers {part.start} to {part.stop} ({weights / 4e6:.2f} M parameters) with {spec.in_flight} "
         f"micro-batches of {micro_batch_tokens:,} tokens in flight"
@@ -191,22 +205,30 @@ def check_training_memory(
             remedy="give it more (--memory), smaller parts (pipeline.cuts, pipeline.stages) or pipeline.recompute=true",
         )
     check_memory(need, device, what)
-    if device.kind != "cpu":  # reduce buffer, and weights during the build
-        check_memory(weights * (3 if exact else 2), HOST, what)
+    if device.kind != "cpu" or held:  # reduce buffer, and weights during the build, which is in fp32
+        check_memory(weights + buffers * (2 if exact else 1), HOST, what)
 
 
 def most_in_flight(
-    config: PretrainedConfig, spec: StageSpec, device: Device, *, micro_batch_tokens: int, most: int
+    config: PretrainedConfig,
+    spec: StageSpec,
+    device: Device,
+    *,
+    micro_batch_tokens: int,
+    most: int,
+    trained: float = 1.0,
+    held: float = 0.0,
+    layers_kept: bool = True,
 ) -> int:
     """Micro-batches that may be in flight here, from ``spec.in_flight`` to ``most``: as many as memory allows, to hide
-    slow links. Call before anything is allocated."""
+    slow links. Call before anything is allocated. Other arguments are as in ``check_training_memory``."""
     room = 0.8 * available_bytes(device)  # the rest is for uncounted memory and other programs
     if spec.memory_bytes:
         room = min(room, spec.memory_bytes)
     weights, inputs = _sizes(config, spec, micro_batch_tokens)
     fit = in_flight_that_fit(
-        int(room) - (HOST_COPIES if device.kind == "cpu" else DEVICE_COPIES) * weights,
-        kept_bytes(config, micro_batch_tokens, spec.parts[spec.stage]),
+        int(room - copies(on_host=device.kind == "cpu", trained=trained, held=held) * weights),
+        kept_bytes(config, micro_batch_tokens, spec.parts[spec.stage], layers_kept=layers_kept),
         inputs,
         recompute=spec.recompute,
         most=most,

@@ -28,6 +28,7 @@ computed twice.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -50,7 +51,7 @@ from p2ptrain.compute.checkpoint_files import PARAMETERS, CheckpointFiles
 from p2ptrain.compute.data import NO_TARGET, Corpus, DataSpec, load_corpus
 from p2ptrain.compute.device import Device, flushed_denormals, share_cores
 from p2ptrain.compute.exact import FixedSum, constant_arithmetic, prepare_device
-from p2ptrain.compute.flat import FlatModel, OptimizerSpec, Segment, square_sum
+from p2ptrain.compute.flat import FlatModel, OptimizerSpec, Segment, square_sum, trained
 from p2ptrain.compute.gradients import UNIT, BackwardProgress, HostCopier, OnFinal, bucket_bounds
 from p2ptrain.compute.local import LocalSpec, LocalSteps
 from p2ptrain.compute.model import ModelSpec, build_model, model_config
@@ -59,6 +60,7 @@ from p2ptrain.compute.sampling import Indices, WindowSampler
 from p2ptrain.compute.split_check import check_packs, check_splits
 from p2ptrain.compute.stage import StageSpec, build_training_part, check_training_memory, initial_digest, most_in_flight
 from p2ptrain.compute.tokenizer import Tokenizer
+from p2ptrain.compute.tuning import ALL_OF_IT, Tuning, TuningSpec
 from p2ptrain.compute.update import SummedGradients, Update
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ConfigError, JobFailed, P2PTrainError, ResourceError, StorageError
@@ -103,6 +105,8 @@ class TrainingSpec:
         private: the text is this member's own. As long as its share is the same, each of its epochs has each sequence
             once.
         local: each micro-batch is an inner step (``compute.local``); None: their gradients are summed.
+        tuning: what of the model trains.
+        gradient_checkpointing: compute each layer again in the backward pass, for a model that is not split.
     """
 
     model: ModelSpec
@@ -117,6 +121,8 @@ class TrainingSpec:
     exact: bool = False
     private: bool = False
     local: LocalSpec | None = None
+    tuning: TuningSpec = ALL_OF_IT
+    gradient_checkpointing: bool = False
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -150,10 +156,13 @@ class Trainer:
         if not stage.is_whole:
             check_splits(self._config)
         tokens, sequences = spec.micro_batch_tokens, spec.micro_batch_sequences
-        check_training_memory(self._config, stage, device, micro_batch_tokens=tokens, exact=exact)
-        self.in_flight = most_in_flight(
-            self._config, stage, device, micro_batch_tokens=tokens, most=max(spec.micro_batches, stage.in_flight)
-        )
+        in_bf16 = spec.precision == "bf16"
+        self._tuning = tuning = Tuning(self._config, spec.tuning, spec.seed, spec.model.path, bf16=in_bf16)
+        sizes: dict[str, Any] = {"micro_batch_tokens": tokens, "trained": tuning.trained, "held": tuning.held}
+        sizes["layers_kept"] = not spec.gradient_checkpointing
+        check_training_memory(self._config, stage, device, exact=exact, **sizes)
+        most = max(spec.micro_batches, stage.in_flight)
+        self.in_flight = most_in_flight(self._config, stage, device, most=most, **sizes)
         self._corpus: Corpus = load_corpus(spec.data, self._tokenizer)
         if self._corpus.marks is not None:
             check_packs(self._config, split=not stage.is_whole)
@@ -192,7 +201,7 @@ class Trainer:
             hook = partial(self._watch.gradient_final, index)
             self._model.get_parameter(segment.name).register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._mirrors: list[tuple[Tensor, Tensor]] = []  # (array on a GPU, its copy from state())
-        self._is_initial = True
+        self._is_initial, self._initial_digest = True, b""
         self._positions = torch.arange(spec.data.sequence_tokens, device=self._device)
         self._flights: dict[int, _Flight] = {}
         self._share = 0, spec.micro_batches  # first micro-batch and count
@@ -205,6 +214,7 @@ class Trainer:
             self._tokenizer,
             self._corpus.digest,
             tied=self._tied,
+            tuning=tuning,
             bf16=bf16,
         )
         self.tokens_per_micro_batch = tokens
@@ -213,6 +223,9 @@ class Trainer:
         self.exact_from = self._update.numel - (self._flat.numel - self._flat.decayed_numel)
         self.corpus_digest, self.windows = self._corpus.digest, len(self._corpus.training)
         self.data_note = self._corpus.note
+        if tuning.frozen_digest:
+            base = tuning.frozen_digest if stage.is_whole else self.initial_digest().hex()
+            self.corpus_digest = hashlib.sha256(f"{self.corpus_digest} {base}".encode()).hexdigest()
         self.activation_bytes = activation_bytes(stage.activations, tokens, self._config.hidden_size)
         self.gradient_bytes = activation_bytes(stage.gradients, tokens, self._config.hidden_size)
         self.layers = (self._part.start, self._part.stop, self._part.layers)
@@ -277,6 +290,7 @@ class Trainer:
         inputs, outputs = flight.graph
         if self._fixed is not None:
             self._fixed.begin_micro_batch()
+        self._tuning.micro_batch = flight.step, flight.index  # for layers that are computed again
         early = None if self._spec.local else on_final  # a pseudo-gradient is final only after the last inner step
         with self._arithmetic(), _out_of_memory_told(), self._watch.telling(early):
             if arrived is None:
@@ -375,6 +389,7 @@ class Trainer:
         number of targets.
         """
         sequences = self._spec.micro_batch_sequences
+        self._tuning.micro_batch = None
         with torch.no_grad(), self._arithmetic(), _out_of_memory_told():
             batch = self._batch(self._corpus.validation[index * sequences : (index + 1) * sequences])
             outputs = self._through(self._entering(batch, inputs), batch, "sum")
@@ -396,7 +411,9 @@ class Trainer:
     def load_initial(self) -> None:
         if not self._is_initial:
             with self._arithmetic():
-                self._flat.copy_tensors(dict(self._build().named_parameters()))
+                adapters = self._tuning.adapters
+                initial = self._tuning.initial(self._flat.shapes) if adapters else trained(self._build())
+                self._flat.copy_tensors(initial)
             self._update.reset()
             self._update.loaded()
             self._moved_to()
@@ -410,7 +427,10 @@ class Trainer:
         self._moved_to()
 
     def initial_digest(self) -> bytes:
-        return initial_digest(self._config, self._spec.model.path, self._spec.seed, self._stage.bounds)
+        if not self._initial_digest:
+            spec = self._spec
+            self._initial_digest = initial_digest(self._config, spec.model.path, spec.seed, self._stage.bounds)
+        return self._initial_digest
 
     def checkpoint_files(self, step: int) -> list[FilePlan]:
         """Plan a Hugging Face model directory, or this stage's files of it, and the optimizer's file, from ranges of
@@ -428,7 +448,8 @@ class Trainer:
             notes_file = directory / self._files.training
             if notes_file.stat().st_size > 1 << 20:  # it may have come from another worker
                 raise ValueError(f"{notes_file.name} is too large")
-            if json.loads(notes_file.read_bytes())["layout"] != self._flat.layout:
+            notes = json.loads(notes_file.read_bytes())
+            if (notes["layout"], notes.get("frozen", "")) != (self._flat.layout, self._tuning.frozen_digest):
                 raise StorageError(
                     f"the checkpoint {directory} is of another model",
                     remedy="restore it into a job with its [model] table",
@@ -455,11 +476,22 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------------- inside
 
     def _build(self) -> nn.Module:
+        spec, names = self._spec, dict[str, str]()
         if self._stage.is_whole:
-            return build_model(self._spec.model, self._tokenizer.vocab_size, self._spec.seed, config=self._config)
-        built = build_training_part(self._config, self._part, self._spec.model.path, self._spec.seed)
-        self._model_part = self._model_part or built
-        return cast(nn.Module, built.module)
+            module: Any = build_model(spec.model, self._tokenizer.vocab_size, spec.seed, config=self._config)
+        else:
+            built = build_training_part(self._config, self._part, spec.model.path, spec.seed)
+            self._model_part = self._model_part or built
+            module, names = built.module, dict(built.names)
+        if spec.gradient_checkpointing:
+            enable = getattr(module, "activation_checkpointing_enable", None)  # the name from transformers 5.20 on
+            try:
+                (enable or module.gradient_checkpointing_enable)({"use_reentrant": False})
+            except ValueError as error:
+                text = f"a {self._config.model_type!r} model cannot be trained with device.gradient_checkpointing"
+                raise ConfigError(text, remedy="leave it out") from error
+        self._tuning.prepare(module, names)
+        return cast(nn.Module, module)
 
     @contextmanager
     def _arithmetic(self) -> Iterator[None]:
@@ -473,12 +505,8 @@ class Trainer:
         return {PARAMETERS: self._flat.parameters, **self._update.shared}
 
     def _tied_segment(self) -> Segment | None:
-        if self._model_part is None or not self._model_part.tied or self._part.first == self._part.last:
-            return None
-        model: Any = self._model
-        weight = (model.get_input_embeddings() if self._part.first else model.get_output_embeddings()).weight
-        name = next(name for name, parameter in self._model.named_parameters() if parameter is weight)
-        return next(segment for segment in self._flat.segments if segment.name == name)
+        name = self._model_part.tied_name if self._model_part else ""
+        return next((segment for segment in self._flat.segments if segment.name == name), None)
 
     def _batch(self, windows: Indices) -> _Batch:
         """The micro-batch of ``windows`` (B,)."""
@@ -512,6 +540,7 @@ class Trainer:
 
     def _run(self, flight: _Flight, inputs: Payload | None) -> Tensor:
         with self._arithmetic(), _out_of_memory_told():
+            self._tuning.micro_batch = flight.step, flight.index
             batch = self._batch(self._corpus.training[self._samples(flight.step, flight.index)])
             x = self._entering(batch, inputs)
             entering = None if self._part.first else x.requires_grad_()

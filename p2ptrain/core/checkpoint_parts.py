@@ -2,7 +2,8 @@
 
 Each stage saves its own directory, with file names that no other stage uses. The first stage also saves the files that
 describe the whole model, such as the index, ``model.safetensors.index.json``: tensor → file. So the files of all stages
-together are an ordinary checkpoint, as ``save_pretrained`` would write it. Standard library only.
+together are an ordinary checkpoint, as ``save_pretrained`` would write it. Only LoRA adapters need more: peft reads a
+single file, which is made of those of all stages (``add_whole_adapter``). Standard library only.
 """
 
 from __future__ import annotations
@@ -11,11 +12,17 @@ import json
 import re
 from collections.abc import Mapping
 
-from p2ptrain.core.checkpoints import CheckpointEntry, Meta
-from p2ptrain.core.errors import StorageError
+from p2ptrain.core.checkpoints import WRITE_BYTES, CheckpointEntry, Draft, Meta
+from p2ptrain.core.disk import Disk
+from p2ptrain.core.errors import ProtocolError, StorageError
+from p2ptrain.core.tensor_files import MAX_HEADER_BYTES, TensorEntry, header_entries_untrusted, header_of
 
 STAGE, STAGES, LINEAGE = "stage", "stages", "lineage"
 """Keys of a part's meta: the stage, the number of stages, and the lineage of the whole model's state."""
+
+ADAPTER = "adapter_model"
+ADAPTER_FILE = f"{ADAPTER}.safetensors"
+"""peft's name of the file with a LoRA adapter. A stage's own is ``adapter_model-00001-of-00002.safetensors``."""
 
 _OF_STAGE = re.compile(r".*-(\d{5})-of-(\d{5})\.\w+")
 
@@ -23,6 +30,8 @@ _OF_STAGE = re.compile(r".*-(\d{5})-of-(\d{5})\.\w+")
 def is_of_stage(name: str, stage: int, stages: int) -> bool:
     """Whether a file belongs to the stage: ``model-00002-of-00003.safetensors`` is the second stage's. A name without
     such a mark belongs to the first stage, because the file describes the whole model."""
+    if name == ADAPTER_FILE and stages > 1:
+        return False  # it is made of the stages' files
     mark = _OF_STAGE.fullmatch(name)
     return (int(mark[1]), int(mark[2])) == (stage + 1, stages) if mark is not None else stage == 0
 
@@ -48,6 +57,38 @@ def is_part(entry: CheckpointEntry) -> bool:
 def shard_name(kind: str, stage: int, stages: int, suffix: str = ".safetensors") -> str:
     """Hugging Face's name for the file of stage ``stage``, from 0: ``model-00001-of-00002.safetensors`` for stage 0."""
     return f"{kind}-{stage + 1:05d}-of-{stages:05d}{suffix}"
+
+
+def add_whole_adapter(disk: Disk, draft: Draft) -> None:
+    """Add ``ADAPTER_FILE`` to a whole checkpoint with the adapters of several stages. Blocks.
+
+    Raises:
+        StorageError: a stage's file is not one of tensors, or two have the same tensor; see also ``Disk``.
+    """
+    entries: dict[str, TensorEntry] = {}
+    data: list[tuple[str, int, int]] = []  # file, start, stop
+    for file in sorted(name for name in draft.sums if name.startswith(f"{ADAPTER}-")):
+        path, size_bytes = draft.path / file, draft.sums[file][0]
+        start = 8 + int.from_bytes(disk.read_range(path, 0, min(8, size_bytes)), "little")
+        if start > min(size_bytes, MAX_HEADER_BYTES):
+            raise StorageError(f"{file} is not a file of tensors")
+        try:
+            found = header_entries_untrusted(disk.read_range(path, 8, start), file, size_bytes)
+        except ProtocolError as error:
+            raise StorageError(error.message) from error
+        if twice := entries.keys() & found.keys():
+            raise StorageError(f"{min(twice)} is in two files of adapters")
+        entries |= dict(sorted(found.items(), key=lambda item: item[1].start))
+        data.append((file, start, size_bytes))
+    if not data:
+        return
+    tensors = [(name, entry.dtype, entry.shape, entry.size_bytes) for name, entry in entries.items()]
+    draft.begin(ADAPTER_FILE)
+    draft.add(header_of(tensors, {"format": "pt"}))
+    for file, start, stop in data:
+        for at in range(start, stop, WRITE_BYTES):
+            draft.add(disk.read_range(draft.path / file, at, min(at + WRITE_BYTES, stop)))
+    draft.end()
 
 
 def weights_index(shards: Mapping[str, Mapping[str, int]]) -> bytes:

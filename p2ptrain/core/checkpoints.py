@@ -345,7 +345,7 @@ def pieces(file: FilePlan, blobs: Mapping[str, memoryview]) -> Iterator[memoryvi
     for part in file.parts:
         halve = None
         if isinstance(part, BlobRange):
-            blob = blobs.get(part.blob)
+            blob = blobs.get(part.blob) if isinstance(part.blob, str) else part.blob()
             if blob is None or not 0 <= part.start <= part.stop <= blob.nbytes:
                 raise StorageError(
                     f"{file.name} needs bytes {part.start} to {part.stop} of {part.blob}, which are missing"

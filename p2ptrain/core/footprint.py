@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 HOST_COPIES = 5
 DEVICE_COPIES = 4
-"""Arrays of the size of the part's weights on the compute device: on a CPU, on an accelerator."""
+"""Arrays of the size of the weights that train on the compute device: on a CPU, on an accelerator."""
+BASE_COPIES = {"fp32": 1.0, "bf16": 0.5, "nf4": 0.14}
+"""What a frozen weight takes, by ``lora.base``, as a share of fp32. NF4 has 4 bits, and a scale for each 64 weights."""
 GPIPE = "gpipe"
 
 
@@ -39,21 +41,28 @@ def least_in_flight(schedule: str, micro_batches: int, to_end: int, most: int) -
     return min(most, micro_batches) or (micro_batches if schedule == GPIPE else min(to_end, micro_batches))
 
 
-def part_training_bytes(
-    weights_bytes: int, kept_bytes: int, inputs_bytes: int, *, in_flight: int, recompute: bool, on_host: bool
-) -> int:
+def copies(*, on_host: bool, trained: float = 1.0, held: float = 0.0) -> float:
+    """Copies of the weights, in fp32, on the compute device.
+
+    Args:
+        on_host: whether that is a CPU.
+        trained: size of what trains, as a share of the weights.
+        held: size of what is frozen, likewise.
+    """
+    return trained * (HOST_COPIES if on_host else DEVICE_COPIES) + held
+
+
+def part_training_bytes(held_bytes: int, kept_bytes: int, inputs_bytes: int, *, in_flight: int, recompute: bool) -> int:
     """Bytes on the compute device for training a part.
 
     Args:
-        weights_bytes: size of the weights in fp32.
+        held_bytes: size of all copies of the weights, see ``copies``.
         kept_bytes: bytes kept for one micro-batch by the part's layers, and by the head on the last stage.
         inputs_bytes: encoded inputs of one micro-batch; 0 on the first stage.
         in_flight: micro-batches between forward and backward pass. With ``recompute`` the part keeps the inputs of
             all, and ``kept_bytes`` of one.
-        on_host: whether the compute device is a CPU.
     """
-    held = weights_bytes * (HOST_COPIES if on_host else DEVICE_COPIES)
-    return held + (kept_bytes + in_flight * inputs_bytes if recompute else in_flight * kept_bytes)
+    return held_bytes + (kept_bytes + in_flight * inputs_bytes if recompute else in_flight * kept_bytes)
 
 
 def in_flight_that_fit(memory_bytes: int, kept_bytes: int, inputs_bytes: int, *, recompute: bool, most: int) -> int:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
@@ -80,6 +80,17 @@ def header_entries_untrusted(header: bytes | memoryview, file: str, file_bytes: 
     if end != file_bytes:
         raise ProtocolError(f"{file} has {file_bytes} bytes, but its header describes {end}")
     return entries
+
+
+def header_of(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
+    """The first bytes of a file with ``tensors``, each with name, dtype, shape and size in bytes, in that order."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, dtype, shape, size_bytes in tensors:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end := end + size_bytes]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
 
 
 def index_files_untrusted(encoded: bytes) -> dict[str, str]:

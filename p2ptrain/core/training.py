@@ -16,13 +16,14 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class BlobRange:
-    """Bytes [start, stop) of the blob named ``blob``.
+    """Bytes [start, stop) of a blob.
 
     Attributes:
+        blob: its name; or a function that returns bytes that never change, called when they are written.
         halve: applied to every piece when it is written, of whole elements: returns half as many bytes.
     """
 
-    blob: str
+    blob: str | Callable[[], memoryview]
     start: int
     stop: int
     halve: Callable[[memoryview], memoryview] | None = None

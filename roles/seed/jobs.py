@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from configs.schema import Profile
 from p2ptrain.core.errors import ProtocolError
+from p2ptrain.core.footprint import BASE_COPIES
 from ring import coordination as co
 from ring.coordination import ENDED, Peer, Phase
 from ring.coordinator import Coordinator
@@ -77,6 +78,9 @@ def training_of(profile: Profile | None, shape: object, cuts: Sequence[int] = ()
         recompute=split.recompute,
         max_in_flight=split.max_in_flight,
         cuts=tuple(cuts or split.cuts),
+        # A layer of n weights, about square, has adapters of 2 rank n / width.
+        trained=min(1.0, 2 * profile.lora.rank / known.width) if profile.lora.rank else 1.0,
+        held=BASE_COPIES[profile.lora.base] if profile.lora.rank else 0.0,
     )
 
 

@@ -150,8 +150,9 @@ def training_spec(profile: Profile) -> TrainingSpec:
     from p2ptrain.compute.local import LocalSpec
     from p2ptrain.compute.model import ModelSpec
     from p2ptrain.compute.trainer import TrainingSpec
+    from p2ptrain.compute.tuning import TuningSpec
 
-    model, data, batch = profile.model, profile.data, profile.batch
+    model, data, batch, lora = profile.model, profile.data, profile.batch, profile.lora
     local = None
     if profile.job.strategy == "local":
         local = LocalSpec(**profile.local.model_dump())
@@ -188,4 +189,6 @@ def training_spec(profile: Profile) -> TrainingSpec:
         exact=profile.job.exact,
         private=data.private,
         local=local,
+        tuning=TuningSpec(**lora.model_dump() | {"targets": tuple(lora.targets), "freeze": tuple(model.freeze)}),
+        gradient_checkpointing=profile.device.gradient_checkpointing,
     )

@@ -19,7 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from p2ptrain.core.checkpoint_parts import LINEAGE, STAGE, STAGES, is_of_stage, of_the_whole, part_of
+from p2ptrain.core.checkpoint_parts import (
+    LINEAGE,
+    STAGE,
+    STAGES,
+    add_whole_adapter,
+    is_of_stage,
+    of_the_whole,
+    part_of,
+)
 from p2ptrain.core.checkpoints import (
     MANIFEST,
     CheckpointEntry,
@@ -207,6 +215,8 @@ class CheckpointAssembler:
                         self._did_something()
                     if await into.at_disk(draft.end) != (size_bytes, digest):
                         raise StorageError(f"{name} of {part.whose} does not match its manifest")
+            if len(parts) > 1:
+                await into.at_disk(partial(add_whole_adapter, into.disk, draft))
             return await into.publish(draft, meta)
         except BaseException:
             into.at_disk(draft.discard)  # not awaited

@@ -33,7 +33,7 @@ def test_example_holds_every_default() -> None:
     assert set(loaded.sources.values()) == {"profile example"}
 
 
-@pytest.mark.parametrize("name", ["example", "pair", "small", "tiny", "wan"])
+@pytest.mark.parametrize("name", ["example", "lora", "pair", "small", "tiny", "wan"])
 def test_every_shipped_profile_loads_and_says_what_it_is_for(name: str) -> None:
     assert name in shipped()
     profile = load(name, {}, []).profile
@@ -50,7 +50,9 @@ def test_link_presets_are_those_of_the_shaper() -> None:
 
 def test_the_longest_profile_fits_a_spec() -> None:
     longest = "\x01" * 1024  # six bytes each in JSON
-    profile = Profile.model_validate({"model": {"path": longest}, "data": {"path": longest}})
+    names = ["n" * 128] * 32
+    model, lora = {"path": longest, "freeze": names}, {"targets": names}
+    profile = Profile.model_validate({"model": model, "lora": lora, "data": {"path": longest}})
     assert len(profile.to_spec().encode()) <= SPEC_LIMIT_BYTES
     assert Profile.from_spec_untrusted(profile.to_spec()) == profile
 
@@ -139,6 +141,28 @@ def test_private_text_is_refused_where_all_must_read_the_same(job: dict[str, Any
     pipeline = {"stages": 2} if "strategy" in job else {}
     with pytest.raises(ValidationError, match=said):
         Profile.model_validate({"job": job, "pipeline": pipeline, "data": {"private": True}})
+
+
+BASE = {"path": "base"}
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"lora": {"rank": 8}}, "lora.rank = 8, model.path = '': LoRA needs a trained model"),
+        ({"lora": {"base": "nf4"}}, "lora.base = 'nf4', lora.rank = 0: only a model"),
+        ({"lora": {"rank": 8}, "model": BASE | {"freeze": ["a"]}}, "lora.rank = 8, model.freeze = ['a']: with LoRA"),
+        ({"lora": {"rank": 8, "base": "bf16"}, "model": BASE}, "device.precision = 'fp32': fp32 arithmetic"),
+        (
+            {"device": {"gradient_checkpointing": True}, "job": {"strategy": "pipeline"}, "pipeline": {"stages": 2}},
+            "device.gradient_checkpointing = True, job.strategy = 'pipeline'",
+        ),
+    ],
+)
+def test_fine_tuning_that_cannot_be_is_refused(tables: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Profile.model_validate(tables)
+    assert said in str(caught.value)
 
 
 PAIR = {"layers": 1, "hidden_size": 32, "heads": 2, "kv_heads": 1, "intermediate_size": 48}
