@@ -97,7 +97,6 @@ class JobOptions:
         ring_options: the profile's options for the ring.
         minted_below: an earlier seed may have minted generations up to this one.
         share_rule: how the members of a view share its micro-batches.
-        private: each worker has its own text, so the digests of their data differ.
     """
 
     workers: int
@@ -110,7 +109,6 @@ class JobOptions:
     ring_options: RingOptions = field(default_factory=RingOptions)
     minted_below: int = 0
     share_rule: ShareRule = field(default_factory=ShareRule)
-    private: bool = False
 
     @property
     def most(self) -> int:

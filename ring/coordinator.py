@@ -321,11 +321,10 @@ class Coordinator:
             if not known.returned or peer_id in self._roster.running - self._roster.unheard:
                 return  # it was let in or called back in the meantime
             self._catch_ups.let_in(peer_id, anew=False)
-        private = self.options.private
-        if report.corpus and not self.corpus and not private:
+        if report.corpus and not self.corpus:
             self.corpus = report.corpus
             self._out.append(co.SetCorpus(report.corpus))
-        if report.corpus == self.corpus or private:
+        if report.corpus == self.corpus:
             known.standing = report
             self._catch_ups.said(peer_id, report.status)
         else:

@@ -56,8 +56,8 @@ class Engine(Protocol):
     models only. For split models the strategy exchanges what other parts need.
 
     Attributes:
-        corpus_digest: SHA-256 of the tokenized corpus, and of the first weights if some of them do not train, hex.
-            Members of a job must agree on it, unless the data is private.
+        corpus_digest: SHA-256, hex, of what all members must read alike: the tokenized corpus unless it is private, and
+            the first weights if some of them do not train. Empty if there is nothing to compare.
         data_note: what of the data was left out or cut, for the person at this worker; empty if nothing was.
         tokens_per_micro_batch: positions in one micro-batch; with conversations fewer of them are targets.
         device: for people, such as ``"cpu (2 threads)"`` or ``"cuda:0 NVIDIA H100"``.

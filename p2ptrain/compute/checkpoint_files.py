@@ -37,7 +37,7 @@ from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.tuning import Tuning
 from p2ptrain.core.checkpoint_parts import ADAPTER, shard_name, weights_index
 from p2ptrain.core.errors import StorageError
-from p2ptrain.core.tensor_files import INDEX_FILE, header_of
+from p2ptrain.core.tensor_files import ADAPTER_CONFIG, INDEX_FILE, header_of
 from p2ptrain.core.training import BlobRange, FilePlan
 
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
@@ -204,7 +204,7 @@ class CheckpointFiles:
         return [*small, FilePlan(INDEX_FILE, (weights_index(shards),))]
 
     def _of_adapters(self) -> list[FilePlan]:
-        config = FilePlan("adapter_config.json", (self._tuning.config_file(),))
+        config = FilePlan(ADAPTER_CONFIG, (self._tuning.config_file(),))
         return [config, *_small_files(None, self._tokenizer, bf16=False)]
 
 

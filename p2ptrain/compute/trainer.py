@@ -221,8 +221,8 @@ class Trainer:
         self.device = device.label
         self.reduce_buffer: npt.NDArray[Any] = self._host.numpy()
         self.exact_from = self._update.numel - (self._flat.numel - self._flat.decayed_numel)
-        self.corpus_digest, self.windows = self._corpus.digest, len(self._corpus.training)
-        self.data_note = self._corpus.note
+        self.corpus_digest = "" if spec.private else self._corpus.digest
+        self.windows, self.data_note = len(self._corpus.training), self._corpus.note
         if tuning.frozen_digest:
             base = tuning.frozen_digest if stage.is_whole else self.initial_digest().hex()
             self.corpus_digest = hashlib.sha256(f"{self.corpus_digest} {base}".encode()).hexdigest()

@@ -15,14 +15,13 @@ from collections.abc import Mapping
 from p2ptrain.core.checkpoints import WRITE_BYTES, CheckpointEntry, Draft, Meta
 from p2ptrain.core.disk import Disk
 from p2ptrain.core.errors import ProtocolError, StorageError
-from p2ptrain.core.tensor_files import MAX_HEADER_BYTES, TensorEntry, header_entries_untrusted, header_of
+from p2ptrain.core.tensor_files import ADAPTER_FILE, MAX_HEADER_BYTES, TensorEntry, header_entries_untrusted, header_of
 
 STAGE, STAGES, LINEAGE = "stage", "stages", "lineage"
 """Keys of a part's meta: the stage, the number of stages, and the lineage of the whole model's state."""
 
 ADAPTER = "adapter_model"
-ADAPTER_FILE = f"{ADAPTER}.safetensors"
-"""peft's name of the file with a LoRA adapter. A stage's own is ``adapter_model-00001-of-00002.safetensors``."""
+"""A stage's own file with its adapters is ``adapter_model-00001-of-00002.safetensors``."""
 
 _OF_STAGE = re.compile(r".*-(\d{5})-of-(\d{5})\.\w+")
 

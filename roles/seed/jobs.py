@@ -166,7 +166,6 @@ class JobController:
             ring_options=_ring_options_of(self._profile) if self._profile else RingOptions(),
             minted_below=self._seed.minted_below,  # the highest that an earlier term may have minted
             share_rule=share_rule(self._profile) if self._profile else ShareRule(),
-            private=self._private,
         )
         self._links_seen = 0
         self.ledger = Ledger(record.id, history.head, history.begins)

@@ -14,15 +14,18 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from p2ptrain.compute.adapter import MergedTable
 from p2ptrain.compute.flat import OptimizerSpec
 from p2ptrain.compute.model import ModelSpec
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.compute.tuning import TuningSpec
+from p2ptrain.core.adapters import read_adapter
 from p2ptrain.core.checkpoint_parts import add_whole_adapter
 from p2ptrain.core.checkpoints import CheckpointStore, pieces
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConfigError, StorageError
+from p2ptrain.core.tensor_files import TensorTable
 from tests.compute.tiny_trainer import run_step, state_bytes, tiny, tiny_trainer
 
 from .families import make, randomize
@@ -140,6 +143,7 @@ def test_peft_opens_the_adapters_of_the_whole_model_and_of_its_stages(
     joined = assembled(pipeline, tmp_path / "stages")
     expected = logits(whole._model)
     for directory in (ours, joined):
+        assert MergedTable(read_adapter(directory)).adapted.keys() <= TensorTable(base).entries.keys()
         model = opened(base, directory)
         torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-4)
         torch.testing.assert_close(logits(model.merge_and_unload()), expected, rtol=1e-4, atol=1e-4)
@@ -336,6 +340,9 @@ def test_members_with_other_base_models_do_not_train_together(
     assert len({stage.corpus_digest for stage in (*ours, *same)}) == 1
     assert ours[0].corpus_digest != theirs[0].corpus_digest
     assert ours[0].corpus_digest != changed.corpus_digest
+    private = Pipeline(text_file, bounds, model=ModelSpec(path=base), tuning=LORA, private=True).stages[0]
+    assert private.corpus_digest not in ("", ours[0].corpus_digest)
+    assert not tiny_trainer(text_file, private=True).corpus_digest
     save(ours[0], saved)
     with pytest.raises(StorageError, match="another model"):
         theirs[0].load(saved)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -159,15 +158,6 @@ def test_a_worker_with_other_data_is_released_with_a_remedy_and_not_taken_again(
     assert desk.core.refusal("b")
     desk.tell(co.PeerLost("b", "closed"))
     assert not desk.core.refusal("b")  # another process may have the right files
-
-
-def test_workers_with_private_text_have_other_data() -> None:
-    desk = Desk(replace(TERMS, private=True))
-    desk.offer("a", "b")
-    desk.ready("a")
-    desk.report("b", "ready", corpus="D")
-    assert {member.peer_id for member in desk.minted().members} == {"a", "b"}
-    assert not desk.core.corpus, "a worker that joins later is compared with none"
 
 
 # ------------------------------------------------------------------------------------------------- newcomers and holds
