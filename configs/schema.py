@@ -130,8 +130,8 @@ class Data(Table):
     """Share of the rows that may be unusable: they are left out and told at the worker. With more the data is
     refused."""
     private: bool = False
-    """Each worker trains on its own text, which never leaves its machine: only its size and SHA-256 do. Each computes
-    its micro-batches from its own text, and validates on its own held-out sequences."""
+    """Each worker trains on its own text, which never leaves its machine: only its size does. Each computes its
+    micro-batches from its own text, and validates on its own held-out sequences."""
     limit_bytes: int = Field(default=0, ge=0, le=2**50)
     """Most bytes of text to use; 0: all of it."""
     sequence_tokens: int = Field(default=128, ge=2, le=2**20)

@@ -20,7 +20,7 @@ from p2ptrain.core.errors import ConfigError, UserError
 
 Marks = npt.NDArray[np.uint8]
 TARGET, FIRST = 1, 2
-"""Bits of a token's mark: it is a target; it is the first of a conversation, or of the padding."""
+"""Bits of a token's mark: it is a target; it is the first of a conversation. Padding has neither."""
 
 _TEXTS_PER_CALL = 256
 _FILLED_AT_ONCE = 16  # windows: more waste less padding, and move text further from its place in the files
@@ -61,7 +61,6 @@ def packed(
         used, window, window_marks = filled[at]
         end = used + len(ids)
         window[used:end], window_marks[used:end] = ids, marks
-        window_marks[end : end + 1] = FIRST  # of the padding, until a conversation begins there
         filled[at] = end, window, window_marks
         del filled[:-_FILLED_AT_ONCE]
     empty = np.zeros(0, form.tokenizer.dtype), np.zeros(0, np.uint8)

@@ -135,7 +135,6 @@ class JobController:
         self.told_view = asyncio.Event()
         self._profile = profile_of(spec)
         self.stages = self._profile.stages if self._profile else 1
-        self._private = self._profile is not None and self._profile.data.private
         if not record.unsettled:  # else the seed was restored, and its members may be in a newer view
             self.settled.set()
         if record.restoring is not None:  # the seed died before it had carried out this request
@@ -517,8 +516,7 @@ class JobController:
         return [member.count for member in view.members]
 
     async def told_windows(self, windows: int) -> None:
-        # Training sequences in the corpus, as first reported; there is no one corpus of private data.
-        if windows and not self.record.windows and not self._private:
+        if windows and not self.record.windows:  # training sequences in the corpus, as first reported
             await self._keep(windows=windows)
 
     def info(self) -> JobInfo:

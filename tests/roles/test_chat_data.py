@@ -17,7 +17,7 @@ from tests.roles.in_process import Cluster
 
 STEPS = 6
 SETS = [
-    f"job.steps={STEPS}", "device.threads=1", "data.format=chat", "data.bad_rows=0.1", "data.sequence_tokens=64",
+    f"job.steps={STEPS}", "device.threads=1", "data.format=chat", "data.bad_rows=0.1", "data.sequence_tokens=128",
     "data.validation_fraction=0.3", "model.layers=2", "model.hidden_size=32", "model.intermediate_size=48",
     "validation.every=3", "validation.batches=3", "checkpoint.every=0", "batch.micro_batches=4",
     "batch.micro_batch_sequences=2",
@@ -47,7 +47,7 @@ async def rows_of(cluster: Cluster, job: str) -> list[dict[str, float]]:
 async def test_conversations_give_the_losses_of_one_worker(
     cluster: Cluster, tmp_path: Path, workers: int, stages: int
 ) -> None:
-    sets = [*SETS, f"data.path={conversations(tmp_path / 'x.jsonl', 60)}"]
+    sets = [*SETS, f"data.path={conversations(tmp_path / 'x.jsonl', 120)}"]
     split = ["job.strategy=pipeline", f"pipeline.stages={stages}"] if stages else []
     found = []
     for more in (["job.workers=1"], [f"job.workers={workers}", *split]):
@@ -59,7 +59,7 @@ async def test_conversations_give_the_losses_of_one_worker(
         ]
         found.append(await rows_of(cluster, job))
         for peer in peers:
-            await peer.hears("1 of 61 rows of the data are left out")
+            await peer.hears("1 of 121 rows of the data are left out")
             await peer.leave()
     alone, shared = found
     assert [row["members"] for row in shared] == [workers] * STEPS
