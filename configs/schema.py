@@ -188,8 +188,12 @@ class Federated(Table):
     workers' texts. Each is an AdamW step of one worker on its own copy; then the copies are averaged. With
     data.private = true each worker has its own text, which does not leave it."""
 
+    average: Literal["exact", "frozen-a", "naive"] = "exact"
+    """How LoRA adapters are averaged. 'exact': the mean of the products B A; what the averaged adapters lack of it is
+    added to the model, so a checkpoint is a whole model, and each round sends the adapters of all its workers.
+    'frozen-a': only B trains, so its mean is exact. 'naive': the means of A and of B, which is not exact."""
     sample: int = Field(default=0, ge=0, le=1024)
-    """Workers that take part in a round, drawn anew for each; 0: all."""
+    """Workers that take part in a round, drawn anew for each; 0: all, but with exact averages at most job.workers."""
     most_share: float = Field(default=1.0, gt=0, le=1)
     """The largest share of a round for one worker, however large its text is."""
     proximal: float = Field(default=0.0, ge=0, le=1000)
@@ -472,6 +476,9 @@ def _check_lora(profile: Profile) -> None:
     if profile.model.freeze:
         why, remedy = "with LoRA none of the model's own parameters train", "leave model.freeze out"
         raise _conflict(profile, "lora.rank", "model.freeze", why=why, remedy=remedy)
+    if profile.job.strategy == "federated" and profile.federated.average == "exact" and lora.base != "fp32":
+        why, remedy = "exact averages change the model", "lora.base = 'fp32', or federated.average = 'frozen-a'"
+        raise _conflict(profile, "lora.base", "federated.average", why=why, remedy=remedy)
     if lora.base == "bf16" and profile.device.precision != "bf16":
         why, remedy = "fp32 arithmetic needs weights in fp32", "device.precision = 'bf16', or lora.base = 'fp32'"
         raise _conflict(profile, "lora.base", "device.precision", why=why, remedy=remedy)

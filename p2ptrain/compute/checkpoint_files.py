@@ -18,9 +18,10 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -43,6 +44,7 @@ from p2ptrain.core.training import BlobRange, FilePlan
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
 
 PARAMETERS = "parameters"
+MERGED = "merged"
 _TIED = "tied"
 _ELEMENT_BYTES = 4  # the state is fp32
 _DTYPES = {
@@ -72,6 +74,8 @@ class CheckpointFiles:
         bf16: write the weights in bf16, as a model was that came in it.
         tied: the parameter that the first and the last stage share, if it trains.
         tuning: what of the model trains.
+        merged: of exact averages (``compute.fedex``): name of a parameter → its place in the blob ``MERGED``. The
+            weights file has the whole model then.
 
     Attributes:
         weights, optimizer, training: names of the files.
@@ -88,15 +92,16 @@ class CheckpointFiles:
         *,
         tied: Segment | None,
         tuning: Tuning,
+        merged: Mapping[str, Segment] = MappingProxyType({}),
         bf16: bool = False,
     ) -> None:
         self._flat, self._part, self._config, self._parts = flat, part, config, stage.parts
-        self._tuning = tuning
+        self._tuning, self._merged = tuning, merged
         self._bf16 = bf16 and not tuning.adapters
         self._tokenizer, self._corpus = tokenizer, corpus
         self._copied = tied if part is not None and part.part.last else None
         count = len(self._parts)
-        kind = ADAPTER if tuning.adapters else "model"
+        kind = ADAPTER if tuning.adapters and not merged else "model"
         names = (f"{kind}.safetensors", "optimizer.safetensors", "training.json")
         if part is not None:
             names = (
@@ -107,11 +112,11 @@ class CheckpointFiles:
         self.weights, self.optimizer, self.training = names
         self._fixed: list[FilePlan] = []
 
-    def of_step(self, step: int, moments: Sequence[str]) -> list[FilePlan]:
+    def of_step(self, step: int, moments: Mapping[str, int]) -> list[FilePlan]:
         """The files of a checkpoint after ``step`` applied steps.
 
         Args:
-            moments: names of the state's other arrays, each as long as the parameters.
+            moments: the state's other arrays: name → number of elements.
 
         Raises:
             StorageError: there is no room for temporary files (some KB, but MB for a tokenizer).
@@ -143,19 +148,23 @@ class CheckpointFiles:
             raise StorageError(f"{directory / self.weights} has tensors of other shapes than this part")
         return found
 
-    def _plans(self, moments: Sequence[str]) -> list[FilePlan]:
+    def _plans(self, moments: Mapping[str, int]) -> list[FilePlan]:
         flat, part = self._flat, self._part
-        whole = flat.numel * _ELEMENT_BYTES
         adapters = self._tuning.adapters
         # The parameters in fp32, too: training goes on from them. With LoRA it needs no other file.
-        arrays = [*moments, *[PARAMETERS] * (self._bf16 or bool(adapters))]
-        optimizer: list[PlannedTensor] = [(name, "F32", (flat.numel,), [BlobRange(name, 0, whole)]) for name in arrays]
+        arrays = {**moments, **({PARAMETERS: flat.numel} if self._bf16 or adapters else {})}
+        optimizer: list[PlannedTensor] = [
+            (name, "F32", (numel,), [BlobRange(name, 0, numel * _ELEMENT_BYTES)]) for name, numel in arrays.items()
+        ]
         if self._copied is not None:
             optimizer.append((_TIED, "F32", self._copied.shape, [_range(self._copied.offset, self._copied.numel)]))
         frozen = {name: it for name, it in flat.model.named_parameters() if not it.requires_grad}
+        if self._merged:
+            return self._plans_of_merged(frozen, optimizer)
         if adapters:
             small = self._of_adapters() if part is None or part.part.first else []
-            names, buffers, frozen = adapters, [], {}
+            names, buffers = adapters, []
+            frozen = {name: it for name, it in frozen.items() if name in adapters}
         elif part is None:
             model = cast(PreTrainedModel, flat.model)
             small = _small_files(model, self._tokenizer, bf16=self._bf16)
@@ -181,6 +190,20 @@ class CheckpointFiles:
             *small,
             _safetensors_plan(self.weights, [*weights, *buffers], {"format": "pt"}),
             _safetensors_plan(self.optimizer, optimizer, {"layout": flat.layout}),
+        ]
+
+    def _plans_of_merged(self, frozen: Mapping[str, Tensor], optimizer: list[PlannedTensor]) -> list[FilePlan]:
+        weights: list[PlannedTensor] = []
+        for name, parameter in frozen.items():
+            place = self._merged.get(name)
+            held = BlobRange(partial(_memory_of, parameter), 0, parameter.nbytes)
+            span = held if place is None else _range(place.offset, place.numel, blob=MERGED)
+            weights.append((name.replace(".base_layer.", "."), "F32", tuple(parameter.shape), [span]))
+        model = cast(PreTrainedModel, self._flat.model)
+        return [
+            *_small_files(model, self._tokenizer, bf16=False),
+            _safetensors_plan(self.weights, [*weights, *_buffers(model)], {"format": "pt"}),
+            _safetensors_plan(self.optimizer, optimizer, {"layout": self._flat.layout}),
         ]
 
     def _of_all_stages(self) -> list[FilePlan]:
@@ -231,8 +254,10 @@ def _safetensors_plan(name: str, tensors: list[PlannedTensor], metadata: dict[st
     return FilePlan(name, (header_of(sizes, metadata), *(part for *_, parts in tensors for part in parts)))
 
 
-def _range(start: int, numel: int, halve: Callable[[memoryview], memoryview] | None = None) -> BlobRange:
-    return BlobRange(PARAMETERS, start * _ELEMENT_BYTES, (start + numel) * _ELEMENT_BYTES, halve)
+def _range(
+    start: int, numel: int, halve: Callable[[memoryview], memoryview] | None = None, *, blob: str = PARAMETERS
+) -> BlobRange:
+    return BlobRange(blob, start * _ELEMENT_BYTES, (start + numel) * _ELEMENT_BYTES, halve)
 
 
 def _memory_of(frozen: Tensor) -> memoryview:

@@ -51,6 +51,7 @@ from p2ptrain.compute.checkpoint_files import PARAMETERS, CheckpointFiles
 from p2ptrain.compute.data import NO_TARGET, Corpus, DataSpec, load_corpus
 from p2ptrain.compute.device import Device, flushed_denormals, share_cores
 from p2ptrain.compute.exact import FixedSum, constant_arithmetic, prepare_device
+from p2ptrain.compute.fedex import ExactAverage
 from p2ptrain.compute.flat import FlatModel, OptimizerSpec, Segment, square_sum, trained
 from p2ptrain.compute.gradients import UNIT, BackwardProgress, HostCopier, OnFinal, bucket_bounds
 from p2ptrain.compute.local import LocalSpec, LocalSteps
@@ -184,13 +185,7 @@ class Trainer:
         with self._arithmetic():  # kernel threads start here and inherit that denormals are flushed
             self._flat = FlatModel(self._build(), device.torch_device)
         self._model = self._flat.model
-        self._update: Update = (
-            LocalSteps(self._flat, spec.optimizer, spec.local, steps=spec.steps)
-            if spec.local
-            else SummedGradients(
-                self._flat, spec.optimizer, steps=spec.steps, micro_batches=spec.micro_batches, unit=self._unit
-            )
-        )
+        self._update = self._update_of(spec)
         self._fixed = FixedSum(self._flat.gradients, device.kind, spec.micro_batches) if exact else None
         self._summed = self._fixed.total if self._fixed else self._update.contribution
         on_host = self._fixed.on_host if self._fixed else self._is_host
@@ -215,6 +210,7 @@ class Trainer:
             self._corpus.digest,
             tied=self._tied,
             tuning=tuning,
+            merged=self._update.places if isinstance(self._update, ExactAverage) else {},
             bf16=bf16,
         )
         self.tokens_per_micro_batch = tokens
@@ -229,6 +225,13 @@ class Trainer:
         self.activation_bytes = activation_bytes(stage.activations, tokens, self._config.hidden_size)
         self.gradient_bytes = activation_bytes(stage.gradients, tokens, self._config.hidden_size)
         self.layers = (self._part.start, self._part.stop, self._part.layers)
+
+    def _update_of(self, spec: TrainingSpec) -> Update:
+        if spec.local is None:
+            unit, micro_batches = self._unit, spec.micro_batches
+            return SummedGradients(self._flat, spec.optimizer, steps=spec.steps, micro_batches=micro_batches, unit=unit)
+        kind = ExactAverage if spec.local.slots else LocalSteps
+        return kind(self._flat, spec.optimizer, spec.local, steps=spec.steps)
 
     def share_cores(self, workers: int) -> None:
         share_cores(self._chosen, workers)
@@ -316,6 +319,11 @@ class Trainer:
             self._host_copier.finish(on_final or (lambda numel: None))
         elif self._host is not self._summed:
             self._host.copy_(self._summed)  # blocks until the device is done
+
+    def use_slot(self, slot: int) -> None:
+        """For exact averages: contribute in this slot (``compute.fedex``)."""
+        if isinstance(self._update, ExactAverage):
+            self._update.slot = slot
 
     def exchanged(self, step: int) -> Sequence[tuple[int, int]]:
         return self._update.exchanged(step)
@@ -414,6 +422,8 @@ class Trainer:
                 adapters = self._tuning.adapters
                 initial = self._tuning.initial(self._flat.shapes) if adapters else trained(self._build())
                 self._flat.copy_tensors(initial)
+            if isinstance(self._update, ExactAverage):
+                self._update.begin_again(self._build())
             self._update.reset()
             self._update.loaded()
             self._moved_to()
@@ -435,7 +445,8 @@ class Trainer:
     def checkpoint_files(self, step: int) -> list[FilePlan]:
         """Plan a Hugging Face model directory, or this stage's files of it, and the optimizer's file, from ranges of
         ``state()``'s blobs. Raises ``StorageError`` if there is no room for temporary files."""
-        return self._files.of_step(step, [name for name in self._state_arrays() if name != PARAMETERS])
+        arrays = {name: array.numel() for name, array in self._state_arrays().items() if name != PARAMETERS}
+        return self._files.of_step(step, arrays)
 
     def load(self, directory: Path) -> None:
         """Restore this stage from its own files in ``directory``. Other files are ignored.

@@ -36,7 +36,7 @@ from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.footprint import BASE_COPIES
 
 ALL_LINEAR = "all-linear"
-_ADAPTER = "default"  # peft's name of the only adapter
+ADAPTER_NAME = "default"  # peft's name of the only adapter
 _LINEAR = (nn.Linear, Conv1D)
 
 
@@ -46,6 +46,7 @@ class TuningSpec:
 
     Attributes:
         rank: 0: no LoRA.
+        freeze_a: of LoRA, train only the factors B (FFA-LoRA, arXiv 2403.12313).
         freeze: glob patterns of the parameters that do not train; empty with LoRA.
     """
 
@@ -54,6 +55,7 @@ class TuningSpec:
     dropout: float = 0.0
     targets: tuple[str, ...] = (ALL_LINEAR,)
     base: str = "fp32"
+    freeze_a: bool = False
     freeze: tuple[str, ...] = ()
 
 
@@ -185,13 +187,16 @@ class Tuning:
         for place, whole in places.items():
             layer: Any = module.get_submodule(place)
             for factor in ("lora_A", "lora_B"):
-                self.adapters[f"{place}.{factor}.{_ADAPTER}.weight"] = f"base_model.model.{whole}.{factor}.weight"
+                self.adapters[f"{place}.{factor}.{ADAPTER_NAME}.weight"] = f"base_model.model.{whole}.{factor}.weight"
             if self._spec.dropout:
-                layer.lora_dropout[_ADAPTER] = _Dropout(self, whole)
+                layer.lora_dropout[ADAPTER_NAME] = _Dropout(self, whole)
         shapes = {name: tuple(parameter.shape) for name, parameter in trained(module).items()}
         with torch.no_grad():
             for name, tensor in self.initial(shapes).items():
                 module.get_parameter(name).copy_(tensor)
+        if self._spec.freeze_a:
+            for name in shapes:
+                module.get_parameter(name).requires_grad_(".lora_A." not in name)
         self._hold(module)
 
     def _hold(self, module: nn.Module) -> None:

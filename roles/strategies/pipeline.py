@@ -33,6 +33,7 @@ from ring.session import PATIENCE_S, RingSession
 from ring.token import joined_digest
 from roles.compute_thread import ComputeThread
 from roles.engine import Applied, Engine, PartEngine, Payload, PipelineEngine
+from roles.strategies.federated import FederatedStrategy, share_rule, slots
 from roles.strategies.interface import ConnectPeers, Contribution, Factory, StageLoad
 from roles.strategies.sync import SyncStrategy
 
@@ -393,6 +394,8 @@ class PipelineStrategy(StagedStrategy):
 
 
 def strategy_of(profile: Profile) -> Factory:
+    if slots(profile):
+        return partial(FederatedStrategy, rule=share_rule(profile))
     if profile.job.strategy != "pipeline":
         return SyncStrategy
     return partial(

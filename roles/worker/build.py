@@ -16,6 +16,7 @@ from p2ptrain.core.footprint import least_in_flight
 from p2ptrain.core.serving import PartSpec
 from roles.engine import Engine, PartBuilder, Stage
 from roles.gauges import free_memory_bytes, gpu_name
+from roles.strategies.federated import slots
 from roles.worker.stages import Holding
 from wire.messages import Scalar
 
@@ -157,7 +158,9 @@ def training_spec(profile: Profile) -> TrainingSpec:
     if profile.job.strategy == "local":
         local = LocalSpec(**profile.local.model_dump())
     elif profile.job.strategy == "federated":
-        local = LocalSpec(outer_lr=1.0, outer_momentum=0.0, proximal=profile.federated.proximal, fresh=True)
+        pull = profile.federated.proximal
+        local = LocalSpec(outer_lr=1.0, outer_momentum=0.0, proximal=pull, fresh=True, slots=slots(profile))
+    freeze_a = profile.job.strategy == "federated" and profile.federated.average == "frozen-a"
     return TrainingSpec(
         model=ModelSpec(
             architecture=model.architecture,
@@ -189,6 +192,8 @@ def training_spec(profile: Profile) -> TrainingSpec:
         exact=profile.job.exact,
         private=data.private,
         local=local,
-        tuning=TuningSpec(**lora.model_dump() | {"targets": tuple(lora.targets), "freeze": tuple(model.freeze)}),
+        tuning=TuningSpec(
+            **lora.model_dump() | {"targets": tuple(lora.targets), "freeze": tuple(model.freeze), "freeze_a": freeze_a}
+        ),
         gradient_checkpointing=profile.device.gradient_checkpointing,
     )

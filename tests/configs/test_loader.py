@@ -15,7 +15,7 @@ TABLES = (
     "the tables are job, model, lora, data, batch, pipeline, local, federated, optimizer, validation, checkpoint, "
     "device, ring, guard, link, membership, drafter"
 )
-SHIPPED = "these ship: chat, example, local, lora, pair, small, tiny, wan"
+SHIPPED = "these ship: chat, example, federated, local, lora, pair, small, tiny, wan"
 
 
 def _file(tmp_path: Path, text: str) -> str:
