@@ -267,6 +267,7 @@ def _print_next(summary: dict[str, Any], profile: Profile) -> None:
     if not summary["whole"]:
         typer.echo("\nits parts are not in one directory yet: run the same command again, and the workers collect them")
     else:
-        typer.echo(f"\ntry it:  p2ptrain generate 'def ' --checkpoint {summary['checkpoint']}")
+        command = "chat" if profile.data.format == "chat" else "generate 'def '"
+        typer.echo(f"\ntry it:  p2ptrain {command} --checkpoint {summary['checkpoint']}")
         if not profile.lora.rank:
             typer.echo(f"fine-tune it:  p2ptrain up --profile lora --set model.path={summary['checkpoint']}")
