@@ -335,7 +335,8 @@ class JobRunner:
             ring = self.profile.ring
             self.reports.engine = self._engine
             if self._engine.data_note:
-                context.tell("warning", "data", self._engine.data_note)
+                say = context.tell if self.profile.data.private else context.notify  # it names files
+                say("warning", "data", self._engine.data_note)
             self._strategy = factory(self._engine, context.compute, self._did_something, ring.bucket_bytes)
         restore_step, self._restore_step = self._restore_step, -1
         if self.assembler is not None:
