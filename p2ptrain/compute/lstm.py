@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
@@ -85,7 +86,9 @@ class LstmForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
     ) -> LstmOutput:
         """Logits of the last ``logits_to_keep`` of the tokens (B, T) that follow those of ``state``; 0: of all.
         ``attention_mask`` is ignored, so a batch must not be padded on the left."""
-        hidden, state = self.lstm(self.embedding(input_ids), state)
+        hidden = self.embedding(input_ids)
+        with torch.autocast(hidden.device.type, enabled=False):  # not every CPU has an LSTM in bf16
+            hidden, state = self.lstm(hidden, state)
         logits = self.head(hidden[:, -logits_to_keep:])
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
         return LstmOutput(loss, logits, state if use_cache else None)

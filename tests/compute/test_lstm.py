@@ -42,3 +42,9 @@ def test_its_layers_cannot_be_parted(text_file: Path) -> None:
     stage = StageSpec(0, (0, 1, 2))
     with pytest.raises(ConfigError, match="a 'lstm' model cannot be split: its layers have no attention heads"):
         Trainer(tiny_spec(text_file, model=LSTM), pick_device("cpu", 1), stage)
+
+
+def test_in_bf16_only_the_head_rounds(text_file: Path) -> None:
+    exact, rounded = (tiny_trainer(text_file, model=LSTM, precision=kind) for kind in ("fp32", "bf16"))
+    losses = [(run_step(exact, step), run_step(rounded, step)) for step in range(3)]
+    assert all(one == pytest.approx(other, rel=2e-3) for one, other in losses)
