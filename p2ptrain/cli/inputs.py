@@ -39,7 +39,7 @@ def checked(profile: Profile, *, download: bool = False) -> Profile:
         find_files(profile.data.path, profile.data.format)
     if not profile.model.path:
         return profile
-    found = model_directory(profile.model.path, download=download)
+    found = model_directory(profile.model.path, download=download, key="model.path")
     if is_adapter(found):
         raise adapter_alone(found)
     if not is_model(found):
@@ -49,8 +49,9 @@ def checked(profile: Profile, *, download: bool = False) -> Profile:
     return profile.model_copy(update={"model": model})
 
 
-def model_directory(name: str, *, download: bool = False) -> Path:
-    """The directory ``name``; or, with ``download``, that of the hub's model with this id.
+def model_directory(name: str, *, download: bool = False, key: str = "") -> Path:
+    """The directory ``name``; or, with ``download``, that of the hub's model with this id. ``key``: the setting with
+    this name; empty: it is an option's.
 
     Raises:
         UserError: there is none, or it has no weights in safetensors.
@@ -58,12 +59,14 @@ def model_directory(name: str, *, download: bool = False) -> Path:
     """
     if Path(name).is_dir():
         return Path(name)
+    said = f"{key} = {name}" if key else name
     if not _HUB_ID.fullmatch(name):
-        remedy = "name the directory of a model; `p2ptrain checkpoints list` shows where jobs store theirs"
-        raise UserError(f"{name} is not a directory", remedy=remedy)
+        remedy = f"name the directory of a model{f', --set {key}=DIR' if key else ''}; "
+        remedy += "`p2ptrain checkpoints list` shows where jobs store theirs"
+        raise UserError(f"{said} is not a directory", remedy=remedy)
     if not download:
         remedy = "if it is a model of the Hugging Face hub, --download fetches it"
-        raise UserError(f"{name} is not a directory on this machine", remedy=remedy)
+        raise UserError(f"{said} is not a directory on this machine", remedy=remedy)
     found = _fetched(name)
     if not any(found.glob("*.safetensors")):
         raise UserError(f"{name} has no weights in safetensors", remedy="choose a model that has; pickles are not read")

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from configs.schema import Profile
-from p2ptrain.core.checkpoint_parts import is_part, of_the_whole
+from p2ptrain.core.checkpoint_parts import ADAPTER, is_part, of_the_whole, part_of, shard_name
 from p2ptrain.core.checkpoints import CheckpointEntry, read_checkpoint, verify_checkpoint
 from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.tensor_files import ADAPTER_FILE, TensorTable, header_of
+from p2ptrain.core.training import FilePlan
 from ring import coordination as co
 from roles.engine import Stage
 from roles.stand_in import StandInEngine
@@ -74,6 +76,31 @@ async def test_when_a_job_is_done_every_keeper_has_the_whole_model(cluster: Clus
         entry = read_checkpoint(RealDisk(), Path(item["path"]))
         verify_checkpoint(RealDisk(), entry)
         assert (entry.files, entry.meta) == (files, of_the_whole(parts[0].meta))
+
+
+class Adapted(StandInEngine):
+    """Its checkpoints also have a stage's file of adapters, with one tensor."""
+
+    def checkpoint_files(self, step: int) -> list[FilePlan]:
+        name = shard_name(ADAPTER, self.stage.index, self.stage.count)
+        header = header_of([(f"of-stage-{self.stage.index}", "F32", (1,), 4)], {})
+        return [*super().checkpoint_files(step), FilePlan(name, (header, b"abcd" if self.stage.index else b"efgh"))]
+
+
+async def test_the_adapters_of_all_stages_are_joined_in_one_file(cluster: Cluster) -> None:
+    job = await cluster.create(profile_of())
+    for _ in range(2):
+        cluster.join(build_part=lambda profile, stage: Adapted(profile, stage=stage))
+    await cluster.job_until(job, done)
+    for item in await wholes_of(cluster, job):
+        entry = read_checkpoint(RealDisk(), Path(item["path"]))
+        verify_checkpoint(RealDisk(), entry)
+        table = TensorTable(entry.path, ADAPTER_FILE)
+        assert {name: bytes(table.read(name)) for name in table.entries} == {
+            "of-stage-0": b"efgh",
+            "of-stage-1": b"abcd",
+        }
+        assert ADAPTER_FILE not in part_of(entry, 0, 2)[1], "it is made anew of the stages' files"
 
 
 def whole_of(peer: Peer, job: str) -> Path:
