@@ -19,13 +19,14 @@ from transformers.pytorch_utils import Conv1D
 
 from p2ptrain.compute.model import directory_config, first_line
 from p2ptrain.compute.part import FILE_DTYPES, OnBytes
-from p2ptrain.compute.stored import StoredTensors
+from p2ptrain.compute.stored import Conversion, StoredTensors
 from p2ptrain.compute.text import TEXT_FILES
 from p2ptrain.core.adapters import Adapter
 from p2ptrain.core.checkpoints import WRITE_BYTES, Draft
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConfigError, DiskFull, StorageError, UserError
 from p2ptrain.core.tensor_files import ADAPTER_FILE, INDEX_FILE, TensorEntry, TensorTable
+from p2ptrain.core.texts import human_bytes
 
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -98,24 +99,26 @@ class MergedTable(TensorTable):
             if match is None:
                 raise _unfit(where, f"has {name[:100]}, which is no factor of a linear layer")
             found.setdefault(match[1], {})[match[2]] = name
-        paired = []
-        for module, names in sorted(found.items()):
-            conversion = stored.get(f"{module}.weight")
-            if conversion is None or conversion.converter is not None or len(names) < 2:
-                raise _unfit(where, f"changes {module}, which {self.directory} does not have as one tensor")
-            name, layer = next(iter(conversion.sources)), model.get_submodule(module)
-            if not isinstance(layer, nn.Linear | Conv1D):
-                raise _unfit(where, f"changes {module}, which is not a linear layer")
-            down, up = (self._factors.entries[names[side]] for side in "AB")
-            is_transposed, entry = isinstance(layer, Conv1D), self.entries[name]
-            shape, rank = (entry.shape[::-1] if is_transposed else entry.shape), down.shape[0] if down.shape else 0
-            if rank < 1 or len(shape) != 2 or (down.shape, up.shape) != ((rank, shape[1]), (shape[0], rank)):
-                text = f"has factors of shapes {up.shape} and {down.shape} for {module}, of shape {shape}"
-                raise _unfit(where, text)
-            if any(each.dtype not in FILE_DTYPES for each in (down, up, entry)):
-                raise _unfit(where, f"or its base has {module} in another type than {', '.join(FILE_DTYPES)}")
-            paired.append((name, _Adapted(module, names["A"], names["B"], self._adapter.scale(rank), is_transposed)))
-        return paired
+        return [self._fitting(model, stored.get(f"{module}.weight"), module, found[module]) for module in sorted(found)]
+
+    def _fitting(
+        self, model: Any, conversion: Conversion | None, module: str, factors: dict[str, str]
+    ) -> tuple[str, _Adapted]:
+        where = self._adapter.directory
+        if conversion is None or conversion.converter is not None or factors.keys() != {"A", "B"}:
+            raise _unfit(where, f"changes {module}, which {self.directory} does not have as one tensor")
+        name, layer = next(iter(conversion.sources)), model.get_submodule(module)
+        if not isinstance(layer, nn.Linear | Conv1D):
+            raise _unfit(where, f"changes {module}, which is not a linear layer")
+        down, up, weight = *(self._factors.entries[factors[side]] for side in "AB"), self.entries[name]
+        is_transposed, rank = isinstance(layer, Conv1D), (*down.shape, 0)[0]
+        shape = weight.shape[::-1] if is_transposed else weight.shape
+        if rank < 1 or len(shape) != 2 or (up.shape, down.shape) != ((shape[0], rank), (rank, shape[1])):
+            text = f"has factors of shapes {up.shape} and {down.shape} for {module}, of shape {shape}"
+            raise _unfit(where, text)
+        if any(each.dtype not in FILE_DTYPES for each in (down, up, weight)):
+            raise _unfit(where, f"or its base has {module} in another type than {', '.join(FILE_DTYPES)}")
+        return name, _Adapted(module, factors["A"], factors["B"], self._adapter.scale(rank), is_transposed)
 
 
 def write_merged(adapter: Adapter, out: Path, on_bytes: OnBytes = lambda done_bytes, total_bytes: None) -> MergedTable:
@@ -134,9 +137,9 @@ def write_merged(adapter: Adapter, out: Path, on_bytes: OnBytes = lambda done_by
     total_bytes = sum(entry.size_bytes for entry in table.entries.values())
     disk.make_dir(out.parent)
     if (free := disk.free_bytes(out.parent)) < total_bytes:
-        raise DiskFull(f"the merged model has {total_bytes / 1e9:.2f} GB, and {out.parent} {free / 1e9:.2f} GB free")
+        text = f"the merged model has {human_bytes(total_bytes)}, and {out.parent} has {human_bytes(free)} free"
+        raise DiskFull(text, remedy="free some space, or name another directory")
     draft, done_bytes = Draft(disk, out.with_name(f".{out.name}.new-{secrets.token_hex(4)}"), 0), 0
-
     try:
         for name in (*TEXT_FILES, INDEX_FILE):
             if (path := adapter.file(name)).is_file():

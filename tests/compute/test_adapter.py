@@ -21,7 +21,7 @@ from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.adapters import fingerprint, is_adapter, read_adapter
 from p2ptrain.core.errors import ConfigError, P2PTrainError, StorageError, UserError
 from p2ptrain.core.serving import Sampling
-from p2ptrain.core.tensor_files import ADAPTER_CONFIG, ADAPTER_FILE, TensorTable
+from p2ptrain.core.tensor_files import ADAPTER_CONFIG, ADAPTER_FILE, INDEX_FILE, TensorTable
 
 from .families import VOCAB, generated, make, make_unsplit
 from .test_served_part import Client, prompt
@@ -232,6 +232,17 @@ def test_a_directory_is_written_whole_or_not_at_all(plain: Path, tmp_path: Path)
 
     with pytest.raises(KeyboardInterrupt):
         write_merged(read_adapter(plain), out, leave)
+    assert list(out.parent.iterdir()) == []
+    make("llama", tmp_path / "parted", max_shard_size="60KB")
+    index = tmp_path / "parted" / INDEX_FILE
+    index.write_text(index.read_text().replace('"model.norm.weight"', '"model.other.weight"', 1))
+    with pytest.raises(StorageError, match=r"model\.other\.weight"):
+        write_merged(read_adapter(plain, index.parent), out)
+    table = json.loads(index.read_text())
+    del table["weight_map"]["model.other.weight"]
+    index.write_text(json.dumps(table))
+    with pytest.raises(StorageError, match=f"has tensors that {INDEX_FILE} does not name"):
+        write_merged(read_adapter(plain, index.parent), out)
     assert list(out.parent.iterdir()) == []
     out.mkdir()
     with pytest.raises(UserError, match="exists"):
