@@ -254,6 +254,17 @@ def test_a_base_in_4_bits_trains_after_a_validation(
         assert all(parameter.grad.any() for parameter in trainer._model.parameters() if parameter.grad is not None)
 
 
+def test_a_transposed_layer_is_held_in_4_bits(text_file: Path, tmp_path: Path) -> None:
+    make("gpt2", tmp_path, vocab_size=256)
+    Tokenizer.of_bytes().save(tmp_path)
+    settings: dict[str, Any] = {"model": ModelSpec(path=tmp_path)}
+    exact, packed = (tiny_trainer(text_file, tuning=replace(LORA, base=kind), **settings) for kind in ("fp32", "nf4"))
+    expected = logits(exact._model)
+    error = (logits(packed._model) - expected).norm() / (expected - expected.mean()).norm()
+    assert 0.001 < error < 0.2, float(error)
+    assert run_step(packed, 0) == pytest.approx(run_step(exact, 0), rel=0.05)
+
+
 FREEZE = TuningSpec(freeze=("*embed_tokens*", "model.layers.1.*", "*norm.weight"))
 
 

@@ -72,7 +72,6 @@ def loaded_by(code: str) -> set[str]:
         ("import tui.app", HEAVY | WEB),
         ("import roles.verifier.asking", HEAVY | SCREEN | WEB | {"pydantic"}),
         ("import roles.verifier.http", HEAVY | SCREEN),
-        ("import p2ptrain.compute.trainer", {"peft", "bitsandbytes"}),
     ],
 )
 def test_what_is_not_loaded(code: str, forbidden: set[str]) -> None:
