@@ -83,10 +83,10 @@ class Engine(Protocol):
     def share_cores(self, workers: int) -> None:
         """Use 1/``workers`` of this machine's cores: so many members of the ring compute on it."""
 
-    def begin_step(self, step: int, first: int = 0, count: int = 0) -> bool:
+    def begin_step(self, step: int, first: int = 0, count: int = -1) -> bool:
         """Begin step ``step``, counted from 0: it is the number of steps applied so far. This member's share are the
-        micro-batches [``first``, ``first + count``). Returns whether its contribution does not depend on them: then
-        ``finish_gradients`` may come before them."""
+        micro-batches [``first``, ``first + count``); a ``count`` of -1 is all. Returns whether its contribution does
+        not depend on them: then ``finish_gradients`` may come before them."""
 
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
         """Run forward and backward of micro-batch ``index`` of step ``step``; add the gradient of its mean loss / M, or

@@ -81,7 +81,7 @@ class StandInEngine:
     def share_cores(self, workers: int) -> None:
         """Does nothing: this engine always uses one core."""
 
-    def begin_step(self, step: int, first: int = 0, count: int = 0) -> bool:
+    def begin_step(self, step: int, first: int = 0, count: int = -1) -> bool:
         self.reduce_buffer[:] = 0
         self._fits = True
         if self._local is None:

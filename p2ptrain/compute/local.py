@@ -62,6 +62,7 @@ class LocalSteps:
     weight is the number of inner steps that it is the sum of."""
 
     loss_divisor = 1
+    final_early = False
 
     def __init__(self, flat: FlatModel, optimizer: OptimizerSpec, spec: LocalSpec, *, steps: int) -> None:
         self._flat, self._optimizer, self._spec, self._steps = flat, optimizer, spec, steps

@@ -190,7 +190,8 @@ class Trainer:
         self._summed = self._fixed.total if self._fixed else self._update.contribution
         on_host = self._fixed.on_host if self._fixed else self._is_host
         self._host = self._summed if on_host else _host_buffer(self._summed)
-        self._host_copier = None if spec.local else _host_copier(self._summed, self._host, device.kind)
+        early = self._update.final_early
+        self._host_copier = _host_copier(self._summed, self._host, device.kind) if early else None
         self._watch = BackwardProgress(self._flat.stops, self._host_copier, self._fixed.add if self._fixed else None)
         for index, segment in enumerate(self._flat.segments):
             hook = partial(self._watch.gradient_final, index)
@@ -238,14 +239,14 @@ class Trainer:
 
     # ---------------------------------------------------------------------------------------------------------- a step
 
-    def begin_step(self, step: int, first: int = 0, count: int = 0) -> bool:
-        """See ``roles.engine``. Also drops what an aborted step left. ``count`` 0: all micro-batches."""
+    def begin_step(self, step: int, first: int = 0, count: int = -1) -> bool:
+        """See ``roles.engine``. Also drops what an aborted step left. ``count`` -1: all micro-batches."""
         self._flights.clear()
         if self._fixed is not None:
             self._fixed.begin()
         self._watch.begin()
         self._share = first, count
-        return self._update.begin_step(step, count or self._spec.micro_batches)
+        return self._update.begin_step(step, self._spec.micro_batches if count < 0 else count)
 
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
         self.forward(step, index, None)
@@ -294,7 +295,7 @@ class Trainer:
         if self._fixed is not None:
             self._fixed.begin_micro_batch()
         self._tuning.micro_batch = flight.step, flight.index  # for layers that are computed again
-        early = None if self._spec.local else on_final  # a pseudo-gradient is final only after the last inner step
+        early = on_final if self._update.final_early else None
         with self._arithmetic(), _out_of_memory_told(), self._watch.telling(early):
             if arrived is None:
                 (outputs / self._update.loss_divisor).backward()  # type: ignore[no-untyped-call]

@@ -12,24 +12,28 @@ from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec
 
 
 class Update(Protocol):
-    """The training part of a strategy. ``compute.trainer.Trainer`` calls it on the compute thread.
+    """What a strategy computes and applies; ``roles.strategies`` exchange it. ``Trainer`` calls it on its thread.
+
+    ``Trainer`` adds each loss to ``FlatModel.loss_sum``, the last element of ``FlatModel.gradients``. The guard of the
+    members sees only contributions, so a number that is not finite must stay visible in them.
 
     Attributes:
         contribution: this member's part of a step's sum, on the computing device, shape (numel + some,): gradients or
             differences, then a few numbers, the last one for the losses. After ``finish`` it stays as it is until the
             next ``begin_step``.
-        shared: the state beside the parameters that is equal on all members: name → array, shape (numel,).
+        shared: the state beside the parameters that is equal on all members: name → flat array. May be empty.
         loss_divisor: the loss of a micro-batch is divided by it before its backward pass.
     """
 
     contribution: Tensor
+    final_early: bool
     numel: int
     shared: dict[str, Tensor]
     loss_divisor: int
 
     def begin_step(self, step: int, count: int) -> bool:
-        """Begin step ``step``, of which this member computes ``count`` micro-batches. Returns whether the contribution
-        does not need them: then ``finish`` may come first."""
+        """Begin step ``step``, of which this member computes ``count`` micro-batches, maybe none. Returns whether the
+        contribution does not need them: then ``finish`` may come first."""
 
     def after_backward(self) -> None:
         """Use the gradient of one micro-batch, which lies in ``FlatModel.gradients``."""
@@ -44,8 +48,9 @@ class Update(Protocol):
         """Mean loss of the step in nats, from the members' sum of ``contribution``."""
 
     def apply(self, step: int, norm: float) -> tuple[float, float]:
-        """Change parameters and ``shared`` by the members' sum, which is in ``contribution``. Must give the same bits
-        on every member. Returns the learning rate and the gradient norm to report. ``norm``: L2 norm of the sum."""
+        """Change parameters and ``shared`` by the members' sum, which is in ``contribution`` and stays there: a redo
+        applies it again. Must give the same bits on every member, so it runs on one thread and flushes denormals, as
+        ``FlatAdamW``. Returns the learning rate and the gradient norm to report. ``norm``: L2 norm of the sum."""
 
     def reset(self) -> None:
         """Set ``shared`` to that of step 0."""
@@ -62,6 +67,8 @@ class SummedGradients:
         micro_batches: number in a global batch.
         unit: value of 1 in ``FlatModel.gradients`` when ``apply`` is called.
     """
+
+    final_early = True
 
     def __init__(
         self, flat: FlatModel, optimizer: OptimizerSpec, *, steps: int, micro_batches: int, unit: float

@@ -202,7 +202,7 @@ async def test_an_interrupted_one_goes_on_where_it_was(machine: Machine, free_po
             super().__init__(profile)
             self._steps = profile.job.steps
 
-        def begin_step(self, step: int, first: int = 0, count: int = 0) -> bool:
+        def begin_step(self, step: int, first: int = 0, count: int = -1) -> bool:
             if (self._steps, step) == (STEPS, 60):
                 assert machine.cluster is not None
                 machine.workers[-1]._leave = machine.cluster.peers[-1].die  # as if it had no time to save
@@ -254,7 +254,7 @@ async def test_one_model_is_trained_and_summed_up(
 
 async def test_a_worker_that_ends_alone_ends_it_with_its_last_words(machine: Machine, free_port: int) -> None:
     class Dying(StandInEngine):
-        def begin_step(self, step: int, first: int = 0, count: int = 0) -> bool:
+        def begin_step(self, step: int, first: int = 0, count: int = -1) -> bool:
             if step == 5:
                 loop.call_soon_threadsafe(machine.workers[-1].die, 7)
             return super().begin_step(step, first, count)
