@@ -440,6 +440,14 @@ def _check(profile: Profile) -> None:
         if profile.value(key) and not profile.validation.every:
             why = "only the last step is validated"
             raise _conflict(profile, key, "validation.every", why=why, remedy="validation.every at least 1")
+    if profile.job.strategy == "local":
+        _check_at_most(profile, "local.fragments", "job.steps", why=": some would never be exchanged")
+        if profile.local.overlap and profile.job.steps < 2:
+            why, remedy = "what a step computes is exchanged in the next one", "more job.steps"
+            raise _conflict(profile, "local.overlap", "job.steps", why=why, remedy=remedy)
+    if profile.drafter.layers and profile.job.strategy in ("local", "federated"):
+        why, remedy = "a drafter trains with strategy 'sync' or beside 'pipeline'", "drafter.layers = 0"
+        raise _conflict(profile, "drafter.layers", "job.strategy", why=why, remedy=remedy)
     if profile.device.gradient_checkpointing and split:
         remedy = "pipeline.recompute = true instead of device.gradient_checkpointing"
         why = "the parts of a split model have a setting of their own"
@@ -476,9 +484,14 @@ def _check_lora(profile: Profile) -> None:
     if profile.model.freeze:
         why, remedy = "with LoRA none of the model's own parameters train", "leave model.freeze out"
         raise _conflict(profile, "lora.rank", "model.freeze", why=why, remedy=remedy)
-    if profile.job.strategy == "federated" and profile.federated.average == "exact" and lora.base != "fp32":
-        why, remedy = "exact averages change the model", "lora.base = 'fp32', or federated.average = 'frozen-a'"
-        raise _conflict(profile, "lora.base", "federated.average", why=why, remedy=remedy)
+    if profile.job.strategy == "federated" and profile.federated.average == "exact":
+        other = "or federated.average = 'frozen-a'"
+        if lora.base != "fp32":
+            why = "exact averages change the model"
+            raise _conflict(profile, "lora.base", "federated.average", why=why, remedy=f"lora.base = 'fp32', {other}")
+        if profile.ring.codec not in ("fp32", "bf16", "fp16"):
+            why = "exact averages allow no codec that adds its error to the next round"
+            raise _conflict(profile, "ring.codec", "federated.average", why=why, remedy=f"ring.codec = 'bf16', {other}")
     if lora.base == "bf16" and profile.device.precision != "bf16":
         why, remedy = "fp32 arithmetic needs weights in fp32", "device.precision = 'bf16', or lora.base = 'fp32'"
         raise _conflict(profile, "lora.base", "device.precision", why=why, remedy=remedy)

@@ -278,7 +278,7 @@ class ShareRule:
         if not 0 < self.sample < len(counts):
             return Shares(counts)
         drawn = sorted(range(len(counts)), key=lambda rank: self._draw(step, rank))[: self.sample]
-        return Shares(by_size(sum(counts), [count * (rank in drawn) for rank, count in enumerate(counts)]))
+        return Shares(by_size(sum(counts), [count * (rank in drawn) for rank, count in enumerate(counts)], self.most))
 
     def _draw(self, step: int, rank: int) -> bytes:
         return hashlib.blake2b(struct.pack("!qqq", self.seed, step, rank), digest_size=8).digest()

@@ -75,6 +75,7 @@ class StandInEngine:
         scalars = 3 if self._local else 1  # weight, number of losses; sum of losses
         self.reduce_buffer: npt.NDArray[Any] = np.zeros(numel + scalars, np.int64 if self.exact else np.float32)
         self._fits = True
+        self._step = -1
         self.exact_from = numel
         self.windows = 1 << 16
 
@@ -90,7 +91,8 @@ class StandInEngine:
         if self._own is None or not (overlap or fragments > 1):
             self._own, self._loss = self._parameters.copy(), np.zeros(2, np.float32)
             self._taken, self._sent = [0] * fragments, 0
-        self._step, self._waits = step, overlap and not self._taken[step % fragments]
+        self._step = step
+        self._waits = overlap and not (self._taken[step % fragments] and self._loss[0])
         return overlap and not self._waits
 
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
@@ -176,6 +178,8 @@ class StandInEngine:
             self._momentum[fragment] = np.float32(options.outer_momentum) * self._momentum[fragment] + gradient
             gradient += np.float32(options.outer_momentum) * self._momentum[fragment]
             self._parameters[fragment] -= np.float32(options.outer_lr) * gradient
+        if self._step != step:
+            self._own = None
         if self._own is not None:
             kept = np.float32(0.5 if options.overlap else 0.0)
             self._own[fragment] = kept * self._own[fragment] + (1 - kept) * self._parameters[fragment]

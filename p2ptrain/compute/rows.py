@@ -234,7 +234,10 @@ def _parquet_values(file: Path, key: str) -> Iterator[tuple[int, object]]:
 def _column(file: Path, names: Sequence[str], key: str) -> int:
     if key not in names:
         there = shortened(", ".join(map(repr, names)), 300)
-        raise ConfigError(f"{file} has no column {key!r}; it has {there}", remedy="set data.text_key to one of them")
+        raise ConfigError(
+            f"{file} has no column {key!r}; it has {there}",
+            remedy="set data.text_key to one of them, or data.format = 'text'",
+        )
     return list(names).index(key)
 
 

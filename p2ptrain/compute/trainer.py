@@ -54,7 +54,7 @@ from p2ptrain.compute.exact import FixedSum, constant_arithmetic, prepare_device
 from p2ptrain.compute.fedex import ExactAverage
 from p2ptrain.compute.flat import FlatModel, OptimizerSpec, Segment, square_sum, trained
 from p2ptrain.compute.gradients import UNIT, BackwardProgress, HostCopier, OnFinal, bucket_bounds
-from p2ptrain.compute.local import LocalSpec, LocalSteps
+from p2ptrain.compute.local import LOCAL_FACTOR, LocalSpec, LocalSteps
 from p2ptrain.compute.model import ModelSpec, build_model, model_config
 from p2ptrain.compute.part import PartModel
 from p2ptrain.compute.sampling import Indices, WindowSampler
@@ -159,7 +159,8 @@ class Trainer:
         tokens, sequences = spec.micro_batch_tokens, spec.micro_batch_sequences
         in_bf16 = spec.precision == "bf16"
         self._tuning = tuning = Tuning(self._config, spec.tuning, spec.seed, spec.model.path, bf16=in_bf16)
-        sizes: dict[str, Any] = {"micro_batch_tokens": tokens, "trained": tuning.trained, "held": tuning.held}
+        trains = tuning.trained * (LOCAL_FACTOR if spec.local else 1.0)
+        sizes: dict[str, Any] = {"micro_batch_tokens": tokens, "trained": trains, "held": tuning.held}
         sizes["layers_kept"] = not spec.gradient_checkpointing
         check_training_memory(self._config, stage, device, exact=exact, **sizes)
         most = max(spec.micro_batches, stage.in_flight)
@@ -208,7 +209,7 @@ class Trainer:
             self._config,
             stage,
             self._tokenizer,
-            self._corpus.digest,
+            "" if spec.private else self._corpus.digest,
             tied=self._tied,
             tuning=tuning,
             merged=self._update.places if isinstance(self._update, ExactAverage) else {},

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,11 +72,11 @@ def read_adapter(directory: Path, base: Path | None = None) -> Adapter:
         raise ConfigError(f"{path} is not the configuration of an adapter", remedy="save the adapter again with peft")
     _check_plain(path, table)
     alpha, name = table.get("lora_alpha"), table.get("base_model_name_or_path")
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+    if not isinstance(alpha, int | float) or not 0 < alpha < 1e9:
         raise ConfigError(f"{path} has no lora_alpha", remedy="save the adapter again with peft")
     found = [base] if base is not None else [directory / name, Path(name)] if isinstance(name, str) and name else []
     for each in found:
-        if (each / "config.json").is_file():
+        if os.path.isfile(each / "config.json"):  # False for a name that is too long
             return Adapter(directory, each, float(alpha), bool(table.get("use_rslora")))
     raise ConfigError(
         f"the base model of the adapter {directory} is not there: {base or name or 'none is named'}",

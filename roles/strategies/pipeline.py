@@ -33,8 +33,9 @@ from ring.session import PATIENCE_S, RingSession
 from ring.token import joined_digest
 from roles.compute_thread import ComputeThread
 from roles.engine import Applied, Engine, PartEngine, Payload, PipelineEngine
-from roles.strategies.federated import FederatedStrategy, share_rule, slots
+from roles.strategies.federated import share_rule, slots
 from roles.strategies.interface import ConnectPeers, Contribution, Factory, StageLoad
+from roles.strategies.slots import SlotStrategy
 from roles.strategies.sync import SyncStrategy
 
 T = TypeVar("T")
@@ -395,7 +396,7 @@ class PipelineStrategy(StagedStrategy):
 
 def strategy_of(profile: Profile) -> Factory:
     if slots(profile):
-        return partial(FederatedStrategy, rule=share_rule(profile))
+        return partial(SlotStrategy, rule=share_rule(profile))
     if profile.job.strategy != "pipeline":
         return SyncStrategy
     return partial(

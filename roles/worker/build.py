@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from configs.schema import Profile
+from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.footprint import least_in_flight
 from p2ptrain.core.serving import PartSpec
+from p2ptrain.core.text_files import STDLIB
 from roles.engine import Engine, PartBuilder, Stage
 from roles.gauges import free_memory_bytes, gpu_name
 from roles.strategies.federated import slots
@@ -60,7 +62,13 @@ def warm_up() -> None:
 
 
 def with_data(profile: Profile, path: str) -> Profile:
-    """The profile with a worker's own text, if the job's data is private and a path is given."""
+    """The profile with a worker's own text, if the job's data is private and a path is given.
+
+    Raises:
+        ConfigError: none is given, and the job names none.
+    """
+    if profile.data.private and not path and profile.data.path == STDLIB:
+        raise ConfigError("in this job each worker has its own text", remedy="name it: p2ptrain join --data PATH")
     if not path or not profile.data.private:
         return profile
     return profile.model_copy(update={"data": profile.data.model_copy(update={"path": path})})

@@ -333,6 +333,9 @@ class Reports:
 
     def cannot_go_on(self, problem: P2PTrainError) -> str:
         text = f"{problem.message}; {problem.remedy}" if problem.remedy else problem.message
+        if self._profile.data.private:  # it may quote the text, or name files
+            self._context.tell("error", "worker-failed", text)
+            text = "the terminal of this worker says why: its data is private"
         self._context.notify("error", "worker-failed", text)
         return text
 

@@ -114,6 +114,18 @@ def test_a_checkpoint_of_exact_averages_is_a_whole_model(text_file: Path, base: 
     assert worst(effective(again), effective(members(text_file, base, 1)[0])) == 0
 
 
+def test_a_member_without_a_share_adds_nothing(text_file: Path, base: Path) -> None:
+    trainers, others = members(text_file, base), members(text_file, base, 4)
+    play(trainers, 0)
+    idle = others.pop()
+    idle.use_slot(2)  # that of the last one who takes part
+    idle.begin_step(0, 7, 0)
+    idle.finish_gradients()
+    assert not idle.reduce_buffer.any()
+    play(others, 0)
+    assert state_bytes(others[0]) == state_bytes(trainers[0])
+
+
 def test_a_newcomer_ends_with_the_same_bits(text_file: Path, base: Path) -> None:
     trainers = members(text_file, base)
     play(trainers, 0)

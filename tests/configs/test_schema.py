@@ -144,6 +144,7 @@ def test_private_text_is_refused_where_all_must_read_the_same(job: dict[str, Any
 
 
 BASE = {"path": "base"}
+FEDERATED: dict[str, Any] = {"job": {"strategy": "federated"}}
 
 
 @pytest.mark.parametrize(
@@ -157,6 +158,17 @@ BASE = {"path": "base"}
             {"device": {"gradient_checkpointing": True}, "job": {"strategy": "pipeline"}, "pipeline": {"stages": 2}},
             "device.gradient_checkpointing = True, job.strategy = 'pipeline'",
         ),
+        (
+            FEDERATED | {"lora": {"rank": 8, "base": "nf4"}, "model": BASE},
+            "lora.base = 'nf4', federated.average = 'exact'",
+        ),
+        (
+            FEDERATED | {"lora": {"rank": 8}, "model": BASE, "ring": {"codec": "int4"}},
+            "ring.codec = 'int4', federated.",
+        ),
+        (FEDERATED | {"drafter": {"layers": 1}}, "drafter.layers = 1, job.strategy = 'federated'"),
+        ({"job": {"strategy": "local", "steps": 3}, "local": {"fragments": 4}}, "local.fragments = 4 is more than"),
+        ({"job": {"strategy": "local", "steps": 1}, "local": {"overlap": True}}, "local.overlap = True, job.steps = 1"),
     ],
 )
 def test_fine_tuning_that_cannot_be_is_refused(tables: dict[str, Any], said: str) -> None:

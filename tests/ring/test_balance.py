@@ -107,4 +107,5 @@ def test_a_sample_is_drawn_anew_for_each_step_and_keeps_proportions() -> None:
     assert all(sum(shares) == 100 and sum(share > 0 for share in shares) == 2 for shares in drawn)
     assert len({tuple(share > 0 for share in shares) for shares in drawn}) == 6, "every pair has its turn"
     assert next(shares for shares in drawn if shares[0] and shares[3])[0] == 20
+    assert max(ShareRule(True, 0.5, 2).of_step([1, 9, 90], 0).counts) == 50
     assert ShareRule(by_size=True).of_step(counts, 3).counts == tuple(counts)

@@ -12,6 +12,7 @@ import pytest
 from configs.loader import load
 from configs.schema import Profile
 from p2ptrain.compute.trainer import Trainer
+from p2ptrain.core.errors import ConfigError
 from ring.ledger import counts_of_untrusted
 from roles.engine import Engine
 from roles.stand_in import StandInEngine
@@ -115,6 +116,25 @@ async def test_no_text_leaves_a_member(cluster: Cluster, tmp_path: Path, monkeyp
         assert word not in sent
         assert np.frombuffer(word, np.uint8).astype("<i4").tobytes() not in sent
         assert np.frombuffer(word, np.uint8).astype("<i8").tobytes() not in sent
+
+
+async def test_why_private_text_is_refused_stays_at_its_worker(cluster: Cluster, tmp_path: Path) -> None:
+    sets = [*PRIVATE, "job.strategy=federated", "data.format=csv", "job.workers=1"]
+    job = await cluster.create(load("tiny", {}, sets).profile)
+    path = tmp_path / "letters.csv"
+    path.write_text("my PIN is 4711\n")
+    peer = cluster.join(own_text(path), strategies=strategy_of)
+    ended = await cluster.job_until(job, lambda item: item["state"] == "failed")
+    assert "its data is private" in ended["reason"]
+    assert any("4711" in text for _, _, text in peer.told)
+    assert "4711" not in str(await cluster.ask("events.list", limit=100))
+
+
+def test_a_worker_without_a_text_of_its_own_is_refused() -> None:
+    profile = load("federated", {}, []).profile
+    with pytest.raises(ConfigError, match="each worker has its own text"):
+        with_data(profile, "")
+    assert with_data(profile, "stdlib/email").data.path == "stdlib/email"
 
 
 async def test_a_member_passes_over_its_own_text_in_whole_epochs(tmp_path: Path) -> None:
