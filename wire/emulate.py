@@ -127,7 +127,8 @@ def preset_named(name: str) -> LinkPreset:
     """Return a preset by name; ``80ms`` is a link with that round trip only, ``80ms-100mbit`` has a rate, too. Raises
     ``UserError``."""
     if plain := _ROUND_TRIP.fullmatch(name):
-        return LinkPreset(name, float(plain[1]) / 2, rate_bps=1e6 * int(plain[2] or 0), burst_bytes=32 << 10)
+        burst_bytes = 32 << 10 if plain[2] else 0
+        return LinkPreset(name, float(plain[1]) / 2, rate_bps=1e6 * int(plain[2] or 0), burst_bytes=burst_bytes)
     if name not in PRESETS:
         known = ", ".join(PRESETS)
         raise UserError(
