@@ -6,8 +6,9 @@ product of the averages lacks::
 
     W + mean(B_i A_i)  =  (W + mean(B_i A_i) - mean(B) mean(A))  +  mean(B) mean(A)
 
-The shared state holds the left side, the *merged* weights, because this is what is saved: a checkpoint is a whole
-model. The weights beside the adapters are always computed from it, so all members, also new ones, have the same bits.
+W is the weight beside the adapter, so it changes in every round. The shared state holds the left side, the *merged*
+weights, because this is what is saved: a checkpoint is a whole model. The weights beside the adapters are always
+computed from it, so all members, also new ones, have the same bits.
 """
 
 from __future__ import annotations

@@ -77,7 +77,8 @@ class LocalSteps:
         self._is_fresh = True  # the next step begins with a new copy of the parameters
         self._moments_steps = 0  # inner steps since the moments were zero
         self._taken = [0] * spec.fragments  # by fragment: inner steps since it was exchanged
-        self._losses = self._sent = 0
+        self._losses = 0  # losses in ``FlatModel.loss_sum``
+        self._sent = 0  # inner steps in the contribution; ``_take_up`` subtracts them when it was applied
         self._step = -1
 
     def begin_step(self, step: int, count: int) -> bool:

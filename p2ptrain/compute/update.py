@@ -20,7 +20,10 @@ class Update(Protocol):
     Attributes:
         contribution: this member's part of a step's sum, on the computing device, shape (numel + some,): gradients or
             differences, then a few numbers, the last one for the losses. After ``finish`` it stays as it is until the
-            next ``begin_step``.
+            next ``begin_step``; only the ring writes the members' sum into it.
+        final_early: whether the front of ``FlatModel.gradients`` may be sent while the last backward pass still runs.
+            False: ``contribution`` is complete only after ``finish``.
+        numel: elements of ``contribution`` before the few numbers.
         shared: the state beside the parameters that is equal on all members: name → flat array. May be empty.
         loss_divisor: the loss of a micro-batch is divided by it before its backward pass.
     """

@@ -30,6 +30,7 @@ class SlotStrategy(SyncStrategy):
     async def compute(self, step: int, first: int, count: int, session: RingSession, *, patience_s: float) -> None:
         counts = self._rule.of_step([member.count for member in session.view.members], step).counts
         engine: Any = self._engine
+        # In rank order. A member that does not take part adds zeros to the last slot.
         slot = sum(count > 0 for count in counts[: session.rank])
         await self._compute.run(engine.use_slot, min(slot, sum(count > 0 for count in counts) - 1))
         await super().compute(step, first, count, session, patience_s=patience_s)
