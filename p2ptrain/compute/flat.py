@@ -198,8 +198,8 @@ class FlatAdamW:
             }
 
     def apply(self, gradients: Tensor, *, step: int, lr: float, scale: float) -> None:
-        """Make one update with ``scale * gradients`` (numel,), after ``step`` earlier ones. On a CPU ``gradients`` stay
-        unchanged."""
+        """Make one update with ``scale * gradients`` (numel,), after ``step`` earlier ones. With ``keeps``, on a CPU,
+        ``gradients`` stay unchanged."""
         for group, parameter in zip(self._adamw.param_groups, self._parameters, strict=True):
             group["lr"] = lr
             self._adamw.state[parameter]["step"].fill_(step)

@@ -110,7 +110,7 @@ class LocalSteps:
         if math.isfinite(norm):
             self._inner.apply(gradients, step=self._moments_steps, lr=lr, scale=self._optimizer.clip_scale(norm))
             self._moments_steps += 1
-        else:  # the guard refuses the step
+        else:  # the guard refuses the step, because its contribution is not finite either
             self._own.fill_(math.nan)
             self._is_fresh = True
         gradients.zero_()

@@ -410,8 +410,8 @@ class Trainer:
     # ----------------------------------------------------------------------------------------------------------- state
 
     def state(self) -> list[Blob]:
-        """The parameters and the two moments. On a GPU these are fresh host copies; ``state_loaded`` copies them
-        back."""
+        """The parameters that train, and what else the update shares, such as AdamW's moments. On a GPU these are fresh
+        host copies; ``state_loaded`` copies them back."""
         arrays = self._state_arrays()
         if self._is_host:
             return [_blob(name, array) for name, array in arrays.items()]
