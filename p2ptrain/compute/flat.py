@@ -59,10 +59,7 @@ class FlatModel:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         named = trained(model)
         shapes = {name: tuple(parameter.shape) for name, parameter in reversed(named.items())}
-        self.segments, self.decayed_numel, self.numel = _placed(shapes)
-        self.layout = hashlib.sha256(repr([(s.name, s.offset, s.shape) for s in self.segments]).encode()).hexdigest()
-        self.parameters = torch.zeros(self.numel, device=device)
-        self.gradients = torch.zeros(self.numel + 1, device=device)
+        self._allocate(shapes, shapes, device)
         for segment in self.segments:
             parameter = named[segment.name]
             view = self._view(self.parameters, segment)
@@ -72,6 +69,16 @@ class FlatModel:
         model.to(device)  # moves buffers, such as rotary frequencies, and what is frozen
         self.model = model
         self._named, self._in_use = named, self.parameters
+
+    def _allocate(
+        self, shapes: dict[str, tuple[int, ...]], whole: dict[str, tuple[int, ...]], device: torch.device
+    ) -> None:
+        """Make the arrays for parameters of ``shapes``, of a model of ``whole``."""
+        self.segments, self.decayed_numel, self.numel = placed(shapes)
+        told = [(segment.name, segment.offset, segment.shape) for segment in placed(whole)[0]]
+        self.layout = hashlib.sha256(repr(told).encode()).hexdigest()
+        self.parameters = torch.zeros(self.numel, device=device)
+        self.gradients = torch.zeros(self.numel + 1, device=device)
 
     def compute_with(self, parameters: Tensor) -> None:
         """Let the model compute with ``parameters`` (numel,) instead of those of the attribute of that name."""
@@ -113,7 +120,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _placed(shapes: dict[str, tuple[int, ...]]) -> tuple[list[Segment], int, int]:
+def placed(shapes: dict[str, tuple[int, ...]]) -> tuple[list[Segment], int, int]:
     """Segments in the order of ``shapes``, matrices before vectors; numel of the matrices; total numel."""
     segments: list[Segment] = []
     ends = []

@@ -31,7 +31,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -53,6 +53,7 @@ from p2ptrain.compute.device import Device, flushed_denormals, share_cores
 from p2ptrain.compute.exact import FixedSum, constant_arithmetic, prepare_device
 from p2ptrain.compute.fedex import ExactAverage
 from p2ptrain.compute.flat import FlatModel, OptimizerSpec, Segment, square_sum, trained
+from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, build_rows
 from p2ptrain.compute.gradients import UNIT, BackwardProgress, HostCopier, OnFinal, bucket_bounds
 from p2ptrain.compute.local import LOCAL_FACTOR, LocalSpec, LocalSteps
 from p2ptrain.compute.model import ModelSpec, build_model, model_config
@@ -136,13 +137,18 @@ class Trainer:
     Args:
         stage: the stage to hold; None for the whole model. Only the last stage computes losses, but ``apply`` expects
             their sum in ``reduce_buffer[-1]`` of every stage.
+        shard: the rows of the whole model to hold; None for all. All members of the shard's mesh make the same calls of
+            ``micro_batch`` and ``validate`` at the same time, with different micro-batches.
 
     Raises:
         ConfigError, UserError, ResourceError: see ``model_config``, ``load_corpus``, ``check_training_memory``.
     """
 
-    def __init__(self, spec: TrainingSpec, device: Device, stage: StageSpec | None = None) -> None:
+    def __init__(
+        self, spec: TrainingSpec, device: Device, stage: StageSpec | None = None, shard: ShardSpec | None = None
+    ) -> None:
         self._spec, exact = spec, spec.exact
+        self._shard = shard
         self._tokenizer, self._config = _tokenizer_and_config(spec.model)
         # Of a model that came in bf16; building it sets the configuration to what it is trained in.
         bf16 = spec.precision == "bf16" and str(self._config.dtype) == "torch.bfloat16"
@@ -176,23 +182,23 @@ class Trainer:
             )
         self._sampler = WindowSampler(len(self._corpus.training), spec.seed, spec.micro_batches, sequences)
         self._device, self._chosen = device.torch_device, device
-        self._autocast_dtype = PRECISIONS[spec.precision]
-        self._is_host = device.kind == "cpu"
+        self._autocast_dtype = PRECISIONS[spec.precision] if shard is None else None  # FSDP2 casts the parameters
+        self._is_host = device.kind == "cpu" or (shard is not None and shard.offload)
         self.exact, self._unit = exact, UNIT if exact else 1.0
         self._threads = (device.threads or 1) if exact else 0
         if exact:
             prepare_device(device.kind)
         self._model_part: PartModel | None = None
         with self._arithmetic():  # kernel threads start here and inherit that denormals are flushed
-            self._flat = FlatModel(self._build(), device.torch_device)
-        self._model = self._flat.model
+            self._flat = self._build_flat()
+        self._model, self._counts = self._flat.model, True
         self._update = self._update_of(spec)
         self._fixed = FixedSum(self._flat.gradients, device.kind, spec.micro_batches) if exact else None
         self._summed = self._fixed.total if self._fixed else self._update.contribution
         on_host = self._fixed.on_host if self._fixed else self._is_host
         self._host = self._summed if on_host else _host_buffer(self._summed)
         early = self._update.final_early
-        self._host_copier = _host_copier(self._summed, self._host, device.kind) if early else None
+        self._host_copier = _host_copier(self._summed, self._host, self._summed.device.type) if early else None
         self._watch = BackwardProgress(self._flat.stops, self._host_copier, self._fixed.add if self._fixed else None)
         for index, segment in enumerate(self._flat.segments):
             hook = partial(self._watch.gradient_final, index)
@@ -247,11 +253,19 @@ class Trainer:
             self._fixed.begin()
         self._watch.begin()
         self._share = first, count
-        return self._update.begin_step(step, self._spec.micro_batches if count < 0 else count)
+        count = self._spec.micro_batches if count < 0 else count
+        if isinstance(self._flat, ShardedModel):
+            self._flat.begin_step(count)
+        return self._update.begin_step(step, count)
 
-    def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
+    def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None, *, counts: bool = True) -> None:
+        self._counts = counts
+        if isinstance(self._flat, ShardedModel):
+            self._flat.begin_pass()
         self.forward(step, index, None)
         self.backward(index, None, on_final)
+        if isinstance(self._flat, ShardedModel):
+            self._flat.end_pass()
 
     def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
         """See ``roles.engine``. The last stage adds its loss to the loss slot.
@@ -271,7 +285,7 @@ class Trainer:
         self._flights[index] = flight
         if not self._part.last:
             return _payload(outputs, self._stage.activations)
-        if self._fixed is None:
+        if self._fixed is None and self._counts:
             self._flat.loss_sum.add_(outputs.detach())
         return None
 
@@ -299,7 +313,8 @@ class Trainer:
         early = on_final if self._update.final_early else None
         with self._arithmetic(), _out_of_memory_told(), self._watch.telling(early):
             if arrived is None:
-                (outputs / self._update.loss_divisor).backward()  # type: ignore[no-untyped-call]
+                divisor = self._update.loss_divisor if self._counts else math.inf  # then all gradients are 0
+                (outputs / divisor).backward()  # type: ignore[no-untyped-call]
             else:
                 outputs.backward(arrived.to(outputs.dtype))  # type: ignore[no-untyped-call]
         if self._fixed is not None:
@@ -421,9 +436,7 @@ class Trainer:
     def load_initial(self) -> None:
         if not self._is_initial:
             with self._arithmetic():
-                adapters = self._tuning.adapters
-                initial = self._tuning.initial(self._flat.shapes) if adapters else trained(self._build())
-                self._flat.copy_tensors(initial)
+                self._flat.copy_tensors(self._initial())
             if isinstance(self._update, ExactAverage):
                 self._update.begin_again(self._build())
             self._update.reset()
@@ -488,6 +501,22 @@ class Trainer:
 
     # ---------------------------------------------------------------------------------------------------------- inside
 
+    def _initial(self) -> Mapping[str, Tensor]:
+        if self._tuning.adapters:
+            return self._tuning.initial(self._flat.shapes)
+        if self._shard is not None:
+            return build_rows(self._config, self._shard, self._spec.model.path, self._spec.seed)[2]
+        return trained(self._build())
+
+    def _build_flat(self) -> FlatModel:
+        device, spec = self._device, self._spec
+        if self._shard is None:
+            return FlatModel(self._build(), device)
+        module, layers, rows = build_rows(self._config, self._shard, spec.model.path, spec.seed)
+        if spec.gradient_checkpointing:
+            self._checkpoint_activations(module)
+        return ShardedModel(module, layers, rows, self._shard, device, bf16=spec.precision == "bf16")
+
     def _build(self) -> nn.Module:
         spec, names = self._spec, dict[str, str]()
         if self._stage.is_whole:
@@ -497,14 +526,17 @@ class Trainer:
             self._model_part = self._model_part or built
             module, names = built.module, dict(built.names)
         if spec.gradient_checkpointing:
-            enable = getattr(module, "activation_checkpointing_enable", None)  # the name from transformers 5.20 on
-            try:
-                (enable or module.gradient_checkpointing_enable)({"use_reentrant": False})
-            except ValueError as error:
-                text = f"a {self._config.model_type!r} model cannot be trained with device.gradient_checkpointing"
-                raise ConfigError(text, remedy="leave it out") from error
+            self._checkpoint_activations(module)
         self._tuning.prepare(module, names)
         return cast(nn.Module, module)
+
+    def _checkpoint_activations(self, module: Any) -> None:
+        enable = getattr(module, "activation_checkpointing_enable", None)  # the name from transformers 5.20 on
+        try:
+            (enable or module.gradient_checkpointing_enable)({"use_reentrant": False})
+        except ValueError as error:
+            text = f"a {self._config.model_type!r} model cannot be trained with device.gradient_checkpointing"
+            raise ConfigError(text, remedy="leave it out") from error
 
     @contextmanager
     def _arithmetic(self) -> Iterator[None]:

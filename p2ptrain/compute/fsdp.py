@@ -1,0 +1,236 @@
+"""A model whose parameters are sharded by rows over the members of a replica, with PyTorch's FSDP2 (``fully_shard``).
+
+Each layer is a unit of its own, and the rest of the model is one more: a unit's parameters are whole only while it
+computes. Member s of p holds rows [s c, (s + 1) c) of each tensor of n rows, with c = ceil(n / p), as ``torch.chunk``
+cuts. It holds them as views of flat arrays (``compute.flat``), which FSDP2 gathers from and adds gradients to in place.
+So AdamW, the ring between replicas, healing and checkpoints need nothing new. A tensor takes c rows in the arrays of
+every member; rows that the model lacks stay zero.
+
+Which group runs the collectives is not known here: ``mesh`` holds it. Gradients are summed over its members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from transformers import PretrainedConfig
+
+from p2ptrain.compute.flat import FlatModel, trained
+from p2ptrain.compute.part import ModelLayout, Part, PartAssembly
+from p2ptrain.compute.stage import initial_tensors
+from p2ptrain.core.errors import ConfigError
+from p2ptrain.core.tensor_files import TensorTable
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSpec:
+    """The shard of a model that a member holds.
+
+    Attributes:
+        mesh: of one dimension, over the replica's members; this member's place in it is its shard.
+        accumulate: keep whole gradients from one micro-batch of a step to the next, and sum them over the replica once.
+            False: sum after every micro-batch, so that gradients take 1/p of the memory.
+        offload: keep parameters, gradients and moments in the host's memory.
+    """
+
+    mesh: DeviceMesh
+    accumulate: bool = True
+    offload: bool = False
+
+    @property
+    def index(self) -> int:
+        return self.mesh.get_group().rank()
+
+    @property
+    def count(self) -> int:
+        return self.mesh.size()
+
+
+def rows_of(rows: int, index: int, count: int) -> tuple[int, int]:
+    """Rows [start, stop) of shard ``index`` of ``count``, of a tensor of ``rows`` rows; maybe none."""
+    each = -(-rows // count)
+    return min(index * each, rows), min((index + 1) * each, rows)
+
+
+def mesh_of(group: dist.ProcessGroup, device: str) -> DeviceMesh:
+    """A mesh of one dimension over a group that ``init_process_group`` did not make.
+
+    Args:
+        device: type of the computing device, such as ``cuda``.
+    """
+    name = group.group_name
+    torch._C._distributed_c10d._register_process_group(name, group)  # where FSDP2 looks it up
+    mesh = DeviceMesh(device, torch.arange(group.size()), _init_backend=False, _rank=group.rank())
+    mesh._dim_group_names, mesh._pg_registry[name] = [name], group
+    return mesh
+
+
+class _Rows(PartAssembly):
+    """Builds a whole model, of whose parameters only this member's rows are kept; they stay on the meta device."""
+
+    def __init__(self, config: PretrainedConfig, names: Collection[str], shard: ShardSpec) -> None:
+        super().__init__(config, Part(0, config.num_hidden_layers, config.num_hidden_layers), names)
+        self.rows: dict[str, Tensor] = {}
+        self._shard = shard
+        self._parameters = trained(self._model).keys()
+        self.layers: Sequence[nn.Module] = self._whole.layers
+
+    def _install(self, target: str, tensor: Tensor) -> None:
+        place = next((place for place in self._places[target] if place in self._parameters), "")
+        if not place:  # a buffer, which every member needs
+            super()._install(target, tensor)
+            return
+        start, stop = rows_of(len(tensor), self._shard.index, self._shard.count)
+        self.rows[place] = tensor[start:stop].clone()  # the rest is freed
+
+
+def build_rows(
+    config: PretrainedConfig, shard: ShardSpec, directory: Path | None, seed: int
+) -> tuple[nn.Module, Sequence[nn.Module], dict[str, Tensor]]:
+    """The model in training mode with its parameters on the meta device, its layers, and this member's rows of the
+    weights that ``build_model`` gives the model, by name. Only one of its modules, or tensors, is whole in memory.
+
+    Raises:
+        ConfigError, StorageError, ResourceError: see ``PartAssembly``, ``initial_tensors``.
+    """
+    if directory is not None:
+        table = TensorTable(directory)
+        assembly = _Rows(config, table.entries, shard)
+        assembly.place_all(table)
+    else:
+        whole = ModelLayout(config, torch.float32)
+        names = [f"{name}.{leaf}" for name, unit in whole.units.items() for leaf in unit.state_dict()]
+        assembly = _Rows(config, names, shard)
+        for name, tensor in initial_tensors(whole, seed, set(assembly.wanted)):
+            assembly.place(name, tensor)
+    module, layers = assembly.finish().module, assembly.layers
+    module.config.use_cache = False
+    module.train()
+    return module, layers, assembly.rows
+
+
+class ShardedModel(FlatModel):
+    """This member's rows of a model as flat arrays. ``shapes`` are those of the rows, ``layout`` that of the model.
+
+    Args:
+        module: on the meta device but for its buffers; it is wrapped in place.
+        layers: those of its modules that are units of their own.
+        rows: this member's rows of each parameter, by name.
+        device: where it computes.
+        bf16: gather parameters and compute in bf16; gradients are summed in fp32.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Sequence[nn.Module],
+        rows: dict[str, Tensor],
+        shard: ShardSpec,
+        device: torch.device,
+        *,
+        bf16: bool = False,
+    ) -> None:
+        named = dict(reversed(trained(module).items()))
+        if scalar := next((name for name, parameter in named.items() if not parameter.ndim), ""):
+            raise ConfigError(f"a model with the single number {scalar} cannot be sharded", remedy="use 'sync'")
+        whole = {name: tuple(parameter.shape) for name, parameter in named.items()}
+        each = {name: (-(-shape[0] // shard.count), *shape[1:]) for name, shape in whole.items()}
+        self._allocate(each, whole, torch.device("cpu") if shard.offload else device)
+        self.whole_shapes, self._shard, self._left = whole, shard, 0
+        for buffers in (it._buffers for it in module.modules()):
+            buffers.update({name: it.to(device) for name, it in buffers.items() if it is not None})
+        policies: dict[str, Any] = {
+            "mesh": shard.mesh,
+            "reshard_after_forward": True,
+            "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy(),
+            "offload_policy": CPUOffloadPolicy(pin_memory=False) if shard.offload else OffloadPolicy(),
+        }
+        for layer in layers:
+            fully_shard(layer, **policies)
+        root = fully_shard(module, **policies)
+        root.set_gradient_divide_factor(1.0)
+        root.set_force_sum_reduction_for_comms(True)
+        self.model, self._root = module, root
+        self._place_shards(module)
+        self.copy_tensors(rows)
+
+    def _place_shards(self, module: nn.Module) -> None:
+        """Make FSDP2's shards views of the flat arrays. It keeps them: it compares storages, not tensors."""
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        slots = {segment.name: segment for segment in self.segments}
+        for it in _sharded_parameters(module):
+            slot = slots[names[id(it.sharded_param)]]
+            length = it.sharded_size[0]
+            views = [self._view(flat, slot) for flat in (self.parameters, self.gradients)]
+            local, gradient = (it.to_sharded_dtensor(view[:length]) for view in views)
+            it._sharded_param_data = views[0].view(-1)
+            it.sharded_param = nn.Parameter(local)
+            it.sharded_param.grad = gradient
+            it._setattr_on_modules(it.sharded_param)
+
+    def copy_tensors(self, source: dict[str, Tensor]) -> None:  # type: ignore[override]
+        """Copy this member's rows by name. Raises ``ValueError`` if their names or shapes differ from this model's."""
+        if {name: tuple(tensor.shape) for name, tensor in source.items()} != self.shapes:
+            raise ValueError("the models have different parameters")
+        for segment in self.segments:
+            self._view(self.parameters, segment)[: len(source[segment.name])].copy_(source[segment.name].detach())
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        found = {}
+        for name, (rows, *rest) in self.whole_shapes.items():
+            start, stop = rows_of(rows, self._shard.index, self._shard.count)
+            found[name] = (stop - start, *rest)
+        return found
+
+    def read_rows(self, file: Path) -> dict[str, Tensor]:
+        """This member's rows from a safetensors file with whole tensors of the model; no others are read. Raises as
+        ``safe_open``."""
+        found = {}
+        with safe_open(file, "pt") as opened:
+            for name, (rows, *_) in self.whole_shapes.items():
+                start, stop = rows_of(rows, self._shard.index, self._shard.count)
+                found[name] = opened.get_slice(name)[start:stop].float()
+        return found
+
+    # -------------------------------------------------------------------------------------------------------- a step
+
+    def begin_step(self, passes: int) -> None:
+        """Begin a step of so many forward and backward passes, the same on all members. Drops what an aborted step
+        left behind."""
+        if self._left:
+            self._root.reset_iter_state()
+            for it in _sharded_parameters(self.model):
+                it.unsharded_accumulated_grad = None  # ``reset_iter_state`` leaves these
+                if hasattr(it, "_unsharded_param"):
+                    it._unsharded_param.grad = None
+        self._left = passes
+
+    def begin_pass(self) -> None:
+        self._root.set_requires_gradient_sync(self._left == 1 or not self._shard.accumulate)
+
+    def end_pass(self) -> None:
+        self._left -= 1
+
+
+def _sharded_parameters(module: nn.Module) -> Iterator[Any]:
+    """FSDP2's own records of its parameters."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                yield from group.fsdp_params

@@ -1,0 +1,107 @@
+"""Sharded models against whole ones."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from p2ptrain.compute.device import pick_device
+from p2ptrain.compute.fsdp import ShardSpec, rows_of
+from p2ptrain.compute.trainer import Trainer
+from tests.compute.saving import save
+from tests.compute.shards import Exchange, in_lockstep, meshes
+from tests.compute.tiny_trainer import MICRO_BATCHES, run_step, state_bytes, tiny, tiny_spec, tiny_trainer
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    words = np.random.default_rng(5).choice(["def", "ring", "peer", "seed", "x =", "1"], (1000, 9))
+    path = tmp_path / "words.txt"
+    path.write_text("\n".join(" ".join(row) for row in words.tolist()))
+    return path
+
+
+class Shards:
+    def __init__(self, text: Path, count: int, *, accumulate: bool = True, **changes: object) -> None:
+        self.count, self.exchange = count, Exchange(count)
+        self._spec = tiny_spec(text, **changes)
+        self.trainers = [
+            Trainer(self._spec, pick_device("cpu", 1), shard=ShardSpec(mesh, accumulate=accumulate))
+            for mesh in meshes(self.exchange)
+        ]
+
+    def contribute(self, step: int, *, most: int = MICRO_BATCHES) -> None:
+        passes = -(-MICRO_BATCHES // self.count)
+
+        def work(rank: int) -> None:
+            trainer = self.trainers[rank]
+            trainer.begin_step(step, 0, passes)
+            for number in range(min(passes, most)):
+                index = number * self.count + rank
+                trainer.micro_batch(step, min(index, MICRO_BATCHES - 1), counts=index < MICRO_BATCHES)
+            trainer.finish_gradients()
+
+        in_lockstep(self.count, work)
+
+    def step(self, step: int) -> float:
+        self.contribute(step)
+        square_sum = sum(it.partial_square_sum(0, len(it.reduce_buffer)) for it in self.trainers)
+        loss = sum(float(it.reduce_buffer[-1]) for it in self.trainers) / MICRO_BATCHES
+        for trainer in self.trainers:
+            trainer.apply(step, square_sum)
+        return loss
+
+
+@pytest.mark.parametrize(("count", "accumulate"), [(2, True), (3, False)])
+def test_shards_learn_what_the_whole_model_does(text: Path, count: int, accumulate: bool) -> None:
+    whole, shards = tiny_trainer(text), Shards(text, count, accumulate=accumulate)
+    losses = [run_step(whole, step) for step in range(10)]
+    assert [shards.step(step) for step in range(10)] == pytest.approx(losses, abs=1e-5)
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_the_first_weights_are_those_of_the_whole_model_bit_for_bit(text: Path, tmp_path: Path, tie: bool) -> None:
+    new = tiny(tie_embeddings=tie)
+    directory = tmp_path / "model"
+    directory.mkdir()
+    save(tiny_trainer(text, model=new), directory)
+    for model in (new, tiny(path=directory)):
+        flat = tiny_trainer(text, model=model)._flat
+        for rank, trainer in enumerate(Shards(text, 3, model=model).trainers):
+            shard = trainer._flat
+            for segment in shard.segments:
+                start, stop = rows_of(len(flat.view(flat.parameters, segment.name)), rank, 3)
+                ours = shard.view(shard.parameters, segment.name)
+                assert torch.equal(ours[: stop - start], flat.view(flat.parameters, segment.name)[start:stop])
+                assert not ours[stop - start :].any()
+
+
+@pytest.mark.parametrize(("accumulate", "precision"), [(True, "fp32"), (False, "fp32"), (True, "bf16")])
+def test_a_step_that_was_given_up_leaves_nothing_behind(text: Path, accumulate: bool, precision: str) -> None:
+    """Between two passes, and inside of one."""
+    shards, again = (Shards(text, 2, accumulate=accumulate, precision=precision) for _ in range(2))
+    expected = shards.step(0)
+    again.contribute(0, most=1)
+    calls, exchange = 0, again.exchange.all_of
+
+    def lost(rank: int, mine: Tensor) -> list[Tensor]:
+        nonlocal calls
+        calls += 1
+        if calls > 16:  # in the second pass
+            again.exchange.lose()
+        return exchange(rank, mine)
+
+    again.exchange.all_of = lost  # type: ignore[method-assign]
+    with pytest.raises(threading.BrokenBarrierError):
+        again.contribute(0)
+    again.exchange.all_of = exchange  # type: ignore[method-assign]
+    again.exchange.renew()
+    assert again.step(0) == expected
+    for ours, theirs in zip(shards.trainers, again.trainers, strict=True):
+        assert state_bytes(ours) == state_bytes(theirs)
