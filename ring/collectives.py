@@ -46,12 +46,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from wire.transport import BULK_BUFFER_BYTES
+
 LEAST_SUB_CHUNK_BYTES, MOST_SUB_CHUNK_BYTES = 64 << 10, 512 << 10
 """The range in which a session chooses. Measured on a loopback: below it the work per sub-chunk dominates; above it
 sums leave a core's cache before they are sent."""
-WINDOW_BYTES = 1 << 20
-"""Bytes that a member may send between receiving a sub-chunk and passing it on. More leaves the cache; less makes
-neighbours wait. It is less than the kernel's buffers, so sending seldom waits for them."""
+WINDOW_BYTES = BULK_BUFFER_BYTES // 2
+"""Bytes that a member may send between receiving a sub-chunk and passing it on: half of what the kernel holds for a
+connection. So the neighbour empties one half while this member fills the other, and neither goes to sleep. Sleeping is
+what costs: the scheduler may wake a neighbour on the processor of the member that sent to it, and then both take turns
+on one. With all of the buffer the sender would wait for it to empty; half of this window was 10 % slower at 16 and
+256 MiB."""
 SCRATCH_SLOTS = 2
 """Receives posted ahead. Two keep the socket busy: one fills while the other is added."""
 

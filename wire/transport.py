@@ -133,7 +133,7 @@ class FlowControl(asyncio.Transport):
 
 
 READS_A_TURN = 4
-BULK_BUFFER_BYTES = 4 << 20  # each way; several times what a ring has in flight between near members
+BULK_BUFFER_BYTES = 4 << 20  # each way; a ring has at most half of it in flight between near members
 _NOT_NOW = (BlockingIOError, InterruptedError)
 
 
