@@ -66,6 +66,7 @@ class Send:
     """Elements [start, stop) to send to the right neighbour after ``after`` receives are handled.
 
     Attributes:
+        after: 0: the elements are this member's contribution, which no receive has changed.
         relay: index of the receive whose bytes are passed on unchanged; None for this rank's own elements: its
             contribution, a partial sum, or the final sum of a chunk that it owns.
         final: the elements are a final sum that this rank owns.
@@ -161,6 +162,11 @@ def all_reduce(rank: int, n: int, numel: int, sub_chunk_numel: int, depth: int =
     return Schedule(*_plan(n, numel, sub_chunk_numel, depth, rank - 1, n - 1))
 
 
+def reduce_scatter(rank: int, n: int, numel: int, sub_chunk_numel: int, depth: int = 1) -> Schedule:
+    """Every member gets the sum of its chunk, ``owned_range(rank, n, numel)``; its other chunks hold partial sums."""
+    return Schedule(*_plan(n, numel, sub_chunk_numel, depth, rank - 1, n - 1, gather=False))
+
+
 def all_gather(rank: int, n: int, numel: int, sub_chunk_numel: int) -> Schedule:
     """Every member gets all members' chunks, in place; each contributes ``owned_range(rank, n, numel)``."""
     return Schedule(*_plan(n, numel, sub_chunk_numel, 1, rank, 0))
@@ -170,12 +176,26 @@ def barrier(rank: int, n: int) -> Schedule:
     return all_gather(rank, n, n, 1)
 
 
+def broadcast(rank: int, n: int, root: int, numel: int, sub_chunk_numel: int) -> Schedule:
+    """Every member gets the array of ``root``, in place. Each passes it on to its right, but the last one."""
+    starts = range(0, numel, sub_chunk_numel)
+    spans = [(start, min(start + sub_chunk_numel, numel)) for start in starts]
+    first, last = rank == root, (rank + 1) % n == root
+    receives = [Receive(*span, reduce=False, relayed=not last) for span in spans if not first]
+    sends = [
+        Send(*span, after=0 if first else index + 1, relay=None if first else index, final=first)
+        for index, span in enumerate(spans)
+        if not last
+    ]
+    return Schedule(sends, receives)
+
+
 @lru_cache(maxsize=64)  # every training step needs the same few plans
 def _plan(
-    n: int, numel: int, sub_chunk_numel: int, depth: int, first_chunk: int, reduce_rounds: int
+    n: int, numel: int, sub_chunk_numel: int, depth: int, first_chunk: int, reduce_rounds: int, *, gather: bool = True
 ) -> tuple[tuple[Send, ...], tuple[Receive, ...]]:
     """Send ``first_chunk``, receive those before it: first reduce, then store. Pass on all but the last chunk."""
-    rounds = reduce_rounds + n - 1
+    rounds = reduce_rounds + (n - 1 if gather else 0)
     segments = -(-max(stop - start for start, stop in (owned_range(c, n, numel) for c in range(n))) // sub_chunk_numel)
     places = tuple(_places(segments, rounds, depth))
 

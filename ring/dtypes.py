@@ -1,6 +1,6 @@
-"""Element types that the ring can sum, on plain host memory. Needs numpy only, so every peer computes the same bits.
+"""Element types that the ring can reduce, on plain host memory. Needs numpy only, so every peer computes the same bits.
 
-numpy has no bfloat16: it is stored as uint16 and summed in float32, rounded to nearest even, as torch does on a CPU.
+numpy has no bfloat16: it is stored as uint16 and reduced in float32, rounded to nearest even, as torch does on a CPU.
 """
 
 from __future__ import annotations
@@ -19,29 +19,61 @@ _STORAGE: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(np.uint16),
     "int64": np.dtype(np.int64),
     "int32": np.dtype(np.int32),
+    "int16": np.dtype(np.int16),
     "int8": np.dtype(np.int8),
     "uint8": np.dtype(np.uint8),
+    "bool": np.dtype(np.bool_),
 }
+REDUCTIONS: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "product": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+}
+_OF_BITS = (np.bitwise_and, np.bitwise_or, np.bitwise_xor)
 
 
 def storage_dtype(name: str) -> np.dtype[Any]:
-    """The numpy type that holds elements of type ``name``. Raises ``ValueError`` for a type that cannot be summed."""
+    """The numpy type that holds elements of type ``name``. Raises ``ValueError`` for a type that cannot be reduced."""
     if name not in _STORAGE:
-        raise ValueError(f"elements of type {name!r} cannot be summed; known types are {', '.join(_STORAGE)}")
+        raise ValueError(f"elements of type {name!r} cannot be reduced; known types are {', '.join(_STORAGE)}")
     return _STORAGE[name]
 
 
-def sum_into(dst: Array, src: Array, dtype: str) -> None:
-    """``dst += src``, element by element, both of shape (numel,) and stored as ``storage_dtype(dtype)``.
+def check_reduction(dtype: str, reduction: np.ufunc) -> None:
+    """Raise ``ValueError`` if elements of type ``dtype`` have no such reduction."""
+    if reduction in _OF_BITS and "float" in dtype:
+        raise ValueError(f"{reduction.__name__} is for integers, the elements are {dtype}")
+
+
+def reduce_into(out: Array, left: Array, right: Array, dtype: str, reduction: np.ufunc = np.add) -> None:
+    """``out = reduction(left, right)``, element by element, all of shape (numel,) and stored as
+    ``storage_dtype(dtype)``. ``out`` may be ``left``.
 
     Integers wrap around. Float overflow gives infinity, infinity minus infinity gives NaN, and NaN stays NaN: the
     step's finite check judges them, not this function.
     """
     if dtype == "bfloat16":
-        _sum_bfloat16_into(dst, src)
+        _reduce_bfloat16_into(out, left, right, reduction)
         return
     with np.errstate(all="ignore"):
-        np.add(dst, src, out=dst)
+        reduction(left, right, out=out)
+
+
+def divide(array: Array, divisor: int, dtype: str) -> None:
+    """Divide floating-point elements (numel,) in place. Raises ``ValueError`` for other types."""
+    if "float" not in dtype:
+        raise ValueError(f"a mean is for floating-point elements, these are {dtype}")
+    if dtype == "bfloat16":
+        wide = np.empty(array.shape, np.float32)
+        widen_bfloat16(array, wide)
+        wide /= divisor
+        round_to_bfloat16(wide, array)
+    else:
+        array /= divisor
 
 
 def round_to_bfloat16(values: Array, out: Array, scratch: Array | None = None) -> None:
@@ -67,10 +99,10 @@ def widen_bfloat16(stored: Array, out: Array) -> None:
     np.left_shift(stored, np.uint32(16), out=out.view(np.uint32), dtype=np.uint32, casting="unsafe")
 
 
-def _sum_bfloat16_into(dst: Array, src: Array) -> None:
-    total, addend = np.empty(dst.shape, np.float32), np.empty(src.shape, np.float32)
-    widen_bfloat16(dst, total)
-    widen_bfloat16(src, addend)
+def _reduce_bfloat16_into(out: Array, left: Array, right: Array, reduction: np.ufunc) -> None:
+    total, operand = np.empty(left.shape, np.float32), np.empty(right.shape, np.float32)
+    widen_bfloat16(left, total)
+    widen_bfloat16(right, operand)
     with np.errstate(all="ignore"):
-        total += addend
-    round_to_bfloat16(total, dst, addend.view(np.uint32))
+        reduction(total, operand, out=total)
+    round_to_bfloat16(total, out, operand.view(np.uint32))

@@ -35,7 +35,7 @@ import xxhash
 from p2ptrain.core.errors import P2PTrainError
 from ring.codecs import Codec
 from ring.collectives import SCRATCH_SLOTS, WINDOW_BYTES, Receive, Schedule, Send
-from ring.dtypes import Array, sum_into
+from ring.dtypes import Array, reduce_into
 from wire.connection import Connection
 
 Residual = npt.NDArray[np.float32]
@@ -50,9 +50,11 @@ class Flow:
     """One schedule over one stripe of an operation's array, on one lane.
 
     Args:
-        array: shape (numel,), the stripe. dtype: the elements' type, for sums.
+        array: shape (numel,), the stripe. dtype: the elements' type, for reductions.
         done: called once, when everything was received and flushed.
         residual: shape (numel,), float32; only with a codec that needs feedback.
+        source: shape (numel,), this member's contribution, which stays unchanged; None: it is in ``array``. Not with a
+            codec.
     """
 
     schedule: Schedule
@@ -63,17 +65,26 @@ class Flow:
     done: Callable[[], None]
     codec: Codec | None = None
     residual: Residual | None = None
+    reduction: np.ufunc = np.add
+    source: Array | None = None
     flushed: bool = False
     finished: bool = False
     raw: memoryview = field(init=False)
+    own: Array = field(init=False)
     relays: dict[int, bytearray] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.raw = self.array.view(np.uint8).data
+        self.own = self.array if self.source is None else self.source
 
     def elements(self, start: int, stop: int) -> memoryview:
         itemsize = self.array.itemsize
         return self.raw[start * itemsize : stop * itemsize]
+
+    def outgoing(self, send: Send) -> memoryview:
+        if self.source is None or send.after:
+            return self.elements(send.start, send.stop)
+        return self.source[send.start : send.stop].view(np.uint8).data
 
     def wire_bytes(self, numel: int) -> int:
         return self.codec.encoded_bytes(numel) if self.codec else numel * self.array.itemsize
@@ -184,7 +195,8 @@ class Lane:
             if flow.codec is not None:
                 (flow.codec.decode_add if receive.reduce else flow.codec.decode)(received, target)
             elif receive.reduce:
-                sum_into(target, received.view(target.dtype), flow.dtype)
+                own = flow.own[receive.start : receive.stop]
+                reduce_into(target, own, received.view(target.dtype), flow.dtype, flow.reduction)
         except P2PTrainError as error:
             self._on_error(self.left, error)
             return
@@ -248,7 +260,7 @@ class Lane:
                 return
             turn_bytes += (send.stop - send.start) * flow.array.itemsize
             codec = flow.codec
-            payload = flow.elements(send.start, send.stop) if codec is None else self._encoded(flow, codec, send)
+            payload = flow.outgoing(send) if codec is None else self._encoded(flow, codec, send)
             if self._sums is not None:
                 self._sums[0].update(payload)
             try:

@@ -75,11 +75,13 @@ class RingBroken:
     Attributes:
         suspect: peer id of the lost member; empty if this side ended the session.
         beside: peer id of the neighbour of ``suspect`` that noticed the loss.
+        left: the lost member left on purpose.
     """
 
     suspect: str
     cause: P2PTrainError
     beside: str = ""
+    left: bool = False
 
 
 class NeighbourLinks:
@@ -207,14 +209,14 @@ class NeighbourLinks:
             return
         me = self._view.members[self._rank].peer_id
         if news is None and neighbour is not None:
-            news = MemberLost(neighbour.peer_id, me, shortened(error.message, REASON_CHARS))
+            news = MemberLost(neighbour.peer_id, me, shortened(error.message, REASON_CHARS), neighbour.leaving)
             kind = ConnectionLost if isinstance(error, Refused) else type(error)
             error = kind(f"lost {neighbour.title}: {error.message}", remedy=error.remedy)
         elif news is not None and neighbour is not None:
             members = self._view.members
             lost, by = (members[self._view.rank_of(item) or 0].name for item in (news.peer_id, news.beside))
             error = ConnectionLost(f"{by} lost {lost}: {error.message}", remedy=error.remedy)
-        self._settle(RingBroken(news.peer_id, error, news.beside) if news else RingBroken("", error))
+        self._settle(RingBroken(news.peer_id, error, news.beside, news.left) if news else RingBroken("", error))
         for other in self.neighbours:
             tell = news is not None and other is not neighbour and other.peer_id != news.peer_id
             if tell and news is not None and other.say(other.beat, news, self._view.generation):

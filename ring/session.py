@@ -34,7 +34,7 @@ from p2ptrain.core.world import World
 from ring import collectives
 from ring.codecs import Codec
 from ring.collectives import MOST_SUB_CHUNK_BYTES, Schedule, cut
-from ring.dtypes import Array, storage_dtype, sum_into
+from ring.dtypes import Array, check_reduction, reduce_into, storage_dtype
 from ring.lanes import Flow, Lane, Residual
 from ring.links import ThisMember, Topology, connect_neighbours
 from ring.neighbours import AT_WORK, Neighbour, NeighbourLinks
@@ -151,6 +151,7 @@ class RingSession:
         *,
         codec: Codec | None = None,
         residual: Residual | None = None,
+        reduction: np.ufunc = np.add,
         patience_s: float = PATIENCE_S,
     ) -> asyncio.Future[None]:
         """Begin an all-reduce: replace ``buffer`` by the sum over all members' buffers, bit-equal on all of them.
@@ -163,6 +164,7 @@ class RingSession:
                 encoded, nor is the array of a ring of one.
             residual: shape (numel,), float32: this member's error feedback. Afterwards it holds what the codec lost of
                 the buffer and the old residual, for the next sum of the same elements.
+            reduction: one of ``ring.dtypes.REDUCTIONS``, in place of the sum.
             patience_s: the ring counts as broken after so long without any progress.
 
         Returns:
@@ -175,6 +177,7 @@ class RingSession:
         """
         dtype = dtype or buffer.dtype.name
         _check_buffer(buffer, storage_dtype(dtype))
+        check_reduction(dtype, reduction)
         if codec is not None and dtype != "float32":
             raise ValueError(f"codec {codec.name} is for float32, the buffer's elements are {dtype}")
         if residual is not None:
@@ -182,8 +185,14 @@ class RingSession:
             if residual.size != buffer.size:
                 raise ValueError(f"a residual of {residual.size} elements for a buffer of {buffer.size}")
         operation = self._begin("all-reduce", patience_s)
-        if self.size * buffer.nbytes <= min(SMALL_BYTES, self._sub_chunk_bytes or SMALL_BYTES):
-            return self._gathered(operation, buffer, dtype)
+        if self._is_small(buffer):
+
+            def reduce(parts: Array) -> None:
+                for part in parts[1:]:
+                    reduce_into(parts[0], parts[0], part, dtype, reduction)
+                buffer[:] = parts[0]
+
+            return self._gathered(operation, buffer, reduce)
         lanes = self._lanes
         cuts = cut(
             buffer.size,
@@ -196,7 +205,68 @@ class RingSession:
         for lane, (start, stop, sub_chunk_numel, depth) in zip(lanes, cuts, strict=False):
             schedule = collectives.all_reduce(self.rank, self.size, stop - start, sub_chunk_numel, depth)
             feedback = residual[start:stop] if residual is not None else None
-            self._add(operation, lane, schedule, buffer[start:stop], dtype, sub_chunk_numel, codec, feedback)
+            parts = (buffer[start:stop], dtype, sub_chunk_numel)
+            self._add(operation, lane, schedule, *parts, codec=codec, residual=feedback, reduction=reduction)
+        return self._start(operation)
+
+    def reduce_scatter(
+        self,
+        source: Array,
+        into: Array,
+        dtype: str | None = None,
+        *,
+        reduction: np.ufunc = np.add,
+        patience_s: float = PATIENCE_S,
+    ) -> asyncio.Future[None]:
+        """Begin a reduce-scatter: ``into`` becomes this member's part of the sum over all members' ``source``.
+
+        Args:
+            source: shape (size * numel,), where part r is for rank r. It stays unchanged, and must until the end.
+            into: shape (numel,). All other arguments, and the errors, are as of ``submit``.
+        """
+        dtype = dtype or source.dtype.name
+        _check_buffer(into, storage_dtype(dtype))
+        _check_buffer(source, storage_dtype(dtype))
+        check_reduction(dtype, reduction)
+        if source.size != self.size * into.size:
+            raise ValueError(f"{source.size} elements for {self.size} parts of {into.size}")
+        operation = self._begin("reduce-scatter", patience_s)
+        sums = np.empty_like(source) if self._lanes else source
+        start = self.rank * into.size
+
+        def finish() -> None:
+            into[:] = sums[start : start + into.size]
+
+        operation.finish = finish
+        for lane in self._lanes[:1]:
+            sub_chunk_numel, depth = self._pieces(source)
+            schedule = collectives.reduce_scatter(self.rank, self.size, source.size, sub_chunk_numel, depth)
+            self._add(operation, lane, schedule, sums, dtype, sub_chunk_numel, reduction=reduction, source=source)
+        return self._start(operation)
+
+    def gather(self, buffer: Array, *, patience_s: float = PATIENCE_S) -> asyncio.Future[None]:
+        """Begin an all-gather in place: part r of ``buffer``, shape (size * numel,), becomes that of rank r. Each
+        member has its own part there. Other arguments and errors as ``submit``."""
+        _check_buffer(buffer, buffer.dtype)
+        return self._on_one_lane("all-gather", buffer, patience_s)
+
+    def broadcast(self, buffer: Array, root: int, *, patience_s: float = PATIENCE_S) -> asyncio.Future[None]:
+        """Begin a broadcast: replace ``buffer`` by that of ``root``, which has the same size. It ends after every
+        member has begun it, so that ``root`` may leave then. Other arguments and errors as ``submit``."""
+        _check_buffer(buffer, buffer.dtype)
+        operation = self._begin("broadcast", patience_s)
+        if self._is_small(buffer):
+
+            def take(parts: Array) -> None:
+                buffer[:] = parts[root]
+
+            return self._gathered(operation, buffer, take)
+        for lane in self._lanes[:1]:
+            sub_chunk_numel, _ = self._pieces(buffer)
+            schedule = collectives.broadcast(self.rank, self.size, root, buffer.size, sub_chunk_numel)
+            self._add(operation, lane, schedule, buffer, "uint8", sub_chunk_numel)
+            barrier = collectives.barrier(self.rank, self.size)
+            self._add(operation, lane, barrier, np.zeros(self.size, np.uint8), "uint8", 1)
         return self._start(operation)
 
     async def all_gather(self, mine: bytes, *, patience_s: float = PATIENCE_S) -> list[bytes]:
@@ -204,15 +274,12 @@ class RingSession:
         each = len(mine)
         gathered = np.empty(self.size * each, np.uint8)
         gathered[self.rank * each : (self.rank + 1) * each] = np.frombuffer(mine, np.uint8)
-        sub_chunk_numel = self._sub_chunk_bytes or MOST_SUB_CHUNK_BYTES
-        schedule = collectives.all_gather(self.rank, self.size, gathered.size, sub_chunk_numel)
-        await self._run("all-gather", schedule, gathered, sub_chunk_numel, patience_s)
+        await self._on_one_lane("all-gather", gathered, patience_s)
         return [gathered[rank * each : (rank + 1) * each].tobytes() for rank in range(self.size)]
 
     async def barrier(self, *, patience_s: float = PATIENCE_S) -> None:
         """Return only after every member has called it. Errors as ``submit``."""
-        schedule = collectives.barrier(self.rank, self.size)
-        await self._run("barrier", schedule, np.zeros(self.size, np.uint8), 1, patience_s)
+        await self._on_one_lane("barrier", np.zeros(self.size, np.uint8), patience_s)
 
     def audit(self) -> None:
         """Hash all bytes of the following operations. All members call it between the same two operations."""
@@ -242,27 +309,38 @@ class RingSession:
 
     # ---------------------------------------------------------------------------------------------- running operations
 
-    async def _run(self, title: str, schedule: Schedule, array: Array, sub_chunk_numel: int, patience_s: float) -> None:
+    def _on_one_lane(self, title: str, array: Array, patience_s: float) -> asyncio.Future[None]:
+        """Begin an all-gather in place."""
         operation = self._begin(title, patience_s)
+        sub_chunk_numel = max((self._sub_chunk_bytes or MOST_SUB_CHUNK_BYTES) // array.itemsize, 1)
+        schedule = collectives.all_gather(self.rank, self.size, array.size, sub_chunk_numel)
         for lane in self._lanes[:1]:
             self._add(operation, lane, schedule, array, "uint8", sub_chunk_numel)
-        await self._start(operation)
+        return self._start(operation)
 
-    def _gathered(self, operation: Operation, buffer: Array, dtype: str) -> asyncio.Future[None]:
+    def _is_small(self, buffer: Array) -> bool:
+        return self.size * buffer.nbytes <= min(SMALL_BYTES, self._sub_chunk_bytes or SMALL_BYTES)
+
+    def _pieces(self, array: Array) -> tuple[int, int]:
+        """Elements of a sub-chunk, and segments in transit at a time, of an operation on one lane."""
+        given = self._sub_chunk_bytes
+        plan = cut(array.size, array.itemsize, members=self.size, lanes=1, sub_chunk_bytes=given)
+        return plan[0][2:]
+
+    def _gathered(self, operation: Operation, buffer: Array, take: Callable[[Array], None]) -> asyncio.Future[None]:
+        """Gather the small buffers of all members, shape (size, numel), and call ``take`` with them."""
         memory = self._spare.pop() if self._spare else np.empty(SMALL_BYTES, np.uint8)  # new pages cost about one hop
         parts = memory[: self.size * buffer.nbytes].view(buffer.dtype).reshape(self.size, buffer.size)
         parts[self.rank] = buffer
 
         def finish() -> None:
-            for part in parts[1:]:
-                sum_into(parts[0], part, dtype)
-            buffer[:] = parts[0]
+            take(parts)
             self._spare.append(memory)
 
         operation.finish = finish
         schedule = collectives.all_gather(self.rank, self.size, parts.size, max(buffer.size, 1))
         for lane in self._lanes[:1]:
-            self._add(operation, lane, schedule, parts.reshape(-1), dtype, max(buffer.size, 1))
+            self._add(operation, lane, schedule, parts.reshape(-1), "uint8", max(buffer.size, 1))
         return self._start(operation)
 
     def _begin(self, title: str, patience_s: float) -> Operation:
@@ -282,9 +360,9 @@ class RingSession:
         array: Array,
         dtype: str,
         sub_chunk_numel: int,
-        codec: Codec | None = None,
-        residual: Residual | None = None,
+        **settings: Any,
     ) -> None:
+        """``settings``: further fields of ``Flow``."""
 
         def done() -> None:
             operation.flows_left -= 1
@@ -292,7 +370,7 @@ class RingSession:
                 self._complete(stream, operation)
 
         stream = self._stream
-        flow = Flow(schedule, array, dtype, stream, sub_chunk_numel, done, codec, residual)
+        flow = Flow(schedule, array, dtype, stream, sub_chunk_numel, done, **settings)
         operation.flows.append((lane, flow))
 
     def _start(self, operation: Operation) -> asyncio.Future[None]:

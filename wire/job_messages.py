@@ -5,6 +5,7 @@
     seed   → worker    Assign, ViewAnnounced, CatchUp, Hold, SaveNow, Release
     worker → seed      Report, StepMetrics, LedgerRows, CheckpointSaved
     member → neighbour    bulk frames only (see ``ring.session``); MemberLost, on the heartbeat connection
+    member → member       (``ring.direct``)     SendOffer → SendTaken → bulk frames
     member → source       (purpose ``heal``)    HealRequest → HealOffer
     source → member       StepLogged, as its ring commits
     member → member       (purpose ``files``)   FilesRequest → FilesOffer
@@ -297,12 +298,37 @@ class MemberLost(Message):
         peer_id: the lost member.
         beside: the neighbour that noticed the loss; other members may have passed the message on.
         reason: what the neighbour observed.
+        left: the member left on purpose.
     """
 
     KIND: ClassVar[int] = 56
     peer_id: str
     beside: str
     reason: str
+    left: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SendOffer(Message):
+    """Member to member: a message of ``size_bytes`` is ready. The receiver asks for it with ``SendTaken``.
+
+    Attributes:
+        number: of this message on its connection; also the stream of the bulk frames that carry it.
+        tag: from the user; below 0: of a collective operation.
+    """
+
+    KIND: ClassVar[int] = 35
+    number: Annotated[int, Bound(0, 2**32 - 1)]
+    tag: Annotated[int, Bound(-(2**53), 2**53)]
+    size_bytes: Count
+
+
+@dataclass(frozen=True, slots=True)
+class SendTaken(Message):
+    """Member to member: send the bytes of message ``number`` now."""
+
+    KIND: ClassVar[int] = 36
+    number: Annotated[int, Bound(0, 2**32 - 1)]
 
 
 @dataclass(frozen=True, slots=True)

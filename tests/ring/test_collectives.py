@@ -138,6 +138,44 @@ def test_all_gather_gives_every_member_every_chunk(n, numel, sub, depth, seed):
 
 
 @many
+@given(sizes, numels, sub_chunks, depths, seeds)
+def test_reduce_scatter_gives_every_member_the_sum_of_its_chunk(n, numel, sub, depth, seed):
+    before = arrays(n, numel, seed, "int64")
+    members = [
+        Member(array.copy(), collectives.reduce_scatter(rank, n, numel, sub, depth))
+        for rank, array in enumerate(before)
+    ]
+    play(members, random.Random(seed))
+    for rank, member in enumerate(members):
+        span = slice(*owned_range(rank, n, numel))
+        assert np.array_equal(member.array[span], np.sum(before, axis=0)[span])
+
+
+@many
+@given(sizes, numels, sub_chunks, depths, seeds)
+def test_what_a_member_contributes_is_what_it_sends_before_it_receives(n, numel, sub, depth, seed):
+    """So a schedule can read contributions from another array than the one that it writes."""
+    for schedule in (collectives.all_reduce, collectives.reduce_scatter):
+        for rank in range(n):
+            own = owned_range((rank - 1) % n, n, numel)
+            for send in sends_of(schedule(rank, n, numel, sub, depth)):
+                assert (send.after == 0) == (own[0] <= send.start < own[1] and send.relay is None and not send.final)
+
+
+@many
+@given(sizes, numels, sub_chunks, seeds)
+def test_broadcast_gives_every_member_the_array_of_the_root(n, numel, sub, seed):
+    whole, root = arrays(1, numel, seed, "int64")[0], seed % n
+    members = [
+        Member(whole.copy() if rank == root else np.zeros_like(whole), collectives.broadcast(rank, n, root, numel, sub))
+        for rank in range(n)
+    ]
+    play(members, random.Random(seed))
+    for member in members:
+        assert np.array_equal(member.array, whole)
+
+
+@many
 @given(st.integers(2, 7), seeds)
 def test_nobody_leaves_a_barrier_before_everybody_entered(n, seed):
     chance = random.Random(seed)

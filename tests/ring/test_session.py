@@ -65,6 +65,47 @@ async def test_every_operation_on_every_size_of_ring(count, network):
         assert not any(member.session.broken.done() for member in members)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("each", [0, 5, 4000])  # 4000: more than a small operation, in many sub-chunks
+async def test_operations_in_place_that_do_not_wait(count, each, network):
+    draw = np.random.default_rng(count)
+    sources = draw.integers(-9, 9, (count, count * each))
+
+    async def act(session: RingSession) -> None:
+        mine, rank = sources[session.rank].copy(), session.rank
+        into, gathered, told = np.empty(each, mine.dtype), np.zeros((count, each), mine.dtype), mine.copy()
+        largest, gathered[rank] = mine.copy(), mine[:each]
+        await asyncio.gather(
+            session.reduce_scatter(mine, into, reduction=np.minimum),
+            session.gather(gathered.reshape(-1)),
+            session.broadcast(told, count - 1),
+            session.submit(largest, reduction=np.maximum),
+        )
+        assert np.array_equal(into, sources.min(0)[rank * each : (rank + 1) * each])
+        assert np.array_equal(mine, sources[rank]), "the contribution stays as it is"
+        assert np.array_equal(gathered, sources[:, :each])
+        assert np.array_equal(told, sources[-1])
+        assert np.array_equal(largest, sources.max(0))
+
+    async with local_ring(count, network, sub_chunk_bytes=0) as members:
+        await everyone(members, act)
+
+
+async def test_a_root_may_leave_after_its_broadcast(network):
+    async with local_ring(3, network, sub_chunk_bytes=0) as members:
+        buffers = [np.full(100_000, member.session.rank) for member in members]
+        first = members[0].session.broadcast(buffers[0], 0)
+        second = members[1].session.broadcast(buffers[1], 0)
+        await asyncio.sleep(0)
+        assert not first.done()
+        third = members[2].session.broadcast(buffers[2], 0)
+        async with asyncio.timeout(AT_ONCE_S):
+            await first
+            members[0].session.close()
+            await asyncio.gather(second, third)
+        assert not any(buffer.any() for buffer in buffers)
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "int64", "uint8"])
 async def test_all_reduce_of_other_types(dtype, network):
     stored = np.uint16 if dtype == "bfloat16" else dtype
@@ -193,7 +234,7 @@ async def test_what_cannot_be_reduced_is_refused_before_anything_is_sent(network
         for wrong in (np.zeros((2, 2)), np.zeros(4)[::2], read_only, np.zeros(4, ">f8")):
             with pytest.raises(ValueError, match="contiguous, writable"):
                 await session.submit(wrong)
-        with pytest.raises(ValueError, match="cannot be summed"):
+        with pytest.raises(ValueError, match="cannot be reduced"):
             await session.submit(np.zeros(4, np.complex64))
         with pytest.raises(ValueError, match="type uint16"):
             await session.submit(np.zeros(4), "bfloat16")
