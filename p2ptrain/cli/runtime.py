@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from p2ptrain.cli.loops import loop_factory
 from p2ptrain.cli.running import default_state_dir
 
 if TYPE_CHECKING:
@@ -77,26 +78,15 @@ SetOption = Annotated[
 
 
 def run(main: Coroutine[Any, Any, T], *, children: bool = False) -> T:
-    """Run a command's coroutine, on uvloop if it is installed. No other place chooses an event loop.
+    """Run a command's coroutine, on uvloop if it is installed.
 
     ``children``: the coroutine starts processes.
     """
     try:
-        with asyncio.Runner(loop_factory=_loop_factory(children)) as runner:
+        with asyncio.Runner(loop_factory=loop_factory(children=children)) as runner:
             return runner.run(main)
     finally:
         main.close()  # avoids a warning if Ctrl+C came before it began
-
-
-def _loop_factory(children: bool) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:  # Windows, or no build for this interpreter: asyncio's loop is slower
-        # Windows' default loop ignores requests to pause reading, which bulk payloads need. The selector loop cannot
-        # start processes.
-        return asyncio.SelectorEventLoop if sys.platform == "win32" and not children else None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
 
 
 async def connect_operator(access: Access, others: Sequence[tuple[str, int]] = ()) -> SeedClient:

@@ -68,7 +68,7 @@ def test_an_unknown_name(command: Command, monkeypatch: pytest.MonkeyPatch) -> N
     def unknown(*_: object, **__: object) -> object:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    monkeypatch.setattr("p2ptrain.cli.runtime._loop_factory", lambda children: asyncio.new_event_loop)
+    monkeypatch.setattr("p2ptrain.cli.runtime.loop_factory", lambda *, children: asyncio.new_event_loop)
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     outcome = command("check", "no-such-host")
     assert outcome.code == 3

@@ -1,0 +1,557 @@
+"""A process group of torch.distributed over operations on arrays.
+
+The operations (``Operations``) come from the owner: the backend ``p2p`` (``p2ptrain.torch_backend``), or a worker whose
+replica is sharded. This module translates: tensors to arrays that share their memory, torch's options to arguments, and
+pending operations to torch's ``Work``. A tensor that is not contiguous travels as a copy.
+
+``ProcessGroup`` calls some methods from C++ and finds others as attributes, under old and new names. So both exist.
+"""
+
+# mypy: disable-error-code="override,assignment"
+# torch declares a second signature of each operation, which only its C++ classes have, and other parameter names.
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import AllgatherOptions
+
+from p2ptrain.core.errors import P2PTrainError
+
+Array = npt.NDArray[Any]
+Done = Callable[[], None]
+NAME = "p2p"
+DEFAULT_TIMEOUT_S = 1800.0
+_BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.int32, 8: torch.int64}
+_NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+_REDUCTIONS = {getattr(dist.ReduceOp.RedOpType, name.upper()): name for name in _NAMES}
+# Completes torch's futures. Their callbacks may take long, and may begin operations and wait for them: so they run
+# neither on the event loop's thread nor on a single one.
+_completing = ThreadPoolExecutor(8, thread_name_prefix="p2p callbacks")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """An array, shape (numel,), to send to ``peer`` or to receive from it; None: from any. ``tag``: equal at both."""
+
+    array: Array
+    peer: int | None
+    tag: int
+
+
+class Operations(Protocol):
+    """Operations of a group of members on contiguous arrays, shape (numel,), of plain memory.
+
+    Every member begins the same collective operations in the same order; no method blocks. The arrays belong to the
+    operation until the future is done. ``done`` is called just before that, on the thread of the operations. Futures
+    fail with ``P2PTrainError``, which names the lost member, or with ``ValueError``. ``dtype`` is torch's name.
+    ``reduction``: ``sum``, ``avg``, ``product``, ``min``, ``max``, ``band``, ``bor`` or ``bxor``.
+    """
+
+    def all_reduce(self, array: Array, dtype: str, reduction: str, timeout_s: float, done: Done) -> Future[int]:
+        """Replace ``array`` by the reduction of all members' arrays."""
+
+    def reduce_scatter(
+        self, source: Array, into: Array, dtype: str, reduction: str, timeout_s: float, done: Done
+    ) -> Future[int]:
+        """Set ``into`` to part ``rank`` of the reduction of all members' ``source``, which has ``size`` parts."""
+
+    def all_gather(self, array: Array, timeout_s: float, done: Done) -> Future[int]:
+        """Replace each part of ``array`` by that of its member."""
+
+    def broadcast(self, array: Array, root: int, timeout_s: float, done: Done) -> Future[int]: ...
+
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], timeout_s: float, done: Done
+    ) -> Future[int]:
+        """Send and receive; the result is the source of the last receive, or -1."""
+
+    def close(self) -> None:
+        """Leave the group. What is not finished fails."""
+
+
+class RingWork(dist.Work):
+    """Operations under way. ``tensors`` is the result, in torch's order."""
+
+    def __init__(self, pending: Sequence[Future[int]], tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._pending, self._tensors = tuple(pending), tensors
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the end; a timeout of 0 is none. Raises ``DistBackendError``, or ``ValueError``."""
+        seconds = timeout.total_seconds() or None
+        _, late = wait(self._pending, seconds)
+        if late:
+            raise dist.DistBackendError(f"the operation is not finished after {seconds:g} s: timed out")
+        error = self._error()
+        if error is not None:
+            raise error
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(item.done() for item in self._pending)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error() is None
+
+    def exception(self) -> Exception | None:
+        return self._error() if self.is_completed() else None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def source_rank(self) -> int:
+        return self._pending[-1].result()
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        if self._future is None:
+            self._future = torch.futures.Future()
+            self._left = itertools.count(len(self._pending) - 1, -1)
+            for item in self._pending:
+                item.add_done_callback(self._one_done)
+        return self._future
+
+    def _one_done(self, pending: Future[int]) -> None:
+        if not next(self._left):
+            with suppress(RuntimeError):  # the interpreter ends
+                _completing.submit(self._complete)
+
+    def _complete(self) -> None:
+        assert self._future is not None
+        error = self._error()
+        if error is None:
+            self._future.set_result(self._tensors)
+        else:
+            self._future.set_exception(error)  # type: ignore[arg-type]  # torch declares T
+
+    def _error(self) -> Exception | None:
+        error = next((problem for item in self._pending if (problem := item.exception()) is not None), None)
+        if isinstance(error, P2PTrainError):
+            return _translated(error)
+        return error if error is None or isinstance(error, Exception) else RuntimeError(str(error))
+
+
+class RingProcessGroup(dist.ProcessGroup):
+    """The process group of one member. ``operations`` may change what they run on between operations.
+
+    Args:
+        rank, size: of this member in the group.
+        timeout: of operations that give none.
+    """
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        operations: Operations,
+        *,
+        timeout: timedelta = timedelta(seconds=DEFAULT_TIMEOUT_S),
+        group_name: str = "",
+    ) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch does not declare it
+        self._own_rank, self._own_size = rank, size
+        self._operations, self._timeout = operations, timeout
+        self._name, self._description = group_name, "undefined"
+        self._exchanges = itertools.count(1)  # collective operations that consist of messages
+
+    # ------------------------------------------------------------------------------------------------- what torch asks
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return NAME
+
+    def _get_backend_name(self) -> str:
+        return NAME
+
+    def name(self) -> str:
+        return NAME
+
+    def getRank(self) -> int:  # noqa: N802
+        return self._own_rank
+
+    def getSize(self) -> int:  # noqa: N802
+        return self._own_size
+
+    def rank(self) -> int:
+        return self._own_rank
+
+    def size(self) -> int:
+        return self._own_size
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    _set_group_name = setGroupName
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def setGroupDesc(self, text: str) -> None:  # noqa: N802
+        self._description = text
+
+    _set_group_desc = setGroupDesc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> RingProcessGroup:
+        return self
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to agree on: the ring numbers its operations."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0
+
+    def shutdown(self) -> None:
+        self._operations.close()
+
+    abort = shutdown
+
+    # ------------------------------------------------------------------------------------------------------ reductions
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> RingWork:
+        tensors = _listed(tensors)
+        return self._reduced(tensors, opts or c10d.AllreduceOptions())
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> RingWork:
+        return self._reduced(tensors, opts or c10d.AllreduceCoalescedOptions())
+
+    def _reduced(self, tensors: list[torch.Tensor], opts: Any) -> RingWork:
+        reduction, timeout_s = _reduction(opts.reduceOp), self._seconds(opts)
+        pending = []
+        for tensor in tensors:
+            array, put_back = _flat(tensor)
+            pending.append(self._operations.all_reduce(array, _dtype(tensor), reduction, timeout_s, put_back))
+        return RingWork(pending, tensors)
+
+    def reduce(self, tensors: Any, opts: Any = None) -> RingWork:
+        [tensor] = _listed(tensors)
+        opts = opts or c10d.ReduceOptions()
+        array, put_back = _flat(tensor)
+        if self._own_rank != opts.rootRank:
+            array, put_back = array.copy(), _nothing  # only the root's tensor changes
+        reduction, timeout_s = _reduction(opts.reduceOp), self._seconds(opts)
+        pending = self._operations.all_reduce(array, _dtype(tensor), reduction, timeout_s, put_back)
+        return RingWork([pending], [tensor])
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
+        [output] = _listed(outputs)
+        parts = inputs if isinstance(inputs[0], torch.Tensor) else inputs[0]
+        _check_parts(parts, self._own_size, output)
+        source = np.concatenate([_flat(part)[0] for part in parts])
+        return self._scattered(output, source, opts)
+
+    def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> RingWork:
+        if source.numel() != self._own_size * output.numel() or source.dtype != output.dtype:
+            raise ValueError(
+                f"reduce_scatter: {source.numel()} elements of {source.dtype} for {self._own_size} outputs of "
+                f"{output.numel()} of {output.dtype}"
+            )
+        return self._scattered(output, _flat(source)[0], opts)
+
+    reduce_scatter_single = reduce_scatter_tensor = _reduce_scatter_base
+
+    def _scattered(self, output: torch.Tensor, source: Array, opts: Any) -> RingWork:
+        opts = opts or c10d.ReduceScatterOptions()
+        reduction, timeout_s = _reduction(opts.reduceOp), self._seconds(opts)
+        into, put_back = _flat(output)
+        pending = self._operations.reduce_scatter(source, into, _dtype(output), reduction, timeout_s, put_back)
+        return RingWork([pending], [output])
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any = None
+    ) -> RingWork:
+        works = [self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, sources, strict=True)]
+        return _joined(works)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # ------------------------------------------------------------------------------------------------ copies
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
+        [tensor] = _listed(inputs)
+        parts = outputs if isinstance(outputs[0], torch.Tensor) else outputs[0]
+        _check_parts(parts, self._own_size, tensor)
+        own = _flat(tensor)[0]
+        gathered = np.empty((self._own_size, own.size), own.dtype)
+        gathered[self._own_rank] = own
+        targets = [_stored(part) for part in parts]
+
+        def done() -> None:
+            for target, row in zip(targets, gathered, strict=True):
+                target[...] = row.reshape(target.shape)
+
+        opts = opts or AllgatherOptions()
+        pending = self._operations.all_gather(gathered.reshape(-1), self._seconds(opts), done)
+        return RingWork([pending], list(parts))
+
+    def allgather_coalesced(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> RingWork:
+        """``outputs[r]`` has rank r's tensor for each of ``inputs``."""
+        works = [self.allgather([[*parts]], [own], opts) for *parts, own in zip(*outputs, inputs, strict=True)]
+        return _joined(works)
+
+    def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> RingWork:
+        if output.numel() != self._own_size * source.numel() or source.dtype != output.dtype:
+            raise ValueError(
+                f"all_gather: an output of {output.numel()} elements of {output.dtype} for {self._own_size} inputs of "
+                f"{source.numel()} of {source.dtype}"
+            )
+        array, put_back = _flat(output)
+        own, start = _flat(source)[0], self._own_rank * source.numel()
+        place = array[self._own_rank * own.size : (self._own_rank + 1) * own.size]
+        if output.data_ptr() + start * output.element_size() != source.data_ptr():
+            place[:] = own
+        pending = self._operations.all_gather(array, self._seconds(opts or AllgatherOptions()), put_back)
+        return RingWork([pending], [output])
+
+    all_gather_single = _allgather_base
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any = None
+    ) -> RingWork:
+        works = [self._allgather_base(*pair, opts) for pair in zip(outputs, sources, strict=True)]
+        return _joined(works)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> RingWork:
+        [tensor] = _listed(tensors)
+        opts = opts or c10d.BroadcastOptions()
+        array, put_back = _flat(tensor)
+        root = opts.rootRank
+        pending = self._operations.broadcast(array, root, self._seconds(opts), put_back)
+        return RingWork([pending], [tensor])
+
+    def barrier(self, opts: Any = None) -> RingWork:
+        timeout_s = self._seconds(opts or c10d.BarrierOptions())
+        return RingWork([self._operations.all_gather(np.zeros(self._own_size, np.uint8), timeout_s, _nothing)], [])
+
+    # ---------------------------------------------------------------------------------------------------- messages
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> RingWork:
+        [tensor] = tensors
+        message = Message(_flat(tensor)[0], dst, tag)
+        return RingWork([self._operations.exchange([message], [], self._timeout.total_seconds(), _nothing)], tensors)
+
+    def recv(self, tensors: list[torch.Tensor], src: int | None, tag: int = 0) -> RingWork:
+        [tensor] = tensors
+        array, put_back = _flat(tensor)
+        message = Message(array, src, tag)
+        return RingWork([self._operations.exchange([], [message], self._timeout.total_seconds(), put_back)], tensors)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> RingWork:
+        return self.recv(tensors, None, tag)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
+        [tensor] = _listed(inputs)
+        opts = opts or c10d.GatherOptions()
+        root = opts.rootRank
+        parts: list[torch.Tensor] = []
+        if self._own_rank == root:
+            parts = outputs if isinstance(outputs[0], torch.Tensor) else outputs[0]
+            _check_parts(parts, self._own_size, tensor)
+        return self._exchanged(parts, [tensor if rank == root else None for rank in range(self._own_size)], opts)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
+        [tensor] = _listed(outputs)
+        opts = opts or c10d.ScatterOptions()
+        root = opts.rootRank
+        parts: list[torch.Tensor] = []
+        if self._own_rank == root:
+            parts = inputs if isinstance(inputs[0], torch.Tensor) else inputs[0]
+            _check_parts(parts, self._own_size, tensor)
+        return self._exchanged([tensor if rank == root else None for rank in range(self._own_size)], parts, opts)
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> RingWork:
+        return self._exchanged(outputs, inputs, opts or c10d.AllToAllOptions())
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_sizes: Sequence[int] = (),
+        input_sizes: Sequence[int] = (),
+        opts: Any = None,
+    ) -> RingWork:
+        into, put_back = _flat(output)
+        parts = _split(into, output, output_sizes, self._own_size)
+        sends = _split(_flat(source)[0], source, input_sizes, self._own_size)
+        return self._exchange(parts, sends, opts or c10d.AllToAllOptions(), put_back, [output])
+
+    all_to_all_single = alltoall_base
+
+    def _exchanged(
+        self,
+        outputs: Sequence[torch.Tensor | None],
+        inputs: Sequence[torch.Tensor | None],
+        opts: Any,
+    ) -> RingWork:
+        """Send ``inputs[r]`` to rank r, and receive ``outputs[r]`` from it; None: nothing."""
+        targets = [None if output is None else _flat(output) for output in outputs]
+
+        def put_back() -> None:
+            for target in targets:
+                if target is not None:
+                    target[1]()
+
+        arrays = [None if target is None else target[0] for target in targets]
+        sends = [None if tensor is None else _flat(tensor)[0] for tensor in inputs]
+        results = [output for output in outputs if output is not None]
+        return self._exchange(arrays, sends, opts, put_back, results)
+
+    def _exchange(
+        self,
+        targets: Sequence[Array | None],
+        sources: Sequence[Array | None],
+        opts: Any,
+        done: Done,
+        results: list[torch.Tensor],
+    ) -> RingWork:
+        own, tag = self._own_rank, -next(self._exchanges)
+        sends, receives = (
+            [Message(item, peer, tag) for peer, item in enumerate(arrays) if item is not None and peer != own]
+            for arrays in (sources, targets)
+        )
+        if own < min(len(targets), len(sources)):
+            target, source = targets[own], sources[own]
+            if target is not None and source is not None:
+                target[:] = source
+        pending = self._operations.exchange(sends, receives, self._seconds(opts), done)
+        return RingWork([pending], results)
+
+    def _seconds(self, opts: Any) -> float:
+        given = opts.timeout
+        return (given if given > timedelta(0) else self._timeout).total_seconds()
+
+
+def group_of(options: Any, join: Callable[..., Operations]) -> RingProcessGroup:
+    """Make the group that torch asks for.
+
+    Args:
+        options: torch's ``_DistributedBackendOptions``.
+        join: called with store, name of the group, rank, size, names of the members, and seconds.
+
+    Raises ``DistBackendError``.
+    """
+    rank, size = options.group_rank, options.group_size
+    names = [f"rank {member}" for member in options.global_ranks_in_group or range(size)]
+    try:
+        operations = join(options.store, options.group_id, rank, size, names, options.timeout.total_seconds())
+    except P2PTrainError as error:
+        raise _translated(error) from error
+    return RingProcessGroup(rank, size, operations, timeout=options.timeout, group_name=options.group_id)
+
+
+def _translated(error: P2PTrainError) -> Exception:
+    remedy = f" ({error.remedy})" if error.remedy else ""
+    return dist.DistBackendError(f"backend {NAME}: {error.message}{remedy}")
+
+
+def _listed(tensors: Any) -> list[torch.Tensor]:
+    """The only tensor, in a list."""
+    listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    if len(listed) != 1:
+        raise ValueError(f"{len(listed)} tensors where one is expected: the backend {NAME} has one device per process")
+    return listed
+
+
+def _joined(works: Sequence[RingWork]) -> RingWork:
+    return RingWork(
+        [item for work in works for item in work._pending], [tensor for work in works for tensor in work._tensors]
+    )
+
+
+def _reduction(operation: Any) -> str:
+    """Read torch's option now: it is freed when the call returns."""
+    kind = operation if isinstance(operation, dist.ReduceOp.RedOpType) else operation.op
+    if kind not in _REDUCTIONS:
+        raise ValueError(f"the backend {NAME} has no reduction {kind}; it has {', '.join(_NAMES)}")
+    return _REDUCTIONS[kind]
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _stored(tensor: torch.Tensor) -> Array:
+    """The tensor's memory as an array of its shape, of unsigned or signed integers of the elements' size."""
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        raise ValueError(f"the backend {NAME} takes dense tensors on the CPU, not {tensor.layout} on {tensor.device}")
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    array: Array = tensor.view(_BITS[tensor.element_size()]).numpy()
+    return array
+
+
+def _flat(tensor: torch.Tensor) -> tuple[Array, Done]:
+    """A contiguous array, shape (numel,), and what copies it back into the tensor if it is a copy."""
+    stored = _stored(tensor)
+    if stored.flags.c_contiguous:
+        return stored.reshape(-1), _nothing
+    flat = stored.flatten()
+
+    def put_back() -> None:
+        stored[...] = flat.reshape(stored.shape)
+
+    return flat, put_back
+
+
+def _check_parts(parts: Sequence[torch.Tensor], size: int, like: torch.Tensor) -> None:
+    if len(parts) != size or any(part.numel() != like.numel() or part.dtype != like.dtype for part in parts):
+        raise ValueError(f"{size} tensors of {like.numel()} elements of {like.dtype} are expected, one for each rank")
+
+
+def _split(array: Array, tensor: torch.Tensor, sizes: Sequence[int], size: int) -> list[Array]:
+    """Cut along the first dimension: by ``sizes``, or evenly if it is empty."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not sizes and rows % size:
+        raise ValueError(f"{rows} rows cannot be split evenly over {size} ranks: give the sizes")
+    sizes = list(sizes) or [rows // size] * size
+    if len(sizes) != size or sum(sizes) != rows:
+        raise ValueError(f"the sizes {sizes} do not split {rows} rows over {size} ranks")
+    row = array.size // max(rows, 1)
+    return np.split(array, [row * stop for stop in itertools.accumulate(sizes)][:-1])
+
+
+def _nothing() -> None:
+    """Stands for no action."""

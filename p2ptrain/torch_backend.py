@@ -1,0 +1,78 @@
+"""The backend ``p2p`` of torch.distributed: its registration, and the root that composes its parts.
+
+``import torch`` calls ``autoload`` by the entry point in ``pyproject.toml``. It must be fast and must not fail. So
+everything else is imported when the first process group is made.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from p2ptrain.compute.process_group import RingProcessGroup
+    from p2ptrain.core.world import Network
+    from roles.process_group import GroupHost
+
+TICKET_VARIABLE = "P2PTRAIN_TICKET"
+_host: GroupHost | None = None
+
+
+def autoload() -> None:
+    """Register the backend ``p2p``. Does nothing if this torch has no torch.distributed."""
+    import torch.distributed as dist
+
+    if dist.is_available():
+        dist.Backend.register_backend("p2p", _create, extended_api=True, devices=["cpu"])
+
+
+def _create(options: Any, backend_options: Any) -> RingProcessGroup:
+    """Make a process group; torch calls it on every member. Raises ``DistBackendError`` or ``ImportError``."""
+    _check_not_hidden()
+    from p2ptrain.compute.process_group import group_of
+
+    return group_of(options, _join)
+
+
+def _join(store: Any, group: str, rank: int, size: int, names: list[str], timeout_s: float) -> Any:
+    global _host
+    from p2ptrain.cli.loops import loop_factory
+    from roles.process_group import start_host
+
+    if _host is None:
+        _host = start_host(loop_factory(), _reach)
+    return _host.join(store, group, rank, size, names, timeout_s)
+
+
+async def _reach(peer_id: str) -> tuple[Network, str, bool]:
+    """The network of this process's groups. With a ticket it is encrypted, under the authority of the ticket's seed."""
+    from wire.transport import TcpNetwork
+
+    network, ticket = TcpNetwork(), os.environ.get(TICKET_VARIABLE, "")
+    if not ticket:
+        return network, "", False
+    from p2ptrain.cli.access import Caller, reach_one, read_targets, shown_host
+    from p2ptrain.cli.running import default_state_dir
+
+    root = default_state_dir()
+    caller = Caller("worker", root / "process-groups", [root], peer_id)
+    access = await reach_one(read_targets(ticket), caller, network)
+    return access.network, shown_host("0.0.0.0"), access.member is not None  # noqa: S104 - a name, not bound
+
+
+def _check_not_hidden() -> None:
+    """Raise ``ImportError`` if a file of the user's hides one of our packages, which have short names."""
+    home = Path(__file__).resolve().parent.parent
+    for name in ("wire", "ring", "roles"):
+        try:
+            spec = importlib.util.find_spec(name)
+        except ValueError:  # a module without a specification, such as __main__ under this name
+            spec = None
+        origin = Path(spec.origin).resolve() if spec is not None and spec.origin else None
+        if origin is None or origin.parent.parent != home:
+            raise ImportError(
+                f"the backend p2p cannot be used: {origin or f'another module {name}'} hides the package {name!r} of "
+                f"p2ptrain. Rename that file, or run the script from another directory"
+            )

@@ -1,0 +1,351 @@
+"""Rings for process groups: members find each other in a store, and operations of other threads run on an event loop.
+
+A process has one ``GroupHost``: a thread with an event loop, and a listener. Each group is a view of its own, whose job
+is named after the group. Members publish where they listen in the store that all of them share; no seed takes part.
+Members on one machine connect over the loopback. Members of different machines need an encrypted network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, UserError
+from p2ptrain.core.ids import new_id
+from p2ptrain.core.world import Network, real_world
+from ring.direct import CHANNEL, DirectMessages
+from ring.dtypes import REDUCTIONS, Array, divide, storage_dtype
+from ring.links import Inbound
+from ring.session import RingSession
+from ring.view import View
+from wire.connection import Connection
+from wire.handshake import local_welcome, serve
+from wire.job_messages import MemberRecord
+from wire.messages import Hello, RefusalCode, Refuse, Welcome
+from wire.schema import instance_untrusted
+
+HEARTBEAT_S, SILENCE_S = 0.5, 10.0
+"""A killed process is noticed at once, by its closed sockets. Python code may hold the interpreter, and with it the
+heartbeats, for seconds; so only a long silence counts as death."""
+LEAVE_S = 2.0
+LOOPBACK = "127.0.0.1"
+T = TypeVar("T")
+Done = Callable[[], None]
+
+
+class Store(Protocol):
+    """The part of torch's stores that a rendezvous needs. They raise ``RuntimeError``."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+
+
+class ToMember(Protocol):
+    """A message of ``p2ptrain.compute.process_group``."""
+
+    @property
+    def array(self) -> Array: ...
+    @property
+    def peer(self) -> int | None: ...
+    @property
+    def tag(self) -> int: ...
+
+
+class RingOperations:
+    """Carries out ``p2ptrain.compute.process_group.Operations`` over the session of a ring.
+
+    Args:
+        loop: the session's event loop, which runs on another thread than the callers.
+        direct: for ``exchange``; None: this group has no messages.
+        leave: called by ``close``.
+
+    Attributes:
+        session: may be replaced by that of a new view of as many members, on the loop's thread.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        session: RingSession,
+        *,
+        direct: DirectMessages | None = None,
+        leave: Done = lambda: None,
+    ) -> None:
+        self.session = session
+        self._loop, self._direct, self._leave = loop, direct, leave
+
+    def all_reduce(self, array: Array, dtype: str, reduction: str, timeout_s: float, done: Done) -> Future[int]:
+        stored, how, finish = self._reduced(array, dtype, reduction, done)
+        return self._begin(
+            lambda: self.session.submit(stored, dtype, reduction=how, patience_s=timeout_s),
+            lambda: finish(stored),
+        )
+
+    def reduce_scatter(
+        self, source: Array, into: Array, dtype: str, reduction: str, timeout_s: float, done: Done
+    ) -> Future[int]:
+        stored, how, finish = self._reduced(into, dtype, reduction, done)
+        return self._begin(
+            lambda: self.session.reduce_scatter(
+                source.view(stored.dtype), stored, dtype, reduction=how, patience_s=timeout_s
+            ),
+            lambda: finish(stored),
+        )
+
+    def all_gather(self, array: Array, timeout_s: float, done: Done) -> Future[int]:
+        return self._begin(lambda: self.session.gather(array, patience_s=timeout_s), done)
+
+    def broadcast(self, array: Array, root: int, timeout_s: float, done: Done) -> Future[int]:
+        return self._begin(lambda: self.session.broadcast(array, root, patience_s=timeout_s), done)
+
+    def exchange(
+        self, sends: Sequence[ToMember], receives: Sequence[ToMember], timeout_s: float, done: Done
+    ) -> Future[int]:
+        def begin() -> asyncio.Future[Any]:
+            direct = self._direct
+            if direct is None:
+                raise ValueError("this group has no messages between members, only collective operations")
+            begun = [direct.send(item.array, item.peer or 0, item.tag, timeout_s=timeout_s) for item in sends]
+            begun += [direct.receive(item.array, item.peer, item.tag, timeout_s=timeout_s) for item in receives]
+            return asyncio.gather(asyncio.sleep(0, -1), *begun)
+
+        return self._begin(begin, done)
+
+    def close(self) -> None:
+        self._leave()
+
+    def _reduced(
+        self, array: Array, dtype: str, reduction: str, done: Done
+    ) -> tuple[Array, np.ufunc, Callable[[Array], None]]:
+        """The array as elements of its type, the ring's reduction, and what follows it. Raises ``ValueError``."""
+        mean = reduction == "avg"
+        if mean and "float" not in dtype:
+            raise ValueError(f"a mean (avg) is for floating-point elements, these are {dtype}")
+
+        def finish(stored: Array) -> None:
+            if mean:
+                divide(stored, self.session.size, dtype)
+            done()
+
+        return array.view(storage_dtype(dtype)), REDUCTIONS["sum" if mean else reduction], finish
+
+    def _begin(self, begin: Callable[[], asyncio.Future[Any]], done: Done) -> Future[int]:
+        """Begin an operation on the loop's thread. Calls of one thread are begun in their order."""
+        result: Future[int] = Future()
+        result.set_running_or_notify_cancel()
+
+        def ended(operation: asyncio.Future[Any]) -> None:
+            try:
+                value = operation.result()
+                done()
+            except (P2PTrainError, ValueError, asyncio.CancelledError) as error:
+                result.set_exception(error)
+            else:
+                result.set_result(value[-1] if isinstance(value, list) else -1)
+
+        def run() -> None:
+            try:
+                begin().add_done_callback(ended)
+            except (P2PTrainError, ValueError) as error:
+                result.set_exception(error)
+
+        try:
+            self._loop.call_soon_threadsafe(run)
+        except RuntimeError:
+            result.set_exception(ConnectionLost("the event loop of the process group has ended"))
+        return result
+
+
+class _Group:
+    """This process in one group: what a ring needs of a member (``ring.links.ThisMember``)."""
+
+    def __init__(self, host: GroupHost, view: View, rank: int) -> None:
+        self.world, self.peer_id, self.seed_host = host.world, host.peer_id, LOOPBACK
+        self.name = view.members[rank].name
+        self.view = view
+        self.inbound = Inbound(max_held=view.size)
+        self.direct = DirectMessages(self, view, rank)
+        self.session: RingSession | None = None
+
+    async def form(self, timeout_s: float) -> RingSession:
+        self.session = await RingSession.form(self, self.view, timeout_s=timeout_s)
+        self.direct.attach(self.session)
+        return self.session
+
+    async def leave(self) -> None:
+        self.direct.close()
+        await self.direct.wait_closed()
+        if self.session is not None:
+            self.session.close("the process group was destroyed")
+            await self.session.links.wait_closed()
+
+
+class GroupHost:
+    """The thread, the event loop and the listener of all process groups of this process. ``start`` makes it.
+
+    Attributes:
+        peer_id: of this process in all of its groups.
+    """
+
+    def __init__(self, network: Network, host: str, peer_id: str, *, encrypted: bool) -> None:
+        self.world = real_world(network)
+        self.peer_id = peer_id
+        self._host, self._encrypted = host, encrypted
+        self._port = 0
+        self._groups: dict[str, _Group] = {}
+        self.loop = asyncio.get_running_loop()
+
+    async def listen(self) -> None:
+        host = "0.0.0.0" if self._encrypted else LOOPBACK  # noqa: S104 - other machines connect
+        server = await serve(
+            self.world.network, host, 0, decide=self._decide, serve=self._serve, on_problem=lambda *_: None
+        )
+        self._port = server.address[1]
+
+    def join(
+        self, store: Store, group: str, rank: int, size: int, names: Sequence[str], timeout_s: float
+    ) -> RingOperations:
+        """Form the ring of a group; blocks the calling thread until all members are there.
+
+        Args:
+            store: of this group only.
+            names: of its members, for messages.
+
+        Raises:
+            UserError: members on different machines need an encrypted network.
+            ProtocolError: the store holds what no member has written.
+            NetworkError, Refused: see ``RingSession.form``.
+        """
+        round_of_store = store.add(f"joined/{rank}", 1)  # the group may have existed before, in the same store
+        own = {"peer": self.peer_id, "host": self._host, "port": self._port, "machine": _machine()}
+        store.set(f"{round_of_store}/{rank}", json.dumps(own))
+        keys = [f"{round_of_store}/{other}" for other in range(size)]
+        store.wait(keys, timedelta(seconds=timeout_s))
+        places = [_place_untrusted(store.get(key)) for key in keys]
+        away = next((index for index, place in enumerate(places) if place["machine"] != own["machine"]), None)
+        if away is not None and not self._encrypted:
+            raise UserError(
+                f"{names[away]} runs on another machine, and connections between machines must be encrypted",
+                remedy="set P2PTRAIN_TICKET to a ticket of a seed on all of them: p2ptrain ticket new, at the seed",
+            )
+        members = tuple(
+            instance_untrusted(
+                MemberRecord,
+                {
+                    "peer_id": place["peer"],
+                    "name": names[index],
+                    "host": LOOPBACK if place["machine"] == own["machine"] else place["host"],
+                    "port": place["port"],
+                    "first": index,
+                    "count": 1,
+                    "healthy": True,
+                },
+            )
+            for index, place in enumerate(places)
+        )
+        job = hashlib.blake2b(f"{group} {[item.peer_id for item in members]}".encode(), digest_size=12).hexdigest()
+        view = View(job, round_of_store, 0, "0" * 32, members, heartbeat_s=HEARTBEAT_S, death_s=SILENCE_S)
+        joined = self._groups[job] = _Group(self, view, rank)
+        try:
+            session = self._run(joined.form(timeout_s))
+        except BaseException:
+            self._groups.pop(job, None)
+            raise
+        return RingOperations(self.loop, session, direct=joined.direct, leave=lambda: self._leave(job))
+
+    def close(self) -> None:
+        for job in list(self._groups):
+            self._leave(job)
+
+    def _leave(self, job: str) -> None:
+        group = self._groups.pop(job, None)
+        if group is not None:
+            with contextlib.suppress(TimeoutError, RuntimeError):
+                asyncio.run_coroutine_threadsafe(group.leave(), self.loop).result(LEAVE_S)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    async def _decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
+        group = self._groups.get(hello.job)
+        if group is None:
+            return Refuse(RefusalCode.BUSY, "this process has not formed that group yet", "try again")
+        direct = hello.capabilities.get("channel") == CHANNEL
+        refusal = group.direct.decide(hello) if direct else group.inbound.decide(hello)
+        return refusal or local_welcome(peer_id=self.peer_id, name=group.name, wall=self.world.clock.wall())
+
+    async def _serve(self, connection: Connection, hello: Hello) -> None:
+        group = self._groups.get(hello.job)
+        if group is None:
+            return
+        if hello.capabilities.get("channel") == CHANNEL:
+            await group.direct.serve(connection, hello)
+        else:
+            await group.inbound.offer(connection, hello)
+
+
+def start_host(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None,
+    reach: Callable[[str], Awaitable[tuple[Network, str, bool]]],
+) -> GroupHost:
+    """Start the thread of this process's groups. It leaves all groups when the process ends.
+
+    Args:
+        reach: peer id → the network, this machine's address for the others, and whether the network is encrypted.
+
+    Raises what ``reach`` raises, and ``UserError`` if no port is free.
+    """
+    started: Future[GroupHost] = Future()
+
+    async def live() -> None:
+        try:
+            peer_id = new_id()
+            network, address, encrypted = await reach(peer_id)
+            host = GroupHost(network, address, peer_id, encrypted=encrypted)
+            await host.listen()
+        except BaseException as error:  # noqa: BLE001 - carried to the caller
+            started.set_exception(error)
+            return
+        started.set_result(host)
+        await asyncio.Event().wait()
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(live())
+
+    threading.Thread(target=run, name="process groups", daemon=True).start()
+    host = started.result()
+    atexit.register(host.close)
+    return host
+
+
+def _machine() -> str:
+    """Equal for processes that reach each other over the loopback."""
+    marks = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # only Linux has them
+        marks.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        marks.append(str(os.stat("/proc/self/ns/net").st_ino))
+    return "/".join(marks)
+
+
+def _place_untrusted(written: bytes) -> dict[str, Any]:
+    try:
+        place = json.loads(written)
+        return {"peer": place["peer"], "host": place["host"], "port": place["port"], "machine": place["machine"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ProtocolError("the store of the process group holds what no member has written") from error

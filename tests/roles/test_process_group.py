@@ -1,0 +1,304 @@
+"""Every operation of the process group, with values, for every type and reduction."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import AllgatherOptions
+
+from tests.roles.process_groups import everyone, group, new_group
+
+SIZES = [1, 2, 3, 5]
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
+MOVED = [*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn]
+NUMELS = [0, 1, 7, 60_000]  # the last one is not a small operation, and has several sub-chunks
+OPS = {
+    "sum": (dist.ReduceOp.SUM, lambda all_: all_.sum(0)),
+    "avg": (dist.ReduceOp.AVG, lambda all_: all_.sum(0) / len(all_)),
+    "product": (dist.ReduceOp.PRODUCT, lambda all_: all_.prod(0)),
+    "min": (dist.ReduceOp.MIN, lambda all_: all_.amin(0)),
+    "max": (dist.ReduceOp.MAX, lambda all_: all_.amax(0)),
+    "band": (dist.ReduceOp.BAND, lambda all_: _bitwise(torch.bitwise_and, all_)),
+    "bor": (dist.ReduceOp.BOR, lambda all_: _bitwise(torch.bitwise_or, all_)),
+    "bxor": (dist.ReduceOp.BXOR, lambda all_: _bitwise(torch.bitwise_xor, all_)),
+}
+OF_BITS = {"band", "bor", "bxor"}
+CASES = [
+    *((name, dtype) for name in OPS if name not in OF_BITS for dtype in FLOATS),
+    *((name, dtype) for name in OPS if name != "avg" for dtype in INTEGERS),
+    *((name, torch.bool) for name in ("band", "bor", "bxor", "min", "max")),
+]
+
+
+def _bitwise(operation: Any, rows: torch.Tensor) -> torch.Tensor:
+    result = rows[0]
+    for row in rows[1:]:
+        result = operation(result, row)
+    return result
+
+
+def values(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Small whole numbers, whose sums and products every type holds exactly, but for float16's range."""
+    draw = torch.Generator().manual_seed(seed)
+    least = 0 if dtype in (torch.bool, torch.uint8) else -2
+    drawn = torch.randint(least, 2 if dtype == torch.bool else 3, shape, generator=draw)
+    return (drawn + 1j * drawn if dtype.is_complex else drawn).to(dtype)
+
+
+def options(kind: Any, **fields: Any) -> Any:
+    made = kind()
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+def expected(reduction: str, rows: torch.Tensor) -> torch.Tensor:
+    dtype = rows.dtype
+    exact = rows.to(torch.float64) if dtype.is_floating_point else rows.to(torch.int64)
+    result = OPS[reduction][1](exact)
+    return result.to(dtype) if dtype != torch.bool else result.bool()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("reduction", "dtype"), CASES, ids=str)
+def test_reductions(size: int, reduction: str, dtype: torch.dtype) -> None:
+    members, op = group(size), OPS[reduction][0]
+    for numel in NUMELS:
+        rows = values(dtype, size, numel)
+        reduced = expected(reduction, rows)
+        buffers = [row.clone() for row in rows]
+        everyone(members, lambda m, b=buffers: m.allreduce([b[m.rank()]], options(c10d.AllreduceOptions, reduceOp=op)))
+        assert all(torch.equal(buffer, reduced) for buffer in buffers)
+
+        buffers, root = [row.clone() for row in rows], size - 1
+        opts = options(c10d.ReduceOptions, reduceOp=op, rootRank=root)
+        everyone(members, lambda m, b=buffers, o=opts: m.reduce([b[m.rank()]], o))
+        assert torch.equal(buffers[root], reduced)
+        assert all(torch.equal(buffers[rank], rows[rank]) for rank in range(root)), "only the root's tensor changes"
+
+        sources = values(dtype, size, size * numel, seed=1)
+        before, outputs = sources.clone(), [torch.empty(numel, dtype=dtype) for _ in members]
+        opts = options(c10d.ReduceScatterOptions, reduceOp=op)
+        everyone(members, lambda m, o=outputs, s=sources, p=opts: m._reduce_scatter_base(o[m.rank()], s[m.rank()], p))
+        parts = expected(reduction, sources).chunk(size) if numel else outputs
+        assert all(torch.equal(output, part) for output, part in zip(outputs, parts, strict=True))
+        assert torch.equal(sources, before), "the input stays as it is"
+        for output in outputs:
+            output.zero_()
+        everyone(
+            members,
+            lambda m, o=outputs, s=sources, p=opts, n=numel: m.reduce_scatter(
+                [o[m.rank()]], [list(s[m.rank()].reshape(m.size(), n))], p
+            ),
+        )
+        assert all(torch.equal(output, part) for output, part in zip(outputs, parts, strict=True))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", MOVED, ids=str)
+def test_moves(size: int, dtype: torch.dtype) -> None:
+    members = group(size)
+    for numel in NUMELS:
+        rows, root = values(dtype, size, numel), size // 2
+        bits = rows.view(torch.uint8) if dtype == torch.float8_e4m3fn else rows
+
+        def same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+            if got.dtype == torch.float8_e4m3fn:
+                got, wanted = got.view(torch.uint8), wanted.view(torch.uint8)
+            return torch.equal(got, wanted)
+
+        lists = [[torch.empty(numel, dtype=dtype) for _ in members] for _ in members]
+        everyone(members, lambda m, o=lists, r=rows: m.allgather([o[m.rank()]], [r[m.rank()]], AllgatherOptions()))
+        assert all(same(got, row) for outputs in lists for got, row in zip(outputs, rows, strict=True))
+
+        outputs = [torch.empty(size * numel, dtype=dtype) for _ in members]
+        everyone(members, lambda m, o=outputs, r=rows: m._allgather_base(o[m.rank()], r[m.rank()], AllgatherOptions()))
+        assert all(same(output, rows.reshape(-1)) for output in outputs)
+
+        buffers = [row.clone() for row in rows]
+        opts = options(c10d.BroadcastOptions, rootRank=root)
+        everyone(members, lambda m, b=buffers, o=opts: m.broadcast([b[m.rank()]], o))
+        assert all(same(buffer, rows[root]) for buffer in buffers)
+
+        gathered, opts = [torch.empty(numel, dtype=dtype) for _ in members], options(c10d.GatherOptions, rootRank=root)
+        everyone(
+            members,
+            lambda m, g=gathered, r=rows, o=opts, t=root: m.gather([g] if m.rank() == t else [], [r[m.rank()]], o),
+        )
+        assert all(same(got, row) for got, row in zip(gathered, rows, strict=True))
+
+        buffers, opts = [torch.empty(numel, dtype=dtype) for _ in members], options(c10d.ScatterOptions, rootRank=root)
+        everyone(
+            members,
+            lambda m, b=buffers, r=rows, o=opts, t=root: m.scatter(
+                [b[m.rank()]], [list(r)] if m.rank() == t else [], o
+            ),
+        )
+        assert all(same(buffer, row) for buffer, row in zip(buffers, rows, strict=True))
+
+        sources = [values(dtype, size * numel, seed=rank) for rank in range(size)]
+        outputs = [torch.empty(size * numel, dtype=dtype) for _ in members]
+        everyone(members, lambda m, o=outputs, s=sources: m.alltoall_base(o[m.rank()], s[m.rank()], [], []))
+        for rank, output in enumerate(outputs):
+            wanted = [source.view(torch.uint8).reshape(size, -1)[rank] for source in sources]
+            assert torch.equal(output.view(torch.uint8), torch.cat(wanted))
+        assert bits.shape == rows.shape
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_uneven_all_to_all(size: int) -> None:
+    members = group(size)
+    counts = [[(source + 2 * target) % 4 for target in range(size)] for source in range(size)]
+    sources = [values(torch.float32, sum(counts[rank]), 3, seed=rank) for rank in range(size)]
+    taken = [[counts[source][rank] for source in range(size)] for rank in range(size)]
+    outputs = [torch.empty(sum(taken[rank]), 3) for rank in range(size)]
+    everyone(
+        members, lambda m: m.alltoall_base(outputs[m.rank()], sources[m.rank()], taken[m.rank()], counts[m.rank()])
+    )
+    pieces = [source.split(counts[rank]) for rank, source in enumerate(sources)]
+    for rank in range(size):
+        assert torch.equal(outputs[rank], torch.cat([pieces[source][rank] for source in range(size)]))
+    lists = [[torch.empty(count, 3) for count in taken[rank]] for rank in range(size)]
+    everyone(members, lambda m: m.alltoall(lists[m.rank()], list(pieces[m.rank()])))
+    assert all(torch.equal(lists[r][s], pieces[s][r]) for r in range(size) for s in range(size))
+
+
+def test_messages_are_matched_by_source_and_tag() -> None:
+    members = group(3)
+    sent = [torch.full((5,), float(value)) for value in range(4)]
+    got = [torch.empty(5) for _ in range(4)]
+    sends = [members[0].send([sent[0]], 2, 7), members[0].send([sent[1]], 2, 8), members[1].send([sent[2]], 2, 7)]
+    receives = [members[2].recv([got[1]], 0, 8), members[2].recv([got[2]], 1, 7), members[2].recv([got[0]], 0, 7)]
+    for work in [*sends, *receives]:
+        work.wait()
+    assert all(torch.equal(got[index], sent[index]) for index in range(3))
+    anyone = members[2].recv_anysource([got[3]], 9)
+    assert not anyone.is_completed()
+    members[1].send([sent[3]], 2, 9).wait()
+    anyone.wait()
+    assert (anyone.source_rank(), float(got[3][0])) == (1, 3.0)
+
+
+def test_messages_of_one_tag_keep_their_order() -> None:
+    members = group(2)
+    sent, got = [torch.full((3,), float(value)) for value in range(50)], [torch.empty(3) for _ in range(50)]
+    works = [members[0].send([tensor], 1, 0) for tensor in sent] + [members[1].recv([tensor], 0, 0) for tensor in got]
+    for work in works:
+        work.wait()
+    assert torch.equal(torch.stack(got), torch.stack(sent))
+
+
+def test_a_message_of_another_size_fails_at_both_ends() -> None:
+    members = new_group(2)
+    send, receive = members[0].send([torch.zeros(4)], 1, 0), members[1].recv([torch.zeros(5)], 0, 0)
+    with pytest.raises(RuntimeError, match="rank 0 sent 16 bytes with tag 0, but 20 are to be received"):
+        receive.wait()
+    with pytest.raises(RuntimeError, match=r"lost rank 1: .* 20 are to be received"):
+        send.wait()
+
+
+def test_tensors_that_are_not_contiguous() -> None:
+    members = group(2)
+    bases = [torch.full((4, 6), float(rank)) for rank in range(2)]
+    views = [base.t()[1:3] for base in bases]
+    everyone(members, lambda m: m.allreduce([views[m.rank()]]))
+    assert all(torch.equal(view, torch.ones(2, 4)) for view in views)
+    assert [float(base.sum()) for base in bases] == [8.0, 24.0], "elements beside the view stay"
+    outputs = [[torch.zeros(4, 2).t(), torch.zeros(2, 4)] for _ in members]
+    everyone(members, lambda m: m.allgather([outputs[m.rank()]], [torch.full((2, 4), float(m.rank()))]))
+    assert all(
+        torch.equal(output, torch.full((2, 4), float(rank))) for row in outputs for rank, output in enumerate(row)
+    )
+
+
+def test_coalesced_operations_and_barriers() -> None:
+    members = group(3)
+    pairs = [[torch.full((count,), float(m.rank())) for count in (2, 9)] for m in members]
+    everyone(members, lambda m: m.allreduce_coalesced(pairs[m.rank()]))
+    assert all(torch.equal(tensor, torch.full_like(tensor, 3.0)) for pair in pairs for tensor in pair)
+    outputs = [[torch.empty(6), torch.empty(27)] for _ in members]
+    everyone(members, lambda m: m.all_gather_single_coalesced(outputs[m.rank()], pairs[m.rank()]))
+    assert all(bool((tensor == 3).all()) for pair in outputs for tensor in pair)
+    sums = [[torch.empty(2), torch.empty(9)] for _ in members]
+    everyone(members, lambda m: m.reduce_scatter_single_coalesced(sums[m.rank()], outputs[m.rank()]))
+    assert all(bool((tensor == 9).all()) for pair in sums for tensor in pair)
+    early = [member.barrier() for member in members[:2]]
+    assert not any(work.is_completed() for work in early)
+    everyone([members[2]], lambda m: m.barrier())
+    for work in early:
+        work.wait()
+
+
+def test_futures_have_the_tensors_and_their_callbacks_may_use_the_group() -> None:
+    members = group(2)
+    tensors = [torch.ones(3) for _ in members]
+
+    def again(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        rank = next(rank for rank, tensor in enumerate(tensors) if tensor is future.value()[0])
+        members[rank].allreduce([tensors[rank]]).wait()
+        return tensors[rank]
+
+    futures = [member.allreduce([tensors[member.rank()]]).get_future().then(again) for member in members]
+    assert [future.wait().tolist() for future in futures] == [[4.0] * 3] * 2
+
+
+def test_what_is_refused_before_anything_is_sent() -> None:
+    member = group(2)[0]
+    floats, ints = torch.ones(3), torch.ones(3, dtype=torch.int64)
+    refused = [
+        (lambda: member.allreduce([ints], options(c10d.AllreduceOptions, reduceOp=dist.ReduceOp.AVG)), "a mean"),
+        (lambda: member.allreduce([torch.ones(3, dtype=torch.complex64)]), "'complex64' cannot be reduced"),
+        (lambda: member.allreduce([floats, floats]), "2 tensors where one is expected"),
+        (lambda: member.allreduce([floats.to_sparse()]), "dense tensors on the CPU"),
+        (lambda: member._allgather_base(torch.ones(5), floats), "an output of 5 elements"),
+        (lambda: member._reduce_scatter_base(floats, torch.ones(5)), "5 elements of torch.float32 for 2 outputs"),
+        (lambda: member.allgather([[floats]], [floats]), "2 tensors of 3 elements"),
+        (lambda: member.alltoall_base(floats, floats, [], []), "3 rows cannot be split evenly"),
+    ]
+    for act, match in refused:
+        with pytest.raises(ValueError, match=match):
+            act()
+    bits = options(c10d.AllreduceOptions, reduceOp=dist.ReduceOp.BAND)
+    for work in [each.allreduce([torch.ones(3)], bits) for each in group(2)]:
+        with pytest.raises(ValueError, match="bitwise_and is for integers"):
+            work.wait()
+    everyone(group(2), lambda m: m.allreduce([torch.ones(3)]))
+
+
+def test_an_operation_that_does_not_end_in_time_names_who_is_late() -> None:
+    members = new_group(2, timeout=timedelta(seconds=0.3))
+    with pytest.raises(RuntimeError, match=r"left neighbour rank 1: sent no part of the all-reduce for 0.3 s"):
+        members[0].allreduce([torch.ones(3)]).wait()
+    members = new_group(2, timeout=timedelta(seconds=0.3))
+    with pytest.raises(RuntimeError, match=r"no message with tag 4 within 0.3 s"):
+        members[0].recv([torch.ones(3)], 1, 4).wait()
+    with pytest.raises(RuntimeError, match=r"no message with tag 4 within 0.3 s"):
+        members[0].send([torch.ones(3)], 1, 4).wait()
+    work = new_group(2)[0].barrier()
+    with pytest.raises(RuntimeError, match="timed out"):
+        work.wait(timedelta(seconds=0.1))
+
+
+def test_a_member_that_left_fails_what_needs_it_and_nothing_else() -> None:
+    members = new_group(3)
+    tensor = torch.zeros(2)
+    last = members[2].send([torch.ones(2)], 0, 0)
+    members[0].recv([tensor], 2, 0).wait()
+    last.wait()
+    waiting = [members[0].allreduce([torch.ones(2)]), members[0].recv([tensor], 2, 0)]
+    members[2].shutdown()
+    for work in waiting:
+        with pytest.raises(RuntimeError, match="rank 2"):
+            work.wait()
+    with pytest.raises(RuntimeError, match="rank 2"):
+        members[0].recv([tensor], 2, 0).wait()
+    works = [members[1].send([torch.full((2,), 5.0)], 0, 1), members[0].recv([tensor], 1, 1)]
+    for work in works:
+        work.wait()
+    assert tensor.tolist() == [5.0, 5.0]
