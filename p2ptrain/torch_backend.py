@@ -25,7 +25,7 @@ def autoload() -> None:
     import torch.distributed as dist
 
     if dist.is_available():
-        dist.Backend.register_backend("p2p", _create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend("p2p", _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(options: Any, backend_options: Any) -> RingProcessGroup:

@@ -2,7 +2,7 @@
 
 The operations (``Operations``) come from the owner: the backend ``p2p`` (``p2ptrain.torch_backend``), or a worker whose
 replica is sharded. This module translates: tensors to arrays that share their memory, torch's options to arguments, and
-pending operations to torch's ``Work``. A tensor that is not contiguous travels as a copy.
+pending operations to torch's ``Work``. A tensor that is not contiguous, or on a GPU, travels as a copy.
 
 ``ProcessGroup`` calls some methods from C++ and finds others as attributes, under old and new names. So both exist.
 """
@@ -223,7 +223,7 @@ class RingProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        return [torch.device(kind) for kind in ("cpu", "cuda") if kind == "cpu" or torch.cuda.is_available()]
 
     def _get_backend(self, device: torch.device) -> RingProcessGroup:
         return self
@@ -291,7 +291,7 @@ class RingProcessGroup(dist.ProcessGroup):
     def _scattered(self, output: torch.Tensor, source: Array, opts: Any) -> RingWork:
         opts = opts or c10d.ReduceScatterOptions()
         reduction, timeout_s = _reduction(opts.reduceOp), self._seconds(opts)
-        into, put_back = _flat(output)
+        into, put_back = _flat(output, read=False)
         pending = self._operations.reduce_scatter(source, into, _dtype(output), reduction, timeout_s, put_back)
         return RingWork([pending], [output])
 
@@ -312,11 +312,12 @@ class RingProcessGroup(dist.ProcessGroup):
         own = _flat(tensor)[0]
         gathered = np.empty((self._own_size, own.size), own.dtype)
         gathered[self._own_rank] = own
-        targets = [_stored(part) for part in parts]
+        targets = [_flat(part, read=False) for part in parts]
 
         def done() -> None:
-            for target, row in zip(targets, gathered, strict=True):
-                target[...] = row.reshape(target.shape)
+            for (target, put_back), row in zip(targets, gathered, strict=True):
+                target[:] = row
+                put_back()
 
         opts = opts or AllgatherOptions()
         pending = self._operations.all_gather(gathered.reshape(-1), self._seconds(opts), done)
@@ -335,10 +336,11 @@ class RingProcessGroup(dist.ProcessGroup):
                 f"all_gather: an output of {output.numel()} elements of {output.dtype} for {self._own_size} inputs of "
                 f"{source.numel()} of {source.dtype}"
             )
-        array, put_back = _flat(output)
+        array, put_back = _flat(output, read=False)
         own, start = _flat(source)[0], self._own_rank * source.numel()
         place = array[self._own_rank * own.size : (self._own_rank + 1) * own.size]
-        if output.data_ptr() + start * output.element_size() != source.data_ptr():
+        on_host = output.device.type == "cpu"
+        if not on_host or output.data_ptr() + start * output.element_size() != source.data_ptr():
             place[:] = own
         pending = self._operations.all_gather(array, self._seconds(opts or AllgatherOptions()), put_back)
         return RingWork([pending], [output])
@@ -374,7 +376,7 @@ class RingProcessGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[torch.Tensor], src: int | None, tag: int = 0) -> RingWork:
         [tensor] = tensors
-        array, put_back = _flat(tensor)
+        array, put_back = _flat(tensor, read=False)
         message = Message(array, src, tag)
         return RingWork([self._operations.exchange([], [message], self._timeout.total_seconds(), put_back)], tensors)
 
@@ -412,7 +414,7 @@ class RingProcessGroup(dist.ProcessGroup):
         input_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> RingWork:
-        into, put_back = _flat(output)
+        into, put_back = _flat(output, read=False)
         parts = _split(into, output, output_sizes, self._own_size)
         sends = _split(_flat(source)[0], source, input_sizes, self._own_size)
         return self._exchange(parts, sends, opts or c10d.AllToAllOptions(), put_back, [output])
@@ -426,7 +428,7 @@ class RingProcessGroup(dist.ProcessGroup):
         opts: Any,
     ) -> RingWork:
         """Send ``inputs[r]`` to rank r, and receive ``outputs[r]`` from it; None: nothing."""
-        targets = [None if output is None else _flat(output) for output in outputs]
+        targets = [None if output is None else _flat(output, read=False) for output in outputs]
 
         def put_back() -> None:
             for target in targets:
@@ -513,9 +515,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _stored(tensor: torch.Tensor) -> Array:
-    """The tensor's memory as an array of its shape, of unsigned or signed integers of the elements' size."""
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        raise ValueError(f"the backend {NAME} takes dense tensors on the CPU, not {tensor.layout} on {tensor.device}")
+    """The memory of a tensor on the CPU, as an array of its shape, of integers of the elements' size."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -523,8 +523,15 @@ def _stored(tensor: torch.Tensor) -> Array:
     return array
 
 
-def _flat(tensor: torch.Tensor) -> tuple[Array, Done]:
-    """A contiguous array, shape (numel,), and what copies it back into the tensor if it is a copy."""
+def _flat(tensor: torch.Tensor, *, read: bool = True) -> tuple[Array, Done]:
+    """A contiguous array, shape (numel,), and what copies it back into the tensor if it is a copy, as for a GPU's.
+
+    ``read``: False if the old elements do not count.
+    """
+    if tensor.layout != torch.strided:
+        raise ValueError(f"the backend {NAME} takes dense tensors, not {tensor.layout}")
+    if tensor.device.type != "cpu":
+        return _on_host(tensor, read=read)
     stored = _stored(tensor)
     if stored.flags.c_contiguous:
         return stored.reshape(-1), _nothing
@@ -534,6 +541,19 @@ def _flat(tensor: torch.Tensor) -> tuple[Array, Done]:
         stored[...] = flat.reshape(stored.shape)
 
     return flat, put_back
+
+
+def _on_host(tensor: torch.Tensor, *, read: bool) -> tuple[Array, Done]:
+    own = tensor.detach()
+    host = torch.empty(own.shape, dtype=own.dtype)
+    if read:
+        host.copy_(own)  # waits for what the current stream computes
+
+    def put_back() -> None:
+        own.copy_(host)
+        torch.accelerator.synchronize(own.device)  # the reader's stream does not know this thread's
+
+    return _stored(host).reshape(-1), put_back
 
 
 def _check_parts(parts: Sequence[torch.Tensor], size: int, like: torch.Tensor) -> None:

@@ -248,6 +248,21 @@ def test_futures_have_the_tensors_and_their_callbacks_may_use_the_group() -> Non
     assert [future.wait().tolist() for future in futures] == [[4.0] * 3] * 2
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tensors_on_a_gpu_travel_as_copies() -> None:
+    members = group(2)
+    tensors = [torch.full((5,), member.rank() + 1.0, device="cuda") for member in members]
+    outputs = [torch.zeros(10, device="cuda") for _ in members]
+    parts = [[torch.zeros(5, device="cuda") for _ in members] for _ in members]
+    everyone(members, lambda m: m._allgather_base(outputs[m.rank()], tensors[m.rank()]))
+    everyone(members, lambda m: m.allgather([parts[m.rank()]], [tensors[m.rank()]]))
+    everyone(members, lambda m: m._reduce_scatter_base(tensors[m.rank()], outputs[m.rank()]))
+    everyone(members, lambda m: m.allreduce([outputs[m.rank()]]))
+    assert [tensor.tolist() for tensor in tensors] == [[2.0] * 5, [4.0] * 5]
+    assert [output.tolist() for output in outputs] == [[2.0] * 5 + [4.0] * 5] * 2
+    assert [[it.tolist() for it in part] for part in parts] == [[[1.0] * 5, [2.0] * 5]] * 2
+
+
 def test_what_is_refused_before_anything_is_sent() -> None:
     member = group(2)[0]
     floats, ints = torch.ones(3), torch.ones(3, dtype=torch.int64)
@@ -255,7 +270,7 @@ def test_what_is_refused_before_anything_is_sent() -> None:
         (lambda: member.allreduce([ints], options(c10d.AllreduceOptions, reduceOp=dist.ReduceOp.AVG)), "a mean"),
         (lambda: member.allreduce([torch.ones(3, dtype=torch.complex64)]), "'complex64' cannot be reduced"),
         (lambda: member.allreduce([floats, floats]), "2 tensors where one is expected"),
-        (lambda: member.allreduce([floats.to_sparse()]), "dense tensors on the CPU"),
+        (lambda: member.allreduce([floats.to_sparse()]), "takes dense tensors"),
         (lambda: member._allgather_base(torch.ones(5), floats), "an output of 5 elements"),
         (lambda: member._reduce_scatter_base(floats, torch.ones(5)), "5 elements of torch.float32 for 2 outputs"),
         (lambda: member.allgather([[floats]], [floats]), "2 tensors of 3 elements"),
