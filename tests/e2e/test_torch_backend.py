@@ -1,0 +1,177 @@
+"""Scripts that use the backend ``p2p`` of torch.distributed, in real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Machine
+
+ROOT = Path(__file__).parent.parent.parent
+DEADLINE_S = 120
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What a process needs to load the backend as if this tree were installed."""
+    place = tmp_path_factory.mktemp("installed")
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["torch.backends"]
+    installed = place / "p2ptrain_tested-0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: p2ptrain-tested\nVersion: 0\n")
+    lines = "\n".join(f"{name} = {target}" for name, target in points.items())
+    (installed / "entry_points.txt").write_text(f"[torch.backends]\n{lines}\n")
+    paths = [str(ROOT), str(place), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+
+
+def run(arguments: list[str], environment: dict[str, str], directory: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment,
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("example", "members"),
+    [
+        ("ddp", 2),
+        ("hsdp", 4),
+        pytest.param("fsdp2", 2, marks=slow),
+        pytest.param("tensor_parallel", 2, marks=slow),
+        pytest.param("dcp", 2, marks=slow),
+        pytest.param("powersgd", 2, marks=slow),
+        pytest.param("pipelining", 3, marks=slow),
+    ],
+)
+def test_examples_agree_with_one_process(
+    example: str, members: int, environment: dict[str, str], tmp_path: Path
+) -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(members)]
+    ended = run([*launch, str(ROOT / "examples" / f"{example}.py")], environment, tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert len(re.findall("differs from one process by", ended.stdout)) == members
+
+
+LOADED = """
+import sys
+import torch
+loaded = {"wire", "ring", "roles", "configs", "asyncio.runners", "p2ptrain.compute", "msgpack"} & set(sys.modules)
+assert not loaded - {"asyncio.runners"}, loaded
+import os, torch.distributed as dist
+def begin(name):
+    dist.init_process_group("p2p", store=dist.FileStore(name, 1), rank=0, world_size=1)
+try:
+    begin("first")
+except ImportError as error:
+    print(error)
+os.rename("ring.py", "other.py")
+sys.path_importer_cache.clear()
+begin("second")
+tensor = torch.ones(3)
+dist.all_reduce(tensor)
+print(dist.get_backend(), tensor.tolist())
+"""
+
+
+def test_the_backend_loads_beside_files_that_have_the_names_of_its_packages(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "__init__.py").write_text("raise RuntimeError('the configs of the user')")
+    (tmp_path / "ring.py").write_text("raise RuntimeError('the ring of the user')")
+    ended = run(["-c", LOADED], environment, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    error, reduced = ended.stdout.splitlines()
+    assert error.startswith(f"the backend p2p cannot be used: {tmp_path}/ring.py hides the package 'ring' of p2ptrain.")
+    assert reduced == "p2p [1.0, 1.0, 1.0]"
+
+
+KILLED = """
+import json, os, signal, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+
+def member(rank, report):
+    dist.init_process_group("p2p", store=dist.FileStore("store", 3), rank=rank, world_size=3)
+    pair = dist.new_group([0, 1])
+    dist.barrier()
+    if rank == 2:
+        os.write(report, b"ready")
+        signal.pause()
+    works = {"all-reduce": dist.all_reduce(torch.ones(3), async_op=True)}
+    works["from a living member"] = dist.irecv(torch.ones(3), 1 - rank)
+    works["from the dead one"] = dist.irecv(torch.ones(3), 2)
+    os.write(report, b"ready")
+    said = {}
+    for name, work in works.items():
+        try:
+            work.wait()
+        except dist.DistBackendError as error:
+            said[name] = str(error)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=pair)
+    said["of the others"] = tensor.tolist()
+    os.write(report, json.dumps(said).encode())
+
+children, pipes = [], []
+for rank in range(3):
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        member(rank, writing)
+        sys.exit()
+    os.close(writing)
+    children.append(child)
+    pipes.append(reading)
+for pipe in pipes:
+    assert os.read(pipe, 5) == b"ready"
+os.kill(children[2], signal.SIGKILL)
+print(json.dumps([json.loads(os.read(pipe, 1 << 16)) for pipe in pipes[:2]]))
+"""
+
+
+def test_a_killed_member_fails_all_that_is_pending_by_name(environment: dict[str, str], tmp_path: Path) -> None:
+    ended = run(["-c", KILLED], environment, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    for said in json.loads(ended.stdout):
+        assert said.pop("of the others") == [2.0] * 3
+        assert set(said) == {"all-reduce", "from a living member", "from the dead one"}
+        assert all("rank 2" in error for error in said.values()), said
+
+
+ENCRYPTED = """
+import sys, torch, torch.distributed as dist
+rank = int(sys.argv[1])
+dist.init_process_group("p2p", store=dist.FileStore("store", 2), rank=rank, world_size=2)
+tensor = torch.full((100_000,), float(rank))
+dist.all_reduce(tensor)
+(dist.send if rank else dist.recv)(tensor, 1 - rank)
+from p2ptrain import torch_backend
+print(type(torch_backend._host.world.network).__name__, tensor.mean().item())
+"""
+
+
+@pytest.mark.slow
+async def test_a_ticket_encrypts_the_group(machine: Machine, environment: dict[str, str], tmp_path: Path) -> None:
+    seed = await machine.start("seed", "--tls", "--port", "0", "--state", str(tmp_path / "seed"))
+    ticket = (await seed.until(r"^p2ptrain join (\S+)$"))[1]
+    env = environment | {"P2PTRAIN_TICKET": ticket}
+    members = [asyncio.to_thread(run, ["-c", ENCRYPTED, str(rank)], env, tmp_path) for rank in range(2)]
+    ended = await asyncio.gather(*members)
+    assert [member.stdout for member in ended] == ["TlsNetwork 1.0\n"] * 2, ended
