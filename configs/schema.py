@@ -55,10 +55,11 @@ class Table(BaseModel):
 class Job(Table):
     """The run as a whole."""
 
-    strategy: Literal["sync", "pipeline", "local", "federated"] = "sync"
+    strategy: Literal["sync", "pipeline", "sharded", "local", "federated"] = "sync"
     """What members exchange: 'sync' reduces the gradients of every step; 'pipeline' also splits the model over several
-    workers (see [pipeline]); 'local' exchanges rarely, after many steps of each member on its own (see [local]);
-    'federated' averages the models of workers that train on their own texts (see [federated])."""
+    workers by its layers (see [pipeline]), 'sharded' by the rows of its tensors (see [sharded]); 'local' exchanges
+    rarely, after many steps of each member on its own (see [local]); 'federated' averages the models of workers that
+    train on their own texts (see [federated])."""
     steps: int = Field(default=400, ge=1, le=10**9)
     """Optimizer steps of the whole run."""
     seed: int = Field(default=1337, ge=0, lt=2**63)
@@ -165,6 +166,20 @@ class Pipeline(Table):
     """Compute the hidden states of a part again in its backward pass, rather than keep them."""
     max_in_flight: int = Field(default=0, ge=0, le=65536)
     """Most micro-batches that a part holds at a time; 0: set by the schedule."""
+
+
+class Sharded(Table):
+    """Strategy 'sharded' (FSDP2), for a model whose layers fit a worker one at a time, but not all at once with their
+    gradients and moments. The workers of a replica hold some rows of every tensor each. They gather a layer before
+    they compute it, each for micro-batches of its own. Replicas share the micro-batches."""
+
+    shards: int = Field(default=2, ge=2, le=256)
+    """Workers that hold a replica of the model together."""
+    accumulate: bool = True
+    """Keep whole gradients until the last micro-batch of a step, and sum them over the replica once. false: after every
+    micro-batch. Then gradients, too, take 1/shards of the memory, but they are sent more often."""
+    offload: bool = False
+    """With a GPU: keep parameters, gradients and moments in the host's memory, and update them there."""
 
 
 class Local(Table):
@@ -338,6 +353,7 @@ class Profile(Table):
     data: Data = Data()
     batch: Batch = Batch()
     pipeline: Pipeline = Pipeline()
+    sharded: Sharded = Sharded()
     local: Local = Local()
     federated: Federated = Federated()
     optimizer: Optimizer = Optimizer()
@@ -357,8 +373,8 @@ class Profile(Table):
 
     @property
     def stages(self) -> int:
-        """Number of parts of the model; 1 if it is not split."""
-        return max(self.pipeline.stages, 1)
+        """Number of parts of the model, stages or shards; 1 if it is not split."""
+        return self.sharded.shards if self.job.strategy == "sharded" else max(self.pipeline.stages, 1)
 
     def value(self, key: str) -> Any:
         """The value of a dotted key, such as ``optimizer.lr``."""
@@ -420,6 +436,8 @@ def _check(profile: Profile) -> None:
         _check_cuts(profile)
     else:
         _check_at_most(profile, "job.workers", "batch.micro_batches", why=": some workers would have no micro-batch")
+    if profile.job.strategy == "sharded":
+        _check_sharded(profile)
     if profile.job.workers // profile.stages > profile.batch.micro_batches:
         why = "more replicas than micro-batches, so some replicas would have none"
         remedy = f"job.workers at most {profile.batch.micro_batches * stages}"
@@ -469,6 +487,20 @@ def _check(profile: Profile) -> None:
         _check_at_most(profile, "drafter.layers", "model.layers", why=why)
         if profile.model.architecture not in RECURRENT:
             _check_heads(profile, "drafter")
+
+
+def _check_sharded(profile: Profile) -> None:
+    _check_at_most(profile, "sharded.shards", "job.workers", why=": each shard needs a worker")
+    for key, remedy in (("lora.rank", "lora.rank = 0"), ("model.freeze", "model.freeze = []")):
+        if profile.value(key):
+            why = "all parameters of a sharded model train"
+            raise _conflict(profile, key, "job.strategy", why=why, remedy=f"{remedy}, or strategy 'sync' or 'pipeline'")
+    if profile.data.private:
+        why = "the workers of a replica compute equally many micro-batches of one text"
+        raise _conflict(profile, "data.private", "job.strategy", why=why, remedy="data.private = false")
+    if profile.device.kind == "mps":
+        why = "FSDP2 runs on CPUs and on CUDA"
+        raise _conflict(profile, "device.kind", "job.strategy", why=why, remedy="device.kind = 'cpu'")
 
 
 def _check_lora(profile: Profile) -> None:

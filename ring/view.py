@@ -64,6 +64,11 @@ class View(ViewAnnounced):
         label = f"{self.job}{LABEL}{self.stage_of(rank)}"
         return replace(self, job=label, members=tuple(members), stages=1)
 
+    def replica_ring(self, rank: int) -> View:
+        """The ring of the members of one replica, as a view with a label of its own."""
+        label = f"{self.job}{LABEL}replica-{self.replica_of(rank)}"
+        return replace(self, job=label, members=self.replica(rank), stages=1)
+
     def rank_of(self, peer_id: str) -> int | None:
         for rank, member in enumerate(self.members):
             if member.peer_id == peer_id:

@@ -20,7 +20,7 @@ from ring.chain import Payload
 
 __all__ = [
     "WHOLE", "Applied", "Blob", "BuildPart", "Engine", "OnFinal", "PartBuilder", "PartEngine", "PartSpec", "Pass",
-    "Payload", "PipelineEngine", "Ran", "Sampling", "Stage", "StageEngine",
+    "Payload", "PipelineEngine", "Ran", "Sampling", "ShardedEngine", "Stage", "StageEngine",
 ]  # fmt: skip
 
 
@@ -211,6 +211,21 @@ class PipelineEngine(Engine, PartEngine, Protocol):
     def tied_gradient(self) -> npt.NDArray[np.float32] | None:
         """The slice of ``reduce_buffer``, shape (numel,), for the weight that the first and the last stage share; None
         on other stages, and if they share none."""
+
+
+class ShardedEngine(Engine, Protocol):
+    """The rows of a model that one member of a replica holds. All members of the replica call ``micro_batch`` and
+    ``validate`` equally often, at the same time: each call waits for the others, and for the ring of ``connect``."""
+
+    def connect(self, operations: Any) -> None:
+        """Exchange rows by ``operations`` from now on (``compute.process_group.Operations``)."""
+
+    def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None, *, counts: bool = True) -> None:
+        """See ``Engine.micro_batch``. ``counts``: whether it adds to the gradients and the loss.
+
+        Raises:
+            ConnectionLost: another member of the replica is lost.
+        """
 
 
 # -------------------------------------------------------------------------------------------------------------- serving

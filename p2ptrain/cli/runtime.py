@@ -169,7 +169,7 @@ async def create_job(client: SeedClient, name: str, label: str, profile: Profile
     from p2ptrain.cli.model_sizes import shape_of
 
     say = partial(console.event, "warning")
-    shape = await asyncio.to_thread(shape_of, profile, say) if profile.stages > 1 else None
+    shape = await asyncio.to_thread(shape_of, profile, say) if profile.pipeline.stages > 1 else None
     more = {} if shape is None else {"shape": shape.to_map()}
     job = await client.create_job(name, label, profile.to_spec(), **more)
     console.event("info", f"created job {name} ({job}) from profile {label}")

@@ -9,6 +9,9 @@ The files of all stages in one directory are an ordinary Hugging Face model. The
 whole model (configuration, tokenizer, index). A tied embedding matrix is only in the first stage's weights file. The
 last stage stores its copy beside its moments, so that each stage can resume from its own files alone.
 
+A shard writes its rows of every tensor and of every moment. Those of all shards are joined into the files of a whole
+model (``core.checkpoint_parts.join_rows``), from which any number of shards can resume, or none.
+
 Weights that do not train are written from the module's own memory. With LoRA the files are those of peft, without the
 model; the optimizer's file then has the adapters, too.
 """
@@ -18,7 +21,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -31,14 +34,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from p2ptrain.compute.flat import FlatModel, Segment
+from p2ptrain.compute.fsdp import ShardedModel
 from p2ptrain.compute.model import load_model
 from p2ptrain.compute.part import PartAssembly, PartModel
 from p2ptrain.compute.stage import StageSpec
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.tuning import Tuning
-from p2ptrain.core.checkpoint_parts import ADAPTER, shard_name, weights_index
+from p2ptrain.core.checkpoint_parts import ADAPTER, ROWS, shard_name, weights_index
 from p2ptrain.core.errors import StorageError
-from p2ptrain.core.tensor_files import ADAPTER_CONFIG, INDEX_FILE, header_of
+from p2ptrain.core.tensor_files import ADAPTER_CONFIG, INDEX_FILE, WEIGHTS_FILE, header_of
 from p2ptrain.core.training import BlobRange, FilePlan
 
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
@@ -109,6 +113,10 @@ class CheckpointFiles:
                 shard_name("optimizer", stage.stage, count),
                 shard_name("training", stage.stage, count, ".json"),
             )
+        if isinstance(flat, ShardedModel):
+            index, count = flat.shard.index, flat.shard.count
+            rows, moments = (shard_name(f"{ROWS}{kind}", index, count) for kind in ("model", "optimizer"))
+            names = (rows, moments, "training.json")
         self.weights, self.optimizer, self.training = names
         self._fixed: list[FilePlan] = []
 
@@ -123,6 +131,8 @@ class CheckpointFiles:
         """
         if not self._fixed:
             self._fixed = self._plans(moments)
+        if isinstance(self._flat, ShardedModel) and self._flat.shard.index:
+            return self._fixed  # the first shard writes the notes
         notes: dict[str, Any] = {"format": 1, "layout": self._flat.layout, "corpus": self._corpus, "step": step}
         if self._tuning.frozen_digest:
             notes["frozen"] = self._tuning.frozen_digest
@@ -148,8 +158,35 @@ class CheckpointFiles:
             raise StorageError(f"{directory / self.weights} has tensors of other shapes than this part")
         return found
 
+    def rows_in(self, directory: Path, moments: Collection[str]) -> tuple[str, dict[str, Tensor]]:
+        """The layout, and a shard's flat arrays, from its own checkpoint or from that of a whole model, of which only
+        its rows are read. Raises the readers' own errors."""
+        flat = cast(ShardedModel, self._flat)
+        own = (directory / self.optimizer).is_file()
+        arrays = {name: torch.zeros(flat.numel) for name in (PARAMETERS, *moments)}
+        with (
+            safe_open(directory / (self.weights if own else WEIGHTS_FILE), "pt") as weights,
+            safe_open(directory / (self.optimizer if own else "optimizer.safetensors"), "pt") as optimizer,
+        ):
+            stored = set(optimizer.keys())
+            for segment, (whole, (start, stop)) in zip(flat.segments, flat.rows(), strict=True):
+                width, at = math.prod(whole.shape[1:]), segment.offset
+                for name, array in arrays.items():
+                    key = f"{name}/{segment.name}" if own else name
+                    if key not in stored and name == PARAMETERS:  # the weights file has all of their digits
+                        rows = weights.get_slice(segment.name)[0 if own else start : stop - start if own else stop]
+                    elif own:
+                        rows = optimizer.get_tensor(key)
+                    else:
+                        rows = optimizer.get_slice(key)[whole.offset + start * width : whole.offset + stop * width]
+                    array[at : at + (stop - start) * width] = rows.flatten()
+            layout = (optimizer.metadata() or {}).get("layout", "")
+        return layout, arrays
+
     def _plans(self, moments: Mapping[str, int]) -> list[FilePlan]:
         flat, part = self._flat, self._part
+        if isinstance(flat, ShardedModel):
+            return self._plans_of_rows(flat, moments)
         adapters = self._tuning.adapters
         # The parameters in fp32, too: training goes on from them. With LoRA it needs no other file.
         arrays = {**moments, **({PARAMETERS: flat.numel} if self._bf16 or adapters else {})}
@@ -192,6 +229,27 @@ class CheckpointFiles:
             _safetensors_plan(self.optimizer, optimizer, {"layout": flat.layout}),
         ]
 
+    def _plans_of_rows(self, flat: ShardedModel, moments: Mapping[str, int]) -> list[FilePlan]:
+        weights: list[PlannedTensor] = []
+        optimizer: list[PlannedTensor] = []
+        dtype, halve = ("BF16", _to_bf16) if self._bf16 else ("F32", None)
+        shapes = [(segment, flat.shapes[segment.name]) for segment in flat.segments]
+        for segment, shape in shapes:
+            weights.append((segment.name, dtype, shape, [_range(segment.offset, math.prod(shape), halve)]))
+        for name in (*moments, *([PARAMETERS] if self._bf16 else [])):
+            for segment, shape in shapes:
+                rows = _range(segment.offset, math.prod(shape), blob=name)
+                optimizer.append((f"{name}/{segment.name}", "F32", shape, [rows]))
+        small: list[FilePlan] = []
+        if not flat.shard.index:
+            small = _small_files(self._outline(), self._tokenizer, bf16=self._bf16)
+            weights += _buffers(flat.model)
+        return [
+            *small,
+            _safetensors_plan(self.weights, weights, {"format": "pt"}),
+            _safetensors_plan(self.optimizer, optimizer, {"layout": flat.layout}),
+        ]
+
     def _plans_of_merged(self, frozen: Mapping[str, Tensor], optimizer: list[PlannedTensor]) -> list[FilePlan]:
         weights: list[PlannedTensor] = []
         for name, parameter in frozen.items():
@@ -208,9 +266,7 @@ class CheckpointFiles:
 
     def _of_all_stages(self) -> list[FilePlan]:
         """The files of the whole model. The index follows from the configuration alone."""
-        with torch.device("meta"):
-            model: PreTrainedModel = _Auto.from_config(self._config, dtype=torch.float32)
-        model.config.use_cache = False  # as ``build_model`` sets it
+        model = self._outline()
         buffers = _saved_buffers(model)
         names = [*dict(model.named_parameters()), *buffers]  # tied ones once
         placed: set[str] = set()
@@ -225,6 +281,12 @@ class CheckpointFiles:
             placed |= set(owned)
         small = _small_files(model, self._tokenizer, bf16=self._bf16)
         return [*small, FilePlan(INDEX_FILE, (weights_index(shards),))]
+
+    def _outline(self) -> PreTrainedModel:
+        with torch.device("meta"):
+            model: PreTrainedModel = _Auto.from_config(self._config, dtype=torch.float32)
+        model.config.use_cache = False  # as ``build_model`` sets it
+        return model
 
     def _of_adapters(self) -> list[FilePlan]:
         config = FilePlan(ADAPTER_CONFIG, (self._tuning.config_file(),))

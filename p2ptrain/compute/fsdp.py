@@ -12,13 +12,13 @@ Which group runs the collectives is not known here: ``mesh`` holds it. Gradients
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -30,10 +30,11 @@ from torch.distributed.fsdp import (
 )
 from transformers import PretrainedConfig
 
-from p2ptrain.compute.flat import FlatModel, trained
+from p2ptrain.compute.flat import FlatModel, Segment, placed, trained
 from p2ptrain.compute.part import ModelLayout, Part, PartAssembly
+from p2ptrain.compute.process_group import Operations, RingProcessGroup
 from p2ptrain.compute.stage import initial_tensors
-from p2ptrain.core.errors import ConfigError
+from p2ptrain.core.errors import ConfigError, ConnectionLost
 from p2ptrain.core.tensor_files import TensorTable
 
 
@@ -125,7 +126,11 @@ def build_rows(
 
 
 class ShardedModel(FlatModel):
-    """This member's rows of a model as flat arrays. ``shapes`` are those of the rows, ``layout`` that of the model.
+    """This member's rows of a model as flat arrays. ``layout`` is that of the whole model's arrays; ``shapes`` are
+    those of the rows. A segment has room for as many rows as the first member has.
+
+    Attributes:
+        whole: where each parameter lies in the flat arrays of the whole model.
 
     Args:
         module: on the meta device but for its buffers; it is wrapped in place.
@@ -151,7 +156,7 @@ class ShardedModel(FlatModel):
         whole = {name: tuple(parameter.shape) for name, parameter in named.items()}
         each = {name: (-(-shape[0] // shard.count), *shape[1:]) for name, shape in whole.items()}
         self._allocate(each, whole, torch.device("cpu") if shard.offload else device)
-        self.whole_shapes, self._shard, self._left = whole, shard, 0
+        self.whole, self.shard, self._left = placed(whole)[0], shard, 0
         for buffers in (it._buffers for it in module.modules()):
             buffers.update({name: it.to(device) for name, it in buffers.items() if it is not None})
         policies: dict[str, Any] = {
@@ -160,12 +165,11 @@ class ShardedModel(FlatModel):
             "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy(),
             "offload_policy": CPUOffloadPolicy(pin_memory=False) if shard.offload else OffloadPolicy(),
         }
-        for layer in layers:
-            fully_shard(layer, **policies)
-        root = fully_shard(module, **policies)
-        root.set_gradient_divide_factor(1.0)
-        root.set_force_sum_reduction_for_comms(True)
-        self.model, self._root = module, root
+        units = [fully_shard(unit, **policies) for unit in (*layers, module)]
+        for unit in units:
+            unit.set_gradient_divide_factor(1.0)  # sum, not mean
+            unit.set_force_sum_reduction_for_comms(True)
+        self.model, self._root = module, units[-1]
         self._place_shards(module)
         self.copy_tensors(rows)
 
@@ -192,40 +196,44 @@ class ShardedModel(FlatModel):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        found = {}
-        for name, (rows, *rest) in self.whole_shapes.items():
-            start, stop = rows_of(rows, self._shard.index, self._shard.count)
-            found[name] = (stop - start, *rest)
-        return found
+        return {it.name: (stop - start, *it.shape[1:]) for it, (start, stop) in self.rows()}
 
-    def read_rows(self, file: Path) -> dict[str, Tensor]:
-        """This member's rows from a safetensors file with whole tensors of the model; no others are read. Raises as
-        ``safe_open``."""
-        found = {}
-        with safe_open(file, "pt") as opened:
-            for name, (rows, *_) in self.whole_shapes.items():
-                start, stop = rows_of(rows, self._shard.index, self._shard.count)
-                found[name] = opened.get_slice(name)[start:stop].float()
-        return found
+    def rows(self) -> Iterator[tuple[Segment, tuple[int, int]]]:
+        """Each parameter of the model, in the order of ``segments``, and this member's rows of it."""
+        for whole in self.whole:
+            yield whole, rows_of(whole.shape[0], self.shard.index, self.shard.count)
 
     # -------------------------------------------------------------------------------------------------------- a step
 
-    def begin_step(self, passes: int) -> None:
-        """Begin a step of so many forward and backward passes, the same on all members. Drops what an aborted step
-        left behind."""
+    def begin_step(self, count: int) -> None:
+        """Begin a step of ``count`` micro-batches, for all members together. Drops what an aborted step left behind."""
         if self._left:
             self._root.reset_iter_state()
             for it in _sharded_parameters(self.model):
                 it.unsharded_accumulated_grad = None  # ``reset_iter_state`` leaves these
                 if hasattr(it, "_unsharded_param"):
                     it._unsharded_param.grad = None
-        self._left = passes
+        self._left = -(-count // self.shard.count)
 
-    def begin_pass(self) -> None:
-        self._root.set_requires_gradient_sync(self._left == 1 or not self._shard.accumulate)
-
-    def end_pass(self) -> None:
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """Make a forward and a backward pass inside the block. Raises ``ConnectionLost``."""
+        self._root.set_requires_gradient_sync(self._left == 1 or not self.shard.accumulate)
+        with lost_members_told():
+            yield
         self._left -= 1
+
+    def connect(self, operations: Operations) -> None:
+        """Run the collectives of the mesh's group, which is a ``RingProcessGroup``, by ``operations`` from now on."""
+        cast(RingProcessGroup, self.shard.mesh.get_group()).operations = operations
+
+
+@contextmanager
+def lost_members_told() -> Iterator[None]:
+    try:
+        yield
+    except dist.DistBackendError as error:
+        raise ConnectionLost(f"lost a member of the replica: {error}") from error
 
 
 def _sharded_parameters(module: nn.Module) -> Iterator[Any]:

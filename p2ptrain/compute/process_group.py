@@ -170,7 +170,7 @@ class RingProcessGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # torch does not declare it
         self._own_rank, self._own_size = rank, size
-        self._operations, self._timeout = operations, timeout
+        self.operations, self._timeout = operations, timeout
         self._name, self._description = group_name, "undefined"
         self._exchanges = itertools.count(1)  # collective operations that consist of messages
 
@@ -240,7 +240,7 @@ class RingProcessGroup(dist.ProcessGroup):
         return 0
 
     def shutdown(self) -> None:
-        self._operations.close()
+        self.operations.close()
 
     abort = shutdown
 
@@ -258,7 +258,7 @@ class RingProcessGroup(dist.ProcessGroup):
         pending = []
         for tensor in tensors:
             array, put_back = _flat(tensor)
-            pending.append(self._operations.all_reduce(array, _dtype(tensor), reduction, timeout_s, put_back))
+            pending.append(self.operations.all_reduce(array, _dtype(tensor), reduction, timeout_s, put_back))
         return RingWork(pending, tensors)
 
     def reduce(self, tensors: Any, opts: Any = None) -> RingWork:
@@ -268,7 +268,7 @@ class RingProcessGroup(dist.ProcessGroup):
         if self._own_rank != opts.rootRank:
             array, put_back = array.copy(), _nothing  # only the root's tensor changes
         reduction, timeout_s = _reduction(opts.reduceOp), self._seconds(opts)
-        pending = self._operations.all_reduce(array, _dtype(tensor), reduction, timeout_s, put_back)
+        pending = self.operations.all_reduce(array, _dtype(tensor), reduction, timeout_s, put_back)
         return RingWork([pending], [tensor])
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
@@ -292,7 +292,7 @@ class RingProcessGroup(dist.ProcessGroup):
         opts = opts or c10d.ReduceScatterOptions()
         reduction, timeout_s = _reduction(opts.reduceOp), self._seconds(opts)
         into, put_back = _flat(output, read=False)
-        pending = self._operations.reduce_scatter(source, into, _dtype(output), reduction, timeout_s, put_back)
+        pending = self.operations.reduce_scatter(source, into, _dtype(output), reduction, timeout_s, put_back)
         return RingWork([pending], [output])
 
     def reduce_scatter_single_coalesced(
@@ -320,7 +320,7 @@ class RingProcessGroup(dist.ProcessGroup):
                 put_back()
 
         opts = opts or AllgatherOptions()
-        pending = self._operations.all_gather(gathered.reshape(-1), self._seconds(opts), done)
+        pending = self.operations.all_gather(gathered.reshape(-1), self._seconds(opts), done)
         return RingWork([pending], list(parts))
 
     def allgather_coalesced(
@@ -342,7 +342,7 @@ class RingProcessGroup(dist.ProcessGroup):
         on_host = output.device.type == "cpu"
         if not on_host or output.data_ptr() + start * output.element_size() != source.data_ptr():
             place[:] = own
-        pending = self._operations.all_gather(array, self._seconds(opts or AllgatherOptions()), put_back)
+        pending = self.operations.all_gather(array, self._seconds(opts or AllgatherOptions()), put_back)
         return RingWork([pending], [output])
 
     all_gather_single = _allgather_base
@@ -360,25 +360,25 @@ class RingProcessGroup(dist.ProcessGroup):
         opts = opts or c10d.BroadcastOptions()
         array, put_back = _flat(tensor)
         root = opts.rootRank
-        pending = self._operations.broadcast(array, root, self._seconds(opts), put_back)
+        pending = self.operations.broadcast(array, root, self._seconds(opts), put_back)
         return RingWork([pending], [tensor])
 
     def barrier(self, opts: Any = None) -> RingWork:
         timeout_s = self._seconds(opts or c10d.BarrierOptions())
-        return RingWork([self._operations.all_gather(np.zeros(self._own_size, np.uint8), timeout_s, _nothing)], [])
+        return RingWork([self.operations.all_gather(np.zeros(self._own_size, np.uint8), timeout_s, _nothing)], [])
 
     # ---------------------------------------------------------------------------------------------------- messages
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> RingWork:
         [tensor] = tensors
         message = Message(_flat(tensor)[0], dst, tag)
-        return RingWork([self._operations.exchange([message], [], self._timeout.total_seconds(), _nothing)], tensors)
+        return RingWork([self.operations.exchange([message], [], self._timeout.total_seconds(), _nothing)], tensors)
 
     def recv(self, tensors: list[torch.Tensor], src: int | None, tag: int = 0) -> RingWork:
         [tensor] = tensors
         array, put_back = _flat(tensor, read=False)
         message = Message(array, src, tag)
-        return RingWork([self._operations.exchange([], [message], self._timeout.total_seconds(), put_back)], tensors)
+        return RingWork([self.operations.exchange([], [message], self._timeout.total_seconds(), put_back)], tensors)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> RingWork:
         return self.recv(tensors, None, tag)
@@ -457,7 +457,7 @@ class RingProcessGroup(dist.ProcessGroup):
             target, source = targets[own], sources[own]
             if target is not None and source is not None:
                 target[:] = source
-        pending = self._operations.exchange(sends, receives, self._seconds(opts), done)
+        pending = self.operations.exchange(sends, receives, self._seconds(opts), done)
         return RingWork([pending], results)
 
     def _seconds(self, opts: Any) -> float:

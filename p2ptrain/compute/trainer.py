@@ -53,11 +53,12 @@ from p2ptrain.compute.device import Device, flushed_denormals, share_cores
 from p2ptrain.compute.exact import FixedSum, constant_arithmetic, prepare_device
 from p2ptrain.compute.fedex import ExactAverage
 from p2ptrain.compute.flat import FlatModel, OptimizerSpec, Segment, square_sum, trained
-from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, build_rows
+from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, build_rows, lost_members_told
 from p2ptrain.compute.gradients import UNIT, BackwardProgress, HostCopier, OnFinal, bucket_bounds
 from p2ptrain.compute.local import LOCAL_FACTOR, LocalSpec, LocalSteps
 from p2ptrain.compute.model import ModelSpec, build_model, model_config
 from p2ptrain.compute.part import PartModel
+from p2ptrain.compute.process_group import Operations
 from p2ptrain.compute.sampling import Indices, WindowSampler
 from p2ptrain.compute.split_check import check_packs, check_splits
 from p2ptrain.compute.stage import StageSpec, build_training_part, check_training_memory, initial_digest, most_in_flight
@@ -244,6 +245,10 @@ class Trainer:
     def share_cores(self, workers: int) -> None:
         share_cores(self._chosen, workers)
 
+    def connect(self, operations: Operations) -> None:
+        assert isinstance(self._flat, ShardedModel)
+        self._flat.connect(operations)
+
     # ---------------------------------------------------------------------------------------------------------- a step
 
     def begin_step(self, step: int, first: int = 0, count: int = -1) -> bool:
@@ -260,12 +265,9 @@ class Trainer:
 
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None, *, counts: bool = True) -> None:
         self._counts = counts
-        if isinstance(self._flat, ShardedModel):
-            self._flat.begin_pass()
-        self.forward(step, index, None)
-        self.backward(index, None, on_final)
-        if isinstance(self._flat, ShardedModel):
-            self._flat.end_pass()
+        with self._flat.one_pass() if isinstance(self._flat, ShardedModel) else nullcontext():
+            self.forward(step, index, None)
+            self.backward(index, None, on_final)
 
     def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
         """See ``roles.engine``. The last stage adds its loss to the loss slot.
@@ -415,7 +417,8 @@ class Trainer:
         """
         sequences = self._spec.micro_batch_sequences
         self._tuning.micro_batch = None
-        with torch.no_grad(), self._arithmetic(), _out_of_memory_told():
+        lost = lost_members_told() if self._shard is not None else nullcontext()
+        with torch.no_grad(), self._arithmetic(), _out_of_memory_told(), lost:
             batch = self._batch(self._corpus.validation[index * sequences : (index + 1) * sequences])
             outputs = self._through(self._entering(batch, inputs), batch, "sum")
         if not self._part.last:
@@ -464,24 +467,29 @@ class Trainer:
         return self._files.of_step(step, arrays)
 
     def load(self, directory: Path) -> None:
-        """Restore this stage from its own files in ``directory``. Other files are ignored.
+        """Restore this stage from its own files in ``directory``; a shard also from those of a whole model. Other files
+        are ignored.
 
         Raises:
             StorageError: the checkpoint does not fit this part, or cannot be read. The state is unchanged.
         """
         moments = self._state_arrays().keys() - {PARAMETERS}
         try:
-            notes_file = directory / self._files.training
-            if notes_file.stat().st_size > 1 << 20:  # it may have come from another worker
-                raise ValueError(f"{notes_file.name} is too large")
-            notes = json.loads(notes_file.read_bytes())
+            if self._shard is not None:
+                layout, loaded = self._files.rows_in(directory, moments)
+                notes = {"layout": layout}
+            else:
+                notes_file = directory / self._files.training
+                if notes_file.stat().st_size > 1 << 20:  # it may have come from another worker
+                    raise ValueError(f"{notes_file.name} is too large")
+                notes = json.loads(notes_file.read_bytes())
+                with safe_open(directory / self._files.optimizer, "pt") as file:
+                    loaded = {name: file.get_tensor(name) for name in {*moments, PARAMETERS} & set(file.keys())}
             if (notes["layout"], notes.get("frozen", "")) != (self._flat.layout, self._tuning.frozen_digest):
                 raise StorageError(
                     f"the checkpoint {directory} is of another model",
                     remedy="restore it into a job with its [model] table",
                 )
-            with safe_open(directory / self._files.optimizer, "pt") as file:
-                loaded = {name: file.get_tensor(name) for name in {*moments, PARAMETERS} & set(file.keys())}
             weights = {} if PARAMETERS in loaded else self._files.weights_in(directory)
         except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             raise StorageError(f"cannot read the checkpoint {directory}: {error}") from error

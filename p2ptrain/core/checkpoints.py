@@ -303,6 +303,10 @@ class Draft:
         self.sums[self._name] = self._size, self._digest.hexdigest()
         return self.sums[self._name]
 
+    def drop(self, name: str) -> None:
+        del self.sums[name]
+        self._disk.remove_tree(self.path / name)
+
     def discard(self) -> None:
         with suppress(StorageError):  # the caller reports the first error; the next store removes leftovers
             self._disk.remove_tree(self.path)

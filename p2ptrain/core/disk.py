@@ -167,7 +167,7 @@ class RealDisk:
 
     def remove_tree(self, path: Path) -> None:
         try:
-            shutil.rmtree(path)
+            path.unlink() if path.is_file() else shutil.rmtree(path)
         except FileNotFoundError:
             return
         except OSError as error:

@@ -55,7 +55,7 @@ def seen_for(device: str, peer: Peer) -> Peer:
 
 
 def training_of(profile: Profile | None, shape: object, cuts: Sequence[int] = ()) -> Training | None:
-    """A split job as placement sees it; None if it is not split, or the model's sizes are not known.
+    """A job split by layers as placement sees it; None if it is not, or the model's sizes are not known.
 
     ``cuts``: the planned cuts; if empty, those of the profile.
     """
@@ -63,7 +63,7 @@ def training_of(profile: Profile | None, shape: object, cuts: Sequence[int] = ()
         known = ModelShape.from_map_untrusted(shape) if shape else None
     except ProtocolError:
         return None
-    if known is None or profile is None or profile.stages < 2:
+    if known is None or profile is None or profile.pipeline.stages < 2:
         return None
     split, data, batch = profile.pipeline, profile.data, profile.batch
     return Training(

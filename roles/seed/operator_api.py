@@ -83,8 +83,8 @@ def checked_profile(spec: str) -> Profile:
 
 
 def checked_shape(params: Mapping[str, Any], profile: Profile) -> ModelShape | None:
-    """The model's sizes in a request; None if it has none, or the job is not split. Raises ``Refused``."""
-    if params.get("shape") is None or profile.stages < 2:
+    """The model's sizes in a request; None if it has none, or the job is not split by layers. Raises ``Refused``."""
+    if params.get("shape") is None or profile.pipeline.stages < 2:
         return None
     try:
         shape = ModelShape.from_map_untrusted(params["shape"])

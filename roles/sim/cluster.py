@@ -20,7 +20,8 @@ from roles.seed import ledger, restore, run_seed
 from roles.seed.run import COPY_NAME, keep_copy
 from roles.sim.machine import PROCESS, Buffer, MachineDisk, Process, SimEngine, SimLoop, SimThreads
 from roles.sim.observer import Observer
-from roles.strategies.pipeline import StagedStrategy, strategy_of
+from roles.strategies.pipeline import strategy_of
+from roles.strategies.staged import StagedStrategy
 from roles.worker.worker import Worker
 from wire.client import SeedClient
 from wire.memory import MemoryNetwork

@@ -30,7 +30,7 @@ from roles.seed.ledger import Ledger as SeedLedger
 from roles.seed.store import Records
 from roles.seed_link import SeedLink
 from roles.sim.machine import PROCESS, ProcessDisk, bits_of
-from roles.strategies import pipeline
+from roles.strategies import staged
 from roles.strategies.sync import SyncStrategy
 from roles.worker.checkpoint_store import CheckpointFiles
 from roles.worker.heal_source import HealSource
@@ -297,7 +297,7 @@ STAGED: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
         ("lose-disk", "save", "join"),
     ),
     # The lineage covers only the first stage's sums.
-    "joined": ([(pipeline, "joined_digest", lambda original: lambda digests: digests[:16])], ("bit-flip",)),
+    "joined": ([(staged, "joined_digest", lambda original: lambda digests: digests[:16])], ("bit-flip",)),
     # At a checkpoint each member's state is compared with all others, across stages.
     "alike": (
         [(transaction, "odd_ones_out", lambda original: lambda digests, stages=1: original(digests))],

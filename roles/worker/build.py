@@ -7,13 +7,14 @@ import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 
-from configs.schema import Profile
+from configs.schema import Profile, Sharded
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.footprint import least_in_flight
+from p2ptrain.core.ids import new_id
 from p2ptrain.core.serving import PartSpec
 from p2ptrain.core.text_files import STDLIB
 from roles.engine import Engine, PartBuilder, Stage
@@ -23,6 +24,8 @@ from roles.worker.stages import Holding
 from wire.messages import Scalar
 
 if TYPE_CHECKING:
+    from p2ptrain.compute.device import Device
+    from p2ptrain.compute.fsdp import ShardSpec
     from p2ptrain.compute.trainer import TrainingSpec
 
 FREE_SHARE = 0.8
@@ -96,6 +99,9 @@ def stage_builder(*, device: str = "", threads: int = 0, memory_bytes: int = 0) 
         from p2ptrain.compute.trainer import Trainer, stage_bounds
 
         spec, split = training_spec(profile), profile.pipeline
+        chosen = pick_device(device or profile.device.kind, threads or profile.device.threads)
+        if profile.job.strategy == "sharded":
+            return Trainer(spec, chosen, shard=shard_of(stage, profile.sharded, chosen))
         part = StageSpec(
             stage.index,
             stage_bounds(spec.model, stage.count, split.cuts),
@@ -107,9 +113,21 @@ def stage_builder(*, device: str = "", threads: int = 0, memory_bytes: int = 0) 
             ),
             memory_bytes=memory_bytes,
         )
-        return Trainer(spec, pick_device(device or profile.device.kind, threads or profile.device.threads), part)
+        return Trainer(spec, chosen, part)
 
     return build
+
+
+def shard_of(stage: Stage, sharded: Sharded, device: Device) -> ShardSpec:
+    """A shard whose process group has no operations yet: the strategy gives them in each view. Raises ``ConfigError``
+    if the device cannot hold shards."""
+    from p2ptrain.compute.fsdp import ShardSpec, mesh_of
+    from p2ptrain.compute.process_group import RingProcessGroup
+
+    if device.kind == "mps":
+        raise ConfigError("FSDP2, which shards models, does not run on MPS", remedy="device.kind = 'cpu'")
+    group = RingProcessGroup(stage.index, stage.count, cast(Any, None), group_name=f"replica-{new_id()}")
+    return ShardSpec(mesh_of(group, device.kind), sharded.accumulate, sharded.offload)
 
 
 def holding(*, device: str, threads: int, memory_bytes: int) -> Holding:

@@ -25,6 +25,7 @@ from p2ptrain.core.checkpoint_parts import (
     STAGES,
     add_whole_adapter,
     is_of_stage,
+    join_rows,
     of_the_whole,
     part_of,
 )
@@ -40,6 +41,7 @@ from p2ptrain.core.checkpoints import (
 from p2ptrain.core.disk import Disk
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, StorageError
 from p2ptrain.core.ids import is_id
+from p2ptrain.core.tensor_files import WEIGHTS_FILE
 from p2ptrain.core.texts import shortened
 from p2ptrain.core.threads import Thread
 from ring.token import is_lineage
@@ -217,6 +219,7 @@ class CheckpointAssembler:
                         raise StorageError(f"{name} of {part.whose} does not match its manifest")
             if len(parts) > 1:
                 await into.at_disk(partial(add_whole_adapter, into.disk, draft))
+                await into.at_disk(partial(join_rows, into.disk, draft))
             return await into.publish(draft, meta)
         except BaseException:
             into.at_disk(draft.discard)  # not awaited
@@ -297,7 +300,10 @@ def offered_untrusted(manifest: bytes, asked: FilesRequest) -> tuple[Meta, dict[
         raise ProtocolError(f"the manifest has another lineage of step {asked.step}")
     if len(files) > 256 or sum(size for size, _ in files.values()) > 1 << 48:
         raise ProtocolError("the manifest lists more files than a stage can have")
-    strange = [name for name in files if name == MANIFEST or not is_of_stage(name, asked.stage, asked.stages)]
+    all_of_it = WEIGHTS_FILE in files  # a shard's rows come from the files of the whole model
+    strange = [
+        name for name in files if name == MANIFEST or not (all_of_it or is_of_stage(name, asked.stage, asked.stages))
+    ]
     if strange:
         raise ProtocolError(f"{strange[0][:80]!r} is not a file of stage {asked.stage}")
     return meta, files

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.fsdp import ShardSpec, rows_of
+from p2ptrain.compute.process_group import Array
 from p2ptrain.compute.trainer import Trainer
+from p2ptrain.core.checkpoint_parts import join_rows
+from p2ptrain.core.checkpoints import Draft
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import ConnectionLost
 from tests.compute.saving import save
 from tests.compute.shards import Exchange, in_lockstep, meshes
 from tests.compute.tiny_trainer import MICRO_BATCHES, run_step, state_bytes, tiny, tiny_spec, tiny_trainer
@@ -40,7 +43,7 @@ class Shards:
 
         def work(rank: int) -> None:
             trainer = self.trainers[rank]
-            trainer.begin_step(step, 0, passes)
+            trainer.begin_step(step)
             for number in range(min(passes, most)):
                 index = number * self.count + rank
                 trainer.micro_batch(step, min(index, MICRO_BATCHES - 1), counts=index < MICRO_BATCHES)
@@ -90,7 +93,7 @@ def test_a_step_that_was_given_up_leaves_nothing_behind(text: Path, accumulate: 
     again.contribute(0, most=1)
     calls, exchange = 0, again.exchange.all_of
 
-    def lost(rank: int, mine: Tensor) -> list[Tensor]:
+    def lost(rank: int, mine: Array) -> list[Array]:
         nonlocal calls
         calls += 1
         if calls > 16:  # in the second pass
@@ -98,10 +101,53 @@ def test_a_step_that_was_given_up_leaves_nothing_behind(text: Path, accumulate: 
         return exchange(rank, mine)
 
     again.exchange.all_of = lost  # type: ignore[method-assign]
-    with pytest.raises(threading.BrokenBarrierError):
+    with pytest.raises(ConnectionLost):
         again.contribute(0)
     again.exchange.all_of = exchange  # type: ignore[method-assign]
     again.exchange.renew()
     assert again.step(0) == expected
     for ours, theirs in zip(shards.trainers, again.trainers, strict=True):
         assert state_bytes(ours) == state_bytes(theirs)
+
+
+def save_joined(shards: Shards, directory: Path, step: int) -> None:
+    """As ``roles.worker.checkpoint_assembler`` does."""
+    draft = Draft(RealDisk(), directory, step)
+    for trainer in shards.trainers:
+        save(trainer, directory, step)
+    for path in directory.iterdir():
+        draft.sums[path.name] = path.stat().st_size, ""
+    join_rows(RealDisk(), draft)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_checkpoint_is_that_of_a_whole_model_and_resumes_at_any_number_of_shards(
+    text: Path, tmp_path: Path, tie: bool
+) -> None:
+    model = tiny(tie_embeddings=tie)
+    shards, directory, apart = Shards(text, 2, model=model), tmp_path / "joined", tmp_path / "apart"
+    for step in range(3):
+        shards.step(step)
+    save_joined(shards, directory, 3)
+    apart.mkdir()
+    save(shards.trainers[1], apart, 3)
+    more = [shards.step(step) for step in (3, 4)]
+
+    whole = tiny_trainer(text, model=model)
+    whole.load(directory)
+    (tmp_path / "whole").mkdir()
+    save(whole, tmp_path / "whole", 3)
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (directory / path.name).read_bytes(), path.name
+    assert {path.name for path in directory.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
+    assert [run_step(whole, step) for step in (3, 4)] == pytest.approx(more, abs=1e-5)
+
+    other = Shards(text, 3, model=model)
+    for trainer in other.trainers:
+        trainer.load(directory)
+    assert [other.step(step) for step in (3, 4)] == pytest.approx(more, abs=1e-5)
+
+    again = Shards(text, 2, model=model)
+    again.trainers[0].load(directory)
+    again.trainers[1].load(apart)
+    assert [again.step(step) for step in (3, 4)] == more

@@ -33,7 +33,7 @@ def test_example_holds_every_default() -> None:
     assert set(loaded.sources.values()) == {"profile example"}
 
 
-@pytest.mark.parametrize("name", ["example", "lora", "pair", "small", "tiny", "wan"])
+@pytest.mark.parametrize("name", ["example", "lora", "pair", "sharded", "small", "tiny", "wan"])
 def test_every_shipped_profile_loads_and_says_what_it_is_for(name: str) -> None:
     assert name in shipped()
     profile = load(name, {}, []).profile
@@ -104,6 +104,7 @@ def test_a_model_is_split_where_strategy_and_stages_both_say_so() -> None:
     job, batch = {"strategy": "pipeline", "workers": 5}, {"micro_batches": 2}
     profile = Profile.model_validate({"job": job, "batch": batch, "pipeline": {"stages": 2, "cuts": [3]}})
     assert (profile.stages, Profile().stages) == (2, 1)
+    assert Profile.model_validate(SHARDED | {"sharded": {"shards": 2}}).stages == 2
     assert Profile.from_spec_untrusted(profile.to_spec()) == profile
 
 
@@ -145,6 +146,7 @@ def test_private_text_is_refused_where_all_must_read_the_same(job: dict[str, Any
 
 BASE = {"path": "base"}
 FEDERATED: dict[str, Any] = {"job": {"strategy": "federated"}}
+SHARDED: dict[str, Any] = {"job": {"strategy": "sharded"}}
 
 
 @pytest.mark.parametrize(
@@ -167,11 +169,15 @@ FEDERATED: dict[str, Any] = {"job": {"strategy": "federated"}}
             "ring.codec = 'int4', federated.",
         ),
         (FEDERATED | {"drafter": {"layers": 1}}, "drafter.layers = 1, job.strategy = 'federated'"),
+        (SHARDED | {"lora": {"rank": 8}, "model": BASE}, "lora.rank = 8, job.strategy = 'sharded': all parameters"),
+        (SHARDED | {"data": {"private": True}}, "data.private = True, job.strategy = 'sharded': the workers"),
+        (SHARDED | {"sharded": {"shards": 3}}, "sharded.shards = 3 is more than job.workers = 2"),
+        (SHARDED | {"batch": {"micro_batches": 1}}, "job.workers = 2 is more than batch.micro_batches = 1"),
         ({"job": {"strategy": "local", "steps": 3}, "local": {"fragments": 4}}, "local.fragments = 4 is more than"),
         ({"job": {"strategy": "local", "steps": 1}, "local": {"overlap": True}}, "local.overlap = True, job.steps = 1"),
     ],
 )
-def test_fine_tuning_that_cannot_be_is_refused(tables: dict[str, Any], said: str) -> None:
+def test_strategies_and_fine_tuning_that_cannot_be_are_refused(tables: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Profile.model_validate(tables)
     assert said in str(caught.value)

@@ -24,7 +24,8 @@ from roles.member import MemberOptions, ServingMember
 from roles.seed import run_seed
 from roles.stand_in import StandInEngine
 from roles.strategies.interface import Factory
-from roles.strategies.pipeline import StagedStrategy, strategy_of
+from roles.strategies.pipeline import strategy_of
+from roles.strategies.staged import StagedStrategy
 from roles.worker.stages import Holding
 from roles.worker.worker import Worker
 from wire.address import Ticket, local_ticket_path
