@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, UserError
+from p2ptrain.core.errors import ConnectionLost, ProtocolError, UserError
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.world import Network, real_world
 from ring.direct import CHANNEL, DirectMessages
@@ -153,7 +153,7 @@ class RingOperations:
             try:
                 value = operation.result()
                 done()
-            except (P2PTrainError, ValueError, asyncio.CancelledError) as error:
+            except BaseException as error:  # noqa: BLE001 - carried to the caller
                 result.set_exception(error)
             else:
                 result.set_result(value[-1] if isinstance(value, list) else -1)
@@ -161,7 +161,7 @@ class RingOperations:
         def run() -> None:
             try:
                 begin().add_done_callback(ended)
-            except (P2PTrainError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001 - carried to the caller
                 result.set_exception(error)
 
         try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import AllgatherOptions
 
-from p2ptrain.core.errors import P2PTrainError
+from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError
 
 Array = npt.NDArray[Any]
 Done = Callable[[], None]
@@ -92,9 +92,11 @@ class RingWork(dist.Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the end; a timeout of 0 is none. Raises ``DistBackendError``, or ``ValueError``."""
         seconds = timeout.total_seconds() or None
-        _, late = wait(self._pending, seconds)
-        if late:
-            raise dist.DistBackendError(f"the operation is not finished after {seconds:g} s: timed out")
+        try:
+            for item in self._pending:
+                item.exception(seconds)
+        except TimeoutError:
+            raise dist.DistBackendError(f"the operation is not finished after {seconds:g} s: timed out") from None
         error = self._error()
         if error is not None:
             raise error
@@ -485,7 +487,8 @@ def group_of(options: Any, join: Callable[..., Operations]) -> RingProcessGroup:
 
 def _translated(error: P2PTrainError) -> Exception:
     remedy = f" ({error.remedy})" if error.remedy else ""
-    return dist.DistBackendError(f"backend {NAME}: {error.message}{remedy}")
+    late = "timeout of an operation: " if isinstance(error, DeadlineExceeded) else ""
+    return dist.DistBackendError(f"backend {NAME}: {late}{error.message}{remedy}")
 
 
 def _listed(tensors: Any) -> list[torch.Tensor]:

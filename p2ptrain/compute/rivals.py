@@ -1,7 +1,7 @@
-"""Baselines for benchmarks: torch's collectives (Gloo), DistributedDataParallel on them, and transformers' generation
-with one model or with an assistant.
+"""Baselines for benchmarks: torch's collectives (Gloo), DistributedDataParallel and FSDP2 on them, and transformers'
+generation with one model or with an assistant. The backend ``p2p`` takes their turns in the same groups of processes.
 
-Only this module uses ``torch.distributed``. The baselines use the best settings that their documentation offers: fused
+The baselines use the best settings that their documentation offers: fused
 AdamW, gradients as views of DDP's buckets, and no exchange before the last micro-batch. Their losses are gathered after
 the measured steps; ours are reduced with the gradients.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the field's name
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GenerationConfig as _GenerationConfig
 
@@ -64,40 +66,58 @@ class GlooGroup:
         except RuntimeError as error:
             raise ConnectionLost(f"torch's rendezvous failed: {_line(error)}") from error
         self.store_port = self._store.port
+        self.groups: dict[str, Any] = {}
 
-    def join(self) -> None:
-        """Wait for the other members. Raises ``ConnectionLost``."""
+    def join(self, backends: Sequence[str] = ("gloo",)) -> None:
+        """Wait for the other members, and form a group of each backend. Raises ``ConnectionLost``, ``ConfigError``."""
+        if not set(backends) <= set(dist.Backend.backend_list):
+            raise ConfigError(
+                "this torch does not know the backend p2p", remedy="install p2ptrain again: pip install ."
+            )
         try:
             dist.init_process_group(
                 "gloo", store=self._store, rank=self.rank, world_size=self.size, timeout=self._timeout
             )
+            self.groups = {name: dist.new_group(backend=name, timeout=self._timeout) for name in backends}
         except RuntimeError as error:
             raise ConnectionLost(f"Gloo could not connect the workers: {_line(error)}") from error
 
-    def all_reduce(self, buffer: npt.NDArray[np.generic], dtype: str) -> None:
+    def all_reduce(self, buffer: npt.NDArray[np.generic], dtype: str, backend: str = "gloo") -> None:
         """Sum over all members, in place; ``dtype`` as in ``ring.dtypes``. Raises ``ConnectionLost``."""
         try:
-            dist.all_reduce(_tensor(buffer, dtype))
+            dist.all_reduce(_tensor(buffer, dtype), group=self.groups[backend])
         except RuntimeError as error:
-            raise ConnectionLost(f"Gloo's all-reduce failed: {_line(error)}") from error
+            raise ConnectionLost(f"the all-reduce of {backend} failed: {_line(error)}") from error
 
 
 class DdpTrainer:
     """Trains like ``compute.trainer.Trainer``, with the same weights and samples, but with DistributedDataParallel.
 
+    Args:
+        sharded: with FSDP2 in place of it; each layer is a unit.
+
     Raises:
         ConfigError, UserError, ResourceError: see ``model_config`` and ``load_corpus``.
     """
 
-    def __init__(self, group: GlooGroup, spec: TrainingSpec) -> None:
+    def __init__(self, group: GlooGroup, spec: TrainingSpec, backend: str = "gloo", *, sharded: bool = False) -> None:
         self._group, self._spec, optimizer, path = group, spec, spec.optimizer, spec.model.path
         tokenizer = Tokenizer.of_bytes() if path is None else Tokenizer.of_directory(path)
         self._corpus = load_corpus(spec.data, tokenizer)
         windows = len(self._corpus.training)
         self._sampler = WindowSampler(windows, spec.seed, spec.micro_batches, spec.micro_batch_sequences)
         network = build_model(spec.model, tokenizer.vocab_size, spec.seed)
-        with flushed_denormals():
-            self._ddp = DistributedDataParallel(network, gradient_as_bucket_view=True)
+        self._ddp: Any
+        if sharded:
+            mesh = DeviceMesh.from_group(group.groups[backend], "cpu")
+            for layer in network.get_decoder().layers:  # type: ignore[no-untyped-call]
+                fully_shard(layer, mesh=mesh)
+            self._ddp = fully_shard(network, mesh=mesh)
+        else:
+            with flushed_denormals():
+                self._ddp = DistributedDataParallel(
+                    network, process_group=group.groups[backend], gradient_as_bucket_view=True
+                )
         parameters = list(self._ddp.parameters())
         groups = [
             {"params": [item for item in parameters if item.ndim >= 2], "weight_decay": optimizer.weight_decay},
@@ -119,7 +139,7 @@ class DdpTrainer:
         try:
             self._step(step, first, count)
         except RuntimeError as error:
-            raise ConnectionLost(f"the DDP step failed: {_line(error)}") from error
+            raise ConnectionLost(f"the step of torch failed: {_line(error)}") from error
 
     def losses(self) -> list[float]:
         """Mean losses of the steps since the last call. This is a collective: all members must call it together."""
@@ -138,7 +158,7 @@ class DdpTrainer:
                 batch = self._corpus.batch(self._corpus.training[self._sampler.sample(step, index)])
                 inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
                 placed = {} if batch.positions is None else {"position_ids": torch.from_numpy(batch.positions)}
-                with nullcontext() if index == first + count - 1 else self._ddp.no_sync():
+                with self._exchanged(last=index == first + count - 1):
                     logits = self._ddp(input_ids=inputs, use_cache=False, **placed).logits
                     loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
                     # DDP averages over the members, but the step needs the mean over the micro-batches.
@@ -150,6 +170,13 @@ class DdpTrainer:
                 group["lr"] = self._spec.optimizer.lr_at(step, self._spec.steps)
             self._adamw.step()
         self._losses.append(loss_sum)
+
+    def _exchanged(self, *, last: bool) -> AbstractContextManager[None]:
+        """Gradients are exchanged after the last micro-batch only."""
+        if isinstance(self._ddp, FSDPModule):
+            self._ddp.set_requires_gradient_sync(last)
+            return nullcontext()
+        return nullcontext() if last else self._ddp.no_sync()
 
 
 def _tensor(buffer: npt.NDArray[np.generic], dtype: str) -> torch.Tensor:

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import tomllib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from wire.client import SeedClient
 from wire.transport import TcpNetwork
 
 DEADLINE_S = 120.0
+ROOT = Path(__file__).parent.parent.parent
 SMALL = {
     "job.steps": 40,
     "model.hidden_size": 32,
@@ -190,6 +192,20 @@ class Machine:
         finally:
             await client.close()
         raise AssertionError("the updates ended")
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What a process needs to load the backend as if this tree were installed."""
+    place = tmp_path_factory.mktemp("installed")
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["torch.backends"]
+    installed = place / "p2ptrain_tested-0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: p2ptrain-tested\nVersion: 0\n")
+    lines = "\n".join(f"{name} = {target}" for name, target in points.items())
+    (installed / "entry_points.txt").write_text(f"[torch.backends]\n{lines}\n")
+    paths = [str(ROOT), str(place), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="session")

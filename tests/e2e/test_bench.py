@@ -57,14 +57,26 @@ async def test_encrypted_with_a_codec_over_an_emulated_link(machine: Any) -> Non
 
 
 @pytest.mark.slow
-async def test_training_steps_beside_ddp(machine: Any) -> None:
-    arguments = ("--steps", "6", "--json", *machine.settings(job__workers=2))
-    (found,) = (await document(await machine.start("bench", "step", *arguments)))["results"]
+async def test_training_steps_beside_ddp(machine: Any, environment: dict[str, str]) -> None:
+    arguments = ("--steps", "6", "--backend", "torch", "--json", *machine.settings(job__workers=2))
+    (found,) = (await document(await machine.start("bench", "step", *arguments, **environment)))["results"]
     ring, ddp = found["contenders"]["ring"], found["contenders"]["ddp"]
     assert ring["tokens_per_s"] * ring["median_s"] == pytest.approx(8 * 2 * 32)
     assert len(ring["seconds"]) == len(ddp["seconds"]) == len(ring["exposed_s"]) == 6
     assert found["largest_relative_loss_difference"] < 1e-4
     assert found["ring_to_ddp"] > 0
+    assert set(found["contenders"]) == {"ring", "ddp", "ddp-p2p", "fsdp2", "fsdp2-p2p"}
+    assert found["ddp_p2p_to_gloo"] > 0
+    assert found["fsdp2_p2p_to_gloo"] > 0
+
+
+@pytest.mark.slow
+async def test_the_backend_of_torch_beside_gloo(machine: Any, environment: dict[str, str]) -> None:
+    options = ("--backend", "torch", "--sizes", "1M", "--rounds", "1", "--json")
+    (result,) = (await document(await machine.start("bench", "allreduce", *options, **environment)))["results"]
+    assert set(result["contenders"]) == {"p2p", "gloo", "sockets"}
+    assert result["relative_errors"]["p2p"] < 1e-6
+    assert result["ring_to_gloo"] > 0
 
 
 async def test_schedules_of_a_pipeline_over_a_slow_link(machine: Any) -> None:

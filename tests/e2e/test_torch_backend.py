@@ -4,33 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Machine
+from tests.e2e.conftest import ROOT, Machine
 
-ROOT = Path(__file__).parent.parent.parent
 DEADLINE_S = 120
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What a process needs to load the backend as if this tree were installed."""
-    place = tmp_path_factory.mktemp("installed")
-    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["torch.backends"]
-    installed = place / "p2ptrain_tested-0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: p2ptrain-tested\nVersion: 0\n")
-    lines = "\n".join(f"{name} = {target}" for name, target in points.items())
-    (installed / "entry_points.txt").write_text(f"[torch.backends]\n{lines}\n")
-    paths = [str(ROOT), str(place), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
 
 
 def run(arguments: list[str], environment: dict[str, str], directory: Path) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from p2ptrain.cli.commands import new_typer
-from p2ptrain.cli.runtime import JsonOption, LinkOption, ProfileOption, SetOption, run
+from p2ptrain.cli.runtime import JsonOption, LinkOption, ProfileOption, SetOption, check_one_of, run
 from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
 
 if TYPE_CHECKING:
@@ -63,6 +63,10 @@ def allreduce(
         str, typer.Option("--sub-chunk", metavar="SIZE", help="Bytes sent as one piece; default: automatic.")
     ] = "",
     rounds: RoundsOption = 0,
+    backend: Annotated[
+        str,
+        typer.Option("--backend", metavar="NAME", help="torch: measure the ring as torch.distributed's backend p2p."),
+    ] = "ring",
     output: OutputOption = [],  # noqa: B006 - Typer copies it
     as_json: JsonOption = False,
 ) -> None:
@@ -76,6 +80,7 @@ def allreduce(
       p2ptrain bench allreduce
       p2ptrain bench allreduce --workers 4 --sizes 1M,64M
       p2ptrain bench allreduce --codec int8 --link wan
+      p2ptrain bench allreduce --backend torch
     """
     from p2ptrain.cli.bench.network import AllReducePlan, RingPlan, measure_allreduce
     from p2ptrain.cli.bench.runner import MEMBER_BYTES, check_fits
@@ -83,6 +88,7 @@ def allreduce(
     from ring.dtypes import storage_dtype
 
     _check_names(link, codec)
+    _check_backend(backend, plain=not (link or tls or codec != "fp32" or streams > 1 or sub_chunk))
     try:
         item_bytes = storage_dtype(dtype).itemsize
     except ValueError as error:
@@ -101,7 +107,7 @@ def allreduce(
     check_fits(f"{workers} peers with tensors of {chosen[-1] / 2**20:,.0f} MiB", need_bytes)
     ring = RingPlan(link, tls, streams, sub_chunk_bytes, codec)
     pieces = sub_chunk_bytes or 512 << 10  # no other size was faster
-    plan = AllReducePlan(workers, chosen, dtype, item_bytes, ring, rounds, pieces)
+    plan = AllReducePlan(workers, chosen, dtype, item_bytes, ring, rounds, pieces, backend == "torch")
     _measure(plan.report(), lambda bench, report: measure_allreduce(bench, plan, report), output, as_json)
 
 
@@ -119,6 +125,10 @@ def step(
     ] = "",
     link: LinkOption = "",
     tls: TlsOption = False,
+    backend: Annotated[
+        str,
+        typer.Option("--backend", metavar="NAME", help="torch: also DDP and FSDP2 on torch.distributed's backend p2p."),
+    ] = "ring",
     output: OutputOption = [],  # noqa: B006 - Typer copies it
     as_json: JsonOption = False,
 ) -> None:
@@ -133,6 +143,7 @@ def step(
       p2ptrain bench step
       p2ptrain bench step --profile small --steps 20
       p2ptrain bench step --codec int8 --link wan
+      p2ptrain bench step --backend torch
     """
     from configs.loader import load
     from p2ptrain.cli.bench.network import RingPlan
@@ -141,6 +152,7 @@ def step(
     loaded = load(profile, os.environ, sets).profile
     codec = codec or loaded.ring.codec.replace("auto", "fp32")  # "auto" needs measured links
     _check_names(link, codec)
+    _check_backend(backend, plain=not (link or tls))
     micro_batches = loaded.batch.micro_batches
     if micro_batches < workers:
         raise UserError(
@@ -148,7 +160,7 @@ def step(
             remedy=f"give --workers {micro_batches} or less, or --set batch.micro_batches={workers}",
         )
     ring = RingPlan(link, tls, max(1, loaded.ring.streams), loaded.ring.sub_chunk_bytes, codec)
-    plan = StepPlan(loaded, Path(profile).stem, workers, threads, steps, ring)
+    plan = StepPlan(loaded, Path(profile).stem, workers, threads, steps, ring, backend == "torch")
     _measure(plan.report(), lambda bench, report: measure_steps(bench, plan, report), output, as_json)
 
 
@@ -371,3 +383,12 @@ def _check_names(link: str, codec: str) -> None:
     codec_named(codec)
     if link:
         preset_named(link)
+
+
+def _check_backend(backend: str, *, plain: bool) -> None:
+    check_one_of("--backend", backend, ["ring", "torch"])
+    if backend == "torch" and not plain:
+        raise UserError(
+            "--backend torch measures plain near connections only",
+            remedy="leave out --link, --tls, --codec, --streams and --sub-chunk",
+        )

@@ -109,7 +109,7 @@ async def _measure(bench: Bench, plan: LocalPlan, report: Report, profile: Profi
     async with bench.members(plan.workers) as members:
         bench.progress(f"{title}: forming the ring")
         await form_ring(bench, members, RingPlan(plan.link, codec=codec))
-        how: Answer = {"spec": profile.to_spec(), "threads": 1, "rival": False, "micro_batch_s": plan.compute_s}
+        how: Answer = {"spec": profile.to_spec(), "threads": 1, "rivals": [], "micro_batch_s": plan.compute_s}
         facts, *_ = await members.all("build", seconds=STEP_S, **how)
         contender = Contender(title)
         case = Case(f"H = {inner_steps}", facts["tokens_per_step"], {"ring": contender}, {})

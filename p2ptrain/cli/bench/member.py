@@ -140,12 +140,12 @@ class Member:
         port = self._gloo.store_port if self._gloo is not None else 0
         return {"missing": missing, "torch": rivals.TORCH_VERSION, "store_port": port}
 
-    async def join_gloo(self, *, store_port: int, timeout_s: float) -> Answer:
+    async def join_gloo(self, *, store_port: int, timeout_s: float, backends: list[str]) -> Answer:
         from p2ptrain.compute import rivals
 
         if self._gloo is None:
             self._gloo = rivals.GlooGroup(self.rank, self.size, store_port, timeout_s=timeout_s)
-        self._gloo.join()
+        self._gloo.join(backends)
         return {}
 
     # ------------------------------------------------------------------------------------------------------- all-reduce
@@ -196,9 +196,9 @@ class Member:
                 await self.session.submit(self._buffer, self._dtype, codec=self._codec)
             case "ring plain":
                 await self.session.submit(self._buffer, self._dtype)
-            case "gloo":
+            case "gloo" | "p2p":
                 assert self._gloo is not None
-                self._gloo.all_reduce(self._buffer, self._dtype)
+                self._gloo.all_reduce(self._buffer, self._dtype, contender)
             case _:  # sockets move what an all-reduce moves: 2 (n - 1) / n of the tensor out, and as much in
                 total_bytes = max(1, 2 * (self.size - 1) * self._buffer.nbytes // self.size)
                 memory = self._buffer.view(np.uint8).data, self._landed.data
@@ -232,13 +232,12 @@ class Member:
 
     # ------------------------------------------------------------------------------------------------ other benchmarks
 
-    async def build(self, *, spec: str, threads: int, rival: bool, micro_batch_s: float = 0.0) -> Answer:
-        """Build the trainers of one profile; ``rival``: also DDP's. ``micro_batch_s``: see ``Training.build``."""
+    async def build(self, *, spec: str, threads: int, rivals: list[str], micro_batch_s: float = 0.0) -> Answer:
+        """Build the trainers of one profile; ``rivals``: also these. ``micro_batch_s``: see ``Training.build``."""
         from p2ptrain.cli.bench.training import Training
 
-        gloo = self._gloo if rival else None
         self._training = await Training.build(
-            spec, self.session, threads=threads, gloo=gloo, micro_batch_s=micro_batch_s
+            spec, self.session, threads=threads, gloo=self._gloo, rivals=rivals, micro_batch_s=micro_batch_s
         )
         return self._training.facts
 

@@ -59,11 +59,13 @@ def _credentials(bench: Bench, members: Members, tls: bool) -> list[dict[str, st
     return [{"credentials": path} for path in (make_credentials(bench.root, peers) if tls else [""] * len(peers))]
 
 
-async def open_gloo(members: Members, timeout_s: float) -> tuple[str, str]:
-    """Open a Gloo group. Returns torch's version, and why there is no group (empty if there is one)."""
+async def open_gloo(members: Members, timeout_s: float, *, p2p: bool = False) -> tuple[str, str]:
+    """Open a Gloo group; ``p2p``: and one of the backend p2p. Returns torch's version, and why there is no group (empty
+    if there is one)."""
     first, *_ = await members.all("open_gloo", timeout_s=timeout_s, seconds=3)
     if not first["missing"]:
-        await members.all("join_gloo", store_port=first["store_port"], timeout_s=timeout_s)
+        how = {"store_port": first["store_port"], "timeout_s": timeout_s, "backends": ["gloo", "p2p"][: 1 + p2p]}
+        await members.all("join_gloo", **how)
     return first["torch"], first["missing"]
 
 
@@ -77,6 +79,7 @@ class AllReducePlan:
     Attributes:
         rounds: rounds of each size; 0: as many as the time allows.
         piece_bytes: size of the plain sockets' sends and receives.
+        torch: measure the ring as the backend p2p of torch.distributed.
     """
 
     peers: int
@@ -86,6 +89,11 @@ class AllReducePlan:
     ring: RingPlan
     rounds: int
     piece_bytes: int
+    torch: bool = False
+
+    @property
+    def ours(self) -> str:
+        return "p2p" if self.torch else "ring"
 
     @property
     def moved(self) -> float:
@@ -120,7 +128,7 @@ class AllReducePlan:
 
 
 async def measure_allreduce(bench: Bench, plan: AllReducePlan, report: Report) -> None:
-    ring, titles = plan.ring, {"ring": "this ring"}
+    ring, titles = plan.ring, {plan.ours: "backend p2p" if plan.torch else "this ring"}
     async with bench.members(plan.peers) as members:
         await form_ring(bench, members, ring)
         if ring.codec != "fp32":
@@ -134,7 +142,11 @@ async def measure_allreduce(bench: Bench, plan: AllReducePlan, report: Report) -
             report.notes.append("the limit is computed from the link's rate and delay, for fp32")
         else:
             bench.progress("loading torch")
-            report.torch, missing = await open_gloo(members, plan.operation_s(max(plan.sizes)) * 20 + 60)
+            report.torch, missing = await open_gloo(
+                members, plan.operation_s(max(plan.sizes)) * 20 + 60, p2p=plan.torch
+            )
+            if missing and plan.torch:
+                raise JobFailed(f"no backend of torch.distributed can be measured: {missing}")
             if missing:
                 report.notes.append(f"Gloo is left out: {missing}")
             else:
@@ -154,7 +166,7 @@ async def measure_allreduce(bench: Bench, plan: AllReducePlan, report: Report) -
             budget_s = (BUDGET_S - (time.monotonic() - began)) / (len(plan.sizes) - number)
             case = Case(human_size(size_bytes), size_bytes, {name: Contender(title) for name, title in titles.items()})
             await _size(bench, members, plan, report, case, budget_s)
-        worst = max(case.facts["relative_errors"]["ring"] for case in report.cases)
+        worst = max(case.facts["relative_errors"][plan.ours] for case in report.cases)
         report.notes.append(
             "checked: the ring's result is bit-equal on all members at every size, its relative error against float64 "
             f"at most {worst:.1e}"
@@ -181,9 +193,9 @@ async def _size(
     limit_s = plan.link_limit_s(size_bytes)
     case.facts |= {
         "operations_a_sample": repeat,
-        "ring_to_gloo": case.ratio("gloo", "ring"),
+        "ring_to_gloo": case.ratio("gloo", plan.ours),
         "ring_to_fp32_ring": case.ratio("ring plain", "ring"),
-        "ring_of_limit": limit_s / case.contenders["ring"].median_s if limit_s else case.ratio("sockets", "ring"),
+        "ring_of_limit": limit_s / case.contenders[plan.ours].median_s if limit_s else case.ratio("sockets", plan.ours),
         "link_limit_s": limit_s,
     }
 

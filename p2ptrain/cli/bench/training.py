@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from configs.schema import Profile
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 RING, USUAL, DDP = "ring", "usual", "ddp"
 """The contenders: this project; this project without exact mode, if the profile has it; and torch."""
+TORCH = {DDP: "DDP on Gloo", "ddp-p2p": "DDP on p2p", "fsdp2": "FSDP2 on Gloo", "fsdp2-p2p": "FSDP2 on p2p"}
+"""The contenders of torch. The last three are measured only if the backend p2p is."""
 BLOCK_STEPS = 5
 """Consecutive steps of one contender. It has warm caches, and all contenders meet the same load."""
 WARM_STEPS = 3  # not counted: the first steps allocate, and DDP orders its buckets
@@ -47,6 +51,7 @@ class StepPlan:
     threads: int
     steps: int
     ring: RingPlan
+    torch: bool = False
 
     def report(self) -> Report:
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
@@ -66,16 +71,17 @@ async def measure_steps(bench: Bench, plan: StepPlan, report: Report) -> None:
     async with bench.members(plan.workers, threads=plan.threads) as members:
         await form_ring(bench, members, ring)
         bench.progress("loading torch, the model and the data")
-        report.torch, missing = await open_gloo(members, STEP_S * 20)
+        report.torch, missing = await open_gloo(members, STEP_S * 20, p2p=plan.torch)
         if ring.link:
             missing = f"the link {ring.link} is emulated inside this program's connections"
         if missing:
             report.notes.append(f"DDP is left out: {missing}")
         else:
-            contenders[DDP] = Contender("DDP on Gloo")
+            contenders |= {name: Contender(title) for name, title in TORCH.items() if plan.torch or name == DDP}
             if ring.tls:
                 report.notes.append("Gloo knows no encryption: DDP is measured as it is, in plain TCP")
-        how: Answer = {"spec": plan.profile.to_spec(), "threads": plan.threads, "rival": DDP in contenders}
+        rivals = [name for name in TORCH if name in contenders]
+        how: Answer = {"spec": plan.profile.to_spec(), "threads": plan.threads, "rivals": rivals}
         facts, *_ = await members.all("build", seconds=STEP_S, **how)
         for each in contenders.values():
             each.facts = {"losses": [], "exposed_s": [], "communicating_s": []}
@@ -111,6 +117,8 @@ def conclude(report: Report, case: Case) -> None:
     ours, facts = case.contenders[RING], case.facts
     waited_s, under_way_s = (math.fsum(ours.facts[name]) for name in ("exposed_s", "communicating_s"))
     facts["ring_to_ddp"] = case.ratio(DDP, RING)
+    facts["ddp_p2p_to_gloo"] = case.ratio(DDP, "ddp-p2p")
+    facts["fsdp2_p2p_to_gloo"] = case.ratio("fsdp2", "fsdp2-p2p")
     facts["exact_to_usual_step"] = case.ratio(RING, USUAL)
     facts["hidden"] = max(0.0, 1 - waited_s / under_way_s) if under_way_s else None
     notes = [
@@ -119,9 +127,9 @@ def conclude(report: Report, case: Case) -> None:
     ]
     if (cost := facts["exact_to_usual_step"]) is not None:
         notes.append(f"exact sums: a step takes {cost:.2f} times as long as in the usual mode")
-    if DDP in case.contenders:
-        losses = zip(ours.facts["losses"], case.contenders[DDP].facts["losses"], strict=False)
-        facts["largest_relative_loss_difference"] = most = max(abs(one - other) / abs(other) for one, other in losses)
+    if theirs := [case.contenders[name] for name in TORCH if name in case.contenders]:
+        pairs = [pair for each in theirs for pair in zip(ours.facts["losses"], each.facts["losses"], strict=False)]
+        facts["largest_relative_loss_difference"] = most = max(abs(one - other) / abs(other) for one, other in pairs)
         notes.append(f"losses of the same {len(ours.facts['losses'])} steps differ by {most:.1e} at most, relative")
     report.notes = [note for note in report.notes if "left out" in note or "Gloo knows" in note] + notes
 
@@ -153,11 +161,11 @@ class Training:
         session: RingSession,
         compute: ComputeThread,
         ours: dict[str, RingTrainer],
-        rival: DdpTrainer | None,
+        rivals: dict[str, DdpTrainer],
         micro_batches: int,
     ) -> None:
         self._session, self._compute, self._ours = session, compute, ours
-        self._rival = rival
+        self._rivals = rivals
         self._first, self._count = shares(micro_batches, session.size)[session.rank]
         engine = ours[RING].engine
         self.facts: Answer = {
@@ -168,7 +176,14 @@ class Training:
 
     @classmethod
     async def build(
-        cls, spec: str, session: RingSession, *, threads: int, gloo: GlooGroup | None, micro_batch_s: float = 0.0
+        cls,
+        spec: str,
+        session: RingSession,
+        *,
+        threads: int,
+        gloo: GlooGroup | None = None,
+        rivals: Sequence[str] = (),
+        micro_batch_s: float = 0.0,
     ) -> Training:
         """``micro_batch_s``: wait so long instead of computing. Raises what ``Trainer`` and ``DdpTrainer`` raise."""
         profile = Profile.from_spec_untrusted(spec)
@@ -181,17 +196,20 @@ class Training:
             engine = await compute.run(_engine, mode, threads, micro_batch_s)
             strategy = factory(engine, compute, lambda: None, profile.ring.bucket_bytes)
             ours[name] = RingTrainer(engine, strategy, first_lineage("bench"))
-        rival: DdpTrainer | None = None
-        if gloo is not None:
+        theirs: dict[str, DdpTrainer] = {}
+        for name in rivals:
             from p2ptrain.compute.rivals import DdpTrainer
 
-            rival = await compute.run(DdpTrainer, gloo, training_spec(profile))
-        return cls(session, compute, ours, rival, profile.batch.micro_batches)
+            assert gloo is not None, "no group was opened"
+            kind, _, backend = name.partition("-")
+            make = partial(DdpTrainer, backend=backend or "gloo", sharded=kind != DDP)
+            theirs[name] = await compute.run(make, gloo, training_spec(profile))
+        return cls(session, compute, ours, theirs, profile.batch.micro_batches)
 
     async def train(self, contender: str, first: int, count: int) -> Answer:
         """Run ``count`` steps. Returns the seconds and the loss of each; for the ring also its communication times."""
-        if contender == DDP:
-            return await self._train_rival(first, count)
+        if contender in self._rivals:
+            return await self._train_rival(self._rivals[contender], first, count)
         answer: Answer = {"seconds": [], "losses": [], "exposed_s": [], "communicating_s": [], "computed_s": 0.0}
         sent_bytes = self._session.links.bytes_out
         for step in range(first, first + count):
@@ -201,14 +219,13 @@ class Training:
         answer["sent_bytes"] = self._session.links.bytes_out - sent_bytes
         return answer
 
-    async def _train_rival(self, first: int, count: int) -> Answer:
-        assert self._rival is not None
+    async def _train_rival(self, rival: DdpTrainer, first: int, count: int) -> Answer:
         seconds: list[float] = []
         for step in range(first, first + count):
             began = time.perf_counter()
-            await self._compute.run(self._rival.step, step, self._first, self._count)
+            await self._compute.run(rival.step, step, self._first, self._count)
             seconds.append(time.perf_counter() - began)
-        return {"seconds": seconds, "losses": await self._compute.run(self._rival.losses)}
+        return {"seconds": seconds, "losses": await self._compute.run(rival.losses)}
 
     async def _step(self, ours: RingTrainer, step: int, answer: Answer) -> float:
         session, strategy = self._session, ours.strategy
