@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,9 +32,11 @@ from p2ptrain.cli.text_options import WithBareSplit, check_dtype
 
 if TYPE_CHECKING:
     from configs.schema import Profile
+    from p2ptrain.cli.island import IslandOptions
     from p2ptrain.cli.joining import Found, Joining, ProcessContext, ServeOptions
     from roles.engine import Engine
     from roles.worker.worker import Worker
+    from wire.messages import Scalar
 
 ROLES = ("worker", "verifier", "drafter")
 
@@ -102,6 +105,15 @@ def join(
             help="auto, cpu, cuda, cuda:1, mps; default: auto, or as the job says.",
         ),
     ] = "",
+    devices: Annotated[
+        str,
+        typer.Option(
+            "--devices",
+            metavar="N|all",
+            help="For a worker: compute with so many devices of this machine, each in a process of its own; on CPUs: so"
+            " many processes. With torchrun or srun: with all their processes.",
+        ),
+    ] = "",
     threads: Annotated[
         int,
         typer.Option(
@@ -161,6 +173,7 @@ def join(
       p2ptrain join
       p2ptrain join 192.168.1.20:7337/AbC…
       p2ptrain join @ticket.txt --name laptop --device cpu --threads 4 --memory 4GiB
+      p2ptrain join 192.168.1.20 --devices all
       p2ptrain join 192.168.1.20,192.168.1.21
       p2ptrain join 192.168.1.20 --data ~/letters
       p2ptrain join 192.168.1.20 --role verifier --model models/large --http 127.0.0.1:8000
@@ -169,6 +182,7 @@ def join(
       p2ptrain join 192.168.1.20 --role drafter --model models/small --threads 2
     """
     from p2ptrain.cli.access import read_targets
+    from p2ptrain.cli.island import follow, island_options
     from p2ptrain.cli.joining import Joining, ServeOptions, served
     from p2ptrain.core.errors import UserError
     from p2ptrain.core.texts import size_of
@@ -177,8 +191,13 @@ def join(
     # ten times as long. This must be set before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     check_one_of("--role", role, ROLES)
-    targets = [target for text in (address, *also) for target in read_targets(text)]
+    if devices and role != "worker":
+        raise UserError(f"--devices is not for a {role}", remedy="leave it out; --device chooses its device")
     _check_device(device)
+    if (island := island_options(devices, device, threads)) is not None and not island.place.leads:
+        run(follow(island, with_parent=with_parent))
+        return
+    targets = [target for text in (address, *also) for target in read_targets(text)]
     check_dtype(dtype)
     memory_bytes = size_of(memory) if memory else 0
     if 0 < memory_bytes < LEAST_MEMORY_BYTES:
@@ -213,7 +232,8 @@ def join(
         dtype=dtype,
     )
     serve_options = _checked(serve_options, model, download=download)
-    run(_work(joining) if role == "worker" else served(joining, serve_options))
+    main = _work(joining, island) if role == "worker" else served(joining, serve_options)
+    run(main, children=island is not None)
 
 
 def _checked(serve_options: ServeOptions, model: str, *, download: bool) -> ServeOptions:
@@ -287,27 +307,36 @@ def host_and_port(option: str, text: str, meaning: str) -> tuple[str, int] | Non
     return host, port
 
 
-async def _work(joining: Joining) -> None:
+async def _work(joining: Joining, island: IslandOptions | None) -> None:
+    from p2ptrain.cli.island import LeadIsland
     from p2ptrain.cli.joining import member_options, stay
     from p2ptrain.core.world import real_world
-    from roles.worker.build import engine_builder, holding, stage_builder, warm_up, with_data
+    from roles.worker.build import engine_builder, holding, island_builder, no_stage, stage_builder, warm_up, with_data
     from roles.worker.worker import Worker
 
     device, threads, memory_bytes = joining.device, joining.threads, joining.memory_bytes
-    parts = holding(device=device, threads=threads, memory_bytes=memory_bytes)
+    parts = holding(device=device, threads=threads, memory_bytes=memory_bytes) if island is None else None
+    build_part = stage_builder(device=device, threads=threads, memory_bytes=memory_bytes)
 
-    def worker(here: ProcessContext, found: Found) -> Worker:
+    def worker(here: ProcessContext, found: Found, *formed: Any) -> Worker:
+        """``formed``: an island, and the device of this process in it."""
+        build_engine = island_builder(*formed) if formed else engine_builder(device=device, threads=threads)
+        # Only workers of one process hold parts of models: the memory of others for them is too small for any.
+        said: dict[str, Scalar] = {"parts_memory_bytes": 1 if parts is None else parts.limit_bytes}
+        if formed:
+            said["device"] = formed[0].label
+
         def build(profile: Profile) -> Engine:
             own = with_data(profile, joining.data)
             with here.console.during(lambda: f"reading {own.data.path} and building the model"):
-                return engine_builder(device=device, threads=threads)(own)
+                return build_engine(own)
 
         return Worker(
             real_world(found.access.network),
             here.identity,
-            member_options(joining, found, parts_memory_bytes=parts.limit_bytes),
+            member_options(joining, found, **said),
             build_engine=build,
-            build_part=stage_builder(device=device, threads=threads, memory_bytes=memory_bytes),
+            build_part=no_stage if formed else build_part,
             warm_up=warm_up,
             notify=here.notify,
             on_step=lambda applied, total, values: here.console.progress(
@@ -317,4 +346,11 @@ async def _work(joining: Joining) -> None:
             holding=parts,
         )
 
-    await stay(joining, worker)
+    if island is None:
+        await stay(joining, worker)
+        return
+    lead = LeadIsland(island, joining.root / "logs")
+    try:
+        await stay(joining, lambda here, found: lead.member(here, partial(worker, here, found)))
+    finally:
+        await lead.close()

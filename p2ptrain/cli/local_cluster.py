@@ -258,8 +258,8 @@ class LocalCluster:
 
         return await self.while_alive(work(), needed=[self.seed, *self.peers.values()])
 
+    @staticmethod
     async def while_alive(
-        self,
         work: Coroutine[Any, Any, T],
         *,
         needed: Sequence[Child],

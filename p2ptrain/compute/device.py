@@ -68,6 +68,11 @@ def pick_device(kind: str, threads: int = 0) -> Device:
     return Device(torch.device("cpu"), f"cpu ({count} thread{'s' * (count != 1)})", threads)
 
 
+def gpus(kind: str) -> int:
+    """GPUs that processes of a worker can have; 0 if it computes on CPUs. ``kind``: as in ``pick_device``, or empty."""
+    return torch.cuda.device_count() if kind in ("", "auto", "cuda") and torch.cuda.is_available() else 0
+
+
 def _cuda(index: int, kind: str) -> Device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:

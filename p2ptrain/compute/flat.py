@@ -80,6 +80,10 @@ class FlatModel:
         self.parameters = torch.zeros(self.numel, device=device)
         self.gradients = torch.zeros(self.numel + 1, device=device)
 
+    def norm(self, flat: Tensor) -> float:
+        """L2 norm of an array like ``parameters``."""
+        return float(flat.norm())
+
     def compute_with(self, parameters: Tensor) -> None:
         """Let the model compute with ``parameters`` (numel,) instead of those of the attribute of that name."""
         if parameters is not self._in_use:

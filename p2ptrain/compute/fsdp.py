@@ -170,17 +170,22 @@ class ShardedModel(FlatModel):
             unit.set_gradient_divide_factor(1.0)  # sum, not mean
             unit.set_force_sum_reduction_for_comms(True)
         self.model, self._root = module, units[-1]
-        self._place_shards(module)
+        self._in_use = self.gradients  # of none yet
+        self.compute_with(self.parameters)
         self.copy_tensors(rows)
 
-    def _place_shards(self, module: nn.Module) -> None:
-        """Make FSDP2's shards views of the flat arrays. It keeps them: it compares storages, not tensors."""
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
+    def compute_with(self, parameters: Tensor) -> None:
+        """Make FSDP2's shards views of ``parameters`` and of the gradients. It keeps them: it compares storages, not
+        tensors."""
+        if parameters is self._in_use:
+            return
+        self._in_use = parameters
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         slots = {segment.name: segment for segment in self.segments}
-        for it in _sharded_parameters(module):
+        for it in _sharded_parameters(self.model):
             slot = slots[names[id(it.sharded_param)]]
             length = it.sharded_size[0]
-            views = [self._view(flat, slot) for flat in (self.parameters, self.gradients)]
+            views = [self._view(flat, slot) for flat in (parameters, self.gradients)]
             local, gradient = (it.to_sharded_dtensor(view[:length]) for view in views)
             it._sharded_param_data = views[0].view(-1)
             it.sharded_param = nn.Parameter(local)
@@ -202,6 +207,12 @@ class ShardedModel(FlatModel):
         """Each parameter of the model, in the order of ``segments``, and this member's rows of it."""
         for whole in self.whole:
             yield whole, rows_of(whole.shape[0], self.shard.index, self.shard.count)
+
+    def norm(self, flat: Tensor) -> float:
+        """L2 norm of the whole model's array, of which ``flat`` has this member's rows."""
+        total = flat.square().sum(dtype=torch.float64)
+        self.shard.mesh.get_group().allreduce(total).wait()
+        return float(total.sqrt())
 
     # -------------------------------------------------------------------------------------------------------- a step
 

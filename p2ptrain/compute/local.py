@@ -62,7 +62,8 @@ class LocalSpec:
 
 class LocalSteps:
     """See ``compute.update.Update``. A contribution is the pseudo-gradient times its weight, and ``SCALARS`` more. Its
-    weight is the number of inner steps that it is the sum of."""
+    weight is the number of inner steps that it is the sum of; an inner step of several micro-batches (in an island)
+    counts for each of them."""
 
     loss_divisor = 1
     final_early = False
@@ -100,13 +101,15 @@ class LocalSteps:
         self._waits = spec.overlap and not (self._taken[step % spec.fragments] and self._losses)
         return spec.overlap and not self._waits
 
-    def after_backward(self) -> None:
-        self._done += 1
+    def after_backward(self, micro_batches: int = 1) -> None:
+        self._done += micro_batches
         lr = self._optimizer.lr_at(self._step - 1 + self._done / self._count, self._steps)
         gradients = self._flat.gradients[: self._flat.numel]
+        if micro_batches > 1:
+            gradients.div_(micro_batches)
         if self._spec.proximal:
             gradients.add_(self._own - self._flat.parameters, alpha=self._spec.proximal)
-        norm = float(gradients.norm())
+        norm = self._flat.norm(gradients)
         if math.isfinite(norm):
             self._inner.apply(gradients, step=self._moments_steps, lr=lr, scale=self._optimizer.clip_scale(norm))
             self._moments_steps += 1
@@ -114,8 +117,8 @@ class LocalSteps:
             self._own.fill_(math.nan)
             self._is_fresh = True
         gradients.zero_()
-        self._losses += 1
-        self._taken = [taken + 1 for taken in self._taken]
+        self._losses += micro_batches
+        self._taken = [taken + micro_batches for taken in self._taken]
 
     def finish(self) -> None:
         self._sent = 0 if self._waits else self._taken[self._step % self._spec.fragments]

@@ -210,18 +210,8 @@ class Trainer:
         self._flights: dict[int, _Flight] = {}
         self._share = 0, spec.micro_batches  # first micro-batch and count
         self._tied = self._tied_segment()
-        self._files = CheckpointFiles(
-            self._flat,
-            self._model_part,
-            self._config,
-            stage,
-            self._tokenizer,
-            "" if spec.private else self._corpus.digest,
-            tied=self._tied,
-            tuning=tuning,
-            merged=self._update.places if isinstance(self._update, ExactAverage) else {},
-            bf16=bf16,
-        )
+        self._in_bf16 = bf16
+        self._files = self._files_of(self._flat)
         self.tokens_per_micro_batch = tokens
         self.device = device.label
         self.reduce_buffer: npt.NDArray[Any] = self._host.numpy()
@@ -234,6 +224,20 @@ class Trainer:
         self.activation_bytes = activation_bytes(stage.activations, tokens, self._config.hidden_size)
         self.gradient_bytes = activation_bytes(stage.gradients, tokens, self._config.hidden_size)
         self.layers = (self._part.start, self._part.stop, self._part.layers)
+
+    def _files_of(self, flat: FlatModel) -> CheckpointFiles:
+        return CheckpointFiles(
+            flat,
+            self._model_part,
+            self._config,
+            self._stage,
+            self._tokenizer,
+            "" if self._spec.private else self._corpus.digest,
+            tied=self._tied,
+            tuning=self._tuning,
+            merged=self._update.places if isinstance(self._update, ExactAverage) else {},
+            bf16=self._in_bf16,
+        )
 
     def _update_of(self, spec: TrainingSpec) -> Update:
         if spec.local is None:
@@ -322,12 +326,15 @@ class Trainer:
         if self._fixed is not None:
             self._flat.loss_sum.copy_(outputs.detach() / self._spec.micro_batches)
             self._fixed.add(self._flat.numel + 1)
-        self._update.after_backward()
+        self._after_backward()
         del self._flights[index]
         if inputs is None:
             return None
         assert inputs.grad is not None
         return _payload(inputs.grad, self._stage.gradients)
+
+    def _after_backward(self) -> None:
+        self._update.after_backward()
 
     def finish_gradients(self, on_final: OnFinal | None = None) -> None:
         """Copy the rest of the gradients, and the loss, into ``reduce_buffer``."""
@@ -362,8 +369,8 @@ class Trainer:
         includes the loss slot: also NaN if the loss is not finite, or, in exact mode, if a contribution of this member
         in this step did not fit.
         """
-        numel = self._update.numel
-        if stop > numel and not (self._fixed.fits if self._fixed else math.isfinite(float(self._host[-1]))):
+        numel = len(self.reduce_buffer) - (len(self._update.contribution) - self._update.numel)
+        if stop > numel and not (self._fixed.fits if self._fixed else math.isfinite(float(self.reduce_buffer[-1]))):
             return math.nan
         return square_sum(self.reduce_buffer[start : min(stop, numel)]) * self._unit**2
 
@@ -389,11 +396,19 @@ class Trainer:
                 f"step {step + 1} is not finite: loss {loss}, gradient norm {norm}",
                 remedy="lower optimizer.lr, raise optimizer.warmup_steps, or use device.precision = 'fp32'",
             )
+        lr, norm = self.take(step, norm)
+        return Applied(step + 1, loss, lr, norm)
+
+    def take(self, step: int, norm: float) -> tuple[float, float]:
+        """Take the step with the sum in ``reduce_buffer``, of this norm. See ``compute.update.Update.apply``."""
+        self._to_device()
+        reported = self._update.apply(step, norm)
+        self._moved_to()
+        return reported
+
+    def _to_device(self) -> None:
         if self._host is not self._update.contribution:
             self._update.contribution.copy_(self._host)
-        lr, norm = self._update.apply(step, norm)
-        self._moved_to()
-        return Applied(step + 1, loss, lr, norm)
 
     # ------------------------------------------------------------------------------------------------------- validation
 
@@ -473,9 +488,15 @@ class Trainer:
         Raises:
             StorageError: the checkpoint does not fit this part, or cannot be read. The state is unchanged.
         """
-        moments = self._state_arrays().keys() - {PARAMETERS}
+        self._read(directory, self._flat, self._state_arrays())
+        self._update.loaded()
+        self._moved_to()
+
+    def _read(self, directory: Path, flat: FlatModel, arrays: Mapping[str, Tensor]) -> None:
+        """Read a checkpoint into ``arrays``, by name. Raises as ``load``."""
+        moments = arrays.keys() - {PARAMETERS}
         try:
-            if self._shard is not None:
+            if isinstance(flat, ShardedModel):
                 layout, loaded = self._files.rows_in(directory, moments)
                 notes = {"layout": layout}
             else:
@@ -497,15 +518,12 @@ class Trainer:
             raise
         except P2PTrainError as error:
             raise StorageError(f"cannot read the checkpoint {directory}: {error.message}") from error
-        arrays = self._state_arrays()
         if not loaded.keys() >= moments or any(arrays[name].shape != loaded[name].shape for name in loaded):
             raise StorageError(f"the optimizer's moments in {directory} do not fit this model")
         if weights:
-            self._flat.copy_tensors(weights)
+            flat.copy_tensors(weights)
         for name, array in loaded.items():
             arrays[name].copy_(array)
-        self._update.loaded()
-        self._moved_to()
 
     # ---------------------------------------------------------------------------------------------------------- inside
 

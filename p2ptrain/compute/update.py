@@ -38,8 +38,8 @@ class Update(Protocol):
         """Begin step ``step``, of which this member computes ``count`` micro-batches, maybe none. Returns whether the
         contribution does not need them: then ``finish`` may come first."""
 
-    def after_backward(self) -> None:
-        """Use the gradient of one micro-batch, which lies in ``FlatModel.gradients``."""
+    def after_backward(self, micro_batches: int = 1) -> None:
+        """Use the gradient of one micro-batch, or the sum of several, which lies in ``FlatModel.gradients``."""
 
     def finish(self) -> None:
         """Complete ``contribution``."""
@@ -86,7 +86,7 @@ class SummedGradients:
         self._flat.gradients.zero_()
         return False
 
-    def after_backward(self) -> None:
+    def after_backward(self, micro_batches: int = 1) -> None:
         """Does nothing: the gradients add up."""
 
     def finish(self) -> None:

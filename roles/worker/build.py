@@ -26,6 +26,7 @@ from wire.messages import Scalar
 if TYPE_CHECKING:
     from p2ptrain.compute.device import Device
     from p2ptrain.compute.fsdp import ShardSpec
+    from p2ptrain.compute.island import Island, IslandTrainer
     from p2ptrain.compute.trainer import TrainingSpec
 
 FREE_SHARE = 0.8
@@ -128,6 +129,42 @@ def shard_of(stage: Stage, sharded: Sharded, device: Device) -> ShardSpec:
         raise ConfigError("FSDP2, which shards models, does not run on MPS", remedy="device.kind = 'cpu'")
     group = RingProcessGroup(stage.index, stage.count, cast(Any, None), group_name=f"replica-{new_id()}")
     return ShardSpec(mesh_of(group, device.kind), sharded.accumulate, sharded.offload)
+
+
+def island_builder(island: Island, device: Device) -> Callable[[Profile], Engine]:
+    """Return the builder of an island's engines, at its leader."""
+
+    def build(profile: Profile) -> Engine:
+        check_island(profile)
+        return island.build(profile.to_spec(), lambda: island_trainer(profile, island, device))
+
+    return build
+
+
+def island_trainer(profile: Profile, island: Island, device: Device) -> IslandTrainer:
+    """The engine at one process of an island."""
+    from p2ptrain.compute.island import IslandTrainer
+
+    return IslandTrainer(training_spec(profile), device, island)
+
+
+def check_island(profile: Profile) -> None:
+    """Raise ``ConfigError`` if an island cannot train a job."""
+    refused = {
+        f"job.strategy = {profile.job.strategy!r}": profile.job.strategy not in ("sync", "local"),
+        "job.exact": profile.job.exact,
+        "lora.rank": profile.lora.rank > 0,
+        "local.fragments": profile.job.strategy == "local" and profile.local.fragments > 1,
+    }
+    if found := next((setting for setting, is_set in refused.items() if is_set), None):
+        remedy = "give each device to a worker of its own: p2ptrain join --device cuda:0, p2ptrain join --device cuda:1"
+        raise ConfigError(f"a worker of several processes (--devices) cannot train a job with {found}", remedy=remedy)
+
+
+def no_stage(profile: Profile, stage: Stage) -> Engine:
+    """The builder of an island's parts of split models: it has none."""
+    check_island(profile)
+    raise ConfigError(f"a worker of several processes (--devices) cannot hold {stage}")
 
 
 def holding(*, device: str, threads: int, memory_bytes: int) -> Holding:

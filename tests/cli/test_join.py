@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from p2ptrain.cli import join as command_of
 from p2ptrain.cli import joining
+from p2ptrain.cli.island import IslandOptions
 from p2ptrain.cli.joining import Found, Joining, ProcessContext, ServeOptions
 from p2ptrain.cli.output import Console
 from p2ptrain.core.errors import ResourceError, Unreachable, UserError
@@ -44,7 +45,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Joining, ServeOptions |
     async def served(of: Joining, serve_options: ServeOptions) -> None:
         found.append((of, serve_options))
 
-    async def work(of: Joining) -> None:
+    async def work(of: Joining, island: IslandOptions | None) -> None:
         found.append((of, None))
 
     monkeypatch.setattr(joining, "served", served)
@@ -118,6 +119,10 @@ def test_a_drafter_and_its_model(
         (["--role", "verifier", "--model", "x", "--dtype", "int8"], "--dtype int8 is not", "fp32, bf16, fp16"),
         (["--http", "127.0.0.1:8000"], "--http is not for a worker", "--role verifier"),
         (["--split"], "--split is not for a worker", "--role verifier"),
+        (["--role", "drafter", "--devices", "2"], "--devices is not for a drafter", "--device chooses"),
+        (["--devices", "two"], "--devices two is not a number of devices", "use all, or a number"),
+        (["--devices", "2", "--device", "mps"], "--device mps is one device", "--device cuda with --devices"),
+        (["--devices", "all", "--device", "cpu"], "--devices all: no GPU", "number of processes"),
         *(
             (["--role", "verifier", "--model", "x", "--split", *given], f"{given[0]} does not apply", "to the workers")
             for given in (["--memory", "4GiB"], ["--device", "cpu"], ["--threads", "2"])

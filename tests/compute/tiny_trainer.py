@@ -34,10 +34,10 @@ def tiny_spec(text: Path | str, **changes: Any) -> TrainingSpec:
     return replace(TrainingSpec(TINY, data, OPTIMIZER, 30, 3, MICRO_BATCHES, 2, validation_batches=3), **changes)
 
 
-def run_step(trainer: Trainer, step: int) -> float:
+def run_step(trainer: Trainer, step: int, micro_batches: int = MICRO_BATCHES) -> float:
     """One step of a ring of one; returns its loss."""
     trainer.begin_step(step)
-    for index in range(MICRO_BATCHES):
+    for index in range(micro_batches):
         trainer.micro_batch(step, index)
     trainer.finish_gradients()
     return trainer.apply(step, trainer.partial_square_sum(0, len(trainer.reduce_buffer))).loss

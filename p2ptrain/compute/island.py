@@ -1,0 +1,477 @@
+"""An island: one worker that is several processes, each with a device of its own, such as all GPUs of a machine.
+
+Process 0 *leads*: it is the worker that the seed knows, and its ``IslandTrainer`` is the worker's engine. The others
+*follow*. Whatever the leader is asked for it sends them as a command, and all do it together::
+
+    leader     micro_batch(8) -- command --> micro-batch 8 ------.                        .-- apply
+    follower 1                               micro-batch 9 ------+-- sum --> the ring ----+-- apply
+    follower 2                               micro-batch 10 -----'                        '-- apply
+
+A *round* is one micro-batch at each process; in the last round of a share some process may compute one that does not
+count. Every process holds rows of each tensor (``compute.fsdp``), with their gradients and moments. The leader gathers
+the gradients when the share is computed, in the layout of a worker of one process, so they meet in one ring; then each
+process takes its rows of the ring's sum. With ``local`` an inner step is a round: the mean of its gradients.
+
+The processes are ``torch.distributed``'s: NCCL between GPUs, Gloo for commands and between CPUs. A command is one
+msgpack list in a tensor of fixed size, and a second tensor if it is longer. Nothing is pickled.
+
+If a process is lost, so is the island: the leader ends, the seed sees one worker leave, and the others go on.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.device_mesh import DeviceMesh
+
+from p2ptrain.compute.checkpoint_files import PARAMETERS
+from p2ptrain.compute.device import Device
+from p2ptrain.compute.flat import FlatModel
+from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, rows_of
+from p2ptrain.compute.gradients import OnFinal
+from p2ptrain.compute.trainer import Trainer, TrainingSpec
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, ResourceError
+from p2ptrain.core.island import Place
+from p2ptrain.core.training import Blob, FilePlan
+
+SILENCE_S = 600.0
+"""Longest wait of a process for another one. Reading a large text may take minutes."""
+BEAT_S = 60.0
+"""Time between two commands when there is nothing to do, so that no wait is longer."""
+LEAVE_S = 5.0
+"""How long a call that met a lost process waits for the end of this one, instead of reporting a failure of the job."""
+HEAD_BYTES = 256
+MOST_BYTES = 1 << 20
+STATUS_BYTES = 512
+
+COMMANDS: dict[str, tuple[type, ...]] = {
+    "beat": (),
+    "free": (),
+    "end": (),
+    "build": (str,),
+    "share_cores": (int,),
+    "begin_step": (int, int, int),
+    "micro_batch": (int, int),
+    "finish_gradients": (),
+    "take": (int, float),
+    "validate_round": (int,),
+    "load_initial": (),
+    "give_state": (),
+    "take_state": (),
+}
+"""Command → types of its arguments. Most are methods of ``IslandTrainer``."""
+
+
+def command_untrusted(body: bytes) -> list[Any]:
+    """A command's name and arguments. Raises ``ProtocolError``."""
+    try:
+        command = msgpack.unpackb(body, max_array_len=8, max_map_len=0, max_str_len=MOST_BYTES)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"an unreadable command in the island: {error}") from error
+    if not isinstance(command, list) or not command or not isinstance(command[0], str):
+        raise ProtocolError("a command in the island has no name")
+    wanted = COMMANDS.get(command[0])
+    if wanted is None or tuple(map(type, command[1:])) != wanted:
+        raise ProtocolError(f"unknown command {command[0][:40]!r} in the island, or wrong arguments")
+    return command
+
+
+def meet(place: Place, device: Device, listener: socket.socket | None = None) -> DeviceMesh:
+    """A mesh over an island's processes. Waits until all are there, at most ``SILENCE_S``.
+
+    Args:
+        listener: a socket of the leader that listens at ``place.port``; None: make one.
+
+    Raises:
+        ConnectionLost: another process did not come.
+    """
+    at = (place.address, place.port, place.size, place.leads, timedelta(seconds=SILENCE_S))
+    try:
+        bound = None if listener is None else listener.detach()
+        # torchrun has a store of its own, which ``torch.distributed`` finds.
+        store = None if dist.is_torchelastic_launched() else TCPStore(*at, master_listen_fd=bound)
+        backend = "cpu:gloo,cuda:nccl" if device.kind == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=at[-1])
+    except (RuntimeError, ValueError) as error:
+        text = f"the processes of this worker did not meet: {_line(error)}"
+        raise ConnectionLost(text, remedy="start all of them") from error
+    assert dist.group.WORLD is not None
+    return DeviceMesh.from_group(dist.group.WORLD, device.kind)
+
+
+class Island:
+    """The processes of an island, seen by one of them. ``compute.island`` describes it.
+
+    Args:
+        mesh: over the processes; its group has the host's tensors, too.
+        on_lost: called at the leader, on any thread, when a process is lost.
+
+    Attributes:
+        label: for people.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        device: Device,
+        mesh: DeviceMesh,
+        on_lost: Callable[[P2PTrainError], None] = lambda problem: None,
+    ) -> None:
+        self.place, self.mesh, self._group, self._on_lost = place, mesh, mesh.get_group(), on_lost
+        self.label = f"{place.size} processes (gloo), {device.kind}"
+        if device.kind == "cuda":
+            self.label = f"{place.size} x {torch.cuda.get_device_name(device.torch_device)} (nccl)"
+        self._turn = threading.Lock()
+        self._spoke_at = time.monotonic()
+        self._engine: Callable[[], IslandTrainer | None] = lambda: None
+        if place.leads:
+            threading.Thread(target=self._beat, name="island", daemon=True).start()
+
+    # ------------------------------------------------------------------------------------------------------- commands
+
+    @contextmanager
+    def command(self, name: str, *arguments: Any) -> Iterator[None]:
+        """Have the followers do the same as this block. At a follower, which was told, it is only the block.
+
+        Whatever fails in it leaves the processes apart, so it ends the island.
+        """
+        if not self.place.leads:
+            yield
+            return
+        with self._turn:
+            try:
+                self._send(msgpack.packb([name, *arguments]))
+                yield
+            except BaseException as error:
+                problem = error if isinstance(error, P2PTrainError) else lost(error)
+                self._on_lost(problem)
+                time.sleep(LEAVE_S)
+                raise problem from error
+            finally:
+                self._spoke_at = time.monotonic()
+
+    def heard(self) -> list[Any]:
+        """The leader's next command. Raises ``ConnectionLost``, ``ProtocolError``."""
+        head = torch.zeros(HEAD_BYTES, dtype=torch.uint8)
+        self.from_leader(head)
+        size_bytes = int.from_bytes(bytes(head[:4].tolist()), "big")
+        if size_bytes > MOST_BYTES:
+            raise ProtocolError(f"a command of {size_bytes} bytes in the island; the limit is {MOST_BYTES}")
+        body = head[4 : 4 + size_bytes]
+        if size_bytes > len(body):
+            body = torch.zeros(size_bytes, dtype=torch.uint8)
+            self.from_leader(body)
+        return command_untrusted(body.numpy().tobytes())
+
+    def _send(self, body: bytes) -> None:
+        head = torch.zeros(HEAD_BYTES, dtype=torch.uint8)
+        fits = len(body) <= HEAD_BYTES - 4
+        start = len(body).to_bytes(4, "big") + (body if fits else b"")
+        head[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
+        self.from_leader(head)
+        if not fits:
+            self.from_leader(torch.frombuffer(bytearray(body), dtype=torch.uint8))
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(BEAT_S / 4)
+            if time.monotonic() - self._spoke_at > BEAT_S:
+                try:
+                    with self.command("free" if self._engine() is None else "beat"):  # its job is over
+                        pass
+                except P2PTrainError:
+                    return  # told by ``on_lost``
+
+    def end(self) -> None:
+        """At the leader: let the followers end, if nothing is under way."""
+        if self._turn.acquire(timeout=LEAVE_S):
+            try:
+                self._send(msgpack.packb(["end"]))
+            except P2PTrainError:
+                pass  # one is gone, and the others end because this process does
+            finally:
+                self._turn.release()
+
+    # --------------------------------------------------------------------------------------------------------- tensors
+
+    def from_leader(self, tensor: Tensor) -> None:
+        """Fill ``tensor`` with the leader's."""
+        with _translated():
+            self._group.broadcast(tensor, 0).wait()
+
+    def to_leader(self, tensor: Tensor) -> None:
+        """Sum over the processes, at the leader. Elsewhere ``tensor`` has no meaning afterwards."""
+        with _translated():
+            self._group.reduce(tensor, 0).wait()
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        with _translated():
+            self._group.send([tensor], rank, 0).wait()
+
+    def received(self, tensor: Tensor, rank: int) -> Tensor:
+        with _translated():
+            self._group.recv([tensor], rank, 0).wait()
+        return tensor
+
+    def gathered(self, tensor: Tensor) -> list[Tensor]:
+        """Everybody's tensor (on the host), by rank."""
+        everyone = [torch.zeros_like(tensor) for _ in range(self.place.size)]
+        with _translated():
+            self._group.allgather([everyone], [tensor]).wait()
+        return everyone
+
+    # --------------------------------------------------------------------------------------------------------- engines
+
+    def build(self, spec: str, make: Callable[[], IslandTrainer]) -> IslandTrainer:
+        """At the leader: build an engine at all processes. ``spec``: from which a follower builds its own.
+
+        Raises what ``make`` raises; ``ResourceError`` if another process cannot build it.
+        """
+        with self.command("build", spec):
+            made, problem = self._made(make)
+        if made is None:
+            raise problem
+        self._engine = weakref.ref(made)
+        return made
+
+    def follow(self, build: Callable[[str], IslandTrainer]) -> None:
+        """At a follower: do what the leader says until it ends. Raises ``P2PTrainError``."""
+        trainer: IslandTrainer | None = None
+        while (command := self.heard())[0] != "end":
+            name, *arguments = command
+            if name in ("build", "free"):
+                trainer = None  # first, for its memory
+            if name == "build":
+                trainer, _ = self._made(partial(build, *arguments))
+            elif name not in ("beat", "free"):
+                if trainer is None:
+                    raise ProtocolError(f"the command {name} in the island came before a model")
+                getattr(trainer, name)(*arguments)
+
+    def _made(self, make: Callable[[], IslandTrainer]) -> tuple[IslandTrainer | None, P2PTrainError]:
+        """The engine, or None and the first problem of any process; then none of them has one."""
+        made, own = None, None
+        try:
+            made = make()
+        except P2PTrainError as error:
+            own = error
+        said = torch.zeros(STATUS_BYTES, dtype=torch.uint8)
+        if own is not None:
+            message = bytearray(own.message.encode()[:STATUS_BYTES] or b"?")
+            said[: len(message)] = torch.frombuffer(message, dtype=torch.uint8)
+        for rank, other in enumerate(self.gathered(said)):
+            if text := other.numpy().tobytes().rstrip(b"\0").decode(errors="replace"):
+                found = ResourceError(f"process {rank} of this island: {text}", remedy="see its log")
+                return None, own or found
+        assert made is not None
+        return made, ResourceError("")
+
+
+class IslandTrainer(Trainer):
+    """The engine of an island, at each of its processes. The leader's is the worker's engine (``roles.engine``): its
+    ``reduce_buffer`` and its ``state()`` are those of the whole model, in the host's memory."""
+
+    def __init__(self, spec: TrainingSpec, device: Device, island: Island) -> None:
+        if device.kind == "cuda":  # of this thread; FSDP2 asks for it
+            torch.cuda.set_device(device.torch_device)
+        super().__init__(spec, device, shard=ShardSpec(island.mesh, accumulate=False))
+        assert isinstance(self._flat, ShardedModel)
+        self._island, self.device = island, island.label
+        self._rank, self._size = island.place.rank, island.place.size
+        self._validated: dict[int, tuple[float, int]] = {}  # by micro-batch, of the present state
+        self._whole = _WholeModel(self._flat)
+        self._present = 1  # micro-batches of the present round
+        self._gathered: dict[str, Tensor] = {}  # the leader's ``state()``, until it changes
+        if not self._rank:
+            numbers = len(self._update.contribution) - self._flat.numel
+            self._total = torch.zeros(self._whole.numel + numbers, pin_memory=device.kind == "cuda")
+            self.reduce_buffer = self._total.numpy()
+            self.exact_from = self._whole.decayed_numel
+            self._files = self._files_of(self._whole)
+
+    def share_cores(self, workers: int) -> None:
+        with self._island.command("share_cores", workers):
+            super().share_cores(workers * self._island.place.local_size)
+
+    # ---------------------------------------------------------------------------------------------------------- a step
+
+    def begin_step(self, step: int, first: int = 0, count: int = -1) -> bool:
+        count = self._spec.micro_batches if count < 0 else count
+        with self._island.command("begin_step", step, first, count):
+            return super().begin_step(step, first, count)
+
+    def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None, *, counts: bool = True) -> None:
+        """Compute the round that begins with ``index``. The round has the next micro-batches, too, so calls for these
+        do nothing."""
+        first, count = self._share
+        if (index - first) % self._size:
+            return
+        with self._island.command("micro_batch", step, index):
+            self._present = min(self._size, first + count - index)
+            mine = min(self._rank, self._present - 1)  # FSDP2 needs a pass of every process
+            super().micro_batch(step, index + mine, counts=mine == self._rank)
+
+    def _after_backward(self) -> None:
+        self._update.after_backward(self._present)
+
+    def finish_gradients(self, on_final: OnFinal | None = None) -> None:
+        with self._island.command("finish_gradients"):
+            self._update.finish()
+            contribution, numel = self._update.contribution, self._flat.numel
+            self._island.to_leader(contribution[-1:])  # the losses; other numbers are equal at all processes
+            self._gather(contribution[:numel], self._total if not self._rank else None)
+            if not self._rank:
+                self._total[self._whole.numel :].copy_(contribution[numel:])
+
+    def exchanged(self, step: int) -> Sequence[tuple[int, int]]:
+        return [(0, len(self.reduce_buffer))]
+
+    def take(self, step: int, norm: float) -> tuple[float, float]:
+        with self._island.command("take", step, norm):
+            return super().take(step, norm)
+
+    def _to_device(self) -> None:
+        contribution, numel = self._update.contribution, self._flat.numel
+        if not self._rank:
+            contribution[numel:].copy_(self._total[self._whole.numel :])
+        self._island.from_leader(contribution[numel:])
+        self._scatter(self._total if not self._rank else None, contribution[:numel])
+
+    # ------------------------------------------------------------------------------------------------------- validation
+
+    def validate(self, first: int, count: int) -> tuple[float, int]:
+        losses, targets = 0.0, 0
+        for index in range(first, min(first + count, self._validation_batches)):
+            if index not in self._validated:
+                self.validate_round(index)
+            loss, number = self._validated[index]
+            losses, targets = losses + loss, targets + number
+        return losses, targets
+
+    def validate_round(self, first: int) -> None:
+        """Compute validation micro-batches from ``first`` on, one at each process, and keep the results: the worker
+        asks for one after the other."""
+        with self._island.command("validate_round", first):
+            index = min(first + self._rank, self._validation_batches - 1)
+            own = torch.tensor(super().validate(index, 1), dtype=torch.float64)
+            results = [each.tolist() for each in self._island.gathered(own)]
+        self._validated |= {first + rank: (loss, int(number)) for rank, (loss, number) in enumerate(results)}
+
+    # ----------------------------------------------------------------------------------------------------------- state
+
+    def state(self) -> list[Blob]:
+        with self._island.command("give_state"):
+            self.give_state()
+        return [Blob(name, array.numpy().data.cast("B")) for name, array in self._gathered.items()]
+
+    def give_state(self) -> None:
+        arrays = self._state_arrays()
+        self._gathered = {} if self._rank else {name: torch.zeros(self._whole.numel) for name in arrays}
+        for name, array in arrays.items():
+            self._gather(array, self._gathered.get(name))
+
+    def load_initial(self) -> None:
+        with self._island.command("load_initial"):
+            super().load_initial()
+
+    def state_loaded(self, step: int) -> None:
+        with self._island.command("take_state"):
+            self.take_state()
+
+    def take_state(self) -> None:
+        """Replace the state of all processes with what the leader's blobs hold."""
+        for name, array in self._state_arrays().items():
+            self._scatter(self._gathered.get(name), array)
+        self._update.loaded()
+        self._moved_to()
+
+    def checkpoint_files(self, step: int) -> list[FilePlan]:
+        return self._files.of_step(step, dict.fromkeys(self._update.shared, self._whole.numel))
+
+    def load(self, directory: Path) -> None:
+        self.state()
+        self._whole.parameters = self._gathered[PARAMETERS]
+        self._read(directory, self._whole, self._gathered)
+        self.state_loaded(-1)
+
+    def _moved_to(self) -> None:
+        super()._moved_to()
+        self._validated.clear()
+        self._gathered = {}
+        self._whole.parameters = self._whole.gradients
+
+    # ----------------------------------------------------------------------------------------------------------- shards
+
+    def _gather(self, rows: Tensor, whole: Tensor | None) -> None:
+        """Bring the rows of all processes, flat, to the leader's array of the whole model."""
+        if whole is None:
+            self._island.send(rows, 0)
+            return
+        for rank in range(self._size):
+            theirs = rows if not rank else self._island.received(torch.empty_like(rows), rank)
+            for here, there in self._whole.ranges(rank, self._size):
+                whole[here].copy_(theirs[there])
+
+    def _scatter(self, whole: Tensor | None, rows: Tensor) -> None:
+        """The reverse of ``_gather``."""
+        if whole is None:
+            self._island.received(rows, 0)
+            return
+        for rank in reversed(range(self._size)):  # its own last
+            theirs = torch.zeros_like(rows) if rank else rows
+            for here, there in self._whole.ranges(rank, self._size):
+                theirs[there].copy_(whole[here])
+            if rank:
+                self._island.send(theirs, rank)
+
+
+class _WholeModel(FlatModel):
+    """The layout of the whole model of which ``shard`` has some rows. It has no memory for tensors."""
+
+    def __init__(self, shard: ShardedModel) -> None:
+        shapes = {segment.name: segment.shape for segment in shard.whole}
+        self._allocate(shapes, shapes, torch.device("meta"))
+        self.model, self._shard = shard.model, shard
+
+    def ranges(self, rank: int, size: int) -> Iterator[tuple[slice, slice]]:
+        """Where the rows of a process are: in an array of the whole model, and in its own."""
+        for ours, theirs in zip(self.segments, self._shard.segments, strict=True):
+            row = math.prod(ours.shape[1:])
+            start, stop = (row * each for each in rows_of(ours.shape[0], rank, size))
+            yield slice(ours.offset + start, ours.offset + stop), slice(theirs.offset, theirs.offset + stop - start)
+
+
+def _line(error: BaseException) -> str:
+    """The first sentence of an error, without the place in torch's source."""
+    text = re.sub(r"^\[[^\]]*\] ", "", " ".join(str(error).split()))
+    return (text.partition(". ")[0] or type(error).__name__)[:200]
+
+
+def lost(error: BaseException) -> ConnectionLost:
+    """The error of a call that torch could not complete."""
+    text = f"a process of this worker was lost, or failed: {_line(error)}"
+    return ConnectionLost(text, remedy="see what the others say, and start it again")
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # another process closed its connections, or was silent for too long
+        raise lost(error) from error
