@@ -6,7 +6,10 @@ In an all-reduce of B bytes over n members every edge of the circle carries 2(n-
 2(n-1) hops (``ring.collectives``). All edges work at the same time, and a piece is passed on as soon as it has arrived.
 So only the slowest edge's transfer counts, while all hops count, one after the other::
 
-    seconds = max over edges of 2(n-1)/n B / bandwidth   +   2(n-1)/n  sum over edges of (latency + piece / bandwidth)
+    seconds = max over edges of 2(n-1)/n B / bandwidth   +   2(n-1)/n  sum over edges of latency
+
+A step also makes ``SMALL_GATHERS`` all-gathers of little, n-1 hops each. ``step_s`` predicts a step on equal edges;
+``docs/scaling.md`` has it beside the simulator.
 
 The order is a heuristic. It goes from each member to the nearest remaining one. Then it reverses stretches as long as
 that makes the circle cheaper (2-opt; Croes 1958). ``ring.placement`` orders the peers of a chain by the same two steps.
@@ -35,6 +38,10 @@ STRIPES = 4
 """Bulk connections over a link with a long round trip: the window of one flow may not fill it."""
 NEAR_RTT_S = 2e-3
 """Below this round trip one flow fills a link of gigabits: the bandwidth-delay product is within any window."""
+
+
+SMALL_GATHERS = 2
+"""All-gathers of a step: of what no codec encodes (norms, biases, losses), and of the members' tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +128,13 @@ class Costs:
 
     def __init__(self, members: Sequence[str], ways: LinkCosts, *, total_bytes: int) -> None:
         size = len(members)
-        each, chunk_bytes = 2 * (size - 1) / size, total_bytes / size
-        piece_bytes = min(chunk_bytes, max(chunk_bytes / 4, 64 << 10))  # as a session cuts a member's chunk
+        each = 2 * (size - 1) / size
         self.transfer_s = [[0.0] * size for _ in members]
         self.hop_s = [[0.0] * size for _ in members]
         for here, one in enumerate(members):
             for there, other in enumerate(members):
-                latency_s, bytes_s = ways.between(one, other, each * total_bytes)
-                self.hop_s[here][there] = each * latency_s + bytes_s * piece_bytes / max(total_bytes, 1)
-                self.transfer_s[here][there] = bytes_s
+                latency_s, self.transfer_s[here][there] = ways.between(one, other, each * total_bytes)
+                self.hop_s[here][there] = each * latency_s
 
     def seconds(self, circle: Sequence[int]) -> float:
         edges = list(steps(circle))
@@ -164,6 +169,30 @@ def best_order(
     if joined_s <= seconds * (1 + MARGIN):
         circle, seconds = joined, joined_s
     return tuple(members[index] for index in circle), seconds, joined_s
+
+
+def step_s(
+    members: int,
+    link: LinkQuality,
+    total_bytes: float,
+    compute_s: float,
+    *,
+    updates: int = 1,
+    overlapped_s: float = 0.0,
+) -> float:
+    """Predict the seconds of one update of a member, in a ring of alike members and links.
+
+    Args:
+        total_bytes: of the reduced array, as it is encoded.
+        compute_s: to compute one update.
+        updates: updates between two exchanges, H of ``local``; 1 for other strategies.
+        overlapped_s: computing during which the exchange may run.
+    """
+    hops = members - 1
+    transfer_s = 8 * total_bytes / link.bandwidth_bps if link.bandwidth_bps else 0.0
+    reduce_s = 2 * hops * (transfer_s / members + link.latency_s)
+    exposed_s = max(reduce_s - overlapped_s, 0.0) + SMALL_GATHERS * hops * link.latency_s
+    return compute_s + exposed_s / updates
 
 
 # ----------------------------------------------------------------------------------------------- plan of a whole ring
