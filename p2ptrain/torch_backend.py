@@ -41,7 +41,7 @@ def _join(store: Any, group: str, rank: int, size: int, names: list[str], timeou
     from p2ptrain.cli.loops import loop_factory
     from roles.process_group import start_host
 
-    if _host is None:
+    if _host is None or _host.process != os.getpid():
         _host = start_host(loop_factory(), _reach)
     return _host.join(store, group, rank, size, names, timeout_s)
 

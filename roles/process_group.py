@@ -17,9 +17,10 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -35,12 +36,13 @@ from wire.connection import Connection
 from wire.handshake import local_welcome, serve
 from wire.job_messages import MemberRecord
 from wire.messages import Hello, RefusalCode, Refuse, Welcome
-from wire.schema import instance_untrusted
+from wire.schema import Bound, Host, Id, Port, instance_untrusted
 
 HEARTBEAT_S, SILENCE_S = 0.5, 10.0
 """A killed process is noticed at once, by its closed sockets. Python code may hold the interpreter, and with it the
 heartbeats, for seconds; so only a long silence counts as death."""
 LEAVE_S = 2.0
+MAX_PLACE_BYTES = 2048
 LOOPBACK = "127.0.0.1"
 T = TypeVar("T")
 Done = Callable[[], None]
@@ -53,6 +55,16 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes: ...
     def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
     def add(self, key: str, amount: int, /) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a member listens, as it writes it into the store. ``host``: for other machines than ``machine``."""
+
+    peer_id: Id
+    host: Host
+    port: Port
+    machine: Annotated[str, Bound(1, 400)]
 
 
 class ToMember(Protocol):
@@ -200,11 +212,12 @@ class GroupHost:
 
     Attributes:
         peer_id: of this process in all of its groups.
+        process: the id of this process; a child that was forked later has no such thread.
     """
 
     def __init__(self, network: Network, host: str, peer_id: str, *, encrypted: bool) -> None:
         self.world = real_world(network)
-        self.peer_id = peer_id
+        self.peer_id, self.process = peer_id, os.getpid()
         self._host, self._encrypted = host, encrypted
         self._port = 0
         self._groups: dict[str, _Group] = {}
@@ -232,29 +245,26 @@ class GroupHost:
             NetworkError, Refused: see ``RingSession.form``.
         """
         round_of_store = store.add(f"joined/{rank}", 1)  # the group may have existed before, in the same store
-        own = {"peer": self.peer_id, "host": self._host, "port": self._port, "machine": _machine()}
-        store.set(f"{round_of_store}/{rank}", json.dumps(own))
+        own = Place(self.peer_id, self._host, self._port, _machine())
+        store.set(f"{round_of_store}/{rank}", json.dumps(asdict(own)))
         keys = [f"{round_of_store}/{other}" for other in range(size)]
         store.wait(keys, timedelta(seconds=timeout_s))
         places = [_place_untrusted(store.get(key)) for key in keys]
-        away = next((index for index, place in enumerate(places) if place["machine"] != own["machine"]), None)
+        away = next((index for index, place in enumerate(places) if place.machine != own.machine), None)
         if away is not None and not self._encrypted:
             raise UserError(
                 f"{names[away]} runs on another machine, and connections between machines must be encrypted",
                 remedy="set P2PTRAIN_TICKET to a ticket of a seed on all of them: p2ptrain ticket new, at the seed",
             )
         members = tuple(
-            instance_untrusted(
-                MemberRecord,
-                {
-                    "peer_id": place["peer"],
-                    "name": names[index],
-                    "host": LOOPBACK if place["machine"] == own["machine"] else place["host"],
-                    "port": place["port"],
-                    "first": index,
-                    "count": 1,
-                    "healthy": True,
-                },
+            MemberRecord(
+                place.peer_id,
+                names[index],
+                LOOPBACK if place.machine == own.machine else place.host,
+                place.port,
+                first=index,
+                count=1,
+                healthy=True,
             )
             for index, place in enumerate(places)
         )
@@ -269,7 +279,7 @@ class GroupHost:
         return RingOperations(self.loop, session, direct=joined.direct, leave=lambda: self._leave(job))
 
     def close(self) -> None:
-        for job in list(self._groups):
+        for job in list(self._groups) if self.process == os.getpid() else ():
             self._leave(job)
 
     def _leave(self, job: str) -> None:
@@ -340,12 +350,12 @@ def _machine() -> str:
     with contextlib.suppress(OSError):  # only Linux has them
         marks.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         marks.append(str(os.stat("/proc/self/ns/net").st_ino))
-    return "/".join(marks)
+    return "/".join(marks)[:400]
 
 
-def _place_untrusted(written: bytes) -> dict[str, Any]:
+def _place_untrusted(written: bytes) -> Place:
     try:
-        place = json.loads(written)
-        return {"peer": place["peer"], "host": place["host"], "port": place["port"], "machine": place["machine"]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ProtocolError("the store of the process group holds what no member has written") from error
+        place = json.loads(written[:MAX_PLACE_BYTES])
+    except (ValueError, RecursionError):
+        raise ProtocolError("the store of the process group holds what no member has written") from None
+    return instance_untrusted(Place, place)

@@ -3,11 +3,12 @@ a job's profile."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from ring.order import LinkQuality
 from ring.schedule import extended
 from ring.token import TOKEN_BYTES, Flag, Token
 from ring.view import View
+from roles.process_group import Place, _place_untrusted
 from roles.seed.links import measured_untrusted
 from roles.worker.links import targets_untrusted
 from roles.worker.worker import _stage_untrusted
@@ -109,6 +111,23 @@ def _check_stage(params: dict[str, Any]) -> None:
     assert 0 <= stage.index < stage.count <= MAX_STAGES
 
 
+_PLACE = json.dumps(asdict(Place("a", "", 1, "machine"))).encode()
+
+
+def _check_place(written: bytes) -> None:
+    with contextlib.suppress(ProtocolError):
+        place = _place_untrusted(written)
+        assert is_id(place.peer_id)
+        assert 0 < place.port < 65536
+
+
+PLACE = Target(
+    "places of members in a store",
+    mutated(st.just(_PLACE)) | st.binary(max_size=100),
+    _check_place,
+    ("roles.process_group._place_untrusted",),
+    peak_bytes=64 << 10,
+)
 STAGE = Target("stages", _STAGE, _check_stage, ("roles.worker.worker._stage_untrusted",), peak_bytes=64 << 10)
 
 # ------------------------------------------------------------------------------------------------------------- tokens
@@ -343,4 +362,4 @@ PROFILE = Target(
     peak_bytes=4 << 20,
 )
 
-TARGETS = (VIEW, STAGE, TOKEN, CODEC, LINKS, FIGURES, PROFILE)
+TARGETS = (VIEW, PLACE, STAGE, TOKEN, CODEC, LINKS, FIGURES, PROFILE)

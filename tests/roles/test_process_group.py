@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -11,13 +13,14 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import AllgatherOptions
 
-from tests.roles.process_groups import everyone, group, new_group
+from p2ptrain.core.errors import UserError
+from tests.roles.process_groups import TIMEOUT, everyone, group, new_group
 
-SIZES = [1, 2, 3, 5]
+SIZES = [2, 3, 5]
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 MOVED = [*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn]
-NUMELS = [0, 1, 7, 60_000]  # the last one is not a small operation, and has several sub-chunks
+NUMELS = [0, 7, 60_000]  # the last one is not a small operation, and has several sub-chunks
 OPS = {
     "sum": (dist.ReduceOp.SUM, lambda all_: all_.sum(0)),
     "avg": (dist.ReduceOp.AVG, lambda all_: all_.sum(0) / len(all_)),
@@ -65,8 +68,11 @@ def expected(reduction: str, rows: torch.Tensor) -> torch.Tensor:
     return result.to(dtype) if dtype != torch.bool else result.bool()
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("reduction", "dtype"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("size", "reduction", "dtype"),
+    [*((size, *case) for size in SIZES for case in CASES), (1, "sum", torch.float32), (4, "avg", torch.bfloat16)],
+    ids=str,
+)
 def test_reductions(size: int, reduction: str, dtype: torch.dtype) -> None:
     members, op = group(size), OPS[reduction][0]
     for numel in NUMELS:
@@ -100,8 +106,11 @@ def test_reductions(size: int, reduction: str, dtype: torch.dtype) -> None:
         assert all(torch.equal(output, part) for output, part in zip(outputs, parts, strict=True))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", MOVED, ids=str)
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [*((size, dtype) for size in SIZES for dtype in MOVED), (1, torch.float32), (4, torch.int64)],
+    ids=str,
+)
 def test_moves(size: int, dtype: torch.dtype) -> None:
     members = group(size)
     for numel in NUMELS:
@@ -178,6 +187,16 @@ def test_messages_are_matched_by_source_and_tag() -> None:
     for work in [*sends, *receives]:
         work.wait()
     assert all(torch.equal(got[index], sent[index]) for index in range(3))
+
+    # Those that were sent before they are received.
+    late = [members[0].send([sent[tag]], 2, tag) for tag in range(4)] + [members[1].send([sent[2]], 2, 0)]
+    for tag, source in ((3, 0), (2, 0), (0, 1), (1, 0), (0, 0)):  # the last of rank 0 arrived, and so did the others
+        tensor = torch.empty(5)
+        members[2].recv([tensor], source, tag).wait()
+        assert torch.equal(tensor, sent[2 if source else tag])
+    for work in late:
+        work.wait()
+
     anyone = members[2].recv_anysource([got[3]], 9)
     assert not anyone.is_completed()
     members[1].send([sent[3]], 2, 9).wait()
@@ -215,6 +234,21 @@ def test_tensors_that_are_not_contiguous() -> None:
     assert all(
         torch.equal(output, torch.full((2, 4), float(rank))) for row in outputs for rank, output in enumerate(row)
     )
+
+
+def test_sparse_tensors_add_up() -> None:
+    members = group(3)
+    tensors = [
+        torch.sparse_coo_tensor([[0, rank]], [[1.0, 2.0], [3.0, rank]], (4, 2), check_invariants=True)
+        for rank in range(3)
+    ]
+    expected = sum(tensor.to_dense() for tensor in tensors)
+    with ThreadPoolExecutor(3) as threads:  # it waits for the numbers of rows
+        list(threads.map(lambda m: m.allreduce([tensors[m.rank()]]).wait(), members))
+    assert all(torch.equal(tensor.to_dense(), expected) for tensor in tensors)
+    maximum = options(c10d.AllreduceOptions, reduceOp=dist.ReduceOp.MAX)
+    with pytest.raises(ValueError, match="only sums sparse tensors"):
+        members[0].allreduce([tensors[0]], maximum)
 
 
 def test_coalesced_operations_and_barriers() -> None:
@@ -270,7 +304,7 @@ def test_what_is_refused_before_anything_is_sent() -> None:
         (lambda: member.allreduce([ints], options(c10d.AllreduceOptions, reduceOp=dist.ReduceOp.AVG)), "a mean"),
         (lambda: member.allreduce([torch.ones(3, dtype=torch.complex64)]), "'complex64' cannot be reduced"),
         (lambda: member.allreduce([floats, floats]), "2 tensors where one is expected"),
-        (lambda: member.allreduce([floats.to_sparse()]), "takes dense tensors"),
+        (lambda: member.broadcast([floats.to_sparse()]), "takes dense tensors"),
         (lambda: member._allgather_base(torch.ones(5), floats), "an output of 5 elements"),
         (lambda: member._reduce_scatter_base(floats, torch.ones(5)), "5 elements of torch.float32 for 2 outputs"),
         (lambda: member.allgather([[floats]], [floats]), "2 tensors of 3 elements"),
@@ -289,15 +323,22 @@ def test_what_is_refused_before_anything_is_sent() -> None:
 def test_an_operation_that_does_not_end_in_time_names_who_is_late() -> None:
     members = new_group(2, timeout=timedelta(seconds=0.3))
     with pytest.raises(RuntimeError, match=r"left neighbour rank 1: sent no part of the all-reduce for 0.3 s"):
-        members[0].allreduce([torch.ones(3)]).wait()
+        members[0].allreduce([torch.ones(3)]).wait(TIMEOUT)
     members = new_group(2, timeout=timedelta(seconds=0.3))
     with pytest.raises(RuntimeError, match=r"no message with tag 4 within 0.3 s"):
-        members[0].recv([torch.ones(3)], 1, 4).wait()
+        members[0].recv([torch.ones(3)], 1, 4).wait(TIMEOUT)
     with pytest.raises(RuntimeError, match=r"no message with tag 4 within 0.3 s"):
-        members[0].send([torch.ones(3)], 1, 4).wait()
+        members[0].send([torch.ones(3)], 1, 4).wait(TIMEOUT)
     work = new_group(2)[0].barrier()
     with pytest.raises(RuntimeError, match="timed out"):
         work.wait(timedelta(seconds=0.1))
+
+
+def test_members_of_other_machines_need_encryption(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = itertools.count()
+    monkeypatch.setattr("roles.process_group._machine", lambda: f"machine {next(numbers)}")
+    with pytest.raises(UserError, match=r"rank 1 runs on another machine, and connections .* must be encrypted"):
+        new_group(2)
 
 
 def test_a_member_that_left_fails_what_needs_it_and_nothing_else() -> None:
