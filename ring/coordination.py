@@ -1,19 +1,16 @@
-"""The coordinator's vocabulary: events, instructions, options of a job. Also what it knows of peers and of the run's
-progress, and the pure functions that make a view from that."""
+"""The coordinator's vocabulary: events, instructions, options of a job. Also what it knows of its workers."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from ring.order import Links, RingOptions
-from ring.token import ShareRule, balanced
-from ring.view import REDUCED_TO_STATE, View, shares
-from wire.frame import CONTROL_FRAME_BYTES
+from ring.token import ShareRule
+from ring.training_costs import Training
+from ring.view import REDUCED_TO_STATE, View
 from wire.job_messages import MemberRecord, Report
 
 STANDSTILL = frozenset({"held", "broken", "done"})
@@ -63,7 +60,6 @@ class Peer:
 
     Attributes:
         follows: it can fetch the state beside a running ring (``CatchUp``).
-        workers: number of workers that a replica consists of (``ring.replicas``).
         memory_bytes: memory for parts of models; 0: not reported.
         flops: measured speed of its computing; 0: not known; None: it will be reported.
         on_host: it computes on a CPU.
@@ -74,7 +70,6 @@ class Peer:
     host: str
     port: int
     follows: bool = False
-    workers: int = 1
     memory_bytes: int = 0
     flops: float | None = 0.0
     on_host: bool = True
@@ -85,9 +80,9 @@ class JobOptions:
     """A job's requirements and time limits.
 
     Attributes:
-        workers: number of workers that the first view waits for.
-        micro_batches: number in a global batch, and so the most members. At most two more workers stay as spares, and
-            take a place that becomes free.
+        workers: number of replicas that the first view waits for. A replica of a model with one part is a worker.
+        micro_batches: number in a global batch, and so the most replicas. At most the workers of two more stay as
+            spares, and take a place that becomes free.
         settle_s: after a break, until members that are alive but silent are struck off. A dead member is noticed at
             once, because its connections close.
         hold_s: the same after a hold. Long, because a step may be long.
@@ -96,7 +91,9 @@ class JobOptions:
         cooldown_s: first exclusion of a peer whose link keeps breaking; doubles each time.
         ring_options: the profile's options for the ring.
         minted_below: an earlier seed may have minted generations up to this one.
-        share_rule: how the members of a view share its micro-batches.
+        share_rule: how the replicas of a view share its micro-batches.
+        parts: of the model.
+        training: the sizes that placement needs, and the cuts if they are chosen; None: not known.
     """
 
     workers: int
@@ -109,6 +106,8 @@ class JobOptions:
     ring_options: RingOptions = field(default_factory=RingOptions)
     minted_below: int = 0
     share_rule: ShareRule = field(default_factory=ShareRule)
+    parts: int = 1
+    training: Training | None = None
 
     @property
     def most(self) -> int:
@@ -121,7 +120,8 @@ class StoredJob:
 
     Attributes:
         paused: a person asked for a pause; ``state`` may not show it yet.
-        saved: peer id → step of its newest known checkpoint.
+        saved: the known checkpoints.
+        held: peer id → the part that it holds, or held last, if the model has several.
         branch: the peers whose states and checkpoints belong to the run as it continued after it last went back to an
             older step. Those of other peers may belong to an *abandoned branch*: the later steps that it gave up.
             None: it never went back, so all peers' count.
@@ -135,7 +135,8 @@ class StoredJob:
     view: View | None = None
     corpus: str = ""
     known_step: int = 0
-    saved: Mapping[str, int] = field(default_factory=dict)
+    saved: Saved = field(default_factory=lambda: Saved({}))
+    held: Mapping[str, int] = field(default_factory=dict)
     branch: frozenset[str] | None = None
     step_s: float = 0.0
     reread: bool = False
@@ -146,11 +147,9 @@ class StoredJob:
 
 @dataclass(frozen=True, slots=True)
 class PeerOffered:
-    """A free worker is offered to this job. ``own``: whether its disk holds a state of this run; None: see
-    ``StoredJob.branch``."""
+    """A free worker is offered to this job."""
 
     peer: Peer
-    own: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,28 +201,21 @@ class PeerTold:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """``newest``: peer id → step of its newest known checkpoint. ``steps``: all steps that it holds, where that matters
-    (``ring.replicas``). ``wholes``: the steps of which it holds all parts of the model."""
+    """``steps``: peer id → steps of its known checkpoints of its part. ``wholes``: the same for those of all parts
+    of a model that has several. Any worker can load its part from such a checkpoint."""
 
-    newest: Mapping[str, int] = field(repr=False)
-    steps: Mapping[str, frozenset[int]] = field(default_factory=dict, repr=False)
+    steps: Mapping[str, frozenset[int]] = field(repr=False)
     wholes: Mapping[str, frozenset[int]] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Go back to the checkpoint of ``step`` and ``lineage``, which ``peer_id`` holds and has verified."""
+    """Go back to the checkpoint of ``step`` and ``lineage``, which ``peer_id`` holds and has verified. The coordinator
+    itself names only a step: then it is the state of that step that all parts load."""
 
     step: int
     peer_id: str
     lineage: str
-
-
-@dataclass(frozen=True, slots=True)
-class Together:
-    """Several events that happened at once: the coordinator takes in all of them before it decides."""
-
-    events: tuple[Any, ...]
 
 
 class Signal(Enum):
@@ -237,8 +229,7 @@ class Signal(Enum):
 
 
 Event: TypeAlias = (
-    "PeerOffered | PeerReturned | PeerReported | PeerLost | Progress | Measured | PeerTold | Saved"
-    " | Restore | Together | Signal"
+    "PeerOffered | PeerReturned | PeerReported | PeerLost | Progress | Measured | PeerTold | Saved | Restore | Signal"
 )
 """What ``handle`` takes."""
 
@@ -248,8 +239,8 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class SendAssign:
-    """``stage``, ``stages``: the part of the model to hold, and the number of parts (``ring.replicas``). ``holders``:
-    peers that have the files of all parts of ``restore_step``."""
+    """``stage``, ``stages``: the part of the model to hold, and the number of parts. ``holders``: peers that have the
+    files of all parts of ``restore_step``."""
 
     peer_id: str
     corpus: str
@@ -354,24 +345,30 @@ class KnownPeer:
     Attributes:
         standing: its report, if it is stopped and so may be put into a view.
         returned: it reconnected with its state, and may follow a ring that an earlier connection asked it to follow.
+        asked: ``restore_step`` of an assignment that it has not answered yet. It is asked nothing else before.
     """
 
     peer: Peer
     standing: Report | None = None
     returned: bool = False
+    asked: int | None = None
 
 
 @dataclass(slots=True)
 class Roster:
-    """The peers of a job, and the condition of its last view's members.
+    """The peers of a job, the parts that they hold, and the condition of its last view's members.
 
     Attributes:
+        parts: of the model.
+        held: as ``StoredJob.held``. A change must be durable before the worker is told of it.
         running: members that are not known to be stopped.
         unheard: members of ``running`` that have sent no report since the seed or their link came back.
         away: members of a running view whose link to the seed ended.
         healing: members that fetch the state.
     """
 
+    parts: int = 1
+    held: dict[str, int] = field(default_factory=dict)
     peers: dict[str, KnownPeer] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)
     unheard: set[str] = field(default_factory=set)
@@ -381,6 +378,36 @@ class Roster:
     def name(self, peer_id: str) -> str:
         known = self.peers.get(peer_id)
         return known.peer.name if known else peer_id
+
+    def part_of(self, peer_id: str) -> int | None:
+        """The part that the worker holds or builds; None: a spare, which was assigned nothing yet."""
+        return self.held.get(peer_id) if self.parts > 1 else 0
+
+    def give(self, peer_id: str, part: int) -> None:
+        """Note that the worker is assigned a part. Of the workers that are away, only the newest 1024 are remembered;
+        any other comes back as a spare."""
+        self.held = held_with(self.held, peer_id, part, self.peers)
+        self.peers[peer_id].standing = None
+
+    def by_part(self, reports: Reports) -> list[Reports]:
+        found: list[Reports] = [{} for _ in range(self.parts)]
+        for peer_id, report in reports.items():
+            if (part := self.part_of(peer_id)) is not None:
+                found[part][peer_id] = report
+        return found
+
+    def candidates(self, excluded: Collection[str], holders: Collection[str] = ()) -> Reports:
+        """Stopped workers, without those ``excluded`` if others have the same part, and one of them is a holder of the
+        state, if ``holders`` are given. A bad link is better than a lost step."""
+        found: Reports = {}
+        for reports in self.by_part(self.standing()):
+            fit = {peer_id: report for peer_id, report in reports.items() if peer_id not in excluded}
+            found |= fit if fit and not (holders and fit.keys().isdisjoint(holders)) else reports
+        return found
+
+    def whole(self, reports: Reports) -> bool:
+        """Whether these workers can form a replica: every part has one."""
+        return all(self.by_part(reports))
 
     def forget(self, peer_id: str) -> None:
         self.peers.pop(peer_id, None)
@@ -410,12 +437,11 @@ class Roster:
         }
 
     def all_back(self, view: View) -> bool:
-        """Whether every member of ``view`` is here and has loaded a state again, so none has it in memory any more."""
-        standing = self.standing()
-        return all(member.peer_id in standing and standing[member.peer_id].status == "ready" for member in view.members)
+        """Whether every member of ``view`` is here and stopped, so none has a later state than it reported."""
+        return self.standing().keys() >= {member.peer_id for member in view.members}
 
     def building(self) -> bool:
-        return any(known.standing is None for known in self.peers.values())
+        return any(self.part_of(key) is not None and not known.standing for key, known in self.peers.items())
 
     def validate(self, view: View | None, history: str) -> None:
         members = {member.peer_id for member in view.members} if view else set()
@@ -423,6 +449,8 @@ class Roster:
         assert self.unheard <= self.running, history
         assert self.running <= set(self.peers) | self.unheard, history
         assert not self.running & (set(self.standing()) | self.away), history
+        parts = {member.peer_id: view.stage_of(rank) for rank, member in enumerate(view.members)} if view else {}
+        assert all(self.part_of(peer_id) == parts[peer_id] for peer_id in self.running), history
 
 
 class Deadlines:
@@ -535,104 +563,8 @@ class CatchUps:
         self._catching_up.clear()
 
 
-@dataclass(slots=True)
-class RecoveryPolicy:
-    """How far the run is known to have come, which states it may continue from, and what that gives up.
-
-    Attributes:
-        known_step: the newest step that some peer is known to have applied.
-        saved: peer id → step of its newest known checkpoint.
-        branch: as ``StoredJob.branch``.
-        step_s: moving average of a step's duration; 0: not known.
-    """
-
-    known_step: int
-    saved: Mapping[str, int]
-    branch: frozenset[str] | None
-    step_s: float = 0.0
-
-    def progressed(self, step: int, step_s: float) -> None:
-        """Take in a committed step and its duration. Reports of several steps may come at once, and late."""
-        self.known_step = max(self.known_step, step)
-        if step_s > 0:
-            self.step_s = self.step_s + 0.2 * (step_s - self.step_s) if self.step_s else step_s  # about ten steps
-
-    def patience_s(self, best: int, least_s: float, most_s: float) -> float:
-        """How long to wait for a peer that holds more than step ``best``: as long as the lost steps took to compute. So
-        waiting in vain costs no more than giving up too early."""
-        return max(least_s, min((self.known_step - best) * self.step_s, most_s))
-
-    def owns(self, peer_id: str, own: bool) -> None:
-        if self.branch is not None:
-            self.branch = self.branch | {peer_id} if own else self.branch - {peer_id}
-
-    @property
-    def _reached(self) -> int:
-        saved = (step for peer_id, step in self.saved.items() if self.branch is None or peer_id in self.branch)
-        return max(self.known_step, *saved, 0)
-
-    def sources(
-        self, ready: Reports, survivors: Reports, view: View, *, in_memory: bool, patient: bool
-    ) -> tuple[Reports, str]:
-        """The states that the next view may start from now; if there is none, the reason.
-
-        Args:
-            ready: all peers that are stopped.
-            survivors: those stopped in ``view``, the last one; they carry the run's state.
-            in_memory: a member of that view may still hold its state of that view.
-            patient: wait rather than give up a step that a peer may still bring.
-        """
-        if in_hand := carried(survivors, view):
-            return in_hand, ""
-        elsewhere = max((step for peer_id, step in self.saved.items() if peer_id not in ready), default=0)
-        wanted = self._reached if in_memory else min(self._reached, elsewhere)
-        own = {peer_id: report for peer_id, report in ready.items() if self.branch is None or peer_id in self.branch}
-        if at_hand := {peer_id: report for peer_id, report in own.items() if report.applied >= wanted}:
-            return at_hand, ""
-        if not patient:
-            return own or ready, ""
-        away = " or ".join(member.name for member in view.members if member.peer_id not in ready)
-        whom = f"{away}, which may hold" if away else "a worker that holds"
-        best = f"step {max(report.applied for report in own.values())}" if own else "none of this run"
-        return {}, f"waiting for {whom} step {wanted} (newest here: {best})"
-
-    def given_up(self, step: int, chosen_from: Reports, survivors: Reports, view: View) -> tuple[str, str]:
-        """What is lost if the next view starts at ``step``, as an event's kind and text; usually empty."""
-        if carried(survivors, view):
-            return "", ""
-        if step < self._reached:
-            lost = f"{self._reached - step} steps are lost: no connected worker holds step {self._reached}"
-            return "steps-lost", f"continues from step {step}; {lost}"
-        if self.branch is not None and not self.branch & chosen_from.keys():
-            return "branch", f"continues from step {step} of an abandoned branch: no connected worker holds another"
-        return "", ""
-
-    def begin(self, step: int, members: Reports, *, went_back: bool) -> None:
-        """Record the start of a view. ``members``: the members' reports. A member that is ready with a later step has
-        an abandoned state on its disk, so its newest checkpoint must not count as this run's after a restart."""
-        self.known_step = step
-        if went_back or self.branch is not None:
-            kept = frozenset() if went_back or self.branch is None else self.branch
-            fits = (peer_id for peer_id, it in members.items() if it.status == "ready" and it.applied <= step)
-            self.branch = kept.union(fits)
-
-
-def carried(survivors: Reports, view: View) -> Reports:
-    return {peer_id: report for peer_id, report in survivors.items() if report.applied >= view.step}
-
-
-# ------------------------------------------------------------------------------------------------ how a view is made up
-
-
 Reports = dict[str, Report]
 """Peer id → the report of a stopped peer."""
-
-
-def newest(sources: Reports) -> tuple[int, str]:
-    """The highest applied step and its lineage. Of several lineages, the most frequent wins, then the lesser one."""
-    step = max(report.applied for report in sources.values())
-    votes = Counter(report.lineage for report in sources.values() if report.applied == step)
-    return step, min(votes, key=lambda lineage: (-votes[lineage], lineage))
 
 
 def holds(report: Report, step: int, lineage: str) -> bool:
@@ -642,41 +574,13 @@ def holds(report: Report, step: int, lineage: str) -> bool:
     return report.status in STANDSTILL and (report.prepared, report.prepared_lineage) == (step, lineage)
 
 
-def square_sum(sources: Reports, step: int, lineage: str) -> float:
-    """The squared gradient norm with which ``step`` was committed, for members that redo it; 0: not known."""
-    known = (report.square_sum for report in sources.values() if (report.applied, report.lineage) == (step, lineage))
-    return max(known, default=0.0)
-
-
-def records(
-    members: Sequence[Peer], micro_batches: int, healthy: Collection[str], unit_us: Sequence[int] = ()
-) -> tuple[MemberRecord, ...]:
-    """The members in rank order. Their shares follow the microseconds of a micro-batch at each; 0: not known."""
-    equal = [count for _, count in shares(micro_batches, len(members))]
-    counts = balanced(micro_batches, unit_us or [0] * len(members), equal)
-    return with_shares(members, counts, healthy)
-
-
-def with_shares(members: Sequence[Peer], counts: Sequence[int], healthy: Collection[str]) -> tuple[MemberRecord, ...]:
-    return tuple(
-        MemberRecord(peer.peer_id, peer.name, peer.host, peer.port, last - count, count, peer.peer_id in healthy)
-        for peer, count, last in zip(members, counts, accumulate(counts), strict=True)
-    )
-
-
-def ordered(
-    peers: Mapping[str, Peer], ready: Reports, healthy: Collection[str], survivors: Collection[str], most: int
-) -> list[str]:
-    """The peers to take, in rank order: holders of the state first, then earlier members. At most ``most``, and no more
-    than fit into one frame."""
-    chosen = sorted(ready, key=lambda peer_id: (peer_id not in healthy, peer_id not in survivors, peer_id))[:most]
-    sizes_bytes = accumulate(_record_bytes(peers[peer_id]) for peer_id in chosen)
-    most_bytes = CONTROL_FRAME_BYTES - 4096  # leaves room for the other fields of ``ViewAnnounced``
-    return [peer_id for peer_id, size_bytes in zip(chosen, sizes_bytes, strict=True) if size_bytes <= most_bytes]
-
-
-def _record_bytes(peer: Peer) -> int:
-    return sum(len(text.encode()) for text in (peer.peer_id, peer.name, peer.host)) + 64 * peer.workers
+def held_with(held: Mapping[str, int], peer_id: str, part: int, here: Collection[str]) -> dict[str, int]:
+    """``StoredJob.held`` with a worker that was assigned ``part``. Of those that are not ``here``, the newest 1024."""
+    told = {key: value for key, value in held.items() if key != peer_id} | {peer_id: part}
+    away = [key for key in told if key not in here and key != peer_id]
+    for key in away[: max(0, len(away) - 1024)]:
+        del told[key]
+    return told
 
 
 def other_data(corpus: str, ours: str) -> str:
@@ -684,9 +588,3 @@ def other_data(corpus: str, ours: str) -> str:
     return (
         f"its data or its base model differs from the job's ({difference}); give it the files that the job started with"
     )
-
-
-def described(view: View, before: View | None) -> str:
-    gone = [member.name for member in before.members if view.rank_of(member.peer_id) is None] if before else []
-    text = f"generation {view.generation} from step {view.step}: {' → '.join(member.name for member in view.members)}"
-    return text + (f"; without {', '.join(gone)}" if gone else "")

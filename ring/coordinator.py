@@ -4,8 +4,9 @@ Rules
     1. A view is minted only when no member of the previous view may still be training. Each of them is stopped (it
        reported so for that generation), is lost, or was struck off after a deadline.
     2. The run's state belongs to the *survivors*: the members of the last view that are stopped in it. A newcomer
-       heals. The state on its own disk counts only if there is no survivor.
-    3. A view starts at the highest step that a survivor applied. A member that can redo that step is healthy, too.
+       heals. The state on its own disk counts only if the survivors lack a part of the state.
+    3. A view starts at the highest step that a survivor applied and of which survivors hold all parts. A member that
+       can redo that step is healthy, too.
     4. A lost link to the seed is not a death, not even if all links are lost: a neighbour in the ring notices a death
        at once and reports ``broken``. If a member stays away while the ring runs on, the coordinator holds the ring,
        and the next view is without that member. Before the first commit of a view there may be no ring that notices,
@@ -13,9 +14,10 @@ Rules
     5. Without survivors, the coordinator gives up no state that may still come back. It starts from less than the
        newest known step only if no peer can have more, or after its patience: the time that the lost steps took to
        compute, within ``grace_s`` and ``build_s``. The states of an abandoned branch do not count (``RecoveryPolicy``).
+       If the loaded parts do not match, all go back to the newest step of which all parts have a checkpoint.
     6. A person's pause or restore happens when all members are stopped. A cancel happens at once.
-    7. A newcomer fetches the state beside the running ring. The ring is held when the newcomer follows it, or when the
-       newcomer's time is over (``CatchUps``). A view of survivors does not wait for newcomers that do not follow yet.
+    7. A newcomer fetches the state beside the running ring. The ring is held when newcomers for a whole replica follow
+       it, or their time is over (``CatchUps``). A view of survivors does not wait for newcomers that do not follow yet.
        Their reported states do not count, because these states change; such a newcomer is never called healthy.
     8. *Two sides.* The newest generation that the seed minted wins, however far another side has come. A side that is
        cut off from the seed continues with unchanged members only. It never forms a new ring: when it breaks, it stops.
@@ -23,7 +25,10 @@ Rules
        released and come in as newcomers. If all members of a ring are cut off and fresh workers come, rule 5 applies:
        they start from less than the newest known step only after the patience. Then the old side has lost.
     9. A member that repeatedly dies, breaks links or spoils steps is excluded for a while (``ring.quarantine``). An
-       excluded member is in a view only if no other member is there, or no other holds the state.
+       excluded member is in a view only if no other member is there, or no other holds its part of the state.
+   10. A *replica* is one worker for each part of the model; with one part it is one worker. Replicas are formed when a
+       view is minted, from workers of any earlier replicas. A worker keeps its part as long as its disk may hold it. A
+       spare gets a part if that completes a replica (``ring.parts``).
 
 Theory of operation: ``Roster.running`` has the members that are not known to be stopped. Every event changes what the
 coordinator knows; then ``_advance`` checks whether the phase changes. Time enters only as ``now``. Deadlines have
@@ -53,6 +58,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from ring import coordination as co
@@ -69,27 +75,28 @@ from ring.coordination import (
     InvalidTransition,
     KnownPeer,
     Phase,
-    RecoveryPolicy,
     Reports,
     Roster,
     Signal,
-    carried,
-    described,
     holds,
-    newest,
-    ordered,
-    records,
-    square_sum,
-    with_shares,
 )
-from ring.order import known_link, plan_ring
+from ring.order import plan_ring
+from ring.parts import StagePlanner
 from ring.quarantine import Quarantine
-from ring.token import by_size
+from ring.replicas import (
+    RecoveryPolicy,
+    State,
+    between_replicas,
+    described,
+    members_of,
+    newest,
+    replicas_of,
+    sources_for,
+    square_sum,
+)
+from ring.training_costs import Training
 from ring.view import View
-from wire.job_messages import MemberRecord, Report
-
-SOURCES = 3
-"""Sources for each newcomer. More sources would slow down more members' steps."""
+from wire.job_messages import Report
 
 
 class Coordinator:
@@ -102,7 +109,12 @@ class Coordinator:
         self.restore: co.Restore | None = None
         self.reason = past.reason
         self.phase = Phase(past.state) if past.state in ENDED else Phase.PAUSED if past.paused else Phase.WAITING
-        self._roster = Roster()
+        self._roster = Roster(options.parts, dict(past.held))
+        self._planner = StagePlanner(options.parts, options.training, planned=bool(past.held or past.view))
+        if self.view is not None and options.parts > 1:
+            self.view = replace(self.view, stages=options.parts)
+            held = {member.peer_id: self.view.stage_of(rank) for rank, member in enumerate(self.view.members)}
+            self._roster.held = held | self._roster.held
         self._banned: set[str] = set()  # failed or have other data: refused until they connect again
         self._failures: dict[str, str] = {}  # peer id → reason, in the last view
         self._last_failure = ""  # of a worker that no other worker has replaced
@@ -139,6 +151,17 @@ class Coordinator:
         return self._recovery.known_step
 
     @property
+    def training(self) -> Training | None:
+        return self._planner.training
+
+    @property
+    def held(self) -> dict[str, int]:
+        return self._roster.held
+
+    def part_of(self, peer_id: str) -> int | None:
+        return self._roster.part_of(peer_id)
+
+    @property
     def peer_ids(self) -> frozenset[str]:
         return frozenset(self._roster.peers)
 
@@ -148,9 +171,10 @@ class Coordinator:
             return f"is {'paused' if self.paused else self.state}"
         if peer_id in self._banned:
             return "has released it"
-        full = len(self._roster.peers) >= self.options.most
-        restored = self.restore is not None and self.restore.peer_id == peer_id
-        return f"has the {self.options.most} workers that it can use" if full and not restored else ""
+        most = self.options.most * self._roster.parts
+        holds_state = peer_id in self._roster.held or (self.restore is not None and self.restore.peer_id == peer_id)
+        full = len(self._roster.peers) >= most
+        return f"has the {most} workers that it can use" if full and not holds_state else ""
 
     def kept_out(self) -> dict[str, tuple[str, float]]:
         """Why workers of this job do not train now, and until when (``inf``: not known), for their own terminals."""
@@ -162,19 +186,19 @@ class Coordinator:
                 said[peer_id] = self._quarantine.reason(peer_id)
             elif self.phase is Phase.PAUSED:
                 said[peer_id] = "the job is paused", math.inf
-            elif self.phase is Phase.WAITING and known.standing:
+            elif self.phase is Phase.WAITING and (known.standing or self._roster.part_of(peer_id) is None):
                 said[peer_id] = self.reason, self._deadlines.at("grace")
-            elif self.phase is Phase.RUNNING and self.view and self.view.size >= self.options.micro_batches:
+            elif self.phase is Phase.RUNNING and self.view and self.view.replicas >= self.options.micro_batches:
                 said[peer_id] = "each micro-batch of a step has a worker; this one replaces one that leaves", math.inf
+            elif self.phase is Phase.RUNNING and self._roster.parts > 1:
+                text = f"waiting for workers of other stages: a replica has one for each of {self._roster.parts}"
+                said[peer_id] = text, math.inf
         return said
 
     @property
     def short(self) -> bool:
-        enough = 1 if self.view else self.options.workers
+        enough = self._roster.parts * (1 if self.view else self.options.workers)
         return self.phase is Phase.WAITING and len(self._roster.peers) < enough
-
-    def patience_s(self, step: int) -> float:
-        return self._recovery.patience_s(step, self.options.grace_s, self.options.build_s)
 
     def paused_survivors(self) -> Reports | None:
         """The reports of members that hold a paused job's state in memory; None if no member can be released."""
@@ -182,15 +206,16 @@ class Coordinator:
         return self._roster.survivors(self.view) if quiet else None
 
     def next_deadline(self) -> float | None:
-        return min([*self._deadlines.next(), *self._quarantine.next(), *self._catch_ups.next()], default=None)
+        plan_due = [self._planner.due] if self._planner.due is not None else []
+        others = [*self._quarantine.next(), *self._catch_ups.next(), *plan_due]
+        return min([*self._deadlines.next(), *others], default=None)
 
     def handle(self, event: co.Event, now: float) -> list[co.Instruction]:
         """Take one event and return the instructions, in order. ``now`` is monotonic seconds and never goes back."""
         self._out = []
         self._history.append((now, self.phase, event))
-        for part in event.events if isinstance(event, co.Together) else (event,):
-            if handler := _HANDLERS.get(part if isinstance(part, Signal) else type(part)):
-                handler(self, part, now)
+        if handler := _HANDLERS.get(event if isinstance(event, Signal) else type(event)):
+            handler(self, event, now)
         self._expire(now)
         self._advance(now)
         if self._told != (self.state, self.reason):
@@ -221,18 +246,19 @@ class Coordinator:
             self._out.append(co.SendRelease(peer_id, f"the job is {self.state} and accepts no workers now"))
             return
         self._roster.peers[peer_id] = KnownPeer(event.peer)
-        if event.own is not None:
-            self._recovery.owns(peer_id, event.own)
-        self._assign(peer_id)
+        self._recovery.arrived()
+        if self._roster.part_of(peer_id) is not None:
+            self._assign(peer_id)
         self._no_longer_trains(peer_id, now)  # rule 4
 
     def _returned(self, event: co.PeerReturned, now: float) -> None:
         peer_id = event.peer.peer_id
-        if self.phase in ENDED:
+        if self.phase in ENDED or self._roster.part_of(peer_id) is None:
             self._out.append(co.SendRelease(peer_id, f"the job is {self.state}"))
             return
         self._roster.peers[peer_id] = KnownPeer(event.peer, returned=True)
-        if self.phase is Phase.WAITING and self.restore:
+        self._recovery.arrived()
+        if self._goes_back:
             self._assign(peer_id)
         elif self._is_current(peer_id, event.generation):
             self._roster.away.discard(peer_id)
@@ -245,14 +271,14 @@ class Coordinator:
 
     def _reported(self, event: co.PeerReported, now: float) -> None:
         known, report = self._roster.peers.get(event.peer_id), event.report
-        if known is None:
+        if known is None or self._roster.part_of(event.peer_id) is None:
             return
         current = self._is_current(event.peer_id, report.generation)
         if report.status in BESIDE:
             self._beside(known, report, now)
         elif report.status == "failed":
             self._failed(known, report, now)
-        elif self.restore and self.phase is Phase.WAITING:
+        elif self._goes_back:
             return  # it must load a checkpoint; the state before that does not matter
         elif current:
             self._of_the_view(known, report, now)
@@ -324,12 +350,26 @@ class Coordinator:
         if report.corpus and not self.corpus:
             self.corpus = report.corpus
             self._out.append(co.SetCorpus(report.corpus))
-        if report.corpus == self.corpus:
-            known.standing = report
-            self._catch_ups.said(peer_id, report.status)
-        else:
+        if report.corpus != self.corpus:
             self._ban(known, co.other_data(report.corpus, self.corpus), "corpus")
+        elif not self._goes_back or self._has_gone_back(known, report):
+            known.standing, known.asked = report, None
+            self._catch_ups.said(peer_id, report.status)
         self._no_longer_trains(peer_id, now)
+
+    @property
+    def _goes_back(self) -> bool:
+        return self.phase is Phase.WAITING and self.restore is not None
+
+    def _has_gone_back(self, known: KnownPeer, report: Report) -> bool:
+        """Whether the report answers the request to go back. If it answers an earlier request, asks again."""
+        assert self.restore is not None
+        step = self.restore.step
+        if known.asked == step or report.applied == step:
+            return report.applied <= step  # else sent before it was asked
+        known.asked = None
+        self._assign(known.peer.peer_id)
+        return False
 
     def _failed(self, known: KnownPeer, report: Report, now: float) -> None:
         peer_id = known.peer.peer_id
@@ -366,6 +406,7 @@ class Coordinator:
     def _lost(self, event: co.PeerLost, now: float) -> None:
         peer_id = event.peer_id
         self._banned.discard(peer_id)
+        self._planner.too_small.discard(peer_id)
         known = self._roster.peers.get(peer_id)
         was_running = peer_id in self._roster.running
         self._forget(peer_id)
@@ -399,8 +440,15 @@ class Coordinator:
     def _measured_anew(self, event: co.Measured, now: float) -> None:
         self._measured = event
 
+    def _told_anew(self, event: co.PeerTold, now: float) -> None:
+        if known := self._roster.peers.get(event.peer.peer_id):
+            known.peer = event.peer
+
+    def _surveyed(self, event: Signal, now: float) -> None:
+        self._planner.surveyed()
+
     def _saved(self, event: co.Saved, now: float) -> None:
-        self._recovery.saved = event.newest
+        self._recovery.saved = event
 
     def _pause(self, event: Signal, now: float) -> None:
         """Pause the job. The members save the step at which they stop, so that ``_yield`` can release them."""
@@ -464,6 +512,7 @@ class Coordinator:
     def _advance(self, now: float) -> None:
         if self.phase is Phase.RUNNING and not self._roster.running | self._roster.away:
             self._go(Phase.WAITING, "every member is gone")
+        self._give_parts(now)
         disturbed = self._roster.unheard | self._roster.away | self._roster.healing
         if self.phase is Phase.RUNNING and not disturbed and (names := self._let_in(now)):
             self._stop(now, f"{', '.join(names)} joining")
@@ -478,7 +527,7 @@ class Coordinator:
             self._go(Phase.PAUSED, "paused by a person")  # the restore happens after the resume
         elif self.restore:
             self._begin_restore(now)
-        elif survivors and all(report.status == "done" for report in survivors.values()):
+        elif self._roster.whole(survivors) and all(report.status == "done" for report in survivors.values()):
             early = next((report.reason for report in survivors.values() if report.reason), "")
             self._end(Phase.DONE, early or "every step is done")
         elif self.view and all(member.peer_id in self._failures for member in self.view.members):
@@ -490,7 +539,7 @@ class Coordinator:
 
     def _ends_hopeless(self, survivors: Reports, now: float) -> bool:
         """Exclude whom the reports blame, or end the job where that cannot help; returns whether it ended."""
-        verdict = self._quarantine.judge(survivors, self.view.step if self.view else 0, self._name, now)
+        verdict = self._quarantine.judge(survivors, self.view, self._roster, self._name, now) if self.view else None
         if verdict is not None and verdict.hopeless:
             self._end(Phase.FAILED, verdict.text)
         elif verdict is not None:
@@ -500,92 +549,118 @@ class Coordinator:
     def _try_mint(self, now: float) -> None:
         if self.restore and not self._restored(self.restore, now):
             return
-        if self.view is None:
-            self._recall()  # they follow a ring that this seed does not know
-            ready = self._candidates()
-            if ready:
-                self.reason = f"{len(ready)} of {self.options.workers} workers are ready"
-            if len(ready) >= self.options.workers:
-                self._mint(ready, now)
+        if (state := self._carried()) is not None:
+            self._mint(state, now)
             return
-        survivors = self._roster.survivors(self.view)
-        if not carried(survivors, self.view):
-            self._recall()
-        ready = {key: report for key, report in self._candidates().items() if key not in self._catch_ups.moving}
-        if not ready:
+        self._recall()  # they follow a ring that is gone, or that this seed does not know
+        ready = self._roster.candidates(self._quarantine.out)
+        if not self._roster.whole(ready):
             self._short_since = None
             self._deadlines.drop("grace", "build")
+            self._lacks_parts(ready)
             return
-        passed, in_memory = self._deadlines.passed, not self._roster.all_back(self.view)
+        if self.view is None:
+            self.reason = f"{len(ready)} of {self.options.workers * self._roster.parts} workers are ready"
+            if min(map(len, self._roster.by_part(ready))) < self.options.workers:
+                return
+        passed = self._deadlines.passed
         patient = "grace" not in passed or ("build" not in passed and self._roster.building())
-        chosen, self.reason = self._recovery.sources(ready, survivors, self.view, in_memory=in_memory, patient=patient)
-        if chosen:
-            self._mint(chosen, now)
-            return
+        state, reason = self._recovery.source(ready, self._roster, self.view, patient=patient)
+        self.reason = reason
+        if state is not None and state[1]:
+            self._mint(state, now)
+        elif state is not None:
+            self._go_back(state[0], now)
+        else:
+            self._be_patient(ready, now)
+
+    def _carried(self) -> State | None:
+        """The state that the survivors carry on: the newest one of which they hold all parts."""
+        state = newest(self._roster.by_part(self._roster.survivors(self.view))) if self.view else None
+        return state if state is not None and self.view is not None and state[0] >= self.view.step else None
+
+    def _lacks_parts(self, ready: Reports) -> None:
+        parts = self._roster.parts
+        if parts > 1:
+            lacking = [str(part) for part, reports in enumerate(self._roster.by_part(ready)) if not reports]
+            text = f"waiting for workers of stage {', '.join(lacking)}: a replica has one for each of {parts}"
+            self.reason = self._planner.unfit or text
+
+    def _be_patient(self, ready: Reports, now: float) -> None:
         if self._short_since is None:
             self._short_since = now
-        if "grace" not in passed:
-            best = max((report.applied for report in ready.values()), default=0)
-            patience_s = self._recovery.patience_s(best, self.options.grace_s, self.options.build_s)
+        if "grace" not in self._deadlines.passed:
+            step, _ = self._recovery.best(ready, self._roster) or (0, "")
+            patience_s = self._recovery.patience_s(step, self.options.grace_s, self.options.build_s)
             self._deadlines.arm("grace", self._short_since + patience_s)
         self._deadlines.start("build", now + self.options.build_s)
 
+    def _go_back(self, step: int, now: float) -> None:
+        """Load the newest step of which all parts have a checkpoint: the states that are loaded do not match."""
+        self._say("warning", "steps-lost", f"goes back to step {step}: no later state is held for every stage")
+        self.restore, self._recovery.tries = co.Restore(step, "", ""), step
+        self._begin_restore(now)
+
     def _restored(self, restore: co.Restore, now: float) -> bool:
-        """Mint a view from the checkpoint that a person chose, once all peers had the time to load it. The peer that
-        verified it may still be on its way back. Returns True if no peer could load it, so another state is needed."""
-        overdue, holders = "restore" in self._deadlines.passed, self._holders(restore)
-        if not overdue and (self._roster.building() or not (holders or restore.peer_id in self._roster.peers)):
+        """Mint a view from the chosen checkpoint, once all peers had the time to load it. The peer that verified it may
+        still be on its way back. Returns True if no peer could load it, so another state is needed."""
+        overdue, ready = "restore" in self._deadlines.passed, self._roster.candidates(self._quarantine.out)
+        loaded = {peer_id: report for peer_id, report in ready.items() if report.applied == restore.step
+                  and restore.lineage in ("", report.lineage)}  # fmt: skip
+        state = newest(self._roster.by_part(loaded))
+        # Of a split model, holders of other parts may be on their way back, too.
+        comes = restore.peer_id and (self._roster.parts > 1 or restore.peer_id not in self._roster.peers)
+        if not overdue and (self._roster.building() or not (state or (self._roster.whole(ready) and not comes))):
             return False
-        if holders:
-            self._mint(holders, now)
+        if state is not None:
+            self._mint(state, now)
             return False
         self._say("error", "restore-failed", f"no worker could load the checkpoint of step {restore.step}")
         self.restore = None
-        self._deadlines.passed |= {"grace", "build"}  # newer states were set aside: there is nothing to wait for
+        if restore.peer_id:
+            self._deadlines.passed |= {"grace", "build"}  # newer states were set aside: there is nothing to wait for
+        elif self._roster.whole(ready):
+            self._recovery.failed = self._recovery.tries
         return True
 
-    def _mint(self, chosen_from: Reports, now: float) -> None:
-        step, lineage = newest(chosen_from)
-        self._out += self._quarantine.flapping(self._roster.survivors(self.view), self._name, now)
-        ready, survivors, moving = self._candidates(), self._roster.survivors(self.view), self._catch_ups.moving
-        holders = {key for key, it in self._roster.standing().items() if key not in moving and holds(it, step, lineage)}
-        if not holders & ready.keys():
-            ready = self._roster.standing()  # all holders are excluded, but a bad link is better than a lost step
-        healthy = holders & ready.keys()
-        if self.view and carried(survivors, self.view):  # rule 7
+    def _mint(self, state: State, now: float) -> None:
+        (step, lineage), before, roster = state, self.view, self._roster
+        carried, survivors, moving = self._carried() is not None, roster.survivors(before), self._catch_ups.moving
+        self._out += self._quarantine.flapping(survivors, self._name, now)
+        standing = roster.standing()
+        healthy = {key for key, it in standing.items() if key not in moving and holds(it, step, lineage)}
+        ready = roster.candidates(self._quarantine.out, healthy)
+        if carried:  # rule 7
             at_once = healthy | survivors.keys()
             ready = {key: it for key, it in ready.items() if key in at_once or not self._comes_after(key)}
-        peers = {peer_id: self._roster.peers[peer_id].peer for peer_id in ready}
-        chosen = ordered(peers, ready, healthy, survivors, self.options.micro_batches)
-        links, compute_s = self._measured.links, self._measured.compute_s
+        formed = replicas_of(ready, roster, healthy, survivors, self.options.micro_batches)
+        links = between_replicas(self._measured.links, list(formed.values()))
         reduce_bytes = max(report.reduce_bytes for report in ready.values())
-        plan = plan_ring(chosen, links, self.options.ring_options, reduce_bytes, compute_s, name=self._roster.name)
-        chosen_peers, reports = [peers[peer_id] for peer_id in plan.order], [ready[peer_id] for peer_id in plan.order]
-        rule, total = self.options.share_rule, self.options.micro_batches
-        if rule.by_size:
-            counts = by_size(total, [max(report.windows, 1) for report in reports], rule.most)
-            members = with_shares(chosen_peers, counts, healthy)
-        else:
-            members = records(chosen_peers, total, healthy, [report.unit_us for report in reports])
-        kind, text = self._recovery.given_up(step, chosen_from, survivors, self.view) if self.view else ("", "")
+        plan = plan_ring(
+            list(formed), links, self.options.ring_options, reduce_bytes, self._measured.compute_s,
+            name=lambda first: "+".join(map(roster.name, formed[first])),
+        )  # fmt: skip
+        replicas = [formed[first] for first in plan.order]
+        chosen = {peer_id: ready[peer_id] for replica in replicas for peer_id in replica}
+        kind, text = self._recovery.given_up(step, healthy, roster) if before and not carried else ("", "")
         if kind and not self.restore:
             self._say("warning", kind, text)
         went_back = bool(kind) or self.restore is not None
-        self._recovery.begin(step, {peer_id: ready[peer_id] for peer_id in chosen}, went_back=went_back)
-        before = self.view
+        self._recovery.begin(step, chosen, went_back=went_back)
         generation = max(before.generation if before else 0, self.options.minted_below) + 1
         self.view = View(
             self.job,
             generation,
             step,
             lineage,
-            members,
-            square_sum(chosen_from, step, lineage),
+            members_of(replicas, ready, roster, healthy, self.options),
+            square_sum(standing, step, lineage),
             streams=plan.streams,
             sub_chunk_bytes=plan.sub_chunk_bytes,
             codec=plan.codec,
             lenient=self._quarantine.lenient,
             reduce_bytes=reduce_bytes,
+            stages=roster.parts,
         )
         self._out.append(co.Mint(self.view, went_back, self._recovery.branch))
         self._say("info", "view", described(self.view, before))
@@ -595,9 +670,9 @@ class Coordinator:
                 self._say("info", "ring-transport", plan.transport_reason)
             self._transport = plan.transport_reason
         for peer_id in chosen:
-            self._roster.peers[peer_id].standing = None
+            roster.peers[peer_id].standing = None
             self._catch_ups.forget(peer_id)
-        self._roster.running, self._roster.healing = set(chosen), set(chosen) - healthy
+        roster.running, roster.healing = set(chosen), chosen.keys() - healthy
         self._quarantine.view_began()
         self.restore, self._committed = None, False
         self._short_since = None
@@ -608,32 +683,56 @@ class Coordinator:
     def _is_current(self, peer_id: str, generation: int) -> bool:
         return self.view is not None and self.view.generation == generation and self.view.rank_of(peer_id) is not None
 
-    def _candidates(self) -> Reports:
-        standing = self._roster.standing()
-        return {peer_id: standing[peer_id] for peer_id in standing if peer_id not in self._quarantine.out} or standing
+    def _give_parts(self, now: float) -> None:
+        """Assign parts to spares, and to workers that are too many at their part (``StagePlanner``)."""
+        roster, planner = self._roster, self._planner
+        if roster.parts == 1 or self.paused or self.phase in {*ENDED, Phase.PAUSED}:
+            planner.due = None
+            return
+        peers = {peer_id: known.peer for peer_id, known in roster.peers.items()}
+        idle = sorted(filter(self._may_change, roster.standing()))
+        given, said = planner.assign(peers, roster.held, idle, self._measured.links, self.options.most, now)
+        self._out += said
+        for peer_id, part in given.items():
+            roster.give(peer_id, part)
+            self._catch_ups.forget(peer_id)
+            self._assign(peer_id)
 
-    def _holders(self, restore: co.Restore) -> Reports:
-        wanted = (restore.step, restore.lineage)
-        return {key: report for key, report in self._candidates().items() if (report.applied, report.lineage) == wanted}
+    def _may_change(self, peer_id: str) -> bool:
+        """Whether a worker's state of its part is of no use."""
+        known = self._roster.peers[peer_id]
+        if peer_id in self._catch_ups.moving:
+            return False
+        if self.phase is Phase.RUNNING:
+            return True  # it is outside the view
+        member = self.view is not None and self.view.rank_of(peer_id) is not None
+        loaded = known.standing is None or known.standing.applied > 0
+        return not member and not loaded and not self._recovery.saved.steps.get(peer_id)
 
     # -------------------------------------------------------------------------------------------------------- newcomers
 
     def _let_in(self, now: float) -> list[str]:
         """Rule 7: names of newcomers to let in now, if the view has room. Asks others to catch up."""
         view, catch_ups = self.view, self._catch_ups
-        room = self.options.micro_batches - view.size if view else 0
         standing = {key: it for key, it in self._roster.standing().items() if key not in self._quarantine.out}
-        if view is None or room <= 0 or not standing:
+        by_part = self._roster.by_part(standing)
+        room = min(self.options.micro_batches - view.replicas, *map(len, by_part)) if view else 0
+        if view is None or room <= 0:
             return []
-        after = [peer_id for peer_id in standing if self._catches_up(peer_id, standing[peer_id], view)]
-        for peer_id in catch_ups.to_ask(after, view.size, room):
-            catch_ups.asked(peer_id, now, standing[peer_id].reduce_bytes, self.options.grace_s)
-            self._out.append(co.SendCatchUp(peer_id, view.generation, self._sources(peer_id, view)))
-        at_hand = standing.keys() - set(after)
-        for peer_id in at_hand:
-            catch_ups.let_in(peer_id, anew=True)
-        coming = {*at_hand, *filter(catch_ups.through, after)}
-        return sorted(self._roster.name(peer_id) for peer_id in coming)
+        coming, after = [], set[str]()
+        for part, newcomers in enumerate(by_part):
+            late = [peer_id for peer_id in newcomers if self._catches_up(peer_id, standing[peer_id], view)]
+            for peer_id in catch_ups.to_ask(late, view.replicas, room):
+                catch_ups.asked(peer_id, now, standing[peer_id].reduce_bytes, self.options.grace_s)
+                sources = sources_for(peer_id, part, view, self._measured.links)
+                self._out.append(co.SendCatchUp(peer_id, view.generation, sources))
+            coming.append([*sorted(newcomers.keys() - set(late)), *filter(catch_ups.through, late)])
+            after.update(late)
+        together = [peer_id for replica in zip(*coming, strict=False) for peer_id in replica]
+        for peer_id in together:
+            if peer_id not in after:
+                catch_ups.let_in(peer_id, anew=True)
+        return sorted(self._roster.name(peer_id) for peer_id in together)
 
     def _catches_up(self, peer_id: str, report: Report, view: View) -> bool:
         at_hand = not self._committed and peer_id not in self._catch_ups.moving
@@ -641,16 +740,6 @@ class Coordinator:
 
     def _comes_after(self, peer_id: str) -> bool:
         return self._roster.peers[peer_id].peer.follows and not self._catch_ups.through(peer_id)
-
-    def _sources(self, peer_id: str, view: View) -> tuple[MemberRecord, ...]:
-        """Choose the members that send the state to the newcomer: fast links first, then high ranks, because low ranks
-        write checkpoints."""
-
-        def cost(rank: int) -> tuple[float, int]:
-            link = known_link(self._measured.links, view.members[rank].peer_id, peer_id)
-            return -((link and link.bandwidth_bps) or 0.0), -rank
-
-        return tuple(view.members[rank] for rank in sorted(range(view.size), key=cost)[:SOURCES])
 
     def _recall(self) -> None:
         for peer_id in sorted(self._catch_ups.moving & self._roster.peers.keys()):
@@ -684,8 +773,14 @@ class Coordinator:
             self._out.append(co.SendHold(chosen, self.view.generation, reason))
 
     def _assign(self, peer_id: str) -> None:
-        self._roster.peers[peer_id].returned = False
-        self._out.append(co.SendAssign(peer_id, self.corpus, self.restore.step if self.restore else -1))
+        known, step = self._roster.peers[peer_id], self.restore.step if self.restore else -1
+        known.returned = False
+        if known.asked is not None:
+            return
+        known.asked, part = step, self._roster.part_of(peer_id) or 0
+        holders = self._recovery.holders(step, part, self._roster.peers.keys() - {peer_id})
+        there = tuple(self._roster.peers[key].peer for key in holders)
+        self._out.append(co.SendAssign(peer_id, self.corpus, step, part, self._roster.parts, there))
 
     def _begin_restore(self, now: float) -> None:
         assert self.restore is not None
@@ -696,16 +791,18 @@ class Coordinator:
         self._banned.clear()
         self._catch_ups.clear()
         for peer_id, known in self._roster.peers.items():
-            known.standing = None
-            self._assign(peer_id)
+            if self._roster.part_of(peer_id) is not None:
+                known.standing = None
+                self._assign(peer_id)
 
     def _ban(self, known: KnownPeer, text: str, kind: str) -> None:
         peer_id = known.peer.peer_id
+        place = f" (stage {self._roster.part_of(peer_id)})" if self._roster.parts > 1 else ""
         del self._roster.peers[peer_id]
         self._banned.add(peer_id)
         self._roster.healing.discard(peer_id)
         self._catch_ups.forget(peer_id)
-        self._say("error", kind, f"{known.peer.name}: {text}", peer_id)
+        self._say("error", kind, f"{known.peer.name}{place}: {text}", peer_id)
         self._out.append(co.SendRelease(peer_id, text))
 
     def _strike_off(self, peer_ids: set[str], why: str) -> None:
@@ -736,6 +833,7 @@ class Coordinator:
         self._go(phase, reason)
         self._roster.clear()
         self._quarantine.out.clear()
+        self._planner.end()
         self._catch_ups.clear()
         self._failures.clear()
         self._banned.clear()
@@ -750,7 +848,9 @@ _HANDLERS: dict[Any, Callable[[Coordinator, Any, float], None]] = {
     co.Progress: Coordinator._progress,
     co.Saved: Coordinator._saved,
     co.Measured: Coordinator._measured_anew,
+    co.PeerTold: Coordinator._told_anew,
     co.Restore: Coordinator._restore,
+    Signal.SURVEYED: Coordinator._surveyed,
     Signal.PAUSE: Coordinator._pause,
     Signal.RESUME: Coordinator._resume,
     Signal.CANCEL: Coordinator._cancel,

@@ -4,10 +4,11 @@ Rules
     1. One back-off serves all reasons. A peer that is excluded again before it was quiet for ten times its last
        exclusion is excluded for twice as long. After that it starts afresh. A new connection changes nothing.
     2. A step that the members refused names a suspect, which is excluded: its contribution is an outlier or not finite,
-       its sum differs from most others', or its right neighbour received other bytes than it sent (exact mode).
-    3. If a second member contributes the same, the data is the cause. The same holds if one member does so again and is
-       alone. The excluded members are absolved, and the next view is *lenient*: it applies the step if it is finite. If
-       the members refuse the step even then, no member can compute it, and the job fails.
+       its sum differs from most others', or its right neighbour received other bytes than it sent (exact mode). A
+       contribution is the work of a whole replica, so all its members are excluded.
+    3. If a second replica contributes the same, the data is the cause. The same holds if one replica does so again and
+       is alone. The excluded members are absolved, and the next view is *lenient*: it applies the step if it is finite.
+       If the members refuse the step even then, no member can compute it, and the job fails.
     4. If a link breaks twice without a committed step in between, the suspect is excluded. A death explains any break.
     5. A member that dies repeatedly is excluded for longer each time.
 """
@@ -16,10 +17,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from ring.coordination import Emit, Reports
+from ring.coordination import Emit, Reports, Roster
+from ring.view import View
 
 CAUSES = frozenset({"contribution", "digest", "hop"})
 """Values of ``Report.cause`` for a refused step."""
@@ -68,7 +70,7 @@ class Quarantine:
         self._first: tuple[str, str] | None = None  # reporter and suspect of a break; later reports follow from it
         self._strikes: Counter[frozenset[str]] = Counter()
         self._step = 0  # the refused step; applied steps count from 1
-        self._contributors: list[str] = []  # the members whose contributions to that step were refused
+        self._contributors: set[str] = set()  # the members whose contributions to that step were refused
 
     # --------------------------------------------------------------------------------------------------------- back-off
 
@@ -116,15 +118,19 @@ class Quarantine:
             self._contributors.clear()
             self._step, self.lenient = 0, False
 
-    def judge(self, survivors: Reports, began_at: int, name: Callable[[str], str], now: float) -> Verdict | None:
-        """Judge a break once all members are stopped. Returns the cause and the consequence; usually None.
+    def judge(
+        self, survivors: Reports, view: View, roster: Roster, name: Callable[[str], str], now: float
+    ) -> Verdict | None:
+        """Judge a break of ``view`` once all members are stopped. Returns the cause and the consequence; usually None.
 
         Args:
-            survivors: the living members. began_at: the step at which the view began. name: of a peer.
+            survivors: the living members. name: of a peer.
         """
-        return self._refusal(survivors, name, now) or self._broken_link(survivors, began_at, name, now)
+        return self._refusal(survivors, view, roster, name, now) or self._broken_link(survivors, view.step, name, now)
 
-    def _refusal(self, survivors: Reports, name: Callable[[str], str], now: float) -> Verdict | None:
+    def _refusal(
+        self, survivors: Reports, view: View, roster: Roster, name: Callable[[str], str], now: float
+    ) -> Verdict | None:
         told = Counter(
             (report.applied + 1, report.cause, report.suspect, report.beside)
             for report in survivors.values()
@@ -136,14 +142,17 @@ class Quarantine:
         if step != self._step:
             self.committed(self._step)
             self._step = step
+        suspects = [suspect]
         if cause == "contribution":
             if self.lenient:
                 return Verdict("step-refused", f"step {step} cannot be computed: {_NOT_FINITE}", hopeless=True)
-            alone = not survivors.keys() - {suspect}
-            others = set(self._contributors) - {suspect}
-            self.lenient = bool(others) or (alone and suspect in self._contributors)
-            self._contributors.append(suspect)
-            what = f"{name(suspect)} sent gradients that are not finite or are outliers"
+            if (rank := view.rank_of(suspect)) is not None:
+                suspects = [member.peer_id for member in view.replica(rank)]
+            alone = not roster.whole({key: report for key, report in survivors.items() if key not in suspects})
+            others = self._contributors.difference(suspects)
+            self.lenient = bool(others) or (alone and not self._contributors.isdisjoint(suspects))
+            self._contributors.update(suspects)
+            what = f"{'+'.join(map(name, suspects))} sent gradients that are not finite or are outliers"
             if self.lenient:
                 for peer_id in others:
                     self.out.discard(peer_id)
@@ -154,7 +163,7 @@ class Quarantine:
             what = f"{name(beside)} received other bytes than {name(suspect)} sent"
         else:
             what = f"{name(suspect)} holds another sum than the other members"
-        done = self._excluded(suspect, what, name, now)
+        done = self._excluded(suspects, what, name, now)
         return Verdict("step-refused", f"step {step} was not applied: {what}: {done}")
 
     def _broken_link(self, survivors: Reports, began_at: int, name: Callable[[str], str], now: float) -> Verdict | None:
@@ -171,11 +180,11 @@ class Quarantine:
             return None
         del self._strikes[edge]
         text = f"the link between {name(reporter)} and {name(suspect)} keeps breaking"
-        return Verdict("link", f"{text}: {self._excluded(suspect, text, name, now)}")
+        return Verdict("link", f"{text}: {self._excluded([suspect], text, name, now)}")
 
-    def _excluded(self, suspect: str, why: str, name: Callable[[str], str], now: float) -> str:
-        seconds = self._exclude(suspect, why, now, self._cooldown_s, 600.0)
-        return f"{name(suspect)} is excluded for {seconds:.0f} s"
+    def _excluded(self, suspects: Sequence[str], why: str, name: Callable[[str], str], now: float) -> str:
+        seconds = max([self._exclude(suspect, why, now, self._cooldown_s, 600.0) for suspect in suspects])
+        return f"{'+'.join(map(name, suspects))} is excluded for {seconds:.0f} s"
 
     def view_began(self) -> None:
         self.broken, self._first = False, None

@@ -18,12 +18,11 @@ from configs.schema import Profile
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.footprint import BASE_COPIES
 from ring import coordination as co
-from ring.coordination import ENDED, Peer, Phase
+from ring.coordination import ENDED, Peer, Phase, held_with
 from ring.coordinator import Coordinator
 from ring.order import LinkQuality, RingOptions, known_link
 from ring.recovery import Recorder
-from ring.replica_assembly import newest_kept, told_stage
-from ring.replicas import ReplicaCoordinator
+from ring.replicas import newest_kept
 from ring.token import ShareRule
 from ring.training_costs import ModelShape, Training
 from ring.view import View
@@ -154,7 +153,8 @@ class JobController:
             view=view,
             corpus=record.corpus,
             known_step=max(view.step if view else 0, history.row.step if history.row else 0),
-            saved=dict(history.saved.newest),
+            saved=history.saved,
+            held=record.held,
             branch=frozenset(record.branch) if record.branch is not None else None,
             step_s=_step_s(history.row) if history.row else 0.0,
             reread=history.reread,
@@ -165,25 +165,13 @@ class JobController:
             ring_options=_ring_options_of(self._profile) if self._profile else RingOptions(),
             minted_below=self._seed.minted_below,  # the highest that an earlier term may have minted
             share_rule=share_rule(self._profile) if self._profile else ShareRule(),
+            parts=self.stages,
+            training=training_of(self._profile, record.shape, record.cuts),
         )
         self._links_seen = 0
         self.ledger = Ledger(record.id, history.head, history.begins)
         self._recoveries = Recorder(record.id, number=history.recoveries, view=view)
-        now = self._seed.world.clock.now()
-        self.core: Coordinator | ReplicaCoordinator = (
-            ReplicaCoordinator(
-                record.id,
-                options,
-                self.stages,
-                past=past,
-                held=record.held,
-                saved=history.saved,
-                training=training_of(self._profile, record.shape, record.cuts),
-                now=now,
-            )
-            if self.stages > 1
-            else Coordinator(record.id, options, past=past, now=now)
-        )
+        self.core = Coordinator(record.id, options, past=past, now=self._seed.world.clock.now())
 
     @property
     def id(self) -> str:
@@ -205,7 +193,7 @@ class JobController:
         return seen_for(self._profile.device.kind if self._profile else "", link.peer)
 
     def stage_of(self, peer_id: str) -> int | None:
-        return self.core.stage_of(peer_id) if isinstance(self.core, ReplicaCoordinator) else None
+        return self.core.part_of(peer_id) if self.stages > 1 else None
 
     def whole(self, peer_ids: Iterable[str]) -> bool:
         """Whether these workers together hold a whole model: for a split model, every stage of it."""
@@ -344,7 +332,7 @@ class JobController:
             case co.SendAssign(peer_id, corpus, restore_step, stage, stages, holders):
                 self._seed.survey.drop(peer_id)  # its earlier report is out of date
                 if stages > 1 and self.record.held.get(peer_id) != stage:  # its checkpoints will be of that stage
-                    await self._keep(held=told_stage(self.record.held, peer_id, stage, self.core.peer_ids))
+                    await self._keep(held=held_with(self.record.held, peer_id, stage, self.core.peer_ids))
                 spec = cut_spec(self.spec, self.record.cuts)
                 there = self._places_seen_by(peer_id, holders)
                 self._say(peer_id, Assign(self.id, spec, corpus, restore_step, stage, stages, there))
@@ -541,9 +529,7 @@ class JobController:
             edge_ms=[edge.latency_s * 1e3 if edge else None for edge in edges] if known else [],
             edge_bps=[edge.bandwidth_bps if edge else None for edge in edges] if known else [],
             stages=self.stages,
-            cuts=list(self.core.training.cuts)
-            if isinstance(self.core, ReplicaCoordinator) and self.core.training
-            else [],
+            cuts=list(self.core.training.cuts) if self.core.training else [],
             streams=view.streams if view else 0,
             codec=view.codec if view else "",
             started_at=record.started_at,
@@ -581,7 +567,7 @@ def saved_of(checkpoints: Iterable[CheckpointInfo], *, split: bool) -> co.Saved:
     for item in checkpoints:
         kept = wholes if split and item.stage is None else parts
         kept[item.peer_id] = kept.get(item.peer_id, frozenset()) | {item.step}
-    return co.Saved({peer_id: max(steps) for peer_id, steps in parts.items()}, parts, wholes)
+    return co.Saved(parts, wholes)
 
 
 def newest_of_all_stages(checkpoints: Collection[CheckpointInfo], stages: int) -> int:

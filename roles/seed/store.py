@@ -103,7 +103,7 @@ class JobRecord:
     restoring: list[Any] | None = None
     """Step, peer and lineage of the checkpoint that an operator restores, until a view starts from it."""
     held: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Split model: worker → the stage that it holds, or held last (``ring.replicas``)."""
+    """Split model: worker → the stage that it holds, or held last (``ring.parts``)."""
     shape: dict[str, Any] | None = None
     """Split model: its sizes (``ring.training_costs.ModelShape``), if the job's creator sent them."""
     cuts: list[int] = dataclasses.field(default_factory=list)

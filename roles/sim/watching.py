@@ -293,7 +293,7 @@ STAGED: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
     ),
     # Workers are not told which worker has the whole model's checkpoint that the run goes back to.
     "files": (
-        [(replicas.ReplicaCoordinator, "_holders", lambda original: lambda self, worker, step: ())],
+        [(replicas.RecoveryPolicy, "holders", lambda original: lambda self, step, part, peer_ids: [])],
         ("lose-disk", "save", "join"),
     ),
     # The lineage covers only the first stage's sums.

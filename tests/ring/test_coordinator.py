@@ -256,7 +256,7 @@ def test_a_restarted_seed_takes_a_running_ring_back_as_it_is() -> None:
 def test_if_the_newest_state_is_gone_the_best_at_hand_is_used_and_the_loss_is_named(how: str) -> None:
     desk = Desk()
     desk.start("a", "b")
-    desk.tell(co.Saved({"a": 50, "b": 60}))
+    desk.tell(co.Saved({"a": frozenset({50}), "b": frozenset({60})}))
     desk.tell(co.Progress(73))
     for peer_id in ("a", "b"):
         desk.tell(co.PeerLost(peer_id, "closed"))
@@ -372,7 +372,7 @@ def test_a_paused_job_saves_where_it_stops_and_can_let_its_workers_go() -> None:
     survivors = desk.core.paused_survivors()
     assert survivors is not None
     assert {peer_id: report.applied for peer_id, report in survivors.items()} == {"a": 6, "b": 6}
-    desk.tell(co.Saved({"a": 6}))
+    desk.tell(co.Saved({"a": frozenset({6})}))
     desk.tell(co.Signal.YIELD)
     assert [item.peer_id for item in desk.said if isinstance(item, co.SendRelease)] == ["a", "b"]
     assert (desk.core.state, desk.core.paused_survivors()) == ("paused", None)
@@ -402,7 +402,8 @@ def test_a_view_that_its_members_never_heard_of_costs_no_step(status: str) -> No
     if status == "held":
         desk.after(LEAVE_S)
     view = desk.minted()  # durable, and then the seed dies
-    past = co.StoredJob(state="running", view=view, corpus="C", known_step=500, saved={"a": 400, "b": 400}, reread=True)
+    saved = co.Saved({"a": frozenset({400}), "b": frozenset({400})})
+    past = co.StoredJob(state="running", view=view, corpus="C", known_step=500, saved=saved, reread=True)
     desk = Desk(past=past)
     for peer_id in ("a", "b"):
         desk.tell(co.PeerReturned(peer(peer_id), old.generation))

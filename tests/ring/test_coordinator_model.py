@@ -122,10 +122,11 @@ class Cluster(History):
             member.disk = (member.applied, member.lineage)
             member.older.append(member.disk)
             if member.linked:
-                self.tell(co.Saved(self.newest_saved()))
+                self.tell(self.all_saved())
 
-    def newest_saved(self) -> dict[str, int]:
-        return {member.peer_id: member.older[-1][0] for member in self.members.values()}
+    def all_saved(self) -> co.Saved:
+        kept = {peer_id: frozenset(step for step, _ in it.older) for peer_id, it in self.members.items()}
+        return co.Saved(kept)
 
     @rule(peer_id=st.sampled_from(PEERS), index=st.integers(0, 3))
     @precondition(lambda self: any(member.older[1:] for member in self.members.values()))
@@ -153,7 +154,7 @@ class Cluster(History):
         ended = core.state in ("done", "cancelled", "failed")
         past = co.StoredJob(
             state=core.state if ended else "waiting", reason=core.reason, paused=core.paused, view=core.view,
-            corpus=core.corpus, known_step=core.known_step, saved=self.newest_saved(), branch=self.branch,
+            corpus=core.corpus, known_step=core.known_step, saved=self.all_saved(), branch=self.branch,
         )  # fmt: skip
         for member in self.members.values():
             member.linked = False

@@ -84,6 +84,12 @@ def test_where_the_ring_is_gone_the_follower_is_asked_what_it_has() -> None:
     assert (view.step, healthy(view)) == (3, ["c"])
 
 
+def test_an_excluded_member_goes_on_if_the_others_only_catch_up() -> None:
+    desk = beside("c", members=("a",))
+    desk.report("a", "broken", 5, cause="contribution", suspect="a")
+    assert ids(desk.minted()) == ["a"], "no other holds the state"
+
+
 def test_no_more_are_fed_at_a_time_than_the_members_can_feed_and_have_room_for() -> None:
     many = [f"n{number}" for number in range(9)]
     desk = Desk(co.JobOptions(workers=1, micro_batches=6), follows=True)

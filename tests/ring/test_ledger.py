@@ -10,8 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError
-from ring.coordination import Peer, records
+from ring.coordination import Peer
 from ring.ledger import Audit, Begins, Fault, begun, continuing, counting, rows_untrusted, surviving
+from ring.replicas import records
 from ring.token import Shares, next_lineage
 from ring.view import View
 from wire.job_messages import LedgerRow, LedgerRows

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring.coordination import Peer, records
+from ring.coordination import Peer
 from ring.recovery import Recorder
+from ring.replicas import records
 from ring.view import View
 from wire.job_messages import Report
 from wire.records import PHASES, RecoveryInfo, percentile, recovery_spread

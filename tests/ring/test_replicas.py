@@ -9,8 +9,10 @@ from typing import Any
 
 from p2ptrain.core.footprint import ModelSizes
 from ring import coordination as co
-from ring.replica_assembly import dealt, newest_kept, shared_states, told_stage
-from ring.replicas import ReplicaCoordinator
+from ring.coordination import held_with
+from ring.coordinator import Coordinator
+from ring.parts import dealt
+from ring.replicas import newest, newest_kept
 from ring.training_costs import ModelShape, Training
 from ring.view import View
 from wire.job_messages import Report
@@ -37,9 +39,12 @@ def report(status: str, applied: int, *, generation: int = 0, prepared: bool = F
 class Play:
     """A job of two stages, and what was done about what was told."""
 
-    def __init__(self, replicas: int = 1, **more: Any) -> None:
+    def __init__(
+        self, replicas: int = 1, *, training: Training | None = None, past: co.StoredJob | None = None
+    ) -> None:
         self.now = 0.0
-        self.core = ReplicaCoordinator("job", co.JobOptions(workers=replicas, micro_batches=4), 2, **more)
+        options = co.JobOptions(workers=replicas, micro_batches=4, parts=2, training=training)
+        self.core = Coordinator("job", options, past=past)
         self.out: list[co.Instruction] = []
 
     def tell(self, event: co.Event, after_s: float = 0.0) -> list[co.Instruction]:
@@ -90,7 +95,7 @@ class Play:
 def test_a_view_waits_for_whole_replicas_and_leaves_spares_out() -> None:
     play = Play(replicas=2)
     play.comes("a", "b", "c", "d", "e")
-    assert [play.core.stage_of(key) for key in "abcde"] == [0, 1, 0, 1, None]
+    assert [play.core.part_of(key) for key in "abcde"] == [0, 1, 0, 1, None]
     play.ready("a", "b", "c")
     assert play.core.view is None
     play.ready("d")
@@ -121,19 +126,6 @@ def test_what_is_left_of_two_replicas_carries_the_state_on_together() -> None:
     assert play.view.square_sum == 1.0, "who redoes the step clips with its norm"
 
 
-def test_a_worker_that_is_silent_while_the_others_stand_is_struck_off() -> None:
-    play = Play(replicas=2)
-    view = play.begun("a", "b", "c", "d")
-    for key in "abc":
-        play.says(key, "broken", 3, generation=view.generation, suspect="d")
-    assert not play.minted
-    play.tell(co.Signal.TICK, after_s=29)
-    assert not play.minted
-    play.tell(co.Signal.TICK, after_s=2)
-    assert (play.minted, play.members) == (True, ["a", "b"])
-    assert [item.peer_id for item in play.of(co.SendRelease)] == ["d"]
-
-
 def test_a_newcomer_replica_is_healed_stage_by_stage() -> None:
     play = Play()
     play.begun("a", "b")
@@ -147,10 +139,60 @@ def test_a_newcomer_replica_is_healed_stage_by_stage() -> None:
     assert play.of(co.SendHold)
 
 
+def test_newcomers_follow_one_by_one_and_come_in_as_whole_replicas() -> None:
+    play = Play(replicas=2)
+    play.begun("a", "b", "c", "d")
+    play.comes("e", "f")
+    play.ready("e", "f")
+    play.says("e", "following", 6)
+    play.lost("f")
+    play.comes("g")
+    assert play.core.part_of("g") == 1
+    assert not [item for item in play.of(co.SendAssign) if item.peer_id == "e"], "it follows on"
+    play.ready("g")
+    assert [item.peer_id for item in play.of(co.SendCatchUp)] == ["g"]
+    play.says("g", "following", 6)
+    assert [item.reason for item in play.of(co.SendHold)] == ["e, g joining"]
+    for key in "abcd":
+        play.says(key, "held", 7, generation=1)
+    assert play.members == [*"abcdeg"]
+
+
+def test_a_replica_whose_contribution_is_refused_is_excluded_as_a_whole() -> None:
+    play = Play(replicas=2, past=co.StoredJob(held={"a": 0, "b": 1, "c": 0, "d": 1, "e": 1}))
+    play.comes(*"eabcd")
+    play.ready(*"abcde")
+    for key in "abcd":
+        play.says(key, "broken", generation=1, suspect="d", cause="contribution")
+    assert (play.members, play.view.lenient) == (["a", "b"], False), "c fed d, so e replaces neither"
+    for key in "ab":
+        play.says(key, "broken", generation=2, suspect="a", cause="contribution")
+    assert (play.members, play.view.lenient) == ([*"abcd"], True), "the data is the cause"
+
+
+def test_a_worker_is_asked_nothing_else_until_it_has_answered() -> None:
+    """Else a late answer would look like the loss of its state."""
+    play = Play()
+    play.begun("a", "b")
+    play.comes("c", "d")
+    play.tell(co.Restore(1, "a", L[1]))
+    for key in "ab":
+        play.says(key, "held", 3, generation=1)
+    assert [item.peer_id for item in play.of(co.SendAssign)] == ["a", "b"], "the others build"
+    play.ready("c", applied=0)
+    assert [(item.peer_id, item.restore_step) for item in play.of(co.SendAssign)] == [("c", 1)]
+    play.ready("a", "b", applied=1)
+    assert not play.minted, "others may load it, too"
+    play.ready("c", applied=1)
+    play.ready("d", applied=0)  # as it was asked first
+    play.ready("d", applied=0)  # it has no such checkpoint
+    assert (play.minted, play.members, play.view.step) == (True, [*"abcd"], 1)
+
+
 def test_where_a_part_is_gone_it_goes_back_to_the_newest_step_of_which_all_parts_are_kept() -> None:
     play = Play()
     view = play.begun("a", "b")
-    play.tell(co.Saved({}, {"a": frozenset({4, 8, 12}), "b": frozenset({4, 8})}))
+    play.tell(co.Saved({"a": frozenset({4, 8, 12}), "b": frozenset({4, 8})}))
     play.tell(co.Progress(14, 1.0))
     play.lost("b")
     play.says("a", "broken", 14, generation=view.generation, suspect="b")
@@ -165,28 +207,9 @@ def test_where_a_part_is_gone_it_goes_back_to_the_newest_step_of_which_all_parts
 def test_the_stage_of_a_worker_outlives_its_process_and_the_seed() -> None:
     play = Play()
     view = play.begun("a", "b")
-    past = co.StoredJob(view=view, corpus="C", known_step=9)
-    again = Play(past=past, held=play.core.held)
+    again = Play(past=co.StoredJob(view=view, corpus="C", known_step=9, held=play.core.held))
     again.comes("b", "a")
-    assert (again.core.stage_of("a"), again.core.stage_of("b")) == (0, 1)
-
-
-def test_a_worker_with_other_data_is_let_go_alone() -> None:
-    play = Play()
-    play.comes("a", "b")
-    play.ready("a")
-    play.tell(co.PeerReported("b", Report("job", 0, "ready", 0, 0, L[0], corpus="D")))
-    assert [item.peer_id for item in play.of(co.SendRelease)] == ["b"]
-    assert play.core.peer_ids == {"a"}
-    assert play.core.refusal("b")
-
-
-def test_the_job_fails_where_everybody_failed() -> None:
-    play = Play()
-    play.comes("a", "b")
-    for key in "ab":
-        play.tell(co.PeerReported(key, Report("job", 0, "failed", 0, 0, "", reason="out of memory")))
-    assert (play.core.state, play.core.reason) == ("failed", "out of memory")
+    assert (again.core.part_of("a"), again.core.part_of("b")) == (0, 1)
 
 
 def test_the_newest_step_that_all_stages_keep() -> None:
@@ -197,18 +220,18 @@ def test_the_newest_step_that_all_stages_keep() -> None:
 def test_a_state_is_shared_where_every_stage_applied_it_or_can_redo_it() -> None:
     applied = report("broken", 5, generation=1)
     prepared = report("broken", 4, generation=1, prepared=True)
-    assert shared_states([{"a": applied}, {"b": prepared}]) == [(5, L[5])]
-    assert shared_states([{"a": prepared}, {"b": prepared}]) == [(4, L[4])], "nobody applied it"
-    assert shared_states([{"a": applied}, {"b": report("ready", 3)}]) == []
+    assert newest([{"a": applied}, {"b": prepared}]) == (5, L[5])
+    assert newest([{"a": prepared}, {"b": prepared}]) == (4, L[4]), "nobody applied it"
+    assert newest([{"a": applied}, {"b": report("ready", 3)}]) is None
 
 
 def test_of_those_who_are_away_the_newest_are_remembered() -> None:
     held: dict[str, int] = {}
     for number in range(1024 + 10):
-        held = told_stage(held, f"p{number}", number % 2, here=["p0", "p3"])
+        held = held_with(held, f"p{number}", number % 2, here=["p0", "p3"])
     assert len(held) == 1024 + 2 + 1, "two who are here, and the one who is just told"
     assert set(held) == {"p0", "p3", *(f"p{number}" for number in range(9, 1024 + 10))}
-    held = told_stage(held, "p9", 0, here=[])
+    held = held_with(held, "p9", 0, here=[])
     assert held["p9"] == 0, "its stage is another one"
     assert list(held)[-1] == "p9", "and it is the newest"
     assert len(held) == 1024 + 1
@@ -231,8 +254,8 @@ def seen(peer_id: str, memory_mib: int = 0, flops: float | None = 0.0) -> co.Pee
 class Planned(Play):
     """A job whose model's sizes are known."""
 
-    def __init__(self, replicas: int = 1, **more: Any) -> None:
-        super().__init__(replicas, training=training(replicas, **more))
+    def __init__(self, replicas: int = 1, past: co.StoredJob | None = None, **more: Any) -> None:
+        super().__init__(replicas, training=training(replicas, **more), past=past)
 
     def come(self, *peers: co.Peer) -> None:
         for peer in peers:
@@ -293,31 +316,24 @@ def test_a_spare_takes_the_stage_that_it_has_the_memory_for_and_is_told_why_not(
     play.lost("b")
     texts = [item.text for item in play.of(co.Emit) if item.kind == "too-small"]
     assert any("c stays a spare: it offers 170.0 MiB, and stage 1 (layers 3 to 11)" in text for text in texts)
-    assert play.core.stage_of("c") is None
+    assert play.core.part_of("c") is None
     play.come(seen("e", 600))
-    assert play.core.stage_of("e") == 1
+    assert play.core.part_of("e") == 1
     assert play.assigned == {"e": 1}
 
 
 def test_of_too_many_at_a_stage_the_one_goes_that_fits_where_somebody_lacks() -> None:
-    play = Planned()
-    held = {"a": 0, "b": 1, "c": 0, "z": 0}
-    options = co.JobOptions(workers=2, micro_batches=4)
-    play.core = ReplicaCoordinator("job", options, 2, training=training(2, cuts=(3,)), held=held)
+    play = Planned(2, past=co.StoredJob(held={"a": 0, "b": 1, "c": 0, "z": 0}), cuts=(3,))
     play.come(seen("a", 160), seen("b", 500), seen("c", 170), seen("z", 500))
     play.ready("a", "b", "c", "z")
-    assert [play.core.stage_of(key) for key in "abcz"] == [0, 1, 0, 1]
+    assert [play.core.part_of(key) for key in "abcz"] == [0, 1, 0, 1]
 
 
 def test_after_a_restart_the_cuts_are_those_that_were_planned() -> None:
-    play = Planned(cuts=(4,))
-    core = ReplicaCoordinator(
-        "job", co.JobOptions(workers=1, micro_batches=4), 2, training=play.core.training, held={"a": 0}
-    )
-    play.core = core
+    play = Planned(past=co.StoredJob(held={"a": 0}), cuts=(4,))
     play.come(seen("a", 900), seen("b", 900))
     assert not play.of(co.Planned)
-    assert (play.core.stage_of("a"), play.core.stage_of("b")) == (0, 1)
+    assert (play.core.part_of("a"), play.core.part_of("b")) == (0, 1)
 
 
 def brute_force_replicas(counts: list[int], able: list[set[int]], most: int) -> int:
@@ -352,7 +368,7 @@ def far_ahead(steps: dict[str, frozenset[int]], wholes: dict[str, frozenset[int]
     """Stage 1 died with its disk beyond what is saved; c, a spare, has built that stage, and holds nothing of it."""
     play = Play()
     view = play.begun("a", "b", "c")
-    play.tell(co.Saved({}, steps, wholes))
+    play.tell(co.Saved(steps, wholes))
     play.tell(co.Progress(25, 1.0))
     play.lost("b")
     play.says("a", "broken", 25, generation=view.generation, suspect="b")
@@ -386,17 +402,27 @@ def test_where_the_files_did_not_come_the_run_goes_back_further() -> None:
     assert play.view.step == 10
 
 
+def test_where_the_holder_of_the_files_came_back_meanwhile_it_tries_again() -> None:
+    play = far_ahead({"a": frozenset({10, 20})}, {"a": frozenset({10, 20})})
+    play.lost("a")
+    play.comes("a")
+    play.ready("c", applied=0)
+    play.ready("a", applied=20)
+    play.tell(co.Signal.TICK, 10_000.0)
+    assert told(play) == {"a": (0, 20, []), "c": (1, 20, ["a"])}
+
+
 def test_workers_that_do_not_train_are_told_why() -> None:
     play = Play()
     play.begun("a", "b")
     play.comes("c")
     text = "waiting for workers of other stages: a replica has one for each of 2"
     assert play.core.kept_out() == {"c": (text, math.inf)}
-    play.tell(co.Saved({}, {"a": frozenset({4}), "b": frozenset({2, 4}), "c": frozenset({2})}))
+    play.tell(co.Saved({"a": frozenset({4}), "b": frozenset({2, 4}), "c": frozenset({2})}))
     for peer_id in ("a", "b"):
         play.tell(co.PeerLost(peer_id, "closed"))
     play.tell(co.Signal.TICK, 31.0)
     play.comes("b")
     play.ready("b", "c", applied=0)
-    said = ("waiting for a, which may hold a later step", play.now + 30.0)
+    said = ("waiting for a, which may hold step 4 (newest here: step 0)", play.now + 30.0)
     assert play.core.kept_out() == {"b": said, "c": said}

@@ -11,7 +11,7 @@ from hypothesis.stateful import initialize, rule
 
 from p2ptrain.core.footprint import ModelSizes
 from ring import coordination as co
-from ring.replicas import ReplicaCoordinator
+from ring.coordinator import Coordinator
 from ring.training_costs import ModelShape, Training
 from ring.view import View
 from tests.ring import history
@@ -80,9 +80,13 @@ class Cluster(History):
     stages = 2
     training: Training | None = None
 
+    @property
+    def options(self) -> co.JobOptions:
+        return replace(TERMS, parts=self.stages, training=self.training)
+
     @initialize(running=st.sampled_from([0, 2, 3, 4, 4, 5]))
     def begin(self, running: int) -> None:
-        self.core = ReplicaCoordinator("job", TERMS, self.stages, training=self.training)
+        self.core = Coordinator("job", self.options)
         self.cuts: tuple[int, ...] = ()  # as they are kept
         self.disks = {peer_id: Disk() for peer_id in PEERS}
         self.surveys = 0
@@ -172,7 +176,7 @@ class Cluster(History):
         for source in item.sources:
             rank = view.rank_of(source.peer_id)
             assert rank is not None
-            assert view.stage_of(rank) == self.core.stage_of(item.peer_id), "a source of another stage"
+            assert view.stage_of(rank) == self.core.part_of(item.peer_id), "a source of another stage"
         if member.reached and not member.trains and not member.building:
             member.catching_up, member.prepared_lineage = True, ""
 
@@ -272,7 +276,7 @@ class Cluster(History):
             if stage is not None and len(disk.of(stage)) > 1:
                 steps[peer_id] = frozenset(step for step, _ in disk.of(stage))
         wholes = {peer_id: frozenset(step for step, _ in disk.wholes) for peer_id, disk in self.disks.items()}
-        self.tell(co.Saved({peer_id: max(kept) for peer_id, kept in steps.items()}, steps, wholes))
+        self.tell(co.Saved(steps, wholes))
 
     @rule(peer_id=st.sampled_from(PEERS))
     def gather(self, peer_id: str) -> None:
@@ -342,7 +346,7 @@ class Cluster(History):
         ended = core.state in ("done", "cancelled", "failed")
         past = co.StoredJob(
             state=core.state if ended else "waiting", reason=core.reason, paused=core.paused, view=core.view,
-            corpus="C", known_step=core.known_step, branch=self.branch,
+            corpus="C", known_step=core.known_step, held=core.held, branch=self.branch,
         )  # fmt: skip
         for member in self.members.values():
             member.linked = False
@@ -351,9 +355,7 @@ class Cluster(History):
         self.offered.clear()
         training = replace(self.training, cuts=self.cuts) if self.training is not None else None
         self.surveys = 0
-        self.core = ReplicaCoordinator(
-            "job", TERMS, self.stages, past=past, held=core.held, training=training, now=self.now
-        )
+        self.core = Coordinator("job", replace(self.options, training=training), past=past, now=self.now)
         self.tell_saved()
 
     def teardown(self) -> None:

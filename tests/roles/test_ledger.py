@@ -11,7 +11,8 @@ import pytest
 from configs.loader import load
 from configs.schema import Profile
 from p2ptrain.cli.audit import Verdict, audit
-from ring.coordination import Peer, records
+from ring.coordination import Peer
+from ring.replicas import records
 from ring.token import Shares, next_lineage
 from ring.view import View
 from roles.seed import ledger as module

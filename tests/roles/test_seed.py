@@ -18,7 +18,8 @@ from configs.schema import Profile
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, Refused
 from p2ptrain.core.world import LoopClock, World
-from ring.coordination import Peer, records
+from ring.coordination import Peer
+from ring.replicas import records
 from ring.view import View
 from roles.seed import events, run_seed
 from roles.seed.peers import announced_to

@@ -11,7 +11,8 @@ import pytest
 
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import StorageError, UserError
-from ring.coordination import Peer, records
+from ring.coordination import Peer
+from ring.replicas import records
 from ring.view import View
 from roles.seed import store as module
 from roles.seed.store import JobRecord, Records, Store

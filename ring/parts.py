@@ -1,0 +1,201 @@
+"""Which worker holds which part of a model that has several. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from p2ptrain.core.errors import ResourceError, UserError
+from p2ptrain.core.texts import human_bytes
+from ring.coordination import Emit, Instruction, Peer, Planned, SendSurvey
+from ring.order import Links
+from ring.training_costs import CandidateWorker, Training
+from wire.records import StagePlanInfo, TrainingPlanInfo
+
+
+def dealt(
+    counts: Sequence[int],
+    pool: Sequence[str],
+    homes: Mapping[str, int],
+    most: int,
+    fits: Callable[[str, int], bool],
+) -> dict[str, int]:
+    """Worker → stage, for as many replicas as possible. A worker gets a stage only if that completes a replica.
+
+    Args:
+        counts: number of workers at each stage, without ``pool``.
+        pool: workers that may get a stage, the preferred first. homes: their present stages, kept where needed.
+        most: number of replicas that are wanted.
+        fits: whether a worker has the memory for a stage.
+    """
+    given: dict[str, int] = {}
+    for replicas in range(min(counts) + 1, most + 1):
+        wanted = [stage for stage, count in enumerate(counts) for _ in range(max(replicas - count, 0))]
+        taken: dict[str, int] = {}
+        for stage in wanted:
+
+            def rank(key: str, stage: int = stage, wanted: Sequence[int] = wanted) -> int:
+                home = homes.get(key)
+                return 0 if home == stage else 2 if home is not None and home in wanted else 1
+
+            able = {each: [key for key in pool if fits(key, each)] for each in set(wanted)}
+            if not _matched(stage, {**able, stage: sorted(able[stage], key=rank)}, taken, set()):
+                return given
+        given = taken
+    return given
+
+
+def _matched(stage: int, able: Mapping[int, Sequence[str]], taken: dict[str, int], seen: set[str]) -> bool:
+    """Give ``stage`` one more worker, if necessary by moving others to stages that fit them too (Kuhn 1955)."""
+    for key in (key for key in able[stage] if key not in taken):
+        taken[key] = stage
+        return True
+    for key in (key for key in able[stage] if key in taken and taken[key] != stage and key not in seen):
+        seen.add(key)
+        if _matched(taken[key], able, taken, seen):
+            taken[key] = stage
+            return True
+    return False
+
+
+class StagePlanner:
+    """Chooses the cuts of a job's model and the parts of its workers.
+
+    If the model's sizes are known, all workers of the first view get their parts at once, together with the cuts
+    (``ring.training_placement``), which never change. Later a spare gets a part if that completes a replica, and if it
+    has the memory. Any part fits a worker that reports no memory.
+
+    Args:
+        training: None if the model's sizes are not known.
+        planned: parts were assigned before.
+
+    Attributes:
+        due: when a plan waits no longer for speeds and links.
+        unfit: why there is no plan.
+        too_small: workers that an event already reported as too small for a stage.
+    """
+
+    def __init__(self, parts: int, training: Training | None, *, planned: bool) -> None:
+        self.training, self.unfit, self._parts = training, "", parts
+        self.due: float | None = None
+        self.too_small: set[str] = set()
+        self._planned = planned or training is None  # from now on parts are assigned one by one
+        self._tell_due: float | None = None
+        self._survey_due: float | None = None
+        self._surveyed: frozenset[str] = frozenset()  # the links between these were measured, or a survey was asked for
+        self._asked_for: frozenset[CandidateWorker] = frozenset()  # the workers of the last plan that was tried
+
+    def surveyed(self) -> None:
+        self._survey_due = None
+
+    def end(self) -> None:
+        self.due, self.unfit = None, ""
+
+    def assign(
+        self,
+        peers: Mapping[str, Peer],
+        held: Mapping[str, int],
+        idle: Sequence[str],
+        links: Links,
+        most: int,
+        now: float,
+    ) -> tuple[dict[str, int], list[Instruction]]:
+        """Returns worker → its new part, and what to report.
+
+        Args:
+            peers: all workers. held: their parts; those without one are spares.
+            idle: workers that may change their part if that completes a replica.
+            most: number of replicas that are wanted.
+        """
+        if not self._planned:
+            return self._plan(peers, links, now)
+        homes = {key: held[key] for key in idle}
+        here = [held[key] for key in peers if key in held]
+        totals = [here.count(part) for part in range(self._parts)]
+        counts = [total - list(homes.values()).count(part) for part, total in enumerate(totals)]
+        spares = sorted(key for key in peers if key not in held)
+        given = dealt(counts, [*spares, *homes], homes, most, lambda key, stage: self._fits(peers[key], stage))
+        left = {key: peers[key] for key in spares if key not in given}
+        return {key: part for key, part in given.items() if homes.get(key) != part}, self._why_not(totals, left)
+
+    def _plan(self, peers: Mapping[str, Peer], links: Links, now: float) -> tuple[dict[str, int], list[Instruction]]:
+        training = self.training
+        if training is None or len(peers) < training.workers:
+            self.due = None
+            return {}, []
+        said: list[Instruction] = []
+        if self._waits_for_figures(peers, now, said):
+            return {}, said
+        from ring.training_placement import plan  # numpy with it: a seed without split jobs stays small
+
+        self.due = None
+        there = [_trainee(peer) for peer in peers.values()]
+        if frozenset(there) == self._asked_for:
+            return {}, said
+        self._asked_for = frozenset(there)
+        try:
+            info, stages = plan(training, there, links)
+        except (ResourceError, UserError) as refusal:
+            self.unfit = f"{refusal.message}; {refusal.remedy}"
+            return {}, [*said, Emit("warning", "does-not-fit", self.unfit)]
+        self._planned, self.unfit = True, ""
+        if not training.cuts:
+            cuts = tuple(stage.start for stage in stages[1:])
+            self.training = replace(training, cuts=cuts)
+            said.append(Planned(cuts))
+        said.append(Emit("info", "planned", _summary(info, stages)))
+        return {peer_id: stage.stage for stage in stages for peer_id in stage.peers}, said
+
+    def _waits_for_figures(self, peers: Mapping[str, Peer], now: float, said: list[Instruction]) -> bool:
+        if all(peer.flops is not None for peer in peers.values()):
+            self._tell_due = None
+        elif self._tell_due is None:
+            self._tell_due = now + 30.0  # they load their libraries first, which they need in any case
+        if self._tell_due is not None and now < self._tell_due:
+            self.due = self._tell_due
+            return True
+        known = any(peer.flops or peer.memory_bytes for peer in peers.values())
+        if known and peers.keys() - self._surveyed:
+            self._surveyed, self._survey_due = frozenset(peers), now + 4.0  # the shell gives up earlier
+            said.append(SendSurvey(tuple(sorted(peers))))
+        self.due = self._survey_due
+        return self._survey_due is not None and now < self._survey_due
+
+    @property
+    def _bounds(self) -> tuple[int, ...]:
+        training = self.training
+        return (0, *training.cuts, training.layers) if training is not None and training.cuts else ()
+
+    def _fits(self, peer: Peer, stage: int) -> bool:
+        bounds, training = self._bounds, self.training
+        return training is None or not bounds or training.fits(_trainee(peer), stage, bounds)
+
+    def _why_not(self, counts: Sequence[int], left: Mapping[str, Peer]) -> list[Instruction]:
+        training, bounds = self.training, self._bounds
+        said: list[Instruction] = []
+        if training is None or not bounds:
+            return said
+        lacking = [stage for stage, count in enumerate(counts) if count == min(counts)]
+        for key, peer in left.items():
+            useful = len(left) < len(lacking) and any(self._fits(peer, stage) for stage in range(len(counts)))
+            stages = [stage for stage in lacking if not self._fits(peer, stage)]
+            if key in self.too_small or useful or not stages:
+                continue
+            self.too_small.add(key)
+            need = training.need_bytes
+            needs = ((need(at, bounds[at], bounds[at + 1], on_host=peer.on_host), at) for at in stages)
+            need_bytes, at = min(needs)
+            text = f"it offers {human_bytes(peer.memory_bytes)}, and stage {at} (layers {bounds[at]} to "
+            text += f"{bounds[at + 1] - 1}) needs {human_bytes(need_bytes)} to train"
+            said.append(Emit("warning", "too-small", f"{peer.name} stays a spare: {text}", key))
+        return said
+
+
+def _trainee(peer: Peer) -> CandidateWorker:
+    return CandidateWorker(peer.peer_id, peer.name, peer.memory_bytes, peer.flops or 0.0, peer.on_host)
+
+
+def _summary(info: TrainingPlanInfo, stages: Sequence[StagePlanInfo]) -> str:
+    parts = (f"{stage.start}-{stage.stop - 1} {'+'.join(stage.names)}" for stage in stages)
+    rate = f", {info.tokens_per_s:,.0f} tokens/s predicted" if info.tokens_per_s else ""
+    return f"layers of the stages: {', '.join(parts)}{rate}"
