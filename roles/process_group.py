@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,9 @@ from wire.handshake import local_welcome, serve
 from wire.job_messages import MemberRecord
 from wire.messages import Hello, RefusalCode, Refuse, Welcome
 from wire.schema import Bound, Host, Id, Port, instance_untrusted
+
+if TYPE_CHECKING:  # the thread of the groups needs no torch
+    from p2ptrain.compute.process_group import Message
 
 HEARTBEAT_S, SILENCE_S = 0.5, 10.0
 """A killed process is noticed at once, by its closed sockets. Python code may hold the interpreter, and with it the
@@ -65,17 +68,6 @@ class Place:
     host: Host
     port: Port
     machine: Annotated[str, Bound(1, 400)]
-
-
-class ToMember(Protocol):
-    """A message of ``p2ptrain.compute.process_group``."""
-
-    @property
-    def array(self) -> Array: ...
-    @property
-    def peer(self) -> int | None: ...
-    @property
-    def tag(self) -> int: ...
 
 
 class RingOperations:
@@ -126,7 +118,7 @@ class RingOperations:
         return self._begin(lambda: self.session.broadcast(array, root, patience_s=timeout_s), done)
 
     def exchange(
-        self, sends: Sequence[ToMember], receives: Sequence[ToMember], timeout_s: float, done: Done
+        self, sends: Sequence[Message], receives: Sequence[Message], timeout_s: float, done: Done
     ) -> Future[int]:
         def begin() -> asyncio.Future[Any]:
             direct = self._direct

@@ -172,8 +172,7 @@ class RingProcessGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # torch does not declare it
         self._own_rank, self._own_size = rank, size
-        self.operations, self._timeout = operations, timeout
-        self._name, self._description = group_name, "undefined"
+        self.operations, self._timeout, self._name = operations, timeout, group_name
         self._exchanges = itertools.count(1)  # collective operations that consist of messages
 
     # ------------------------------------------------------------------------------------------------- what torch asks
@@ -181,31 +180,9 @@ class RingProcessGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return NAME
 
-    def _get_backend_name(self) -> str:
-        return NAME
-
-    def name(self) -> str:
-        return NAME
-
-    def getRank(self) -> int:  # noqa: N802
-        return self._own_rank
-
-    def getSize(self) -> int:  # noqa: N802
-        return self._own_size
-
-    def rank(self) -> int:
-        return self._own_rank
-
-    def size(self) -> int:
-        return self._own_size
-
     @property
     def group_name(self) -> str:
         return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._description
 
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
@@ -214,14 +191,6 @@ class RingProcessGroup(dist.ProcessGroup):
         self._name = name
 
     _set_group_name = setGroupName
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        return self._description
-
-    def setGroupDesc(self, text: str) -> None:  # noqa: N802
-        self._description = text
-
-    _set_group_desc = setGroupDesc
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -235,12 +204,6 @@ class RingProcessGroup(dist.ProcessGroup):
 
     _set_default_timeout = set_timeout
 
-    def _set_sequence_number_for_group(self) -> None:
-        """Nothing to agree on: the ring numbers its operations."""
-
-    def _get_sequence_number_for_group(self) -> int:
-        return 0
-
     def shutdown(self) -> None:
         self.operations.close()
 
@@ -249,8 +212,7 @@ class RingProcessGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------------------------------------------ reductions
 
     def allreduce(self, tensors: Any, opts: Any = None) -> RingWork:
-        tensors = _listed(tensors)
-        return self._reduced(tensors, opts or c10d.AllreduceOptions())
+        return self._reduced(_listed(tensors), opts or c10d.AllreduceOptions())
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> RingWork:
         return self._reduced(tensors, opts or c10d.AllreduceCoalescedOptions())

@@ -92,7 +92,9 @@ from datetime import timedelta
 import torch, torch.distributed as dist
 
 def member(rank, report):
-    dist.init_process_group("p2p", store=dist.FileStore("store", 3), rank=rank, world_size=3)
+    dist.init_process_group(
+        "p2p", store=dist.FileStore("store", 3), rank=rank, world_size=3, timeout=timedelta(seconds=60)
+    )
     pair = dist.new_group([0, 1])
     dist.barrier()
     if rank == 2:
