@@ -62,7 +62,7 @@ def shape_of(profile: Profile, say: Callable[[str], object] | None = None) -> Mo
     if profile.stages < 2:
         raise UserError(
             "the model of this job is not split: every worker trains all of it, so there is nothing to plan",
-            remedy="leave --dry-run out, or set job.strategy=pipeline and pipeline.stages",
+            remedy="leave --dry-run out, or set job.strategy to pipeline (with pipeline.stages) or sharded",
         )
     if not profile.model.path and profile.model.architecture in ("llama", "mistral", "qwen2", "qwen3"):
         return _like_llama(profile.model)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from p2ptrain.cli.output import number, print_table, printable
+from p2ptrain.cli.output import number, print_json, print_table, printable
+from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.texts import human_bytes
 from ring.placement import Placement
 from wire.records import StagePlanInfo, TrainingPlanInfo
@@ -117,6 +118,47 @@ def print_plan(info: TrainingPlanInfo, stages: list[StagePlanInfo]) -> None:
     print_table(_TRAINING, rows, right=right, cut=("PEER",))
     for line in prediction(info):
         typer.echo(line)
+
+
+def show_shards(profile: Profile, *, memory_bytes: int = 0, dry_run: bool = True, as_json: bool = False) -> None:
+    """Print what each worker of a sharded job needs, in a dry run. Raises ``ResourceError`` if it is more than
+    ``memory_bytes`` (0: unknown); see also ``shape_of``."""
+    from p2ptrain.cli.model_sizes import shape_of
+    from p2ptrain.core.footprint import head_kept_bytes, layer_kept_bytes, shard_training_bytes
+
+    shape = shape_of(profile, None if dry_run else lambda _: None)
+    if shape is None:
+        if dry_run:
+            raise UserError(f"the sizes of the model at {profile.model.path} are not known: it is not here")
+        return
+    tokens, shards = profile.batch.micro_batch_sequences * profile.data.sequence_tokens, profile.stages
+    kept = layer_kept_bytes(tokens, width=shape.width, inner=shape.inner)
+    if profile.device.gradient_checkpointing:
+        kept += shape.sizes.layers * 4 * tokens * shape.width
+    else:
+        kept *= shape.sizes.layers
+    rows, beside = shard_training_bytes(
+        shape.sizes,
+        kept + head_kept_bytes(tokens, vocab=shape.vocab),
+        shards=shards,
+        accumulate=profile.sharded.accumulate,
+        on_host=True,
+    )
+    if 0 < memory_bytes < rows + beside:
+        raise ResourceError(
+            f"each of {shards} shards needs about {human_bytes(rows + beside)}, and a worker may use "
+            f"{human_bytes(memory_bytes)}",
+            remedy="set sharded.shards higher, sharded.accumulate = false or device.gradient_checkpointing = true",
+        )
+    plan = {"shards": shards, "replicas": profile.job.workers // shards, "rows_bytes": rows, "beside_bytes": beside}
+    if dry_run and as_json:
+        print_json(plan)
+    elif dry_run:
+        typer.echo(
+            f"{plan['replicas']} replica{'s' * (plan['replicas'] != 1)} of {shards} shards; each worker needs about "
+            f"{human_bytes(rows)} for its rows of parameters, gradients and moments, and {human_bytes(beside)} for "
+            "gathered layers, what a micro-batch keeps, and, with sharded.accumulate, whole gradients"
+        )
 
 
 def prediction(info: TrainingPlanInfo) -> list[str]:

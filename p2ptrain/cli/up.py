@@ -200,7 +200,8 @@ def _profile(name: str, sets: list[str], workers: int) -> Profile:
     stages = loaded.profile.stages
     if workers < stages:
         text = f"each of the model's {stages} parts needs a worker, and {workers} would be started"
-        raise UserError(text, remedy=f"give --workers {stages}, or set fewer pipeline.stages")
+        parts = "sharded.shards" if loaded.profile.job.strategy == "sharded" else "pipeline.stages"
+        raise UserError(text, remedy=f"give --workers {stages}, or set fewer {parts}")
     if is_shipped(source):
         return load(name, os.environ, [*sets, f"job.workers={workers}"]).profile
     raise UserError(
@@ -213,9 +214,13 @@ def _plan_here(profile: Profile, workers: int, link: str, *, dry_run: bool, as_j
     """Refuse a split model that does not fit into this machine's memory. In a dry run, print the plan."""
     from p2ptrain.cli.model_sizes import shape_of
     from p2ptrain.cli.output import print_json
-    from p2ptrain.cli.placement import local_plan, print_plan, to_json
+    from p2ptrain.cli.placement import local_plan, print_plan, show_shards, to_json
     from p2ptrain.cli.up_cluster import part_bytes
 
+    each_bytes = part_bytes(profile.device.kind) // workers
+    if profile.job.strategy == "sharded":
+        show_shards(profile, memory_bytes=each_bytes, dry_run=dry_run, as_json=as_json)
+        return
     if not dry_run and shape_of(profile, lambda _: None) is None:  # ``create_job`` says why
         return
     flops = 0.0
@@ -226,7 +231,6 @@ def _plan_here(profile: Profile, workers: int, link: str, *, dry_run: bool, as_j
         cores, threads = os.cpu_count() or 1, profile.device.threads or threads_each(workers)
         # Measured with one worker alone. All workers together may have more threads than there are cores.
         flops = compute_flops(profile.device.kind, threads) * min(1.0, cores / (threads * workers))
-    each_bytes = part_bytes(profile.device.kind) // workers
     made = local_plan(profile, workers=workers, memory_bytes=each_bytes, flops=flops, link=link)
     if made is None and dry_run:
         raise UserError(f"the sizes of the model at {profile.model.path} are not known: it is not here")

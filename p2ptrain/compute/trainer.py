@@ -53,7 +53,7 @@ from p2ptrain.compute.device import Device, flushed_denormals, share_cores
 from p2ptrain.compute.exact import FixedSum, constant_arithmetic, prepare_device
 from p2ptrain.compute.fedex import ExactAverage
 from p2ptrain.compute.flat import FlatModel, OptimizerSpec, Segment, square_sum, trained
-from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, build_rows, lost_members_told
+from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, build_rows, check_shard_memory, lost_members_told
 from p2ptrain.compute.gradients import UNIT, BackwardProgress, HostCopier, OnFinal, bucket_bounds
 from p2ptrain.compute.local import LOCAL_FACTOR, LocalSpec, LocalSteps
 from p2ptrain.compute.model import ModelSpec, build_model, model_config
@@ -169,9 +169,14 @@ class Trainer:
         trains = tuning.trained * (LOCAL_FACTOR if spec.local else 1.0)
         sizes: dict[str, Any] = {"micro_batch_tokens": tokens, "trained": trains, "held": tuning.held}
         sizes["layers_kept"] = not spec.gradient_checkpointing
-        check_training_memory(self._config, stage, device, exact=exact, **sizes)
-        most = max(spec.micro_batches, stage.in_flight)
-        self.in_flight = most_in_flight(self._config, stage, device, most=most, **sizes)
+        self.in_flight = stage.in_flight
+        if shard is not None:
+            kept = not spec.gradient_checkpointing
+            check_shard_memory(self._config, shard, device, micro_batch_tokens=tokens, layers_kept=kept)
+        else:
+            check_training_memory(self._config, stage, device, exact=exact, **sizes)
+            most = max(spec.micro_batches, stage.in_flight)
+            self.in_flight = most_in_flight(self._config, stage, device, most=most, **sizes)
         self._corpus: Corpus = load_corpus(spec.data, self._tokenizer)
         if self._corpus.marks is not None:
             check_packs(self._config, split=not stage.is_whole)

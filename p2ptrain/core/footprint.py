@@ -15,6 +15,9 @@ DEVICE_COPIES = 4
 """Arrays of the size of the weights that train on the compute device: on a CPU, on an accelerator."""
 BASE_COPIES = {"fp32": 1.0, "bf16": 0.5, "nf4": 0.14}
 """What a frozen weight takes, by ``lora.base``, as a share of fp32. NF4 has 4 bits, and a scale for each 64 weights."""
+GATHERED = 5
+"""Arrays of the size of the largest unit that FSDP2 holds at a time: gathered, in use, gathered in advance, its
+gradient, and that for the members."""
 GPIPE = "gpipe"
 
 
@@ -63,6 +66,23 @@ def part_training_bytes(held_bytes: int, kept_bytes: int, inputs_bytes: int, *, 
             all, and ``kept_bytes`` of one.
     """
     return held_bytes + (kept_bytes + in_flight * inputs_bytes if recompute else in_flight * kept_bytes)
+
+
+def shard_training_bytes(
+    sizes: ModelSizes, kept_bytes: int, *, shards: int, accumulate: bool, on_host: bool
+) -> tuple[int, int]:
+    """Bytes for training one of ``shards`` shards: of its rows, and beside them.
+
+    Args:
+        kept_bytes: for one micro-batch, by all layers and the head.
+        accumulate: whether whole gradients are kept.
+    """
+    whole = sizes.weights_bytes(0, sizes.layers)
+    largest = max(*sizes.layers_bytes, whole - sum(sizes.layers_bytes))
+    return (
+        int(copies(on_host=on_host) * whole / shards),
+        GATHERED * largest + (whole if accumulate else 0) + kept_bytes,
+    )
 
 
 def in_flight_that_fit(memory_bytes: int, kept_bytes: int, inputs_bytes: int, *, recompute: bool, most: int) -> int:

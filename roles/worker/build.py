@@ -102,7 +102,7 @@ def stage_builder(*, device: str = "", threads: int = 0, memory_bytes: int = 0) 
         spec, split = training_spec(profile), profile.pipeline
         chosen = pick_device(device or profile.device.kind, threads or profile.device.threads)
         if profile.job.strategy == "sharded":
-            return Trainer(spec, chosen, shard=shard_of(stage, profile.sharded, chosen))
+            return Trainer(spec, chosen, shard=shard_of(stage, profile.sharded, chosen, memory_bytes))
         part = StageSpec(
             stage.index,
             stage_bounds(spec.model, stage.count, split.cuts),
@@ -119,7 +119,7 @@ def stage_builder(*, device: str = "", threads: int = 0, memory_bytes: int = 0) 
     return build
 
 
-def shard_of(stage: Stage, sharded: Sharded, device: Device) -> ShardSpec:
+def shard_of(stage: Stage, sharded: Sharded, device: Device, memory_bytes: int) -> ShardSpec:
     """A shard whose process group has no operations yet: the strategy gives them in each view. Raises ``ConfigError``
     if the device cannot hold shards."""
     from p2ptrain.compute.fsdp import ShardSpec, mesh_of
@@ -128,7 +128,7 @@ def shard_of(stage: Stage, sharded: Sharded, device: Device) -> ShardSpec:
     if device.kind == "mps":
         raise ConfigError("FSDP2, which shards models, does not run on MPS", remedy="device.kind = 'cpu'")
     group = RingProcessGroup(stage.index, stage.count, cast(Any, None), group_name=f"replica-{new_id()}")
-    return ShardSpec(mesh_of(group, device.kind), sharded.accumulate, sharded.offload)
+    return ShardSpec(mesh_of(group, device.kind), sharded.accumulate, sharded.offload, memory_bytes)
 
 
 def island_builder(island: Island, device: Device) -> Callable[[Profile], Engine]:

@@ -117,3 +117,15 @@ def test_without_speeds_nothing_is_predicted() -> None:
         "1 replica of 2 stages, 1f1b: no worker has reported its speed, so nothing is predicted"
     ]
     assert short(*made) == "plan: layers 0–1 worker-1, layers 2–3 worker-2"
+
+
+@pytest.mark.parametrize("words", [("up",), ("jobs", "create")])
+def test_a_dry_run_of_shards_says_what_each_worker_needs(command: Command, words: tuple[str, ...]) -> None:
+    shown = command(*words, "--profile", "sharded", "--dry-run", "--json").json
+    model = 4 * (256 * 128 + 128 + 4 * (4 * 128 * 128 + 3 * 128 * 344 + 2 * 128))  # its bytes
+    assert (shown["shards"], shown["replicas"], shown["rows_bytes"]) == (2, 1, 5 * model // 2)
+    less = command(*words, "--profile", "sharded", "--set", "sharded.accumulate=false", "--dry-run", "--json").json
+    assert shown["beside_bytes"] - less["beside_bytes"] == model
+    outcome = command("up", "--profile", "sharded", "--set", "model.layers=1024", "--set", "model.hidden_size=65536")
+    assert outcome.code == 6
+    assert "each of 2 shards needs about" in outcome.err
