@@ -277,7 +277,7 @@ class Island:
             said[: len(message)] = torch.frombuffer(message, dtype=torch.uint8)
         for rank, other in enumerate(self.gathered(said)):
             if text := other.numpy().tobytes().rstrip(b"\0").decode(errors="replace"):
-                found = ResourceError(f"process {rank} of this island: {text}", remedy="see its log")
+                found = ResourceError(f"process {rank} of this worker: {text}", remedy="see its log")
                 return None, own or found
         assert made is not None
         return made, ResourceError("")

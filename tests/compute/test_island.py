@@ -23,7 +23,7 @@ from p2ptrain.core.errors import ConfigError, ConnectionLost, P2PTrainError, Res
 from p2ptrain.core.island import Place
 from roles.worker.build import check_island
 from tests.compute.saving import save
-from tests.compute.tiny_trainer import run_step, state_bytes, tiny_spec, tiny_trainer
+from tests.compute.tiny_trainer import MICRO_BATCHES, run_step, state_bytes, tiny_spec, tiny_trainer
 
 NUMBERS = itertools.count()
 WINDOWS = Path(__file__).parents[2] / "ARCHITECTURE.md"
@@ -58,8 +58,9 @@ class Islanders:
 
     def make(self, rank: int, name: str) -> IslandTrainer:
         spec = self.specs[name]
-        if isinstance(spec, P2PTrainError):
-            raise spec if rank else ConfigError("never seen")
+        if isinstance(spec, P2PTrainError) and rank:
+            raise spec
+        spec = tiny_spec(WINDOWS) if isinstance(spec, P2PTrainError) else spec
         self.trainers[rank] = IslandTrainer(spec, self.device, self.islands[rank])
         return self.trainers[rank]
 
@@ -130,9 +131,27 @@ def test_state_checkpoints_and_digests_are_those_of_a_worker_of_one_process(tmp_
         assert state_bytes(together) == state_bytes(alone)
 
 
-def test_what_one_process_cannot_build_is_refused_by_all_and_the_next_is_built() -> None:
+@pytest.mark.parametrize("local", [None, LocalSpec()], ids=["sync", "local"])
+def test_a_sum_of_the_ring_gives_the_bits_that_a_worker_of_one_process_has(local: LocalSpec | None) -> None:
+    alone = tiny_trainer(WINDOWS, local=local)
+    with islanders(3) as made:
+        together = made.build(tiny_spec(WINDOWS, local=local))
+        for step in range(3):
+            for trainer in (alone, together):
+                trainer.begin_step(step)
+                for index in range(MICRO_BATCHES):
+                    trainer.micro_batch(step, index)
+                trainer.finish_gradients()
+            together.reduce_buffer[:] = alone.reduce_buffer
+            square_sum = alone.partial_square_sum(0, len(alone.reduce_buffer))
+            assert together.partial_square_sum(0, len(alone.reduce_buffer)) == square_sum
+            assert together.apply(step, square_sum) == alone.apply(step, square_sum)
+            assert state_bytes(together) == state_bytes(alone)
+
+
+def test_what_a_follower_cannot_build_is_refused_by_all_and_the_next_is_built() -> None:
     with islanders() as made:
-        with pytest.raises(ConfigError, match="never seen"):
+        with pytest.raises(ResourceError, match="process 1 of this worker: no memory"):
             made.build(ResourceError("no memory"))
         assert made.build(tiny_spec(WINDOWS)).tokens_per_micro_batch
 
@@ -141,7 +160,7 @@ def test_a_lost_process_is_told_and_the_call_fails(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("p2ptrain.compute.island.LEAVE_S", 0.0)
     told: list[P2PTrainError] = []
     made = Islanders(2, told.append)
-    made.specs["no model"] = ConfigError("no model")
+    made.specs["no model"] = ConfigError("none")
     made.islands.pop()  # and its connections with it
     with pytest.raises(ConnectionLost, match="lost, or failed: Connection closed by peer") as raised:
         made.leader.build("", lambda: made.make(0, "no model"))

@@ -11,6 +11,8 @@ from p2ptrain.core.errors import ProtocolError
 from .engine import Target
 from .strategies import TEXT, mutated
 
+WRONG = st.none() | st.booleans() | TEXT | st.binary(max_size=8) | st.floats() | st.integers(-(2**63), 2**63)
+
 _VALUES = {int: 7, float: 0.5, str: "{}"}
 _VALID = [msgpack.packb([name, *(_VALUES[kind] for kind in kinds)]) for name, kinds in COMMANDS.items()]
 
@@ -27,7 +29,9 @@ TARGETS = (
     Target(
         "island-commands",
         mutated(st.sampled_from(_VALID))
-        | st.lists(TEXT, max_size=5).map(msgpack.packb)
+        | st.tuples(st.sampled_from(sorted(COMMANDS)), st.lists(WRONG, max_size=4)).map(
+            lambda it: msgpack.packb([it[0], *it[1]])
+        )
         | st.sampled_from([b"\xdd\xff\xff\xff\xff", b"\x91" * 5000, b"\x91\xdb\xff\xff\xff\xff"]),
         _check,
         ("p2ptrain.compute.island.command_untrusted",),
