@@ -55,8 +55,7 @@ WINDOW_BYTES = BULK_BUFFER_BYTES // 2
 """Bytes that a member may send between receiving a sub-chunk and passing it on: half of what the kernel holds for a
 connection. So the neighbour empties one half while this member fills the other, and neither goes to sleep. Sleeping is
 what costs: the scheduler may wake a neighbour on the processor of the member that sent to it, and then both take turns
-on one. With all of the buffer the sender would wait for it to empty; half of this window was 10 % slower at 16 and
-256 MiB."""
+on one. With all of the buffer the sender would wait for it to empty."""
 SCRATCH_SLOTS = 2
 """Receives posted ahead. Two keep the socket busy: one fills while the other is added."""
 

@@ -298,5 +298,7 @@ def _sharded_parameters(module: nn.Module) -> Iterator[Any]:
     """FSDP2's own records of its parameters."""
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
+            state: Any = unit._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.13, and 2.11
+            for group in groups:
                 yield from group.fsdp_params

@@ -297,7 +297,7 @@ class Trainer:
         if not self._part.last:
             return _payload(outputs, self._stage.activations)
         if self._fixed is None and self._counts:
-            self._flat.loss_sum.add_(outputs.detach())
+            self._flat.loss_sum.add_(outputs.detach().to(self._flat.loss_sum.device))  # with offload: the host's
         return None
 
     def backward(self, index: int, gradient: Payload | None, on_final: OnFinal | None = None) -> Payload | None:
