@@ -80,7 +80,7 @@ class JobOptions:
     """A job's requirements and time limits.
 
     Attributes:
-        workers: number of replicas that the first view waits for. A replica of a model with one part is a worker.
+        replicas: number of replicas that the first view waits for. A replica of a model with one part is a worker.
         micro_batches: number in a global batch, and so the most replicas. At most the workers of two more stay as
             spares, and take a place that becomes free.
         settle_s: after a break, until members that are alive but silent are struck off. A dead member is noticed at
@@ -96,7 +96,7 @@ class JobOptions:
         training: the sizes that placement needs, and the cuts if they are chosen; None: not known.
     """
 
-    workers: int
+    replicas: int
     micro_batches: int
     settle_s: float = 30.0
     hold_s: float = 600.0
@@ -111,7 +111,7 @@ class JobOptions:
 
     @property
     def most(self) -> int:
-        return max(self.workers, self.micro_batches) + 2
+        return max(self.replicas, self.micro_batches) + 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,7 +197,7 @@ class Coordinator:
 
     @property
     def short(self) -> bool:
-        enough = self._roster.parts * (1 if self.view else self.options.workers)
+        enough = self._roster.parts * (1 if self.view else self.options.replicas)
         return self.phase is Phase.WAITING and len(self._roster.peers) < enough
 
     def paused_survivors(self) -> Reports | None:
@@ -560,8 +560,8 @@ class Coordinator:
             self._lacks_parts(ready)
             return
         if self.view is None:
-            self.reason = f"{len(ready)} of {self.options.workers * self._roster.parts} workers are ready"
-            if min(map(len, self._roster.by_part(ready))) < self.options.workers:
+            self.reason = f"{len(ready)} of {self.options.replicas * self._roster.parts} workers are ready"
+            if min(map(len, self._roster.by_part(ready))) < self.options.replicas:
                 return
         passed = self._deadlines.passed
         patient = "grace" not in passed or ("build" not in passed and self._roster.building())
@@ -690,7 +690,7 @@ class Coordinator:
             planner.due = None
             return
         peers = {peer_id: known.peer for peer_id, known in roster.peers.items()}
-        idle = sorted(filter(self._may_change, roster.standing()))
+        idle = sorted(key for key, report in roster.standing().items() if self._may_change(key, report))
         given, said = planner.assign(peers, roster.held, idle, self._measured.links, self.options.most, now)
         self._out += said
         for peer_id, part in given.items():
@@ -698,16 +698,13 @@ class Coordinator:
             self._catch_ups.forget(peer_id)
             self._assign(peer_id)
 
-    def _may_change(self, peer_id: str) -> bool:
-        """Whether a worker's state of its part is of no use."""
-        known = self._roster.peers[peer_id]
+    def _may_change(self, peer_id: str, report: Report) -> bool:
+        """Whether a stopped worker may take another part: a ring carries on its state, or it holds none."""
         if peer_id in self._catch_ups.moving:
             return False
-        if self.phase is Phase.RUNNING:
-            return True  # it is outside the view
         member = self.view is not None and self.view.rank_of(peer_id) is not None
-        loaded = known.standing is None or known.standing.applied > 0
-        return not member and not loaded and not self._recovery.saved.steps.get(peer_id)
+        fresh = report.applied == 0 and not self._recovery.saved.steps.get(peer_id)
+        return self.phase is Phase.RUNNING or (fresh and not member)
 
     # -------------------------------------------------------------------------------------------------------- newcomers
 

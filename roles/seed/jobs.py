@@ -18,7 +18,7 @@ from configs.schema import Profile
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.footprint import BASE_COPIES
 from ring import coordination as co
-from ring.coordination import ENDED, Peer, Phase, held_with
+from ring.coordination import ENDED, Peer, Phase
 from ring.coordinator import Coordinator
 from ring.order import LinkQuality, RingOptions, known_link
 from ring.recovery import Recorder
@@ -160,7 +160,7 @@ class JobController:
             reread=history.reread,
         )
         options = co.JobOptions(
-            workers=record.workers // self.stages,
+            replicas=record.workers // self.stages,
             micro_batches=record.micro_batches,
             ring_options=_ring_options_of(self._profile) if self._profile else RingOptions(),
             minted_below=self._seed.minted_below,  # the highest that an earlier term may have minted
@@ -331,8 +331,8 @@ class JobController:
         match instruction:
             case co.SendAssign(peer_id, corpus, restore_step, stage, stages, holders):
                 self._seed.survey.drop(peer_id)  # its earlier report is out of date
-                if stages > 1 and self.record.held.get(peer_id) != stage:  # its checkpoints will be of that stage
-                    await self._keep(held=held_with(self.record.held, peer_id, stage, self.core.peer_ids))
+                if self.record.held != self.core.held:  # its checkpoints will be of that stage
+                    await self._keep(held=dict(self.core.held))
                 spec = cut_spec(self.spec, self.record.cuts)
                 there = self._places_seen_by(peer_id, holders)
                 self._say(peer_id, Assign(self.id, spec, corpus, restore_step, stage, stages, there))

@@ -16,7 +16,7 @@ from ring.order import LinkQuality, RingOptions
 from ring.view import View
 from wire.job_messages import Report
 
-TERMS = co.JobOptions(workers=2, micro_batches=8)
+TERMS = co.JobOptions(replicas=2, micro_batches=8)
 
 
 class Desk:
@@ -136,7 +136,7 @@ def test_resume_starts_from_the_newest_checkpoint_and_the_others_heal() -> None:
     ids=["the one most hold", "the lesser of equals"],
 )
 def test_of_two_lineages_at_the_same_step_one_wins(lineages: dict[str, str], winner: str) -> None:
-    desk = Desk(co.JobOptions(workers=3, micro_batches=8))
+    desk = Desk(co.JobOptions(replicas=3, micro_batches=8))
     desk.offer(*lineages)
     for peer_id, lineage in lineages.items():
         desk.report(peer_id, "ready", 7, lineage)
@@ -182,7 +182,7 @@ def test_newcomers_hold_the_ring_once_and_come_in_together() -> None:
 
 
 def test_after_a_death_whoever_holds_the_redo_buffer_is_healthy() -> None:
-    desk = Desk(co.JobOptions(workers=4, micro_batches=8))
+    desk = Desk(co.JobOptions(replicas=4, micro_batches=8))
     desk.run("a", "b", "c", "d")
     desk.tell(co.PeerLost("d", "closed"))
     assert desk.said == []  # the ring will tell
@@ -195,7 +195,7 @@ def test_after_a_death_whoever_holds_the_redo_buffer_is_healthy() -> None:
 
 
 def test_a_silent_survivor_is_struck_off_and_may_come_back() -> None:
-    desk = Desk(co.JobOptions(workers=3, micro_batches=8))
+    desk = Desk(co.JobOptions(replicas=3, micro_batches=8))
     desk.start("a", "b", "c")
     desk.report("a", "broken", 5, suspect="c")
     desk.tell(co.PeerLost("c", "closed"))
@@ -350,7 +350,7 @@ def test_a_failed_member_leaves_the_view_and_the_others_go_on() -> None:
 
 @pytest.mark.parametrize("spares", [(), ("s",)])
 def test_when_all_members_fail_the_job_has_failed_with_their_reason(spares: Iterable[str]) -> None:
-    desk = Desk(co.JobOptions(workers=2, micro_batches=2))
+    desk = Desk(co.JobOptions(replicas=2, micro_batches=2))
     desk.start("a", "b")
     desk.offer(*spares)
     desk.ready(*spares)
@@ -425,7 +425,7 @@ def slow_between(*slow: str) -> dict[tuple[str, str], LinkQuality]:
 
 
 def planned(links: dict[tuple[str, str], LinkQuality], compute_s: float = 0.0, **ring_options: Any) -> Desk:
-    desk = Desk(co.JobOptions(workers=4, micro_batches=8, ring_options=RingOptions(**ring_options)))
+    desk = Desk(co.JobOptions(replicas=4, micro_batches=8, ring_options=RingOptions(**ring_options)))
     desk.tell(co.Measured(links, compute_s))
     desk.offer(*"abcd")
     for name in "abcd":

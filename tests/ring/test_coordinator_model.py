@@ -13,7 +13,7 @@ from ring.view import View
 from tests.ring import history
 from tests.ring.history import PEERS, History
 
-TERMS = co.JobOptions(workers=2, micro_batches=3)
+TERMS = co.JobOptions(replicas=2, micro_batches=3)
 FOLLOW = {"a", "c", "e"}
 """Those that can catch up beside a ring."""
 

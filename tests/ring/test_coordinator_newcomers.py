@@ -23,7 +23,7 @@ def held(desk: Desk) -> bool:
 
 def beside(*peer_ids: str, members: tuple[str, ...] = ("a", "b")) -> Desk:
     """A running view, and newcomers that stand ready beside it."""
-    desk = Desk(co.JobOptions(workers=len(members), micro_batches=8), follows=True)
+    desk = Desk(co.JobOptions(replicas=len(members), micro_batches=8), follows=True)
     desk.run(*members)
     desk.offer(*peer_ids)
     desk.ready(*peer_ids)
@@ -92,7 +92,7 @@ def test_an_excluded_member_goes_on_if_the_others_only_catch_up() -> None:
 
 def test_no_more_are_fed_at_a_time_than_the_members_can_feed_and_have_room_for() -> None:
     many = [f"n{number}" for number in range(9)]
-    desk = Desk(co.JobOptions(workers=1, micro_batches=6), follows=True)
+    desk = Desk(co.JobOptions(replicas=1, micro_batches=6), follows=True)
     desk.run("a")
     desk.offer(*many)
     for peer_id in many:
@@ -108,7 +108,7 @@ def test_no_more_are_fed_at_a_time_than_the_members_can_feed_and_have_room_for()
 
 
 def test_sources_are_those_with_the_fastest_way_to_the_newcomer() -> None:
-    desk = Desk(co.JobOptions(workers=4, micro_batches=8), follows=True)
+    desk = Desk(co.JobOptions(replicas=4, micro_batches=8), follows=True)
     desk.run("a", "b", "c", "d")
     fast, slow = LinkQuality(1e-3, 1e9), LinkQuality(1e-3, 1e6)
     desk.tell(co.Measured({("a", "e"): fast, ("d", "e"): slow}))
@@ -144,13 +144,13 @@ def die_and_return(desk: Desk, peer_id: str = "c") -> float:
 
 
 def test_a_member_that_dies_again_and_again_is_kept_out_for_ever_longer() -> None:
-    desk = Desk(co.JobOptions(workers=3, micro_batches=8))
+    desk = Desk(co.JobOptions(replicas=3, micro_batches=8))
     desk.run("a", "b", "c")
     assert [die_and_return(desk) for _ in range(8)] == [0, 1, 2, 4, 8, 16, 30, 30]
 
 
 def test_a_dead_member_is_named_and_told_how_long_it_is_kept_out_when_it_is_back() -> None:
-    desk = Desk(co.JobOptions(workers=3, micro_batches=8))
+    desk = Desk(co.JobOptions(replicas=3, micro_batches=8))
     desk.run("a", "b", "c")
     die_and_return(desk)
     step = desk.core.known_step
@@ -163,7 +163,7 @@ def test_a_dead_member_is_named_and_told_how_long_it_is_kept_out_when_it_is_back
 
 
 def test_it_is_forgiven_after_a_quiet_while() -> None:
-    desk = Desk(co.JobOptions(workers=3, micro_batches=8))
+    desk = Desk(co.JobOptions(replicas=3, micro_batches=8))
     desk.run("a", "b", "c")
     assert [die_and_return(desk) for _ in range(3)] == [0, 1, 2]
     desk.after(QUIET * 2.0)
@@ -174,7 +174,7 @@ def test_it_is_forgiven_after_a_quiet_while() -> None:
 
 
 def test_shares_follow_the_members_speed() -> None:
-    desk = Desk(co.JobOptions(workers=2, micro_batches=10))
+    desk = Desk(co.JobOptions(replicas=2, micro_batches=10))
     desk.offer("a", "b")
     desk.report("a", "ready", unit_us=1000)
     desk.report("b", "ready", unit_us=4000)
@@ -229,7 +229,7 @@ def test_the_side_that_was_cut_off_is_given_up_when_a_newer_view_was_minted() ->
 
 
 def test_a_view_names_no_more_members_than_fit_a_frame() -> None:
-    core = Coordinator("j" * 12, co.JobOptions(workers=900, micro_batches=900))
+    core = Coordinator("j" * 12, co.JobOptions(replicas=900, micro_batches=900))
     for number in range(900):
         peer_id = f"{number:032d}"
         core.handle(co.PeerOffered(co.Peer(peer_id, "é" * 64, "192.168.100.100", 60000)), 0.0)

@@ -12,7 +12,7 @@ STEP = 7
 
 
 def running(*members: str) -> Desk:
-    desk = Desk(co.JobOptions(workers=len(members), micro_batches=8))
+    desk = Desk(co.JobOptions(replicas=len(members), micro_batches=8))
     desk.run(*members)
     desk.tell(co.Progress(STEP))
     return desk

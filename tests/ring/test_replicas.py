@@ -43,7 +43,7 @@ class Play:
         self, replicas: int = 1, *, training: Training | None = None, past: co.StoredJob | None = None
     ) -> None:
         self.now = 0.0
-        options = co.JobOptions(workers=replicas, micro_batches=4, parts=2, training=training)
+        options = co.JobOptions(replicas=replicas, micro_batches=4, parts=2, training=training)
         self.core = Coordinator("job", options, past=past)
         self.out: list[co.Instruction] = []
 

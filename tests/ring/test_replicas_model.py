@@ -18,7 +18,7 @@ from tests.ring import history
 from tests.ring.history import PEERS, History
 from wire.codec import encode
 
-TERMS = co.JobOptions(workers=1, micro_batches=2)
+TERMS = co.JobOptions(replicas=1, micro_batches=2)
 
 
 def peer_of(peer_id: str) -> co.Peer:
