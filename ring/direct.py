@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError
@@ -37,20 +39,29 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(eq=False, slots=True)
 class _Message:
-    """A message to send or to receive. ``source``: of a receive; None: any. ``future``: gets the source's rank."""
+    """A message to send, or to receive.
+
+    Attributes:
+        peer: rank of the other end; None: that of any sender.
+        connection: that may use ``memory``, from the offer on.
+        future: gets the rank of the sender.
+    """
 
     memory: memoryview
     tag: int
+    peer: int | None
+    sending: bool
     timeout_s: float
     future: asyncio.Future[int]
-    source: int | None = None
-    timer: asyncio.TimerHandle | None = None
-    parts_left: int = 0
+    connection: Connection | None = None
+
+    def fits(self, rank: int, offer: SendOffer) -> bool:
+        return not self.sending and self.connection is None and self.tag == offer.tag and self.peer in (None, rank)
 
 
 @dataclass(eq=False, slots=True)
 class _Outgoing:
-    """The connection to one receiver, and the messages that are not offered, not taken, or not sent yet."""
+    """The connection to one receiver, with the messages that are not offered yet, and those that are not taken yet."""
 
     rank: int
     waiting: deque[_Message] = field(default_factory=deque)
@@ -61,12 +72,11 @@ class _Outgoing:
 
 @dataclass(eq=False, slots=True)
 class _Incoming:
-    """The connection of one sender: its offers that match no receive yet, and the receives that are under way."""
+    """The connection of one sender, with its offers that match no receive yet."""
 
     rank: int
     connection: Connection
     offers: list[SendOffer] = field(default_factory=list)
-    arriving: set[_Message] = field(default_factory=set)
 
 
 class DirectMessages:
@@ -75,16 +85,14 @@ class DirectMessages:
 
     def __init__(self, me: ThisMember, view: View, rank: int) -> None:
         self._me, self._view, self._rank = me, view, rank
-        self._session: RingSession | None = None
         self._outgoing: dict[int, _Outgoing] = {}
         self._incoming: dict[int, _Incoming] = {}
-        self._wanted: list[_Message] = []  # receives that match no offer yet
+        self._messages: dict[_Message, None] = {}  # unfinished ones, in their order
         self._gone: dict[int, P2PTrainError] = {}  # members from which nothing more comes
         self._failure: P2PTrainError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def attach(self, session: RingSession) -> None:
-        self._session = session
         session.broken.add_done_callback(self._ring_ended)
 
     # ------------------------------------------------------------------------------------------------- for the owner
@@ -94,9 +102,9 @@ class DirectMessages:
 
         The future fails with a ``NetworkError`` that names the receiver.
         """
-        message = self._message(array, tag, timeout_s)
+        message = self._begin(array, to, tag, timeout_s, sending=True)
         if self._failure is not None:
-            _fail(message, self._failure)
+            self._fail(message, self._failure)
             return message.future
         link = self._outgoing.get(to)
         if link is None:
@@ -113,19 +121,15 @@ class DirectMessages:
 
         The future gets the source's rank, or fails with a ``NetworkError`` or ``ProtocolError`` that names it.
         """
-        message = self._message(array, tag, timeout_s)
-        message.source = source
+        message = self._begin(array, source, tag, timeout_s, sending=False)
         for link in self._incoming.values():
-            offer = next((item for item in link.offers if source in (None, link.rank) and item.tag == tag), None)
+            offer = next((item for item in link.offers if message.fits(link.rank, item)), None)
             if offer is not None:
                 link.offers.remove(offer)
                 self._take(link, offer, message)
                 return message.future
-        failure = self._failure or (self._gone.get(source) if source is not None else None)
-        if failure is not None:
-            _fail(message, failure)
-        else:
-            self._wanted.append(message)
+        if failure := self._failure or (self._gone.get(source) if source is not None else None):
+            self._fail(message, failure)
         return message.future
 
     def decide(self, hello: Hello) -> Refuse | None:
@@ -149,11 +153,15 @@ class DirectMessages:
                 offer = await self._next(connection, SendOffer)
                 if len(link.offers) >= MAX_OFFERS:
                     raise ProtocolError(f"more than {MAX_OFFERS} messages wait to be received")
-                self._match(link, offer)
+                message = next((item for item in self._messages if item.fits(rank, offer)), None)
+                if message is None:
+                    link.offers.append(offer)
+                else:
+                    self._take(link, offer, message)
         except P2PTrainError as problem:
             error = problem
         finally:
-            self._lost(link, error)
+            self._lost(link, self._named(rank, error))
 
     def close(self) -> None:
         """Fail what is not finished, and close the connections. ``wait_closed`` waits for that."""
@@ -167,7 +175,6 @@ class DirectMessages:
     async def _send_all(self, link: _Outgoing) -> None:
         error: P2PTrainError = ConnectionLost("this member left the group")
         try:
-            member = self._view.members[link.rank]
             hello = local_hello(
                 peer_id=self._me.peer_id,
                 name=self._me.name,
@@ -178,16 +185,16 @@ class DirectMessages:
                 generation=self._view.generation,
             )
             deadline = self._me.world.clock.now() + DIAL_S
-            connection = await dial_patiently(self._me, member, hello, deadline=deadline, title="member")
-            link.connection = connection
-            connection.tune_for_bulk()
+            member = self._view.members[link.rank]
+            link.connection = await dial_patiently(self._me, member, hello, deadline=deadline, title="member")
+            link.connection.tune_for_bulk()
             self._offer(link)
             while True:
-                taken = await self._next(connection, SendTaken)
+                taken = await self._next(link.connection, SendTaken)
                 message = link.offered.pop(taken.number, None)
                 if message is None:
                     raise ProtocolError(f"it took message {taken.number}, which was not offered")
-                await self._send(connection, taken.number, message)
+                await self._send(link.connection, taken.number, message)
                 self._offer(link)
         except P2PTrainError as problem:
             error = problem
@@ -195,7 +202,7 @@ class DirectMessages:
             if self._outgoing.get(link.rank) is link:
                 del self._outgoing[link.rank]
             for message in [*link.offered.values(), *link.waiting]:
-                _fail(message, self._failure or self._named(link.rank, error))
+                self._fail(message, self._named(link.rank, error))
             if link.connection is not None:
                 await link.connection.close()
 
@@ -205,13 +212,10 @@ class DirectMessages:
             if message.future.done():  # its time was up
                 continue
             number, link.number = link.number, (link.number + 1) % 2**32
-            link.offered[number] = message
-            try:
-                link.connection.send(
-                    SendOffer(number, message.tag, message.memory.nbytes), generation=self._view.generation
-                )
-            except P2PTrainError:
-                return  # ``_send_all`` gets the same error
+            link.offered[number], message.connection = message, link.connection
+            offer = SendOffer(number, message.tag, message.memory.nbytes)
+            with suppress(P2PTrainError):  # ``_send_all`` gets the same error
+                link.connection.send(offer, generation=self._view.generation)
 
     async def _send(self, connection: Connection, number: int, message: _Message) -> None:
         try:
@@ -219,60 +223,42 @@ class DirectMessages:
                 connection.send_bulk(part, generation=self._view.generation, stream=number)
                 await connection.flush(timeout_s=message.timeout_s)
         except P2PTrainError as error:
-            _fail(message, error)
+            self._fail(message, self._named(message.peer or 0, error))
             connection.abort()  # it may still read the message's memory
             raise
-        _finish(message, self._rank)
+        self._finish(message, self._rank)
 
     # ----------------------------------------------------------------------------------------------------- receiving
-
-    def _match(self, link: _Incoming, offer: SendOffer) -> None:
-        for message in self._wanted:
-            if message.source in (None, link.rank) and message.tag == offer.tag:
-                self._wanted.remove(message)
-                self._take(link, offer, message)
-                return
-        link.offers.append(offer)
 
     def _take(self, link: _Incoming, offer: SendOffer, message: _Message) -> None:
         if offer.size_bytes != message.memory.nbytes:
             name, size = self._view.members[link.rank].name, message.memory.nbytes
             text = f"{name} sent {offer.size_bytes} bytes with tag {offer.tag}, but {size} are to be received"
             error = ProtocolError(text, remedy="both sides need tensors of the same shape and type")
-            _fail(message, error)
+            self._fail(message, error)
             link.connection.abort(error)
             return
-        message.source = link.rank
-        link.arriving.add(message)
-        parts = _parts(message.memory)
-        message.parts_left = len(parts)
-
-        def arrived() -> None:
-            message.parts_left -= 1
-            if not message.parts_left:
-                link.arriving.discard(message)
-                _finish(message, link.rank)
-
-        try:
+        message.connection = link.connection
+        *parts, last = _parts(message.memory)
+        how = {"generation": self._view.generation, "stream": offer.number}
+        with suppress(P2PTrainError):  # ``serve`` gets the same one
             for part in parts:
-                link.connection.post(part, generation=self._view.generation, stream=offer.number, done=arrived)
+                link.connection.post(part, done=lambda: None, **how)
+            link.connection.post(last, done=partial(self._finish, message, link.rank), **how)
             link.connection.send(SendTaken(offer.number), generation=self._view.generation)
-        except P2PTrainError as error:  # ``serve`` gets the same one
-            _fail(message, self._named(link.rank, error))
 
     # -------------------------------------------------------------------------------------------------------- ending
 
     def _lost(self, link: _Incoming, error: P2PTrainError) -> None:
         """Fail all receives from the sender of ``link``, whose connection ended."""
-        if self._incoming.get(link.rank) is not link:
-            failing = list(link.arriving)  # the sender has dialled again
-        else:
+        current = self._incoming.get(link.rank) is link  # else the sender has dialled again
+        if current:
             del self._incoming[link.rank]
-            failing = [*link.arriving, *(item for item in self._wanted if item.source == link.rank)]
-            self._gone[link.rank] = self._named(link.rank, error)
-        for message in failing:
-            _fail(message, self._failure or self._named(link.rank, error))
-        self._wanted = [message for message in self._wanted if not message.future.done()]
+            self._gone[link.rank] = error
+        for message in list(self._messages):
+            waits = current and not message.sending and message.peer == link.rank and message.connection is None
+            if waits or message.connection is link.connection:
+                self._fail(message, error)
 
     def _ring_ended(self, ended: asyncio.Future[RingBroken]) -> None:
         broken = ended.result()
@@ -281,45 +267,47 @@ class DirectMessages:
             self._end(broken.cause)
         elif rank not in self._incoming:  # else its connection ends after what it has sent
             self._gone[rank] = broken.cause
-            for message in [item for item in self._wanted if item.source == rank]:
-                _fail(message, broken.cause)
-            self._wanted = [message for message in self._wanted if not message.future.done()]
+            for message in list(self._messages):
+                if not message.sending and message.peer == rank:
+                    self._fail(message, broken.cause)
 
     def _end(self, failure: P2PTrainError) -> None:
-        if self._failure is not None:
-            return
-        self._failure = failure
-        for task in self._tasks:
-            task.cancel()
-        for message in self._wanted:
-            _fail(message, failure)
-        self._wanted.clear()
-        for outgoing in self._outgoing.values():
-            for message in [*outgoing.offered.values(), *outgoing.waiting]:
-                _fail(message, failure)
-        for link in list(self._incoming.values()):
-            for message in link.arriving:
-                _fail(message, failure)
-            link.connection.abort()
+        if self._failure is None:
+            self._failure = failure
+            for message in list(self._messages):
+                self._fail(message, failure)
+            for task in self._tasks:
+                task.cancel()
+            for link in self._incoming.values():
+                link.connection.abort()
 
     def _out_of_time(self, message: _Message) -> None:
         """Fail a message. A connection that may still use its memory ends."""
-        if message.future.done():
-            return
-        _fail(message, DeadlineExceeded(f"no message with tag {message.tag} within {message.timeout_s:g} s"))
-        self._wanted = [item for item in self._wanted if item is not message]
-        for incoming in self._incoming.values():
-            if message in incoming.arriving:
-                incoming.connection.abort()
-        for outgoing in self._outgoing.values():
-            if message in outgoing.offered.values() and outgoing.connection is not None:
-                outgoing.connection.abort()
+        if message in self._messages:
+            self._fail(message, DeadlineExceeded(f"no message with tag {message.tag} within {message.timeout_s:g} s"))
+            if message.connection is not None:
+                message.connection.abort()
 
-    def _message(self, array: Array, tag: int, timeout_s: float) -> _Message:
+    def _begin(self, array: Array, peer: int | None, tag: int, timeout_s: float, *, sending: bool) -> _Message:
         loop = asyncio.get_running_loop()
-        message = _Message(array.reshape(-1).view("uint8").data, tag, timeout_s, loop.create_future())
-        message.timer = loop.call_later(timeout_s, self._out_of_time, message)
+        memory = array.reshape(-1).view("uint8").data
+        message = _Message(memory, tag, peer, sending, timeout_s, loop.create_future())
+        self._messages[message] = None
+        timer = loop.call_later(timeout_s, self._out_of_time, message)
+        message.future.add_done_callback(lambda _: timer.cancel())
         return message
+
+    def _finish(self, message: _Message, rank: int) -> None:
+        if message in self._messages:
+            del self._messages[message]
+            message.future.set_result(rank)
+
+    def _fail(self, message: _Message, error: P2PTrainError) -> None:
+        if message in self._messages:
+            del self._messages[message]
+            kind = type(error) if type(error) in (DeadlineExceeded, ProtocolError) else ConnectionLost
+            message.future.set_exception(kind(error.message, remedy=error.remedy))
+            message.future.exception()  # marks it as retrieved
 
     async def _next(self, connection: Connection, kind: type[M]) -> M:
         while True:
@@ -335,19 +323,3 @@ class DirectMessages:
 
 def _parts(memory: memoryview) -> list[memoryview]:
     return [memory[start : start + MAX_BULK_BYTES] for start in range(0, max(memory.nbytes, 1), MAX_BULK_BYTES)]
-
-
-def _finish(message: _Message, rank: int) -> None:
-    if message.timer is not None:
-        message.timer.cancel()
-    if not message.future.done():
-        message.future.set_result(rank)
-
-
-def _fail(message: _Message, error: P2PTrainError) -> None:
-    if message.timer is not None:
-        message.timer.cancel()
-    if not message.future.done():
-        kind = type(error) if type(error) in (DeadlineExceeded, ProtocolError) else ConnectionLost
-        message.future.set_exception(kind(error.message, remedy=error.remedy))
-        message.future.exception()  # marks it as retrieved

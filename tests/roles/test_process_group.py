@@ -347,14 +347,18 @@ def test_a_member_that_left_fails_what_needs_it_and_nothing_else() -> None:
     last = members[2].send([torch.ones(2)], 0, 0)
     members[0].recv([tensor], 2, 0).wait()
     last.wait()
-    waiting = [members[0].allreduce([torch.ones(2)]), members[0].recv([tensor], 2, 0)]
+    waiting = [members[0].allreduce([torch.ones(2)]), members[0].recv([tensor], 2, 0), members[1].recv([tensor], 2, 0)]
     members[2].shutdown()
     for work in waiting:
         with pytest.raises(RuntimeError, match="rank 2"):
-            work.wait()
+            work.wait(TIMEOUT)
     with pytest.raises(RuntimeError, match="rank 2"):
         members[0].recv([tensor], 2, 0).wait()
     works = [members[1].send([torch.full((2,), 5.0)], 0, 1), members[0].recv([tensor], 1, 1)]
     for work in works:
         work.wait()
     assert tensor.tolist() == [5.0, 5.0]
+    last_one = members[0].recv([tensor], 1, 1)
+    members[1].shutdown()
+    with pytest.raises(RuntimeError, match="lost rank 1"):
+        last_one.wait(TIMEOUT)
