@@ -155,6 +155,7 @@ def build_rows(
     Raises:
         ConfigError, StorageError, ResourceError: see ``PartAssembly``, ``initial_tensors``.
     """
+    return_freed_memory()
     if directory is not None:
         table = TensorTable(directory)
         assembly = _Rows(config, table.entries, shard)
@@ -196,7 +197,6 @@ class ShardedModel(FlatModel):
         *,
         bf16: bool = False,
     ) -> None:
-        return_freed_memory()
         named = dict(reversed(trained(module).items()))
         if scalar := next((name for name, parameter in named.items() if not parameter.ndim), ""):
             raise ConfigError(f"a model with the single number {scalar} cannot be sharded", remedy="use 'sync'")

@@ -15,7 +15,7 @@ from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.checkpoint_parts import join_rows
 from p2ptrain.core.checkpoints import Draft
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import ConnectionLost
+from p2ptrain.core.errors import ConnectionLost, ResourceError
 from tests.compute.saving import save
 from tests.compute.shards import Exchange, in_lockstep, meshes
 from tests.compute.tiny_trainer import MICRO_BATCHES, run_step, state_bytes, tiny, tiny_spec, tiny_trainer
@@ -124,7 +124,7 @@ def save_joined(shards: Shards, directory: Path, step: int) -> None:
 def test_a_checkpoint_is_that_of_a_whole_model_and_resumes_at_any_number_of_shards(
     text: Path, tmp_path: Path, tie: bool
 ) -> None:
-    model = tiny(tie_embeddings=tie)
+    model = tiny(tie_embeddings=tie, hidden_size=40)  # no multiple of the alignment in the flat arrays
     shards, directory, apart = Shards(text, 2, model=model), tmp_path / "joined", tmp_path / "apart"
     for step in range(3):
         shards.step(step)
@@ -151,3 +151,9 @@ def test_a_checkpoint_is_that_of_a_whole_model_and_resumes_at_any_number_of_shar
     again.trainers[0].load(directory)
     again.trainers[1].load(apart)
     assert [again.step(step) for step in (3, 4)] == more
+
+
+def test_a_shard_that_does_not_fit_is_refused_with_the_numbers(text: Path) -> None:
+    mesh = meshes(Exchange(2))[0]
+    with pytest.raises(ResourceError, match=r"training 1/2 of 0.0. M parameters .* but this worker offers 64.0 KiB"):
+        Trainer(tiny_spec(text), pick_device("cpu", 1), shard=ShardSpec(mesh, memory_bytes=64 << 10))
