@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from p2ptrain.compute.device import Device
     from p2ptrain.compute.island import Island
 
-Make: TypeAlias = "Callable[[Island, Device], Running]"
+Make: TypeAlias = "Callable[[tuple[Island, Device]], Running]"
 
 LOOPBACK = "127.0.0.1"
 FOLLOW_S = 8.0
@@ -106,7 +106,7 @@ class LeadIsland:
             self._formed = self._formed or await unless_stopped(stop, RealThreads().start("island").submit(form))
             if self._formed is None:
                 return
-            running = asyncio.ensure_future(make(*self._formed).run(stop))
+            running = asyncio.ensure_future(make(self._formed).run(stop))
             try:
                 await asyncio.wait({running, self._lost}, return_when=asyncio.FIRST_COMPLETED)
                 if self._lost.done():

@@ -6,7 +6,7 @@ import math
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from configs.schema import Profile
     from p2ptrain.cli.island import IslandOptions
     from p2ptrain.cli.joining import Found, Joining, ProcessContext, ServeOptions
+    from p2ptrain.compute.device import Device
+    from p2ptrain.compute.island import Island
     from roles.engine import Engine
     from roles.worker.worker import Worker
     from wire.messages import Scalar
@@ -318,12 +320,14 @@ async def _work(joining: Joining, island: IslandOptions | None) -> None:
     parts = holding(device=device, threads=threads, memory_bytes=memory_bytes) if island is None else None
     build_part = stage_builder(device=device, threads=threads, memory_bytes=memory_bytes)
 
-    def worker(here: ProcessContext, found: Found, *formed: Any) -> Worker:
+    def worker(here: ProcessContext, found: Found, formed: tuple[Island, Device] | None = None) -> Worker:
         """``formed``: an island, and the device of this process in it."""
-        build_engine = island_builder(*formed) if formed else engine_builder(device=device, threads=threads)
+        build_engine = engine_builder(device=device, threads=threads)
+        if formed is not None:
+            build_engine = island_builder(*formed, memory_bytes)
         # Only workers of one process hold parts of models: the memory of others for them is too small for any.
         said: dict[str, Scalar] = {"parts_memory_bytes": 1 if parts is None else parts.limit_bytes}
-        if formed:
+        if formed is not None:
             said["device"] = formed[0].label
 
         def build(profile: Profile) -> Engine:
@@ -336,7 +340,7 @@ async def _work(joining: Joining, island: IslandOptions | None) -> None:
             here.identity,
             member_options(joining, found, **said),
             build_engine=build,
-            build_part=no_stage if formed else build_part,
+            build_part=build_part if formed is None else no_stage,
             warm_up=warm_up,
             notify=here.notify,
             on_step=lambda applied, total, values: here.console.progress(

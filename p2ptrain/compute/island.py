@@ -285,12 +285,16 @@ class Island:
 
 class IslandTrainer(Trainer):
     """The engine of an island, at each of its processes. The leader's is the worker's engine (``roles.engine``): its
-    ``reduce_buffer`` and its ``state()`` are those of the whole model, in the host's memory."""
+    ``reduce_buffer`` and its ``state()`` are those of the whole model, in the host's memory.
 
-    def __init__(self, spec: TrainingSpec, device: Device, island: Island) -> None:
+    Args:
+        memory_bytes: limit for each process; 0: what is free.
+    """
+
+    def __init__(self, spec: TrainingSpec, device: Device, island: Island, memory_bytes: int = 0) -> None:
         if device.kind == "cuda":  # of this thread; FSDP2 asks for it
             torch.cuda.set_device(device.torch_device)
-        super().__init__(spec, device, shard=ShardSpec(island.mesh, accumulate=False))
+        super().__init__(spec, device, shard=ShardSpec(island.mesh, accumulate=False, memory_bytes=memory_bytes))
         assert isinstance(self._flat, ShardedModel)
         self._island, self.device = island, island.label
         self._rank, self._size = island.place.rank, island.place.size

@@ -131,21 +131,22 @@ def shard_of(stage: Stage, sharded: Sharded, device: Device, memory_bytes: int) 
     return ShardSpec(mesh_of(group, device.kind), sharded.accumulate, sharded.offload, memory_bytes)
 
 
-def island_builder(island: Island, device: Device) -> Callable[[Profile], Engine]:
-    """Return the builder of an island's engines, at its leader."""
+def island_builder(island: Island, device: Device, memory_bytes: int = 0) -> Callable[[Profile], Engine]:
+    """Return the builder of an island's engines, at its leader. ``memory_bytes``: as in ``island_trainer``."""
 
     def build(profile: Profile) -> Engine:
         check_island(profile)
-        return island.build(profile.to_spec(), lambda: island_trainer(profile, island, device))
+        return island.build(profile.to_spec(), lambda: island_trainer(profile, island, device, memory_bytes))
 
     return build
 
 
-def island_trainer(profile: Profile, island: Island, device: Device) -> IslandTrainer:
-    """The engine at one process of an island."""
+def island_trainer(profile: Profile, island: Island, device: Device, memory_bytes: int = 0) -> IslandTrainer:
+    """The engine at one process of an island. ``memory_bytes``: limit for all of them together; 0: what is free. The
+    leader checks it, because all need the same."""
     from p2ptrain.compute.island import IslandTrainer
 
-    return IslandTrainer(training_spec(profile), device, island)
+    return IslandTrainer(training_spec(profile), device, island, memory_bytes // island.place.size)
 
 
 def check_island(profile: Profile) -> None:

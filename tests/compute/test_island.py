@@ -21,7 +21,7 @@ from p2ptrain.compute.island import Island, IslandTrainer
 from p2ptrain.compute.local import LocalSpec
 from p2ptrain.core.errors import ConfigError, ConnectionLost, P2PTrainError, ResourceError
 from p2ptrain.core.island import Place
-from roles.worker.build import check_island
+from roles.worker.build import check_island, island_trainer
 from tests.compute.saving import save
 from tests.compute.tiny_trainer import MICRO_BATCHES, run_step, state_bytes, tiny_spec, tiny_trainer
 
@@ -165,6 +165,11 @@ def test_a_lost_process_is_told_and_the_call_fails(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConnectionLost, match="lost, or failed: Connection closed by peer") as raised:
         made.leader.build("", lambda: made.make(0, "no model"))
     assert told == [raised.value]
+
+
+def test_a_memory_limit_is_for_all_processes_together() -> None:
+    with islanders() as made, pytest.raises(ResourceError, match=r"this worker offers 1\.0 KiB"):
+        island_trainer(load("tiny", {}, []).profile, made.leader, made.device, 2 << 10)
 
 
 @pytest.mark.parametrize(
