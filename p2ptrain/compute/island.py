@@ -20,6 +20,7 @@ If a process is lost, so is the island: the leader ends, the seed sees one worke
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 import socket
@@ -137,7 +138,7 @@ class Island:
         self.label = f"{place.size} processes (gloo), {device.kind}"
         if device.kind == "cuda":
             self.label = f"{place.size} x {torch.cuda.get_device_name(device.torch_device)} (nccl)"
-        self._turn = threading.Lock()
+        self._turn, self._over = threading.Lock(), threading.Event()
         self._spoke_at = time.monotonic()
         self._engine: Callable[[], IslandTrainer | None] = lambda: None
         if place.leads:
@@ -156,9 +157,12 @@ class Island:
             return
         with self._turn:
             try:
+                if name == "beat" and self._engine() is None:  # its job is over
+                    name = "free"
                 self._send(msgpack.packb([name, *arguments]))
                 yield
             except BaseException as error:
+                self._over.set()
                 problem = error if isinstance(error, P2PTrainError) else lost(error)
                 self._on_lost(problem)
                 time.sleep(LEAVE_S)
@@ -189,17 +193,17 @@ class Island:
             self.from_leader(torch.frombuffer(bytearray(body), dtype=torch.uint8))
 
     def _beat(self) -> None:
-        while True:
-            time.sleep(BEAT_S / 4)
+        while not self._over.wait(BEAT_S / 4):
             if time.monotonic() - self._spoke_at > BEAT_S:
                 try:
-                    with self.command("free" if self._engine() is None else "beat"):  # its job is over
+                    with self.command("beat"):
                         pass
                 except P2PTrainError:
                     return  # told by ``on_lost``
 
     def end(self) -> None:
         """At the leader: let the followers end, if nothing is under way."""
+        self._over.set()
         if self._turn.acquire(timeout=LEAVE_S):
             try:
                 self._send(msgpack.packb(["end"]))
@@ -245,9 +249,9 @@ class Island:
         """
         with self.command("build", spec):
             made, problem = self._made(make)
+            self._engine = weakref.ref(made) if made is not None else lambda: None
         if made is None:
             raise problem
-        self._engine = weakref.ref(made)
         return made
 
     def follow(self, build: Callable[[str], IslandTrainer]) -> None:
@@ -256,7 +260,8 @@ class Island:
         while (command := self.heard())[0] != "end":
             name, *arguments = command
             if name in ("build", "free"):
-                trainer = None  # first, for its memory
+                trainer = None
+                gc.collect()  # FSDP2's modules refer to each other
             if name == "build":
                 trainer, _ = self._made(partial(build, *arguments))
             elif name not in ("beat", "free"):

@@ -1,6 +1,6 @@
 """The time of a step in simulated clusters without faults: ``python -m tests.sim.step_times 2 8 64``.
 
-The links have the latency and the rate of ``LINK``, the model ``NUMEL`` parameters. 256 workers take some minutes.
+The links have the latency and the rate of ``LINK``, the model ``NUMEL`` parameters. 256 workers take half an hour.
 """
 
 from __future__ import annotations
