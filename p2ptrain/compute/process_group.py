@@ -13,6 +13,7 @@ pending operations to torch's ``Work``. A tensor that is not contiguous, or on a
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -236,7 +237,9 @@ class RingProcessGroup(dist.ProcessGroup):
         counts = np.zeros(size, np.int64)
         counts[self._own_rank] = own._nnz()
         RingWork([self.operations.all_gather(counts, timeout_s, _nothing)], []).wait()
-        most = int(counts.max(initial=0))
+        most, limit = int(counts.max()), math.prod(tensor.shape[: tensor.sparse_dim()])
+        if counts.min() < 0 or most > limit:
+            raise ValueError(f"a member has {most} rows of a sparse tensor that has {limit} at most")
         indices = torch.zeros(size, tensor.sparse_dim(), most, dtype=torch.int64)
         values = torch.zeros(size, most, *own.values().shape[1:], dtype=own.dtype)
         indices[self._own_rank, :, : own._nnz()] = own.indices()
