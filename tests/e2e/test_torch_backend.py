@@ -35,8 +35,8 @@ slow = pytest.mark.slow
     ("example", "members"),
     [
         ("ddp", 2),
-        ("hsdp", 4),
-        pytest.param("fsdp2", 2, marks=slow),
+        ("fsdp2", 2),
+        pytest.param("hsdp", 4, marks=slow),
         pytest.param("tensor_parallel", 2, marks=slow),
         pytest.param("dcp", 2, marks=slow),
         pytest.param("powersgd", 2, marks=slow),
