@@ -1,150 +1,344 @@
-"""Random histories of a job: what must hold after each event, whatever happens to its members."""
+"""Random histories of a job: what must hold after each event, whatever happens to its workers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule
+from hypothesis.stateful import initialize, rule
 
+from p2ptrain.core.footprint import ModelSizes
 from ring import coordination as co
 from ring.coordinator import Coordinator
+from ring.training_costs import ModelShape, Training
 from ring.view import View
 from tests.ring import history
 from tests.ring.history import PEERS, History
+from wire.codec import encode
 
-TERMS = co.JobOptions(replicas=2, micro_batches=3)
-FOLLOW = {"a", "c", "e"}
-"""Those that can catch up beside a ring."""
+SHAPE = ModelShape.of(ModelSizes((1 << 20,) * 6, (0,) * 6, 1 << 20, 1 << 20, 0), 8, 8, 8)
+MEMORY = {"a": 0, "b": 64 << 20, "c": 48 << 20, "d": 64 << 20, "e": 12 << 20, "f": 2 << 20}
+"""``e`` can hold a small part, ``f`` none, the others any."""
+SPEED = {"a": 1e9, "b": 2e9, "c": 1e9, "d": 4e9, "e": 1e9, "f": 9e9}
+
+
+@dataclass
+class Disk:
+    """What a worker's disk holds, by stage: (step, lineage), oldest first; and of the whole model."""
+
+    saved: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
+    wholes: list[tuple[int, str]] = field(default_factory=list)
+
+    def of(self, stage: int) -> list[tuple[int, str]]:
+        return self.saved.setdefault(stage, [(0, "0")])
+
+    def adopt(self, stage: int, state: tuple[int, str]) -> None:
+        """The stage's part of somebody's whole checkpoint."""
+        self.saved[stage] = [*(saved for saved in self.of(stage) if saved[0] < state[0]), state]
 
 
 @dataclass
 class Member(history.Member):
-    """``assigned``: by the seed's word. ``older``: all checkpoints that its disk holds."""
+    """``disk``: that of its machine. ``holders``: who else has what it was told to go back to."""
 
-    assigned: bool = False  # type: ignore[assignment]
-    disk: tuple[int, str] = (0, "0")
-    older: list[tuple[int, str]] = field(default_factory=lambda: [(0, "0")])
+    disk: Disk = field(default_factory=Disk)
+    stage: int | None = None
+    restore: int = -1
+    holders: list[Member] = field(default_factory=list, repr=False)
+
+    @property
+    def assigned(self) -> bool:
+        return self.stage is not None
+
+    def check_place(self, view: View, rank: int) -> None:
+        assert view.stage_of(rank) == self.stage, "at a stage that it does not hold"
 
     def newest_saved(self) -> tuple[int, str]:
-        return self.disk
+        assert self.stage is not None
+        known, wholes = self.disk.of(self.stage), self.disk.wholes
+        if self.restore >= 0:
+            known[:] = [saved for saved in known if saved[0] <= self.restore]
+            wholes[:] = [saved for saved in wholes if saved[0] <= self.restore]
+            there = [holder.disk.wholes for holder in self.holders if holder.alive and not holder.frozen]
+            wholes = [whole for those in (wholes, *there) for whole in those if whole[0] == self.restore]
+        if wholes and wholes[0][0] > known[-1][0]:
+            self.disk.adopt(self.stage, max(wholes, key=lambda whole: whole[0]))
+        self.restore = -1
+        return self.disk.of(self.stage)[-1]
 
 
 class Cluster(History):
-    @initialize(running=st.sampled_from([0, 2, 3, 3, 4]))
+    stages = 2
+    replicas, micro_batches = 1, 2
+    follows = "abcde"  # those that can catch up beside a ring
+    enough = "abcdef"  # with these the job must come to run
+    training: Training | None = None
+
+    @property
+    def options(self) -> co.JobOptions:
+        return co.JobOptions(self.replicas, self.micro_batches, parts=self.stages, training=self.training)
+
+    @initialize(running=st.sampled_from([0, 2, 3, 4, 4, 5]))
     def begin(self, running: int) -> None:
-        self.core = Coordinator("job", TERMS)
-        self.members = {}
+        self.core = Coordinator("job", self.options)
+        self.cuts: tuple[int, ...] = ()  # as they are kept
+        self.disks = {peer_id: Disk() for peer_id in PEERS}
+        self.surveys = 0
+        self.wanted: set[int] = set()  # steps that a person went back to
         self.began()
         self.begins_with(running)
 
     def new_member(self, peer_id: str) -> Member:
-        before = self.members.get(peer_id)
-        return Member(peer_id, disk=before.disk, older=before.older) if before else Member(peer_id)
+        return Member(peer_id, disk=self.disks[peer_id])
 
     def peer_of(self, peer_id: str) -> co.Peer:
-        return co.Peer(peer_id, peer_id, "h", 1, peer_id in FOLLOW)
+        follows, memory_bytes = peer_id in self.follows, MEMORY[peer_id]
+        return co.Peer(peer_id, peer_id, "h", 1, follows, memory_bytes=memory_bytes, flops=SPEED[peer_id])
 
     def carry_out(self, item: co.Instruction, before: View | None) -> None:
-        if isinstance(item, co.SendAssign):
-            member = self.members[item.peer_id]
-            if member.reached:
-                member.assigned = True
-                if item.restore_step >= 0:
-                    member.older = [saved for saved in member.older if saved[0] <= item.restore_step]
-                    member.disk = member.older[-1]
-                    self.leave_ring(member)
-                    member.building, member.status, member.view = True, "", None
-                    member.catching_up = False
-                elif member.catching_up:
-                    member.building, member.status, member.view = True, "", None
-                elif member.status == "":
-                    member.building = True
-                elif member.status in co.BESIDE:
-                    member.say("ready")
+        if isinstance(item, co.Planned):
+            assert not self.cuts, "cuts never change"
+            assert not self.minted
+            self.cuts = item.cuts
+        elif isinstance(item, co.SendSurvey):
+            self.surveys += 1
+        elif isinstance(item, co.SendAssign):
+            self.check_restore(item)
+            self.check_memory(item)
+            self.assigned(self.members[item.peer_id], item)
         elif isinstance(item, co.SendCatchUp):
-            assert self.core.view is not None
-            assert {source.peer_id for source in item.sources} <= {one.peer_id for one in self.core.view.members}
-            member = self.members[item.peer_id]
-            if member.reached and not member.trains and not member.building:
-                member.catching_up, member.prepared_lineage = True, ""
+            self.catches_up(item)
         elif isinstance(item, co.SendRelease):
             self.offered.discard(item.peer_id)
             member = self.members[item.peer_id]
             if member.reached:
                 self.leave_ring(member)
-                member.assigned = member.building = member.catching_up = False
+                member.stage, member.building, member.catching_up = None, False, False
                 member.status, member.view, member.prepared_lineage = "", None, ""
-                member.applied, member.lineage = member.disk
         else:
             self.carry_out_alike(item, before)
+
+    def check_memory(self, item: co.SendAssign) -> None:
+        """No worker is given a part that it has no memory for, and none before the model is cut."""
+        if self.training is None:
+            return
+        assert self.cuts
+        known = replace(self.training, cuts=self.cuts)
+        bounds, peer = (0, *self.cuts, known.layers), self.peer_of(item.peer_id)
+        need = known.need_bytes(item.stage, bounds[item.stage], bounds[item.stage + 1])
+        assert not peer.memory_bytes or need <= peer.memory_bytes, f"{item.peer_id} has no memory for {item.stage}"
+
+    def check_restore(self, item: co.SendAssign) -> None:
+        """Of itself it goes back no further than it must: to the newest step that workers here keep as a whole."""
+        if item.restore_step >= 0 and item.restore_step not in self.wanted:
+            kept = self.kept_as_a_whole()
+            assert not kept or item.restore_step >= kept[-1][0], f"goes back to {item.restore_step}, there is {kept}"
+
+    def kept_as_a_whole(self) -> list[tuple[int, str]]:
+        kept: dict[tuple[int, str], set[int]] = {}
+        for peer_id in sorted(self.linked):
+            stage = self.core.part_of(peer_id)
+            for state in self.disks[peer_id].of(stage) if stage is not None else ():
+                kept.setdefault(state, set()).add(stage or 0)
+            for state in self.disks[peer_id].wholes if peer_id in self.core.peer_ids else ():
+                kept.setdefault(state, set()).update(range(self.stages))
+        return sorted(state for state, stages in kept.items() if len(stages) == self.stages)
+
+    def assigned(self, member: Member, item: co.SendAssign) -> None:
+        assert item.stages == self.stages
+        if not member.reached:
+            return
+        member.holders = [self.members[peer.peer_id] for peer in item.holders]
+        if member.stage != item.stage:
+            self.leave_ring(member)
+            member.stage, member.restore, member.building, member.status = item.stage, item.restore_step, True, ""
+            member.view, member.catching_up = None, False
+        elif item.restore_step >= 0:
+            self.leave_ring(member)
+            member.building, member.status, member.view, member.catching_up = True, "", None, False
+            member.restore = item.restore_step
+        elif member.catching_up:
+            member.building, member.status, member.view = True, "", None
+        elif member.status in co.BESIDE:
+            member.say("ready")
+        elif member.status not in ("", "pending"):
+            member.say(member.status)
+
+    def catches_up(self, item: co.SendCatchUp) -> None:
+        view, member = self.core.view, self.members[item.peer_id]
+        assert view is not None
+        assert item.sources, "nobody to catch up with"
+        for source in item.sources:
+            rank = view.rank_of(source.peer_id)
+            assert rank is not None
+            assert view.stage_of(rank) == self.core.part_of(item.peer_id), "a source of another stage"
+        if member.reached and not member.trains and not member.building:
+            member.catching_up, member.prepared_lineage = True, ""
 
     def check_mint(self, item: co.Mint, before: View | None) -> None:
         view = item.view
         assert before is None or view.generation > before.generation
-        assert self.linked >= {record.peer_id for record in view.members}, "a lost peer in a view"
-        assert sum(record.count for record in view.members) == TERMS.micro_batches
-        assert len(view.members) <= TERMS.micro_batches
-        assert view.sources()
+        assert self.linked >= {record.peer_id for record in view.members}, "a lost worker in a view"
+        assert view.stages == self.stages
+        assert view.size % self.stages == 0, "half a replica"
+        assert sum(record.count for record in view.members) == self.micro_batches
+        assert view.replicas <= self.micro_batches
+        encode(replace(view, lineage="ab" * 16))  # a valid message
+        for stage in range(self.stages):
+            assert any(record.healthy for record in view.same_stage(stage)), f"nobody holds stage {stage}"
         for record in before.members if before else ():
-            member = self.members[record.peer_id]
-            report = self.heard.get(record.peer_id)
-            if record.peer_id not in self.core.peer_ids or not member.linked:
+            member, report = self.members[record.peer_id], self.heard.get(record.peer_id)
+            if not member.linked or member.view is not before or not member.alive or item.restored:
                 continue
-            if before and member.view is before and member.alive and not item.restored:
-                assert not (member.trains and not member.torn), f"{record.peer_id} still trains in {before}"
-                if report and report.generation == before.generation:
-                    assert view.step >= report.applied, "a surviving member had applied more"
+            assert not (member.trains and not member.torn and not member.sent), f"{record.peer_id} still trains"
+            assert report is None or report.generation != view.generation
+        if before is not None and not item.restored:
+            assert view.step >= self.whole_step(before), "a step that the survivors hold together was given up"
         self.minted.append(view)
         assert item.branch is not None or not item.restored
         self.branch = item.branch
 
+    def whole_step(self, before: View) -> int:
+        """The newest step that the survivors of a view hold together, as they told."""
+        states = []
+        for record in before.members:
+            member, report = self.members[record.peer_id], self.heard.get(record.peer_id)
+            told = report is not None and report.generation == before.generation and member.view is before
+            if told and report is not None and member.linked and report.status in co.STANDSTILL:
+                states.append((member.stage, report))
+        best = 0
+        for _, report in states:
+            state = (report.applied, report.lineage)
+            stages = {
+                stage
+                for stage, other in states
+                if state in ((other.applied, other.lineage), (other.prepared, other.prepared_lineage))
+            }
+            if len(stages) == self.stages:
+                best = max(best, state[0])
+        return best
+
     @rule()
-    def everything_restarts(self) -> None:
-        """After a power cut each has only what is on its disk."""
+    def survey(self) -> None:
+        if self.surveys:
+            self.surveys -= 1
+            self.tell(co.Signal.SURVEYED)
+
+    def settle_first(self) -> None:
+        self.survey()
+
+    @rule(one=st.sampled_from(PEERS), other=st.sampled_from(PEERS), committers=st.integers(0, 3))
+    def two_die(self, one: str, other: str, committers: int) -> None:
+        self.settle()
+        if committers:
+            self.step(committers, False)
+        self.die(one)
+        self.die(other)
+
+    @rule(count=st.integers(2, 6))
+    def everything_restarts(self, count: int) -> None:
         for peer_id in PEERS:
             self.die(peer_id)
-        for peer_id in PEERS[:3]:
+        for peer_id in PEERS[:count]:
             self.start(peer_id)
 
     @rule()
     def heal(self) -> None:
-        for member in self.ring():
+        ring = self.ring()
+        for member in ring:
             if member.torn and member.view:
-                member.applied, member.lineage, member.torn = member.view.step, member.view.lineage, False
-                member.say("healed")
-                member.status = "training"
+                whole = [o for o in ring if o.stage == member.stage and not o.torn]
+                if whole:
+                    member.applied, member.lineage, member.torn = member.view.step, member.view.lineage, False
+                    member.say("healed")
+                    assert member.status == "training"
+
+    @rule(replicas=st.integers(1, 2))
+    def save(self, replicas: int) -> None:
+        """The members of the first replicas save the confirmed step."""
+        members = self.ring()
+        if not members or any(member.torn for member in members):
+            return
+        for member in members[: replicas * self.stages]:
+            assert member.stage is not None
+            known = member.disk.of(member.stage)
+            if known[-1] != (member.applied, member.lineage):
+                known.append((member.applied, member.lineage))
+        self.tell_saved()
+
+    def tell_saved(self) -> None:
+        steps = {}
+        for peer_id, disk in self.disks.items():
+            stage = self.core.part_of(peer_id)
+            if stage is not None and len(disk.of(stage)) > 1:
+                steps[peer_id] = frozenset(step for step, _ in disk.of(stage))
+        wholes = {peer_id: frozenset(step for step, _ in disk.wholes) for peer_id, disk in self.disks.items()}
+        self.tell(co.Saved(steps, wholes))
 
     @rule(peer_id=st.sampled_from(PEERS))
-    def save(self, peer_id: str) -> None:
+    def gather(self, peer_id: str) -> None:
+        """It has the parts of a state that workers saved put together."""
+        parts: dict[tuple[int, str], set[int]] = {}
+        for other in PEERS:
+            if self.members[other].reached:
+                for stage, saved in self.disks[other].saved.items():
+                    for state in saved:
+                        parts.setdefault(state, set()).add(stage)
+        there = [state for state, stages in parts.items() if len(stages) == self.stages and state[0] > 0]
         member = self.members[peer_id]
-        if member.alive and member.status in ("training", "held", "done") and not member.torn:
-            member.disk = (member.applied, member.lineage)
-            member.older.append(member.disk)
-            if member.linked:
-                self.tell(self.all_saved())
+        if self.stages > 1 and there and member.reached and not member.building and member.stage is not None:
+            wholes = member.disk.wholes
+            if max(there) not in wholes:
+                wholes[:] = [*(whole for whole in wholes if whole[0] < max(there)[0]), max(there)]
+            self.tell_saved()
 
-    def all_saved(self) -> co.Saved:
-        kept = {peer_id: frozenset(step for step, _ in it.older) for peer_id, it in self.members.items()}
-        return co.Saved(kept)
+    @rule(peer_id=st.sampled_from(PEERS))
+    def lose_the_disk(self, peer_id: str) -> None:
+        self.die(peer_id)
+        self.disks[peer_id] = self.members[peer_id].disk = Disk()
 
-    @rule(peer_id=st.sampled_from(PEERS), index=st.integers(0, 3))
-    @precondition(lambda self: any(member.older[1:] for member in self.members.values()))
-    def restore(self, peer_id: str, index: int) -> None:
-        member = self.members[peer_id]
-        if member.linked:
-            step, lineage = member.older[index % len(member.older)]
-            self.tell(co.Restore(step, peer_id, lineage))
+    @rule(lost=st.integers(0, 2), keeper=st.integers(0, 2))
+    def lose_a_stage(self, lost: int, keeper: int) -> None:
+        """All that hold it, and their disks: others may have it on theirs."""
+        members = self.ring()
+        if members and not any(member.torn for member in members):
+            self.save(1)
+            self.gather(members[keeper % self.stages].peer_id)
+            self.step_and_settle(True)
+            for member in list(self.members.values()):
+                if member.stage == lost % self.stages:
+                    self.lose_the_disk(member.peer_id)
+            for _ in range(3):
+                self.settle()
+                self.wait(700.0)
+
+    @rule(index=st.integers(0, 3))
+    def restore(self, index: int) -> None:
+        """To a step of which every stage has a checkpoint at somebody who is here, as the seed sees to."""
+        whole = self.kept_as_a_whole()
+        if whole and self.core.phase is not co.Phase.CANCELLED:
+            step, lineage = whole[index % len(whole)]
+            self.wanted.add(step)
+            holders = [
+                peer_id for peer_id in sorted(self.linked) if whole[index % len(whole)] in self.disks[peer_id].of(0)
+            ]
+            self.tell(co.Restore(step, holders[0] if self.stages == 1 else "a", lineage))
             self.offer()
 
     @rule()
     def another_job_waits(self) -> None:
-        """The shell lets a paused job's workers go where one of them has the state on its disk."""
         survivors = self.core.paused_survivors()
-        newest = max((report.applied for report in survivors.values()), default=0) if survivors else 0
-        if survivors and any(
-            (newest, survivors[peer_id].lineage) == self.members[peer_id].disk for peer_id in survivors
-        ):
+        if not survivors:
+            return
+        newest = max(report.applied for report in survivors.values())
+        kept = Counter(
+            self.members[peer_id].stage
+            for peer_id, report in survivors.items()
+            if (newest, report.lineage) in self.disks[peer_id].of(self.members[peer_id].stage or 0)
+        )
+        if len(kept) == self.stages:
             self.tell(co.Signal.YIELD)
             assert not self.core.peer_ids
 
@@ -154,18 +348,47 @@ class Cluster(History):
         ended = core.state in ("done", "cancelled", "failed")
         past = co.StoredJob(
             state=core.state if ended else "waiting", reason=core.reason, paused=core.paused, view=core.view,
-            corpus=core.corpus, known_step=core.known_step, saved=self.all_saved(), branch=self.branch,
+            corpus="C", known_step=core.known_step, held=core.held, branch=self.branch,
         )  # fmt: skip
         for member in self.members.values():
             member.linked = False
             member.sent.clear()
         self.linked.clear()
         self.offered.clear()
-        self.core = Coordinator("job", TERMS, past=past, now=self.now)
+        training = replace(self.training, cuts=self.cuts) if self.training is not None else None
+        self.surveys = 0
+        self.core = Coordinator("job", replace(self.options, training=training), past=past, now=self.now)
+        self.tell_saved()
 
     def teardown(self) -> None:
-        self.comes_to_run(["a", "b"], 60)
+        self.comes_to_run([*self.enough], 80)
 
 
-def test_random_histories() -> None:
-    history.check(Cluster, 200)
+class Whole(Cluster):
+    stages = 1
+    replicas, micro_batches = 2, 3
+    follows = "ace"
+    enough = "ab"
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def save_alone(self, peer_id: str) -> None:
+        member = self.members[peer_id]
+        if member.alive and member.status in ("training", "held", "done") and not member.torn:
+            member.disk.of(0).append((member.applied, member.lineage))
+            if member.linked:
+                self.tell_saved()
+
+
+class ThreeStages(Cluster):
+    stages = 3
+
+
+class Sized(Cluster):
+    """The model's sizes are known, so the seed cuts it, and deals stages by memory and speed."""
+
+    training = Training(SHAPE, 2, 1, tokens=8, sequence_tokens=8, micro_batches=2)
+
+
+@pytest.mark.parametrize(("cluster", "examples"), [(Whole, 150), (Cluster, 100), (ThreeStages, 70), (Sized, 50)])
+def test_random_histories(cluster: type[Cluster], examples: int) -> None:
+    history.check(cluster, examples)
