@@ -282,7 +282,7 @@ class LocalCluster:
         try:
             while True:
                 await asyncio.wait({task, *ends}, return_when=asyncio.FIRST_COMPLETED)
-                if task.done() and isinstance(task.exception(), NetworkError):
+                if ends and task.done() and isinstance(task.exception(), NetworkError):
                     # A dying process closes its connections first. Its own end explains more than the network error.
                     await asyncio.wait(ends, timeout=DEATH_KNOWN_S, return_when=asyncio.FIRST_COMPLETED)
                 for end in [end for end in ends if end.done()]:

@@ -121,6 +121,8 @@ async def test_that_a_process_died_says_more_than_that_its_connection_is_lost(tm
     (tmp_path / "seed").write_text("error: no room\n  → make some\n")
     with pytest.raises(JobFailed, match="seed ended: no room"):
         await cluster.while_alive(loses(), needed=children)
+    with pytest.raises(ConnectionLost, match="the seed ended the connection"):
+        await cluster.while_alive(loses(), needed=[])
 
 
 class Seed:
