@@ -272,7 +272,7 @@ class RingProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
         [output] = _listed(outputs)
-        parts = inputs if isinstance(inputs[0], torch.Tensor) else inputs[0]
+        parts = inputs[0]
         _check_parts(parts, self._own_size, output)
         source = np.concatenate([_flat(part)[0] for part in parts])
         return self._scattered(output, source, opts)
@@ -306,7 +306,7 @@ class RingProcessGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
         [tensor] = _listed(inputs)
-        parts = outputs if isinstance(outputs[0], torch.Tensor) else outputs[0]
+        parts = outputs[0]
         _check_parts(parts, self._own_size, tensor)
         own = _flat(tensor)[0]
         gathered = np.empty((self._own_size, own.size), own.dtype)
@@ -358,8 +358,7 @@ class RingProcessGroup(dist.ProcessGroup):
         [tensor] = _listed(tensors)
         opts = opts or c10d.BroadcastOptions()
         array, put_back = _flat(tensor)
-        root = opts.rootRank
-        pending = self.operations.broadcast(array, root, self._seconds(opts), put_back)
+        pending = self.operations.broadcast(array, opts.rootRank, self._seconds(opts), put_back)
         return RingWork([pending], [tensor])
 
     def barrier(self, opts: Any = None) -> RingWork:
@@ -385,22 +384,21 @@ class RingProcessGroup(dist.ProcessGroup):
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
         [tensor] = _listed(inputs)
         opts = opts or c10d.GatherOptions()
-        root = opts.rootRank
-        parts: list[torch.Tensor] = []
-        if self._own_rank == root:
-            parts = outputs if isinstance(outputs[0], torch.Tensor) else outputs[0]
+        parts = outputs[0] if self._own_rank == opts.rootRank else []
+        if parts:
             _check_parts(parts, self._own_size, tensor)
-        return self._exchanged(parts, [tensor if rank == root else None for rank in range(self._own_size)], opts)
+        return self._exchanged(parts, self._only(opts.rootRank, tensor), opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
         [tensor] = _listed(outputs)
         opts = opts or c10d.ScatterOptions()
-        root = opts.rootRank
-        parts: list[torch.Tensor] = []
-        if self._own_rank == root:
-            parts = inputs if isinstance(inputs[0], torch.Tensor) else inputs[0]
+        parts = inputs[0] if self._own_rank == opts.rootRank else []
+        if parts:
             _check_parts(parts, self._own_size, tensor)
-        return self._exchanged([tensor if rank == root else None for rank in range(self._own_size)], parts, opts)
+        return self._exchanged(self._only(opts.rootRank, tensor), parts, opts)
+
+    def _only(self, root: int, tensor: torch.Tensor) -> list[torch.Tensor | None]:
+        return [tensor if rank == root else None for rank in range(self._own_size)]
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> RingWork:
         return self._exchanged(outputs, inputs, opts or c10d.AllToAllOptions())
@@ -421,10 +419,7 @@ class RingProcessGroup(dist.ProcessGroup):
     all_to_all_single = alltoall_base
 
     def _exchanged(
-        self,
-        outputs: Sequence[torch.Tensor | None],
-        inputs: Sequence[torch.Tensor | None],
-        opts: Any,
+        self, outputs: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor | None], opts: Any
     ) -> RingWork:
         """Send ``inputs[r]`` to rank r, and receive ``outputs[r]`` from it; None: nothing."""
         targets = [None if output is None else _flat(output, read=False) for output in outputs]
@@ -460,8 +455,7 @@ class RingProcessGroup(dist.ProcessGroup):
         return RingWork([pending], results)
 
     def _seconds(self, opts: Any) -> float:
-        given = opts.timeout
-        return (given if given > timedelta(0) else self._timeout).total_seconds()
+        return (opts.timeout if opts.timeout > timedelta(0) else self._timeout).total_seconds()
 
 
 def group_of(options: Any, join: Callable[..., Operations]) -> RingProcessGroup:
