@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -156,6 +157,8 @@ class JobRunner:
             self.heal_source.cut("this worker ended")
             self._engine = self._strategy = self.reports.engine = None  # free the memory for the next job
             self.snapshots.close()
+            if self.profile.job.strategy == "sharded":
+                gc.collect()  # FSDP2's modules refer to each other
 
     def release(self) -> None:
         self._released.set()

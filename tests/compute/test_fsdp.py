@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -151,6 +153,16 @@ def test_a_checkpoint_is_that_of_a_whole_model_and_resumes_at_any_number_of_shar
     again.trainers[0].load(directory)
     again.trainers[1].load(apart)
     assert [again.step(step) for step in (3, 4)] == more
+
+
+def test_a_collection_frees_the_memory_of_a_model(text: Path) -> None:
+    """FSDP2's modules refer to each other, so the last reference to a trainer does not."""
+    shards = Shards(text, 2)
+    shards.step(0)
+    watched = [weakref.ref(trainer._flat.parameters) for trainer in shards.trainers]
+    del shards
+    gc.collect()
+    assert [reference() for reference in watched] == [None, None]
 
 
 def test_a_shard_that_does_not_fit_is_refused_with_the_numbers(text: Path) -> None:
