@@ -160,7 +160,8 @@ class CheckpointFiles:
 
     def rows_in(self, directory: Path, moments: Collection[str]) -> tuple[str, dict[str, Tensor]]:
         """The layout, and a shard's flat arrays, from its own checkpoint or from that of a whole model, of which only
-        its rows are read. Raises the readers' own errors."""
+        its rows are read. No arrays if the layout is that of another model. Raises ``ValueError`` if a tensor does not
+        fit, and the readers' own errors."""
         flat = cast(ShardedModel, self._flat)
         own = (directory / self.optimizer).is_file()
         arrays = {name: torch.zeros(flat.numel) for name in (PARAMETERS, *moments)}
@@ -168,7 +169,9 @@ class CheckpointFiles:
             safe_open(directory / (self.weights if own else WEIGHTS_FILE), "pt") as weights,
             safe_open(directory / (self.optimizer if own else "optimizer.safetensors"), "pt") as optimizer,
         ):
-            stored = set(optimizer.keys())
+            layout, stored = (optimizer.metadata() or {}).get("layout", ""), set(optimizer.keys())
+            if layout != flat.layout:
+                return layout, {}
             for segment, (whole, (start, stop)) in zip(flat.segments, flat.rows(), strict=True):
                 width, at = math.prod(whole.shape[1:]), segment.offset
                 for name, array in arrays.items():
@@ -179,8 +182,9 @@ class CheckpointFiles:
                         rows = optimizer.get_tensor(key)
                     else:
                         rows = optimizer.get_slice(key)[whole.offset + start * width : whole.offset + stop * width]
-                    array[at : at + (stop - start) * width] = rows.flatten()
-            layout = (optimizer.metadata() or {}).get("layout", "")
+                    if rows.numel() != (stop - start) * width:
+                        raise ValueError(f"{segment.name} has another shape than in this model")
+                    array[at : at + rows.numel()] = rows.flatten()
         return layout, arrays
 
     def _plans(self, moments: Mapping[str, int]) -> list[FilePlan]:

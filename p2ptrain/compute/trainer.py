@@ -517,7 +517,7 @@ class Trainer:
                     remedy="restore it into a job with its [model] table",
                 )
             weights = {} if PARAMETERS in loaded else self._files.weights_in(directory)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+        except (OSError, ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
             raise StorageError(f"cannot read the checkpoint {directory}: {error}") from error
         except StorageError:
             raise

@@ -53,11 +53,11 @@ def is_of_stage(name: str, stage: int, stages: int) -> bool:
 def part_of(entry: CheckpointEntry, stage: int, stages: int) -> tuple[Meta, dict[str, tuple[int, str]]]:
     """Meta and files of one stage, from its own checkpoint or from a whole one. Raises ``StorageError``."""
     if is_part(entry) and (entry.meta.get(STAGE), entry.meta.get(STAGES)) != (stage, stages):
-        raise StorageError(f"{entry.path} is not a checkpoint of stage {stage} of {stages}")
+        raise StorageError(f"{entry.path} is not a checkpoint of part {stage} of {stages}")
     all_of_it = WEIGHTS_FILE in entry.files  # every shard needs rows of it
     files = {name: facts for name, facts in entry.files.items() if all_of_it or is_of_stage(name, stage, stages)}
     if not files:
-        raise StorageError(f"{entry.path} has no files of stage {stage} of {stages}")
+        raise StorageError(f"{entry.path} has no files of part {stage} of {stages}")
     return entry.meta | {STAGE: stage, STAGES: stages}, files
 
 
@@ -110,8 +110,8 @@ def join_rows(disk: Disk, draft: Draft) -> None:
         data: list[tuple[str, int, int]] = []
         for name in read[0][0]:
             rows = [found[name] for found, _ in read if name in found]
-            dtype, (_, *rest) = rows[0].dtype, rows[0].shape or (0,)
-            if any((it.dtype, [*it.shape[1:]]) != (dtype, rest) for it in rows):
+            dtype, rest = rows[0].dtype, rows[0].shape[1:]
+            if len(rows) > 1 and any(not it.shape or (it.dtype, it.shape[1:]) != (dtype, rest) for it in rows):
                 raise StorageError(f"the rows of {name} do not fit together")
             data += [(it.file, it.start, it.stop) for it in rows]
             size_bytes = sum(it.size_bytes for it in rows)

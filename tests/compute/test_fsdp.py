@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.fsdp import ShardSpec, rows_of
@@ -17,7 +18,7 @@ from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.checkpoint_parts import join_rows
 from p2ptrain.core.checkpoints import Draft
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import ConnectionLost, ResourceError
+from p2ptrain.core.errors import ConnectionLost, ResourceError, StorageError
 from tests.compute.saving import save
 from tests.compute.shards import Exchange, in_lockstep, meshes
 from tests.compute.tiny_trainer import MICRO_BATCHES, run_step, state_bytes, tiny, tiny_spec, tiny_trainer
@@ -169,3 +170,19 @@ def test_a_shard_that_does_not_fit_is_refused_with_the_numbers(text: Path) -> No
     mesh = meshes(Exchange(2))[0]
     with pytest.raises(ResourceError, match=r"training 1/2 of 0.0. M parameters .* but this worker offers 64.0 KiB"):
         Trainer(tiny_spec(text), pick_device("cpu", 1), shard=ShardSpec(mesh, memory_bytes=64 << 10))
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(text: Path, tmp_path: Path) -> None:
+    """It may come from another worker, or from a job with another model."""
+    shards, other, directory = Shards(text, 2), Shards(text, 2, model=tiny(layers=1)), tmp_path / "joined"
+    save_joined(shards, directory, 0)
+    with pytest.raises(StorageError, match="of another model"):
+        other.trainers[1].load(directory)
+    weights = load_file(directory / "model.safetensors")
+    name, tensor = next((name, it) for name, it in weights.items() if it.ndim == 2)
+    before = state_bytes(shards.trainers[1])
+    for wrong in (tensor[:3].contiguous(), tensor[:1, :1].contiguous(), tensor[0, 0].clone()):
+        save_file(weights | {name: wrong}, directory / "model.safetensors")
+        with pytest.raises(StorageError, match="cannot read the checkpoint"):
+            shards.trainers[1].load(directory)
+    assert state_bytes(shards.trainers[1]) == before

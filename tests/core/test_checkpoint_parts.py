@@ -1,15 +1,18 @@
-"""The index of a model in several files."""
+"""The index of a model in several files, and the rows of shards."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
-from p2ptrain.core.checkpoint_parts import shard_name, weights_index
+from p2ptrain.core.checkpoint_parts import ROWS, join_rows, shard_name, weights_index
+from p2ptrain.core.checkpoints import Draft
+from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import StorageError
-from p2ptrain.core.tensor_files import INDEX_FILE, TensorTable
+from p2ptrain.core.tensor_files import INDEX_FILE, TensorTable, header_of
 
 
 def shard(directory: Path, stage: int, stages: int, *names: str) -> None:
@@ -44,3 +47,15 @@ def test_the_index_says_where_each_tensor_is(tmp_path: Path) -> None:
 def test_a_tensor_in_two_files_is_refused() -> None:
     with pytest.raises(StorageError, match=r"a is in x and in y"):
         weights_index({"x": {"a": 1}, "y": {"a": 1}})
+
+
+@pytest.mark.parametrize("shapes", [[(2, 3), ()], [(), ()], [(2, 3), (1, 4)], [(2, 3), (2,)]])
+def test_rows_that_do_not_fit_together_are_refused(tmp_path: Path, shapes: list[tuple[int, ...]]) -> None:
+    draft = Draft(RealDisk(), tmp_path / "draft", 1)
+    for index, shape in enumerate(shapes):
+        size_bytes = math.prod(shape)
+        draft.begin(shard_name(f"{ROWS}model", index, len(shapes)))
+        draft.add(header_of([("w", "U8", shape, size_bytes)], {}) + bytes(size_bytes))
+        draft.end()
+    with pytest.raises(StorageError, match="the rows of w do not fit together"):
+        join_rows(RealDisk(), draft)
