@@ -201,7 +201,7 @@ def _profile(name: str, sets: list[str], workers: int) -> Profile:
     if workers < stages:
         text = f"each of the model's {stages} parts needs a worker, and {workers} would be started"
         parts = "sharded.shards" if loaded.profile.job.strategy == "sharded" else "pipeline.stages"
-        raise UserError(text, remedy=f"give --workers {stages}, or set fewer {parts}")
+        raise UserError(text, remedy=f"give --workers {stages}" + f", or set fewer {parts}" * (workers > 1))
     if is_shipped(source):
         return load(name, os.environ, [*sets, f"job.workers={workers}"]).profile
     raise UserError(
