@@ -191,7 +191,7 @@ class Coordinator:
             elif self.phase is Phase.RUNNING and self.view and self.view.replicas >= self.options.micro_batches:
                 said[peer_id] = "each micro-batch of a step has a worker; this one replaces one that leaves", math.inf
             elif self.phase is Phase.RUNNING and self._roster.parts > 1:
-                text = f"waiting for workers of other stages: a replica has one for each of {self._roster.parts}"
+                text = f"waiting for workers of other parts: a replica has one for each of {self._roster.parts}"
                 said[peer_id] = text, math.inf
         return said
 
@@ -583,7 +583,7 @@ class Coordinator:
         parts = self._roster.parts
         if parts > 1:
             lacking = [str(part) for part, reports in enumerate(self._roster.by_part(ready)) if not reports]
-            text = f"waiting for workers of stage {', '.join(lacking)}: a replica has one for each of {parts}"
+            text = f"waiting for workers of part {', '.join(lacking)}: a replica has one for each of {parts}"
             self.reason = self._planner.unfit or text
 
     def _be_patient(self, ready: Reports, now: float) -> None:
@@ -597,7 +597,7 @@ class Coordinator:
 
     def _go_back(self, step: int, now: float) -> None:
         """Load the newest step of which all parts have a checkpoint: the states that are loaded do not match."""
-        self._say("warning", "steps-lost", f"goes back to step {step}: no later state is held for every stage")
+        self._say("warning", "steps-lost", f"goes back to step {step}: no later state is held for every part")
         self.restore, self._recovery.tries = co.Restore(step, "", ""), step
         self._begin_restore(now)
 
@@ -794,7 +794,7 @@ class Coordinator:
 
     def _ban(self, known: KnownPeer, text: str, kind: str) -> None:
         peer_id = known.peer.peer_id
-        place = f" (stage {self._roster.part_of(peer_id)})" if self._roster.parts > 1 else ""
+        place = f" (part {self._roster.part_of(peer_id)})" if self._roster.parts > 1 else ""
         del self._roster.peers[peer_id]
         self._banned.add(peer_id)
         self._roster.healing.discard(peer_id)

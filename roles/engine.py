@@ -39,7 +39,7 @@ class Stage:
         return self.count > 1
 
     def __str__(self) -> str:
-        return f"stage {self.index} of {self.count}"
+        return f"part {self.index} of {self.count}"
 
 
 WHOLE = Stage(0, 1)

@@ -346,7 +346,7 @@ class CheckpointsPanel(TablePanel):
         item = frame.store.checkpoints.get(key)
         if item is None:
             return []
-        of = "" if item.stage is None else f"stage {item.stage}'s part "
+        of = "" if item.stage is None else f"part {item.stage} "
         room = self.size.width - len(item.peer_name) - len(of) - 4
         path = item.path if len(item.path) <= room else f"…{item.path[1 - max(2, room) :]}"  # its end has the step
         return [Span(f"{item.peer_name} ", "strong"), Span(of), Span(path, "dim")]

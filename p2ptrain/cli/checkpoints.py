@@ -48,7 +48,7 @@ def list_checkpoints(
         (
             item.id,
             str(item.step),
-            "whole" if item.stage is None else f"stage {item.stage}",
+            "whole" if item.stage is None else f"part {item.stage}",
             number(item.val_loss) + " best" * ((item.job, item.step) in best),
             human_bytes(item.size_bytes),
             human_time(item.created_at),

@@ -359,7 +359,7 @@ def _ring(job: JobInfo) -> str:
 
 def _stages(job: JobInfo) -> str:
     if not job.cuts:
-        return f"{job.stages}, cut by weights"
+        return f"{job.stages}" + ", cut by weights" * (job.strategy == "pipeline")
     return f"{job.stages}, beginning with layers {', '.join(map(str, [0, *job.cuts]))}"
 
 
@@ -374,7 +374,7 @@ def _pairs(job: JobInfo) -> list[tuple[str, str]]:
             "members",
             f"{len(job.members)} in generation {job.generation}: {' → '.join(map(str, job.members)) or 'none'}",
         ),
-        *([("stages", _stages(job))] if job.stages > 1 else []),
+        *([("parts", _stages(job))] if job.stages > 1 else []),
         ("ring", _ring(job)),
         ("loss", f"{number(job.loss)} nats/token (validation {number(job.val_loss)})"),
         ("learning rate", number(job.lr, ".3g")),

@@ -63,10 +63,10 @@ def print_peers(found: list[PeerInfo], serving: dict[str, ServingInfo] | None = 
         )
         for peer in found
     ]
-    figures = ("RANK", "STAGE", "STEP", "RTT MS", "TOKENS/S", "MEMORY")
+    figures = ("RANK", "PART", "STEP", "RTT MS", "TOKENS/S", "MEMORY")
     of_serving = ("MODEL", "SESSIONS", "ACCEPTED") if serving else ()
     columns = ("NAME", "ID", "ROLES", "STATE", *figures[:3], "DEVICE", *figures[3:], *of_serving, "ADDRESS")
-    less = ("DEVICE", "ADDRESS", "RTT MS", "MEMORY", *of_serving[:0:-1], "RANK", "STAGE", "STEP", "MODEL", "TOKENS/S")
+    less = ("DEVICE", "ADDRESS", "RTT MS", "MEMORY", *of_serving[:0:-1], "RANK", "PART", "STEP", "MODEL", "TOKENS/S")
     print_table(columns, rows, right=(*figures, *of_serving[1:]), less=less, cut=("NAME",))
 
 

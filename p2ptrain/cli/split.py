@@ -161,7 +161,7 @@ async def _held_by_job(client: SeedClient, job: str) -> list[CheckpointInfo]:
         raise UserError(f"job {job} has no checkpoint yet", remedy=f"p2ptrain jobs save {job}")
     whole = [item for item in found if item.stage is None]
     if not whole:
-        text = f"no worker has the checkpoints of all stages of job {job} in one directory yet"
+        text = f"no worker has the checkpoints of all parts of job {job} in one directory yet"
         raise UserError(text, remedy=f"p2ptrain jobs save {job}: its workers then collect them")
     return sorted(whole, key=lambda item: -item.step)
 

@@ -297,7 +297,7 @@ def _whole(directory: Path) -> Path:
     except StorageError:
         return directory  # from another program, or damaged; loading it reports that
     if is_part(entry):
-        part = f"stage {entry.meta.get(STAGE)} of {entry.meta.get(STAGES)}"
+        part = f"part {entry.meta.get(STAGE)} of {entry.meta.get(STAGES)}"
         remedy = "`p2ptrain checkpoints list` shows whole ones; `p2ptrain jobs save JOB` has the workers make one"
         raise UserError(f"{directory} holds only a part of a model ({part})", remedy=remedy)
     return directory

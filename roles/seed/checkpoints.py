@@ -153,7 +153,7 @@ class Catalogue:
             for told in found:
                 if isinstance(told, P2PTrainError):
                     raise told
-            text = f"the stages' checkpoints of step {checkpoint.step} hold different states"
+            text = f"the parts' checkpoints of step {checkpoint.step} hold different states"
             raise Refused("damaged", text, remedy="choose another step")
         return lineage
 
@@ -175,9 +175,9 @@ class Catalogue:
     def _check_whole(self, controller: JobController, checkpoint: CheckpointInfo) -> None:
         if controller.stages > 1 and not _is_whole(found := self._alike_here(checkpoint), controller.stages):
             stages = sorted({item.stage for item in found if item.stage is not None})
-            where = f"of {controller.stages} stages, connected workers hold only {stages}"
+            where = f"of {controller.stages} parts, connected workers hold only {stages}"
             text = f"the checkpoint of step {checkpoint.step} is incomplete: {where}"
-            raise Refused("holder-away", text, remedy="start the holders of the other stages, or choose another step")
+            raise Refused("holder-away", text, remedy="start the holders of the other parts, or choose another step")
 
     def _named_to(self, checkpoint: CheckpointInfo) -> dict[str, Any]:
         controller, whole = self._seed.controllers.get(checkpoint.job), {"job": checkpoint.job, "step": checkpoint.step}

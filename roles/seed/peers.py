@@ -277,7 +277,7 @@ def check_step(message: StepMetrics | CheckpointSaved, steps_total: int) -> None
 def check_part(message: CheckpointSaved, stages: int) -> None:
     """Raise ``ProtocolError`` if the job's model has no such part."""
     if message.stages not in (1, stages) or message.stage >= message.stages:
-        raise ProtocolError(f"a checkpoint of stage {message.stage} of {message.stages}, but the job has {stages}")
+        raise ProtocolError(f"a checkpoint of part {message.stage} of {message.stages}, but the job has {stages}")
 
 
 def checked_report(report: Report, steps_total: int) -> Report:

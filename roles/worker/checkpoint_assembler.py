@@ -187,7 +187,7 @@ class CheckpointAssembler:
         connection.send(asked)
         told: FilesOffer = await source.line.landed(offer)
         if told.reason:
-            raise ProtocolError(f"{member.name} cannot send the files of stage {asked.stage}: {shortened(told.reason)}")
+            raise ProtocolError(f"{member.name} cannot send the files of part {asked.stage}: {shortened(told.reason)}")
         meta, files = offered_untrusted(told.manifest, asked)
 
         async def pieces(name: str, size_bytes: int) -> AsyncIterator[bytearray]:
@@ -206,7 +206,7 @@ class CheckpointAssembler:
         """Write a checkpoint from the parts and verify every byte. On ``P2PTrainError`` nothing is left."""
         names = [name for part in parts for name in part.files]
         if len(set(names)) != len(names):
-            raise StorageError("two stages have files of the same name")
+            raise StorageError("two parts have files of the same name")
         draft = await into.draft(step, sum(size for part in parts for size, _ in part.files.values()))
         try:
             for part in parts:
@@ -292,20 +292,20 @@ def offered_untrusted(manifest: bytes, asked: FilesRequest) -> tuple[Meta, dict[
     step, meta, files = manifest_untrusted(manifest)
     told = (step, meta.get("job"), meta.get(STAGE), meta.get(STAGES))
     if told != (asked.step, asked.job, asked.stage, asked.stages):
-        raise ProtocolError(f"the manifest is not that of step {asked.step} of stage {asked.stage}")
+        raise ProtocolError(f"the manifest is not that of step {asked.step} of part {asked.stage}")
     lineage = meta.get(LINEAGE)
     if not isinstance(lineage, str) or not is_lineage(lineage):
         raise ProtocolError("the manifest has no valid lineage")
     if asked.lineage not in ("", lineage):
         raise ProtocolError(f"the manifest has another lineage of step {asked.step}")
     if len(files) > 256 or sum(size for size, _ in files.values()) > 1 << 48:
-        raise ProtocolError("the manifest lists more files than a stage can have")
+        raise ProtocolError("the manifest lists more files than a part can have")
     all_of_it = WEIGHTS_FILE in files  # a shard's rows come from the files of the whole model
     strange = [
         name for name in files if name == MANIFEST or not (all_of_it or is_of_stage(name, asked.stage, asked.stages))
     ]
     if strange:
-        raise ProtocolError(f"{strange[0][:80]!r} is not a file of stage {asked.stage}")
+        raise ProtocolError(f"{strange[0][:80]!r} is not a file of part {asked.stage}")
     return meta, files
 
 

@@ -289,7 +289,7 @@ class HealSource:
         if not SHORTEST_SILENCE_S <= request.silence_s <= LONGEST_SILENCE_S:
             raise ProtocolError(f"{name} requested an invalid silence limit: {request.silence_s} s")
         if not self._has_part(request):
-            raise PeerError(f"{name} asks for stage {request.stage}, this member holds {self._stage}")
+            raise PeerError(f"{name} asks for part {request.stage}, this member holds {self._stage}")
         line = Line(connection, request.silence_s)
         recipient = Recipient(line, hello.name, request.step >= 0)
         view = self._core.view

@@ -166,9 +166,7 @@ class JobRunner:
     def view_announced(self, view: View) -> None:
         rank = view.rank_of(self._context.peer_id)
         if view.stages != self.stage.count or (rank is not None and view.stage_of(rank) != self.stage.index):
-            raise ProtocolError(
-                f"this worker holds {self.stage}, but has rank {rank} in a view of {view.stages} stages"
-            )
+            raise ProtocolError(f"this worker holds {self.stage}, but has rank {rank} in a view of {view.stages} parts")
         if rank is not None:
             self._context.inbound.announced(view, Topology.RING, view.left_of(rank).peer_id)
         self._after_following(ViewArrived(view))

@@ -416,7 +416,7 @@ def test_workers_that_do_not_train_are_told_why() -> None:
     play = Play()
     play.begun("a", "b")
     play.comes("c")
-    text = "waiting for workers of other stages: a replica has one for each of 2"
+    text = "waiting for workers of other parts: a replica has one for each of 2"
     assert play.core.kept_out() == {"c": (text, math.inf)}
     play.tell(co.Saved({"a": frozenset({4}), "b": frozenset({2, 4}), "c": frozenset({2})}))
     for peer_id in ("a", "b"):

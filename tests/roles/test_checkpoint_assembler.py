@@ -177,7 +177,7 @@ async def test_a_spare_takes_over_a_stage_that_died_with_its_disk(
         gate.on()
         spare = next(peer for peer in cluster.peers if peer not in members)
         await ended_undisturbed(cluster, job, profile)
-        assert said(spare, "taken") == [f"took the files of step 20 of stage 1 of 2 from {members[0].identity.name}"]
+        assert said(spare, "taken") == [f"took the files of step 20 of part 1 of 2 from {members[0].identity.name}"]
         assert not said(spare, "no-checkpoint")
     finally:
         await cluster.close()
@@ -196,7 +196,7 @@ async def test_files_that_were_changed_are_not_taken(cluster: Cluster, impatient
     spare = next(peer for peer in cluster.peers if peer not in members)
     await ended_undisturbed(cluster, job, profile)
     assert "does not match its manifest" in said(spare, "not-taken")[0]
-    assert said(spare, "taken") == [f"took the files of step 10 of stage 1 of 2 from {members[0].identity.name}"]
+    assert said(spare, "taken") == [f"took the files of step 10 of part 1 of 2 from {members[0].identity.name}"]
     assert not list(spare.identity.directory.rglob(".new-*")), "nothing is left of what was given up"
 
 
@@ -217,7 +217,7 @@ async def test_workers_that_come_back_to_other_stages_need_no_network(
     await ended_undisturbed(cluster, job, profile)
     for stage, peer in enumerate(again):
         assert said(peer, "taken") == [
-            f"took the files of step 20 of stage {stage} of 2 from {whole_of(peer, job) / 'step-00000020'}"
+            f"took the files of step 20 of part {stage} of 2 from {whole_of(peer, job) / 'step-00000020'}"
         ]
 
 
