@@ -64,6 +64,8 @@ def place_in(environment: Mapping[str, str] = os.environ) -> Place | None:
         raise UserError("the address of the island's first process is not known", remedy="set MASTER_ADDR to it")
     # Jobs of the same user on one machine have different ports.
     port = _number(environment, "MASTER_PORT", 15_000 + _number(environment, "SLURM_JOB_ID", 0) % 10_000)
+    if not 0 < port < 1 << 16:
+        raise UserError(f"the variable MASTER_PORT is {port}, not a port", remedy="set it to one from 1 to 65535")
     return Place(rank, size, local_rank, local_size, address, port)
 
 

@@ -37,6 +37,7 @@ def test_what_a_leader_tells_its_processes_is_read_by_them() -> None:
         ({"WORLD_SIZE": "many"}, "WORLD_SIZE is 'many', not a number"),
         ({"LOCAL_RANK": "8"}, "LOCAL_RANK=8"),
         ({"MASTER_ADDR": ""}, "not known"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT is 99999, not a port"),
     ],
 )
 def test_contradictions_are_told(changes: dict[str, str], problem: str) -> None:
