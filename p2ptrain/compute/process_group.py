@@ -513,7 +513,8 @@ def _stored(tensor: torch.Tensor) -> Array:
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    array: Array = tensor.view(_BITS[tensor.element_size()]).numpy()
+    # ``Tensor.numpy`` would forbid for good that the tensor's memory is resized, which FSDP1 and others do.
+    array: Array = np.from_dlpack(tensor.view(_BITS[tensor.element_size()]))
     return array
 
 

@@ -234,6 +234,12 @@ def test_tensors_that_are_not_contiguous() -> None:
     )
 
 
+def test_memory_may_be_resized_after_an_operation() -> None:
+    tensors = [torch.ones(3), torch.ones(3)]
+    everyone(group(2), lambda m: m.allreduce([tensors[m.rank()]]))
+    assert [tensor.resize_(5)[:3].tolist() for tensor in tensors] == [[2.0] * 3] * 2
+
+
 def test_sparse_tensors_add_up() -> None:
     members = group(3)
     tensors = [
