@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 import numpy as np
 
-from p2ptrain.core.errors import ConnectionLost, ProtocolError, UserError
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, UserError
 from p2ptrain.core.ids import new_id
+from p2ptrain.core.texts import shortened
 from p2ptrain.core.world import Network, real_world
 from ring.direct import CHANNEL, DirectMessages
 from ring.dtypes import REDUCTIONS, Array, divide, storage_dtype
@@ -58,6 +59,7 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes: ...
     def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
     def add(self, key: str, amount: int, /) -> int: ...
+    def check(self, keys: list[str], /) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +235,7 @@ class GroupHost:
 
         Raises:
             UserError: members on different machines need an encrypted network.
+            DeadlineExceeded: a member did not come.
             ProtocolError: the store holds what no member has written.
             NetworkError, Refused: see ``RingSession.form``.
         """
@@ -240,7 +243,14 @@ class GroupHost:
         own = Place(self.peer_id, self._host, self._port, _machine())
         store.set(f"{round_of_store}/{rank}", json.dumps(asdict(own)))
         keys = [f"{round_of_store}/{other}" for other in range(size)]
-        store.wait(keys, timedelta(seconds=timeout_s))
+        try:
+            store.wait(keys, timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            missing = [name for name, key in zip(names, keys, strict=True) if not store.check([key])]
+            if not missing:
+                raise
+            text = f"{shortened(', '.join(missing), 200)} did not come to the group within {timeout_s:g} s"
+            raise DeadlineExceeded(text, remedy="see whether it runs, and what it says") from error
         places = [_place_untrusted(store.get(key)) for key in keys]
         away = next((index for index, place in enumerate(places) if place.machine != own.machine), None)
         if away is not None and not self._encrypted:

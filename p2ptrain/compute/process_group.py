@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import AllgatherOptions
 
-from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError
+from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ProtocolError
 
 Array = npt.NDArray[Any]
 Done = Callable[[], None]
@@ -401,6 +401,8 @@ class RingProcessGroup(dist.ProcessGroup):
         return [tensor if rank == root else None for rank in range(self._own_size)]
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> RingWork:
+        if not len(outputs) == len(inputs) == self._own_size:
+            raise ValueError(f"all_to_all: {len(inputs)} inputs and {len(outputs)} outputs for {self._own_size} ranks")
         return self._exchanged(outputs, inputs, opts or c10d.AllToAllOptions())
 
     def alltoall_base(
@@ -478,6 +480,8 @@ def group_of(options: Any, join: Callable[..., Operations]) -> RingProcessGroup:
 
 def _translated(error: P2PTrainError) -> Exception:
     remedy = f" ({error.remedy})" if error.remedy else ""
+    if isinstance(error, ProtocolError):
+        remedy = " (do all members call the same operations in the same order, with equal shapes and types?)"
     late = "timeout of an operation: " if isinstance(error, DeadlineExceeded) else ""
     return dist.DistBackendError(f"backend {NAME}: {late}{error.message}{remedy}")
 

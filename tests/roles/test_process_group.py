@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import AllgatherOptions
 
-from p2ptrain.core.errors import UserError
-from tests.roles.process_groups import TIMEOUT, everyone, group, new_group
+from p2ptrain.core.errors import DeadlineExceeded, UserError
+from tests.roles.process_groups import TIMEOUT, everyone, group, host, new_group
 
 SIZES = {torch.float32: [1, 2, 3, 4, 5], torch.bfloat16: [2, 4, 5], torch.int64: [2, 3, 5]}  # of others: 3
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -313,6 +313,7 @@ def test_what_is_refused_before_anything_is_sent() -> None:
         (lambda: member._reduce_scatter_base(floats, torch.ones(5)), "5 elements of torch.float32 for 2 outputs"),
         (lambda: member.allgather([[floats]], [floats]), "2 tensors of 3 elements"),
         (lambda: member.alltoall_base(floats, floats, [], []), "3 rows cannot be split evenly"),
+        (lambda: member.alltoall([floats] * 3, [floats] * 3), "3 inputs and 3 outputs for 2 ranks"),
     ]
     for act, match in refused:
         with pytest.raises(ValueError, match=match):
@@ -322,6 +323,21 @@ def test_what_is_refused_before_anything_is_sent() -> None:
         with pytest.raises(ValueError, match="bitwise_and is for integers"):
             work.wait()
     everyone(group(2), lambda m: m.allreduce([torch.ones(3)]))
+
+
+def test_tensors_of_different_sizes_fail_with_what_to_do() -> None:
+    works = [member.allreduce([torch.ones(3 + member.rank())]) for member in new_group(2)]
+    errors = []
+    for work in works:
+        with pytest.raises(RuntimeError) as caught:
+            work.wait()
+        errors.append(str(caught.value))
+    assert any("with equal shapes and types?" in error for error in errors), errors
+
+
+def test_a_member_that_does_not_come_is_named() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"rank 1, rank 2 did not come to the group within 0.1 s"):
+        host(0).join(dist.HashStore(), "incomplete", 0, 3, ["rank 0", "rank 1", "rank 2"], 0.1)
 
 
 def test_an_operation_that_does_not_end_in_time_names_who_is_late() -> None:
