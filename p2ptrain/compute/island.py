@@ -7,10 +7,12 @@ Process 0 *leads*: it is the worker that the seed knows, and its ``IslandTrainer
     follower 1                               micro-batch 9 ------+-- sum --> the ring ----+-- apply
     follower 2                               micro-batch 10 -----'                        '-- apply
 
-A *round* is one micro-batch at each process; in the last round of a share some process may compute one that does not
-count. Every process holds rows of each tensor (``compute.fsdp``), with their gradients and moments. The leader gathers
-the gradients when the share is computed, in the layout of a worker of one process, so they meet in one ring; then each
-process takes its rows of the ring's sum. With ``local`` an inner step is a round: the mean of its gradients.
+A *round* is one micro-batch at each process. FSDP2 needs a pass of every process, so in the last round of a share some
+may compute one that does not count: of 4 micro-batches at 3 processes the first round has 0, 1 and 2, and in the second
+all three compute 3, which counts at the leader. Every process holds rows of each tensor (``compute.fsdp``), with their
+gradients and moments. The leader gathers the gradients when the share is computed, in the layout of a worker of one
+process, so they meet in one ring; then each process takes its rows of the ring's sum. With ``local`` an inner step is a
+round: the mean of its gradients.
 
 The processes are ``torch.distributed``'s: NCCL between GPUs, Gloo for commands and between CPUs. A command is one
 msgpack list in a tensor of fixed size, and a second tensor if it is longer. Nothing is pickled.
