@@ -27,8 +27,8 @@ Rules
     9. A member that repeatedly dies, breaks links or spoils steps is excluded for a while (``ring.quarantine``). An
        excluded member is in a view only if no other member is there, or no other holds its part of the state.
    10. A *replica* is one worker for each part of the model; with one part it is one worker. Replicas are formed when a
-       view is minted, from workers of any earlier replicas. A worker keeps its part as long as its disk may hold it. A
-       spare gets a part if that completes a replica (``ring.parts``).
+       view is minted, from workers of any earlier replicas. A worker keeps its part as long as its disk may hold it,
+       also where no holder of another part is left. A spare gets a part if that completes a replica (``ring.parts``).
 
 Theory of operation: ``Roster.running`` has the members that are not known to be stopped. Every event changes what the
 coordinator knows; then ``_advance`` checks whether the phase changes. Time enters only as ``now``. Deadlines have

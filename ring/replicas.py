@@ -215,7 +215,8 @@ def with_shares(
 
 
 def shared_within(first: int, count: int, parts: int) -> list[tuple[int, int]]:
-    """The shares of one replica's members: (first, count) by part. The first member feeds all micro-batches in."""
+    """The shares of one replica's members: (first, count) by part. All stand at the first member: the first stage of a
+    pipeline feeds them in, and shards compute them in turn (``roles.strategies.sharded``)."""
     return [(first, count), *[(first + count, 0)] * (parts - 1)]
 
 

@@ -280,7 +280,7 @@ class Run:
         async for records in self.client.news():
             for item in records:
                 if isinstance(item, JobInfo) and item.id in self._followed:
-                    self._tell_pause(self._followed[item.id].info.state, item)
+                    self._tell_standstill(self._followed[item.id].info.state, item)
                 if isinstance(item, EventInfo) and item.level != "info" and not self.quiet:
                     self._console.event(item.level, item.text)
                 for followed in self._followed.values():
@@ -297,10 +297,12 @@ class Run:
                 return
         raise ConnectionLost("the seed ended")
 
-    def _tell_pause(self, before: str, job: JobInfo) -> None:
+    def _tell_standstill(self, before: str, job: JobInfo) -> None:
         if job.state == "paused" != before:
             resume = f"p2ptrain jobs resume {job.id}{self._seed_option}"
             self._say("info", f"job {job.name} is paused at step {job.step:,}: {resume} continues it")
+        elif job.state == "waiting" != before and job.reason:
+            self._say("info", f"job {job.name} waits at step {job.step:,}: {job.reason}")
         elif before == "paused" != job.state:
             self._say("info", f"job {job.name} goes on")
 
