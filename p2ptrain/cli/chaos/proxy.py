@@ -143,7 +143,7 @@ class Proxy:
     @staticmethod
     def _reset(*ends: StreamWriter) -> None:
         for end in ends:
-            with suppress(OSError):  # already closed
+            with suppress(OSError, ValueError):  # already closed; ValueError is uvloop's
                 no_linger = struct.pack("ii", 1, 0)  # closing sends RST
                 end.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
             end.transport.abort()
