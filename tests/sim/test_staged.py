@@ -33,7 +33,7 @@ FOUND = {
     "stage": (0, "same bits"),
     "back": (14, "no further back"),
     "files": (14, "no further back"),
-    "joined": (22, "same bits"),
+    "joined": (23, "same bits"),
     "alike": (0, "progress"),
 }
 WITHIN = 60
