@@ -98,5 +98,5 @@ async def test_a_spare_takes_its_rows_out_of_the_whole_checkpoint_of_another(
     await ended_as_one_process(cluster, job, profile)
     spare = next(peer for peer in cluster.peers if peer not in members)
     assert [text for _, kind, text in spare.told if kind == "taken"] == [
-        f"took the files of step 10 of stage 1 of 2 from {members[0].identity.name}"
+        f"took the files of step 10 of part 1 of 2 from {members[0].identity.name}"
     ]
