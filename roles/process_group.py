@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import hashlib
 import json
+import math
 import os
 import socket
 import threading
@@ -82,6 +83,7 @@ class RingOperations:
 
     Attributes:
         session: may be replaced by that of a new view of as many members, on the loop's thread.
+        patience_s: upper bound of the time without progress in which an operation fails.
     """
 
     def __init__(
@@ -92,13 +94,13 @@ class RingOperations:
         direct: DirectMessages | None = None,
         leave: Done = lambda: None,
     ) -> None:
-        self.session = session
+        self.session, self.patience_s = session, math.inf
         self._loop, self._direct, self._leave = loop, direct, leave
 
     def all_reduce(self, array: Array, dtype: str, reduction: str, timeout_s: float, done: Done) -> Future[int]:
         stored, how, finish = self._reduced(array, dtype, reduction, done)
         return self._begin(
-            lambda: self.session.submit(stored, dtype, reduction=how, patience_s=timeout_s),
+            lambda: self.session.submit(stored, dtype, reduction=how, patience_s=min(timeout_s, self.patience_s)),
             lambda: finish(stored),
         )
 
@@ -108,16 +110,18 @@ class RingOperations:
         stored, how, finish = self._reduced(into, dtype, reduction, done)
         return self._begin(
             lambda: self.session.reduce_scatter(
-                source.view(stored.dtype), stored, dtype, reduction=how, patience_s=timeout_s
+                source.view(stored.dtype), stored, dtype, reduction=how, patience_s=min(timeout_s, self.patience_s)
             ),
             lambda: finish(stored),
         )
 
     def all_gather(self, array: Array, timeout_s: float, done: Done) -> Future[int]:
-        return self._begin(lambda: self.session.gather(array, patience_s=timeout_s), done)
+        return self._begin(lambda: self.session.gather(array, patience_s=min(timeout_s, self.patience_s)), done)
 
     def broadcast(self, array: Array, root: int, timeout_s: float, done: Done) -> Future[int]:
-        return self._begin(lambda: self.session.broadcast(array, root, patience_s=timeout_s), done)
+        return self._begin(
+            lambda: self.session.broadcast(array, root, patience_s=min(timeout_s, self.patience_s)), done
+        )
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], timeout_s: float, done: Done

@@ -23,6 +23,8 @@ from roles.strategies.staged import StagedStrategy
 
 
 class ShardedStrategy(StagedStrategy):
+    _members: RingOperations  # of this replica, in this view
+
     def __init__(
         self, engine: Engine, compute: ComputeThread, progress: Callable[[], None], bucket_bytes: int = 0
     ) -> None:
@@ -34,11 +36,13 @@ class ShardedStrategy(StagedStrategy):
         await super().begin(session, meet)
         view = session.view
         self._shard, self._shards = view.stage_of(session.rank), view.stages
-        members = RingOperations(asyncio.get_running_loop(), await meet.ring(view.replica_ring(session.rank)))
+        ring = await meet.ring(view.replica_ring(session.rank))
+        self._members = members = RingOperations(asyncio.get_running_loop(), ring)
         # On the engine's thread: a pass of the last view may still run there, until its collective fails.
         await self._compute.run(self._part.connect, members)
 
     async def _fill(self, step: int, first: int, count: int, front_final: OnFinal | None) -> None:
+        self._members.patience_s = self._patience_s
         passes = list(self._passes(first, count))
         for number, (index, counts) in enumerate(passes, start=1):
             on_final = front_final if number == len(passes) else None
