@@ -92,6 +92,7 @@ class JobOptions:
         ring_options: the profile's options for the ring.
         minted_below: an earlier seed may have minted generations up to this one.
         share_rule: how the replicas of a view share its micro-batches.
+        least: fewest replicas of a view. With fewer the job waits.
         parts: of the model.
         training: the sizes that placement needs, and the cuts if they are chosen; None: not known.
     """
@@ -106,6 +107,7 @@ class JobOptions:
     ring_options: RingOptions = field(default_factory=RingOptions)
     minted_below: int = 0
     share_rule: ShareRule = field(default_factory=ShareRule)
+    least: int = 1
     parts: int = 1
     training: Training | None = None
 

@@ -197,7 +197,7 @@ class Coordinator:
 
     @property
     def short(self) -> bool:
-        enough = self._roster.parts * (1 if self.view else self.options.replicas)
+        enough = self._roster.parts * (self.options.least if self.view else self.options.replicas)
         return self.phase is Phase.WAITING and len(self._roster.peers) < enough
 
     def paused_survivors(self) -> Reports | None:
@@ -547,6 +547,10 @@ class Coordinator:
         return verdict is not None and verdict.hopeless
 
     def _try_mint(self, now: float) -> None:
+        fit, least = len(self._roster.candidates(self._quarantine.out)), self.options.least * self._roster.parts
+        if self.view is not None and fit < least:
+            self.reason = f"{fit} workers are ready, and the job's robust.rule needs {least}: start more"
+            return
         if self.restore and not self._restored(self.restore, now):
             return
         if (state := self._carried()) is not None:
@@ -632,7 +636,8 @@ class Coordinator:
         ready = roster.candidates(self._quarantine.out, healthy)
         if carried:  # rule 7
             at_once = healthy | survivors.keys()
-            ready = {key: it for key, it in ready.items() if key in at_once or not self._comes_after(key)}
+            now_fit = {key: it for key, it in ready.items() if key in at_once or not self._comes_after(key)}
+            ready = now_fit if len(now_fit) >= self.options.least * roster.parts else ready
         formed = replicas_of(ready, roster, healthy, survivors, self.options.micro_batches)
         links = between_replicas(self._measured.links, list(formed.values()))
         reduce_bytes = max(report.reduce_bytes for report in ready.values())

@@ -189,7 +189,7 @@ def members_of(
     if rule.by_size:
         windows = [max(1, *(report.windows for report in each)) for each in reports]
         return with_shares(peers, by_size(total, windows, rule.most), healthy, options.parts)
-    unit_us = [max(report.unit_us for report in each) for each in reports]
+    unit_us = [0 if rule.equal else max(report.unit_us for report in each) for each in reports]
     return records(peers, total, healthy, unit_us, options.parts)
 
 

@@ -263,6 +263,7 @@ class ShareRule:
 
     Attributes:
         by_size: in proportion to the members' data (``by_size``), whatever their speed. False: by measured speed.
+        equal: equal counts, or one more for some, whatever the members' speed. Then ``by_size`` is False.
         most: the largest share of a step for one member.
         sample: members that take part in a step, drawn anew for each; 0: all.
         seed: of the draw.
@@ -272,6 +273,11 @@ class ShareRule:
     most: float = 1.0
     sample: int = 0
     seed: int = 0
+    equal: bool = False
+
+    @property
+    def by_speed(self) -> bool:
+        return not (self.by_size or self.equal)
 
     def of_step(self, counts: Sequence[int], step: int) -> Shares:
         """The shares of a step that do not depend on the one before. ``counts``: those of the view, in rank order."""

@@ -604,7 +604,7 @@ class Transaction:
         self._requested_flags |= self._granted & Flag.STOP  # rule 4
         # Every member sums the same numbers in the same order, so clipping is bit-equal.
         self.square_sum = sum((token.part for token in tokens), start=0.0)
-        if self._share_rule.by_size:
+        if not self._share_rule.by_speed:
             self._next_shares = self._share_rule.of_step([member.count for member in view.members], self.applied + 1)
         elif view.stages > 1:  # they depend on each replica's slowest stage, which the tokens do not show
             self._next_shares = self.shares

@@ -239,3 +239,16 @@ def test_a_view_names_no_more_members_than_fit_a_frame() -> None:
     assert 200 < core.view.size < 900
     assert len(encode(core.view)) < CONTROL_FRAME_BYTES
     core.validate()
+
+
+def test_with_too_few_members_a_job_waits_for_a_newcomer_and_takes_it_at_once() -> None:
+    desk = Desk(co.JobOptions(replicas=3, micro_batches=8, least=3), follows=True)
+    desk.run("a", "b", "c")
+    desk.tell(co.PeerLost("c", "it died"))
+    desk.stand("broken", 4, "a", "b")
+    assert (desk.core.phase, desk.core.short) == (Phase.WAITING, True)
+    assert desk.core.reason == "2 workers are ready, and the job's robust.rule needs 3: start more"
+    desk.offer("d")
+    desk.ready("d")
+    view = desk.minted()
+    assert (view.step, ids(view), healthy(view)) == (4, ["a", "b", "d"], ["a", "b"])
