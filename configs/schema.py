@@ -328,6 +328,35 @@ class Guard(Table):
     0: no limit."""
 
 
+RobustRule = Literal[
+    "", "mean", "median", "trimmed_mean", "geometric_median", "centered_clipping", "krum", "multi_krum", "bulyan"
+]
+
+
+class Robust(Table):
+    """Protection against members that contribute wrong vectors, by mistake or on purpose. Every member gathers the
+    vectors of all members (gradients, or how far a model came), rather than sum them, and applies the same rule to
+    them. So it needs memory for, and sends, as many vectors as there are members. Each vector counts the same, so the
+    micro-batches are shared equally. See docs/robust.md."""
+
+    rule: RobustRule = ""
+    """How the vectors are combined. Empty: they are summed. 'mean' withstands no wrong vector. 'median' and
+    'trimmed_mean' are of each coordinate. With 'geometric_median' and 'centered_clipping' far vectors count less.
+    'krum': the vector that is nearest to the others; 'multi_krum': the mean of the n - f nearest; 'bulyan': the mean
+    around the median of vectors that Krum selects."""
+    byzantine: int = Field(default=1, ge=0, le=255)
+    """Wrong vectors in a step that the rule must withstand, f. It needs more members: 2f + 1, for 'krum' and
+    'multi_krum' 2f + 3, for 'bulyan' 4f + 3. With fewer the job waits. With 'mean' 0."""
+
+    @property
+    def least(self) -> int:
+        """Fewest members of a step."""
+        f = self.byzantine
+        return {"": 1, "mean": 1, "krum": 2 * f + 3, "multi_krum": 2 * f + 3, "bulyan": 4 * f + 3}.get(
+            self.rule, 2 * f + 1
+        )
+
+
 class Link(Table):
     """Emulation of a slow network between the workers of `p2ptrain up`, for experiments on one machine."""
 
@@ -362,6 +391,7 @@ class Profile(Table):
     device: Device = Device()
     ring: Ring = Ring()
     guard: Guard = Guard()
+    robust: Robust = Robust()
     link: Link = Link()
     membership: Membership = Membership()
     drafter: Drafter = Drafter()
@@ -471,6 +501,8 @@ def _check(profile: Profile) -> None:
         why = "the parts of a split model have a setting of their own"
         raise _conflict(profile, "device.gradient_checkpointing", "job.strategy", why=why, remedy=remedy)
     _check_lora(profile)
+    if profile.robust.rule:
+        _check_robust(profile)
     beats = ("membership.heartbeat_s", "membership.death_s")
     beat, death = profile.membership.heartbeat_s, profile.membership.death_s
     if (beat == 0) != (death == 0):
@@ -501,6 +533,50 @@ def _check_sharded(profile: Profile) -> None:
     if profile.device.kind == "mps":
         why = "FSDP2 runs on CPUs and on CUDA"
         raise _conflict(profile, "device.kind", "job.strategy", why=why, remedy="device.kind = 'cpu'")
+
+
+def _check_robust(profile: Profile) -> None:
+    robust, lora_average = profile.robust, profile.lora.rank and profile.federated.average == "exact"
+    if profile.job.strategy not in ("sync", "local", "federated"):
+        why, remedy = (
+            "a rule needs whole vectors, and here each worker has a part",
+            "robust.rule = '', or strategy 'sync'",
+        )
+        raise _conflict(profile, "robust.rule", "job.strategy", why=why, remedy=remedy)
+    refused = {
+        "job.exact": (profile.job.exact, "a rule needs more than sums", "job.exact = false"),
+        "ring.codec": (profile.ring.codec != "fp32", "codecs encode sums, not single vectors", "ring.codec = 'fp32'"),
+        "local.fragments": (
+            profile.job.strategy == "local" and profile.local.fragments > 1,
+            "the members' vectors would differ in their parts",
+            "local.fragments = 1",
+        ),
+        "local.overlap": (
+            profile.job.strategy == "local" and profile.local.overlap,
+            "the members' vectors would differ in their steps",
+            "local.overlap = false",
+        ),
+        "federated.sample": (
+            profile.job.strategy == "federated" and profile.federated.sample > 0,
+            "members that are not drawn have no vector",
+            "federated.sample = 0",
+        ),
+        "federated.average": (
+            profile.job.strategy == "federated" and lora_average,
+            "exact averages need the members' adapters one by one",
+            "federated.average = 'frozen-a'",
+        ),
+    }
+    for key, (is_set, why, remedy) in refused.items():
+        if is_set:
+            raise _conflict(profile, "robust.rule", key, why=why, remedy=f"{remedy}, or robust.rule = ''")
+    if robust.rule == "mean" and robust.byzantine:
+        why, remedy = "the mean withstands no wrong vector", "robust.byzantine = 0, or another rule"
+        raise _conflict(profile, "robust.rule", "robust.byzantine", why=why, remedy=remedy)
+    if profile.job.workers < robust.least:
+        why = f"this rule needs {robust.least} members for so many wrong ones"
+        remedy = f"job.workers at least {robust.least}, or a smaller robust.byzantine"
+        raise _conflict(profile, "robust.rule", "robust.byzantine", "job.workers", why=why, remedy=remedy)
 
 
 def _check_lora(profile: Profile) -> None:

@@ -65,6 +65,7 @@ class Engine(Protocol):
             step, such as gradients, and behind it a few numbers such as the sum of the losses. The ring sums it over
             the members in place. It begins with the front while the rest is still being computed. The engine does not
             change final elements before the next ``begin_step``, because they are kept for a redo.
+        scalars: how many numbers are behind the gradients in ``reduce_buffer``.
         exact_from: the codec is not applied to elements from this index on (norms, biases, losses). They are few.
         exact: whether ``reduce_buffer`` is int64 fixed point. Then the bits of all sums, and so of the whole run, do
             not depend on which member computes a micro-batch.
@@ -76,6 +77,7 @@ class Engine(Protocol):
     tokens_per_micro_batch: int
     device: str
     reduce_buffer: npt.NDArray[Any]
+    scalars: int
     exact_from: int
     exact: bool
     windows: int

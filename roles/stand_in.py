@@ -72,8 +72,8 @@ class StandInEngine:
         self.tokens_per_micro_batch = profile.batch.micro_batch_sequences * profile.data.sequence_tokens
         self.device = "stand-in"
         self.exact = profile.job.exact
-        scalars = 3 if self._local else 1  # weight, number of losses; sum of losses
-        self.reduce_buffer: npt.NDArray[Any] = np.zeros(numel + scalars, np.int64 if self.exact else np.float32)
+        self.scalars = 3 if self._local else 1  # weight, number of losses; sum of losses
+        self.reduce_buffer: npt.NDArray[Any] = np.zeros(numel + self.scalars, np.int64 if self.exact else np.float32)
         self._fits = True
         self._step = -1
         self.exact_from = numel

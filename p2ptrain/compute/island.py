@@ -313,7 +313,7 @@ class IslandTrainer(Trainer):
             numbers = len(self._update.contribution) - self._flat.numel
             self._total = torch.zeros(self._whole.numel + numbers, pin_memory=device.kind == "cuda")
             self.reduce_buffer = self._total.numpy()
-            self.exact_from = self._whole.decayed_numel
+            self.exact_from, self.scalars = self._whole.decayed_numel, numbers
             self._files = self._files_of(self._whole)
 
     def share_cores(self, workers: int) -> None:

@@ -220,6 +220,7 @@ class Trainer:
         self.tokens_per_micro_batch = tokens
         self.device = device.label
         self.reduce_buffer: npt.NDArray[Any] = self._host.numpy()
+        self.scalars = len(self._update.contribution) - self._update.numel
         self.exact_from = self._update.numel - (self._flat.numel - self._flat.decayed_numel)
         self.corpus_digest = "" if spec.private else self._corpus.digest
         self.windows, self.data_note = len(self._corpus.training), self._corpus.note
@@ -374,7 +375,7 @@ class Trainer:
         includes the loss slot: also NaN if the loss is not finite, or, in exact mode, if a contribution of this member
         in this step did not fit.
         """
-        numel = len(self.reduce_buffer) - (len(self._update.contribution) - self._update.numel)
+        numel = len(self.reduce_buffer) - self.scalars
         if stop > numel and not (self._fixed.fits if self._fixed else math.isfinite(float(self.reduce_buffer[-1]))):
             return math.nan
         return square_sum(self.reduce_buffer[start : min(stop, numel)]) * self._unit**2

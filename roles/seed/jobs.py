@@ -165,6 +165,7 @@ class JobController:
             ring_options=_ring_options_of(self._profile) if self._profile else RingOptions(),
             minted_below=self._seed.minted_below,  # the highest that an earlier term may have minted
             share_rule=share_rule(self._profile) if self._profile else ShareRule(),
+            least=self._profile.robust.least if self._profile else 1,
             parts=self.stages,
             training=training_of(self._profile, record.shape, record.cuts),
         )

@@ -20,7 +20,7 @@ from ring.token import ShareRule
 def share_rule(profile: Profile) -> ShareRule:
     """How the members of a job share its steps."""
     if profile.job.strategy != "federated":
-        return ShareRule()
+        return ShareRule(equal=bool(profile.robust.rule))
     sample = slots(profile) or profile.federated.sample
     return ShareRule(True, profile.federated.most_share, sample, profile.job.seed)
 

@@ -33,6 +33,7 @@ from roles.compute_thread import ComputeThread
 from roles.engine import Engine, PartEngine, Payload, PipelineEngine
 from roles.strategies.federated import share_rule, slots
 from roles.strategies.interface import ConnectPeers, Factory, StageLoad
+from roles.strategies.robust import RobustStrategy
 from roles.strategies.sharded import ShardedStrategy
 from roles.strategies.slots import SlotStrategy
 from roles.strategies.staged import StagedStrategy
@@ -338,6 +339,8 @@ class PipelineStrategy(StagedStrategy):
 def strategy_of(profile: Profile) -> Factory:
     if slots(profile):
         return partial(SlotStrategy, rule=share_rule(profile))
+    if profile.robust.rule:
+        return partial(RobustStrategy, robust=profile.robust, micro_batches=profile.batch.micro_batches)
     if profile.job.strategy == "sharded":
         return ShardedStrategy
     if profile.job.strategy != "pipeline":

@@ -41,16 +41,18 @@ PLAIN = "fp32"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One all-reduce of a step.
+    """One all-reduce, or all-gather, of a step.
 
     Attributes:
         array: shape (numel,), a view of the reduce buffer.
         residual: this member's error feedback for it, float32, if the codec needs one.
+        gathered: ``array`` is all members' (``RingSession.gather``); it is not summed.
     """
 
     array: npt.NDArray[Any]
     codec: Codec | None = None
     residual: npt.NDArray[np.float32] | None = None
+    gathered: bool = False
 
 
 class Exchange:
@@ -82,8 +84,12 @@ class Exchange:
             if self._problem is not None:
                 return
             try:
-                operation = self._session.submit(
-                    piece.array, codec=piece.codec, residual=piece.residual, patience_s=self._patience_s
+                operation = (
+                    self._session.gather(piece.array, patience_s=self._patience_s)
+                    if piece.gathered
+                    else self._session.submit(
+                        piece.array, codec=piece.codec, residual=piece.residual, patience_s=self._patience_s
+                    )
                 )
             except P2PTrainError as problem:  # ``finished`` raises it: this may be a callback, which nobody awaits
                 self._problem = problem
@@ -209,7 +215,7 @@ class SyncStrategy:
         return await self._compute.run(self._summarize, session.rank, session.size, self._outgoing.own)
 
     async def _summed(self) -> None:
-        """Run between the reduction and the hash of the buffer."""
+        """Run between the exchange and the hash of the buffer."""
 
     async def commit(self, step: int, square_sum: float) -> Applied:
         return await self._compute.run(self._engine.apply, step, square_sum)

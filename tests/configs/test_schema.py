@@ -183,6 +183,44 @@ def test_strategies_and_fine_tuning_that_cannot_be_are_refused(tables: dict[str,
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(("rule", "least"), [("median", 5), ("krum", 7), ("multi_krum", 7), ("bulyan", 11)])
+def test_a_rule_has_the_members_that_it_needs(rule: str, least: int) -> None:
+    def profile(workers: int) -> Profile:
+        tables = {"job": {"workers": workers}, "batch": {"micro_batches": 16}}
+        return Profile.model_validate(tables | {"robust": {"rule": rule, "byzantine": 2}})
+
+    assert profile(least).robust.least == least
+    with pytest.raises(ValidationError, match=f"this rule needs {least} members"):
+        profile(least - 1)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        SHARDED,
+        {"job": {"strategy": "pipeline"}, "pipeline": {"stages": 2}},
+        {"job": {"exact": True}},
+        {"ring": {"codec": "int8"}},
+        {"ring": {"codec": "auto"}},
+        {"job": {"strategy": "local"}, "local": {"fragments": 2}},
+        {"job": {"strategy": "local"}, "local": {"overlap": True}},
+        FEDERATED | {"federated": {"sample": 2}},
+        FEDERATED | {"lora": {"rank": 8}, "model": BASE},
+    ],
+)
+def test_a_rule_is_refused_where_whole_vectors_are_not_exchanged(tables: dict[str, Any]) -> None:
+    several = {"job": tables.get("job", {}) | {"workers": 4}}
+    assert Profile.model_validate(tables | several)
+    with pytest.raises(ValidationError, match=r"robust\.rule = 'median', "):
+        Profile.model_validate(tables | several | {"robust": {"rule": "median"}})
+
+
+def test_a_mean_withstands_no_wrong_vector() -> None:
+    with pytest.raises(ValidationError, match="the mean withstands no wrong vector"):
+        Profile.model_validate({"robust": {"rule": "mean"}})
+    assert Profile.model_validate({"robust": {"rule": "mean", "byzantine": 0}}).robust.least == 1
+
+
 PAIR = {"layers": 1, "hidden_size": 32, "heads": 2, "kv_heads": 1, "intermediate_size": 48}
 
 

@@ -1,0 +1,92 @@
+"""The exchange with a robust rule: members gather all vectors, and each applies the same rule (``compute.robust``).
+
+As in ``sync`` each bucket enters the ring as soon as it is final, here as an all-gather in place. A member's vector is
+its contribution divided by its share of the step. So it stands for the whole step: a mean gradient, or how far a model
+came. The aggregate replaces the sum in the reduce buffer. So digests, norms, a redo and the lineage are those
+of the aggregate.
+
+'centered_clipping' begins at the aggregate of the step before, in a view's first step at zero: a new member has none.
+
+A member that changes what it passes on is noticed, because the digests differ, but not withstood: the step is aborted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from configs.schema import Robust
+from p2ptrain.compute.device import HOST, check_memory
+from p2ptrain.compute.robust import Scores, aggregate, middle_of
+from ring.session import RingSession
+from roles.compute_thread import ComputeThread
+from roles.engine import Engine
+from roles.strategies.sync import Piece, SyncStrategy
+
+
+class RobustStrategy(SyncStrategy):
+    """``micro_batches``: of a global batch."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        compute: ComputeThread,
+        progress: Callable[[], None],
+        bucket_bytes: int = 0,
+        *,
+        robust: Robust,
+        micro_batches: int,
+    ) -> None:
+        super().__init__(engine, compute, progress, bucket_bytes)
+        self._robust, self._micro_batches = robust, micro_batches
+        self._vectors: npt.NDArray[Any] = np.empty(0, np.float32)
+        self._center: npt.NDArray[Any] | None = None
+        self._gathered: list[npt.NDArray[Any]] = []
+        self.scores: Scores | None = None  # of the newest step in this view
+
+    async def compute(self, step: int, first: int, count: int, session: RingSession, *, patience_s: float) -> None:
+        buffer = self._engine.reduce_buffer
+        if session is not self._session:
+            self._vectors, self._gathered, self._center, self.scores = np.empty(0, np.float32), [], None, None
+            what = f"robust.rule = {self._robust.rule!r} with the vectors of {session.size} members"
+            check_memory((session.size + self._keeps_center) * buffer.nbytes, HOST, what)
+            self._vectors = np.empty(session.size * buffer.size, buffer.dtype)
+        bounds, members = self._bounds_of(step), session.size
+        self._gathered = [
+            self._vectors[members * start : members * stop].reshape(members, stop - start) for start, stop in bounds
+        ]
+        rows = {start: piece[session.rank] for (start, _), piece in zip(bounds, self._gathered, strict=True)}
+        # Not a method of this class: see ``SyncStrategy``.
+        self._contributed = partial(_contribute, self._engine, rows, self._micro_batches / max(count, 1))
+        await super().compute(step, first, count, session, patience_s=patience_s)
+
+    def _pieces_of(self, bounds: Sequence[tuple[int, int]]) -> list[Piece]:
+        return [Piece(piece.reshape(-1), gathered=True) for piece in self._gathered]
+
+    async def _summed(self) -> None:
+        await self._compute.run(self._aggregate)
+
+    def _aggregate(self) -> None:
+        buffer, scalars, rule = self._engine.reduce_buffer, self._engine.scalars, self._robust.rule
+        vector, last = buffer[:-scalars], self._gathered[-1]
+        pieces = [*self._gathered[:-1], last[:, :-scalars]]
+        self.scores = aggregate(rule, self._robust.byzantine, pieces, vector, self._center)
+        buffer[-scalars:] = middle_of(last[:, -scalars:], rule)
+        if self._keeps_center:
+            self._center = vector.copy()
+
+    @property
+    def _keeps_center(self) -> bool:
+        return self._robust.rule == "centered_clipping"
+
+
+def _contribute(engine: Engine, rows: dict[int, npt.NDArray[Any]], scale: float, start: int, stop: int) -> float:
+    """Put a final range of the contribution, as if the member had computed the whole step, among the vectors. Returns
+    its squared norm as it goes to the ring."""
+    engine.reduce_buffer[start:stop] *= np.float32(scale)
+    rows[start][:] = engine.reduce_buffer[start:stop]
+    return engine.partial_square_sum(start, stop)

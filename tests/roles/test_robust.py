@@ -1,0 +1,83 @@
+"""Robust rules in the real cluster: equal bits, what a wrong member can do, and too few members."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs.schema import Profile
+from roles.stand_in import StandInEngine
+from tests.roles.in_process import Cluster, Gate
+from tests.roles.test_cluster import at, done, small_profile, state_of
+from tests.roles.test_local import counts_of
+
+FLIP = -6.0
+
+
+class SignFlipping(StandInEngine):
+    """Contributes the gradient's opposite, several times as long; with 'local' the way that it came."""
+
+    def finish_gradients(self, on_final: Any = None) -> None:
+        super().finish_gradients()
+        self.reduce_buffer[: -self.scalars] *= np.float32(FLIP)
+
+    def micro_batch(self, step: int, index: int, on_final: Any = None) -> None:
+        super().micro_batch(step, index)  # nothing is final before ``finish_gradients``
+
+
+async def trained(cluster: Cluster, profile: Profile, *, attackers: int = 1) -> float:
+    """The last loss, after all members ended with the same bits; infinite if the job failed."""
+    job = await cluster.create(profile)
+    honest = profile.job.workers - attackers
+    peers = [cluster.join() for _ in range(honest)] + [cluster.join(SignFlipping) for _ in range(attackers)]
+    ended = await cluster.job_until(job, lambda item: item["state"] in ("done", "failed"))
+    if ended["state"] == "failed":
+        return math.inf
+    assert len({state_of(peer) for peer in peers}) == 1
+    rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=100))["rows"]
+    assert len(rows) == profile.job.steps
+    return float(rows[-1]["loss"])
+
+
+def robust_profile(rule: str, workers: int, strategy: str = "sync", **tables: Any) -> Profile:
+    robust = {"rule": rule, "byzantine": 0 if rule == "mean" else 1}
+    return small_profile(
+        job={"workers": workers, "strategy": strategy, "steps": 12}, robust=robust, batch={"micro_batches": 8}, **tables
+    )
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "geometric_median", "centered_clipping", "multi_krum"])
+@pytest.mark.parametrize("strategy", ["sync", "local"])
+async def test_a_member_that_flips_the_sign_stops_no_rule(cluster: Cluster, rule: str, strategy: str) -> None:
+    assert await trained(cluster, robust_profile(rule, 5, strategy)) < 0.35
+
+
+async def test_a_member_that_flips_the_sign_spoils_a_mean(cluster: Cluster) -> None:
+    assert await trained(cluster, robust_profile("mean", 5)) > 1.0
+
+
+@pytest.mark.parametrize("rule", ["krum", "bulyan"])
+async def test_the_most_wary_rules_need_seven_members(cluster: Cluster, rule: str) -> None:
+    assert await trained(cluster, robust_profile(rule, 7)) < 0.5
+
+
+async def test_shares_are_equal_and_the_job_waits_when_members_are_too_few(cluster: Cluster) -> None:
+    profile = robust_profile("krum", 5)
+    job = await cluster.create(profile)
+    gate = Gate(5, 8)
+    build = lambda profile: StandInEngine(profile, on_micro_batch=gate.wait)  # noqa: E731
+    peers = [cluster.join(build) for _ in range(5)]
+    await cluster.job_until(job, at(5))
+    await peers[1].die()
+    gate.on()
+    waiting = await cluster.job_until(job, lambda item: item["state"] == "waiting" and "robust" in item["reason"])
+    assert waiting["reason"] == "4 workers are ready, and the job's robust.rule needs 5: start more"
+    gate.away()
+    cluster.join(build)
+    ended = await cluster.job_until(job, done)
+    assert ended["step"] == 12
+    page = await cluster.ask("jobs.ledger", job=job, after_step=0)
+    assert set(counts_of(page)) == {(2, 2, 2, 1, 1)}
