@@ -14,7 +14,10 @@ from pydantic.fields import FieldInfo
 
 from p2ptrain.core.errors import ProtocolError
 
-LinkPresetName = Literal["", "lan", "wifi", "metro", "wan", "transcontinental", "satellite", "lossy"]
+LinkPresetName = Literal[
+    "", "lan", "wifi", "metro", "wan", "transcontinental", "satellite", "lossy", "good", "cellular", "degraded",
+    "brownout",
+]  # fmt: skip
 """Empty, and the names in ``wire.emulate.PRESETS``. configs may not import wire, so a test compares the two."""
 
 SPEC_LIMIT_BYTES = 32 * 1024
@@ -361,7 +364,8 @@ class Link(Table):
     """Emulation of a slow network between the workers of `p2ptrain up`, for experiments on one machine."""
 
     preset: LinkPresetName = ""
-    """Kind of link: lan, wifi, metro, wan, transcontinental, satellite or lossy. Empty: the network as it is."""
+    """Kind of link: lan, wifi, metro, wan, transcontinental, satellite, lossy; good, cellular, degraded or brownout.
+    Empty: the network as it is."""
 
 
 class Membership(Table):

@@ -118,6 +118,11 @@ _ALL = (
     LinkPreset("satellite", 300.0, 10.0, 20e6, loss=1e-3, burst_bytes=16 << 10),
     # a crowded mobile cell: 2 % of segments are lost, and it stalls for 3 s a minute
     LinkPreset("lossy", 40.0, 20.0, 20e6, loss=0.02, stall_every_s=20.0, stall_s=1.0, burst_bytes=16 << 10),
+    # named conditions, from a good link to one that is up for 5 s and silent for 2 s
+    LinkPreset("good", 20.0, 5.0, 100e6, loss=1e-3, burst_bytes=32 << 10),
+    LinkPreset("cellular", 80.0, 40.0, 10e6, loss=0.02, burst_bytes=16 << 10),
+    LinkPreset("degraded", 200.0, 80.0, 2e6, loss=0.1, burst_bytes=16 << 10),
+    LinkPreset("brownout", 80.0, 40.0, 5e6, loss=0.05, stall_every_s=7.0, stall_s=2.0, burst_bytes=16 << 10),
 )
 PRESETS = MappingProxyType({preset.name: preset for preset in _ALL})
 _ROUND_TRIP = re.compile(r"(\d{1,4}(?:\.\d{1,3})?)ms(?:-(\d{1,6})mbit)?", re.ASCII)

@@ -50,8 +50,8 @@ LinkOption = Annotated[
     typer.Option(
         "--link",
         metavar="PRESET",
-        help="Emulate a link: lan, wifi, metro, wan, transcontinental, satellite, lossy; or 20ms. Default: none, or "
-        "the profile's.",
+        help="Emulate a link: lan, wifi, metro, wan, transcontinental, satellite, lossy; good, cellular, degraded, "
+        "brownout; or 20ms. Default: none, or the profile's.",
     ),
 ]
 HttpOption = Annotated[

@@ -129,8 +129,10 @@ def _refusal(profile: str, environ: dict[str, str] | None = None, sets: list[str
         (
             "link.preset=wann",
             'link.preset = "wann" must be '
-            "'', 'lan', 'wifi', 'metro', 'wan', 'transcontinental', 'satellite' or 'lossy'",
-            "link.preset: Kind of link: lan, wifi, metro, wan, transcontinental, satellite or lossy. "
+            "'', 'lan', 'wifi', 'metro', 'wan', 'transcontinental', 'satellite', 'lossy', 'good', "
+            "'cellular', 'degraded' or 'brownout'",
+            "link.preset: Kind of link: lan, wifi, metro, wan, transcontinental, satellite, lossy; "
+            "good, cellular, degraded or brownout. "
             "Empty: the network as it is.",
         ),
         (

@@ -146,7 +146,8 @@ def test_figures_that_cannot_be_are_refused(wrong: Callable[[], LinkPreset]) -> 
 
 
 def test_the_shipped_presets_are_named_described_and_ever_farther_away() -> None:
-    assert set(PRESETS) == {"lan", "wifi", "metro", "wan", "transcontinental", "satellite", "lossy"}
+    kinds = {"lan", "wifi", "metro", "wan", "transcontinental", "satellite", "lossy"}
+    assert set(PRESETS) == kinds | {"good", "cellular", "degraded", "brownout"}
     assert all(preset.name == name for name, preset in PRESETS.items())
     far = [PRESETS[name].delay_ms for name in ("lan", "wifi", "metro", "wan", "transcontinental", "satellite")]
     assert far == sorted(far)
