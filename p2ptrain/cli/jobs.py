@@ -88,6 +88,11 @@ def create(
     loaded, other = _one_of_pair(known, label, drafter=drafter)
     name = name or (f"{label}-drafter" if drafter else label)
     shape, planned = None, None
+    if dry_run and loaded.robust.rule:
+        from p2ptrain.cli.placement import show_robust
+
+        show_robust(loaded, as_json=as_json)
+        return
     if dry_run and loaded.job.strategy == "sharded":
         from p2ptrain.cli.placement import show_shards
 

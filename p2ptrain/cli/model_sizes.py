@@ -59,7 +59,7 @@ def shape_of(profile: Profile, say: Callable[[str], object] | None = None) -> Mo
         ConfigError: it is invalid, or cannot be trained in parts.
         ResourceError, StorageError: without ``say``: there is too little memory to measure it, or it cannot be read.
     """
-    if profile.stages < 2:
+    if profile.stages < 2 and not profile.robust.rule:
         raise UserError(
             "the model of this job is not split: every worker trains all of it, so there is nothing to plan",
             remedy="leave --dry-run out, or set job.strategy to pipeline (with pipeline.stages) or sharded",

@@ -161,6 +161,26 @@ def show_shards(profile: Profile, *, memory_bytes: int = 0, dry_run: bool = True
         )
 
 
+def show_robust(profile: Profile, *, as_json: bool = False) -> None:
+    """Print what the vectors of a job's robust rule cost each worker, in a dry run. Raises as ``shape_of``."""
+    from p2ptrain.cli.model_sizes import shape_of
+
+    shape = shape_of(profile)
+    if shape is None:
+        raise UserError(f"the sizes of the model at {profile.model.path} are not known: it is not here")
+    members, vector = profile.job.workers, shape.sizes.weights_bytes(0, shape.sizes.layers)
+    cost = {"members": members, "vectors_bytes": members * vector, "sent_bytes": (members - 1) * vector}
+    if as_json:
+        print_json(cost)
+        return
+    typer.echo(
+        f"with robust.rule = {profile.robust.rule!r} each of {members} workers needs about "
+        f"{human_bytes(cost['vectors_bytes'])} more memory, for all vectors, and sends "
+        f"{human_bytes(cost['sent_bytes'])} in a step, not {human_bytes(2 * (members - 1) * vector // members)}; "
+        "with LoRA or model.freeze less"
+    )
+
+
 def prediction(info: TrainingPlanInfo) -> list[str]:
     replicas = f"{info.replicas} replica{'s' * (info.replicas != 1)} of {info.stages} stages, {info.schedule}"
     if info.step_s is None or info.bubble is None:

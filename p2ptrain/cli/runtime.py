@@ -70,7 +70,7 @@ SplitOption = Annotated[
     ),
 ]
 DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="With a split model: only show the planned layers, memory and speed.")
+    bool, typer.Option("--dry-run", help="With a split model or a robust rule: only show the plan and its cost.")
 ]
 SetOption = Annotated[
     list[str], typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Override one setting; may be repeated.")

@@ -214,9 +214,12 @@ def _plan_here(profile: Profile, workers: int, link: str, *, dry_run: bool, as_j
     """Refuse a split model that does not fit into this machine's memory. In a dry run, print the plan."""
     from p2ptrain.cli.model_sizes import shape_of
     from p2ptrain.cli.output import print_json
-    from p2ptrain.cli.placement import local_plan, print_plan, show_shards, to_json
+    from p2ptrain.cli.placement import local_plan, print_plan, show_robust, show_shards, to_json
     from p2ptrain.cli.up_cluster import part_bytes
 
+    if profile.robust.rule:
+        show_robust(profile, as_json=as_json)
+        return
     each_bytes = part_bytes(profile.device.kind) // workers
     if profile.job.strategy == "sharded":
         show_shards(profile, memory_bytes=each_bytes, dry_run=dry_run, as_json=as_json)

@@ -129,3 +129,10 @@ def test_a_dry_run_of_shards_says_what_each_worker_needs(command: Command, words
     outcome = command("up", "--profile", "sharded", "--set", "model.layers=1024", "--set", "model.hidden_size=65536")
     assert outcome.code == 6
     assert "each of 2 shards needs about" in outcome.err
+
+
+@pytest.mark.parametrize("words", [("up", "--workers", "7"), ("jobs", "create")])
+def test_a_dry_run_of_a_robust_rule_says_what_gathering_costs(command: Command, words: tuple[str, ...]) -> None:
+    model = 4 * (256 * 64 + 64 + 2 * (4 * 64 * 64 + 3 * 64 * 172 + 2 * 64))  # its bytes
+    shown = command(*words, "--profile", "robust", "--dry-run", "--json").json
+    assert shown == {"members": 7, "vectors_bytes": 7 * model, "sent_bytes": 6 * model}
