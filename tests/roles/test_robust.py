@@ -11,7 +11,7 @@ import pytest
 from configs.schema import Profile
 from roles.stand_in import StandInEngine
 from tests.roles.in_process import Cluster, Gate
-from tests.roles.test_cluster import at, done, small_profile, state_of
+from tests.roles.test_cluster import at, done, small_profile, state_of, undisturbed
 from tests.roles.test_local import counts_of
 
 FLIP = -6.0
@@ -62,6 +62,11 @@ async def test_a_member_that_flips_the_sign_spoils_a_mean(cluster: Cluster) -> N
 @pytest.mark.parametrize("rule", ["krum", "bulyan"])
 async def test_the_most_wary_rules_need_seven_members(cluster: Cluster, rule: str) -> None:
     assert await trained(cluster, robust_profile(rule, 7)) < 0.5
+
+
+async def test_each_vector_stands_for_a_whole_step(cluster: Cluster) -> None:
+    profile = robust_profile("mean", 4)
+    assert await trained(cluster, profile, attackers=0) == pytest.approx(undisturbed(profile)[-1], rel=1e-4)
 
 
 async def test_shares_are_equal_and_the_job_waits_when_members_are_too_few(cluster: Cluster) -> None:
