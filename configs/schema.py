@@ -218,6 +218,21 @@ class Federated(Table):
     """FedProx: pull towards the averaged model, added to the gradient as this factor times the difference; 0: none."""
 
 
+class Privacy(Table):
+    """Differential privacy of each worker's text, with strategies 'local' and 'federated' and data.private = true:
+    what a worker contributes to a step is clipped, and noise is added to the sum. docs/privacy.md says what it
+    promises. Needs `pip install 'p2ptrain[privacy]'`."""
+
+    epsilon: float = Field(default=0.0, ge=0, le=10**6)
+    """Budget: the job ends before its steps spend more than this, at the delta below. 0: no privacy."""
+    delta: float = Field(default=1e-5, gt=0, lt=1)
+    """Probability that the bound epsilon may fail; much less than 1 / number of workers."""
+    noise: float = Field(default=1.0, gt=0, le=10**6)
+    """Standard deviation of the noise in the sum of all workers, as a multiple of clip_norm."""
+    clip_norm: float = Field(default=1.0, gt=0, le=10**6)
+    """Longest change of the model (L2 norm) that a worker contributes to a step; longer ones are scaled down."""
+
+
 class Drafter(Table):
     """A smaller model that drafts for the main model. `p2ptrain up` trains it in a separate job on the same text. All
     settings that are not in this table are those of the main model's job."""
@@ -389,6 +404,7 @@ class Profile(Table):
     sharded: Sharded = Sharded()
     local: Local = Local()
     federated: Federated = Federated()
+    privacy: Privacy = Privacy()
     optimizer: Optimizer = Optimizer()
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
@@ -507,6 +523,8 @@ def _check(profile: Profile) -> None:
     _check_lora(profile)
     if profile.robust.rule:
         _check_robust(profile)
+    if profile.privacy.epsilon:
+        _check_privacy(profile)
     beats = ("membership.heartbeat_s", "membership.death_s")
     beat, death = profile.membership.heartbeat_s, profile.membership.death_s
     if (beat == 0) != (death == 0):
@@ -581,6 +599,25 @@ def _check_robust(profile: Profile) -> None:
         why = f"this rule needs {robust.least} members for so many wrong ones"
         remedy = f"job.workers at least {robust.least}, or a smaller robust.byzantine"
         raise _conflict(profile, "robust.rule", "robust.byzantine", "job.workers", why=why, remedy=remedy)
+
+
+def _check_privacy(profile: Profile) -> None:
+    exact = profile.lora.rank and profile.federated.average == "exact"
+    needed = (
+        ("job.strategy", ("local", "federated"), "only changes of whole copies are clipped and noised"),
+        ("data.private", (True,), "it protects the text of each worker from the others"),
+        ("ring.codec", ("fp32",), "the promise is about the sum, and a codec rounds what each worker sends"),
+        ("validation.every", (0,), "losses tell about a text"),
+        ("robust.rule", ("",), "how far one worker's text can move the result of a rule is not known"),
+        ("local.overlap", (False,), "a step would count twice"),
+        ("local.fragments", (1,), "the inner steps of a step would count in several"),
+        ("federated.average", ("frozen-a", "naive") if exact else ("exact", "frozen-a", "naive"),
+         "exact averages show the adapters of each worker"),
+    )  # fmt: skip
+    for key, allowed, why in needed:
+        if profile.value(key) not in allowed:
+            remedy = f"{key} = {' or '.join(map(repr, allowed))}, or privacy.epsilon = 0"
+            raise _conflict(profile, "privacy.epsilon", key, why=why, remedy=remedy)
 
 
 def _check_lora(profile: Profile) -> None:

@@ -20,7 +20,7 @@ from ring.chain import Payload
 
 __all__ = [
     "WHOLE", "Applied", "Blob", "BuildPart", "Engine", "OnFinal", "PartBuilder", "PartEngine", "PartSpec", "Pass",
-    "Payload", "PipelineEngine", "Ran", "Sampling", "ShardedEngine", "Stage", "StageEngine",
+    "Payload", "PipelineEngine", "PrivateEngine", "Ran", "Sampling", "ShardedEngine", "Stage", "StageEngine",
 ]  # fmt: skip
 
 
@@ -213,6 +213,14 @@ class PipelineEngine(Engine, PartEngine, Protocol):
     def tied_gradient(self) -> npt.NDArray[np.float32] | None:
         """The slice of ``reduce_buffer``, shape (numel,), for the weight that the first and the last stage share; None
         on other stages, and if they share none."""
+
+
+class PrivateEngine(Engine, Protocol):
+    """A model whose members' contributions are clipped, and get noise (``compute.local``)."""
+
+    def use_noise(self, std: float, key: bytes) -> None:
+        """Add noise of this standard deviation, from this secret key, to the next contribution. An empty key: the next
+        contribution is zero. Without another call all later ones are, too: no key is used twice."""
 
 
 class ShardedEngine(Engine, Protocol):

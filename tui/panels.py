@@ -310,6 +310,7 @@ def training_numbers(frame: Frame, job: JobInfo, width: int) -> list[list[Span]]
     for label, value, role in (
         ("loss", fmt.loss(loss_value), "train"),
         ("val", fmt.loss(job.val_loss), "validation"),
+        *([("epsilon", f"{job.epsilon:.2f}", "strong")] if job.epsilon else []),
         ("step", f"{job.step:,}/{job.steps_total:,}", "strong"),
         ("left", fmt.duration(eta_s(job, recent)), "strong"),
         ("lr", fmt.scientific(last.lr if last.lr is not None else job.lr), "strong"),

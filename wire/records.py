@@ -136,6 +136,8 @@ class JobInfo(Record):
     codec: str = ""
     stages: int = 1
     cuts: list[int] = dataclasses.field(default_factory=list)
+    epsilon: float | None = None
+    delta: float | None = None
 
     def edges(self) -> list[tuple[float | None, float | None]]:
         """Latency (ms) and bandwidth (bit/s) from each member to its right neighbour; empty if they are invalid."""
@@ -158,7 +160,7 @@ class JobInfo(Record):
 
 @dataclass(frozen=True, slots=True)
 class MetricRow(Record):
-    """One committed step of a job. Times are rank 0's."""
+    """One committed step of a job. Times are rank 0's. ``epsilon``, ``delta``: the privacy that the job has spent."""
 
     job: str
     step: int
@@ -174,6 +176,8 @@ class MetricRow(Record):
     wait_ms: float | None = None
     members: int | None = None
     generation: int | None = None
+    epsilon: float | None = None
+    delta: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -337,6 +337,8 @@ _METRICS = {
     "lr": ".3g",
     "grad_norm": ".3g",
     "generation": "d",
+    "epsilon": ".3f",
+    "delta": ".3g",
 }
 """Field of ``MetricRow``, the most important first → its format."""
 
@@ -382,6 +384,7 @@ def _pairs(job: JobInfo) -> list[tuple[str, str]]:
         *([("parts", _stages(job))] if job.stages > 1 else []),
         ("ring", _ring(job)),
         ("loss", f"{number(job.loss)} nats/token (validation {number(job.val_loss)})"),
+        *([("privacy", f"epsilon {job.epsilon:.3f} at delta {job.delta:g}")] if job.epsilon and job.delta else []),
         ("learning rate", number(job.lr, ".3g")),
         ("gradient norm", number(job.grad_norm, ".3g")),
         ("speed", f"{number(job.tokens_per_s, ',.0f')} tokens/s, {job.tokens_total:,} tokens in all"),

@@ -289,6 +289,8 @@ def step_line(applied: int, total: int, values: dict[str, float]) -> str:
         parts.append(f"loss {loss:.4f}")
     if (val_loss := values.get("val_loss")) is not None:
         parts.append(f"validation {val_loss:.4f}")
+    if (epsilon := values.get("epsilon")) is not None:
+        parts.append(f"epsilon {epsilon:.2f}")
     if (rate := values.get("tokens_per_s")) is not None:
         parts.append(f"{rate:,.0f} tokens/s")
     if step_ms := values.get("step_ms"):

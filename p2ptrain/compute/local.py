@@ -14,6 +14,10 @@ step begins, and the sum travels while it takes more. It then mixes the result i
 inner steps of an aborted step stay in the member's own copy, and count when the step is repeated.
 
 The learning rate of the inner steps follows the schedule of the outer steps, evenly divided.
+
+With a *clip norm* (DP-FedAvg, arXiv 1710.06963) a contribution is the pseudo-gradient, scaled down to that L2 norm,
+plus Gaussian noise. It weighs 1, however many inner steps it is the sum of, so the text of one member changes the sum
+by at most the clip norm. Losses would tell about the text: they are withheld.
 """
 
 from __future__ import annotations
@@ -28,7 +32,9 @@ import torch
 
 from p2ptrain.compute.device import flushed_denormals, one_thread
 from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec
+from p2ptrain.compute.noise import gaussian
 
+NO_NOISE = (0.0, b"")
 MIXING = 0.5
 """Share of its own copy that a member keeps when the result of an overlapping step arrives (arXiv 2501.18512)."""
 SCALARS = 3
@@ -48,6 +54,7 @@ class LocalSpec:
         overlap: the exchange of a step runs while its inner steps are computed.
         proximal: factor of the pull towards the shared parameters (FedProx, arXiv 1812.06127).
         fresh: each step begins with fresh inner moments.
+        clip_norm: largest contribution of a member; 0: contributions are neither clipped nor noised.
         slots: members whose adapters are averaged exactly (``compute.fedex``); 0: parameters are averaged.
     """
 
@@ -57,13 +64,19 @@ class LocalSpec:
     overlap: bool = False
     proximal: float = 0.0
     fresh: bool = False
+    clip_norm: float = 0.0
     slots: int = 0
 
 
 class LocalSteps:
     """See ``compute.update.Update``. A contribution is the pseudo-gradient times its weight, and ``SCALARS`` more. Its
     weight is the number of inner steps that it is the sum of; an inner step of several micro-batches (in an island)
-    counts for each of them."""
+    counts for each of them.
+
+    Attributes:
+        noise: with a clip norm: standard deviation and secret key of the next contribution's noise; see
+            ``roles.engine.PrivateEngine.use_noise``.
+    """
 
     loss_divisor = 1
     final_early = False
@@ -79,6 +92,7 @@ class LocalSteps:
         self._moments_steps = 0  # inner steps since the moments were zero
         self._taken = [0] * spec.fragments  # by fragment: inner steps since it was exchanged
         self._losses = 0  # losses in ``FlatModel.loss_sum``
+        self.noise = NO_NOISE
         self._sent = 0  # inner steps in the contribution; ``_take_up`` subtracts them when it was applied
         self._step = -1
 
@@ -122,6 +136,9 @@ class LocalSteps:
 
     def finish(self) -> None:
         self._sent = 0 if self._waits else self._taken[self._step % self._spec.fragments]
+        if self._spec.clip_norm:
+            self._contribute_privately()
+            return
         start, stop = self._fragment(self._step)
         self._contribute(start, slice(start, stop), self._sent, self.numel)
 
@@ -137,6 +154,23 @@ class LocalSteps:
         if not self._waits:
             self._flat.loss_sum.zero_()
             self._losses = 0
+
+    def _contribute_privately(self) -> None:
+        (std, key), self.noise = self.noise, NO_NOISE
+        self.contribution.zero_()
+        self._flat.loss_sum.zero_()
+        if not key:
+            return
+        difference = self.contribution[: self.numel]
+        if self._sent:
+            torch.sub(self._flat.parameters, self._own, out=difference)
+            norm = self._flat.norm(difference)
+            if math.isfinite(norm):
+                difference *= min(1.0, self._spec.clip_norm * 0.9999 / max(norm, 1e-30))  # fp32 rounds the norm
+            else:
+                difference.zero_()  # a refusal would tell about the text
+            self.contribution[self.numel] = 1
+        difference += torch.from_numpy(gaussian(key, self.numel, std)).to(difference.device)
 
     def exchanged(self, step: int) -> Sequence[tuple[int, int]]:
         start, stop = self._fragment(step)

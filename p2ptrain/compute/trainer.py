@@ -357,6 +357,11 @@ class Trainer:
         if isinstance(self._update, ExactAverage):
             self._update.slot = slot
 
+    def use_noise(self, std: float, key: bytes) -> None:
+        """See ``roles.engine.PrivateEngine``."""
+        assert isinstance(self._update, LocalSteps)
+        self._update.noise = std, key
+
     def exchanged(self, step: int) -> Sequence[tuple[int, int]]:
         return self._update.exchanged(step)
 
@@ -397,7 +402,8 @@ class Trainer:
         """
         norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
         loss = self._update.mean_loss(self.reduce_buffer)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        withheld = self._spec.local is not None and self._spec.local.clip_norm > 0
+        if not ((math.isfinite(loss) or withheld) and math.isfinite(norm)):
             raise JobFailed(
                 f"step {step + 1} is not finite: loss {loss}, gradient norm {norm}",
                 remedy="lower optimizer.lr, raise optimizer.warmup_steps, or use device.precision = 'fp32'",

@@ -9,6 +9,7 @@ shells.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Callable
@@ -83,6 +84,7 @@ class World:
     Attributes:
         random: the only source of non-cryptographic randomness (jitter, tie-breaks). Training does not use it: its
             randomness is a pure function of the job's seed.
+        entropy: returns so many secret random bytes, for the noise and the masks of private jobs.
     """
 
     clock: Clock
@@ -90,6 +92,7 @@ class World:
     disk: Disk
     random: random.Random
     threads: Threads = field(default_factory=RealThreads)
+    entropy: Callable[[int], bytes] = os.urandom
 
 
 def real_world(network: Network) -> World:

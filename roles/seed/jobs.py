@@ -99,7 +99,9 @@ def _ring_options_of(profile: Profile) -> RingOptions:
 
 _NOT_RUNNING = frozenset({str(phase) for phase in (*ENDED, Phase.PAUSED)})
 _METRICS = {item.name for item in dataclasses.fields(MetricRow)} - {"job", "step", "wall", "generation", "members"}
-_SHOWN = ("loss", "lr", "grad_norm", "tokens_per_s", "step_ms", "compute_ms", "communicate_ms", "wait_ms")
+_SHOWN = (
+    "loss", "lr", "grad_norm", "tokens_per_s", "step_ms", "compute_ms", "communicate_ms", "wait_ms", "epsilon", "delta",
+)  # fmt: skip
 
 
 SETTLE_S = 30.0

@@ -125,9 +125,10 @@ class Records:
                 text = f"{path} was written by another release (schema {version}, not {SCHEMA_VERSION})"
                 raise StorageError(text, remedy="use the release that wrote it, or another --state")
             self._db.executescript(_SCHEMA + f"PRAGMA user_version = {SCHEMA_VERSION};")
-            columns = {row[1] for row in self._db.execute("PRAGMA table_info(checkpoints)")}
-            for name in [name for name in _CHECKPOINT_COLUMNS if name not in columns]:  # written by an older release
-                self._db.execute(f"ALTER TABLE checkpoints ADD COLUMN {name}")
+            for table, wanted in (("checkpoints", _CHECKPOINT_COLUMNS), ("metrics", _METRIC_COLUMNS)):
+                columns = {row[1] for row in self._db.execute(f"PRAGMA table_info({table})")}
+                for name in [name for name in wanted if name not in columns]:  # written by an older release
+                    self._db.execute(f"ALTER TABLE {table} ADD COLUMN {name}")
         self._path = path
 
     def close(self) -> None:

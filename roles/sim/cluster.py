@@ -153,6 +153,7 @@ class Machine:
             self.disk.seen_by(process),
             rng,
             SimThreads(process, rng, self.call_s),
+            rng.randbytes,
         )
 
     async def _worker(self) -> None:

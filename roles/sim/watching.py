@@ -135,7 +135,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
         async def call(self: CheckpointFiles, step: int) -> Any:
             found = await original(self, step)
             machine = here()
-            stage = stage_of(self._root)
+            stage = stage_of(self.root)
             if machine is not None and stage is not None:  # a stage may have no room for its share of a whole one
                 observer.promised(machine, stage, step)
             return found

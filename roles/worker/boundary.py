@@ -62,11 +62,11 @@ class BoundaryWork:
     async def validate(
         self, boundary: Boundary, engine: Engine, strategy: Strategy, session: RingSession, *, patience_s: float
     ) -> float | None:
-        """Return the mean loss over the held-out micro-batches in nats per token, or None if it is not due. The members
-        share the micro-batches; in a split model the replicas do. Of private data each member computes all of its
-        own. All take the same loss into their ``EarlyStop``."""
+        """Return the mean loss over the held-out micro-batches in nats per token; None if it is not due, or would tell
+        about texts that ``[privacy]`` protects. The members share the micro-batches; in a split model the replicas do.
+        Of private data each member computes all of its own. All take the same loss into their ``EarlyStop``."""
         every = self._profile.validation.every
-        if not (boundary.last or (every and boundary.applied % every == 0)):
+        if not (boundary.last or (every and boundary.applied % every == 0)) or self._profile.privacy.epsilon:
             return None
         view = session.view
         first, count = 0, engine.validation_batches()

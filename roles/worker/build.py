@@ -155,6 +155,7 @@ def check_island(profile: Profile) -> None:
         f"job.strategy = {profile.job.strategy!r}": profile.job.strategy not in ("sync", "local"),
         "job.exact": profile.job.exact,
         "lora.rank": profile.lora.rank > 0,
+        "privacy.epsilon": profile.privacy.epsilon > 0,
         "local.fragments": profile.job.strategy == "local" and profile.local.fragments > 1,
     }
     if found := next((setting for setting, is_set in refused.items() if is_set), None):
@@ -218,12 +219,13 @@ def training_spec(profile: Profile) -> TrainingSpec:
     from p2ptrain.compute.tuning import TuningSpec
 
     model, data, batch, lora = profile.model, profile.data, profile.batch, profile.lora
-    local = None
+    local, clip_norm = None, profile.privacy.clip_norm if profile.privacy.epsilon else 0.0
     if profile.job.strategy == "local":
-        local = LocalSpec(**profile.local.model_dump())
+        local = LocalSpec(**profile.local.model_dump(), clip_norm=clip_norm)
     elif profile.job.strategy == "federated":
         pull = profile.federated.proximal
-        local = LocalSpec(outer_lr=1.0, outer_momentum=0.0, proximal=pull, fresh=True, slots=slots(profile))
+        slotted = slots(profile)
+        local = LocalSpec(1.0, 0.0, proximal=pull, fresh=True, clip_norm=clip_norm, slots=slotted)
     freeze_a = profile.job.strategy == "federated" and profile.federated.average == "frozen-a"
     return TrainingSpec(
         model=ModelSpec(

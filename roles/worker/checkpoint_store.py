@@ -144,7 +144,7 @@ class CheckpointFiles:
         *,
         best: bool = False,
     ) -> None:
-        self._thread, self.disk, self._root, self._tell = thread, disk, root, tell
+        self._thread, self.disk, self.root, self._tell = thread, disk, root, tell
         self._keep, self._best = keep, best
         self._opened: CheckpointStore | None = None
         self._wanted = -1  # a checkpoint that the job may go back to
@@ -233,7 +233,7 @@ class CheckpointFiles:
         try:
             entry = await self.find(step)
             if entry is None:
-                raise UserError(f"there is no checkpoint of step {step} in {self._root}")
+                raise UserError(f"there is no checkpoint of step {step} in {self.root}")
             lineage_of(entry)
         except P2PTrainError:
             self._wanted = before
@@ -246,7 +246,7 @@ class CheckpointFiles:
     async def _on_disk(self, call: Callable[[CheckpointStore], T], *, idle: bool = False, spared: int = -1) -> T:
         def run() -> T:
             if self._opened is None:
-                self._opened = CheckpointStore(self.disk, self._root, self._keep, best=self._best)
+                self._opened = CheckpointStore(self.disk, self.root, self._keep, best=self._best)
             self._opened.spared = frozenset({spared, self._wanted})
             return call(self._opened)
 

@@ -1,4 +1,5 @@
-"""When a job ends early: after ``validation.patience`` validations without a better loss. Pure.
+"""When a job ends early: after ``validation.patience`` validations without a better loss, or when its privacy budget is
+spent (``roles.worker.privacy``). Pure.
 
 With each validation the members exchange what they know of the earlier ones, and all go on from the newest of it. So a
 newcomer knows what the others know, and all reach the same verdict. Each member then asks for ``Flag.STOP``, so the
@@ -13,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
 from p2ptrain.core.checkpoints import Meta
+from roles.worker.privacy import Budget
 
 _WIRE = struct.Struct("!QdQQ")
 KNOWN_BYTES = _WIRE.size
@@ -36,22 +38,29 @@ class Validations:
 
 
 class EarlyStop:
-    """Args: ``patience``: validations without improvement after which the job ends; 0: it never does."""
+    """Args: ``patience``: validations without improvement after which the job ends; 0: it never does. ``budget``: of a
+    private job."""
 
-    def __init__(self, patience: int) -> None:
-        self._patience = patience
+    def __init__(self, patience: int, budget: Budget | None = None) -> None:
+        self._patience, self._budget = patience, budget
         self._known = Validations()
 
     @property
     def due(self) -> bool:
-        return 0 < self._patience <= self._known.since
+        return 0 < self._patience <= self._known.since or (self._budget is not None and self._budget.due)
 
     @property
     def reason(self) -> str:
         """Why the job ends early; empty if it does not."""
+        if self._budget is not None and self._budget.due:
+            return self._budget.reason
         known = self._known
         least = f"no better validation loss than {known.best:.4g} (step {known.best_step})"
         return f"stopped early: {least} in {known.since} validation{'s'[: known.since != 1]}" if self.due else ""
+
+    def spent(self) -> dict[str, float]:
+        """The privacy that the job has spent, to be reported with a step; empty if it has no budget."""
+        return {} if self._budget is None else {"epsilon": self._budget.epsilon, "delta": self._budget.delta}
 
     def told(self) -> bytes:
         return _WIRE.pack(*astuple(self._known))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -216,10 +217,12 @@ class StepReporter:
     def applied(self, last: Applied) -> None:
         self._last = last
         values = {"loss": last.loss, "lr": last.lr, "grad_norm": last.grad_norm}
+        if math.isnan(last.loss):  # withheld (``compute.local``)
+            del values["loss"]
         self._rows.append((last.step, values))
 
     def loss(self, applied: int) -> float | None:
-        return self._last.loss if self._last is not None and self._last.step == applied else None
+        return self._rows[-1][1].get("loss") if self._last is not None and self._last.step == applied else None
 
     def tell(self, applied: int, view: View, rank: int, values: dict[str, float]) -> None:
         """Report step ``applied`` when it is over. ``values`` are added to the engine's own."""
@@ -411,6 +414,7 @@ class Reports:
             self._tokens_per_s = share * values["tokens_per_s"]
         if val_loss is not None:
             values["val_loss"] = val_loss
+        values |= self._early.spent()
         self.steps.tell(applied, session.view, session.rank, values)
 
     def held(self, strategy: Strategy | None, *, state_bytes: int, limit_bytes: int) -> list[HeldPart]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, cast
 
 from configs.schema import Profile
+from p2ptrain.compute.noise import KEY_BYTES
 from p2ptrain.core.errors import JobFailed, NeighbourAway, NetworkError, P2PTrainError, PeerError, ProtocolError
 from ring.chain import Chain
 from ring.links import Topology
@@ -45,7 +47,7 @@ from ring.transaction import (
 )
 from ring.view import View
 from roles.background import started_in
-from roles.engine import WHOLE, Engine, Stage
+from roles.engine import WHOLE, Engine, PrivateEngine, Stage
 from roles.strategies.federated import share_rule
 from roles.strategies.interface import Strategy
 from roles.worker.boundary import BoundaryWork
@@ -55,6 +57,7 @@ from roles.worker.context import Context
 from roles.worker.early_stop import EarlyStop
 from roles.worker.heal import Follower, Healer
 from roles.worker.heal_source import HealSource
+from roles.worker.privacy import Budget
 from roles.worker.reports import LEDGER_FILE, LEDGER_FILE_BYTES, Reports
 from wire.chain_messages import HeldPart
 from wire.connection import Connection
@@ -94,7 +97,8 @@ class JobRunner:
             outlier_factor=profile.guard.outlier_factor,
             share_rule=share_rule(profile),
         )
-        self._early = EarlyStop(profile.validation.patience)
+        self._budget = Budget(profile.privacy, checkpoints) if profile.privacy.epsilon else None
+        self._early = EarlyStop(profile.validation.patience, self._budget)
         self.reports = Reports(context, self.core, job=job, stage=stage, profile=profile, early=self._early)
         self.clock = self.reports.clock
         self.bytes_in = self.bytes_out = self.tokens = 0
@@ -326,6 +330,8 @@ class JobRunner:
     async def _load(self) -> None:
         context = self._context
         self.heal_source.cut("another state is loaded")
+        if self._budget is not None:
+            await self._budget.load()
         if self._engine is None:
             self._engine = await (
                 context.compute.run(context.build_part, self.profile, self.stage)
@@ -366,6 +372,8 @@ class JobRunner:
         await context.compute.run(self._ready_engine().share_cores, beside)
         session.broken.add_done_callback(lambda _: self._session_broke(session, form.view.generation))
         await self._ready_strategy().begin(session, self)
+        if self._budget is not None:
+            await self._budget.view_began(session, patience_s=self._patience_s())
         self.heal_source.view_began()
         self.reports.view_began(form.view, formed_s=context.world.clock.now() - form_began)
         self._handle(Finished(form.ticket))
@@ -430,12 +438,23 @@ class JobRunner:
         session, patience_s = self._ready_session(), self._patience_s()
         self.reports.steps.tell_what_was_cut_off(session.view, session.rank)
         began = self._context.world.clock.now()
+        if self._budget is not None:
+            await self._spend(self._budget, session.size)
         with self.clock.phase("compute"):
             await self._ready_strategy().compute(step, first, count, session, patience_s=patience_s)
         if step > session.view.step or not self.clock.unit_us:  # the first one may wait for an aborted micro-batch
             self.clock.computed(self._context.world.clock.now() - began, count)
         self.tokens += instruction.count * self._ready_engine().tokens_per_micro_batch
         self._handle(Finished(instruction.ticket))
+
+    async def _spend(self, budget: Budget, members: int) -> None:
+        """Count the step that begins, and give the engine a key for its noise. If the budget does not allow the step,
+        such as a repeated one, it changes nothing and is the last."""
+        key = self._context.world.entropy(KEY_BYTES) if await budget.spend() else b""
+        if not key:
+            self.wish(Flag.STOP)
+        engine = cast(PrivateEngine, self._ready_engine())
+        await self._context.compute.run(engine.use_noise, budget.noise_std / math.sqrt(members), key)
 
     async def _reduce(self, instruction: Reduce) -> None:
         session, strategy = self._ready_session(), self._ready_strategy()

@@ -1,0 +1,105 @@
+"""The privacy budget of a job: what its steps have spent of it, and when it is spent.
+
+A *release* is a step for which the members may have sent contributions, whether or not it was committed: a step that
+was aborted and is repeated gets new noise, so it counts twice. The job counts them: each member writes the count to its
+disk before it contributes, and when a view begins all go on from the largest count of its members. So neither
+newcomers, nor restarts, nor a return to an older checkpoint lower it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from functools import lru_cache
+
+from configs.schema import Privacy
+from p2ptrain.core.disk import write_atomic
+from p2ptrain.core.errors import ConfigError, StorageError
+from ring.session import RingSession
+from roles.worker.checkpoint_store import CheckpointFiles
+
+COUNT_FILE = "releases"
+_COUNT = struct.Struct("!Q")
+
+
+@lru_cache(maxsize=64)
+def epsilon_of(releases: int, noise: float, delta: float) -> float:
+    """Epsilon at ``delta`` of so many releases: sums in which one member's part has L2 norm 1 at most, and Gaussian
+    noise the standard deviation ``noise``.
+
+    Nothing is gained by sampling: all members count as taking part in every step. Gaussian mechanisms compose to one
+    whose noise is less by the root of their number, and for that the figure is exact (arXiv 1805.06530).
+    """
+    from dp_accounting import get_epsilon_gaussian  # brings scipy: only private jobs pay for it
+
+    return float(get_epsilon_gaussian(noise / math.sqrt(releases), delta)) if releases else 0.0
+
+
+class Budget:
+    """``files``: the job's checkpoints; the count is a file beside their directory."""
+
+    def __init__(self, settings: Privacy, files: CheckpointFiles) -> None:
+        self._limit, self._noise, self.delta = settings.epsilon, settings.noise, settings.delta
+        self.noise_std = settings.noise * settings.clip_norm  # of the noise in the members' sum
+        self._files, self._path = files, files.root.parent / COUNT_FILE
+        self._releases = 0
+
+    @property
+    def epsilon(self) -> float:
+        return self._after(self._releases)
+
+    @property
+    def due(self) -> bool:
+        """Whether the budget allows at most one more release."""
+        return self._after(self._releases + 2) > self._limit
+
+    @property
+    def reason(self) -> str:
+        return (
+            f"stopped early: another step would spend more than privacy.epsilon = {self._limit:g}; the steps spent "
+            f"{self.epsilon:.4g} at delta {self.delta:g}"
+        )
+
+    async def load(self) -> None:
+        """Read the count. Raises ``ConfigError`` if the accountant is missing or the budget allows no step, and
+        ``StorageError``."""
+        self._releases = max(self._releases, await self._files.at_disk(self._read))
+
+    async def view_began(self, session: RingSession, *, patience_s: float) -> None:
+        """Agree with the other members. Raises as ``RingSession.all_gather``."""
+        told = await session.all_gather(_COUNT.pack(self._releases), patience_s=patience_s)
+        self._releases = max(session.view.step, *(_COUNT.unpack(each)[0] for each in told))
+
+    async def spend(self) -> bool:
+        """Count a release before it is made. Returns whether the budget allows it; if not, it is not counted."""
+        if self._after(self._releases + 1) > self._limit:
+            return False
+        self._releases += 1
+        await self._files.at_disk(self._write)
+        return True
+
+    def _after(self, releases: int) -> float:
+        return epsilon_of(releases, self._noise, self.delta)
+
+    def _read(self) -> int:
+        disk, path = self._files.disk, self._path
+        try:
+            one = self._after(1)
+        except ImportError as error:
+            remedy = "install it: pip install 'p2ptrain[privacy]'"
+            raise ConfigError("privacy.epsilon needs the package dp-accounting", remedy=remedy) from error
+        if one > self._limit:
+            raise ConfigError(
+                f"privacy.epsilon = {self._limit:g} allows no step: one spends {one:.4g} at delta {self.delta:g}",
+                remedy="raise privacy.noise or privacy.epsilon",
+            )
+        if not disk.is_dir(path.parent) or path.name not in disk.list_dir(path.parent):
+            return 0
+        encoded = disk.read(path, max_bytes=_COUNT.size)
+        if len(encoded) != _COUNT.size:
+            raise StorageError(f"{path}, which counts what the job has spent of its privacy, is damaged")
+        return int(_COUNT.unpack(encoded)[0])
+
+    def _write(self) -> None:
+        self._files.disk.make_dir(self._path.parent)
+        write_atomic(self._files.disk, self._path, _COUNT.pack(self._releases))

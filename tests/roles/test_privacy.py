@@ -1,0 +1,146 @@
+"""Private jobs in the real cluster: epsilon, the budget, and what is counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
+from dp_accounting.pld import PLDAccountant
+
+from configs.loader import load
+from configs.schema import Conflict, Profile
+from p2ptrain.compute.trainer import Trainer
+from p2ptrain.core.errors import ConfigError
+from roles.strategies.pipeline import strategy_of
+from roles.worker.privacy import COUNT_FILE, epsilon_of
+from tests.compute.tiny_trainer import state_bytes
+from tests.roles.in_process import DEADLINE_S, Cluster, Gate, Peer
+from tests.roles.test_cluster import done
+from tests.roles.test_local import PRIVATE, own_text
+
+SETS = [*PRIVATE, "job.strategy=federated", "job.workers=3", "job.steps=1000", "privacy.epsilon=2.6",
+        "privacy.noise=6", "privacy.clip_norm=0.1"]  # fmt: skip
+AFFORDED = 14
+
+
+@pytest.mark.parametrize(("releases", "noise", "delta"), [(1, 1.0, 1e-5), (40, 4.0, 1e-5), (1000, 30.0, 1e-7)])
+def test_epsilon_is_the_accountants(releases: int, noise: float, delta: float) -> None:
+    accountant = PLDAccountant()
+    accountant.compose(SelfComposedDpEvent(GaussianDpEvent(noise), releases))
+    assert epsilon_of(releases, noise, delta) == pytest.approx(accountant.get_epsilon(delta), rel=1e-3)
+
+
+def private_profile(*sets: str) -> Profile:
+    return load("tiny", {}, [*SETS, *sets]).profile
+
+
+class Watched(Gate):
+    """Tells how many engines it has stopped."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self._step, self._loop, self._stopped = step, asyncio.get_running_loop(), asyncio.Semaphore(0)
+
+    def wait(self, step: int, index: int) -> None:
+        if step == self._step:
+            self._loop.call_soon_threadsafe(self._stopped.release)
+        super().wait(step, index)
+
+    async def reached_by(self, engines: int) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            for _ in range(engines):
+                await self._stopped.acquire()
+
+
+class Stopped(Trainer):
+    """A trainer that waits at a gate before each micro-batch."""
+
+    gate: Gate
+
+    def micro_batch(self, step: int, index: int, *args: Any, **kwargs: Any) -> None:
+        self.gate.wait(step, index)
+        super().micro_batch(step, index, *args, **kwargs)
+
+
+@pytest.fixture
+def join(cluster: Cluster, tmp_path: Path) -> Callable[..., Peer]:
+    def one(number: int, gate: Gate | None = None) -> Peer:
+        path = tmp_path / f"{number}.txt"
+        path.write_text("".join(f"line {number * line % 97} of a text\n" for line in range(300)))
+
+        def build(profile: Profile) -> Any:
+            engine: Any = own_text(path)(profile)
+            if gate is not None:
+                engine.__class__, engine.gate = Stopped, gate
+            return engine
+
+        return cluster.join(build, strategies=strategy_of)
+
+    return one
+
+
+def count_of(peer: Peer) -> int:
+    (path,) = Path(peer.identity.directory).rglob(COUNT_FILE)
+    return int.from_bytes(path.read_bytes(), "big")
+
+
+async def test_a_job_ends_at_its_budget_and_shows_no_loss(cluster: Cluster, join: Callable[..., Peer]) -> None:
+    assert epsilon_of(AFFORDED, 6.0, 1e-5) <= 2.6 < epsilon_of(AFFORDED + 1, 6.0, 1e-5)
+    job = await cluster.create(private_profile())
+    for number in range(3):
+        join(number)
+    ended = await cluster.job_until(job, done)
+    assert ended["step"] == AFFORDED
+    assert "privacy.epsilon = 2.6" in ended["reason"]
+    assert ended["epsilon"] == pytest.approx(epsilon_of(AFFORDED, 6.0, 1e-5))
+    assert ended["delta"] == 1e-5
+    rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=100))["rows"]
+    assert [row["epsilon"] for row in rows] == [pytest.approx(epsilon_of(step, 6.0, 1e-5)) for step in range(1, 15)]
+    assert {row.get("loss") for row in rows} == {row.get("val_loss") for row in rows} == {None}
+
+
+async def test_an_aborted_step_and_a_newcomer_count(cluster: Cluster, join: Callable[..., Peer]) -> None:
+    job = await cluster.create(private_profile())
+    gate = Watched(4)
+    peers = [join(number, gate) for number in range(3)]
+    await gate.reached_by(3)
+    await peers[2].die()
+    newcomer = join(3)
+    gate.away()
+    ended = await cluster.job_until(job, done)
+    assert ended["step"] < AFFORDED  # the step that was repeated is counted twice
+    assert [count_of(peer) for peer in (*peers[:2], newcomer)] == 3 * [AFFORDED]
+
+
+async def test_a_last_step_that_is_repeated_changes_nothing(cluster: Cluster, join: Callable[..., Peer]) -> None:
+    job = await cluster.create(private_profile())
+    gate = Watched(AFFORDED - 1)
+    peers = [join(number, gate) for number in range(3)]
+    await gate.reached_by(3)
+    before = state_bytes(peers[0].engines[-1])
+    await peers[2].die()
+    gate.away()
+    ended = await cluster.job_until(job, done)
+    assert ended["step"] == AFFORDED
+    assert ended["epsilon"] == pytest.approx(epsilon_of(AFFORDED, 6.0, 1e-5))
+    assert [state_bytes(peer.engines[-1]) for peer in peers[:2]] == [before, before]
+
+
+async def test_a_budget_without_a_step_is_refused(cluster: Cluster, join: Callable[..., Peer]) -> None:
+    job = await cluster.create(private_profile("privacy.noise=0.5", "job.workers=1"))
+    peer = join(0)
+    await peer.hears("allows no step")
+    await cluster.job_until(job, lambda item: item["state"] == "failed")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["job.strategy=sync", "data.private=false", "ring.codec=bf16", "validation.every=5", "local.overlap=true"],
+)
+def test_what_breaks_the_promise_is_refused(setting: str) -> None:
+    with pytest.raises((Conflict, ConfigError), match=r"privacy.epsilon = 2\.6"):
+        private_profile(setting)
