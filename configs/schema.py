@@ -5,7 +5,7 @@ A profile defines a job but not where it runs. Every member of a job gets the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -216,6 +216,9 @@ class Federated(Table):
     """The largest share of a round for one worker, however large its text is."""
     proximal: float = Field(default=0.0, ge=0, le=1000)
     """FedProx: pull towards the averaged model, added to the gradient as this factor times the difference; 0: none."""
+    secure: bool = False
+    """Secure aggregation: random masks hide what one worker sends, and cancel in the sum, so nobody sees the change of
+    one worker. Needs 3 workers; with fewer the job waits. Twice the bytes. See docs/privacy.md."""
 
 
 class Privacy(Table):
@@ -525,6 +528,8 @@ def _check(profile: Profile) -> None:
         _check_robust(profile)
     if profile.privacy.epsilon:
         _check_privacy(profile)
+    if profile.federated.secure:
+        _check_secure(profile)
     beats = ("membership.heartbeat_s", "membership.death_s")
     beat, death = profile.membership.heartbeat_s, profile.membership.death_s
     if (beat == 0) != (death == 0):
@@ -601,8 +606,28 @@ def _check_robust(profile: Profile) -> None:
         raise _conflict(profile, "robust.rule", "robust.byzantine", "job.workers", why=why, remedy=remedy)
 
 
+def _check_secure(profile: Profile) -> None:
+    if profile.job.workers < 3:
+        why = "of two workers each knows what the other sent"
+        raise _conflict(profile, "federated.secure", "job.workers", why=why, remedy="job.workers at least 3")
+    if 0 < profile.federated.sample < 3:
+        why = "of two workers that take part each knows what the other sent"
+        raise _conflict(profile, "federated.secure", "federated.sample", why=why, remedy="federated.sample at least 3")
+    needed = (
+        ("job.strategy", ("federated",), "masks are for averages of rounds"),
+        ("ring.codec", ("fp32",), "masks cancel only in exact sums"),
+        ("robust.rule", ("",), "a rule looks at what each worker sends"),
+        ("federated.average", _SUMMED if profile.lora.rank else _AVERAGES, _SHOWS_EACH),
+    )  # fmt: skip
+    _check_needed(profile, "federated.secure", needed)
+
+
+_AVERAGES = ("exact", "frozen-a", "naive")
+_SUMMED = _AVERAGES[1:]
+_SHOWS_EACH = "exact averages of adapters show those of each worker"
+
+
 def _check_privacy(profile: Profile) -> None:
-    exact = profile.lora.rank and profile.federated.average == "exact"
     needed = (
         ("job.strategy", ("local", "federated"), "only changes of whole copies are clipped and noised"),
         ("data.private", (True,), "it protects the text of each worker from the others"),
@@ -611,13 +636,17 @@ def _check_privacy(profile: Profile) -> None:
         ("robust.rule", ("",), "how far one worker's text can move the result of a rule is not known"),
         ("local.overlap", (False,), "a step would count twice"),
         ("local.fragments", (1,), "the inner steps of a step would count in several"),
-        ("federated.average", ("frozen-a", "naive") if exact else ("exact", "frozen-a", "naive"),
-         "exact averages show the adapters of each worker"),
+        ("federated.average", _SUMMED if profile.lora.rank else _AVERAGES, _SHOWS_EACH),
     )  # fmt: skip
-    for key, allowed, why in needed:
-        if profile.value(key) not in allowed:
-            remedy = f"{key} = {' or '.join(map(repr, allowed))}, or privacy.epsilon = 0"
-            raise _conflict(profile, "privacy.epsilon", key, why=why, remedy=remedy)
+    _check_needed(profile, "privacy.epsilon", needed)
+
+
+def _check_needed(profile: Profile, key: str, needed: Iterable[tuple[str, tuple[Any, ...], str]]) -> None:
+    for other, allowed, why in needed:
+        if profile.value(other) not in allowed:
+            values = [str(value).lower() if isinstance(value, bool) else repr(value) for value in allowed]
+            remedy = f"{other} = {' or '.join(values)}, or leave {key} out"
+            raise _conflict(profile, key, other, why=why, remedy=remedy)
 
 
 def _check_lora(profile: Profile) -> None:

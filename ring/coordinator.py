@@ -548,8 +548,8 @@ class Coordinator:
 
     def _try_mint(self, now: float) -> None:
         fit, least = len(self._roster.candidates(self._quarantine.out)), self.options.least * self._roster.parts
-        if self.view is not None and fit < least:
-            self.reason = f"{fit} workers are ready, and the job's robust.rule needs {least}: start more"
+        if self.view is not None and fit < least and self.options.least > 1:
+            self.reason = f"{fit} workers are ready, and the job needs {least}: start more"
             return
         if self.restore and not self._restored(self.restore, now):
             return

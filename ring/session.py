@@ -64,13 +64,14 @@ class RingSession:
 
     Attributes:
         rank, size: this member's rank, and the number of members.
+        entropy: returns so many secret random bytes.
         broken: resolves to ``RingBroken`` when the session has ended, for whatever reason.
     """
 
     def __init__(self, *, world: World, view: View, rank: int, left: Neighbour | None, right: Neighbour | None) -> None:
         self.view = view
         self.rank, self.size = rank, view.size
-        self._world = world
+        self._world, self.entropy = world, world.entropy
         self._sub_chunk_bytes = view.sub_chunk_bytes  # 0: near links, each array's size decides
         self._spare: list[npt.NDArray[np.uint8]] = []  # reusable buffers of small operations
         self.progress = 0  # sub-chunks received, plus what the owner adds; every heartbeat carries it

@@ -29,7 +29,7 @@ from ring.view import View
 from roles.seed.ledger import Ledger
 from roles.seed.peers import MAX_WHOLE, Link, announced_to, clipped, ring_beats, seen_from, whole
 from roles.seed.store import JobRecord, Records
-from roles.strategies.federated import share_rule
+from roles.strategies.federated import least_members, share_rule
 from wire.job_messages import Assign, CatchUp, Hold, LedgerRows, MemberRecord, Release, SaveNow, StepMetrics
 from wire.messages import EventNotice, Message
 from wire.records import CheckpointInfo, JobInfo, LedgerHead, MetricRow
@@ -167,8 +167,8 @@ class JobController:
             ring_options=_ring_options_of(self._profile) if self._profile else RingOptions(),
             minted_below=self._seed.minted_below,  # the highest that an earlier term may have minted
             share_rule=share_rule(self._profile) if self._profile else ShareRule(),
-            least=self._profile.robust.least if self._profile else 1,
             parts=self.stages,
+            least=least_members(self._profile) if self._profile else 1,
             training=training_of(self._profile, record.shape, record.cuts),
         )
         self._links_seen = 0

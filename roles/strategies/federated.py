@@ -25,6 +25,11 @@ def share_rule(profile: Profile) -> ShareRule:
     return ShareRule(True, profile.federated.most_share, sample, profile.job.seed)
 
 
+def least_members(profile: Profile) -> int:
+    """Members without which no step begins. With masks three: of two each could subtract its own contribution."""
+    return 3 if profile.federated.secure else profile.robust.least
+
+
 def slots(profile: Profile) -> int:
     """Slots for exact averages; 0: averages are not of this kind."""
     if profile.job.strategy != "federated" or not profile.lora.rank or profile.federated.average != "exact":

@@ -34,6 +34,7 @@ from roles.engine import Engine, PartEngine, Payload, PipelineEngine
 from roles.strategies.federated import share_rule, slots
 from roles.strategies.interface import ConnectPeers, Factory, StageLoad
 from roles.strategies.robust import RobustStrategy
+from roles.strategies.secure import SecureStrategy
 from roles.strategies.sharded import ShardedStrategy
 from roles.strategies.slots import SlotStrategy
 from roles.strategies.staged import StagedStrategy
@@ -337,6 +338,8 @@ class PipelineStrategy(StagedStrategy):
 
 
 def strategy_of(profile: Profile) -> Factory:
+    if profile.federated.secure:
+        return SecureStrategy
     if slots(profile):
         return partial(SlotStrategy, rule=share_rule(profile))
     if profile.robust.rule:

@@ -123,10 +123,15 @@ def codec_of(session: RingSession) -> Codec | None:
     return None if name == PLAIN else codec_named(name)
 
 
+def _nothing() -> None:
+    """What is in the buffer is what is sent."""
+
+
 class _Outgoing:
     """Releases this member's contribution to one step, on the compute thread.
 
-    ``measure`` returns the squared norm of a range of the buffer. ``own`` adds it up over the released pieces.
+    ``complete`` is called when the whole contribution is in the buffer. ``measure`` returns the squared norm of a range
+    of it. ``own`` adds it up over the released pieces.
     """
 
     def __init__(
@@ -135,8 +140,10 @@ class _Outgoing:
         measure: Callable[[int, int], float],
         bounds: Sequence[tuple[int, int]],
         release: Callable[[int], object],
+        complete: Callable[[], None],
     ) -> None:
         self._engine, self._measure, self._bounds, self._release = engine, measure, bounds, release
+        self._complete = complete
         self._stops = [stop for _, stop in bounds]
         self._released = 0
         self.own = 0.0
@@ -150,6 +157,7 @@ class _Outgoing:
 
     def finish(self) -> None:
         self._engine.finish_gradients(self.front_final)
+        self._complete()
         self.front_final(self._stops[-1])
 
 
@@ -163,6 +171,7 @@ class SyncStrategy:
         # Squared norm of this member's contribution. It is the engine's method, not one of this class: ``_Outgoing``
         # refers to it, and a reference cycle would keep the model in memory after its job.
         self._contributed = engine.partial_square_sum
+        self._complete = _nothing
         self._compute = compute
         self._progress = progress
         self._bucket_bytes = bucket_bytes
@@ -187,7 +196,7 @@ class SyncStrategy:
         exchange = self._exchange = Exchange(session, self._pieces_of(bounds), patience_s=patience_s)
         wake = asyncio.get_running_loop().call_soon_threadsafe
         outgoing = self._outgoing = _Outgoing(
-            self._engine, self._contributed, bounds, lambda count: wake(exchange.release, count)
+            self._engine, self._contributed, bounds, lambda count: wake(exchange.release, count), self._complete
         )
         is_ready = await self._compute.run(self._engine.begin_step, step, first, count)
         if is_ready:

@@ -247,7 +247,7 @@ def test_with_too_few_members_a_job_waits_for_a_newcomer_and_takes_it_at_once() 
     desk.tell(co.PeerLost("c", "it died"))
     desk.stand("broken", 4, "a", "b")
     assert (desk.core.phase, desk.core.short) == (Phase.WAITING, True)
-    assert desk.core.reason == "2 workers are ready, and the job's robust.rule needs 3: start more"
+    assert desk.core.reason == "2 workers are ready, and the job needs 3: start more"
     desk.offer("d")
     desk.ready("d")
     view = desk.minted()

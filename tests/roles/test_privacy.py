@@ -57,9 +57,14 @@ class Watched(Gate):
 
 
 class Stopped(Trainer):
-    """A trainer that waits at a gate before each micro-batch."""
+    """A trainer that waits at a gate before each micro-batch, and remembers its noise."""
 
     gate: Gate
+    noises: list[tuple[float, bytes]]
+
+    def use_noise(self, std: float, key: bytes) -> None:
+        self.noises.append((std, key))
+        super().use_noise(std, key)
 
     def micro_batch(self, step: int, index: int, *args: Any, **kwargs: Any) -> None:
         self.gate.wait(step, index)
@@ -74,13 +79,17 @@ def join(cluster: Cluster, tmp_path: Path) -> Callable[..., Peer]:
 
         def build(profile: Profile) -> Any:
             engine: Any = own_text(path)(profile)
-            if gate is not None:
-                engine.__class__, engine.gate = Stopped, gate
+            engine.__class__, engine.gate, engine.noises = Stopped, gate or Gate(), []
             return engine
 
         return cluster.join(build, strategies=strategy_of)
 
     return one
+
+
+def noises_of(engine: Any) -> list[tuple[float, bytes]]:
+    assert isinstance(engine, Stopped)
+    return engine.noises
 
 
 def count_of(peer: Peer) -> int:
@@ -91,8 +100,7 @@ def count_of(peer: Peer) -> int:
 async def test_a_job_ends_at_its_budget_and_shows_no_loss(cluster: Cluster, join: Callable[..., Peer]) -> None:
     assert epsilon_of(AFFORDED, 6.0, 1e-5) <= 2.6 < epsilon_of(AFFORDED + 1, 6.0, 1e-5)
     job = await cluster.create(private_profile())
-    for number in range(3):
-        join(number)
+    peers = [join(number) for number in range(3)]
     ended = await cluster.job_until(job, done)
     assert ended["step"] == AFFORDED
     assert "privacy.epsilon = 2.6" in ended["reason"]
@@ -101,6 +109,9 @@ async def test_a_job_ends_at_its_budget_and_shows_no_loss(cluster: Cluster, join
     rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=100))["rows"]
     assert [row["epsilon"] for row in rows] == [pytest.approx(epsilon_of(step, 6.0, 1e-5)) for step in range(1, 15)]
     assert {row.get("loss") for row in rows} == {row.get("val_loss") for row in rows} == {None}
+    noises = [noise for peer in peers for engine in peer.engines for noise in noises_of(engine)]
+    assert len({key for _, key in noises}) == len(noises) == 3 * AFFORDED
+    assert sum(std**2 for std, _ in noises) == pytest.approx(AFFORDED * (6 * 0.1) ** 2)
 
 
 async def test_an_aborted_step_and_a_newcomer_count(cluster: Cluster, join: Callable[..., Peer]) -> None:
