@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from hypothesis import strategies as st
 
 from configs.schema import Profile
@@ -25,6 +26,7 @@ from ring.token import TOKEN_BYTES, Flag, Token
 from ring.view import View
 from roles.process_group import Place, _place_untrusted
 from roles.seed.links import measured_untrusted
+from roles.strategies.secure import pair_keys_untrusted
 from roles.worker.links import targets_untrusted
 from roles.worker.worker import _stage_untrusted
 from wire.job_messages import CODEC_NAMES, MAX_STAGES, MemberRecord, ViewAnnounced
@@ -154,6 +156,28 @@ TOKEN = Target(
     mutated(st.just(_TOKEN)) | mutated(st.just(_TOKEN[:-4])).map(_signed) | st.binary(max_size=2 * TOKEN_BYTES),
     _check_token,
     ("ring.token.Token.decode_untrusted",),
+    peak_bytes=64 << 10,
+)
+
+# -------------------------------------------------------------------------------------------------------------- masks
+
+_SECRET = X25519PrivateKey.from_private_bytes(b"\1" * 32)
+_PUBLIC = _SECRET.public_key().public_bytes_raw()
+
+
+def _check_key(data: bytes) -> None:
+    try:
+        keys = pair_keys_untrusted(_SECRET, [_PUBLIC, data], 0, "job 1 ")
+    except ProtocolError:
+        return
+    assert [len(key) for key in keys.values()] == [32]
+
+
+MASKS = Target(
+    "masks",
+    st.binary(min_size=32, max_size=32) | mutated(st.sampled_from([_PUBLIC, bytes(32)])),
+    _check_key,
+    ("roles.strategies.secure.pair_keys_untrusted",),
     peak_bytes=64 << 10,
 )
 
@@ -362,4 +386,4 @@ PROFILE = Target(
     peak_bytes=4 << 20,
 )
 
-TARGETS = (VIEW, PLACE, STAGE, TOKEN, CODEC, LINKS, FIGURES, PROFILE)
+TARGETS = (VIEW, PLACE, STAGE, TOKEN, MASKS, CODEC, LINKS, FIGURES, PROFILE)
