@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.schema import Robust
-from p2ptrain.compute.device import HOST, check_memory
 from p2ptrain.compute.robust import Scores, aggregate, middle_of
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
@@ -51,6 +50,8 @@ class RobustStrategy(SyncStrategy):
     async def compute(self, step: int, first: int, count: int, session: RingSession, *, patience_s: float) -> None:
         buffer = self._engine.reduce_buffer
         if session is not self._session:
+            from p2ptrain.compute.device import HOST, check_memory  # torch with it, which the simulator does without
+
             self._vectors, self._gathered, self._center, self.scores = np.empty(0, np.float32), [], None, None
             what = f"robust.rule = {self._robust.rule!r} with the vectors of {session.size} members"
             check_memory((session.size + self._keeps_center) * buffer.nbytes, HOST, what)
