@@ -38,7 +38,7 @@ def sharded(text: Path, shards: int, replicas: int, steps: int) -> Profile:
     return Profile.model_validate(base | {"pipeline": {}, "sharded": {"shards": shards}})
 
 
-@pytest.mark.parametrize(("shards", "replicas", "steps"), [(2, 2, 50), (3, 1, 20)])
+@pytest.mark.parametrize(("shards", "replicas", "steps"), [(2, 2, 50)])
 async def test_a_sharded_model_learns_what_one_process_does(
     cluster: Cluster, text: Path, shards: int, replicas: int, steps: int
 ) -> None:

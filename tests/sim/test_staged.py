@@ -30,7 +30,7 @@ def test_every_kind_of_fault_strikes_and_is_survived(kind: str) -> None:
 
 # Name → a schedule that shows it, and by which invariant.
 FOUND = {
-    "stage": (0, "same bits"),
+    "stage": (7, "same bits"),
     "back": (14, "no further back"),
     "files": (14, "no further back"),
     "joined": (23, "same bits"),
