@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import psutil
@@ -9,7 +10,10 @@ import pytest
 
 from tests.e2e.test_training import at, history, undisturbed
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif("P2PTRAIN_LONG" not in os.environ, reason="takes a minute of both cores: P2PTRAIN_LONG=1"),
+]
 
 
 async def test_an_island_is_one_worker_leaves_with_a_process_of_it_and_comes_back(machine: Any) -> None:

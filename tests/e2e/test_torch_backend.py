@@ -29,7 +29,7 @@ def run(arguments: list[str], environment: dict[str, str], directory: Path) -> s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("example", "members"), [("fsdp2", 2), ("powersgd", 2), ("pipelining", 3)])  # others: by hand
+@pytest.mark.parametrize(("example", "members"), [("fsdp2", 2), ("pipelining", 3)])  # others: by hand
 def test_examples_agree_with_one_process(
     example: str, members: int, environment: dict[str, str], tmp_path: Path
 ) -> None:
