@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.schema import Robust
-from p2ptrain.compute.robust import Scores, aggregate, middle_of
+from p2ptrain.compute.robust import aggregate, middle_of
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine
@@ -45,14 +45,13 @@ class RobustStrategy(SyncStrategy):
         self._vectors: npt.NDArray[Any] = np.empty(0, np.float32)
         self._center: npt.NDArray[Any] | None = None
         self._gathered: list[npt.NDArray[Any]] = []
-        self.scores: Scores | None = None  # of the newest step in this view
 
     async def compute(self, step: int, first: int, count: int, session: RingSession, *, patience_s: float) -> None:
         buffer = self._engine.reduce_buffer
         if session is not self._session:
             from p2ptrain.compute.device import HOST, check_memory  # torch with it, which the simulator does without
 
-            self._vectors, self._gathered, self._center, self.scores = np.empty(0, np.float32), [], None, None
+            self._vectors, self._gathered, self._center = np.empty(0, np.float32), [], None
             what = f"robust.rule = {self._robust.rule!r} with the vectors of {session.size} members"
             check_memory((session.size + self._keeps_center) * buffer.nbytes, HOST, what)
             self._vectors = np.empty(session.size * buffer.size, buffer.dtype)
@@ -75,7 +74,7 @@ class RobustStrategy(SyncStrategy):
         buffer, scalars, rule = self._engine.reduce_buffer, self._engine.scalars, self._robust.rule
         vector, last = buffer[:-scalars], self._gathered[-1]
         pieces = [*self._gathered[:-1], last[:, :-scalars]]
-        self.scores = aggregate(rule, self._robust.byzantine, pieces, vector, self._center)
+        aggregate(rule, self._robust.byzantine, pieces, vector, self._center)
         buffer[-scalars:] = middle_of(last[:, -scalars:], rule)
         if self._keeps_center:
             self._center = vector.copy()
