@@ -24,6 +24,7 @@ from p2ptrain.cli.runtime import (
     LinkOption,
     NameOption,
     SplitOption,
+    StragglerOption,
     check_one_of,
     is_text,
     run,
@@ -161,6 +162,7 @@ def join(
     ] = None,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
     link: LinkOption = "",
+    straggler: StragglerOption = 1.0,
 ) -> None:
     """Join a seed: as a worker, which trains the seed's jobs, or to write text. Ctrl+C leaves.
 
@@ -218,6 +220,7 @@ def join(
         memory_bytes=memory_bytes,
         data=data,
         link=link,
+        straggler=straggler,
         with_parent=with_parent,
         wait_s=math.inf if wait is None else wait,
     )
@@ -311,8 +314,7 @@ def host_and_port(option: str, text: str, meaning: str) -> tuple[str, int] | Non
 
 async def _work(joining: Joining, island: IslandOptions | None) -> None:
     from p2ptrain.cli.island import LeadIsland
-    from p2ptrain.cli.joining import member_options, stay
-    from p2ptrain.core.world import real_world
+    from p2ptrain.cli.joining import member_options, stay, world_of
     from roles.worker.build import engine_builder, holding, island_builder, no_stage, stage_builder, warm_up, with_data
     from roles.worker.worker import Worker
 
@@ -336,7 +338,7 @@ async def _work(joining: Joining, island: IslandOptions | None) -> None:
                 return build_engine(own)
 
         return Worker(
-            real_world(found.access.network),
+            world_of(joining, found),
             here.identity,
             member_options(joining, found, **said),
             build_engine=build,

@@ -17,7 +17,7 @@ import math
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from p2ptrain.cli.access import Access
     from p2ptrain.cli.output import Console
-    from p2ptrain.core.world import Network
+    from p2ptrain.core.world import Network, World
     from roles.identity import Identity
     from roles.member import MemberOptions
     from roles.seed_link import WaitS
@@ -49,6 +49,7 @@ class Joining:
         host: empty: an address that the seed can reach. advertise: ("", 0): not given.
         device, threads, memory_bytes: empty or 0: not given.
         link: preset of an emulated link; empty: none.
+        straggler: computes so many times slower; 1: as fast as it can.
         wait_s: how long to wait for a seed that does not answer; ``inf``: for ever.
         data: a worker's own text for private jobs; empty: the job's.
     """
@@ -68,6 +69,7 @@ class Joining:
     with_parent: bool
     wait_s: float = math.inf
     data: str = ""
+    straggler: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +200,6 @@ async def served(joining: Joining, serve_options: ServeOptions) -> None:
     from p2ptrain.cli.serving import check, serve
 
     await check(serve_options)
-    from p2ptrain.core.world import real_world
     from roles.member import ServingMember
 
     def member(here: ProcessContext, found: Found) -> ServingMember:
@@ -206,7 +207,7 @@ async def served(joining: Joining, serve_options: ServeOptions) -> None:
             await serve(member, serve_options, here.console)
 
         return ServingMember(
-            real_world(found.access.network),
+            world_of(joining, found),
             here.identity,
             member_options(joining, found),
             program=program,
@@ -215,6 +216,14 @@ async def served(joining: Joining, serve_options: ServeOptions) -> None:
         )
 
     await stay(joining, member)
+
+
+def world_of(joining: Joining, found: Found) -> World:
+    from p2ptrain.core.threads import SlowThreads
+    from p2ptrain.core.world import real_world
+
+    world = real_world(found.access.network)
+    return replace(world, threads=SlowThreads(world.threads, joining.straggler)) if joining.straggler > 1 else world
 
 
 def member_options(joining: Joining, found: Found, **more: Scalar) -> MemberOptions:

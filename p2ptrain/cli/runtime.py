@@ -54,6 +54,16 @@ LinkOption = Annotated[
         "brownout; or 20ms. Default: none, or the profile's.",
     ),
 ]
+StragglerOption = Annotated[
+    float,
+    typer.Option(
+        "--straggler",
+        metavar="K",
+        min=1,
+        max=100,
+        help="Emulate a slow computer, such as 5: the worker, with `up` the last one, computes K times slower.",
+    ),
+]
 HttpOption = Annotated[
     str, typer.Option("--http", metavar="HOST:PORT", help="Address of the verifier's OpenAI API; default: none.")
 ]

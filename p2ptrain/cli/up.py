@@ -21,6 +21,7 @@ from p2ptrain.cli.runtime import (
     LinkOption,
     ProfileOption,
     SetOption,
+    StragglerOption,
     WorkersOption,
     at_terminal,
     run,
@@ -56,6 +57,7 @@ def up(
         bool, typer.Option("--plain", help="Plain progress lines instead of the full-screen view.")
     ] = False,
     link: LinkOption = "",
+    straggler: StragglerOption = 1.0,
     data: Annotated[
         list[str],
         typer.Option(
@@ -102,6 +104,7 @@ def up(
     Examples:
       p2ptrain up
       p2ptrain up --workers 4 --set job.steps=1000
+      p2ptrain up --workers 4 --straggler 5
       p2ptrain up --profile my.toml --state ./run --plain
       p2ptrain up --set model.path=HuggingFaceTB/SmolLM2-135M --download
       p2ptrain up --profile pair --http 127.0.0.1:8000
@@ -124,6 +127,8 @@ def up(
         if dry_run:
             remedy = "see p2ptrain generate --split --dry-run for --split"
             raise UserError("--dry-run works only for training", remedy=remedy)
+        if straggler > 1:
+            raise UserError("--straggler works only for training", remedy="leave it out")
         if memory:
             size_of(memory)  # fail here, not in each worker
         check_dtype(dtype)
@@ -145,7 +150,7 @@ def up(
             return
     port = _free(port)
     texts = _texts(loaded, workers, data)
-    plan = Plan(profile, loaded, workers, root, port, new, link or loaded.link.preset, place, keys, texts)
+    plan = Plan(profile, loaded, workers, root, port, new, link or loaded.link.preset, place, keys, texts, straggler)
     full_screen = not plain and not as_json and at_terminal()
     from p2ptrain.cli.output import print_json
 

@@ -69,6 +69,7 @@ class Plan:
     http: tuple[str, int] | None = None
     api_keys: Path | None = None
     texts: tuple[str, ...] = ()  # of each worker, for private data; empty: the profile's
+    straggler: float = 1.0  # the last worker computes so many times slower
 
     @property
     def is_pair(self) -> bool:
@@ -188,6 +189,7 @@ class Run:
             options = ["--threads", plan.threads(plan.workers), "--memory", memory]
             options += ["--link", plan.link] * bool(plan.link)
             options += ["--data", plan.texts[index - 1]] if plan.texts else []
+            options += ["--straggler", f"{plan.straggler:g}"] * (plan.straggler > 1 and index == plan.workers)
             self._workers.append(await self.cluster.start_peer(f"worker-{index}", index, *options))
         self._say("info", self.cluster.workers_start(plan.workers))
 

@@ -11,8 +11,10 @@ import asyncio
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 T = TypeVar("T")
@@ -65,6 +67,48 @@ class _DaemonThread:
             if not _carried_out(*job):
                 return
             del job  # while waiting, the thread must not keep a job's objects, such as a model, alive
+
+
+@dataclass(frozen=True, slots=True)
+class SlowThreads:
+    """Emulates a slow computer (a straggler), as ``wire.emulate`` does a slow link: calls on the thread ``name`` take
+    ``factor`` times as long, and the thread sleeps in the rest of that time. A call that times itself, such as the
+    measurement of this machine's speed for the placement of a split model, does not notice.
+
+    Attributes:
+        sleep, clock: in seconds; tests pass their own.
+    """
+
+    inner: Threads
+    factor: float
+    name: str = "compute"
+    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.perf_counter
+
+    def start(self, name: str) -> Thread:
+        thread = self.inner.start(name)
+        return _SlowThread(thread, self) if name == self.name else thread
+
+
+@dataclass(frozen=True, slots=True)
+class _SlowThread:
+    _thread: Thread
+    _slow: SlowThreads
+
+    def submit(self, call: Callable[[], T], *, idle: bool = False) -> asyncio.Future[T]:
+        slow = self._slow
+
+        def slowly() -> T:
+            began = slow.clock()
+            try:
+                return call()
+            finally:
+                slow.sleep((slow.factor - 1) * (slow.clock() - began))
+
+        return self._thread.submit(slowly, idle=idle)
+
+    def close(self) -> None:
+        self._thread.close()
 
 
 class LoopThreads:

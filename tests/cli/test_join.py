@@ -68,19 +68,20 @@ def test_a_verifier_and_its_options(
         "join", "10.0.0.7", "--role", "verifier", "--model", model, "--http", "127.0.0.1:8000",
         "--api-key-file", keys, "--sessions", "3", "--device", "cpu", "--threads", "2", "--memory", "1G",
         "--name", "big", "--advertise", "10.0.0.8:99", "--link", "20ms", "--slot", "4",
-        "--dtype", "fp32",
+        "--dtype", "fp32", "--straggler", "5",
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
     ((of, serve_options),) = begun
     assert serve_options == ServeOptions(
         "verifier", model, "cpu", 2, 1 << 30, 3, None, ("127.0.0.1", 8000), keys, "fp32"
     )
-    assert (of.targets, of.name, of.advertise, of.link, of.slot) == (
+    assert (of.targets, of.name, of.advertise, of.link, of.slot, of.straggler) == (
         [("10.0.0.7", 7337)],
         "big",
         ("10.0.0.8", 99),
         "20ms",
         4,
+        5.0,
     )
     command("join", "--role", "verifier", "--model", model, "--split", "2", "--http", "[::1]:8000")
     assert begun[-1][1] == ServeOptions("verifier", model, split=2, http=("::1", 8000))

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from p2ptrain.core.threads import RealThreads, SlowThreads
 from roles.compute_thread import ComputeFailed, ComputeThread, translated
 
 
@@ -56,3 +57,23 @@ async def test_a_cancelled_call_that_has_not_begun_is_skipped_and_one_that_has_r
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")])
 def test_too_little_memory_names_what_to_lower(error: BaseException) -> None:
     assert "micro_batch_sequences" in translated(error).remedy
+
+
+async def test_a_straggler_takes_so_many_times_as_long_to_compute() -> None:
+    at_s, slept = [10.0], list[float]()
+
+    def call(seconds: float) -> str:
+        at_s[0] += seconds
+        if not seconds:
+            raise ValueError("fails at once")
+        return "done"
+
+    slow = SlowThreads(RealThreads(), 5.0, sleep=slept.append, clock=lambda: at_s[0])
+    thread, disk = ComputeThread(slow), slow.start("disk")
+    assert await thread.run(call, 2.0) == "done"
+    with pytest.raises(ComputeFailed, match="fails at once"):
+        await thread.run(call, 0.0)
+    assert await disk.submit(lambda: call(3.0)) == "done"
+    assert slept == [8.0, 0.0]
+    thread.close()
+    disk.close()
