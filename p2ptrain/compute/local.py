@@ -33,6 +33,7 @@ import torch
 from p2ptrain.compute.device import flushed_denormals, one_thread
 from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec
 from p2ptrain.compute.noise import gaussian
+from p2ptrain.compute.update import clip
 
 NO_NOISE = (0.0, b"")
 MIXING = 0.5
@@ -164,11 +165,7 @@ class LocalSteps:
         difference = self.contribution[: self.numel]
         if self._sent:
             torch.sub(self._flat.parameters, self._own, out=difference)
-            norm = self._flat.norm(difference)
-            if math.isfinite(norm):
-                difference *= min(1.0, self._spec.clip_norm * 0.9999 / max(norm, 1e-30))  # fp32 rounds the norm
-            else:
-                difference.zero_()  # a refusal would tell about the text
+            clip(difference, self._spec.clip_norm)
             self.contribution[self.numel] = 1
         difference += torch.from_numpy(gaussian(key, self.numel, std)).to(difference.device)
 

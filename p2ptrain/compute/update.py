@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy.typing as npt
 from torch import Tensor
 
-from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec
+from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec, square_sum
 
 
 class Update(Protocol):
@@ -110,3 +111,13 @@ class SummedGradients:
 
     def loaded(self) -> None:
         """Does nothing: nothing is derived from the state."""
+
+
+def clip(values: Tensor, norm: float) -> None:
+    """Scale what a private member contributes down to the L2 norm ``norm``, in place; zeros if it is not finite: a
+    refusal would tell about the text."""
+    length = math.sqrt(square_sum(values.cpu().numpy()))  # fp64: a sum of many squares in fp32 may lack percents of it
+    if math.isfinite(length):
+        values *= min(1.0, norm * 0.9999 / max(length, 1e-30))  # less than ``norm`` also after rounding
+    else:
+        values.zero_()

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from p2ptrain.compute.local import SCALARS, LocalSpec
 from p2ptrain.compute.noise import KEY_BYTES, gaussian
 from p2ptrain.compute.trainer import Trainer
+from p2ptrain.compute.update import clip
 from tests.compute.tiny_trainer import tiny_trainer
 
 KEY = bytes(range(KEY_BYTES))
@@ -57,6 +59,16 @@ def test_a_contribution_is_clipped_and_has_the_noise_once(trainer: Trainer) -> N
     noised = contributed(trainer, (2.0, KEY))
     assert np.array_equal(noised[:-SCALARS], bare[:-SCALARS] + gaussian(KEY, len(bare) - SCALARS, 2.0))
     assert noised[-SCALARS:].tolist() == [1, 0, 0]
+
+
+def test_a_contribution_of_many_elements_is_no_longer_than_the_norm() -> None:
+    values = torch.full((1_000_000,), 0.37)  # its norm, summed in fp32, is 0.05 % too small
+    clip(values, CLIP)
+    assert CLIP * 0.999 < np.linalg.norm(values.double().numpy()) <= CLIP
+    for bad in (np.nan, np.inf):
+        values[7] = bad
+        clip(values, CLIP)
+        assert not values.any()
 
 
 def test_nothing_leaves_without_a_new_key(trainer: Trainer) -> None:
