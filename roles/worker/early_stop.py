@@ -72,10 +72,13 @@ class EarlyStop:
             self._known = newest.then(step, loss)
 
     def meta(self) -> Meta:
-        return dict(zip(_KEYS, astuple(self._known), strict=True)) if self._known.step and self._patience else {}
+        known = dict(zip(_KEYS, astuple(self._known), strict=True)) if self._known.step and self._patience else {}
+        return known | self._budget.meta() if self._budget is not None else known
 
     def resumed(self, meta: Meta) -> None:
         """Go on from a checkpoint's ``meta``, or from nothing. The state was replaced by that of another step."""
+        if self._budget is not None:
+            self._budget.resumed(meta)
         step, best, best_step, since = (meta.get(key) for key in _KEYS)
         whole = all(isinstance(each, int) and each >= 0 for each in (step, best_step, since))
         self._known = Validations(step, best, best_step, since) if whole and isinstance(best, float) else Validations()  # type: ignore[arg-type]

@@ -3,7 +3,8 @@
 A *release* is a step for which the members may have sent contributions, whether or not it was committed: a step that
 was aborted and is repeated gets new noise, so it counts twice. The job counts them: each member writes the count to its
 disk before it contributes, and when a view begins all go on from the largest count of its members. So neither
-newcomers, nor restarts, nor a return to an older checkpoint lower it.
+newcomers, nor restarts, nor a return to an older checkpoint lower it. A checkpoint has the count, too, for workers that
+go on from a copy of it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import struct
 from functools import lru_cache
 
 from configs.schema import Privacy
+from p2ptrain.core.checkpoints import Meta
 from p2ptrain.core.disk import write_atomic
 from p2ptrain.core.errors import ConfigError, StorageError
 from ring.session import RingSession
 from roles.worker.checkpoint_store import CheckpointFiles
 
 COUNT_FILE = "releases"
+LEAST_NOISE = 1e-3  # with less the library does not converge; epsilon would be 500,000
 _COUNT = struct.Struct("!Q")
 
 
@@ -32,7 +35,10 @@ def epsilon_of(releases: int, noise: float, delta: float) -> float:
     """
     from dp_accounting import get_epsilon_gaussian  # brings scipy: only private jobs pay for it
 
-    return float(get_epsilon_gaussian(noise / math.sqrt(releases), delta)) if releases else 0.0
+    noise /= math.sqrt(max(releases, 1))
+    if noise < LEAST_NOISE:
+        return math.inf
+    return float(get_epsilon_gaussian(noise, delta)) if releases else 0.0
 
 
 class Budget:
@@ -64,6 +70,15 @@ class Budget:
         """Read the count. Raises ``ConfigError`` if the accountant is missing or the budget allows no step, and
         ``StorageError``."""
         self._releases = max(self._releases, await self._files.at_disk(self._read))
+
+    def meta(self) -> Meta:
+        return {COUNT_FILE: self._releases}
+
+    def resumed(self, meta: Meta) -> None:
+        """Go on from a checkpoint's ``meta``, or from nothing."""
+        told = meta.get(COUNT_FILE)
+        if isinstance(told, int) and 0 < told < 2**63:  # another worker may have written it
+            self._releases = max(self._releases, told)
 
     async def view_began(self, session: RingSession, *, patience_s: float) -> None:
         """Agree with the other members. Raises as ``RingSession.all_gather``."""

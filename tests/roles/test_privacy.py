@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
@@ -14,9 +16,11 @@ from dp_accounting.pld import PLDAccountant
 from configs.loader import load
 from configs.schema import Conflict, Profile
 from p2ptrain.compute.trainer import Trainer
+from p2ptrain.core.checkpoints import Meta
 from p2ptrain.core.errors import ConfigError
 from roles.strategies.pipeline import strategy_of
-from roles.worker.privacy import COUNT_FILE, epsilon_of
+from roles.worker.early_stop import EarlyStop
+from roles.worker.privacy import COUNT_FILE, Budget, epsilon_of
 from tests.compute.tiny_trainer import state_bytes
 from tests.roles.in_process import DEADLINE_S, Cluster, Gate, Peer
 from tests.roles.test_cluster import done
@@ -32,6 +36,19 @@ def test_epsilon_is_the_accountants(releases: int, noise: float, delta: float) -
     accountant = PLDAccountant()
     accountant.compose(SelfComposedDpEvent(GaussianDpEvent(noise), releases))
     assert epsilon_of(releases, noise, delta) == pytest.approx(accountant.get_epsilon(delta), rel=1e-3)
+
+
+def test_an_epsilon_that_the_library_cannot_compute_is_infinite() -> None:
+    assert epsilon_of(1, 1e-200, 1e-5) == epsilon_of(2**64 - 1, 1.0, 1e-5) == math.inf
+
+
+def test_a_checkpoint_has_the_count_and_never_lowers_it() -> None:
+    files: Any = SimpleNamespace(root=Path("job/checkpoints"))
+    early = EarlyStop(0, Budget(private_profile().privacy, files))
+    for meta in ({"releases": 9}, {}, {"releases": 3}, {"releases": -1}, {"releases": 2**70}, {"releases": "many"}):
+        early.resumed(cast(Meta, meta))
+        assert early.spent()["epsilon"] == epsilon_of(9, 6.0, 1e-5)
+    assert early.meta() == {"releases": 9}
 
 
 def private_profile(*sets: str) -> Profile:
