@@ -18,13 +18,15 @@ from tui.format import SLOWEST, Look, Row, Span
 from tui.model import Phase, Store, eta_s, split
 from tui.theme import Palette
 from wire.address import how_to_join
-from wire.records import EventInfo, JobInfo, MetricRow, PeerInfo, RecoveryInfo, recovery_spread
+from wire.records import EventInfo, JobInfo, MemberScore, MetricRow, PeerInfo, RecoveryInfo, recovery_spread
 
 READABLE_S = 0.5
 """Least time between two redraws of numbers. Faster changes are unreadable and take CPU time from training."""
 ROOMY = 100
 """From this width on there are no tabs, so a subtitle names the key to go back (``tui.app.WIDE_COLUMNS``, less
 borders)."""
+OFF = 14
+"""Width of the column with what a robust rule made of the members."""
 RECENT = 30
 """Metric rows that averages use: enough to be steady, few enough to follow a change."""
 
@@ -168,14 +170,16 @@ def ring_rows(frame: Frame, job: JobInfo, width: int) -> list[Row]:
     edges, slowest = job.edges() or [(None, None)] * len(job.members), job.slowest_edge()
     peers = [frame.store.peers.get(peer_id) for peer_id in job.members]  # None: the seed does not list it
     names = min(22, max([len(peer.name) if peer else len(id_) for peer, id_ in zip(peers, job.members, strict=True)]))
-    room = max(10, min(30, width - names - 28))
+    room = max(10, min(30, width - names - 28 - (OFF + 1 if job.scores else 0)))
     rows: list[list[Row]] = []
+    scores = {score.peer: score for score in job.scores}
     for rank, (peer, id_) in enumerate(zip(peers, job.members, strict=True)):
         look = fmt.look_in(fmt.PEER_LOOKS, peer.state if peer else "lost")
         name = peer.name if peer else id_
         state = "gone" if peer is None else f"{peer.state} ×{peer.share}" if peer.share else peer.state
         way = next((text for text in fmt.ways(*edges[rank]) if len(text) + 4 <= room), "")
         mark = SLOWEST if rank == slowest else None
+        score = scores.get(id_)
         rows.append(
             [
                 [
@@ -184,17 +188,28 @@ def ring_rows(frame: Frame, job: JobInfo, width: int) -> list[Row]:
                     Span(name, "strong"),
                 ],
                 [Span(state, look.role)],
+                *([_score_cell(score)] if scores else []),
                 [Span(f"{fmt.count(peer.tokens_per_s) if peer else fmt.UNKNOWN:>6}")],
                 [Span("→ " if rank + 1 < len(peers) else "↩ ", "dim"), Span(way, mark.role if mark else "")]
                 + ([Span(f" {mark.symbol}", mark.role)] if mark else []),
             ]
         )
     title = [Span(f"generation {job.generation}", "accent"), Span(f" · step {job.step:,}", "dim")]
-    columns = [(" # member", 5 + names), ("state", 12), (" tok/s", 6), ("to the next", room)]
+    off = [("off   left out", OFF)] if scores else []
+    columns = [(" # member", 5 + names), ("state", 12), *off, (" tok/s", 6), ("to the next", room)]
     others = [peer for peer in frame.store.peers_in_order() if peer.id not in job.members and _trains(peer)]
     told = [(frame.look_of(peer.id), f"{fmt.fit(peer.name, 18)} ({fmt.fit(peer.state, 10)})  ") for peer in others]
     outside = [fmt.listed("not in the ring: ", told, width)] if told else []
     return [title, *outside, [], *fmt.table(columns, rows, width)]
+
+
+def _score_cell(score: MemberScore | None) -> list[Span]:
+    """How many times as far from the aggregate as usual, and in which share of the steps it was left out."""
+    if score is None:
+        return []
+    role = "warn" if score.is_far else "dim"
+    out = fmt.percent(score.excluded / score.steps) if score.steps else fmt.UNKNOWN
+    return [Span(f"{fmt.UNKNOWN if score.distance is None else f'{score.distance:.1f}×':<6}{out:>8}", role)]
 
 
 def _trains(peer: PeerInfo) -> bool:

@@ -211,13 +211,26 @@ class SaveNow(Message):
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics(Message):
-    """Rank 0 to seed, after a commit. ``values``: the columns of ``wire.records.MetricRow`` that are known."""
+    """Rank 0 to seed, after a commit.
+
+    ``values``: the columns of ``wire.records.MetricRow`` that are known. With a robust rule also ``excluded.R`` for
+    each rank R whose vector the rule left out, and in some steps ``distance.R``: how far R's vector is from the
+    aggregate, over the median of all members' distances.
+    """
 
     KIND: ClassVar[int] = 24
     job: str
     generation: int
     step: int
     values: dict[str, float]
+
+
+def excluded_key(rank: int) -> str:
+    return f"excluded.{rank}"
+
+
+def distance_key(rank: int) -> str:
+    return f"distance.{rank}"
 
 
 @dataclass(frozen=True, slots=True)

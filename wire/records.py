@@ -90,6 +90,37 @@ FINISHED_STATES = frozenset({"done", "cancelled", "failed"})
 """States of a job that does not go on by itself."""
 
 
+FAR = 3.0
+"""From this distance on a member's vectors are suspicious. Those of honest members are about equally far from the
+aggregate, unless their texts differ much."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberScore(Record):
+    """What a job's robust rule made of one member's vectors, as rank 0 reports it.
+
+    Attributes:
+        peer: id of the member.
+        steps: how many were combined since the member came to the present view. excluded: in how many the rule left its
+            vector out.
+        distance: of its vector to the aggregate, over the median of the members' distances: the mean of the last ones
+            that were measured; None before the first one.
+    """
+
+    peer: str
+    steps: int = 0
+    excluded: int = 0
+    distance: float | None = None
+
+    @property
+    def is_far(self) -> bool:
+        return self.distance is not None and self.distance > FAR
+
+    def __str__(self) -> str:
+        far = "" if self.distance is None else f", {self.distance:.1f} times as far as usual"
+        return f"left out of {self.excluded} of {self.steps} steps{far}"
+
+
 @dataclass(frozen=True, slots=True)
 class JobInfo(Record):
     """One job.
@@ -103,6 +134,7 @@ class JobInfo(Record):
         stages: parts that the model is split into, each held by another member; 1: it is not split.
         cuts: first layer of the second and each later part; empty: chosen by the workers' speed and memory.
         trained_s: time of all committed steps, without the time in which the job waited.
+        scores: if the job has a robust rule: of the members of its last view, in rank order.
         reason: why the job is in this state, for display.
     """
 
@@ -138,6 +170,7 @@ class JobInfo(Record):
     cuts: list[int] = dataclasses.field(default_factory=list)
     epsilon: float | None = None
     delta: float | None = None
+    scores: list[MemberScore] = dataclasses.field(default_factory=list)
 
     def edges(self) -> list[tuple[float | None, float | None]]:
         """Latency (ms) and bandwidth (bit/s) from each member to its right neighbour; empty if they are invalid."""

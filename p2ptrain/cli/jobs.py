@@ -40,7 +40,15 @@ if TYPE_CHECKING:
     from configs.schema import Profile
     from p2ptrain.cli.audit import Verdict
     from ring.training_costs import ModelShape
-    from wire.records import CheckpointInfo, JobInfo, MetricRow, RecoveryInfo, StagePlanInfo, TrainingPlanInfo
+    from wire.records import (
+        CheckpointInfo,
+        JobInfo,
+        MemberScore,
+        MetricRow,
+        RecoveryInfo,
+        StagePlanInfo,
+        TrainingPlanInfo,
+    )
 
 app = new_typer(help="Create, show, watch, audit, pause, resume, save, cancel and forget jobs.")
 
@@ -382,6 +390,7 @@ def _pairs(job: JobInfo) -> list[tuple[str, str]]:
             f"{len(job.members)} in generation {job.generation}: {' → '.join(map(str, job.members)) or 'none'}",
         ),
         *([("parts", _stages(job))] if job.stages > 1 else []),
+        *((score.peer, str(score)) for score in suspects(job)),
         ("ring", _ring(job)),
         ("loss", f"{number(job.loss)} nats/token (validation {number(job.val_loss)})"),
         *([("privacy", f"epsilon {job.epsilon:.3f} at delta {job.delta:g}")] if job.epsilon and job.delta else []),
@@ -397,6 +406,11 @@ def _pairs(job: JobInfo) -> list[tuple[str, str]]:
     if job.finished_at is not None:
         pairs.append(("finished", human_time(job.finished_at)))
     return pairs
+
+
+def suspects(job: JobInfo, most: int = 8) -> list[MemberScore]:
+    """The members whose vectors a robust rule trusts least: the farthest first, then the most often left out."""
+    return sorted(job.scores, key=lambda score: (-(score.distance or 0), -score.excluded))[:most]
 
 
 def _parts(job: JobInfo) -> list[str]:

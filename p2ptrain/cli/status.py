@@ -77,6 +77,11 @@ def attention(
     found = [f"job {job.name} ({job.id}) is {job.state}{': ' * bool(job.reason)}{job.reason}" for job in stuck]
     gone = [peer for peer in peers if peer.state in ("lost", "away", "failed")]
     found += [f"peer {peer.name} ({peer.id}) is {peer.state}: p2ptrain logs {peer.id}" for peer in gone]
+    names = {peer.id: peer.name for peer in peers}
+    for job in jobs:
+        for score in (score for score in job.scores if score.is_far and job.state not in FINISHED_STATES):
+            who = names.get(score.peer, score.peer)
+            found.append(f"{who} may send wrong vectors ({score}): if so, p2ptrain peers evict {score.peer}")
     if not peers:
         found.append(f"no peer has joined: {how_to_join(cluster.address)}")
     elif not jobs and any("worker" in peer.roles for peer in peers):

@@ -36,7 +36,7 @@ class Scores:
     """Of the members, in rank order.
 
     Attributes:
-        distances: L2 distance of each vector to the aggregate.
+        distances: L2 distance of each vector to the aggregate; empty if they were not asked for.
         excluded: ranks whose vectors the rule left out, or counted as zeros.
     """
 
@@ -44,13 +44,22 @@ class Scores:
     excluded: tuple[int, ...]
 
 
-def aggregate(rule: str, byzantine: int, pieces: Sequence[Array], out: Array, center: Array | None = None) -> Scores:
+def aggregate(
+    rule: str,
+    byzantine: int,
+    pieces: Sequence[Array],
+    out: Array,
+    center: Array | None = None,
+    *,
+    measured: bool = True,
+) -> Scores:
     """Write the aggregate into ``out``, shape (numel,): the pieces' columns, one piece after the other.
 
     Args:
         rule: one of ``configs.schema.Robust``.
         byzantine: f. The caller has checked n against it (``configs.schema.Robust.least``).
         center: shape (numel,): where 'centered_clipping' begins; None: zero.
+        measured: whether to compute the distances to the aggregate, which takes another pass over the vectors.
     """
     members = len(pieces[0])
     with np.errstate(over="ignore", invalid="ignore"):
@@ -74,9 +83,11 @@ def aggregate(rule: str, byzantine: int, pieces: Sequence[Array], out: Array, ce
             zeros = np.zeros(rows.shape[1], np.float32)
             block = [row if fit[rank] else zeros for rank, row in enumerate(rows)]
             combine(block, zeros if center is None else center[place], out[place])
-            apart += [_square_distance(row, out[place]) for row in rows]
+            if measured:
+                apart += [_square_distance(row, out[place]) for row in rows]
     excluded = tuple(rank for rank in range(members) if rank not in used or not fit[rank])
-    return Scores(tuple(math.sqrt(square) if square >= 0 else math.inf for square in apart), excluded)
+    distances = tuple(math.sqrt(square) if square >= 0 else math.inf for square in apart) if measured else ()
+    return Scores(distances, excluded)
 
 
 def middle_of(rows: Array, rule: str) -> Array:

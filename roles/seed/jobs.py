@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -30,9 +30,20 @@ from roles.seed.ledger import Ledger
 from roles.seed.peers import MAX_WHOLE, Link, announced_to, clipped, ring_beats, seen_from, whole
 from roles.seed.store import JobRecord, Records
 from roles.strategies.federated import least_members, share_rule
-from wire.job_messages import Assign, CatchUp, Hold, LedgerRows, MemberRecord, Release, SaveNow, StepMetrics
+from wire.job_messages import (
+    Assign,
+    CatchUp,
+    Hold,
+    LedgerRows,
+    MemberRecord,
+    Release,
+    SaveNow,
+    StepMetrics,
+    distance_key,
+    excluded_key,
+)
 from wire.messages import EventNotice, Message
-from wire.records import CheckpointInfo, JobInfo, LedgerHead, MetricRow
+from wire.records import CheckpointInfo, JobInfo, LedgerHead, MemberScore, MetricRow
 
 if TYPE_CHECKING:
     from roles.seed.server import Seed
@@ -104,6 +115,8 @@ _SHOWN = (
 )  # fmt: skip
 
 
+DISTANCES = 5
+"""Window of the moving average of a member's distances. They are measured once in some steps."""
 SETTLE_S = 30.0
 """How long a restored seed waits for the members of a job: as long as they may be away from a running seed."""
 
@@ -172,6 +185,8 @@ class JobController:
             training=training_of(self._profile, record.shape, record.cuts),
         )
         self._links_seen = 0
+        self._robust = self._profile is not None and bool(self._profile.robust.rule)
+        self._scores: dict[str, MemberScore] = {}  # of the members of the present view, if ``_robust``
         self.ledger = Ledger(record.id, history.head, history.begins)
         self._recoveries = Recorder(record.id, number=history.recoveries, view=view)
         self.core = Coordinator(record.id, options, past=past, now=self._seed.world.clock.now())
@@ -471,6 +486,8 @@ class JobController:
         )
         seed.store.add(row)
         seed.subscriptions.add(row)
+        if message.generation == view.generation and message.step > view.step and self._robust:
+            self._scored(view, message.values)
         if row.step_ms is not None:
             self._timed += 1
             self._mean_ms += (max(row.step_ms, 0.0) - self._mean_ms) / self._timed
@@ -480,6 +497,18 @@ class JobController:
         await self.post(co.Progress(message.step, _step_s(row)))
         if seed.store.crowded:
             await seed.store.flush()
+
+    def _scored(self, view: View, values: Mapping[str, float]) -> None:
+        """Count a step that a robust rule combined. Members that left the view are forgotten."""
+        scores = {}
+        for rank, member in enumerate(view.members):
+            peer, far = member.peer_id, values.get(distance_key(rank))
+            known = self._scores.get(peer, MemberScore(peer))
+            excluded, distance = known.excluded + (excluded_key(rank) in values), known.distance
+            if far is not None and 0 <= far < math.inf:
+                distance = far if distance is None else distance + (far - distance) / DISTANCES
+            scores[peer] = MemberScore(peer, known.steps + 1, excluded, distance)
+        self._scores = scores
 
     def told_rows(self, message: LedgerRows) -> None:
         """Record a member's ledger rows. Raises ``ProtocolError``."""
@@ -539,6 +568,7 @@ class JobController:
             finished_at=record.finished_at,
             val_loss=self._val_loss,
             tokens_total=min(tokens, MAX_WHOLE),
+            scores=list(self._scores.values()),
             trained_s=round(step * self._mean_ms / 1e3, 1),  # also of steps whose rows are gone
             reason="another job has the workers" if queued else self.core.reason,
             **shown,

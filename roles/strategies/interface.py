@@ -59,10 +59,12 @@ class Strategy(Protocol):
     Attributes:
         exposed_s: time that the last step waited for the ring after this member's own share was computed.
         communicating_s: time that its operations were under way, also during the computing.
+        scores: what a robust rule made of the vectors of the last step, as in ``wire.job_messages.StepMetrics``.
     """
 
     exposed_s: float
     communicating_s: float
+    scores: dict[str, float]
 
     async def begin(self, session: RingSession, meet: ConnectPeers) -> None:
         """Begin a view, whose ring is ``session``, and form further connections with ``meet``. Those end with the

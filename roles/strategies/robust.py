@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,10 @@ from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine
 from roles.strategies.sync import Piece, SyncStrategy
+from wire.job_messages import distance_key, excluded_key
+
+MEASURED_EVERY = 10
+"""Steps from one measurement of the vectors' distances to the next."""
 
 
 class RobustStrategy(SyncStrategy):
@@ -45,6 +50,7 @@ class RobustStrategy(SyncStrategy):
         self._vectors: npt.NDArray[Any] = np.empty(0, np.float32)
         self._center: npt.NDArray[Any] | None = None
         self._gathered: list[npt.NDArray[Any]] = []
+        self._measured = False
 
     async def compute(self, step: int, first: int, count: int, session: RingSession, *, patience_s: float) -> None:
         buffer = self._engine.reduce_buffer
@@ -62,6 +68,8 @@ class RobustStrategy(SyncStrategy):
         rows = {start: piece[session.rank] for (start, _), piece in zip(bounds, self._gathered, strict=True)}
         # Not a method of this class: see ``SyncStrategy``.
         self._contributed = partial(_contribute, self._engine, rows, self._micro_batches / max(count, 1))
+        # Only rank 0 reports, and seldom: it takes a pass over all vectors.
+        self._measured = session.rank == 0 and step % MEASURED_EVERY == 0
         await super().compute(step, first, count, session, patience_s=patience_s)
 
     def _pieces_of(self, bounds: Sequence[tuple[int, int]]) -> list[Piece]:
@@ -74,7 +82,11 @@ class RobustStrategy(SyncStrategy):
         buffer, scalars, rule = self._engine.reduce_buffer, self._engine.scalars, self._robust.rule
         vector, last = buffer[:-scalars], self._gathered[-1]
         pieces = [*self._gathered[:-1], last[:, :-scalars]]
-        aggregate(rule, self._robust.byzantine, pieces, vector, self._center)
+        measured = self._measured
+        found = aggregate(rule, self._robust.byzantine, pieces, vector, self._center, measured=measured)
+        usual = median(found.distances or [0.0])
+        self.scores = {excluded_key(rank): 1.0 for rank in found.excluded}
+        self.scores |= {distance_key(rank): far / usual for rank, far in enumerate(found.distances) if usual > 0}
         buffer[-scalars:] = middle_of(last[:, -scalars:], rule)
         if self._keeps_center:
             self._center = vector.copy()

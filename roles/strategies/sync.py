@@ -183,6 +183,7 @@ class SyncStrategy:
         self._computed_at = 0.0
         self._now = LoopClock().now
         self.exposed_s = self.communicating_s = 0.0
+        self.scores: dict[str, float] = {}
 
     async def begin(self, session: RingSession, meet: ConnectPeers) -> None:
         """No connections are needed besides the ring."""

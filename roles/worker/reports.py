@@ -386,11 +386,12 @@ class Reports:
         self._context.tell("info", "view", described(view, self._context.peer_id))
         self.ledger.tell_beyond(view.ledger_step)
 
-    def step_done(self, step: int, *, redone: bool) -> None:
+    def step_done(self, step: int, scores: dict[str, float], *, redone: bool) -> None:
+        """``scores``: see ``Strategy``. Those of a redone step are of the ranks of another view."""
         if redone:
             self._context.notify("info", "redo", f"applied step {step + 1} from the gradients summed before the break")
         else:
-            self._timing = self.clock.step_done()
+            self._timing = self.clock.step_done() | scores
 
     def recorded(self, row: LedgerRow, lineage: str) -> None:
         self.ledger.add(row, lineage)

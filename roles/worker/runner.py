@@ -492,7 +492,7 @@ class JobRunner:
             await self.heal_source.keep(self._ready_engine())
             self.reports.steps.applied(await self._ready_strategy().commit(instruction.step, instruction.square_sum))
         self._did_something()
-        self.reports.step_done(instruction.step, redone=instruction.redo)
+        self.reports.step_done(instruction.step, self._ready_strategy().scores, redone=instruction.redo)
         self._handle(Finished(instruction.ticket))
 
     async def _confirm(self, instruction: Confirm) -> None:

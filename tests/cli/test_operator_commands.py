@@ -11,7 +11,7 @@ import pytest
 from configs.loader import load
 from configs.schema import Profile
 from p2ptrain.core.errors import Refused
-from wire.records import CheckpointInfo, JobInfo, PeerInfo, ServingInfo
+from wire.records import CheckpointInfo, JobInfo, MemberScore, PeerInfo, ServingInfo
 
 Command = Callable[..., Any]
 
@@ -199,6 +199,19 @@ def test_show_tells_how_the_ring_runs(command: Command, fake_seed: Any) -> None:
     out = command("jobs", "show", "x").out
     assert "1 stream, int8" in out
     assert "slowest" not in out
+
+
+def test_show_names_first_the_member_whose_vectors_are_far(command: Command, fake_seed: Any) -> None:
+    scores = [MemberScore("c3d4", 40, 3, 1.1), MemberScore("a1b2", 40, 37, 12.0)]
+    job = dataclasses.replace(JOB, scores=scores).to_map()
+    fake_seed.answers |= {"jobs.show": {"job": job, "spec": "{}"}, "checkpoints.list": {"checkpoints": []}}
+    lines = [" ".join(line.split()) for line in command("jobs", "show", "x").out.splitlines()]
+    told = [
+        "a1b2 left out of 37 of 40 steps, 12.0 times as far as usual",
+        "c3d4 left out of 3 of 40 steps, 1.1 times as",
+    ]
+    first = lines.index(told[0])
+    assert lines[first + 1].startswith(told[1])
 
 
 @pytest.mark.parametrize(

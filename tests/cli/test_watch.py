@@ -19,7 +19,7 @@ from p2ptrain.cli.output import print_table
 from p2ptrain.cli.running import announced
 from p2ptrain.core.errors import ConnectionLost, Unreachable, UserError
 from tests.cli.test_operator_commands import CHECKPOINT, JOB, PEER
-from wire.records import ClusterInfo, EventInfo, MetricRow
+from wire.records import ClusterInfo, EventInfo, MemberScore, MetricRow
 from wire.schema import Record
 
 Command = Callable[..., Any]
@@ -168,6 +168,12 @@ def test_status_says_what_needs_attention(command: Command, fake_seed: Any) -> N
     assert outcome.out.splitlines()[-1] == "! 10 s ago: laptop is lost"
     fake_seed.answers["probe.clock"] = {"wall": 1.7e9 + 9999}
     assert command("status").out.splitlines()[-1] == "✓ nothing needs attention"
+    score = MemberScore("a1b2", 40, 37, 12.0)
+    fake_seed.answers["jobs.list"] = {"jobs": [dataclasses.replace(JOB, scores=[score]).to_map()]}
+    assert command("status", "--json").json["attention"] == [
+        f"{PEER.name} may send wrong vectors (left out of 37 of 40 steps, 12.0 times as far as usual): "
+        "if so, p2ptrain peers evict a1b2"
+    ]
     changed = {"state": "lost", "job": ""}
     fake_seed.answers["peers.list"] = {"peers": [PEER.to_map() | changed]}
     fake_seed.answers["jobs.list"] = {"jobs": [JOB.to_map() | {"state": "waiting", "reason": "it needs 2 workers"}]}

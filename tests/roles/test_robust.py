@@ -13,6 +13,7 @@ from roles.stand_in import StandInEngine
 from tests.roles.in_process import Cluster, Gate
 from tests.roles.test_cluster import at, done, small_profile, state_of, undisturbed
 from tests.roles.test_local import counts_of
+from wire.records import MemberScore
 
 FLIP = -6.0
 
@@ -39,7 +40,21 @@ async def trained(cluster: Cluster, profile: Profile, *, attackers: int = 1) -> 
     assert len({state_of(peer) for peer in peers}) == 1
     rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=100))["rows"]
     assert len(rows) == profile.job.steps
+    check_scores(ended, profile.robust.rule, {peer.identity.peer_id for peer in peers[honest:]})
     return float(rows[-1]["loss"])
+
+
+def check_scores(job: dict[str, Any], rule: str, attackers: set[str]) -> None:
+    """The seed knows who was far from the rest, and how often the rule left each member out."""
+    scores = [MemberScore.from_map_untrusted(score) for score in job["scores"]]
+    assert {score.steps for score in scores} == {job["steps_total"]}
+    farthest = max(scores, key=lambda score: score.distance or 0.0)
+    assert farthest.is_far == bool(attackers)
+    assert farthest.peer in attackers or not attackers
+    if rule in ("multi_krum", "bulyan"):
+        assert all(score.excluded == score.steps for score in scores if score.peer in attackers)
+    if rule == "median":
+        assert not any(score.excluded for score in scores)
 
 
 def robust_profile(rule: str, workers: int, strategy: str = "sync", **tables: Any) -> Profile:

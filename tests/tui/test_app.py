@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -17,6 +18,7 @@ from tui.panels import HeaderBar, RingPanel, TrainingPanel
 from tui.tables import CheckpointsPanel, JobsPanel, LiveTable, PeersPanel
 from tui.theme import DARK, LIGHT
 from wire.address import how_to_join
+from wire.records import MemberScore
 
 COMPACT, WIDE = (80, 24), (160, 48)
 
@@ -190,6 +192,17 @@ async def test_peers_come_and_go_and_their_names_are_shown_and_not_obeyed():
         assert "▲ 3 malformed" in stage.text("#header")
         await stage.press("c", "y")
         assert any("[bold]job[/bold]" in notice for notice in stage.notices())
+
+
+async def test_the_ring_shows_whose_vectors_a_robust_rule_leaves_out():
+    async with staged(WIDE, peers=3) as stage:
+        job = stage.source.store.jobs["j1"]
+        scores = [MemberScore(peer, 40, 37 * rank, [1.0, 12.0][rank]) for rank, peer in enumerate(job.members[:2])]
+        stage.source.store.apply("jobs", [dataclasses.replace(job, scores=scores).to_map()], 0.0)
+        await stage.settle()
+        assert "left out" in stage.text("#ring")
+        assert "12.0×" in stage.text("#ring")
+        assert "92%" in stage.text("#ring")
 
 
 async def test_empty_panels_say_what_to_do():
