@@ -203,11 +203,11 @@ class PeerTold:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """``steps``: peer id → steps of its known checkpoints of its part. ``wholes``: the same for those of all parts
-    of a model that has several. Any worker can load its part from such a checkpoint."""
+    """``wholes``: peer id → steps of its known checkpoints of the whole model. Any worker can load its part from such a
+    checkpoint. ``parts``: (peer id, part) → the same for those of one part of a model that has several."""
 
-    steps: Mapping[str, frozenset[int]] = field(repr=False)
-    wholes: Mapping[str, frozenset[int]] = field(default_factory=dict, repr=False)
+    wholes: Mapping[str, frozenset[int]] = field(repr=False)
+    parts: Mapping[tuple[str, int], frozenset[int]] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,7 @@ Event: TypeAlias = (
 @dataclass(frozen=True, slots=True)
 class SendAssign:
     """``stage``, ``stages``: the part of the model to hold, and the number of parts. ``holders``: peers that have the
-    files of all parts of ``restore_step``."""
+    files of all parts of ``restore_step``. ``lineage``: of ``restore_step``; empty if it is not known."""
 
     peer_id: str
     corpus: str
@@ -250,6 +250,7 @@ class SendAssign:
     stage: int = 0
     stages: int = 1
     holders: tuple[Peer, ...] = ()
+    lineage: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 from ring import coordination as co
@@ -112,7 +111,6 @@ class Coordinator:
         self._roster = Roster(options.parts, dict(past.held))
         self._planner = StagePlanner(options.parts, options.training, planned=bool(past.held or past.view))
         if self.view is not None and options.parts > 1:
-            self.view = replace(self.view, stages=options.parts)
             held = {member.peer_id: self.view.stage_of(rank) for rank, member in enumerate(self.view.members)}
             self._roster.held = held | self._roster.held
         self._banned: set[str] = set()  # failed or have other data: refused until they connect again
@@ -612,6 +610,12 @@ class Coordinator:
         loaded = {peer_id: report for peer_id, report in ready.items() if report.applied == restore.step
                   and restore.lineage in ("", report.lineage)}  # fmt: skip
         state = newest(self._roster.by_part(loaded))
+        lacking, self.reason = self._roster.parts - len(self._roster.peers), f"going back to step {restore.step}"
+        if lacking > 0:
+            self._deadlines.drop("restore")
+            self._deadlines.arm("restore", now + self.options.build_s)
+            here = f"{len(self._roster.peers)} of {self._roster.parts} workers are here"
+            self.reason, overdue = f"{self.reason}: {here}, and a replica has one for each part", False
         # Of a split model, holders of other parts may be on their way back, too.
         comes = restore.peer_id and (self._roster.parts > 1 or restore.peer_id not in self._roster.peers)
         if not overdue and (self._roster.building() or not (state or (self._roster.whole(ready) and not comes))):
@@ -708,7 +712,7 @@ class Coordinator:
         if peer_id in self._catch_ups.moving:
             return False
         member = self.view is not None and self.view.rank_of(peer_id) is not None
-        fresh = report.applied == 0 and not self._recovery.saved.steps.get(peer_id)
+        fresh = report.applied == 0 and not self._recovery.saved.parts.get((peer_id, self._roster.held[peer_id]))
         return self.phase is Phase.RUNNING or (fresh and not member)
 
     # -------------------------------------------------------------------------------------------------------- newcomers
@@ -780,9 +784,10 @@ class Coordinator:
         if known.asked is not None:
             return
         known.asked, part = step, self._roster.part_of(peer_id) or 0
+        lineage = self.restore.lineage if self.restore else ""
         holders = self._recovery.holders(step, part, self._roster.peers.keys() - {peer_id})
         there = tuple(self._roster.peers[key].peer for key in holders)
-        self._out.append(co.SendAssign(peer_id, self.corpus, step, part, self._roster.parts, there))
+        self._out.append(co.SendAssign(peer_id, self.corpus, step, part, self._roster.parts, there, lineage))
 
     def _begin_restore(self, now: float) -> None:
         assert self.restore is not None

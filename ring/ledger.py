@@ -180,21 +180,19 @@ class Audit:
     Args:
         base_step, base_lineage: where the rows begin.
         micro_batches: number in a global batch.
-        views: all known views. Steps before the oldest one are not compared with a view.
-        stages: of a split model. A replica's share is that of its first stage.
+        views: all known views. Steps before the oldest one are not compared with a view. In a view of several parts a
+            replica's share is that of its first member.
 
     Attributes:
         step, lineage: of the last row that was taken.
         computed: peer id → micro-batches that it computed, as far as views name the members. A worker of a replica
-            computed its stage of all the replica's micro-batches.
+            computed its stage of all the replica's micro-batches. ``total``: those of the steps of these views.
     """
 
-    def __init__(
-        self, *, base_step: int, base_lineage: str, micro_batches: int, views: Iterable[ViewBegan], stages: int = 1
-    ) -> None:
-        self._stages = stages
+    def __init__(self, *, base_step: int, base_lineage: str, micro_batches: int, views: Iterable[ViewBegan]) -> None:
         self.step, self.lineage = base_step, base_lineage
         self.computed: Counter[str] = Counter()
+        self.total = 0
         self._taken_up = False  # the last rows are of an older view than the newest one that has begun
         self._micro_batches = micro_batches
         known = list(views)
@@ -251,8 +249,9 @@ class Audit:
         if len(counts) != len(view.members):
             text = f"step {row.step}: shares of {len(counts)} members, generation {view.generation} has "
             return Fault(row.step, "members", f"{text}{len(view.members)}")
+        self.total += self._micro_batches
         for rank, peer_id in enumerate(view.members):
-            self.computed[peer_id] += counts[rank - rank % self._stages]
+            self.computed[peer_id] += counts[rank - rank % max(view.stages, 1)]
         return None
 
     def _line_taken_up(self, row: LedgerRow, newest: ViewBegan) -> ViewBegan | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, permutations
 
@@ -94,19 +94,15 @@ class RecoveryPolicy:
         """The newest step of which all parts have a checkpoint at the peers for which ``counts``; 0 if there is none. A
         peer that is ready has loaded what it can, so its later checkpoints do not count."""
 
-        def usable(steps: Mapping[str, frozenset[int]]) -> dict[str, frozenset[int]]:
-            most = {peer_id: ready[peer_id].applied if peer_id in ready else math.inf for peer_id in steps}
-            return {
-                peer_id: frozenset(step for step in kept if step <= most[peer_id] and step < below)
-                for peer_id, kept in steps.items()
-                if counts(peer_id)
-            }
+        def usable(peer_id: str, kept: frozenset[int]) -> frozenset[int]:
+            most = ready[peer_id].applied if peer_id in ready else math.inf
+            return frozenset(step for step in kept if step <= most and step < below and counts(peer_id))
 
         by_part: list[list[frozenset[int]]] = [[] for _ in range(roster.parts)]
-        for peer_id, kept in usable(self.saved.steps).items():
-            if (part := roster.part_of(peer_id)) is not None:
-                by_part[part].append(kept)
-        return newest_kept(by_part, usable(self.saved.wholes).values())
+        for (peer_id, part), kept in self.saved.parts.items():
+            if roster.part_of(peer_id) == part:  # else of a part that it held before
+                by_part[part].append(usable(peer_id, kept))
+        return newest_kept(by_part, [usable(*item) for item in self.saved.wholes.items()])
 
     def _reached(self, roster: Roster) -> int:
         return max(self.known_step, self._kept(roster, self._is_own, {}))

@@ -224,9 +224,11 @@ class SeedClient:
         params = {"job": job} if job else {}
         return await self._records(CheckpointInfo, "checkpoints.list", "checkpoints", **params)
 
-    async def restore(self, checkpoint: str) -> str:
-        """Return a job to a checkpoint, which its holder first verifies (up to a minute). Return the job's id."""
-        result = await self.request("checkpoints.restore", {"id": checkpoint}, timeout_s=75.0)
+    async def restore(self, checkpoint: str, shards: int = 0) -> str:
+        """Return a job to a checkpoint, which its holder first verifies (up to a minute). Return the job's id.
+        ``shards``: hold its model in so many from now on; 0: as before."""
+        params = {"id": checkpoint} | ({"shards": shards} if shards else {})
+        result = await self.request("checkpoints.restore", params, timeout_s=75.0)
         return str(_checked(result, "job", str))
 
     async def delete_checkpoint(self, checkpoint: str) -> None:

@@ -43,6 +43,7 @@ class Assign(Message):
         restore_step: the step of the checkpoint to go back to; -1 to use the newest state of any member.
         stage, stages: index of the part that this worker holds, and number of parts; (0, 1) if the model is not split.
         holders: workers with the files of ``restore_step``, of all stages, for a worker that lacks its own.
+        lineage: of ``restore_step``; empty if any will do.
     """
 
     KIND: ClassVar[int] = 18
@@ -53,6 +54,7 @@ class Assign(Message):
     stage: int = 0
     stages: int = 1
     holders: list[MemberRecord] = field(default_factory=list)
+    lineage: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,7 +231,7 @@ class CheckpointInfo(Record):
     """One durable checkpoint and its place.
 
     Attributes:
-        id: ``<job>@<step>@<peer>``; ``@whole`` follows if the job's model is split and the checkpoint has all of it.
+        id: ``<job>@<step>@<peer>``; ``@part<n>`` follows if it has only part n of a split model.
         stage: of a split model: the stage whose files it has; None: it has the whole model's.
     """
 
@@ -468,12 +468,18 @@ class LedgerPage(Record):
 
 @dataclass(frozen=True, slots=True)
 class ViewBegan(Record):
-    """The fields of a view that an audit needs. ``members``: peer ids in rank order."""
+    """The fields of a view that an audit needs.
+
+    Attributes:
+        members: peer ids in rank order.
+        stages: parts of the model in this view; 0: as many as the job has now.
+    """
 
     generation: Annotated[int, Bound(1, 2**53)]
     step: Count
     lineage: Lineage
     members: list[str]
+    stages: Count = 0
 
 
 # ------------------------------------------------------------------------------------------------------------- tickets

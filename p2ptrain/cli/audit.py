@@ -10,13 +10,13 @@ use the job's progress, metrics or events.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from p2ptrain.compute.sampling import WindowSampler
-from ring.ledger import Audit, Fault
+from ring.ledger import Audit, Fault, surviving
 from wire.records import ViewBegan
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class Verdict:
     Attributes:
         steps: the newest step on record. first: the first step that still has a row of its own.
         epochs, samples: complete epochs, and all samples; 0 if the number of windows is unknown.
-        computed: peer id → micro-batches; in a split model all those of its replica.
-        stages: stages of the model.
+        computed: peer id → micro-batches; in a split model all those of its replica. ``total``: of all steps.
+        layouts: parts of the model, and the step after which there were so many; more than one if a person changed it.
         private: each worker has its own text, so samples were not checked.
         fault: the first one; None if there is none.
     """
@@ -45,7 +45,8 @@ class Verdict:
     epochs: int = 0
     samples: int = 0
     computed: dict[str, int] = field(default_factory=dict)
-    stages: int = 1
+    total: int = 0
+    layouts: list[tuple[int, int]] = field(default_factory=list)
     private: bool = False
     fault: Fault | None = None
 
@@ -108,7 +109,7 @@ async def audit(seed: SeedClient, job: str, profile: Profile, progress: Callable
     verdict = None
     # a running job may take back steps that were just read; then read all again
     for _ in range(3):
-        views = await _views(seed, job)
+        views = [replace(view, stages=view.stages or profile.stages) for view in await _views(seed, job)]
         verdict = await _audit_once(seed, job, profile, views, progress)
         newer = await _views(seed, job, views[-1].generation if views else 0)
         if not any(view.step <= verdict.steps for view in newer):
@@ -125,15 +126,15 @@ async def _audit_once(
     windows = 0 if private else page.windows
     if head is None:
         return Verdict(1, 0, len(views), "", windows, private=private)
-    verdict = Verdict(
-        head.base_step + 1, head.step, len(views), head.lineage, windows, stages=profile.stages, private=private
-    )
+    verdict = Verdict(head.base_step + 1, head.step, len(views), head.lineage, windows, private=private)
+    for view in surviving(views):
+        if view.stages not in (stages for _, stages in verdict.layouts[-1:]):
+            verdict.layouts.append((view.step, view.stages))
     checks = Audit(
         base_step=head.base_step,
         base_lineage=head.base_lineage,
         micro_batches=profile.batch.micro_batches,
         views=views,
-        stages=profile.stages,
     )
     batch = profile.batch.micro_batches * profile.batch.micro_batch_sequences
     epochs = Epochs(windows=windows, seed=profile.job.seed, batch=batch, step=head.base_step) if windows else None
@@ -151,7 +152,7 @@ async def _audit_once(
         if fault is None and checks.step < head.step:
             page = await seed.ledger(job, checks.step)
     verdict.fault = fault or checks.finish(head.step, head.lineage)
-    verdict.computed = dict(checks.computed)
+    verdict.computed, verdict.total = dict(checks.computed), checks.total
     if epochs is not None:
         verdict.epochs, verdict.samples = epochs.complete, epochs.samples
     return verdict

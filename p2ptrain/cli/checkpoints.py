@@ -70,16 +70,25 @@ def list_checkpoints(
 
 @app.command()
 def restore(
-    checkpoint: CheckpointArgument, yes: YesOption = False, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False
+    checkpoint: CheckpointArgument,
+    shards: Annotated[
+        int, typer.Option("--shards", metavar="M", min=0, max=256, help="Go on with the model in M shards; 1: unsplit.")
+    ] = 0,
+    yes: YesOption = False,
+    seed: SeedOption = DEFAULT_SEED,
+    as_json: JsonOption = False,
 ) -> None:
     """Take a job back to a checkpoint. The steps after it are run again.
 
+    A job of strategy 'sharded' or 'sync' can go on with another number of shards, from a checkpoint of the whole model.
+
     \b
-    Example:
+    Examples:
       p2ptrain checkpoints restore 3f9a12bc04de@200@5c1be07a9f3d
+      p2ptrain checkpoints restore 3f9a12bc04de@200@5c1be07a9f3d --shards 4
     """
     confirm(f"Go back to {checkpoint}? Later steps are run again.", yes=yes)
-    job = ask(seed, lambda client: client.restore(checkpoint))
+    job = ask(seed, lambda client: client.restore(checkpoint, shards))
     print_json({"job": job}) if as_json else typer.echo(f"job {printable(job)} goes back to {checkpoint}")
 
 

@@ -497,8 +497,8 @@ def _audited(info: JobInfo, verdict: Verdict, unrecorded: int) -> list[tuple[str
         samples = f"{verdict.samples:,}, each once an epoch; {verdict.epochs:,} complete epochs of {verdict.windows:,}"
     lost = "are not on record (`p2ptrain logs` says if they were lost)"
     folded = f", {verdict.first - 1:,} older steps {lost}" if verdict.first > 1 else ""
-    total = sum(verdict.computed.values()) / verdict.stages  # each worker of a replica counts all of its micro-batches
-    shares = (f"{peer} {100 * count / total:.1f} %" for peer, count in sorted(verdict.computed.items()))
+    layouts = (f"{stages} from step {step:,}" for step, stages in verdict.layouts)
+    shares = (f"{peer} {100 * count / verdict.total:.1f} %" for peer, count in sorted(verdict.computed.items()))
     awaited = f"{unrecorded:,} newer steps are not on record" + ("" if info.state in FINISHED_STATES else " yet")
     pairs = [
         ("job", f"{info.id} ({info.name}), {info.state}"),
@@ -508,6 +508,7 @@ def _audited(info: JobInfo, verdict: Verdict, unrecorded: int) -> list[tuple[str
         ("samples", samples),
         ("computed", ", ".join(shares) or "nothing yet"),
     ]
+    pairs += [("parts", f"{', then '.join(layouts)}: a person changed the layout")] if len(verdict.layouts) > 1 else []
     pairs += [("unrecorded", awaited)] if unrecorded else []
     verdict_text = f"FAULT at step {verdict.fault.step:,}: {verdict.fault.text}" if verdict.fault else "ok"
     return [*pairs, ("verdict", "FAULT: " + awaited if unrecorded and info.state in FINISHED_STATES else verdict_text)]

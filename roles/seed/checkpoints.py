@@ -46,11 +46,13 @@ class Catalogue:
         """
         controller = self._seed.controllers[message.job]
         split = controller.stages > 1
-        info = checkpoint_of(link, message, self._seed.world.clock.wall(), split=split)
+        info = checkpoint_of(link, message, self._seed.world.clock.wall())
+        if message.stages not in (1, controller.stages):
+            return  # a part of an earlier layout
         known = self.known.get(info.id)
         keep = max(controller.record.keep, 2)
-        alike = info.job, info.peer_id, info.stage is None
-        mine = [item for item in self.known.values() if (item.job, item.peer_id, item.stage is None) == alike]
+        alike = info.job, info.peer_id, info.stage
+        mine = [item for item in self.known.values() if (item.job, item.peer_id, item.stage) == alike]
         newer = sum(item.step > info.step for item in mine)
         mine = sorted([item for item in mine if item.id != info.id] + [info], key=lambda item: -item.step)
         best = best_step((item.step, item.val_loss) for item in mine) if controller.keeps_best else -1
@@ -81,8 +83,9 @@ class Catalogue:
         For a model that is not split they stay known until a view begins, because the job waits for workers that are
         still loading.
         """
+        stage = controller.stage_of(link.id)
         later = [item for item in self.of(controller.id) if item.peer_id == link.id and item.step > applied]
-        await self.drop([item.id for item in later if item.stage is not None])
+        await self.drop([item.id for item in later if item.stage is not None and item.stage == stage])
 
     async def drop(self, ids: list[str]) -> None:
         if ids:
@@ -111,7 +114,7 @@ class Catalogue:
 
     def _tell_newest(self, job: str) -> None:
         if job in self._seed.controllers:
-            self._seed.controllers[job].post(saved_of(self.of(job), split=self._seed.controllers[job].stages > 1))
+            self._seed.controllers[job].post(saved_of(self.of(job)))
 
     # --------------------------------------------------------------------------------------------------- going back
 
@@ -123,6 +126,14 @@ class Catalogue:
             what = f"there is no checkpoint {clipped(checkpoint_id, 120)!r}{hint}"
             raise Refused("unknown-checkpoint", what, remedy="see p2ptrain checkpoints list")
         return found
+
+    def whole(self, checkpoint: CheckpointInfo) -> CheckpointInfo:
+        """A checkpoint of the whole model of the same step, at a connected worker. Raises ``Refused``."""
+        found = [item for item in self._alike_here(checkpoint) if item.stage is None]
+        if not found:
+            text = f"no connected worker has the whole model of step {checkpoint.step}, which other parts are cut from"
+            raise Refused("not-whole", text, remedy="start its holder, or choose a step that has one marked 'whole'")
+        return checkpoint if checkpoint in found else found[0]
 
     def holder(self, checkpoint: CheckpointInfo) -> Link:
         """The link of the worker that holds it. Raises ``Refused`` if that worker is not connected."""

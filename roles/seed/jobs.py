@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from configs.schema import Profile
-from p2ptrain.core.errors import ProtocolError
+from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.footprint import BASE_COPIES
 from ring import coordination as co
 from ring.coordination import ENDED, Peer, Phase
@@ -94,6 +95,25 @@ def training_of(profile: Profile | None, shape: object, cuts: Sequence[int] = ()
     )
 
 
+def in_shards(spec: str, shards: int) -> str:
+    """The stored profile of a job whose model is from now on in so many shards; 1: whole. It keeps as many replicas as
+    its number of workers allows. Raises ``Refused``."""
+    profile = Profile.from_spec_untrusted(spec)
+    if profile.job.strategy not in ("sync", "sharded"):
+        text = f"a job of strategy {profile.job.strategy!r} keeps its layout; shards are for 'sharded' and 'sync'"
+        raise Refused("wrong-strategy", text, remedy="leave --shards out, or start a new job from the checkpoint")
+    tables = profile.model_dump()
+    workers = shards * max(profile.job.workers // shards, 1)
+    tables["job"] |= {"strategy": "sharded" if shards > 1 else "sync", "workers": workers}
+    tables["sharded"]["shards"] = max(shards, 2)
+    try:
+        return Profile.from_spec_untrusted(json.dumps(tables)).to_spec()
+    except ProtocolError as problem:
+        raise Refused(
+            "bad-parameter", f"{shards} shards: {problem.message}", remedy="choose another number"
+        ) from problem
+
+
 def cut_spec(spec: str, cuts: Sequence[int]) -> str:
     if not cuts:
         return spec
@@ -122,6 +142,14 @@ SETTLE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
+class Relay:
+    """A person's request to go on from a whole checkpoint with another number of parts: the new profile."""
+
+    spec: str
+    restore: co.Restore
+
+
+@dataclass(frozen=True, slots=True)
 class History:
     """What the store knows of a job apart from its record. ``reread``: the job is older than this run of the seed."""
 
@@ -141,14 +169,12 @@ class JobController:
         self.record = record
         self.spec = spec
         self._seed = seed
-        self._events: asyncio.Queue[tuple[co.Event, asyncio.Future[bool]]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[co.Event | Relay, asyncio.Future[bool]]] = asyncio.Queue()
         self._retired = asyncio.Event()
         self.settled = asyncio.Event()
         self._views_told: dict[str, View] = {}
         self._kept_out: dict[str, tuple[str, float]] = {}
         self.told_view = asyncio.Event()
-        self._profile = profile_of(spec)
-        self.stages = self._profile.stages if self._profile else 1
         if not record.unsettled:  # else the seed was restored, and its members may be in a newer view
             self.settled.set()
         if record.restoring is not None:  # the seed died before it had carried out this request
@@ -159,6 +185,13 @@ class JobController:
 
     def _begin(self, history: History) -> None:
         record, view = self.record, history.view
+        self._profile = profile_of(self.spec)
+        self.stages = self._profile.stages if self._profile else 1
+        minted_below = self._seed.minted_below  # the highest that an earlier term may have minted
+        if view is not None and view.stages not in (0, self.stages):
+            minted_below, view = max(minted_below, view.generation), None  # its members held other parts
+        elif view is not None:
+            view = replace(view, stages=self.stages)
         self._row, self._val_loss = history.row, history.val_loss
         self._mean_ms, self._timed = history.step_ms
         past = co.StoredJob(
@@ -178,7 +211,7 @@ class JobController:
             replicas=record.workers // self.stages,
             micro_batches=record.micro_batches,
             ring_options=_ring_options_of(self._profile) if self._profile else RingOptions(),
-            minted_below=self._seed.minted_below,  # the highest that an earlier term may have minted
+            minted_below=minted_below,
             share_rule=share_rule(self._profile) if self._profile else ShareRule(),
             parts=self.stages,
             least=least_members(self._profile) if self._profile else 1,
@@ -222,7 +255,7 @@ class JobController:
         view = self.running_view
         return view is not None and view.rank_of(peer_id) is not None
 
-    def post(self, event: co.Event) -> asyncio.Future[bool]:
+    def post(self, event: co.Event | Relay) -> asyncio.Future[bool]:
         """Queue an event. The future is done when the event is handled; it is False if the job was forgotten."""
         handled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         if self._retired.is_set():
@@ -237,7 +270,7 @@ class JobController:
             await self._await_members()
         while not self._retired.is_set():
             handled: asyncio.Future[bool] | None = None
-            event: co.Event = co.Signal.TICK
+            event: co.Event | Relay = co.Signal.TICK
             try:
                 async with asyncio.timeout_at(self.core.next_deadline()):
                     event, handled = await self._events.get()
@@ -252,7 +285,8 @@ class JobController:
                     self._recoveries.lost(peer_id, reason, clock.now(), clock.wall(), left=left)
                 case co.PeerReported(peer_id, report):
                     self._recoveries.reported(peer_id, report, clock.now(), clock.wall())
-            for news in (*self._measured(), event):
+            events = await self._relaid(event) if isinstance(event, Relay) else [event]
+            for news in (*self._measured(), *events):
                 instructions = self.core.handle(news, self._seed.world.clock.now())
                 await self._keep_wishes()  # durable before an instruction acts on them
                 for instruction in instructions:
@@ -265,6 +299,24 @@ class JobController:
             self._seed.assign_free()
         while not self._events.empty():
             _tell(self._events.get_nowait()[1], False)
+
+    async def _relaid(self, relay: Relay) -> list[co.Event]:
+        """Begin anew with the workers that are here, whose parts are no longer those of the model. The events to go on
+        with."""
+        members = [link for link in self._seed.links.values() if link.job == self.id]
+        for link in members:
+            link.say(Release(self.id, "the job goes on with another number of parts"))
+        self.spec, profile, restore = relay.spec, Profile.from_spec_untrusted(relay.spec), relay.restore
+        self.record = replace(
+            self.record, strategy=profile.job.strategy, workers=profile.job.workers, held={}, state="waiting",
+            paused=False, finished_at=None, restoring=[restore.step, restore.peer_id, restore.lineage],
+        )  # fmt: skip
+        await self._seed.store.call(Records.relay_job, self.record, self.spec)
+        checkpoints = self._seed.checkpoints
+        await checkpoints.drop([item.id for item in checkpoints.of(self.id) if item.stage is not None])
+        self._begin(await self._seed.store.call(history, self.id))
+        self._seed.copy_soon()
+        return [restore, *(co.PeerOffered(self.peer(link)) for link in members)]
 
     def view_told(self, peer_id: str, view: View) -> None:
         """Take in a view that an earlier term minted. Raises ``ProtocolError`` if no such view can exist."""
@@ -296,7 +348,7 @@ class JobController:
             await store.call(Records.add_view, newest, self.record)
             text = f"continues from generation {newest.generation}, which its members reported"
             self._seed.note("info", "restored", text, job=self.id)
-        self._begin(await store.call(history, self.id, split=self.stages > 1))
+        self._begin(await store.call(history, self.id))
         self.settled.set()
         self._seed.settled(self)
 
@@ -347,13 +399,13 @@ class JobController:
 
     async def _carry_out(self, instruction: co.Instruction) -> None:
         match instruction:
-            case co.SendAssign(peer_id, corpus, restore_step, stage, stages, holders):
+            case co.SendAssign(peer_id, corpus, restore_step, stage, stages, holders, lineage):
                 self._seed.survey.drop(peer_id)  # its earlier report is out of date
                 if self.record.held != self.core.held:  # its checkpoints will be of that stage
                     await self._keep(held=dict(self.core.held))
                 spec = cut_spec(self.spec, self.record.cuts)
                 there = self._places_seen_by(peer_id, holders)
-                self._say(peer_id, Assign(self.id, spec, corpus, restore_step, stage, stages, there))
+                self._say(peer_id, Assign(self.id, spec, corpus, restore_step, stage, stages, there, lineage))
             case co.Planned(cuts):
                 await self._keep(cuts=list(cuts))
             case co.SendSurvey(peer_ids):
@@ -583,24 +635,27 @@ def _last(records: Records, job: str) -> tuple[MetricRow | None, float | None]:
     return next(iter(records.last_metrics(job, 1)), None), records.last_val_loss(job)
 
 
-def history(records: Records, job: str, *, split: bool) -> History:
+def history(records: Records, job: str) -> History:
     """Read what the store knows of a job apart from its record. Runs on the store's thread."""
     row, val_loss = _last(records, job)
-    view, saved = records.last_view(job), saved_of(records.checkpoints(job), split=split)
+    view, saved = records.last_view(job), saved_of(records.checkpoints(job))
     newest = records.recoveries(job, 1)
     number = newest[-1].number if newest else 0
     head, begins, step_ms = records.ledger_head(job), records.begins(job), records.mean_step_ms(job)
     return History(view, row, val_loss, saved, head, begins, number, step_ms, reread=True)
 
 
-def saved_of(checkpoints: Iterable[CheckpointInfo], *, split: bool) -> co.Saved:
-    """The event that reports a job's checkpoints to its core. ``split``: parts and whole models are kept apart."""
-    parts: dict[str, frozenset[int]] = {}
+def saved_of(checkpoints: Iterable[CheckpointInfo]) -> co.Saved:
+    """The event that reports a job's checkpoints to its core."""
     wholes: dict[str, frozenset[int]] = {}
+    parts: dict[tuple[str, int], frozenset[int]] = {}
     for item in checkpoints:
-        kept = wholes if split and item.stage is None else parts
-        kept[item.peer_id] = kept.get(item.peer_id, frozenset()) | {item.step}
-    return co.Saved(parts, wholes)
+        if item.stage is None:
+            wholes[item.peer_id] = wholes.get(item.peer_id, frozenset()) | {item.step}
+        else:
+            part = item.peer_id, item.stage
+            parts[part] = parts.get(part, frozenset()) | {item.step}
+    return co.Saved(wholes, parts)
 
 
 def newest_of_all_stages(checkpoints: Collection[CheckpointInfo], stages: int) -> int:

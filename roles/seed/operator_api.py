@@ -23,13 +23,14 @@ from ring import coordination as co
 from ring.coordination import ENDED, Phase
 from ring.training_costs import CandidateWorker, ModelShape
 from roles.seed.events import first_that_fit, newest_that_fit
-from roles.seed.jobs import SETTLE_S, seen_for, training_of
+from roles.seed.jobs import SETTLE_S, Relay, in_shards, seen_for, training_of
 from roles.seed.links import Survey
 from roles.seed.peers import NAME_CHARS, Link, clipped, did_you_mean
 from roles.seed.serving import part_infos
 from roles.seed.store import RECOVERIES_KEPT, JobRecord, Records
 from wire.connection import Connection
 from wire.enrol import RENEW
+from wire.job_messages import MAX_STAGES
 from wire.messages import Request, Response
 from wire.records import runs_of
 
@@ -357,7 +358,7 @@ class OperatorApi:
             raise _wrong_state(controller, "saved", "only a running job can save a checkpoint")
         return await self._tell(controller, co.Signal.SAVE, "was asked to save a checkpoint")
 
-    async def _tell(self, controller: JobController, event: co.Event, what: str) -> Result:
+    async def _tell(self, controller: JobController, event: co.Event | Relay, what: str) -> Result:
         if not controller.settled.is_set():
             text = f"the seed was restored, and waits for the members of job {controller.record.name}"
             raise Refused("busy", text, remedy=f"try again in {SETTLE_S:g} s")
@@ -440,9 +441,14 @@ class OperatorApi:
 
     async def _checkpoints_restore(self, params: Params, connection: Connection) -> Result:
         checkpoint = self._seed.checkpoints.named(text_of(params, "id", 256))
+        shards, spec = whole_of(params, "shards", 0, 0, MAX_STAGES), ""
         controller = self._seed.controllers.get(checkpoint.job)
         if controller is None:
             raise Refused("unknown-job", f"the job {checkpoint.job} of that checkpoint is not known here")
+        if shards:
+            spec = in_shards(controller.spec, shards)
+        if shards not in (0, controller.stages):
+            checkpoint = self._seed.checkpoints.whole(checkpoint)
         # before newer checkpoints are set aside
         lineage = await self._seed.checkpoints.verified(controller, checkpoint)
         holder = self._seed.checkpoints.holder(checkpoint)
@@ -453,7 +459,10 @@ class OperatorApi:
             text = f"{holder.name}, which holds that checkpoint, works on job {holder.job}"
             raise Refused("busy", text, remedy="pause or cancel that job first")
         restored = co.Restore(checkpoint.step, checkpoint.peer_id, lineage)
-        return await self._tell(controller, restored, f"goes back to step {checkpoint.step}")
+        text = f"goes back to step {checkpoint.step}"
+        if shards in (0, controller.stages):
+            return await self._tell(controller, restored, text)
+        return await self._tell(controller, Relay(spec, restored), f"{text}, with its model in {shards} shards")
 
     async def _checkpoints_delete(self, params: Params, connection: Connection) -> Result:
         checkpoint = self._seed.checkpoints.named(text_of(params, "id", 256))

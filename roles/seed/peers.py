@@ -274,12 +274,6 @@ def check_step(message: StepMetrics | CheckpointSaved, steps_total: int) -> None
         raise ProtocolError(f"{type(message).__name__} of step {message.step}, but the job has {steps_total} steps")
 
 
-def check_part(message: CheckpointSaved, stages: int) -> None:
-    """Raise ``ProtocolError`` if the job's model has no such part."""
-    if message.stages not in (1, stages) or message.stage >= message.stages:
-        raise ProtocolError(f"a checkpoint of part {message.stage} of {message.stages}, but the job has {stages}")
-
-
 def checked_report(report: Report, steps_total: int) -> Report:
     """The report with its reason as one line for people. Raises ``ProtocolError`` if the report is invalid."""
     if report.status not in STATUSES:
@@ -316,11 +310,17 @@ def whole(value: object, most: int = MAX_WHOLE) -> int:
     return int(min(max(value, 0), most))
 
 
-def checkpoint_of(link: Link, message: CheckpointSaved, wall: float, *, split: bool = False) -> CheckpointInfo:
-    """The record of a checkpoint that a worker reported as durable. ``split``: whether the job's model is split."""
+def checkpoint_id(job: str, step: int, peer_id: str, stage: int | None) -> str:
+    return f"{job}@{step}@{peer_id}{'' if stage is None else f'@part{stage}'}"
+
+
+def checkpoint_of(link: Link, message: CheckpointSaved, wall: float) -> CheckpointInfo:
+    """The record of a checkpoint that a worker reported as durable. Raises ``ProtocolError`` if its part is invalid."""
+    if message.stage >= message.stages:
+        raise ProtocolError(f"a checkpoint of part {message.stage} of {message.stages}")
     stage = message.stage if message.stages > 1 else None
     return CheckpointInfo(
-        id=f"{message.job}@{message.step}@{link.id}{'@whole' if split and stage is None else ''}",
+        id=checkpoint_id(message.job, message.step, link.id, stage),
         job=message.job,
         step=message.step,
         path=clipped(message.path, 1024),

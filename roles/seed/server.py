@@ -22,7 +22,7 @@ from roles.seed.authority import Authority
 from roles.seed.checkpoints import Catalogue
 from roles.seed.enrolment import EnrolmentPolicy
 from roles.seed.events import EventLog, Map, Subscriptions
-from roles.seed.jobs import History, JobController, history, profile_of
+from roles.seed.jobs import History, JobController, history
 from roles.seed.links import Survey
 from roles.seed.operator_api import OperatorApi
 from roles.seed.peers import (
@@ -30,9 +30,9 @@ from roles.seed.peers import (
     Link,
     check_hello,
     check_numbers,
-    check_part,
     check_step,
     checked_report,
+    checkpoint_id,
     clipped,
     say,
     say_last,
@@ -221,8 +221,7 @@ class Seed:
         seed = cls(world, store, await cluster_id(store), name[:NAME_CHARS], authority, ticket_host, term)
         await seed.event_log.load()
         for record, spec in await store.call(Records.jobs):
-            profile = profile_of(spec)
-            known = await store.call(history, record.id, split=profile is not None and profile.stages > 1)
+            known = await store.call(history, record.id)
             seed.controllers[record.id] = JobController(seed, record, spec, known)
         await seed.checkpoints.load()
         return seed
@@ -303,13 +302,15 @@ class Seed:
 
     def _take_back(self, link: Link) -> None:
         controller = self.controllers.get(link.hello.job)
-        if controller is not None and controller.live:
+        stages = link.hello.capabilities.get("stages", controller.stages if controller else 1)
+        if controller is not None and controller.live and stages == controller.stages:
             link.job = controller.id
             controller.post(co.PeerReturned(controller.peer(link), link.hello.generation))
             controller.told_view.set()
         elif link.hello.job:
             link.last_job = link.hello.job
-            link.say(Release(link.hello.job[:64], "the job is over"))
+            why = "the job is over" if controller is None or not controller.live else "the job has other parts now"
+            link.say(Release(link.hello.job[:64], why))
         self.assign_free()
 
     async def _listen(self, link: Link) -> co.PeerLost:
@@ -390,7 +391,6 @@ class Seed:
                     await self.store.flush()
             case CheckpointSaved() if message.job in self.controllers:
                 check_step(message, self.controllers[message.job].record.steps_total)
-                check_part(message, self.controllers[message.job].stages)
                 await self.checkpoints.saved(link, message)
             case PartsHeld():
                 before, link.parts = link.parts, infos_of(link.id, link.name, message)
@@ -515,7 +515,9 @@ class Seed:
         step = max(report.applied for report in survivors.values())
         at_step = [peer_id for peer_id, report in survivors.items() if report.applied == step]
         return controller.whole(
-            peer_id for peer_id in at_step if f"{controller.id}@{step}@{peer_id}" in self.checkpoints.known
+            peer_id
+            for peer_id in at_step
+            if checkpoint_id(controller.id, step, peer_id, controller.stage_of(peer_id)) in self.checkpoints.known
         )
 
     # ------------------------------------------------------------------------------------------------------------- jobs

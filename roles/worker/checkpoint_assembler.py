@@ -227,12 +227,13 @@ class CheckpointAssembler:
 
     # -------------------------------------------------------------------------------------------- extracting a stage
 
-    async def bring(self, restore_step: int, holders: Sequence[MemberRecord]) -> None:
+    async def bring(self, restore_step: int, holders: Sequence[MemberRecord], lineage: str = "") -> None:
         """Make this stage's own checkpoint available: that of ``restore_step``, or the newest here if it is negative.
         Failures are only reported.
 
         Args:
             holders: members that have the whole model's checkpoint of ``restore_step``.
+            lineage: of ``restore_step``. A checkpoint of another one is of an abandoned branch. Empty: any will do.
 
         Raises:
             StorageError: this worker's directories cannot be read.
@@ -243,22 +244,24 @@ class CheckpointAssembler:
         mine, wholes = await self._parts.entries(), await self.files.entries()
         for entry in wholes:
             announce(self._context, self._job, entry)
-        if restore_step == 0 or (restore_step > 0 and await self._is_good(restore_step)):
+        if restore_step == 0 or (restore_step > 0 and await self._is_good(restore_step, lineage)):
             return
         newest = mine[0].step if mine else 0
         for entry in wholes:
-            wanted = entry.step > newest if restore_step < 0 else entry.step == restore_step
+            told = lineage in ("", entry.meta.get(LINEAGE))
+            wanted = entry.step > newest if restore_step < 0 else entry.step == restore_step and told
             if wanted and await self._taken(str(entry.path), self._from_here(entry)):
                 return
         for holder in holders if restore_step > 0 else ():
             if holder.peer_id != self._context.peer_id and await self._taken(
-                holder.name, self._from_there(holder, restore_step)
+                holder.name, self._from_there(holder, restore_step, lineage)
             ):
                 return
 
-    async def _is_good(self, step: int) -> bool:
+    async def _is_good(self, step: int, lineage: str) -> bool:
         try:
-            return await self._parts.find(step) is not None
+            entry = await self._parts.find(step)
+            return entry is not None and lineage in ("", entry.meta.get(LINEAGE))
         except StorageError:
             return False  # it is damaged: an extracted one replaces it
 
@@ -276,8 +279,8 @@ class CheckpointAssembler:
         part = self._lying(entry)
         return await self._written(self._parts, entry.step, part.meta, [part])
 
-    async def _from_there(self, holder: MemberRecord, step: int) -> CheckpointEntry:
-        asked = FilesRequest(self._job, step, "", self._stage.index, self._stage.count)
+    async def _from_there(self, holder: MemberRecord, step: int, lineage: str) -> CheckpointEntry:
+        asked = FilesRequest(self._job, step, lineage, self._stage.index, self._stage.count)
         async with AsyncExitStack() as stack:
             part = await self._offered(stack, holder, asked)
             return await self._written(self._parts, step, part.meta, [part])

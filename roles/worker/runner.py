@@ -84,6 +84,7 @@ class JobRunner:
         stage: Stage = WHOLE,
         whole: CheckpointFiles | None = None,
         holders: Sequence[MemberRecord] = (),
+        lineage: str = "",
     ) -> None:
         self.job = job
         self.stage = stage
@@ -105,7 +106,7 @@ class JobRunner:
         self._context = context
         self._spec = spec
         self.checkpoints = checkpoints
-        self._restore_step, self._holders = restore_step, holders
+        self._restore_step, self._holders, self._restore_lineage = restore_step, holders, lineage
         self._engine: Engine | None = None
         self._strategy: Strategy | None = None
         self._session: RingSession | None = None
@@ -184,10 +185,10 @@ class JobRunner:
     def wish(self, flag: Flag, generation: int = 0) -> None:
         self._handle(FlagRequested(flag, generation))
 
-    def restore(self, step: int, holders: Sequence[MemberRecord] = ()) -> None:
-        """Go back to the checkpoint of ``step``. If neither this member nor ``holders`` have it, load an older one; the
-        member is then healed."""
-        self._restore_step, self._holders = step, holders
+    def restore(self, step: int, holders: Sequence[MemberRecord] = (), lineage: str = "") -> None:
+        """Go back to the checkpoint of ``step`` and ``lineage``. If neither this member nor ``holders`` have it, load
+        an older one; the member is then healed."""
+        self._restore_step, self._holders, self._restore_lineage = step, holders, lineage
         self._after_following(Unloaded("the job goes back to a checkpoint"))
 
     def called_back(self) -> None:
@@ -349,7 +350,7 @@ class JobRunner:
         if self.assembler is not None:
             await self.assembler.stop()
             await self._saving.settled()
-            await self.assembler.bring(restore_step, self._holders)
+            await self.assembler.bring(restore_step, self._holders, self._restore_lineage)
         applied, lineage, square_sum, entry = await self.checkpoints.load(
             self._engine, context.compute, spec=self._spec, restore_step=restore_step, split=self.stage.split
         )

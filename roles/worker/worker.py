@@ -155,6 +155,8 @@ class Worker(MemberProcess):
     def _hello(self) -> Hello:
         hello, view = super()._hello(), self._runner.core.view if self._runner else None
         more: dict[str, Scalar] = {"measures": True, "follows": True, "gauges": self._gauge is not None}
+        if self._runner is not None:
+            more["stages"] = self._runner.stage.count
         generation = view.generation if view else 0
         return replace(hello, capabilities=hello.capabilities | more, job=self._job(), generation=generation)
 
@@ -227,7 +229,7 @@ class Worker(MemberProcess):
         stage = Stage(message.stage, message.stages)
         if self._runner is not None and (self._runner.job, self._runner.stage) == (message.job, stage):
             if message.restore_step >= 0:
-                self._runner.restore(message.restore_step, message.holders)
+                self._runner.restore(message.restore_step, message.holders, message.lineage)
             else:
                 self._runner.called_back()
             return
@@ -252,6 +254,7 @@ class Worker(MemberProcess):
             stage=stage,
             whole=self._checkpoints(message.job, WHOLE, profile.checkpoint) if stage.split else None,
             holders=message.holders,
+            lineage=message.lineage,
         )
         what = f"{stage} of the model" if stage.split else "the model"
         self._notify_person("info", "building", f"building {what} of job {message.job}")

@@ -59,7 +59,7 @@ def test_of_a_split_model_each_worker_is_shown_the_share_of_its_replica(
     answers["jobs.views"]["views"][0]["members"] = ["a", "b", "c", "d"]
     assert "a 62.5 %, b 62.5 %, c 37.5 %, d 37.5 %" in command("jobs", "audit", "tiny").out
     found = command("jobs", "audit", "tiny", "--json").json
-    assert (found["computed"], found["stages"]) == ({"a": 50, "b": 50, "c": 30, "d": 30}, 2)
+    assert (found["computed"], found["layouts"]) == ({"a": 50, "b": 50, "c": 30, "d": 30}, [[0, 2]])
 
 
 def test_the_samples_of_private_text_are_not_compared(command: Command, answers: dict[str, Any]) -> None:

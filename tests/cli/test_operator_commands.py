@@ -287,8 +287,10 @@ def test_restore_and_delete(command: Command, fake_seed: Any) -> None:
     fake_seed.answers["checkpoints.restore"] = {"job": JOB.id}
     fake_seed.answers["checkpoints.delete"] = {}
     assert command("checkpoints", "restore", CHECKPOINT.id, "--yes", "--json").json == {"job": JOB.id}
+    command("checkpoints", "restore", CHECKPOINT.id, "--yes", "--shards", "3")
     assert command("checkpoints", "delete", CHECKPOINT.id, "--yes", "--json").json == {"deleted": CHECKPOINT.id}
     assert fake_seed.asked == [
         ("checkpoints.restore", {"id": CHECKPOINT.id}),
+        ("checkpoints.restore", {"id": CHECKPOINT.id, "shards": 3}),
         ("checkpoints.delete", {"id": CHECKPOINT.id}),
     ]

@@ -308,7 +308,7 @@ def test_restore_takes_all_back_and_state_of_the_given_up_branch_counts_no_more(
     desk.tell(co.PeerLost("b", "closed"))  # it keeps step 200 on its disk
     desk.tell(co.Restore(100, "a", "L100"))
     desk.stand("held", 205, "a")
-    assert desk.said[0] == co.SendAssign("a", "C", 100)
+    assert desk.said[0] == co.SendAssign("a", "C", 100, lineage="L100")
     desk.report("a", "held", 205)  # said before it read the order
     assert desk.of(co.Mint) == []
     desk.ready("a", applied=100)

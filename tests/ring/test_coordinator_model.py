@@ -269,13 +269,15 @@ class Cluster(History):
         self.tell_saved()
 
     def tell_saved(self) -> None:
-        steps = {}
+        parts = {}
         for peer_id, disk in self.disks.items():
-            stage = self.core.part_of(peer_id)
-            if stage is not None and len(disk.of(stage)) > 1:
-                steps[peer_id] = frozenset(step for step, _ in disk.of(stage))
+            for stage, saved in disk.saved.items():
+                if len(saved) > 1:
+                    parts[peer_id, stage] = frozenset(step for step, _ in saved)
         wholes = {peer_id: frozenset(step for step, _ in disk.wholes) for peer_id, disk in self.disks.items()}
-        self.tell(co.Saved(steps, wholes))
+        if self.stages == 1:
+            parts, wholes = {}, {peer_id: steps for (peer_id, _), steps in parts.items()}
+        self.tell(co.Saved(wholes, parts))
 
     @rule(peer_id=st.sampled_from(PEERS))
     def gather(self, peer_id: str) -> None:

@@ -159,12 +159,12 @@ def test_a_sound_ledger_passes_and_says_who_computed_how_much():
 
 
 def test_each_worker_of_a_replica_is_due_all_that_its_replica_computed():
-    """Two replicas of two stages, whose shares stand at their first stages; then one replica of other workers."""
-    rows = [row(1, 1, (5, 0, 3, 0)), row(2, 1, (2, 0, 6, 0)), row(3, 2, (8, 0))]
-    views = [ViewBegan(1, 0, START, ("a", "b", "c", "d")), ViewBegan(2, 2, chained(rows[:2]), ("c", "b"))]
-    audit = Audit(base_step=0, base_lineage=START, micro_batches=M, views=views, stages=2)
+    """Two replicas of two parts, whose shares stand at their first parts; then one replica of three parts."""
+    rows = [row(1, 1, (5, 0, 3, 0)), row(2, 1, (2, 0, 6, 0)), row(3, 2, (8, 0, 0))]
+    views = [ViewBegan(1, 0, START, ("a", "b", "c", "d"), 2), ViewBegan(2, 2, chained(rows[:2]), ("c", "b", "e"), 3)]
+    audit = Audit(base_step=0, base_lineage=START, micro_batches=M, views=views)
     assert [audit.begin(), *map(audit.take, rows)] == [None] * 4
-    assert audit.computed == {"a": 7, "b": 7 + 8, "c": 9 + 8, "d": 9}
+    assert (audit.computed, audit.total) == ({"a": 7, "b": 7 + 8, "c": 9 + 8, "d": 9, "e": 8}, 3 * M)
 
 
 def test_a_ledger_whose_beginning_was_folded_passes_too():

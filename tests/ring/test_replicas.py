@@ -192,7 +192,7 @@ def test_a_worker_is_asked_nothing_else_until_it_has_answered() -> None:
 def test_where_a_part_is_gone_it_goes_back_to_the_newest_step_of_which_all_parts_are_kept() -> None:
     play = Play()
     view = play.begun("a", "b")
-    play.tell(co.Saved({"a": frozenset({4, 8, 12}), "b": frozenset({4, 8})}))
+    play.tell(co.Saved({}, of_parts(a=frozenset({4, 8, 12}), b=frozenset({4, 8}))))
     play.tell(co.Progress(14, 1.0))
     play.lost("b")
     play.says("a", "broken", 14, generation=view.generation, suspect="b")
@@ -364,11 +364,16 @@ def test_as_many_replicas_as_can_be_are_dealt() -> None:
             assert all(total[stage] == min(total) for stage in given.values()), "given away for nothing"
 
 
+def of_parts(**steps: frozenset[int]) -> dict[tuple[str, int], frozenset[int]]:
+    """Checkpoints of the parts that these workers have in ``begun``: part 1 for b, part 0 for others."""
+    return {(peer_id, int(peer_id == "b")): kept for peer_id, kept in steps.items()}
+
+
 def far_ahead(steps: dict[str, frozenset[int]], wholes: dict[str, frozenset[int]]) -> Play:
     """Stage 1 died with its disk beyond what is saved; c, a spare, has built that stage, and holds nothing of it."""
     play = Play()
     view = play.begun("a", "b", "c")
-    play.tell(co.Saved(steps, wholes))
+    play.tell(co.Saved(wholes, of_parts(**steps)))
     play.tell(co.Progress(25, 1.0))
     play.lost("b")
     play.says("a", "broken", 25, generation=view.generation, suspect="b")
@@ -418,7 +423,7 @@ def test_workers_that_do_not_train_are_told_why() -> None:
     play.comes("c")
     text = "waiting for workers of other parts: a replica has one for each of 2"
     assert play.core.kept_out() == {"c": (text, math.inf)}
-    play.tell(co.Saved({"a": frozenset({4}), "b": frozenset({2, 4}), "c": frozenset({2})}))
+    play.tell(co.Saved({}, of_parts(a=frozenset({4}), b=frozenset({2, 4}), c=frozenset({2}))))
     for peer_id in ("a", "b"):
         play.tell(co.PeerLost(peer_id, "closed"))
     play.tell(co.Signal.TICK, 31.0)

@@ -11,9 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from configs.schema import Profile
+from p2ptrain.cli.audit import audit
+from p2ptrain.core.errors import Refused
 from ring import coordination as co
 from roles.seed import jobs
 from roles.strategies.pipeline import strategy_of
+from roles.worker.build import engine_builder, stage_builder
 from tests.roles.in_process import Cluster, Gate
 from tests.roles.test_pipeline_job import (
     at,
@@ -78,6 +81,50 @@ async def test_a_replica_that_lost_a_member_comes_back_while_the_other_goes_on(c
     await cluster.job_until(job, lambda item: len(item["members"]) == 4)
     await ended_as_one_process(cluster, job, profile)
     assert len({state_of(peer) for peer in cluster.peers if peer is not lost}) == 2
+
+
+async def test_a_job_goes_on_with_another_number_of_shards(cluster: Cluster, text: Path) -> None:
+    """While it runs, from 2 to 3; then it waits for a third worker. When it is done, from 3 to 1 and back to 2: then
+    the workers also have parts of step 20 that were given up."""
+    profile, gate = sharded(text, 2, 1, 22), Gate(15, 20)
+    job = await cluster.create(profile)
+    for _ in range(2):
+        cluster.join(engine_builder(threads=1), build_part=gated(gate), strategies=strategy_of)
+    await cluster.whole(job, 10)
+    gate.on()
+    await cluster.whole(job, 20)
+    saved = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
+    at_10 = [item["id"] for item in saved if item["step"] == 10]
+    await cluster.ask("checkpoints.restore", id=at_10[0], shards=3)
+    gate.away()
+    item = await cluster.job_until(job, lambda item: "2 of 3 workers are here" in item["reason"])
+    assert (item["strategy"], item["stages"], item["state"]) == ("sharded", 3, "waiting")
+    cluster.join(engine_builder(threads=1), build_part=stage_builder(threads=1), strategies=strategy_of)
+    await ended_as_one_process(cluster, job, profile)
+    for shards, strategy in ((1, "sync"), (2, "sharded")):
+        saved = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
+        step = 10 * shards
+        whole = next(item["id"] for item in saved if item["step"] == step and item["stage"] is None)
+        await cluster.ask("checkpoints.restore", id=whole, shards=shards)
+        item = await cluster.job_until(job, lambda item: item["state"] == "running")
+        assert (item["strategy"], item["stages"]) == (strategy, shards)
+        await ended_as_one_process(cluster, job, profile)
+    async with cluster.operator() as client:
+        info, spec = await client.job(job)
+        verdict = await audit(client, job, Profile.from_spec_untrusted(spec), lambda step, of: None)
+    assert (verdict.fault, verdict.steps) == (None, info.steps_total)
+    assert verdict.layouts == [(0, 2), (10, 1), (20, 2)]
+
+
+def test_only_a_profile_that_can_be_sharded_is(text: Path) -> None:
+    changed = Profile.from_spec_untrusted(jobs.in_shards(sharded(text, 2, 2, 9).to_spec(), 3))
+    assert (changed.stages, changed.job.workers) == (3, 3)
+    with pytest.raises(Refused, match="strategy 'pipeline' keeps its layout"):
+        jobs.in_shards(profile_of(text, 2, 2).to_spec(), 3)
+    sync = {"workers": 1, "strategy": "sync"}
+    own = profile_of(text, 0, 1, job=sync, pipeline={"stages": 0}, data={"private": True})
+    with pytest.raises(Refused, match=r"3 shards: .*data\.private"):
+        jobs.in_shards(own.to_spec(), 3)
 
 
 async def test_a_spare_takes_its_rows_out_of_the_whole_checkpoint_of_another(
