@@ -137,11 +137,13 @@ def _weights(rule: str, squares: Squares, byzantine: int) -> Squares:
         ]
         weights[best] = 1 / len(best)
     elif rule == "geometric_median":  # Weiszfeld's iteration as in Pillutla et al., arXiv 1912.13445
-        weights[:members] = 1 / members
+        # If far vectors are nearly half, hundreds of steps lead away from the mean. So each vector counts at first by its
+        # distance to the majority.
+        apart = np.sqrt(np.median(squares[:members, :members], axis=1))
         for _ in range(WEISZFELD_STEPS):
-            apart = _distances(squares, weights)[:members]
             inverse = 1 / np.maximum(apart, 1e-6 * max(median(apart), 1e-30))
             weights[:members] = inverse / sum(inverse)
+            apart = _distances(squares, weights)[:members]
     elif rule == "centered_clipping":  # Karimireddy et al., arXiv 2012.10333, with the median distance as the radius
         weights[members] = 1.0
         for _ in range(CLIPPING_STEPS):

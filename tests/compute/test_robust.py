@@ -123,6 +123,18 @@ def test_a_vector_that_no_gradient_can_be_counts_as_zeros(rule: str, wrong: floa
     assert 4 in scores.excluded
 
 
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "mean"])
+@pytest.mark.parametrize("length", [10.0, 1e3, 9e5])
+def test_as_many_wrong_vectors_as_a_rule_allows_move_it_little(rule: str, length: float) -> None:
+    f = 9
+    n = {"krum": 2 * f + 3, "multi_krum": 2 * f + 3, "bulyan": 4 * f + 3}.get(rule, 2 * f + 1)
+    vectors = np.random.default_rng(4).standard_normal((n, 36)).astype(np.float32)
+    honest = vectors[f:].mean(0)
+    vectors[:f] = 0
+    vectors[:f, 0] = 6 * length  # the others' length is 6
+    assert np.linalg.norm(run(rule, vectors, f) - honest) < 18
+
+
 def test_scores_show_who_was_left_out_and_how_far_each_is() -> None:
     vectors = np.random.default_rng(3).standard_normal((7, 50)).astype(np.float32)
     vectors[5] += 20
