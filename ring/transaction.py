@@ -309,6 +309,7 @@ class Transaction:
         steps_total: number of steps after which the job is complete.
         checkpoint_every: steps between checkpoints; 0: none. The last step always has one.
         outlier_factor: see ``ring.token.Guard``.
+        whole_norms: each member measures the whole reduced bytes (``Reduced.part``) and believes nobody else's number.
     """
 
     def __init__(
@@ -320,6 +321,7 @@ class Transaction:
         checkpoint_every: int = 0,
         outlier_factor: float = 0.0,
         share_rule: ShareRule = ShareRule(),  # noqa: B008 - it is immutable
+        whole_norms: bool = False,
     ) -> None:
         self.job = job
         self.peer_id = peer_id
@@ -335,7 +337,8 @@ class Transaction:
         self.anew = False  # loaded again since the view began: this member no longer holds the view's state
         self.history: deque[str] = deque(maxlen=40)
         self._checkpoint_every = checkpoint_every
-        self._share_rule = share_rule
+        self._share_rule, self._whole_norms = share_rule, whole_norms
+        self._part = 0.0  # in this member's last token
         self._guard = Guard(outlier_factor)
         self._rank = 0
         self._ticket = 0
@@ -574,7 +577,7 @@ class Transaction:
         self.prepared_lineage = next_lineage(self.lineage, event.digest)
         self._prepared = LedgerRow(self.applied + 1, view.generation, event.digest, self.shares.packed())
         self._go(Phase.VOTING)
-        self._flags_sent = self._requested_flags
+        self._flags_sent, self._part = self._requested_flags, event.part
         refused = self._guard.refuses(event.own, event.part, lenient=view.lenient)
         token = Token(
             view.generation,
@@ -603,7 +606,7 @@ class Transaction:
         self._requested_flags &= ~self._flags_sent  # a request that came after the token waits for the next token
         self._requested_flags |= self._granted & Flag.STOP  # rule 4
         # Every member sums the same numbers in the same order, so clipping is bit-equal.
-        self.square_sum = sum((token.part for token in tokens), start=0.0)
+        self.square_sum = self._part if self._whole_norms else sum((token.part for token in tokens), start=0.0)
         if not self._share_rule.by_speed:
             self._next_shares = self._share_rule.of_step([member.count for member in view.members], self.applied + 1)
         elif view.stages > 1:  # they depend on each replica's slowest stage, which the tokens do not show

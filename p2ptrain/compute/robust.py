@@ -137,7 +137,7 @@ def _weights(rule: str, squares: Squares, byzantine: int) -> Squares:
         ]
         weights[best] = 1 / len(best)
     elif rule == "geometric_median":  # Weiszfeld's iteration as in Pillutla et al., arXiv 1912.13445
-        # If far vectors are nearly half, hundreds of steps lead away from the mean. So each vector counts at first by its
+        # If far vectors are nearly half, hundreds of steps lead away from the mean. So each vector counts first by its
         # distance to the majority.
         apart = np.sqrt(np.median(squares[:members, :members], axis=1))
         for _ in range(WEISZFELD_STEPS):

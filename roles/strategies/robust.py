@@ -13,6 +13,7 @@ A member that changes what it passes on is noticed, because the digests differ, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -25,6 +26,7 @@ from p2ptrain.compute.robust import aggregate, middle_of
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine
+from roles.strategies.interface import Contribution
 from roles.strategies.sync import Piece, SyncStrategy
 from wire.job_messages import distance_key, excluded_key
 
@@ -57,7 +59,10 @@ class RobustStrategy(SyncStrategy):
         if session is not self._session:
             from p2ptrain.compute.device import HOST, check_memory  # torch with it, which the simulator does without
 
+            # Nothing may refer to the vectors of the view before: their memory is needed.
             self._vectors, self._gathered, self._center = np.empty(0, np.float32), [], None
+            self._exchange = self._outgoing = None
+            self._contributed = self._engine.partial_square_sum
             what = f"robust.rule = {self._robust.rule!r} with the vectors of {session.size} members"
             check_memory((session.size + self._keeps_center) * buffer.nbytes, HOST, what)
             self._vectors = np.empty(session.size * buffer.size, buffer.dtype)
@@ -90,6 +95,11 @@ class RobustStrategy(SyncStrategy):
         buffer[-scalars:] = middle_of(last[:, -scalars:], rule)
         if self._keeps_center:
             self._center = vector.copy()
+
+    def _summarize(self, rank: int, size: int, own: float) -> Contribution:
+        """The norm is that of the whole aggregate (``ring.transaction``): others may tell a wrong one, to stop all."""
+        whole = self._engine.partial_square_sum(0, self._engine.reduce_buffer.size)
+        return replace(super()._summarize(rank, size, own), part=whole)
 
     @property
     def _keeps_center(self) -> bool:

@@ -97,6 +97,7 @@ class JobRunner:
             checkpoint_every=profile.checkpoint.every,
             outlier_factor=profile.guard.outlier_factor,
             share_rule=share_rule(profile),
+            whole_norms=bool(profile.robust.rule),
         )
         self._budget = Budget(profile.privacy, checkpoints) if profile.privacy.epsilon else None
         self._early = EarlyStop(profile.validation.patience, self._budget)

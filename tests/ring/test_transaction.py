@@ -145,6 +145,21 @@ def test_a_member_that_differs_stops_the_commit_and_is_named(name: str) -> None:
     assert name in report.reason
 
 
+def test_a_norm_that_each_member_knows_whole_is_nobody_elses() -> None:
+    member = alone()
+    member.core._whole_norms = True
+    member.handle(ViewArrived(view(1, ["a", "b"])))
+    member.finish()
+    member.finish()
+    reduce_(member, 1)
+    vote = member.activity
+    assert isinstance(vote, Vote)
+    lie = replace(Token.decode_untrusted(vote.token), part=1e30)
+    member.handle(Gathered(vote.ticket, (vote.token, lie.encode())))
+    assert isinstance(member.activity, Apply)
+    assert member.activity.square_sum == 1.5
+
+
 def voted(wish: Flag, *, peers: Sequence[str] = ("a", "b"), steps_total: int = 3) -> Member:
     """A member of two that applies a step, with which all wished for something."""
     member = alone(steps_total)

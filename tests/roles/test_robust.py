@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+import weakref
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from configs.schema import Profile
+from p2ptrain.compute import device
+from p2ptrain.core.training import Applied
+from roles.compute_thread import ComputeThread
 from roles.stand_in import StandInEngine
-from tests.roles.in_process import Cluster, Gate
+from roles.strategies.pipeline import strategy_of
+from roles.strategies.robust import RobustStrategy
+from tests.ring.local import local_ring
+from tests.roles.in_process import DEADLINE_S, Cluster, Gate
 from tests.roles.test_cluster import at, done, small_profile, state_of, undisturbed
 from tests.roles.test_local import counts_of
+from wire.memory import MemoryNetwork
 from wire.records import MemberScore
 
 FLIP = -6.0
 
 
+class Checked(StandInEngine):
+    """Fails if the norm by which a step is clipped is not that of the aggregate."""
+
+    def apply(self, step: int, square_sum: float) -> Applied:
+        assert square_sum == self.partial_square_sum(0, self.reduce_buffer.size)
+        return super().apply(step, square_sum)
+
+
 class SignFlipping(StandInEngine):
-    """Contributes the gradient's opposite, several times as long; with 'local' the way that it came."""
+    """Contributes the gradient's opposite, several times as long; with 'local' the way that it came. Tells that all
+    vectors are short."""
 
     def finish_gradients(self, on_final: Any = None) -> None:
         super().finish_gradients()
@@ -28,12 +45,15 @@ class SignFlipping(StandInEngine):
     def micro_batch(self, step: int, index: int, on_final: Any = None) -> None:
         super().micro_batch(step, index)  # nothing is final before ``finish_gradients``
 
+    def partial_square_sum(self, start: int, stop: int) -> float:
+        return 1e-9
+
 
 async def trained(cluster: Cluster, profile: Profile, *, attackers: int = 1) -> float:
     """The last loss, after all members ended with the same bits; infinite if the job failed."""
     job = await cluster.create(profile)
     honest = profile.job.workers - attackers
-    peers = [cluster.join() for _ in range(honest)] + [cluster.join(SignFlipping) for _ in range(attackers)]
+    peers = [cluster.join(Checked) for _ in range(honest)] + [cluster.join(SignFlipping) for _ in range(attackers)]
     ended = await cluster.job_until(job, lambda item: item["state"] in ("done", "failed"))
     if ended["state"] == "failed":
         return math.inf
@@ -77,6 +97,23 @@ async def test_a_member_that_flips_the_sign_spoils_a_mean(cluster: Cluster) -> N
 @pytest.mark.parametrize("rule", ["krum", "bulyan"])
 async def test_the_most_wary_rules_need_seven_members(cluster: Cluster, rule: str) -> None:
     assert await trained(cluster, robust_profile(rule, 7)) < 0.5
+
+
+async def test_a_new_view_first_frees_the_vectors_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[weakref.ref[Any]] = []
+    monkeypatch.setattr(device, "check_memory", lambda *args: seen.append([vectors() is not None for vectors in held]))
+    seen: list[list[bool]] = []
+    engine, compute = StandInEngine(robust_profile("mean", 2)), ComputeThread()
+    strategy = strategy_of(robust_profile("mean", 2))(engine, compute, lambda: None, 0)
+    try:
+        for _ in range(2):
+            async with local_ring(1, MemoryNetwork()) as ring:
+                await strategy.compute(0, 0, 1, ring[0].session, patience_s=DEADLINE_S)
+            held.append(weakref.ref(cast(RobustStrategy, strategy)._vectors))
+            await compute.run(int)  # the thread refers to its last call
+    finally:
+        compute.close()
+    assert seen == [[], [False]]
 
 
 async def test_each_vector_stands_for_a_whole_step(cluster: Cluster) -> None:
