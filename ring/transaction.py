@@ -36,6 +36,7 @@ norms. ``NEXT`` below is the table of transitions.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -310,6 +311,8 @@ class Transaction:
         checkpoint_every: steps between checkpoints; 0: none. The last step always has one.
         outlier_factor: see ``ring.token.Guard``.
         whole_norms: each member measures the whole reduced bytes (``Reduced.part``) and believes nobody else's number.
+        hidden_norms: no member tells the norm of its contribution. One that is an outlier is told as NaN; a sum is not
+            refused as an outlier, because nobody could be named.
     """
 
     def __init__(
@@ -322,6 +325,7 @@ class Transaction:
         outlier_factor: float = 0.0,
         share_rule: ShareRule = ShareRule(),  # noqa: B008 - it is immutable
         whole_norms: bool = False,
+        hidden_norms: bool = False,
     ) -> None:
         self.job = job
         self.peer_id = peer_id
@@ -337,7 +341,7 @@ class Transaction:
         self.anew = False  # loaded again since the view began: this member no longer holds the view's state
         self.history: deque[str] = deque(maxlen=40)
         self._checkpoint_every = checkpoint_every
-        self._share_rule, self._whole_norms = share_rule, whole_norms
+        self._share_rule, self._whole_norms, self._hidden_norms = share_rule, whole_norms, hidden_norms
         self._part = 0.0  # in this member's last token
         self._guard = Guard(outlier_factor)
         self._rank = 0
@@ -578,7 +582,10 @@ class Transaction:
         self._prepared = LedgerRow(self.applied + 1, view.generation, event.digest, self.shares.packed())
         self._go(Phase.VOTING)
         self._flags_sent, self._part = self._requested_flags, event.part
-        refused = self._guard.refuses(event.own, event.part, lenient=view.lenient)
+        hidden, own = self._hidden_norms, event.own
+        refused = self._guard.refuses(own, 0.0 if hidden else event.part, lenient=view.lenient)
+        if hidden:
+            own = math.nan if refused else 0.0
         token = Token(
             view.generation,
             self.applied,
@@ -587,7 +594,7 @@ class Transaction:
             event.digest,
             bytes.fromhex(self.lineage),
             event.unit_us,
-            event.own,
+            own,
             event.sent,
             event.received,
         )

@@ -16,6 +16,9 @@ from __future__ import annotations
 from configs.schema import Profile
 from ring.token import ShareRule
 
+LEAST_MASKED = 3
+"""Members of a view with masks: of two each could subtract its own contribution from the sum."""
+
 
 def share_rule(profile: Profile) -> ShareRule:
     """How the members of a job share its steps."""
@@ -26,8 +29,8 @@ def share_rule(profile: Profile) -> ShareRule:
 
 
 def least_members(profile: Profile) -> int:
-    """Members without which no step begins. With masks three: of two each could subtract its own contribution."""
-    return 3 if profile.federated.secure else profile.robust.least
+    """Members without which no step begins."""
+    return LEAST_MASKED if profile.federated.secure else profile.robust.least
 
 
 def slots(profile: Profile) -> int:

@@ -24,10 +24,11 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from p2ptrain.compute.gradients import to_fixed, to_float
 from p2ptrain.compute.noise import KEY_BYTES, keystream
-from p2ptrain.core.errors import ProtocolError
+from p2ptrain.core.errors import JobFailed, ProtocolError
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine
+from roles.strategies.federated import LEAST_MASKED
 from roles.strategies.interface import ConnectPeers
 from roles.strategies.sync import Piece, SyncStrategy
 
@@ -81,12 +82,13 @@ class _Sealed:
         self._fits = True
 
     def seal(self) -> None:
-        self.array[:], self._fits = to_fixed(self._engine.reduce_buffer, self.members)
-        self.masks.add(self.array, self.step)
+        values, self._fits = to_fixed(self._engine.reduce_buffer, self.members)
+        self.masks.add(values, self.step)
+        self.array[:] = values  # only masked numbers are ever in memory from which the ring sends
 
     def measure(self, start: int, stop: int) -> float:
-        """0: the norm of one contribution is a secret. NaN if it was not finite, or too large for fixed point."""
-        return 0.0 if self._fits else float("nan")
+        """See ``Engine.partial_square_sum``, of what is not masked; also NaN if it is too large for fixed point."""
+        return self._engine.partial_square_sum(start, stop) if self._fits else float("nan")
 
     def open(self) -> None:
         self._engine.reduce_buffer[:] = to_float(self.array)
@@ -103,6 +105,8 @@ class SecureStrategy(SyncStrategy):
         self._contributed, self._complete = self._sealed.measure, self._sealed.seal
 
     async def begin(self, session: RingSession, meet: ConnectPeers) -> None:
+        if session.size < LEAST_MASKED:
+            raise JobFailed(f"a view of {session.size} members would show each what the other contributes")
         secret = X25519PrivateKey.from_private_bytes(session.entropy(KEY_BYTES))
         told = await session.all_gather(secret.public_key().public_bytes_raw())
         label = f"{session.view.job} {session.view.generation} "

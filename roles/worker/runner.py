@@ -98,6 +98,7 @@ class JobRunner:
             outlier_factor=profile.guard.outlier_factor,
             share_rule=share_rule(profile),
             whole_norms=bool(profile.robust.rule),
+            hidden_norms=profile.federated.secure or profile.privacy.epsilon > 0,
         )
         self._budget = Budget(profile.privacy, checkpoints) if profile.privacy.epsilon else None
         self._early = EarlyStop(profile.validation.patience, self._budget)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError
-from ring.token import TOKEN_BYTES, Flag, Token, next_lineage
+from ring.token import LEAST_STEPS, TOKEN_BYTES, Flag, Token, next_lineage
 from ring.transaction import (
     Apply,
     Boundary,
@@ -158,6 +159,29 @@ def test_a_norm_that_each_member_knows_whole_is_nobody_elses() -> None:
     member.handle(Gathered(vote.ticket, (vote.token, lie.encode())))
     assert isinstance(member.activity, Apply)
     assert member.activity.square_sum == 1.5
+
+
+@pytest.mark.parametrize(
+    ("own", "part", "told"), [(4.0, 1.5, 0.0), (4.0, 1e30, 0.0), (1e30, 1.5, math.nan), (math.nan, 1.5, math.nan)]
+)
+def test_a_hidden_norm_is_told_only_as_fit_or_not(own: float, part: float, told: float) -> None:
+    member = Member("a", 3, outlier_factor=1000.0)
+    member.core._hidden_norms = True
+    for _ in range(LEAST_STEPS):
+        member.core._guard.committed(4.0)
+    member.core._guard.forget = lambda: None  # type: ignore[method-assign]  # loading would
+    member.handle(Loaded(0, ORIGIN))
+    member.handle(ViewArrived(view(1, ["a", "b"])))
+    member.finish()
+    member.finish()
+    activity = member.activity
+    assert isinstance(activity, Reduce)
+    member.handle(Reduced(activity.ticket, digest_of(1, 0), part, own))
+    vote = member.activity
+    assert isinstance(vote, Vote)
+    token = Token.decode_untrusted(vote.token)
+    assert token.own == pytest.approx(told, nan_ok=True)
+    assert (Flag.REJECT in token.flags) is math.isnan(told)
 
 
 def voted(wish: Flag, *, peers: Sequence[str] = ("a", "b"), steps_total: int = 3) -> Member:

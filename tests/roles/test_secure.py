@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from configs.loader import load
 from configs.schema import Conflict
 from p2ptrain.compute.gradients import to_fixed, to_float
-from p2ptrain.core.errors import ConfigError, ProtocolError
+from p2ptrain.core.errors import ConfigError, JobFailed, ProtocolError
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.stand_in import StandInEngine
@@ -130,7 +130,7 @@ async def test_the_ring_sums_exactly_and_gets_only_masked_numbers() -> None:
     whole = to_float(sum(to_fixed(own, 3)[0] for own in values))
     assert all(np.array_equal(engine.reduce_buffer, whole) for engine in engines)
     assert len({one.digest for one in said}) == 1
-    assert {one.own for one in said} == {0.0}
+    assert [one.own for one in said] == pytest.approx([np.sum(np.square(own[:-1], dtype=float)) for own in values])
     assert sum(map(len, submitted)) == 3 * NUMEL
     assert all(looks_random(piece) for piece in submitted if len(piece) > 1000)
 
@@ -140,6 +140,11 @@ async def test_a_contribution_that_does_not_fit_is_refused_by_its_member(bad: fl
     good = np.ones(2000, np.float32)
     said, _ = await step_of([Fixed(good), Fixed(good * np.float32(bad)), Fixed(good)])
     assert [np.isnan(one.own) for one in said] == [False, True, False]
+
+
+async def test_a_view_of_two_is_refused_whoever_minted_it() -> None:
+    with pytest.raises(JobFailed, match="would show each what the other contributes"):
+        await step_of([Fixed(np.ones(2000, np.float32)) for _ in range(2)])
 
 
 async def test_a_drop_out_is_survived_and_two_wait_for_a_third(cluster: Cluster) -> None:
