@@ -77,10 +77,12 @@ class Child:
         *,
         listen: bool = False,
         environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = ("p2ptrain",),
     ) -> Child:
         """Start ``p2ptrain``; ``listen`` captures its standard output. Raises ``StorageError``.
 
         Args:
+            program: the module to run instead, and its first arguments.
             environment: the child's whole environment; None: that of this process.
         """
         try:
@@ -92,7 +94,7 @@ class Child:
         with sink:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", "p2ptrain", *arguments, "--with-parent"),
+                *("-m", *program, *arguments, "--with-parent"),
                 stdin=PIPE,
                 stdout=PIPE if listen else DEVNULL,
                 stderr=sink,
@@ -210,16 +212,18 @@ class LocalCluster:
             raise seed.failed("the seed did not start")
         return seed
 
-    async def start_peer(self, name: str, slot: int, *options: str, target: str = "") -> Child:
+    async def start_peer(
+        self, name: str, slot: int, *options: str, target: str = "", program: Sequence[str] = ("p2ptrain",)
+    ) -> Child:
         """Start a peer; returns before it has joined. Raises ``StorageError``.
 
         Args:
             slot: slot of the state directory. options: further options of ``join``.
-            target: the seed to join; empty: this cluster's.
+            target: the seed to join; empty: this cluster's. program: see ``Child.start``.
         """
         arguments = ["join", target or self.address, "--state", str(self.root), "--slot", str(slot)]
         arguments += ["--name", name, "--wait", "0"]
-        child = await Child.start(name, [*arguments, *options], self.logs / f"{name}.log")
+        child = await Child.start(name, [*arguments, *options], self.logs / f"{name}.log", program=program)
         self.peers[name] = child
         return child
 

@@ -18,6 +18,7 @@ from p2ptrain.cli.chaos.judge import (
     CUTS,
     KINDS,
     LASTS_S,
+    Attack,
     InjectedFault,
     Report,
     Verdict,
@@ -32,7 +33,7 @@ from p2ptrain.cli.chaos.judge import (
 from p2ptrain.cli.chaos.proxy import Proxy
 from p2ptrain.cli.local_cluster import Child, JobObserver, LocalCluster, Row, Seen
 from p2ptrain.core.errors import UserError
-from wire.records import EventInfo, JobInfo, MetricRow
+from wire.records import EventInfo, JobInfo, MemberScore, MetricRow
 from wire.schema import Record
 
 Command = Callable[..., Any]
@@ -163,6 +164,9 @@ def test_a_report_says_what_a_program_needs(capsys: pytest.CaptureFixture[str]) 
         (["--duration", "soon"], "not a duration"),
         (["--set", "job.workers=5", "--workers", "2"], "5 workers"),
         (["--set", "checkpoint.every=0"], "nothing to compare"),
+        (["--attack", "bite"], "--attack bite is not a valid value"),
+        (["--attack", "scale", "--attackers", "4"], "none would be honest"),
+        (["--attack", "scale", "--exact"], "changes whole vectors"),
     ],
 )
 def test_what_is_refused_before_anything_starts(command: Command, arguments: list[str], says: str) -> None:
@@ -242,3 +246,25 @@ def test_views_are_those_of_a_running_ring() -> None:
     assert observer.members == ("a",)
     told(observer, "jobs", 5.0, **job(2, ["a"], state="done"))
     assert observer.finished
+
+
+# ------------------------------------------------------------------------------------------------------------ attacks
+
+
+def test_an_attack_is_found_if_the_attackers_are_the_farthest(capsys: pytest.CaptureFixture[str]) -> None:
+    scores = [MemberScore("a", 40, 2, 0.9), MemberScore("b", 40, 38, 9.5), MemberScore("c", 40, 0, 4.0)]
+    job = JobInfo("j", "robust", "robust", "sync", "done", 0.0, 40, step=40, loss=2.5, scores=scores)
+    names = {"a": "worker-1", "b": "worker-2", "c": "worker-3"}
+    assert Attack.of("scale", job, names, ["b"]).found is True
+    assert Attack.of("scale", job, names, ["b", "c"]).found is True
+    assert Attack.of("scale", job, names, ["c"]).found is False
+    near = dataclasses.replace(job, scores=[MemberScore("b", 40, 40, 1.2)])
+    assert Attack.of("alie", near, names, ["b"]).found is False, "left out, but not far: it may be any member"
+    assert Attack.of("scale", dataclasses.replace(job, scores=[]), names, ["b"]).found is None
+    report = Report(3, tls=False, attack=Attack.of("scale", job, names, ["b"]))
+    report.print()
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["worker-2", "yes", "38", "40", "9.5"] in lines
+    assert ["worker-3", "0", "40", "4.0"] in lines
+    told: Any = report.to_json()["attack"]
+    assert (told["loss"], told["found"], told["attackers"]) == (2.5, True, ("worker-2",))

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from p2ptrain.cli.runtime import JsonOption, ProfileOption, SetOption, run
+from p2ptrain.cli.runtime import JsonOption, ProfileOption, SetOption, check_one_of, run
 from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
 
 if TYPE_CHECKING:
     from configs.schema import Profile
 
-DURATION = "60s"
+DURATION, ATTACK_DURATION = "60s", "24h"  # an attack lasts until the job ends
 SAVE_EVERY = 20
 """Steps between two checkpoints. They are frequent because each one also compares the members' states."""
 
@@ -49,6 +49,17 @@ def chaos(
         ),
     ] = "",
     sets: SetOption = [],  # noqa: B006 - Typer copies it
+    attack: Annotated[
+        str,
+        typer.Option(
+            "--attack",
+            metavar="KIND",
+            help="Instead of faults, the last workers send wrong vectors: sign-flip, scale, noise, alie, label-flip.",
+        ),
+    ] = "",
+    attackers: Annotated[
+        int, typer.Option("--attackers", metavar="N", min=1, max=31, help="With --attack: number of those workers.")
+    ] = 1,
     exact: Annotated[
         bool, typer.Option("--exact", help="Use exact mode; compare the final state with an undisturbed run's.")
     ] = False,
@@ -69,6 +80,9 @@ def chaos(
     recovery time is the time from a fault to the arrival of the next committed step. It includes the seed's message,
     which is at most 0.1 s late. The exit code is 1 if an invariant is violated.
 
+    With --attack some workers send wrong vectors until the job ends. The report shows the losses, and what the job's
+    robust rule made of each member. With robust.rule=mean it shows the damage.
+
     \b
     Examples:
       p2ptrain chaos
@@ -76,18 +90,27 @@ def chaos(
       p2ptrain chaos --kinds seed --faults 50
       p2ptrain chaos --kinds none --duration 30m --workers 8
       p2ptrain chaos --exact --tls --duration 10m --random-seed 7
+      p2ptrain chaos --attack sign-flip --profile robust --workers 7
+      p2ptrain chaos --attack alie --attackers 2 --workers 11 --profile robust --set robust.byzantine=2
     """
     from p2ptrain.cli.chaos.conduct import Plan, conduct, kinds_here
     from p2ptrain.cli.chaos.judge import Report, kinds_of
     from p2ptrain.cli.output import print_json
     from p2ptrain.core.texts import seconds_of
 
+    if attack:
+        from roles.attacker import ATTACKS
+
+        check_one_of("--attack", attack, ATTACKS)
+        if attackers >= workers:
+            raise UserError(f"--attackers {attackers}: of {workers} workers none would be honest", remedy="start more")
+        kinds = kinds or "none"
     if duration and faults:
         raise UserError("--duration and --faults exclude each other", remedy="leave one of them out")
     chosen = kinds_of(kinds, tls=tls, here=kinds_here())
     if faults and not chosen:
         raise UserError("--faults does not work with --kinds none", remedy="give --duration instead")
-    loaded = _profile(profile, sets, workers, exact=exact)
+    loaded = _profile(profile, sets, workers, exact=exact, attacked=bool(attack))
     root = Path(tempfile.mkdtemp(prefix="p2ptrain-chaos-")) if state is None else state.absolute()
     if root.is_dir() and any(root.iterdir()):
         raise UserError(f"{root} is not empty", remedy="name another directory: a run needs an empty one")
@@ -98,10 +121,12 @@ def chaos(
         root=root,
         kinds=chosen,
         count=faults,
-        duration_s=seconds_of(duration or DURATION, "--duration"),
+        duration_s=seconds_of(duration or (ATTACK_DURATION if attack else DURATION), "--duration"),
         seed=seed,
         tls=tls,
         exact=exact or loaded.job.exact,
+        attack=attack,
+        attackers=attackers,
     )
     report, well = Report(workers, tls), False
     try:
@@ -119,14 +144,14 @@ def chaos(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _profile(name: str, sets: list[str], workers: int, *, exact: bool) -> Profile:
+def _profile(name: str, sets: list[str], workers: int, *, exact: bool, attacked: bool) -> Profile:
     """Load the profile, with this command's values for settings that the user did not choose."""
     from configs.loader import is_shipped, load
 
     loaded = load(name, os.environ, sets)
     wanted = {
         "job.workers": str(workers),
-        "job.steps": "1000000",  # the job must outlast the faults
+        **({} if attacked else {"job.steps": "1000000"}),  # the job must outlast the faults
         "checkpoint.every": str(SAVE_EVERY),
         "checkpoint.keep": "4",
     }
@@ -139,6 +164,9 @@ def _profile(name: str, sets: list[str], workers: int, *, exact: bool) -> Profil
             f"the job needs {made.job.workers} workers to begin, and --workers is {workers}",
             remedy=f"give --workers {made.job.workers}",
         )
+    if attacked and (made.job.exact or made.job.strategy not in ("sync", "local", "federated")):
+        remedy = "use the strategy sync, local or federated, and no exact mode"
+        raise UserError("--attack changes whole vectors of floating-point numbers", remedy=remedy)
     if made.checkpoint.every == 0:
         raise UserError("checkpoint.every = 0: there would be nothing to compare", remedy=f"set it to {SAVE_EVERY}")
     return made

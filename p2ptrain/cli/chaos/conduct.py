@@ -50,6 +50,7 @@ class Plan:
     Attributes:
         count: number of faults, one at a time; 0: as many as start within ``duration_s``.
         exact: the job uses exact sums, and its result is compared with that of an undisturbed run.
+        attack: what the last ``attackers`` workers do (``roles.attacker``); empty: nothing.
     """
 
     profile_name: str
@@ -62,6 +63,11 @@ class Plan:
     seed: int
     tls: bool
     exact: bool
+    attack: str = ""
+    attackers: int = 0
+
+    def attack_of(self, number: int) -> str:
+        return self.attack if number > self.workers - self.attackers else ""
 
 
 class Stopped(Exception):
@@ -135,6 +141,7 @@ class Cluster:
 
     Args:
         on_change: called when a process ended.
+        attack_of: see ``Plan``.
 
     Attributes:
         exits: error messages of processes that ended unexpectedly.
@@ -144,6 +151,7 @@ class Cluster:
     workers: int
     threads: int
     on_change: Callable[[], None]
+    attack_of: Callable[[int], str] = lambda number: ""
     places: dict[int, WorkerSlot] = field(default_factory=dict)
     exits: list[str] = field(default_factory=list)
     closing: bool = False
@@ -165,7 +173,9 @@ class Cluster:
         place.data.target = (LOOPBACK, port)
         options = ["--threads", str(self.threads), "--host", LOOPBACK, "--port", str(port)]
         options += ["--advertise", f"{LOOPBACK}:{place.data.address[1]}"]
-        place.child = await self.local.start_peer(place.name, number, *options, target=self._target(place))
+        attack, target = self.attack_of(number), self._target(place)
+        program = ("p2ptrain.cli.chaos.attacker", attack) if attack else ("p2ptrain",)
+        place.child = await self.local.start_peer(place.name, number, *options, target=target, program=program)
         if self.closing:  # ``let_go`` ran while the process was starting
             place.child.ask_to_leave()
         self._watch(place.child)
@@ -538,6 +548,9 @@ class Run:
             last = observer.step  # the job continues while its record is read
             once = judge.every_step_once(await self._recorded(observer, job), last)
             self._go_on()
+        if plan.attack and observer.job is not None:
+            wrong = [observer.id_of(place.name) for place in cluster.places.values() if plan.attack_of(place.number)]
+            report.attack = judge.Attack.of(plan.attack, observer.job, observer.names, wrong)
         await self._judged(cluster, observer, faults, [once, audit], job, step)
         report.complete = not self._stop.is_set()
 
@@ -550,7 +563,7 @@ class Run:
         plan = self.plan
         local, threads = LocalCluster(root, tls=plan.tls), plan.profile.device.threads or threads_each(plan.workers)
         observer = JobObserver(local.connect)
-        cluster = Cluster(local, plan.workers, threads, observer.wake)
+        cluster = Cluster(local, plan.workers, threads, observer.wake, plan.attack_of)
         self.clusters.append(cluster)
         await cluster.start_seed()
         client = await local.connect()

@@ -15,15 +15,16 @@ import math
 import random
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import typer
 
+from p2ptrain.cli.jobs import suspects
 from p2ptrain.cli.local_cluster import Row, Seen
 from p2ptrain.cli.runtime import check_one_of
 from p2ptrain.core.errors import UserError
-from wire.records import percentile
+from wire.records import JobInfo, MemberScore, percentile
 
 LASTS_S: dict[str, tuple[float, float]] = {
     "kill": (0.5, 3.0),
@@ -233,6 +234,62 @@ def _some(items: Sequence[object], most: int = 6) -> str:
 # ---------------------------------------------------------------------------------------------------------- the report
 
 
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """What an attack did, and whether it was seen.
+
+    Attributes:
+        loss, val_loss: the newest ones; the attackers tell the truth about theirs.
+        scores: what the job's robust rule made of each member, the most suspicious first; empty without a rule.
+        found: the attackers are the members that are farthest from the aggregate, and they are far (``MemberScore``);
+            None without a rule.
+    """
+
+    kind: str
+    step: int
+    loss: float | None
+    val_loss: float | None
+    attackers: tuple[str, ...]
+    scores: tuple[tuple[str, MemberScore], ...]
+    found: bool | None
+
+    @classmethod
+    def of(cls, kind: str, job: JobInfo, names: Mapping[str, str], attackers: Collection[str]) -> Attack:
+        """``names``: of all peers, by id. ``attackers``: their ids."""
+        scores = suspects(job)
+        first = scores[: len(attackers)]
+        found = {score.peer for score in first if score.is_far} == set(attackers) if scores else None
+        told = tuple((names.get(score.peer, score.peer), score) for score in scores)
+        wrong = tuple(names.get(peer, peer) for peer in attackers)
+        return cls(kind, job.step, job.loss, job.val_loss, wrong, told, found)
+
+    def print(self) -> None:
+        from p2ptrain.cli.output import number, print_pairs, print_table
+
+        print_pairs(
+            [
+                ("attack", f"{self.kind} by {', '.join(self.attackers)}"),
+                ("loss", f"{number(self.loss)} nats/token at step {self.step}"),
+                ("validation", f"{number(self.val_loss)} nats/token"),
+                ("attackers found", {True: "yes", False: "no", None: "the job has no robust rule"}[self.found]),
+            ]
+        )
+        if self.scores:
+            typer.echo()
+            rows = [
+                (
+                    name,
+                    "yes" if name in self.attackers else "",
+                    str(it.excluded),
+                    str(it.steps),
+                    number(it.distance, ".1f"),
+                )
+                for name, it in self.scores
+            ]
+            right = ("LEFT OUT", "STEPS", "DISTANCE")
+            print_table(("MEMBER", "ATTACKS", *right), rows, right=right)
+
+
 @dataclass(slots=True)
 class Report:
     """The result of a run.
@@ -252,6 +309,7 @@ class Report:
     verdicts: list[Verdict] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     complete: bool = False
+    attack: Attack | None = None
 
     @property
     def broken(self) -> bool:
@@ -291,6 +349,7 @@ class Report:
             ],
             "invariants": [asdict(verdict) for verdict in self.verdicts],
             "notes": self.notes,
+            "attack": asdict(self.attack) if self.attack else None,
         }
 
     def print(self) -> None:
@@ -307,6 +366,9 @@ class Report:
             rows = [[kind, *(f"{value:g}" for value in found.values())] for kind, found in recoveries.items()]
             print_table(["to the next step", "n", "p50", "p99", "max"], rows, right=["n", "p50", "p99", "max"])
         typer.echo()
+        if self.attack is not None:
+            self.attack.print()
+            typer.echo()
         for verdict in self.verdicts:
             mark = {True: "held", False: "BROKEN", None: "not seen"}[verdict.held]
             typer.echo(printable(f"{mark:<8}  {verdict.name}" + (f": {verdict.text}" if verdict.text else "")))

@@ -124,7 +124,8 @@ class Proxy:
                         await mended.wait()
             await self._speaks.wait()
             if not data:
-                writer.write_eof()
+                if not writer.transport.is_closing():  # uvloop raises RuntimeError
+                    writer.write_eof()
                 return
             writer.write(self._changed(data))
             await writer.drain()
