@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
@@ -39,6 +39,10 @@ def sim(
     strategy: Annotated[
         str, typer.Option("--strategy", metavar="NAME", help=f"Of a model that is not split: {', '.join(STRATEGIES)}.")
     ] = "sync",
+    rule: Annotated[
+        str,
+        typer.Option("--rule", metavar="NAME", help="Robust rule of a model that is not split; one worker attacks."),
+    ] = "",
     faults: Annotated[str, typer.Option("--kinds", metavar="LIST", help="Kinds of faults; default: all.")] = "",
     processes: Annotated[int, typer.Option("--processes", metavar="N", min=1, max=64, help="Processes to use.")] = 1,
     timeline: Annotated[bool, typer.Option("--timeline", help="Show what happened, moment by moment.")] = False,
@@ -55,7 +59,9 @@ def sim(
       p2ptrain sim --schedules 1000 --processes 2
       p2ptrain sim --schedules 1 --random-seed 17 --timeline
       p2ptrain sim --without dir-sync
+      p2ptrain sim --rule multi_krum --schedules 20
     """
+    from configs.schema import Robust, RobustRule
     from roles.sim.faults import KINDS, KINDS_OF_PARTS
     from roles.sim.run import Summary, run_batch
     from roles.sim.watching import MUTATIONS, STAGED
@@ -63,6 +69,12 @@ def sim(
     check_one_of("--strategy", strategy, list(STRATEGIES))
     if stages > 1 and strategy != "sync":
         raise UserError(f"--strategy {strategy} cannot have --stages {stages}", remedy="leave one of them out")
+    if rule:
+        check_one_of("--rule", rule, get_args(RobustRule)[1:])
+    if rule and (stages > 1 or 0 < workers < (least := Robust(rule=cast(RobustRule, rule), byzantine=1).least)):
+        what = f"--stages {stages}" if stages > 1 else f"--workers {workers}"
+        remedy = "leave one of them out" + f", or give --workers {least}" * (stages == 1)
+        raise UserError(f"--rule {rule} cannot have {what}", remedy=remedy)
     safeguards = MUTATIONS | STAGED if stages > 1 else MUTATIONS
     kinds = tuple(name.strip() for name in faults.split(",") if name.strip())
     for name in kinds:
@@ -74,7 +86,7 @@ def sim(
     if not as_json:
         typer.echo(f"schedules {first} to {first + schedules - 1}")
     options: dict[str, Any] = {"peers": workers, "kinds": kinds, "mutation": mutation, "stages": stages}
-    options["strategy"] = strategy
+    options |= {"strategy": strategy, "rule": rule}
     shown_at = 0.0
 
     def show(verdict: Verdict, summary: Summary) -> None:

@@ -13,12 +13,13 @@ from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.world import LoopClock, World
 from ring.training_costs import ModelShape
 from ring.transaction import Phase
-from roles.engine import WHOLE, Stage
+from roles.attacker import attacking
+from roles.engine import WHOLE, Engine, Stage
 from roles.identity import claim
 from roles.member import MemberOptions
 from roles.seed import ledger, restore, run_seed
 from roles.seed.run import COPY_NAME, keep_copy
-from roles.sim.machine import PROCESS, Buffer, MachineDisk, Process, SimEngine, SimLoop, SimThreads
+from roles.sim.machine import ATTACKER, PROCESS, Buffer, MachineDisk, Process, SimEngine, SimLoop, SimThreads
 from roles.sim.observer import Observer
 from roles.strategies.pipeline import strategy_of
 from roles.strategies.staged import StagedStrategy
@@ -187,13 +188,14 @@ class Machine:
                 await asyncio.sleep(AGAIN_S)
         identity.release()
 
-    def _build(self, profile: Profile, stage: Stage = WHOLE) -> SimEngine:
+    def _build(self, profile: Profile, stage: Stage = WHOLE) -> Engine:
         if stage.split:
             self._simulation.observer.cut(self.host, tuple(profile.pipeline.cuts))
-        self.engine = SimEngine(profile, self.disk.seen_by(self.process), self._spoil, stage)
+        self.engine = engine = SimEngine(profile, self.disk.seen_by(self.process), self._spoil, stage)
         if profile.job.strategy == "federated":
-            self.engine.windows = 1000 * int(self.host[1:])
-        return self.engine
+            engine.windows = 1000 * int(self.host[1:])
+        attack = "sign-flip" if self.host == ATTACKER and profile.robust.rule not in ("", "mean") else ""
+        return attacking(engine, attack, micro_batches=profile.batch.micro_batches, seed=0)
 
     def _spoil(self, buffer: Buffer) -> None:
         """Spoil the next ``lies`` contributions. A lone member stops before its third lie: the job would rightly fail,
@@ -261,6 +263,12 @@ class Simulation:
         self.copies: list[tuple[int, bytes]] = []  # backup copies of the seed, each with the newest generation then
         self.job = ""
         self.complaints: list[str] = []
+
+    @property
+    def least(self) -> int:
+        """Workers without which the job may not end. In a split model each may have the only checkpoints of a part."""
+        needed = max(2, self.profile.robust.least) if self.profile.stages == 1 else len(self.workers)
+        return min(needed, len(self.workers))
 
     @property
     def workers(self) -> list[Machine]:

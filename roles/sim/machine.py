@@ -470,6 +470,8 @@ def _problem(code: int, path: Path) -> StorageError:
 Buffer = npt.NDArray[Any]
 
 NUMEL = 320
+ATTACKER = "w1"
+"""In a job with a robust rule this machine sends wrong vectors."""
 
 
 class SimEngine(StandInEngine):

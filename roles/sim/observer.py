@@ -13,6 +13,7 @@
   that it loaded;
 - *verified*: a worker that verified a checkpoint for a restore still has it when the job is restored;
 - *durable*: a checkpoint recorded as saved survives a kill and a power cut; a loaded state was once committed;
+- *attacker excluded*: robust rules that leave vectors out leave out the attacker's in each step;
 - *one cut*: every worker that builds a part of a split model, at any time, gets the same cuts.
 """
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from configs.schema import Profile
+from configs.schema import Profile, Robust, RobustRule
 from roles.sim.cluster import Simulation
 from roles.sim.faults import KINDS, KINDS_OF_PARTS, Faults
 from roles.sim.machine import SimLoop, undisturbed
@@ -64,15 +64,18 @@ class Verdict:
 
 
 @lru_cache(maxsize=4)
-def _prepared(number: int, steps: int, stages: int, strategy: str) -> tuple[Profile, list[Any]]:
+def _prepared(number: int, steps: int, stages: int, strategy: str, rule: RobustRule) -> tuple[Profile, list[Any]]:
     """The profile of schedule ``number`` (below 4), and what its steps lead to; nothing if that depends on who takes
     part."""
     job: dict[str, Any] = {**_PROFILE["job"], "exact": number % 2 == 0, "steps": steps}
-    if strategy != "sync":
+    if strategy != "sync" or rule:
+        varied = 0 if rule else number
+        robust = Robust(rule=rule, byzantine=int(rule not in ("", "mean")))
         tables = {
-            "job": job | {"exact": False, "strategy": strategy},
-            "local": {"fragments": 1 + number % 2, "overlap": number >= 2},
-            "federated": {"sample": 2 * (number % 2)},
+            "job": job | {"exact": False, "strategy": strategy, "workers": max(2, robust.least)},
+            "local": {"fragments": 1 + varied % 2, "overlap": varied >= 2},
+            "federated": {"sample": 2 * (varied % 2)},
+            "robust": robust,
         }
         return Profile.model_validate(_PROFILE | tables), []
     if stages == 1:
@@ -92,6 +95,7 @@ def run_schedule(
     verbose: bool = False,
     stages: int = 1,
     strategy: str = "sync",
+    rule: RobustRule = "",
     conduct: Conduct | None = None,
     steps: int = STEPS,
 ) -> Verdict:
@@ -102,15 +106,17 @@ def run_schedule(
         kinds: kinds of faults; empty: all.
         mutation: the safeguard to switch off.
         stages: parts that the model is split into; 1: it is whole.
-        strategy: of a whole model.
+        strategy, rule: of a whole model; with a robust rule one worker attacks (``machine.ATTACKER``).
         conduct: decides the events instead of the random generator.
     """
     kinds = kinds or list(KINDS if stages == 1 else KINDS | KINDS_OF_PARTS)
-    profile, expected = _prepared(number % 4, steps, stages, strategy)
+    profile, expected = _prepared(number % 4, steps, stages, strategy, rule)
     began = time.perf_counter()
     rng = random.Random(f"schedule {number}")  # noqa: S311
     if stages > 1:
         peers = peers or stages * rng.choice((1, 2, 2, 3)) + rng.choice((0, 0, 1, 2))
+    if rule:  # each member of a step has a micro-batch
+        peers = peers or rng.randint(profile.robust.least, profile.batch.micro_batches)
     peers = peers or min(rng.randint(2, MOST_PEERS), rng.randint(2, MOST_PEERS), rng.randint(2, MOST_PEERS))
     loop = SimLoop()
     simulation = Simulation(loop, profile, expected, number, peers=peers, verbose=verbose)
@@ -167,9 +173,8 @@ async def _conduct(simulation: Simulation, faults: Faults, rng: random.Random, k
     observer = simulation.observer
     simulation.seed.start()
     await simulation.create_job()
-    for machine in rng.sample(
-        simulation.workers, rng.randint(min(2, len(simulation.workers)), len(simulation.workers))
-    ):
+    few = simulation.least if simulation.profile.stages == 1 else min(2, len(simulation.workers))
+    for machine in rng.sample(simulation.workers, rng.randint(few, len(simulation.workers))):
         machine.start()
     observer.tell(f"begin with {[machine.host for machine in simulation.live]}")
     weights = [(KINDS | KINDS_OF_PARTS)[kind] for kind in kinds]
@@ -183,9 +188,7 @@ async def _conduct(simulation: Simulation, faults: Faults, rng: random.Random, k
 
 async def _to_the_end(simulation: Simulation, faults: Faults) -> None:
     observer = simulation.observer
-    # In a split model each machine may have the only checkpoints of a part.
-    least = min(2, len(simulation.workers)) if simulation.profile.stages == 1 else len(simulation.workers)
-    await faults.calm(least)
+    await faults.calm(simulation.least)
     async with asyncio.timeout(CALM_S):
         while observer.job_state not in ("done", "failed", "cancelled") and not observer.violation:
             if observer.job_state != "running":  # it may be paused, and a restarted seed forgets to say
@@ -282,8 +285,10 @@ def replay(
     mutation: str = "",
     stages: int = 1,
     strategy: str = "sync",
+    rule: str = "",
 ) -> str:
     words = [f"p2ptrain sim --schedules 1 --random-seed {verdict.number} --timeline"]
     words += [f"--workers {peers}"] * bool(peers) + [f"--kinds {','.join(kinds)}"] * bool(kinds)
     words += [f"--stages {stages}"] * (stages > 1) + [f"--strategy {strategy}"] * (strategy != "sync")
+    words += [f"--rule {rule}"] * bool(rule)
     return " ".join(words + [f"--without {mutation}"] * bool(mutation))

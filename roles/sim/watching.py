@@ -29,18 +29,21 @@ from roles.seed.jobs import JobController
 from roles.seed.ledger import Ledger as SeedLedger
 from roles.seed.store import Records
 from roles.seed_link import SeedLink
-from roles.sim.machine import PROCESS, ProcessDisk, bits_of
+from roles.sim.machine import ATTACKER, PROCESS, ProcessDisk, bits_of
 from roles.strategies import staged
 from roles.strategies.sync import SyncStrategy
 from roles.worker.checkpoint_store import CheckpointFiles
 from roles.worker.heal_source import HealSource
-from roles.worker.reports import Ledger
+from roles.worker.reports import Ledger, Reports
 from roles.worker.runner import JobRunner
 from wire.frame import FrameDecoder
-from wire.job_messages import CheckpointSaved
+from wire.job_messages import CheckpointSaved, excluded_key
 
 if TYPE_CHECKING:
     from roles.sim.cluster import Machine, Simulation
+
+EXCLUDING = ("krum", "multi_krum", "bulyan")
+"""Robust rules that leave vectors out."""
 
 
 @contextmanager
@@ -181,6 +184,15 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
 
         return call
 
+    def step_done(self: Reports, step: int, scores: dict[str, float], *, redone: bool) -> None:
+        view, rule = self._core.view, self._profile.robust.rule
+        ranks = [rank for rank, member in enumerate(view.members) if member.name == ATTACKER] if view else []
+        for rank in ranks if rule in EXCLUDING and not redone else ():
+            out = excluded_key(rank) in scores
+            observer.check(
+                "attacker excluded", out, lambda: f"{rule} has used the attacker's vector of step {step + 1}"
+            )
+
     with ExitStack() as stack:
         for owner, name, make in (
             (Transaction, "handle", handle),
@@ -200,6 +212,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             ),
             (SeedLedger, "_give_up_gap", give_up),
             (SyncStrategy, "_summarize", summarize),
+            (Reports, "step_done", _then(step_done)),
             (secrets, "token_hex", lambda original: lambda number=32: names.randbytes(number).hex()),
             (secrets, "token_bytes", lambda original: lambda number=32: names.randbytes(number)),
             (gauges.Gauges, "machine", lambda original: lambda self: {"memory_bytes": 1e8, "memory_total_bytes": 1e10}),

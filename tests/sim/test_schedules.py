@@ -31,6 +31,14 @@ def test_members_with_a_copy_of_their_own_violate_nothing(first: int, strategy: 
     assert summary.checks["same bits"] > 4
 
 
+def test_a_robust_rule_leaves_out_the_attacker_in_every_step(first: int) -> None:
+    summary = run_batch([first], rule="multi_krum")
+    assert not summary.violations, "\n".join(
+        f"{v.text}\n  → {replay(v, rule='multi_krum')}" for v in summary.violations
+    )
+    assert summary.checks["attacker excluded"] > 4
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_fault_strikes_and_is_survived(kind: str) -> None:
     verdict = run_schedule(1, peers=4, kinds=[kind, "join"])
