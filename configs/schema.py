@@ -222,18 +222,22 @@ class Federated(Table):
 
 
 class Privacy(Table):
-    """Differential privacy of each worker's text, with strategies 'local' and 'federated' and data.private = true:
-    what a worker contributes to a step is clipped, and noise is added to the sum. docs/privacy.md says what it
-    promises. Needs `pip install 'p2ptrain[privacy]'`."""
+    """Differential privacy of each worker's text, with data.private = true: what a step takes of it is clipped, and
+    noise is added to the sum of all workers. docs/privacy.md says what it promises. Needs `pip install
+    'p2ptrain[privacy]'`."""
 
     epsilon: float = Field(default=0.0, ge=0, le=10**6)
     """Budget: the job ends before its steps spend more than this, at the delta below. 0: no privacy."""
+    unit: Literal["member", "sample"] = "member"
+    """What is protected. 'member': the whole text of a worker, with strategies 'local' and 'federated'. 'sample': each
+    sequence of data.sequence_tokens, with strategy 'sync' and batch.micro_batch_sequences = 1."""
     delta: float = Field(default=1e-5, gt=0, lt=1)
     """Probability that the bound epsilon may fail; much less than 1 / number of workers."""
     noise: float = Field(default=1.0, gt=0, le=10**6)
     """Standard deviation of the noise in the sum of all workers, as a multiple of clip_norm."""
     clip_norm: float = Field(default=1.0, gt=0, le=10**6)
-    """Longest change of the model (L2 norm) that a worker contributes to a step; longer ones are scaled down."""
+    """Longest change of the model (L2 norm) that a worker contributes to a step; longer ones are scaled down. With unit
+    'sample': longest gradient of a sequence."""
 
 
 class Drafter(Table):
@@ -628,15 +632,24 @@ _SHOWS_EACH = "exact averages of adapters show those of each worker"
 
 
 def _check_privacy(profile: Profile) -> None:
-    needed = (
+    of_sequences = profile.privacy.unit == "sample"
+    whole = (
         ("job.strategy", ("local", "federated"), "only changes of whole copies are clipped and noised"),
+        ("local.overlap", (False,), "a step would count twice"),
+        ("local.fragments", (1,), "the inner steps of a step would count in several"),
+        ("federated.average", _SUMMED if profile.lora.rank else _AVERAGES, _SHOWS_EACH),
+    )  # fmt: skip
+    single = (
+        ("job.strategy", ("sync",), "with unit 'sample' the gradients of single sequences are clipped and noised"),
+        ("batch.micro_batch_sequences", (1,), "each sequence is clipped alone"),
+        ("drafter.layers", (0,), "a drafter's job would have a budget of its own on the same text"),
+    )  # fmt: skip
+    needed = (
+        *(single if of_sequences else whole),
         ("data.private", (True,), "it protects the text of each worker from the others"),
         ("ring.codec", ("fp32",), "the promise is about the sum, and a codec rounds what each worker sends"),
         ("validation.every", (0,), "losses tell about a text"),
         ("robust.rule", ("",), "how far one worker's text can move the result of a rule is not known"),
-        ("local.overlap", (False,), "a step would count twice"),
-        ("local.fragments", (1,), "the inner steps of a step would count in several"),
-        ("federated.average", _SUMMED if profile.lora.rank else _AVERAGES, _SHOWS_EACH),
     )  # fmt: skip
     _check_needed(profile, "privacy.epsilon", needed)
 

@@ -32,10 +32,8 @@ import torch
 
 from p2ptrain.compute.device import flushed_denormals, one_thread
 from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec
-from p2ptrain.compute.noise import gaussian
-from p2ptrain.compute.update import clip
+from p2ptrain.compute.update import NO_NOISE, add_noise, clip
 
-NO_NOISE = (0.0, b"")
 MIXING = 0.5
 """Share of its own copy that a member keeps when the result of an overlapping step arrives (arXiv 2501.18512)."""
 SCALARS = 3
@@ -167,7 +165,7 @@ class LocalSteps:
             torch.sub(self._flat.parameters, self._own, out=difference)
             clip(difference, self._spec.clip_norm)
             self.contribution[self.numel] = 1
-        difference += torch.from_numpy(gaussian(key, self.numel, std)).to(difference.device)
+        add_noise(difference, std, key)
 
     def exchanged(self, step: int) -> Sequence[tuple[int, int]]:
         start, stop = self._fragment(step)

@@ -64,7 +64,7 @@ from p2ptrain.compute.split_check import check_packs, check_splits
 from p2ptrain.compute.stage import StageSpec, build_training_part, check_training_memory, initial_digest, most_in_flight
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.tuning import ALL_OF_IT, Tuning, TuningSpec
-from p2ptrain.compute.update import SummedGradients, Update
+from p2ptrain.compute.update import CLIPPED_FACTOR, ClippedGradients, SummedGradients, Update
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ConfigError, JobFailed, P2PTrainError, ResourceError, StorageError
 from p2ptrain.core.training import Applied, Blob, FilePlan
@@ -108,6 +108,8 @@ class TrainingSpec:
         private: the text is this member's own. As long as its share is the same, each of its epochs has each sequence
             once.
         local: each micro-batch is an inner step (``compute.local``); None: their gradients are summed.
+        clip_norm: largest gradient of a micro-batch, which is one sequence (``ClippedGradients``); 0: not clipped. A
+            sequence counts once in a step.
         tuning: what of the model trains.
         gradient_checkpointing: compute each layer again in the backward pass, for a model that is not split.
     """
@@ -124,6 +126,7 @@ class TrainingSpec:
     exact: bool = False
     private: bool = False
     local: LocalSpec | None = None
+    clip_norm: float = 0.0
     tuning: TuningSpec = ALL_OF_IT
     gradient_checkpointing: bool = False
 
@@ -166,7 +169,8 @@ class Trainer:
         tokens, sequences = spec.micro_batch_tokens, spec.micro_batch_sequences
         in_bf16 = spec.precision == "bf16"
         self._tuning = tuning = Tuning(self._config, spec.tuning, spec.seed, spec.model.path, bf16=in_bf16)
-        trains = tuning.trained * (LOCAL_FACTOR if spec.local else 1.0)
+        factor = LOCAL_FACTOR if spec.local else CLIPPED_FACTOR if spec.clip_norm else 1.0
+        trains = tuning.trained * factor
         sizes: dict[str, Any] = {"micro_batch_tokens": tokens, "trained": trains, "held": tuning.held}
         sizes["layers_kept"] = not spec.gradient_checkpointing
         self.in_flight = stage.in_flight
@@ -214,6 +218,7 @@ class Trainer:
         self._positions = torch.arange(spec.data.sequence_tokens, device=self._device)
         self._flights: dict[int, _Flight] = {}
         self._share = 0, spec.micro_batches  # first micro-batch and count
+        self._seen: set[int] = set()  # sequences of this step, with a clip norm
         self._tied = self._tied_segment()
         self._in_bf16 = bf16
         self._files = self._files_of(self._flat)
@@ -246,6 +251,9 @@ class Trainer:
         )
 
     def _update_of(self, spec: TrainingSpec) -> Update:
+        if spec.clip_norm:
+            number, norm = spec.micro_batches, spec.clip_norm
+            return ClippedGradients(self._flat, spec.optimizer, steps=spec.steps, micro_batches=number, clip_norm=norm)
         if spec.local is None:
             unit, micro_batches = self._unit, spec.micro_batches
             return SummedGradients(self._flat, spec.optimizer, steps=spec.steps, micro_batches=micro_batches, unit=unit)
@@ -268,16 +276,26 @@ class Trainer:
             self._fixed.begin()
         self._watch.begin()
         self._share = first, count
+        self._seen.clear()
         count = self._spec.micro_batches if count < 0 else count
         if isinstance(self._flat, ShardedModel):
             self._flat.begin_step(count)
         return self._update.begin_step(step, count)
 
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None, *, counts: bool = True) -> None:
+        if self._spec.clip_norm and self._is_repeated(step, index):
+            return
         self._counts = counts
         with self._flat.one_pass() if isinstance(self._flat, ShardedModel) else nullcontext():
             self.forward(step, index, None)
             self.backward(index, None, on_final)
+
+    def _is_repeated(self, step: int, index: int) -> bool:
+        """Whether this step has the sequence already: it is where two epochs meet, or the text is short."""
+        (window,) = self._samples(step, index).tolist()
+        is_repeated = window in self._seen
+        self._seen.add(window)
+        return is_repeated
 
     def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
         """See ``roles.engine``. The last stage adds its loss to the loss slot.
@@ -359,7 +377,7 @@ class Trainer:
 
     def use_noise(self, std: float, key: bytes) -> None:
         """See ``roles.engine.PrivateEngine``."""
-        assert isinstance(self._update, LocalSteps)
+        assert isinstance(self._update, LocalSteps | ClippedGradients)
         self._update.noise = std, key
 
     def exchanged(self, step: int) -> Sequence[tuple[int, int]]:
@@ -402,7 +420,7 @@ class Trainer:
         """
         norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
         loss = self._update.mean_loss(self.reduce_buffer)
-        withheld = self._spec.local is not None and self._spec.local.clip_norm > 0
+        withheld = self._spec.clip_norm > 0 or (self._spec.local is not None and self._spec.local.clip_norm > 0)
         if not ((math.isfinite(loss) or withheld) and math.isfinite(norm)):
             raise JobFailed(
                 f"step {step + 1} is not finite: loss {loss}, gradient norm {norm}",

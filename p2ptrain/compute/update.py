@@ -7,9 +7,15 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec, square_sum
+from p2ptrain.compute.noise import gaussian
+
+NO_NOISE = (0.0, b"")
+CLIPPED_FACTOR = 1.25
+"""Memory for what trains, beside that of summed gradients: the sum of clipped ones has an array of its own."""
 
 
 class Update(Protocol):
@@ -101,9 +107,8 @@ class SummedGradients:
         return float(summed[-1]) * self._unit if self._unit != 1.0 else float(summed[-1]) / self.loss_divisor
 
     def apply(self, step: int, norm: float) -> tuple[float, float]:
-        lr = self._spec.lr_at(step, self._steps)
-        gradients = self._flat.gradients[: self._flat.numel]
-        self._adamw.apply(gradients, step=step, lr=lr, scale=self._spec.clip_scale(norm) * self._unit)
+        lr, scale = self._spec.lr_at(step, self._steps), self._spec.clip_scale(norm) * self._unit
+        self._adamw.apply(self.contribution[: self.numel], step=step, lr=lr, scale=scale)
         return lr, norm
 
     def reset(self) -> None:
@@ -111,6 +116,54 @@ class SummedGradients:
 
     def loaded(self) -> None:
         """Does nothing: nothing is derived from the state."""
+
+
+class ClippedGradients(SummedGradients):
+    """As ``SummedGradients``, but each micro-batch is one sequence, whose gradient is clipped; the members' sum gets
+    Gaussian noise (DP-SGD, arXiv 1607.00133). Losses would tell about the text: they are withheld.
+
+    Attributes:
+        noise: as in ``LocalSteps``; of the sum of gradients, before it is divided by their number.
+    """
+
+    final_early = False
+
+    def __init__(
+        self, flat: FlatModel, optimizer: OptimizerSpec, *, steps: int, micro_batches: int, clip_norm: float
+    ) -> None:
+        super().__init__(flat, optimizer, steps=steps, micro_batches=micro_batches, unit=1.0)
+        self.contribution = torch.zeros_like(flat.gradients)
+        self.loss_divisor, self._number, self._clip_norm = 1, micro_batches, clip_norm
+        self.noise = NO_NOISE
+
+    def begin_step(self, step: int, count: int) -> bool:
+        self.contribution.zero_()
+        return super().begin_step(step, count)
+
+    def after_backward(self, micro_batches: int = 1) -> None:
+        gradient = self._flat.gradients[: self.numel]
+        clip(gradient, self._clip_norm)
+        self.contribution[: self.numel].add_(gradient, alpha=1 / self._number)
+        self._flat.gradients.zero_()
+
+    def finish(self) -> None:
+        (std, key), self.noise = self.noise, NO_NOISE
+        if key:
+            add_noise(self.contribution[: self.numel], std / self._number, key)
+        else:
+            self.contribution.zero_()
+
+    def mean_loss(self, summed: npt.NDArray[Any]) -> float:
+        return math.nan
+
+    def apply(self, step: int, norm: float) -> tuple[float, float]:
+        if norm:
+            return super().apply(step, norm)
+        return self._spec.lr_at(step, self._steps), norm  # the budget is spent: nobody contributed
+
+
+def add_noise(values: Tensor, std: float, key: bytes) -> None:
+    values += torch.from_numpy(gaussian(key, len(values), std)).to(values.device)
 
 
 def clip(values: Tensor, norm: float) -> None:

@@ -258,6 +258,7 @@ def training_spec(profile: Profile) -> TrainingSpec:
         exact=profile.job.exact,
         private=data.private,
         local=local,
+        clip_norm=0.0 if local else clip_norm,
         tuning=TuningSpec(
             **lora.model_dump() | {"targets": tuple(lora.targets), "freeze": tuple(model.freeze), "freeze_a": freeze_a}
         ),

@@ -27,11 +27,11 @@ _COUNT = struct.Struct("!Q")
 
 @lru_cache(maxsize=64)
 def epsilon_of(releases: int, noise: float, delta: float) -> float:
-    """Epsilon at ``delta`` of so many releases: sums in which one member's part has L2 norm 1 at most, and Gaussian
-    noise the standard deviation ``noise``.
+    """Epsilon at ``delta`` of so many releases: sums in which the part of one member, or one sequence, has L2 norm 1 at
+    most, and Gaussian noise the standard deviation ``noise``.
 
-    Nothing is gained by sampling: all members count as taking part in every step. Gaussian mechanisms compose to one
-    whose noise is less by the root of their number, and for that the figure is exact (arXiv 1805.06530).
+    Nothing is gained by sampling: all members, or sequences, count as taking part in every step. Gaussian mechanisms
+    compose to one whose noise is less by the root of their number, and for that the figure is exact (arXiv 1805.06530).
     """
     from dp_accounting import get_epsilon_gaussian  # brings scipy: only private jobs pay for it
 

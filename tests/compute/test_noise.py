@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from p2ptrain.compute.local import SCALARS, LocalSpec
 from p2ptrain.compute.noise import KEY_BYTES, gaussian
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.compute.update import clip
-from tests.compute.tiny_trainer import tiny_trainer
+from tests.compute.tiny_trainer import state_bytes, tiny_trainer
 
 KEY = bytes(range(KEY_BYTES))
 CLIP = 0.25
@@ -33,9 +35,14 @@ def test_noise_is_normal_independent_and_of_its_key() -> None:
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> Trainer:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"line {number * number % 97} of a text\n" for number in range(400)))
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"line {number * number % 97} of a text\n" for number in range(400)))
+    return path
+
+
+@pytest.fixture
+def trainer(text: Path) -> Trainer:
     made = tiny_trainer(text, local=LocalSpec(1.0, 0.0, fresh=True, clip_norm=CLIP))
     made.load_initial()
     return made
@@ -59,6 +66,47 @@ def test_a_contribution_is_clipped_and_has_the_noise_once(trainer: Trainer) -> N
     noised = contributed(trainer, (2.0, KEY))
     assert np.array_equal(noised[:-SCALARS], bare[:-SCALARS] + gaussian(KEY, len(bare) - SCALARS, 2.0))
     assert noised[-SCALARS:].tolist() == [1, 0, 0]
+
+
+def clipped_trainer(text: Path, **changes: Any) -> Trainer:
+    changes = {"micro_batches": 6, "micro_batch_sequences": 1, "private": True, **changes}
+    made = tiny_trainer(text, **changes)
+    made.load_initial()
+    return made
+
+
+def test_each_sequence_is_clipped_alone_as_in_a_plain_loop(text: Path) -> None:
+    trainer, plain = clipped_trainer(text, clip_norm=CLIP), clipped_trainer(text)
+    expected, lengths = np.zeros(plain.reduce_buffer.size - 1), []
+    for index in range(6):
+        plain.begin_step(0, 0, 6)
+        plain.micro_batch(0, index)
+        plain.finish_gradients()
+        gradient = 6 * plain.reduce_buffer[:-1].astype(np.float64)  # it was divided by their number
+        lengths.append(np.linalg.norm(gradient))
+        expected += gradient * min(1.0, CLIP / lengths[-1]) / 6
+    assert max(lengths) > CLIP
+    bare = contributed(trainer, (0.0, KEY), count=6)
+    np.testing.assert_allclose(bare[:-1], expected, rtol=1e-3, atol=1e-7)
+    noised = contributed(trainer, (3.0, KEY), count=6)
+    assert np.array_equal(noised[:-1], bare[:-1] + gaussian(KEY, bare.size - 1, 3.0 / 6))
+    assert noised[-1] == bare[-1] == 0
+    assert math.isnan(trainer.apply(0, trainer.partial_square_sum(0, bare.size)).loss)
+    state = state_bytes(trainer)
+    assert not contributed(trainer, None, count=6).any()
+    trainer.apply(1, 0.0)
+    assert state_bytes(trainer) == state
+
+
+def test_a_sequence_counts_once_in_a_step(text: Path) -> None:
+    text.write_text(text.read_text()[:600])
+    trainer = clipped_trainer(text, clip_norm=1e-3, micro_batches=100, validation_batches=1)
+    windows = trainer.windows
+    assert windows < 50
+    contributed(trainer, (0.0, KEY), count=windows)
+    once = trainer.reduce_buffer.copy()
+    assert once.any()
+    assert np.array_equal(contributed(trainer, (0.0, KEY), count=2 * windows), once)
 
 
 def test_a_contribution_of_many_elements_is_no_longer_than_the_norm() -> None:

@@ -29,6 +29,7 @@ from tests.roles.test_local import PRIVATE, own_text
 SETS = [*PRIVATE, "job.strategy=federated", "job.workers=3", "job.steps=1000", "privacy.epsilon=2.6",
         "privacy.noise=6", "privacy.clip_norm=0.1"]  # fmt: skip
 AFFORDED = 14
+OF_SEQUENCES = ["privacy.unit=sample", "job.strategy=sync", "batch.micro_batch_sequences=1"]
 
 
 @pytest.mark.parametrize(("releases", "noise", "delta"), [(1, 1.0, 1e-5), (40, 4.0, 1e-5), (1000, 30.0, 1e-7)])
@@ -114,9 +115,12 @@ def count_of(peer: Peer) -> int:
     return int.from_bytes(path.read_bytes(), "big")
 
 
-async def test_a_job_ends_at_its_budget_and_shows_no_loss(cluster: Cluster, join: Callable[..., Peer]) -> None:
+@pytest.mark.parametrize("sets", [[], OF_SEQUENCES], ids=["member", "sample"])
+async def test_a_job_ends_at_its_budget_and_shows_no_loss(
+    cluster: Cluster, join: Callable[..., Peer], sets: list[str]
+) -> None:
     assert epsilon_of(AFFORDED, 6.0, 1e-5) <= 2.6 < epsilon_of(AFFORDED + 1, 6.0, 1e-5)
-    job = await cluster.create(private_profile())
+    job = await cluster.create(private_profile(*sets))
     peers = [join(number) for number in range(3)]
     ended = await cluster.job_until(job, done)
     assert ended["step"] == AFFORDED
@@ -172,3 +176,11 @@ async def test_a_budget_without_a_step_is_refused(cluster: Cluster, join: Callab
 def test_what_breaks_the_promise_is_refused(setting: str) -> None:
     with pytest.raises((Conflict, ConfigError), match=r"privacy.epsilon = 2\.6"):
         private_profile(setting)
+
+
+@pytest.mark.parametrize(
+    "setting", ["job.strategy=local", "data.private=false", "batch.micro_batch_sequences=2", "drafter.layers=1"]
+)
+def test_what_breaks_the_promise_to_single_sequences_is_refused(setting: str) -> None:
+    with pytest.raises((Conflict, ConfigError), match=r"privacy.epsilon = 2\.6"):
+        private_profile(*OF_SEQUENCES, setting)
