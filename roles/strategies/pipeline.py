@@ -30,7 +30,7 @@ from ring.links import Topology
 from ring.schedule import Kind, Operation, Schedule, extended, forwards, one_f_one_b
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
-from roles.engine import Engine, PartEngine, Payload, PipelineEngine
+from roles.engine import PartEngine, Payload, PipelineEngine
 from roles.strategies.federated import share_rule, slots
 from roles.strategies.interface import ConnectPeers, Factory, StageLoad
 from roles.strategies.robust import RobustStrategy
@@ -237,19 +237,9 @@ class PipelineStrategy(StagedStrategy):
         ahead: micro-batches of one validation run along the chain, as many as in a step.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        compute: ComputeThread,
-        progress: Callable[[], None],
-        bucket_bytes: int = 0,
-        *,
-        schedule: str,
-        max_in_flight: int,
-        ahead: int,
-    ) -> None:
-        super().__init__(engine, compute, progress, bucket_bytes)
-        self._part = cast(PipelineEngine, engine)
+    def __init__(self, *common: Any, schedule: str, max_in_flight: int, ahead: int) -> None:
+        super().__init__(*common)
+        self._part = cast(PipelineEngine, self._engine)
         self._contributed = self._part.contributed_square_sum
         self._wanted, self._max_in_flight, self._ahead = schedule, max_in_flight, ahead
         self._chain: Chain | None = None

@@ -12,7 +12,7 @@ A member that changes what it passes on is noticed, because the digests differ, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -24,7 +24,6 @@ import numpy.typing as npt
 from configs.schema import Robust
 from p2ptrain.compute.robust import aggregate, middle_of
 from ring.session import RingSession
-from roles.compute_thread import ComputeThread
 from roles.engine import Engine
 from roles.strategies.interface import Contribution
 from roles.strategies.sync import Piece, SyncStrategy
@@ -37,17 +36,8 @@ MEASURED_EVERY = 10
 class RobustStrategy(SyncStrategy):
     """``micro_batches``: of a global batch."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        compute: ComputeThread,
-        progress: Callable[[], None],
-        bucket_bytes: int = 0,
-        *,
-        robust: Robust,
-        micro_batches: int,
-    ) -> None:
-        super().__init__(engine, compute, progress, bucket_bytes)
+    def __init__(self, *common: Any, robust: Robust, micro_batches: int) -> None:
+        super().__init__(*common)
         self._robust, self._micro_batches = robust, micro_batches
         self._vectors: npt.NDArray[Any] = np.empty(0, np.float32)
         self._center: npt.NDArray[Any] | None = None

@@ -14,7 +14,8 @@ Members send their public keys round the ring, so this protects from members and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,6 @@ from p2ptrain.compute.gradients import to_fixed, to_float
 from p2ptrain.compute.noise import KEY_BYTES, keystream
 from p2ptrain.core.errors import JobFailed, ProtocolError
 from ring.session import RingSession
-from roles.compute_thread import ComputeThread
 from roles.engine import Engine
 from roles.strategies.federated import LEAST_MASKED
 from roles.strategies.interface import ConnectPeers
@@ -97,11 +97,9 @@ class _Sealed:
 class SecureStrategy(SyncStrategy):
     """The exchange of ``sync`` with masks. The module's docstring describes it."""
 
-    def __init__(
-        self, engine: Engine, compute: ComputeThread, progress: Callable[[], None], bucket_bytes: int = 0
-    ) -> None:
-        super().__init__(engine, compute, progress, bucket_bytes)
-        self._sealed = _Sealed(engine)
+    def __init__(self, *common: Any) -> None:
+        super().__init__(*common)
+        self._sealed = _Sealed(self._engine)
         self._contributed, self._complete = self._sealed.measure, self._sealed.seal
 
     async def begin(self, session: RingSession, meet: ConnectPeers) -> None:

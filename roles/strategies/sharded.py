@@ -10,13 +10,12 @@ some members repeat a micro-batch in the last pass, and it does not count.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from typing import cast
+from collections.abc import Iterator
+from typing import Any, cast
 
 from p2ptrain.compute.gradients import OnFinal
 from ring.session import RingSession
-from roles.compute_thread import ComputeThread
-from roles.engine import Engine, ShardedEngine
+from roles.engine import ShardedEngine
 from roles.process_group import RingOperations
 from roles.strategies.interface import ConnectPeers
 from roles.strategies.staged import StagedStrategy
@@ -25,11 +24,9 @@ from roles.strategies.staged import StagedStrategy
 class ShardedStrategy(StagedStrategy):
     _members: RingOperations  # of this replica, in this view
 
-    def __init__(
-        self, engine: Engine, compute: ComputeThread, progress: Callable[[], None], bucket_bytes: int = 0
-    ) -> None:
-        super().__init__(engine, compute, progress, bucket_bytes)
-        self._part = cast(ShardedEngine, engine)
+    def __init__(self, *common: Any) -> None:
+        super().__init__(*common)
+        self._part = cast(ShardedEngine, self._engine)
         self._shard, self._shards = 0, 1
 
     async def begin(self, session: RingSession, meet: ConnectPeers) -> None:

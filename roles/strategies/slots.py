@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ring.session import RingSession
 from ring.token import ShareRule
-from roles.compute_thread import ComputeThread
-from roles.engine import Engine
 from roles.strategies.sync import SyncStrategy
 
 
 class SlotStrategy(SyncStrategy):
     """``rule``: the job's, which gives each member that takes part in a round a slot."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        compute: ComputeThread,
-        progress: Callable[[], None],
-        bucket_bytes: int = 0,
-        *,
-        rule: ShareRule,
-    ) -> None:
-        super().__init__(engine, compute, progress, bucket_bytes)
+    def __init__(self, *common: Any, rule: ShareRule) -> None:
+        super().__init__(*common)
         self._rule = rule
 
     async def compute(self, step: int, first: int, count: int, session: RingSession, *, patience_s: float) -> None:

@@ -162,7 +162,9 @@ class _Outgoing:
 
 
 class SyncStrategy:
-    """The global batch is fixed. Which member computes which part of it changes only the time."""
+    """The global batch is fixed. Which member computes which part of it changes only the time.
+
+    The arguments are those of ``Factory``. Subclasses pass them on as ``common``."""
 
     def __init__(
         self, engine: Engine, compute: ComputeThread, progress: Callable[[], None], bucket_bytes: int = 0
