@@ -18,9 +18,10 @@ from ring.token import odd_ones_out
 from ring.transaction import Boundary
 from ring.view import shares
 from roles.engine import Engine
+from roles.snapshots import state_digest
 from roles.strategies.interface import Strategy
 from roles.worker.checkpoint_assembler import CheckpointAssembler
-from roles.worker.checkpoint_store import Checkpointing, state_digest
+from roles.worker.checkpoint_store import Checkpointing
 from roles.worker.context import Context
 from roles.worker.early_stop import EarlyStop
 

@@ -36,7 +36,7 @@ from ring.transaction import Transaction
 from ring.view import View
 from roles.engine import WHOLE, Blob, Engine, Stage
 from roles.line import LONGEST_SILENCE_S, SHORTEST_SILENCE_S, Line, unless_closed
-from roles.worker.checkpoint_store import Snapshot, Snapshots
+from roles.snapshots import Snapshot, Snapshots
 from roles.worker.context import Context
 from roles.worker.transfer import Piece, send_range
 from wire.connection import Connection

@@ -48,11 +48,12 @@ from ring.transaction import (
 from ring.view import View
 from roles.background import started_in
 from roles.engine import WHOLE, Engine, PrivateEngine, Stage
+from roles.snapshots import Snapshots, state_bytes
 from roles.strategies.federated import share_rule
 from roles.strategies.interface import Strategy
 from roles.worker.boundary import BoundaryWork
 from roles.worker.checkpoint_assembler import CheckpointAssembler, assembles
-from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing, Snapshots, state_bytes
+from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing
 from roles.worker.context import Context
 from roles.worker.early_stop import EarlyStop
 from roles.worker.heal import Follower, Healer

@@ -24,8 +24,8 @@ from p2ptrain.core.world import LoopClock
 from ring.view import View
 from roles.line import Line
 from roles.seed.operator_api import OperatorApi
+from roles.snapshots import Snapshot
 from roles.stand_in import StandInEngine
-from roles.worker.checkpoint_store import Snapshot
 from roles.worker.heal import Fetch, Layout, Sender
 from roles.worker.heal_source import CHUNK_BYTES, HealSource, piece_untrusted
 from tests.roles.in_process import HOST, Cluster

@@ -20,8 +20,8 @@ from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import LoopClock, Network, World
 from ring.token import first_lineage, next_lineage
 from ring.view import View
+from roles.snapshots import Snapshots
 from roles.stand_in import StandInEngine
-from roles.worker.checkpoint_store import Snapshots
 from roles.worker.context import PeerContext
 from roles.worker.heal_source import HealSource
 from wire.connection import Connection

@@ -16,8 +16,9 @@ from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.threads import RealThreads
 from ring.token import first_lineage
 from roles.compute_thread import ComputeThread
+from roles.snapshots import Snapshots, state_digest
 from roles.stand_in import StandInEngine
-from roles.worker.checkpoint_store import CheckpointFiles, Snapshots, state_digest
+from roles.worker.checkpoint_store import CheckpointFiles
 
 LINEAGE = "0123456789abcdef" * 2
 

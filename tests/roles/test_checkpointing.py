@@ -20,9 +20,10 @@ from p2ptrain.core.errors import StorageError
 from p2ptrain.core.threads import RealThreads
 from p2ptrain.core.world import Network, World
 from roles.compute_thread import ComputeThread
+from roles.snapshots import Snapshots
 from roles.stand_in import StandInEngine
 from roles.worker import checkpoint_store
-from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing, Snapshots
+from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing
 from tests.roles.in_process import Cluster
 from wire.memory import MemoryNetwork
 

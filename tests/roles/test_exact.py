@@ -23,11 +23,11 @@ from ring.session import RingSession
 from ring.token import first_lineage, next_lineage
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine
+from roles.snapshots import state_digest
 from roles.stand_in import StandInEngine
 from roles.strategies.interface import Contribution
 from roles.strategies.sync import SyncStrategy
 from roles.worker.build import engine_builder
-from roles.worker.checkpoint_store import state_digest
 from tests.ring.local import local_ring
 from tests.roles.in_process import Cluster
 from wire.memory import MemoryNetwork

@@ -7,8 +7,8 @@ import pytest
 from configs.schema import Profile
 from p2ptrain.core.errors import ResourceError
 from roles.compute_thread import ComputeThread
+from roles.snapshots import Snapshot, Snapshots
 from roles.stand_in import StandInEngine
-from roles.worker.checkpoint_store import Snapshot, Snapshots
 
 
 @pytest.fixture

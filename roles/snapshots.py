@@ -1,0 +1,114 @@
+"""Copies of a job's state in memory: for checkpoints, for members that heal, and for workers that pull it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from p2ptrain.core.errors import ResourceError
+from roles.compute_thread import ComputeThread
+from roles.engine import Blob, Engine
+
+
+class Snapshot:
+    """The state at one step: a copy, or the live state while it does not change. Each holder calls ``release`` once.
+
+    Attributes:
+        blobs: as ``Engine.state``; those of a copy are read-only, and invalid after the release.
+        square_sum: the step's squared gradient norm.
+        table: for healing: the digest of each chunk; empty until it is first asked for.
+    """
+
+    def __init__(self, step: int, lineage: str, square_sum: float, blobs: list[Blob]) -> None:
+        self.step, self.lineage, self.square_sum, self.blobs = step, lineage, square_sum, blobs
+        self.holders = 1
+        self.table, self.making = b"", asyncio.Lock()
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        assert self.holders, "released once too often"
+        self.holders -= 1
+
+
+class Snapshots:
+    """Makes one job's snapshots, at most ``most`` at a time. Reuses their memory: touching new memory costs more than
+    copying."""
+
+    def __init__(self, compute: ComputeThread, most: int = 2) -> None:
+        self._compute, self._most = compute, most
+        self._made: list[Snapshot] = []
+        self._copying = 0
+
+    async def take(self, engine: Engine, *, step: int, lineage: str, square_sum: float) -> Snapshot:
+        """Copy the state, which is that of ``step``. The caller keeps it from changing until this returns.
+
+        Returns an existing snapshot of the same state if it is still held.
+
+        Raises:
+            ResourceError: ``most`` older snapshots are still in use, or memory is short.
+        """
+        held = [each for each in self._made if each.holders]
+        for each in held:
+            if (each.step, each.lineage) == (step, lineage):
+                each.holders += 1
+                return each
+        if len(held) + self._copying >= self._most:
+            raise ResourceError(
+                f"{self._most} earlier copies of the state are still being read", remedy="raise checkpoint.every"
+            )
+        free = [each.blobs for each in self._made if not each.holders]
+        self._made, self._copying = held, self._copying + 1
+        try:
+            # A cancelled call may still copy. The next call runs after it, on the same thread.
+            blobs = await self._compute.run(_copied, engine, free)
+        finally:
+            self._copying -= 1
+        taken = Snapshot(step, lineage, square_sum, blobs)
+        self._made.append(taken)
+        return taken
+
+    def close(self) -> None:
+        """Drop the memory: now if it is not in use, else with the last reader."""
+        self._made.clear()
+
+
+def _copied(engine: Engine, free: list[list[Blob]]) -> list[Blob]:
+    """Copy the state into the memory of ``free`` if it fits, else into new memory. numpy releases the GIL meanwhile."""
+    state = engine.state()
+    sizes = [blob.view.nbytes for blob in state]
+    memory = next((each for each in free if [blob.view.nbytes for blob in each] == sizes), None)
+    free.clear()
+    try:
+        targets = [_writable(blob) for blob in memory] if memory else [np.empty(size, np.uint8) for size in sizes]
+    except MemoryError:
+        raise ResourceError(
+            f"a copy of the state needs {sum(sizes) / 1e6:.1f} MB of memory", remedy="train a smaller model"
+        ) from None
+    for target, blob in zip(targets, state, strict=True):
+        np.copyto(target, np.frombuffer(blob.view, np.uint8))
+    return [Blob(blob.name, target.data.toreadonly()) for blob, target in zip(state, targets, strict=True)]
+
+
+def _writable(blob: Blob) -> npt.NDArray[np.uint8]:
+    return cast("npt.NDArray[np.uint8]", blob.view.obj)
+
+
+def state_bytes(state: list[Blob]) -> int:
+    return sum(blob.view.nbytes for blob in state)
+
+
+def state_digest(state: list[Blob]) -> bytes:
+    """xxh3-128 over all blobs, 16 bytes. Equal digests mean equal bits."""
+    digest = xxhash.xxh3_128()
+    for blob in state:
+        digest.update(blob.view)
+    return digest.digest()
