@@ -27,8 +27,9 @@ Rules
     9. A member that repeatedly dies, breaks links or spoils steps is excluded for a while (``ring.quarantine``). An
        excluded member is in a view only if no other member is there, or no other holds its part of the state.
    10. A *replica* is one worker for each part of the model; with one part it is one worker. Replicas are formed when a
-       view is minted, from workers of any earlier replicas. A worker keeps its part as long as its disk may hold it,
-       also where no holder of another part is left. A spare gets a part if that completes a replica (``ring.parts``).
+       view is minted, from workers of any earlier replicas. A worker keeps its part as long as its disk may hold it.
+       A spare gets a part if that completes a replica (``ring.parts``). If no holder of a part comes back within the
+       patience, and a whole checkpoint is here, a worker of another part may take it, but not the last of its own.
 
 Theory of operation: ``Roster.running`` has the members that are not known to be stopped. Every event changes what the
 coordinator knows; then ``_advance`` checks whether the phase changes. Time enters only as ``now``. Deadlines have
@@ -559,7 +560,7 @@ class Coordinator:
         if not self._roster.whole(ready):
             self._short_since = None
             self._deadlines.drop("grace", "build")
-            self._lacks_parts(ready)
+            self._lacks_parts(ready, now)
             return
         if self.view is None:
             self.reason = f"{len(ready)} of {self.options.replicas * self._roster.parts} workers are ready"
@@ -581,12 +582,19 @@ class Coordinator:
         state = newest(self._roster.by_part(self._roster.survivors(self.view))) if self.view else None
         return state if state is not None and self.view is not None and state[0] >= self.view.step else None
 
-    def _lacks_parts(self, ready: Reports) -> None:
-        parts = self._roster.parts
-        if parts > 1:
-            lacking = [str(part) for part, reports in enumerate(self._roster.by_part(ready)) if not reports]
-            text = f"waiting for workers of part {', '.join(lacking)}: a replica has one for each of {parts}"
-            self.reason = self._planner.unfit or text
+    def _lacks_parts(self, ready: Reports, now: float) -> None:
+        if self._roster.parts == 1:
+            return
+        parts, held = self._roster.parts, {self._roster.part_of(peer_id) for peer_id in self._roster.peers}
+        kept = max((step for key in self._roster.peers for step in self._recovery.saved.wholes.get(key, ())), default=0)
+        if kept and not held >= set(range(parts)):
+            patience_s = self._recovery.patience_s(kept, self.options.grace_s, self.options.build_s)
+            self._deadlines.start("part", now + patience_s)
+        else:
+            self._deadlines.drop("part")
+        lacking = [str(part) for part, reports in enumerate(self._roster.by_part(ready)) if not reports]
+        text = f"waiting for workers of part {', '.join(lacking)}: a replica has one for each of {parts}"
+        self.reason = self._planner.unfit or text
 
     def _be_patient(self, ready: Reports, now: float) -> None:
         if self._short_since is None:
@@ -708,12 +716,26 @@ class Coordinator:
             self._assign(peer_id)
 
     def _may_change(self, peer_id: str, report: Report) -> bool:
-        """Whether a stopped worker may take another part: a ring carries on its state, or it holds none."""
+        """Whether a stopped worker may take another part: a ring carries on its state, or it holds none, or a part has
+        no holder (rule 10)."""
         if peer_id in self._catch_ups.moving:
             return False
         member = self.view is not None and self.view.rank_of(peer_id) is not None
         fresh = report.applied == 0 and not self._recovery.saved.parts.get((peer_id, self._roster.held[peer_id]))
-        return self.phase is Phase.RUNNING or (fresh and not member)
+        return self.phase is Phase.RUNNING or (fresh and not member) or self._is_replaceable(peer_id)
+
+    def _is_replaceable(self, peer_id: str) -> bool:
+        """Whether a part waited in vain for its holders, and another worker holds the part of this one at least as
+        far."""
+        if "part" not in self._deadlines.passed:
+            return False
+        part, survivors = self._roster.held[peer_id], self._roster.survivors(self.view)
+        saved, reports = self._recovery.saved.parts, self._roster.by_part(self._roster.standing())[part]
+
+        def worth(key: str) -> tuple[bool, int, int, str]:
+            return key in survivors, reports[key].applied, max(saved.get((key, part), ()), default=0), key
+
+        return peer_id != max(reports, key=worth)
 
     # -------------------------------------------------------------------------------------------------------- newcomers
 

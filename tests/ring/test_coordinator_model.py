@@ -87,6 +87,7 @@ class Cluster(History):
         self.disks = {peer_id: Disk() for peer_id in PEERS}
         self.surveys = 0
         self.wanted: set[int] = set()  # steps that a person went back to
+        self.gone: set[str] = set()  # for good
         self.began()
         self.begins_with(running)
 
@@ -96,6 +97,19 @@ class Cluster(History):
     def peer_of(self, peer_id: str) -> co.Peer:
         follows, memory_bytes = peer_id in self.follows, MEMORY[peer_id]
         return co.Peer(peer_id, peer_id, "h", 1, follows, memory_bytes=memory_bytes, flops=SPEED[peer_id])
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def start(self, peer_id: str) -> None:
+        if peer_id not in self.gone:
+            super().start(peer_id)
+
+    def tell(self, event: co.Event) -> None:
+        had = {peer_id: self.core.part_of(peer_id) for peer_id in self.core.peer_ids}
+        super().tell(event)
+        there = self.core.peer_ids
+        assert {part for peer_id, part in had.items() if peer_id in there and part is not None} <= {
+            self.core.part_of(peer_id) for peer_id in there
+        }, "the last worker of a part took another"
 
     def carry_out(self, item: co.Instruction, before: View | None) -> None:
         if isinstance(item, co.Planned):
@@ -316,6 +330,18 @@ class Cluster(History):
                 self.settle()
                 self.wait(700.0)
 
+    @rule(lost=st.integers(0, 2))
+    def lose_the_workers_of_a_stage(self, lost: int) -> None:
+        """For good, and those that took it since. Workers of others must take it if one has the whole model."""
+        if self.stages == 1 or self.training is not None or self.gone:
+            return
+        self.comes_to_run([*PEERS], 80)
+        for _ in range(4):  # so that those who came are let in
+            self.step_and_settle(True)
+        self.lose_a_stage(lost, keeper=lost + 1)
+        gone = {member.peer_id for member in self.members.values() if not member.alive}
+        self.gone = gone if len(PEERS) - len(gone) >= self.stages else set()
+
     @rule(index=st.integers(0, 3))
     def restore(self, index: int) -> None:
         """To a step of which every stage has a checkpoint at somebody who is here, as the seed sees to."""
@@ -363,7 +389,9 @@ class Cluster(History):
         self.tell_saved()
 
     def teardown(self) -> None:
-        self.comes_to_run([*self.enough], 80)
+        if hasattr(self, "gone") and self.gone and not any(self.disks[key].wholes for key in {*PEERS} - self.gone):
+            return  # nothing can be told of the lost stage
+        self.comes_to_run(sorted({*self.enough} - getattr(self, "gone", set())), 80)
 
 
 class Whole(Cluster):
