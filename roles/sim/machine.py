@@ -322,7 +322,8 @@ class ProcessDisk:
     def list_dir(self, path: Path) -> list[str]:
         self._check()
         node = self._machine.find(path)
-        return sorted(node.entries) if isinstance(node, _Dir) else []
+        databases = {database.name for database in self._machine.databases if database.parent == path}
+        return sorted(databases.union(node.entries)) if isinstance(node, _Dir) else []
 
     def is_dir(self, path: Path) -> bool:
         self._check()
