@@ -21,6 +21,7 @@ from p2ptrain.core.footprint import BASE_COPIES
 from ring import coordination as co
 from ring.coordination import ENDED, Peer, Phase
 from ring.coordinator import Coordinator
+from ring.ledger import rows_untrusted
 from ring.order import LinkQuality, RingOptions, known_link
 from ring.recovery import Recorder
 from ring.replicas import newest_kept
@@ -173,6 +174,7 @@ class JobController:
         self._retired = asyncio.Event()
         self.settled = asyncio.Event()
         self._views_told: dict[str, View] = {}
+        self._early_rows: list[LedgerRows] = []
         self._kept_out: dict[str, tuple[str, float]] = {}
         self.told_view = asyncio.Event()
         if not record.unsettled:  # else the seed was restored, and its members may be in a newer view
@@ -349,6 +351,9 @@ class JobController:
             text = f"continues from generation {newest.generation}, which its members reported"
             self._seed.note("info", "restored", text, job=self.id)
         self._begin(await store.call(history, self.id))
+        early, self._early_rows = self._early_rows, []
+        for message in early:
+            self.told_rows(message)
         self.settled.set()
         self._seed.settled(self)
 
@@ -390,6 +395,14 @@ class JobController:
         if self.core.phase is not Phase.WAITING or self.core.peer_ids:
             return False
         return any(other.live and other.core.peer_ids for other in self._seed.controllers.values())
+
+    def keeps_early(self, message: LedgerRows) -> bool:
+        """Keep a member's rows until the job is settled, if there is room. Raises ``ProtocolError``."""
+        fits = not self.settled.is_set() and message.job == self.id and len(self._early_rows) < 1024
+        if fits:
+            rows_untrusted(message, micro_batches=self.record.micro_batches, steps_total=self.record.steps_total)
+            self._early_rows.append(message)
+        return fits
 
     def retire(self) -> None:
         """Stop handling events of a job that has ended and will be forgotten."""

@@ -79,3 +79,31 @@ def test_workers_that_met_a_higher_term_take_no_orders_of_the_seed_that_was_lost
         assert not victim.linked
 
     play(script)
+
+
+def test_rows_of_a_member_that_is_gone_before_the_seed_knows_the_view_are_kept() -> None:
+    """The others came anew since the copy, so they have later rows only."""
+
+    async def script(cluster: Played) -> None:
+        await cluster.begin()
+        copy = cluster.copies[-1][1]
+        for machine in cluster.workers[1:]:
+            machine.kill()
+            await cluster.goes_on()
+            machine.start()
+            await cluster.until(lambda: len(cluster.applied()) == WORKERS)
+            await cluster.goes_on()
+        cluster.seed.kill()
+        cluster.workers[2].kill()  # the seed waits for it
+        cluster.seed.disk = cluster.seed._new_disk()
+        cluster.seed.restore(copy)
+        await cluster.until(lambda: all(machine.linked for machine in cluster.workers[:2]))
+        await asyncio.sleep(1)
+        cluster.workers[0].kill()
+        await cluster.goes_on()
+        await asyncio.sleep(1)
+        head = cluster.records.ledger_head(cluster.job)
+        assert head is not None
+        assert (head.base_step, head.step > 60) == (0, True)
+
+    play(script)
