@@ -58,11 +58,12 @@ class Table(BaseModel):
 class Job(Table):
     """The run as a whole."""
 
-    strategy: Literal["sync", "pipeline", "sharded", "local", "federated"] = "sync"
+    strategy: Literal["sync", "pipeline", "sharded", "local", "federated", "server"] = "sync"
     """What members exchange: 'sync' reduces the gradients of every step; 'pipeline' also splits the model over several
     workers by its layers (see [pipeline]), 'sharded' by the rows of its tensors (see [sharded]); 'local' exchanges
     rarely, after many steps of each member on its own (see [local]); 'federated' averages the models of workers that
-    train on their own texts (see [federated])."""
+    train on their own texts (see [federated]); 'server': one member applies what the others compute, and none waits for
+    a slower one (see [server])."""
     steps: int = Field(default=400, ge=1, le=10**9)
     """Optimizer steps of the whole run."""
     seed: int = Field(default=1337, ge=0, lt=2**63)
@@ -219,6 +220,21 @@ class Federated(Table):
     secure: bool = False
     """Secure aggregation: random masks hide what one worker sends, and cancel in the sum, so nobody sees the change of
     one worker. Needs 3 workers; with fewer the job waits. Twice the bytes. See docs/privacy.md."""
+
+
+class Server(Table):
+    """Strategy 'server': asynchronous training with bounded staleness. One member, the server, holds the newest version
+    of the model. Each of the others pulls it, computes a gradient and pushes that, and waits for no slower one. A step
+    of the job is a version. See docs/server.md."""
+
+    buffer: int = Field(default=1, ge=1, le=1024)
+    """Gradients, of distinct workers, that make a version. Each is of batch.micro_batches / buffer micro-batches."""
+    bound: int = Field(default=0, ge=0, le=10_000)
+    """Most versions that may be made between a worker's pull and the version with its gradient; with more the gradient
+    is refused. 0: for each worker 50 x (median time of all workers for a gradient / its own), from 5 to 500."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """Of the server: AdamW, or plain SGD with [optimizer]'s learning rate, weight decay and clipping. With SGD a pull
+    is a third as large, because there are no moments."""
 
 
 class Privacy(Table):
@@ -411,6 +427,7 @@ class Profile(Table):
     sharded: Sharded = Sharded()
     local: Local = Local()
     federated: Federated = Federated()
+    server: Server = Server()
     privacy: Privacy = Privacy()
     optimizer: Optimizer = Optimizer()
     validation: Validation = Validation()
@@ -491,11 +508,13 @@ def _check(profile: Profile) -> None:
         if new:
             _check_at_most(profile, "pipeline.stages", "model.layers", why=": each part needs a layer")
         _check_cuts(profile)
+    elif profile.job.strategy == "server":
+        _check_server(profile)
     else:
         _check_at_most(profile, "job.workers", "batch.micro_batches", why=": some workers would have no micro-batch")
     if profile.job.strategy == "sharded":
         _check_sharded(profile)
-    if profile.job.workers // profile.stages > profile.batch.micro_batches:
+    if profile.job.strategy != "server" and profile.job.workers // profile.stages > profile.batch.micro_batches:
         why = "more replicas than micro-batches, so some replicas would have none"
         remedy = f"job.workers at most {profile.batch.micro_batches * stages}"
         raise _conflict(profile, "job.workers", "pipeline.stages", "batch.micro_batches", why=why, remedy=remedy)
@@ -520,7 +539,7 @@ def _check(profile: Profile) -> None:
         if profile.local.overlap and profile.job.steps < 2:
             why, remedy = "what a step computes is exchanged in the next one", "more job.steps"
             raise _conflict(profile, "local.overlap", "job.steps", why=why, remedy=remedy)
-    if profile.drafter.layers and profile.job.strategy in ("local", "federated"):
+    if profile.drafter.layers and profile.job.strategy in ("local", "federated", "server"):
         why, remedy = "a drafter trains with strategy 'sync' or beside 'pipeline'", "drafter.layers = 0"
         raise _conflict(profile, "drafter.layers", "job.strategy", why=why, remedy=remedy)
     if profile.device.gradient_checkpointing and split:
@@ -566,9 +585,24 @@ def _check_sharded(profile: Profile) -> None:
         raise _conflict(profile, "device.kind", "job.strategy", why=why, remedy="device.kind = 'cpu'")
 
 
+def _check_server(profile: Profile) -> None:
+    most, needed = profile.job.workers - 1, max(profile.server.buffer, profile.robust.least)
+    if most < needed:
+        why = f"this job needs the server, and {needed} workers whose gradients make a version"
+        raise _conflict(profile, "job.workers", why=why, remedy=f"job.workers at least {needed + 1}")
+    if profile.robust.rule and profile.server.buffer < profile.robust.least:
+        why = f"the rule needs {profile.robust.least} gradients in a version for so many wrong ones"
+        remedy = f"server.buffer at least {profile.robust.least}, or a smaller robust.byzantine"
+        raise _conflict(profile, "server.buffer", "robust.rule", "robust.byzantine", why=why, remedy=remedy)
+    _check_divides(profile, "batch.micro_batches", "server.buffer")
+    if profile.data.private:
+        why, remedy = "the server says which part of one text a worker reads", "data.private = false"
+        raise _conflict(profile, "data.private", "job.strategy", why=why, remedy=remedy)
+
+
 def _check_robust(profile: Profile) -> None:
     robust, lora_average = profile.robust, profile.lora.rank and profile.federated.average == "exact"
-    if profile.job.strategy not in ("sync", "local", "federated"):
+    if profile.job.strategy not in ("sync", "local", "federated", "server"):
         why, remedy = (
             "a rule needs whole vectors, and here each worker has a part",
             "robust.rule = '', or strategy 'sync'",

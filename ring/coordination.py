@@ -25,6 +25,8 @@ RETURN_S = 10.0
 """How long stopped members wait for an absent one. Longer than a worker pauses between attempts to reach the seed."""
 LEAVE_S = 1.0
 """If a ring stops unasked, a member is leaving and reports so next. A view with it would break at once."""
+MOST_ASYNCHRONOUS = 1024
+"""Members of an asynchronous view; the server's memory allows fewer."""
 CATCHING_UP_PER_MEMBER = 2
 """Newcomers that catch up at a time, per member. Each member sends to two, so any crowd is in after a few rounds."""
 
@@ -93,6 +95,8 @@ class JobOptions:
         minted_below: an earlier seed may have minted generations up to this one.
         share_rule: how the replicas of a view share its micro-batches.
         least: fewest replicas of a view. With fewer the job waits.
+        asynchronous: the first member of a view is the server (``ring.staleness``). It holds the state, and any number
+            of others take part.
         parts: of the model.
         training: the sizes that placement needs, and the cuts if they are chosen; None: not known.
     """
@@ -108,12 +112,18 @@ class JobOptions:
     minted_below: int = 0
     share_rule: ShareRule = field(default_factory=ShareRule)
     least: int = 1
+    asynchronous: bool = False
     parts: int = 1
     training: Training | None = None
 
     @property
+    def places(self) -> int:
+        """The most replicas of a view."""
+        return MOST_ASYNCHRONOUS if self.asynchronous else self.micro_batches
+
+    @property
     def most(self) -> int:
-        return max(self.replicas, self.micro_batches) + 2
+        return max(self.replicas, self.places) + 2
 
 
 @dataclass(frozen=True, slots=True)

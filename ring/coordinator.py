@@ -58,7 +58,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from ring import coordination as co
@@ -187,7 +187,7 @@ class Coordinator:
                 said[peer_id] = "the job is paused", math.inf
             elif self.phase is Phase.WAITING and (known.standing or self._roster.part_of(peer_id) is None):
                 said[peer_id] = self.reason, self._deadlines.at("grace")
-            elif self.phase is Phase.RUNNING and self.view and self.view.replicas >= self.options.micro_batches:
+            elif self.phase is Phase.RUNNING and self.view and self.view.replicas >= self.options.places:
                 said[peer_id] = "each micro-batch of a step has a worker; this one replaces one that leaves", math.inf
             elif self.phase is Phase.RUNNING and self._roster.parts > 1:
                 text = f"waiting for workers of other parts: a replica has one for each of {self._roster.parts}"
@@ -650,20 +650,21 @@ class Coordinator:
             at_once = healthy | survivors.keys()
             now_fit = {key: it for key, it in ready.items() if key in at_once or not self._comes_after(key)}
             ready = now_fit if len(now_fit) >= self.options.least * roster.parts else ready
-        formed = replicas_of(ready, roster, healthy, survivors, self.options.micro_batches)
+        formed = replicas_of(ready, roster, healthy, survivors, self.options.places)
         links = between_replicas(self._measured.links, list(formed.values()))
         reduce_bytes = max(report.reduce_bytes for report in ready.values())
         plan = plan_ring(
             list(formed), links, self.options.ring_options, reduce_bytes, self._measured.compute_s,
             name=lambda first: "+".join(map(roster.name, formed[first])),
         )  # fmt: skip
-        replicas = [formed[first] for first in plan.order]
+        replicas = self._served([formed[first] for first in plan.order], healthy)
         chosen = {peer_id: ready[peer_id] for replica in replicas for peer_id in replica}
-        kind, text = self._recovery.given_up(step, healthy, roster) if before and not carried else ("", "")
+        loses = before and (not carried or self.options.asynchronous)  # versions that nobody pulled are gone
+        kind, text = self._recovery.given_up(step, healthy, roster) if loses else ("", "")
         if kind and not self.restore:
             self._say("warning", kind, text)
         went_back = bool(kind) or self.restore is not None
-        self._recovery.begin(step, chosen, went_back=went_back)
+        self._recovery.begin(step, chosen, went_back=went_back, carried=survivors if carried else ())
         generation = max(before.generation if before else 0, self.options.minted_below) + 1
         self.view = View(
             self.job,
@@ -696,6 +697,16 @@ class Coordinator:
         self._failures.clear()
         self._last_failure = ""
         self._go(Phase.RUNNING, "")
+
+    def _served(self, replicas: list[tuple[str, ...]], healthy: Collection[str]) -> list[tuple[str, ...]]:
+        """The same ring of an asynchronous view, beginning with its server: a holder of the state, the former server if
+        it is one."""
+        if not self.options.asynchronous:
+            return replicas
+        former = self.view.members[0].peer_id if self.view else ""
+        fit = [(replica[0] in healthy, replica[0] == former) for replica in replicas]
+        first = fit.index(max(fit))
+        return replicas[first:] + replicas[:first]
 
     def _is_current(self, peer_id: str, generation: int) -> bool:
         return self.view is not None and self.view.generation == generation and self.view.rank_of(peer_id) is not None
@@ -744,7 +755,7 @@ class Coordinator:
         view, catch_ups = self.view, self._catch_ups
         standing = {key: it for key, it in self._roster.standing().items() if key not in self._quarantine.out}
         by_part = self._roster.by_part(standing)
-        room = min(self.options.micro_batches - view.replicas, *map(len, by_part)) if view else 0
+        room = min(self.options.places - view.replicas, *map(len, by_part)) if view else 0
         if view is None or room <= 0:
             return []
         coming, after = [], set[str]()

@@ -90,6 +90,7 @@ class DirectMessages:
         self._messages: dict[_Message, None] = {}  # unfinished ones, in their order
         self._gone: dict[int, P2PTrainError] = {}  # members from which nothing more comes
         self._failure: P2PTrainError | None = None
+        self.bytes_in = self.bytes_out = 0  # of finished messages
         self._tasks: set[asyncio.Task[None]] = set()
 
     def attach(self, session: RingSession) -> None:
@@ -294,16 +295,26 @@ class DirectMessages:
         message = _Message(memory, tag, peer, sending, timeout_s, loop.create_future())
         self._messages[message] = None
         timer = loop.call_later(timeout_s, self._out_of_time, message)
-        message.future.add_done_callback(lambda _: timer.cancel())
+        message.future.add_done_callback(lambda _: self._abandoned(message, timer))
         return message
 
-    def _finish(self, message: _Message, rank: int) -> None:
-        if message in self._messages:
+    def _abandoned(self, message: _Message, timer: asyncio.TimerHandle) -> None:
+        """End the connection that may still use the memory of a message whose caller cancelled it."""
+        timer.cancel()
+        if message.future.cancelled() and message in self._messages:
             del self._messages[message]
+            if message.connection is not None:
+                message.connection.abort()
+
+    def _finish(self, message: _Message, rank: int) -> None:
+        if message in self._messages and not message.future.done():
+            del self._messages[message]
+            self.bytes_in += 0 if message.sending else message.memory.nbytes
+            self.bytes_out += message.memory.nbytes if message.sending else 0
             message.future.set_result(rank)
 
     def _fail(self, message: _Message, error: P2PTrainError) -> None:
-        if message in self._messages:
+        if message in self._messages and not message.future.done():
             del self._messages[message]
             kind = type(error) if type(error) in (DeadlineExceeded, ProtocolError) else ConnectionLost
             message.future.set_exception(kind(error.message, remedy=error.remedy))

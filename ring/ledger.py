@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from p2ptrain.core.errors import ProtocolError
+from ring.staleness import problem_of, unpacked_untrusted
 from ring.token import next_lineage
 from ring.view import View
 from wire.job_messages import LedgerRow, LedgerRows
@@ -157,7 +158,7 @@ def continuing(
 @dataclass(frozen=True, slots=True)
 class Fault:
     """What is wrong, and at which step. ``kind``: ``gap``, ``twice``, ``shares``, ``generation``, ``members``,
-    ``lineage``, ``samples``."""
+    ``lineage``, ``samples``, ``version``."""
 
     step: int
     kind: str
@@ -182,14 +183,27 @@ class Audit:
         micro_batches: number in a global batch.
         views: all known views. Steps before the oldest one are not compared with a view. In a view of several parts a
             replica's share is that of its first member.
+        server: with strategy 'server': contributions in a version, and the fixed bound of their staleness or 0.
 
     Attributes:
         step, lineage: of the last row that was taken.
         computed: peer id → micro-batches that it computed, as far as views name the members. A worker of a replica
             computed its stage of all the replica's micro-batches. ``total``: those of the steps of these views.
+        staleness: peer id → staleness → accepted contributions (strategy 'server').
     """
 
-    def __init__(self, *, base_step: int, base_lineage: str, micro_batches: int, views: Iterable[ViewBegan]) -> None:
+    def __init__(
+        self,
+        *,
+        base_step: int,
+        base_lineage: str,
+        micro_batches: int,
+        views: Iterable[ViewBegan],
+        server: tuple[int, int] | None = None,
+    ) -> None:
+        self._server = server
+        self._numbers = set[int]()  # of contributions
+        self.staleness: dict[str, Counter[int]] = {}
         self.step, self.lineage = base_step, base_lineage
         self.computed: Counter[str] = Counter()
         self.total = 0
@@ -221,7 +235,7 @@ class Audit:
         if sum(counts) != self._micro_batches:
             text = f"step {step}: the members computed {sum(counts)} of {self._micro_batches} micro-batches"
             return Fault(step, "shares", text)
-        if fault := self._computed_by(row, counts):
+        if fault := self._computed_by(row, counts) or self._made_of(row, counts):
             return fault
         self.step, self.lineage = step, next_lineage(self.lineage, row.digest)
         return self._views_begin()
@@ -233,6 +247,29 @@ class Audit:
             text = f"the rows lead to lineage {self.lineage}, and the ledger's last step has {lineage}"
             return Fault(step, "lineage", text)
         return None
+
+    def _made_of(self, row: LedgerRow, counts: tuple[int, ...]) -> Fault | None:
+        if self._server is None:
+            return None
+        buffer, bound = self._server
+        try:
+            accepted = unpacked_untrusted(row.made_of, counts)
+        except ProtocolError as problem:
+            return Fault(row.step, "version", f"step {row.step}: {problem.message}")
+        text = problem_of(accepted, row.step, buffer=buffer, bound=bound)
+        view = self._by_generation.get(row.generation)
+        for one in () if text else accepted:
+            if counts[one.rank] != self._micro_batches // buffer:
+                text = f"rank {one.rank} contributed {counts[one.rank]} micro-batches"
+            elif one.number in self._numbers:
+                text = f"the contribution {one.number} is part of an earlier version, too"
+            elif view is not None and one.base < view.step:
+                text = f"the contribution {one.number} was computed before generation {view.generation} began"
+            self._numbers.add(one.number)
+            if view is not None:
+                counts_of_it = self.staleness.setdefault(view.members[one.rank], Counter())
+                counts_of_it[row.step - 1 - one.base] += 1
+        return Fault(row.step, "version", f"step {row.step}: {text}") if text else None
 
     def _computed_by(self, row: LedgerRow, counts: tuple[int, ...]) -> Fault | None:
         if not self._next:

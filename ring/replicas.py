@@ -162,12 +162,14 @@ class RecoveryPolicy:
             return "branch", f"continues from step {step} of an abandoned branch: no connected worker holds another"
         return "", ""
 
-    def begin(self, step: int, members: Reports, *, went_back: bool) -> None:
+    def begin(self, step: int, members: Reports, *, went_back: bool, carried: Collection[str] = ()) -> None:
         """Record the start of a view. ``members``: the members' reports. A member that is ready with a later step has
-        an abandoned state on its disk, so its newest checkpoint must not count as this run's after a restart."""
+        an abandoned state on its disk, so its newest checkpoint must not count as this run's after a restart.
+        ``carried``: the members that carry the state on, if they do."""
         self.known_step, self.failed = step, math.inf
         if went_back or self.branch is not None:
-            kept = frozenset() if went_back or self.branch is None else self.branch
+            own = frozenset(filter(self._is_own, carried))
+            kept = own if went_back or self.branch is None else self.branch
             fits = (peer_id for peer_id, it in members.items() if it.status == "ready" and it.applied <= step)
             self.branch = kept.union(fits)
 

@@ -22,13 +22,17 @@ Rules
    Every applied step is recorded with the view and the shares in which it was computed, even if a later view redoes it.
 8. A state is *torn* while it is being replaced, and when it was found to differ from the other members' states. A
    torn state is never reported, trained on or given to others. It is healed again, or loaded again from the disk.
+9. In an *asynchronous* view (``ring.staleness``) rank 0, the server, alone votes and confirms: its steps are versions.
+   The others pull them: a member that took over the state of a version has applied it. They stop when they are asked
+   to, or the server stops, after what they have under way. A server that waits for contributions stops at once.
 
 Theory of operation
 -------------------
 The core has one *activity* at a time: redo, form the session, heal, compute, reduce, vote, apply, confirm, boundary
-work. ``handle`` takes one event and returns instructions for the shell. The event that ends an activity repeats the
-activity's ticket, so the late result of an abandoned activity changes nothing. Rule 3 relies on rule 1: if any member
-applied step s, every member had sent its token for s, and so every member holds the reduced bytes of s.
+work; at a worker of an asynchronous view, exchange and adopt. ``handle`` takes one event and returns instructions for
+the shell. The event that ends an activity repeats the activity's ticket, so the late result of an abandoned activity
+changes nothing. Rule 3 relies on rule 1: if any member applied step s, every member had sent its token for s, and so
+every member holds the reduced bytes of s.
 
 The core does not depend on the strategy. The strategy defines "compute" and "reduce", and returns a digest and squared
 norms. ``NEXT`` below is the table of transitions.
@@ -89,6 +93,16 @@ NEXT: dict[Phase, frozenset[Phase]] = {
     Phase.FAILED: frozenset({Phase.IDLE}),
 }
 
+# Further ones of an asynchronous view: of a worker, and of a server that stops without a further version.
+_STOPS = {Phase.HELD, Phase.DONE}
+NEXT_ASYNCHRONOUS: dict[Phase, frozenset[Phase]] = {
+    Phase.FORMING: frozenset(_STOPS),
+    Phase.HEALING: frozenset({Phase.BOUNDARY}),
+    Phase.COMPUTING: frozenset({Phase.APPLYING, Phase.CONFIRMING, Phase.BOUNDARY} | _STOPS),
+    Phase.APPLYING: frozenset({Phase.COMPUTING} | _STOPS),
+    Phase.BOUNDARY: frozenset({Phase.CONFIRMING}),
+}
+
 RUNNING = frozenset(Phase) - {Phase.EMPTY, Phase.IDLE, Phase.HELD, Phase.DONE, Phase.FAILED}
 UNINTERRUPTIBLE = frozenset({Phase.REDOING, Phase.APPLYING})
 
@@ -141,7 +155,8 @@ class Finished:
 @dataclass(frozen=True, slots=True)
 class Reduced:
     """The reduce with ``ticket`` succeeded. The other fields are those of this member's token (``ring.token.Token``):
-    ``part`` of the sum's squared norm; ``own``: squared norm of its contribution; ``unit_us`` per micro-batch."""
+    ``part`` of the sum's squared norm; ``own``: squared norm of its contribution; ``unit_us`` per micro-batch.
+    ``counts``, ``made_of``: of the row of an asynchronous step."""
 
     ticket: int
     digest: bytes
@@ -150,6 +165,24 @@ class Reduced:
     unit_us: int = 0
     sent: int = 0
     received: int = 0
+    counts: bytes = b""
+    made_of: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """A worker of an asynchronous view has exchanged with its server, and may adopt the state of that version.
+
+    Attributes:
+        over: the server stops here. last: the job has no further version.
+    """
+
+    ticket: int
+    applied: int
+    lineage: str
+    square_sum: float
+    over: bool = False
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +221,7 @@ class FlagRequested:
 
 
 Event: TypeAlias = (
-    "Loaded | Unloaded | Torn | Followed | ViewArrived | Finished | Reduced | Gathered | Broken | Failed"
+    "Loaded | Unloaded | Torn | Followed | ViewArrived | Finished | Reduced | Exchanged | Gathered | Broken | Failed"
     " | FlagRequested"
 )
 
@@ -226,6 +259,25 @@ class Compute:
 class Reduce:
     ticket: int
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Push a contribution to the server, if this worker was asked for one, and pull. ``Exchanged`` follows."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Replace the state by the one that was pulled."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndCompute:
+    """Let a server's ``Compute`` end without contributions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,8 +347,9 @@ class Record:
 
 
 Instruction = (
-    FormRing | Heal | Compute | Reduce | Vote | Apply | Confirm | Boundary | CloseRing | Reload | SendReport | Record
-)
+    FormRing | Heal | Compute | Exchange | Adopt | EndCompute | Reduce | Vote | Apply | Confirm | Boundary | CloseRing
+    | Reload | SendReport | Record
+)  # fmt: skip
 """What the shell must do. An activity carries a ticket, which the event at its end repeats."""
 
 
@@ -313,6 +366,7 @@ class Transaction:
         whole_norms: each member measures the whole reduced bytes (``Reduced.part``) and believes nobody else's number.
         hidden_norms: no member tells the norm of its contribution. One that is an outlier is told as NaN; a sum is not
             refused as an outlier, because nobody could be named.
+        asynchronous: rule 9.
     """
 
     def __init__(
@@ -326,7 +380,10 @@ class Transaction:
         share_rule: ShareRule = ShareRule(),  # noqa: B008 - it is immutable
         whole_norms: bool = False,
         hidden_norms: bool = False,
+        asynchronous: bool = False,
     ) -> None:
+        self.asynchronous = asynchronous
+        self._exchanged: Exchanged | None = None  # what is adopted
         self.job = job
         self.peer_id = peer_id
         self.steps_total = steps_total
@@ -380,6 +437,8 @@ class Transaction:
                 return self._finished()
             case Reduced(ticket) if ticket == self._ticket:
                 return self._reduced(event)
+            case Exchanged(ticket) if ticket == self._ticket:
+                return self._pulled(event)
         return []  # the late end of an abandoned activity
 
     def report(self, status: str, *, suspect: str = "", reason: str = "", cause: str = "", beside: str = "") -> Report:
@@ -418,7 +477,7 @@ class Transaction:
         assert not self.running or self.view is not None
         if self.phase in (Phase.FORMING, Phase.COMPUTING, Phase.REDUCING):
             assert not self.prepared_lineage, "computing would overwrite the redo buffer"
-        if self.phase in (Phase.VOTING, Phase.APPLYING, Phase.REDOING):
+        if self.phase in (Phase.VOTING, Phase.APPLYING, Phase.REDOING) and self._exchanged is None:
             assert self.prepared_lineage, "nothing to apply"
         if self.prepared_lineage:
             assert self._prepared is not None
@@ -514,7 +573,7 @@ class Transaction:
     def _failed(self, reason: str) -> list[Instruction]:
         instructions: list[Instruction] = [CloseRing(reason)] if self.running else []
         report = self.report("failed", reason=reason)
-        self._pending_break = self._pending_view = None
+        self._pending_break = self._pending_view = self._exchanged = None
         self._ticket += 1
         self.phase = Phase.FAILED  # allowed from every phase
         return [*instructions, SendReport(report)]
@@ -527,7 +586,8 @@ class Transaction:
             return self._end_view("the view ended before its ring was formed", "held")
         if self.running:
             self._requested_flags |= event.flag
-            return []
+            waits = self._is_server and self.phase is Phase.COMPUTING
+            return [EndCompute()] if waits and self._is_asked_to_stop else []
         if event.flag is Flag.HOLD:
             match self.phase:
                 case Phase.HELD:
@@ -540,12 +600,16 @@ class Transaction:
 
     def _finished(self) -> list[Instruction]:
         match self.phase:
+            case Phase.APPLYING if self._exchanged is not None:
+                return self._adopted(self._exchanged)
             case Phase.REDOING | Phase.APPLYING:
                 return self._applied()
             case Phase.FORMING:
                 return self._formed()
             case Phase.HEALING:
                 return self._healed()
+            case Phase.COMPUTING if self._is_server and self._is_asked_to_stop:
+                return self._stop_without_a_version()
             case Phase.COMPUTING:
                 self._go(Phase.REDUCING)
                 return [Reduce(self._next_ticket(), self.applied)]
@@ -555,6 +619,8 @@ class Transaction:
 
     def _formed(self) -> list[Instruction]:
         view = self._current_view()
+        if self._is_worker:
+            return self._next_exchange()
         if self.torn or (self.applied, self.lineage) != (view.step, view.lineage):
             self._go(Phase.HEALING)
             torn, self.torn = self.torn, True
@@ -572,14 +638,72 @@ class Transaction:
         view = self._current_view()
         if self.applied >= self.steps_total:
             return self._confirm()
+        if self._is_server and self._is_asked_to_stop:
+            return self._stop_without_a_version()
         first, count = self.shares.of(self._rank - view.stage_of(self._rank))  # stage 0 has the replica's share
+        if self.asynchronous:
+            first = count = 0  # the server's workers compute
         self._go(Phase.COMPUTING)
         return [Compute(self._next_ticket(), self.applied, first, count)]
+
+    # ----------------------------------------------------------------------------------------------- asynchronous views
+
+    @property
+    def _is_server(self) -> bool:
+        return self.asynchronous and self._rank == 0
+
+    @property
+    def _is_worker(self) -> bool:
+        return self.asynchronous and self._rank > 0
+
+    @property
+    def _is_asked_to_stop(self) -> bool:
+        return bool(self._requested_flags & (Flag.HOLD | Flag.LEAVE))
+
+    @property
+    def _voters(self) -> int:
+        return 1 if self.asynchronous else self._current_view().size
+
+    def _stop_without_a_version(self) -> list[Instruction]:
+        self._granted = self._requested_flags & ~Flag.STOP  # a stop is after one more version
+        self._requested_flags &= Flag.STOP
+        return self._confirm() if Flag.SAVE in self._granted else self._to_boundary(confirmed=False)
+
+    def _next_exchange(self) -> list[Instruction]:
+        if self._is_asked_to_stop:
+            return self._stop(Phase.HELD, "held")
+        self._go(Phase.COMPUTING)
+        return [Exchange(self._next_ticket())]
+
+    def _pulled(self, event: Exchanged) -> list[Instruction]:
+        if (event.applied, event.lineage) == (self.applied, self.lineage):
+            return self._after_exchange(event)
+        self._exchanged = event
+        self._go(Phase.APPLYING)
+        return [Adopt(self._next_ticket())]
+
+    def _adopted(self, event: Exchanged) -> list[Instruction]:
+        self.applied, self.lineage, self.square_sum = event.applied, event.lineage, event.square_sum
+        view, broken = self._pending_view, self._pending_break
+        self._exchanged = self._pending_view = self._pending_break = None
+        if view is not None:
+            return self._leave_view("a new view was announced") + self._enter(view)
+        if broken is not None and not event.last:
+            return self._break_off(broken)
+        return self._after_exchange(event)
+
+    def _after_exchange(self, event: Exchanged) -> list[Instruction]:
+        if event.last:
+            return self._stop(Phase.DONE, "done")
+        return self._stop(Phase.HELD, "held") if event.over else self._next_exchange()
+
+    # --------------------------------------------------------------------------------------------------------- the vote
 
     def _reduced(self, event: Reduced) -> list[Instruction]:
         view = self._current_view()
         self.prepared_lineage = next_lineage(self.lineage, event.digest)
-        self._prepared = LedgerRow(self.applied + 1, view.generation, event.digest, self.shares.packed())
+        counts = event.counts or self.shares.packed()
+        self._prepared = LedgerRow(self.applied + 1, view.generation, event.digest, counts, event.made_of)
         self._go(Phase.VOTING)
         self._flags_sent, self._part = self._requested_flags, event.part
         hidden, own = self._hidden_norms, event.own
@@ -603,7 +727,7 @@ class Transaction:
     def _voted(self, encoded: Sequence[bytes]) -> list[Instruction]:
         view = self._current_view()
         tokens = [Token.decode_untrusted(token) for token in encoded]
-        if len(tokens) != view.size:
+        if len(tokens) != self._voters:
             raise self._invalid(f"{len(tokens)} tokens for {view.size} members")
         if fault := verdict(tokens):
             return self._rejected(fault)
@@ -676,7 +800,7 @@ class Transaction:
     def _confirmed(self, digests: Sequence[bytes]) -> list[Instruction]:
         """Rule 6. This also checks the promise that equal lineages mean equal bits."""
         view = self._current_view()
-        if len(digests) != view.size:
+        if len(digests) != self._voters:
             raise self._invalid(f"{len(digests)} digests")
         if self._rank in odd_ones_out(digests, view.stages):
             self.torn = True
@@ -727,7 +851,7 @@ class Transaction:
             self._requested_flags |= self._granted
         # Leaving the view fulfils a hold or a leave. A save or a copy of the state is still wanted.
         self._requested_flags &= _LASTING
-        self._granted = Flag(0)
+        self._granted, self._exchanged = Flag(0), None
         self._ticket += 1
         self._go(Phase.IDLE)
         return [CloseRing(reason)]
@@ -742,7 +866,8 @@ class Transaction:
         return self.view
 
     def _go(self, phase: Phase) -> None:
-        if phase is not self.phase and phase not in NEXT[self.phase]:
+        further = NEXT_ASYNCHRONOUS.get(self.phase, frozenset()) if self.asynchronous else frozenset[Phase]()
+        if phase is not self.phase and phase not in NEXT[self.phase] | further:
             raise self._invalid(f"to {phase}")
         self.phase = phase
 

@@ -263,12 +263,14 @@ class LedgerRow:
         generation: the view in which it was computed; it names the members.
         digest: 16-byte digest of the reduced bytes; with the lineage before the step it gives the lineage after it.
         counts: micro-batches of each member, in rank order, packed as big-endian uint32.
+        made_of: of a version of strategy 'server': its contributions (``ring.staleness``).
     """
 
     step: Annotated[int, Bound(1, 2**53)]
     generation: Annotated[int, Bound(1, 2**53)]
     digest: Digest
     counts: bytes
+    made_of: Annotated[bytes, Bound(0, 26 * 1024)] = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,8 @@ class PeerInfo(Record):
         next_ms, next_bps: last measured one-way latency and bandwidth to its right neighbour.
         fetched_bytes: what it fetched outside the ring (``Report``); 0 for nothing.
         model, sessions: of a verifier or a drafter: the model that it serves, and the number of open sessions.
+        accepted, refused: with strategy 'server': gradients of this worker that became part of a version, and others.
+        staleness, most_staleness: of those accepted: the mean and the maximum, in versions.
     """
 
     id: str
@@ -84,6 +86,10 @@ class PeerInfo(Record):
     stages: int = 1
     model: str = ""
     sessions: int = 0
+    accepted: int = 0
+    refused: int = 0
+    staleness: float = 0.0
+    most_staleness: int = 0
 
 
 FINISHED_STATES = frozenset({"done", "cancelled", "failed"})
@@ -423,25 +429,33 @@ class LedgerRun(Record):
         first: the first step.
         counts: micro-batches of each member, in rank order.
         digests: of the reduced bytes of each step, 16 bytes in hex each, concatenated.
+        made_of: of all steps, as long for each; in hex, concatenated.
     """
 
     first: Annotated[int, Bound(1, 2**53)]
     generation: Annotated[int, Bound(1, 2**53)]
     counts: Annotated[list[Annotated[int, Bound(0, 2**32 - 1)]], Bound(1, 4096)]
     digests: Annotated[str, Bound(pattern="([0-9a-f]{32})+")]
+    made_of: Annotated[str, Bound(pattern="([0-9a-f]{2})*")] = ""
 
     def rows(self) -> list[LedgerRow]:
         counts, digests = struct.pack(f"!{len(self.counts)}I", *self.counts), bytes.fromhex(self.digests)
-        return [
-            LedgerRow(self.first + number, self.generation, digests[16 * number : 16 * number + 16], counts)
-            for number in range(len(digests) // 16)
-        ]
+        made_of, found = bytes.fromhex(self.made_of), list[LedgerRow]()
+        size = len(made_of) // (len(digests) // 16)
+        for number in range(len(digests) // 16):
+            digest, made = digests[16 * number : 16 * number + 16], made_of[size * number : size * number + size]
+            found.append(LedgerRow(self.first + number, self.generation, digest, counts, made))
+        return found
+
+
+RUN_BYTES = 16 << 10
+"""Limit of a run's ``made_of``, so that it fits into a control frame."""
 
 
 def runs_of(rows: Iterable[LedgerRow]) -> list[LedgerRun]:
     found: list[list[LedgerRow]] = []
     for row in rows:
-        last = found[-1][-1] if found else None
+        last = found[-1][-1] if found and len(found[-1]) * len(row.made_of) < RUN_BYTES else None
         if last and (last.step + 1, last.generation, last.counts) == (row.step, row.generation, row.counts):
             found[-1].append(row)
         else:
@@ -452,6 +466,7 @@ def runs_of(rows: Iterable[LedgerRow]) -> list[LedgerRun]:
             run[0].generation,
             list(struct.unpack(f"!{len(run[0].counts) // 4}I", run[0].counts)),
             b"".join(row.digest for row in run).hex(),
+            b"".join(row.made_of for row in run).hex(),
         )
         for run in found
     ]

@@ -3,8 +3,10 @@
 It checks that the surviving history has every step exactly once; that the shares of each step cover the global batch;
 that the digests chain from each view's lineage to that of the next; that the view of its time computed each step; and,
 with the sampler's own arithmetic, that each epoch used every sample exactly once. It cannot check samples of private
-data: their numbers count in the text of the worker that computed them, whose size the ledger does not have. It does not
-use the job's progress, metrics or events.
+data: their numbers count in the text of the worker that computed them, whose size the ledger does not have. With
+strategy 'server' it checks who contributed to each version, the staleness against its bound, the weight, and that
+nothing counts twice. A contribution that was lost is left out of its epoch, so epochs are not checked. It does not use
+the job's progress, metrics or events.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class Verdict:
         epochs, samples: complete epochs, and all samples; 0 if the number of windows is unknown.
         computed: peer id → micro-batches; in a split model all those of its replica. ``total``: of all steps.
         layouts: parts of the model, and the step after which there were so many; more than one if a person changed it.
+        staleness: with strategy 'server': peer id → accepted contributions, their mean and their greatest staleness.
         private: each worker has its own text, so samples were not checked.
         fault: the first one; None if there is none.
     """
@@ -48,6 +51,7 @@ class Verdict:
     total: int = 0
     layouts: list[tuple[int, int]] = field(default_factory=list)
     private: bool = False
+    staleness: dict[str, tuple[int, float, int]] = field(default_factory=dict)
     fault: Fault | None = None
 
     def to_map(self) -> dict[str, Any]:
@@ -122,8 +126,8 @@ async def _audit_once(
     seed: SeedClient, job: str, profile: Profile, views: list[ViewBegan], progress: Callable[[int, int], None]
 ) -> Verdict:
     page = await seed.ledger(job, 0)
-    head, private = page.head, profile.data.private
-    windows = 0 if private else page.windows
+    head, private, asynchronous = page.head, profile.data.private, profile.job.strategy == "server"
+    windows = 0 if private or asynchronous else page.windows
     if head is None:
         return Verdict(1, 0, len(views), "", windows, private=private)
     verdict = Verdict(head.base_step + 1, head.step, len(views), head.lineage, windows, private=private)
@@ -135,6 +139,7 @@ async def _audit_once(
         base_lineage=head.base_lineage,
         micro_batches=profile.batch.micro_batches,
         views=views,
+        server=(profile.server.buffer, profile.server.bound) if asynchronous else None,
     )
     batch = profile.batch.micro_batches * profile.batch.micro_batch_sequences
     epochs = Epochs(windows=windows, seed=profile.job.seed, batch=batch, step=head.base_step) if windows else None
@@ -153,6 +158,10 @@ async def _audit_once(
             page = await seed.ledger(job, checks.step)
     verdict.fault = fault or checks.finish(head.step, head.lineage)
     verdict.computed, verdict.total = dict(checks.computed), checks.total
+    verdict.staleness = {
+        peer_id: (found.total(), sum(one * count for one, count in found.items()) / found.total(), max(found))
+        for peer_id, found in checks.staleness.items()
+    }
     if epochs is not None:
         verdict.epochs, verdict.samples = epochs.complete, epochs.samples
     return verdict

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         JobInfo,
         MemberScore,
         MetricRow,
+        PeerInfo,
         RecoveryInfo,
         StagePlanInfo,
         TrainingPlanInfo,
@@ -241,11 +242,15 @@ def show(
     info, text = ask(seed, lambda client: client.job(job))
     settings: dict[str, dict[str, Any]] = Profile.from_spec_untrusted(text).model_dump(mode="json")
     saved = ask(seed, lambda client: client.checkpoints(info.id))
+    pushing = [peer for peer in ask(seed, lambda client: client.peers()) if peer.job == info.id and peer.rank]
+    if info.strategy != "server":
+        pushing = []
     if as_json:
         newest = newest_of(item for item in saved if item.stage is None)
-        print_json({"job": info.to_map(), "checkpoint": newest.to_map() if newest else None, "spec": settings})
+        found = {"job": info.to_map(), "checkpoint": newest.to_map() if newest else None, "spec": settings}
+        print_json(found | ({"workers": [peer.to_map() for peer in pushing]} if pushing else {}))
         return
-    print_pairs([*_pairs(info), ("checkpoint", _where(saved))])
+    print_pairs([*_pairs(info), *map(_pushed, pushing), ("checkpoint", _where(saved))])
     if spec:
         typer.echo()
         print_pairs(
@@ -378,6 +383,17 @@ def _stages(job: JobInfo) -> str:
     return f"{job.stages}, beginning with layers {', '.join(map(str, [0, *job.cuts]))}"
 
 
+_VERSIONS = (
+    "a step is a version of the first member, the server; the others hold the one that they pulled last. Versions that "
+    "nobody pulled are lost if the server dies"
+)
+
+
+def _pushed(peer: PeerInfo) -> tuple[str, str]:
+    counted = f"{peer.accepted:,} gradients accepted, {peer.refused:,} refused"
+    return f"from {peer.name}", f"{counted}; staleness {peer.staleness:.1f} on average, at most {peer.most_staleness}"
+
+
 def _pairs(job: JobInfo) -> list[tuple[str, str]]:
     pairs = [
         ("id", job.id),
@@ -391,6 +407,7 @@ def _pairs(job: JobInfo) -> list[tuple[str, str]]:
         ),
         *([("parts", _stages(job))] if job.stages > 1 else []),
         *((score.peer, str(score)) for score in suspects(job)),
+        *([("versions", _VERSIONS)] if job.strategy == "server" else []),
         ("ring", _ring(job)),
         ("loss", f"{number(job.loss)} nats/token (validation {number(job.val_loss)})"),
         *([("privacy", f"epsilon {job.epsilon:.3f} at delta {job.delta:g}")] if job.epsilon and job.delta else []),
@@ -495,6 +512,8 @@ def _audited(info: JobInfo, verdict: Verdict, unrecorded: int) -> list[tuple[str
         samples = "not compared: each worker draws them from its own text (data.private)"
     elif verdict.windows:
         samples = f"{verdict.samples:,}, each once an epoch; {verdict.epochs:,} complete epochs of {verdict.windows:,}"
+    elif info.strategy == "server":
+        samples = "no contribution is part of two versions, so none is seen twice in an epoch"
     lost = "are not on record (`p2ptrain logs` says if they were lost)"
     folded = f", {verdict.first - 1:,} older steps {lost}" if verdict.first > 1 else ""
     layouts = (f"{stages} from step {step:,}" for step, stages in verdict.layouts)
@@ -509,6 +528,10 @@ def _audited(info: JobInfo, verdict: Verdict, unrecorded: int) -> list[tuple[str
         ("computed", ", ".join(shares) or "nothing yet"),
     ]
     pairs += [("parts", f"{', then '.join(layouts)}: a person changed the layout")] if len(verdict.layouts) > 1 else []
+    pairs += [
+        (f"from {peer}", f"{number:,} gradients; staleness {mean:.1f} on average, at most {most}")
+        for peer, (number, mean, most) in sorted(verdict.staleness.items())
+    ]
     pairs += [("unrecorded", awaited)] if unrecorded else []
     verdict_text = f"FAULT at step {verdict.fault.step:,}: {verdict.fault.text}" if verdict.fault else "ok"
     return [*pairs, ("verdict", "FAULT: " + awaited if unrecorded and info.state in FINISHED_STATES else verdict_text)]

@@ -45,6 +45,7 @@ def list_peers(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> 
 
 
 def print_peers(found: list[PeerInfo], serving: dict[str, ServingInfo] | None = None) -> None:
+    pushes = any(peer.accepted or peer.refused for peer in found)
     rows = [
         (
             peer.name,
@@ -59,15 +60,21 @@ def print_peers(found: list[PeerInfo], serving: dict[str, ServingInfo] | None = 
             f"{peer.tokens_per_s:,.0f}",
             f"{human_bytes(peer.memory_bytes)} / {human_bytes(peer.memory_total_bytes)}",
             *(_served(peer, serving.get(peer.id)) if serving else ()),
+            *((str(peer.accepted), str(peer.refused), staleness_of(peer)) if pushes else ()),
             peer.address,
         )
         for peer in found
     ]
     figures = ("RANK", "PART", "STEP", "RTT MS", "TOKENS/S", "MEMORY")
     of_serving = ("MODEL", "SESSIONS", "ACCEPTED") if serving else ()
-    columns = ("NAME", "ID", "ROLES", "STATE", *figures[:3], "DEVICE", *figures[3:], *of_serving, "ADDRESS")
+    of_server = ("GRADIENTS", "REFUSED", "STALENESS") if pushes else ()
+    columns = ("NAME", "ID", "ROLES", "STATE", *figures[:3], "DEVICE", *figures[3:], *of_serving, *of_server, "ADDRESS")
     less = ("DEVICE", "ADDRESS", "RTT MS", "MEMORY", *of_serving[:0:-1], "RANK", "PART", "STEP", "MODEL", "TOKENS/S")
-    print_table(columns, rows, right=(*figures, *of_serving[1:]), less=less, cut=("NAME",))
+    print_table(columns, rows, right=(*figures, *of_serving[1:], *of_server), less=less, cut=("NAME",))
+
+
+def staleness_of(peer: PeerInfo) -> str:
+    return f"{peer.staleness:.1f}, at most {peer.most_staleness}"
 
 
 @app.command("evict")

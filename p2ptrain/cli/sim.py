@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SHOW_EVERY_S = 0.5
 VIOLATED = 1
-STRATEGIES = ("sync", "local", "federated")
+STRATEGIES = ("sync", "local", "federated", "server")
 
 
 def sim(
@@ -64,18 +64,21 @@ def sim(
     from configs.schema import Robust, RobustRule
     from roles.sim.faults import KINDS, KINDS_OF_PARTS
     from roles.sim.run import Summary, run_batch
-    from roles.sim.watching import MUTATIONS, STAGED
+    from roles.sim.watching import ASYNCHRONOUS, MUTATIONS, STAGED
 
     check_one_of("--strategy", strategy, list(STRATEGIES))
     if stages > 1 and strategy != "sync":
         raise UserError(f"--strategy {strategy} cannot have --stages {stages}", remedy="leave one of them out")
     if rule:
         check_one_of("--rule", rule, get_args(RobustRule)[1:])
+    if rule and strategy == "server":
+        raise UserError(f"--rule {rule} cannot have --strategy server", remedy="leave one of them out")
     if rule and (stages > 1 or 0 < workers < (least := Robust(rule=cast(RobustRule, rule), byzantine=1).least)):
         what = f"--stages {stages}" if stages > 1 else f"--workers {workers}"
         remedy = "leave one of them out" + f", or give --workers {least}" * (stages == 1)
         raise UserError(f"--rule {rule} cannot have {what}", remedy=remedy)
-    safeguards = MUTATIONS | STAGED if stages > 1 else MUTATIONS
+    more = STAGED if stages > 1 else ASYNCHRONOUS if strategy == "server" else {}
+    safeguards = MUTATIONS | more
     kinds = tuple(name.strip() for name in faults.split(",") if name.strip())
     for name in kinds:
         check_one_of("--kinds", name, [*KINDS, *(KINDS_OF_PARTS if stages > 1 else ())])

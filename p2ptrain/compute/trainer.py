@@ -64,7 +64,7 @@ from p2ptrain.compute.split_check import check_packs, check_splits
 from p2ptrain.compute.stage import StageSpec, build_training_part, check_training_memory, initial_digest, most_in_flight
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.tuning import ALL_OF_IT, Tuning, TuningSpec
-from p2ptrain.compute.update import CLIPPED_FACTOR, ClippedGradients, SummedGradients, Update
+from p2ptrain.compute.update import CLIPPED_FACTOR, ClippedGradients, PlainGradients, SummedGradients, Update
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ConfigError, JobFailed, P2PTrainError, ResourceError, StorageError
 from p2ptrain.core.training import Applied, Blob, FilePlan
@@ -110,6 +110,7 @@ class TrainingSpec:
         local: each micro-batch is an inner step (``compute.local``); None: their gradients are summed.
         clip_norm: largest gradient of a micro-batch, which is one sequence (``ClippedGradients``); 0: not clipped. A
             sequence counts once in a step.
+        sgd: without moments, instead of AdamW.
         tuning: what of the model trains.
         gradient_checkpointing: compute each layer again in the backward pass, for a model that is not split.
     """
@@ -127,6 +128,7 @@ class TrainingSpec:
     private: bool = False
     local: LocalSpec | None = None
     clip_norm: float = 0.0
+    sgd: bool = False
     tuning: TuningSpec = ALL_OF_IT
     gradient_checkpointing: bool = False
 
@@ -256,7 +258,8 @@ class Trainer:
             return ClippedGradients(self._flat, spec.optimizer, steps=spec.steps, micro_batches=number, clip_norm=norm)
         if spec.local is None:
             unit, micro_batches = self._unit, spec.micro_batches
-            return SummedGradients(self._flat, spec.optimizer, steps=spec.steps, micro_batches=micro_batches, unit=unit)
+            summed = PlainGradients if spec.sgd else SummedGradients
+            return summed(self._flat, spec.optimizer, steps=spec.steps, micro_batches=micro_batches, unit=unit)
         kind = ExactAverage if spec.local.slots else LocalSteps
         return kind(self._flat, spec.optimizer, spec.local, steps=spec.steps)
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from p2ptrain.compute.device import flushed_denormals, one_thread
 from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec, square_sum
 from p2ptrain.compute.noise import gaussian
 
@@ -84,10 +85,13 @@ class SummedGradients:
         self, flat: FlatModel, optimizer: OptimizerSpec, *, steps: int, micro_batches: int, unit: float
     ) -> None:
         self._flat, self._spec, self._steps, self._unit = flat, optimizer, steps, unit
-        self._adamw = FlatAdamW(flat, optimizer)
         self.contribution, self.numel = flat.gradients, flat.numel
-        self.shared = {"exp_avg": self._adamw.exp_avg, "exp_avg_sq": self._adamw.exp_avg_sq}
         self.loss_divisor = micro_batches
+        self.shared = self._prepared()
+
+    def _prepared(self) -> dict[str, Tensor]:
+        self._adamw = FlatAdamW(self._flat, self._spec)
+        return {"exp_avg": self._adamw.exp_avg, "exp_avg_sq": self._adamw.exp_avg_sq}
 
     def begin_step(self, step: int, count: int) -> bool:
         self._flat.gradients.zero_()
@@ -108,14 +112,31 @@ class SummedGradients:
 
     def apply(self, step: int, norm: float) -> tuple[float, float]:
         lr, scale = self._spec.lr_at(step, self._steps), self._spec.clip_scale(norm) * self._unit
-        self._adamw.apply(self.contribution[: self.numel], step=step, lr=lr, scale=scale)
+        self._take(self.contribution[: self.numel], step, lr, scale)
         return lr, norm
 
+    def _take(self, gradients: Tensor, step: int, lr: float, scale: float) -> None:
+        self._adamw.apply(gradients, step=step, lr=lr, scale=scale)
+
     def reset(self) -> None:
-        self._adamw.reset()
+        for array in self.shared.values():
+            array.zero_()
 
     def loaded(self) -> None:
         """Does nothing: nothing is derived from the state."""
+
+
+class PlainGradients(SummedGradients):
+    """The same with SGD, without moments. The weights of matrices decay as with AdamW."""
+
+    def _prepared(self) -> dict[str, Tensor]:
+        return {}
+
+    def _take(self, gradients: Tensor, step: int, lr: float, scale: float) -> None:
+        parameters, decayed = self._flat.parameters, self._flat.decayed_numel
+        with one_thread(), flushed_denormals():  # as ``FlatAdamW``
+            parameters[:decayed].mul_(1 - lr * self._spec.weight_decay)
+            torch.add(parameters, gradients, alpha=-lr * scale, out=parameters)
 
 
 class ClippedGradients(SummedGradients):

@@ -189,6 +189,7 @@ class JobController:
         record, view = self.record, history.view
         self._profile = profile_of(self.spec)
         self.stages = self._profile.stages if self._profile else 1
+        self._asynchronous = self._profile is not None and self._profile.job.strategy == "server"
         minted_below = self._seed.minted_below  # the highest that an earlier term may have minted
         if view is not None and view.stages not in (0, self.stages):
             minted_below, view = max(minted_below, view.generation), None  # its members held other parts
@@ -217,6 +218,7 @@ class JobController:
             share_rule=share_rule(self._profile) if self._profile else ShareRule(),
             parts=self.stages,
             least=least_members(self._profile) if self._profile else 1,
+            asynchronous=self._asynchronous,
             training=training_of(self._profile, record.shape, record.cuts),
         )
         self._links_seen = 0
@@ -243,7 +245,9 @@ class JobController:
         return self._profile is not None and self._profile.checkpoint.best
 
     def peer(self, link: Link) -> co.Peer:
-        return seen_for(self._profile.device.kind if self._profile else "", link.peer)
+        peer = seen_for(self._profile.device.kind if self._profile else "", link.peer)
+        # A newcomer of an asynchronous job pulls the state from the server, like all members.
+        return replace(peer, follows=False) if self._asynchronous else peer
 
     def stage_of(self, peer_id: str) -> int | None:
         return self.core.part_of(peer_id) if self.stages > 1 else None

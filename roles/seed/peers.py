@@ -216,6 +216,10 @@ class Link:
             fetched_bytes=self.fetched.fetched_bytes if self.fetched else 0,
             model=self.serving.model if self.serving else "",
             sessions=self.serving.sessions if self.serving else 0,
+            accepted=whole(stats.get("accepted")),
+            refused=whole(stats.get("refused")),
+            staleness=stats.get("staleness", 0.0),
+            most_staleness=whole(stats.get("most_staleness")),
         )
 
 

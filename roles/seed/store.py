@@ -128,8 +128,12 @@ class Records:
                 text = f"{path} was written by another release (schema {version}, not {SCHEMA_VERSION})"
                 raise StorageError(text, remedy="use the release that wrote it, or another --state")
             self._db.executescript(_SCHEMA + f"PRAGMA user_version = {SCHEMA_VERSION};")
-            older = (("checkpoints", _CHECKPOINT_COLUMNS), ("metrics", _METRIC_COLUMNS), ("views", ["stages"]))
-            for table, wanted in older:
+            for table, wanted in (
+                ("checkpoints", _CHECKPOINT_COLUMNS),
+                ("metrics", _METRIC_COLUMNS),
+                ("views", ["stages"]),
+                ("ledger", ["made_of"]),
+            ):
                 columns = {row[1] for row in self._db.execute(f"PRAGMA table_info({table})")}
                 for name in [name for name in wanted if name not in columns]:  # written by an older release
                     self._db.execute(f"ALTER TABLE {table} ADD COLUMN {name}")

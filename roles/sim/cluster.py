@@ -246,7 +246,8 @@ class Simulation:
         self._latency_s = self._network_conditions.choice((0.0003, 0.003, 0.03))
         self.slow: dict[frozenset[str], float] = {}
         self.network = MemoryNetwork(delay_s=self._delay_s)
-        self.observer = Observer(loop.time, expected, profile.stages)
+        server = (profile.server.buffer, profile.server.bound) if profile.job.strategy == "server" else None
+        self.observer = Observer(loop.time, expected, profile.stages, server)
         self.observer.here = lambda: [machine for machine in self.live if machine.linked]
         self.job_changed = asyncio.Event()
         self.machines: dict[str, Machine] = {}
@@ -267,7 +268,9 @@ class Simulation:
     @property
     def least(self) -> int:
         """Workers without which the job may not end. In a split model each may have the only checkpoints of a part."""
-        needed = max(2, self.profile.robust.least) if self.profile.stages == 1 else len(self.workers)
+        needed = (
+            max(self.profile.job.workers, self.profile.robust.least) if self.profile.stages == 1 else len(self.workers)
+        )
         return min(needed, len(self.workers))
 
     @property

@@ -7,13 +7,17 @@
 - *no fork*: members of one generation commit one lineage per step. A view begins on the line of commits that earlier
   generations left. It takes back no step whose checkpoint the seed has recorded, unless the job was restored;
 - *old generations change nothing*: once a newer generation was minted, commits of an older one never enter the line;
-- *confirmed*: a checkpoint is of a step that every member of its generation has applied;
+- *confirmed*: a checkpoint is of a step that every member of its generation has applied; with strategy 'server', its
+  writer;
 - *ledger*: the seed's rows are committed steps. At the end the steps up to the newest that a live member knows are
   recorded, unless the seed gave up a gap; then no member of its view knew these steps, also not from the checkpoint
   that it loaded;
 - *verified*: a worker that verified a checkpoint for a restore still has it when the job is restored;
 - *durable*: a checkpoint recorded as saved survives a kill and a power cut; a loaded state was once committed;
 - *attacker excluded*: robust rules that leave vectors out leave out the attacker's in each step;
+- *versions* (strategy 'server'): each recorded version is made of as many contributions as wanted, of distinct workers,
+  each with its number once, a staleness within its bound, the weight that follows, and a base of its own view. A view
+  begins with a version that a member has held;
 - *one cut*: every worker that builds a part of a split model, at any time, gets the same cuts.
 """
 
@@ -28,6 +32,7 @@ import numpy as np
 
 from p2ptrain.core.checkpoints import CheckpointEntry, Meta
 from ring.ledger import counts_of_untrusted
+from ring.staleness import unpacked_untrusted
 from ring.token import next_lineage
 from ring.transaction import Transaction
 from ring.view import View
@@ -76,13 +81,21 @@ class Observer:
         now: virtual seconds.
         expected: parameters after 0, 1, 2, … steps, undisturbed; empty: they depend on who takes part.
         stages: parts that the model is split into.
+        server: with strategy 'server': contributions in a version, and the fixed bound of their staleness or 0.
 
     Attributes:
         wanted: steps that a person asked to restore. here: machines whose worker is connected to the seed now.
     """
 
-    def __init__(self, now: Callable[[], float], expected: list[np.ndarray[Any, Any]], stages: int = 1) -> None:
-        self._now, self._expected, self.stages = now, expected, stages
+    def __init__(
+        self,
+        now: Callable[[], float],
+        expected: list[np.ndarray[Any, Any]],
+        stages: int = 1,
+        server: tuple[int, int] | None = None,
+    ) -> None:
+        self._now, self._expected, self.stages, self._server = now, expected, stages, server
+        self._began: dict[int, int] = {}  # generation → step
         self.wanted: set[int] = set()
         self.here: Callable[[], list[Machine]] = list
         self.timeline: list[tuple[float, str]] = []
@@ -203,6 +216,10 @@ class Observer:
             restored or known == view.lineage,
             lambda: f"generation {view.generation} begins at step {view.step} with another lineage",
         )
+        self._began[view.generation] = view.step
+        if self._server is not None:
+            held = self._holders.get((view.step, view.lineage))
+            self.check("versions", bool(held), lambda: f"nobody ever held the step {view.step} of the next view")
         self.check(
             "nothing saved is taken back",
             view.step >= line.saved_step,
@@ -267,6 +284,7 @@ class Observer:
             self.check(
                 "ledger", fits, partial("the ledger's row of step {} is not what was committed".format, row.step)
             )
+        self._versions(rows)
         missing = step + 1
         later = [
             host
@@ -276,6 +294,24 @@ class Observer:
         self.check(
             "ledger", not later, lambda: f"the ledger lacks step {missing}, and {later} know of that or later ones"
         )
+
+    def _versions(self, rows: Sequence[LedgerRow]) -> None:
+        if self._server is None:
+            return
+        (buffer, bound), numbers = self._server, set[int]()
+        for row in rows:
+            counts = counts_of_untrusted(row.counts)
+            made = unpacked_untrusted(row.made_of, counts)
+            new = {one.number for one in made} - numbers
+            numbers |= new
+            fits = len(made) == len(new) == buffer and all(
+                one.base >= self._began.get(row.generation, 0)
+                and (one.bound == bound if bound else 5 <= one.bound <= 500)
+                and 0 <= (staleness := row.step - 1 - one.base) <= one.bound
+                and abs(one.weight * (1 + staleness) ** 0.5 - 1) < 1e-9
+                for one in made
+            )
+            self.check("versions", fits, partial("step {} is made of {}".format, row.step, made))
 
     def gave_up(self, first: int, last: int) -> None:
         """The seed's ledger continues after the steps ``first`` to ``last``, which are not recorded."""
@@ -306,6 +342,7 @@ class Observer:
             self._rows[digest] = first
         generation = meta.get("generation")
         members = self._members.get(generation if isinstance(generation, int) else 0, set())
+        members = {machine.host} if self._server else members
         behind = members - self._holders.get((step, lineage), set())
         self.check(
             "confirmed",

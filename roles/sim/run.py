@@ -72,10 +72,12 @@ def _prepared(number: int, steps: int, stages: int, strategy: str, rule: RobustR
         varied = 0 if rule else number
         robust = Robust(rule=rule, byzantine=int(rule not in ("", "mean")))
         tables = {
-            "job": job | {"exact": False, "strategy": strategy, "workers": max(2, robust.least)},
+            "job": job
+            | {"exact": False, "strategy": strategy, "workers": max(3 if strategy == "server" else 2, robust.least)},
             "local": {"fragments": 1 + varied % 2, "overlap": varied >= 2},
             "federated": {"sample": 2 * (varied % 2)},
             "robust": robust,
+            "server": {"buffer": 1 + number % 2, "bound": 3 * (number // 2)},
         }
         return Profile.model_validate(_PROFILE | tables), []
     if stages == 1:
@@ -117,7 +119,8 @@ def run_schedule(
         peers = peers or stages * rng.choice((1, 2, 2, 3)) + rng.choice((0, 0, 1, 2))
     if rule:  # each member of a step has a micro-batch
         peers = peers or rng.randint(profile.robust.least, profile.batch.micro_batches)
-    peers = peers or min(rng.randint(2, MOST_PEERS), rng.randint(2, MOST_PEERS), rng.randint(2, MOST_PEERS))
+    least = profile.job.workers
+    peers = peers or min(rng.randint(least, MOST_PEERS), rng.randint(least, MOST_PEERS), rng.randint(least, MOST_PEERS))
     loop = SimLoop()
     simulation = Simulation(loop, profile, expected, number, peers=peers, verbose=verbose)
     loop.set_exception_handler(simulation.complaint)

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.core.checkpoints import MANIFEST, CheckpointStore, manifest_untrusted
-from ring import replicas, transaction
+from ring import replicas, staleness, transaction
 from ring.coordinator import Coordinator
 from ring.links import Inbound
+from ring.staleness import Intake
 from ring.transaction import Followed, Phase, Transaction
 from ring.view import View
 from roles import gauges
@@ -30,7 +31,7 @@ from roles.seed.ledger import Ledger as SeedLedger
 from roles.seed.store import Records
 from roles.seed_link import SeedLink
 from roles.sim.machine import ATTACKER, PROCESS, ProcessDisk, bits_of
-from roles.strategies import staged
+from roles.strategies import server, staged
 from roles.strategies.sync import SyncStrategy
 from roles.worker.checkpoint_store import CheckpointFiles
 from roles.worker.heal_source import HealSource
@@ -90,7 +91,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             if (self.applied, self.lineage) != before:
                 machine = here()
                 if machine is not None:  # a member does not commit the steps it is given
-                    given = healing or isinstance(event, Followed)
+                    given = healing or isinstance(event, Followed) or self._is_worker
                     observer.moved(machine, self, None if given else view, before)
             return result
 
@@ -320,9 +321,33 @@ STAGED: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
 """The same for jobs whose model is split."""
 
 
+def _refuse_nothing(original: Any) -> Any:
+    def choose(self: Intake) -> Any:
+        first = self._waiting[: self._buffer] if len(self._waiting) >= self._buffer else []
+        return [self._accepted(rank) for rank in first], []
+
+    return choose
+
+
+ASYNCHRONOUS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
+    # The server accepts contributions of any staleness.
+    "bound": ([(Intake, "choose", _refuse_nothing)], ("join", "slow")),
+    # Stale contributions weigh as much as others.
+    "weight": ([(staleness, "weight_of", lambda original: lambda staleness: 1.0)], ("join",)),
+    # The server of a new view deals numbers from 0 again.
+    "numbers": ([(server, "next_number", lambda original: lambda *given: 0)], ("kill", "join")),
+    # A view that lacks versions that nobody pulled counts as if none were lost.
+    "lost": (
+        [(replicas.RecoveryPolicy, "given_up", lambda original: lambda self, *given: ("", ""))],
+        ("kill-in-phase", "save", "join"),
+    ),
+}
+"""The same for strategy 'server'."""
+
+
 @contextmanager
 def without(name: str) -> Iterator[None]:
     with ExitStack() as stack:
-        for owner, attribute, make in (MUTATIONS | STAGED)[name][0] if name else []:
+        for owner, attribute, make in (MUTATIONS | STAGED | ASYNCHRONOUS)[name][0] if name else []:
             stack.enter_context(replaced(owner, attribute, make))
         yield

@@ -23,13 +23,15 @@ LEAST_MASKED = 3
 def share_rule(profile: Profile) -> ShareRule:
     """How the members of a job share its steps."""
     if profile.job.strategy != "federated":
-        return ShareRule(equal=bool(profile.robust.rule))
+        return ShareRule(equal=bool(profile.robust.rule) or profile.job.strategy == "server")
     sample = slots(profile) or profile.federated.sample
     return ShareRule(True, profile.federated.most_share, sample, profile.job.seed)
 
 
 def least_members(profile: Profile) -> int:
-    """Members without which no step begins."""
+    """Members without which no step begins. The server of strategy 'server' contributes nothing."""
+    if profile.job.strategy == "server":
+        return 1 + profile.server.buffer
     return LEAST_MASKED if profile.federated.secure else profile.robust.least
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ring.chain import Chain
+from ring.direct import DirectMessages
 from ring.links import Topology
 from ring.session import RingSession
 from ring.view import View
@@ -24,12 +25,15 @@ class Contribution:
         own: squared norm of its own contribution; NaN if that was not finite, 0 if it had no share.
         digests: of a split model: the digests of all stages' reduced bytes, concatenated. ``digest`` is made of them
             (``ring.token.joined_digest``). Else empty.
+        counts, made_of: of an asynchronous step: as in ``LedgerRow``. Else empty.
     """
 
     digest: bytes
     part: float
     own: float
     digests: bytes = b""
+    counts: bytes = b""
+    made_of: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,9 @@ class ConnectPeers(Protocol):
         self, view: View, order: Sequence[str], *, activation_bytes: int, gradient_bytes: int, in_flight: int
     ) -> Chain:
         """See ``Chain.form``."""
+
+    def direct(self, session: RingSession) -> DirectMessages:
+        """Messages between any two members of the ring of ``session``, until it ends."""
 
 
 Factory = Callable[[Engine, ComputeThread, Callable[[], None], int], Strategy]

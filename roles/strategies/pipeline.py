@@ -35,6 +35,7 @@ from roles.strategies.federated import share_rule, slots
 from roles.strategies.interface import ConnectPeers, Factory, StageLoad
 from roles.strategies.robust import RobustStrategy
 from roles.strategies.secure import SecureStrategy
+from roles.strategies.server import ServerStrategy
 from roles.strategies.sharded import ShardedStrategy
 from roles.strategies.slots import SlotStrategy
 from roles.strategies.staged import StagedStrategy
@@ -330,6 +331,14 @@ class PipelineStrategy(StagedStrategy):
 def strategy_of(profile: Profile) -> Factory:
     if profile.federated.secure:
         return SecureStrategy
+    if profile.job.strategy == "server":
+        return partial(
+            ServerStrategy,
+            server=profile.server,
+            robust=profile.robust,
+            micro_batches=profile.batch.micro_batches,
+            outlier_factor=profile.guard.outlier_factor,
+        )
     if slots(profile):
         return partial(SlotStrategy, rule=share_rule(profile))
     if profile.robust.rule:

@@ -259,6 +259,7 @@ def training_spec(profile: Profile) -> TrainingSpec:
         private=data.private,
         local=local,
         clip_norm=0.0 if local else clip_norm,
+        sgd=profile.job.strategy == "server" and profile.server.optimizer == "sgd",
         tuning=TuningSpec(
             **lora.model_dump() | {"targets": tuple(lora.targets), "freeze": tuple(model.freeze), "freeze_a": freeze_a}
         ),

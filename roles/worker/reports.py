@@ -64,14 +64,23 @@ class Ledger:
 
     def files(self) -> list[FilePlan]:
         """The rows as a file of a checkpoint of the newest step: the newest that fit into ``LEDGER_FILE_BYTES``."""
-        if not self._rows:
-            return []
-        row_bytes = 192 + 3 * max(len(row.counts) for _, row in self._rows)  # at most, with a head of its own
-        kept = list(self._rows)[-(LEDGER_FILE_BYTES // row_bytes) :]
+        return [FilePlan(LEDGER_FILE, (self.since(-1),))] if self._rows else []
+
+    def since(self, step: int) -> bytes:
+        """The same of the rows after ``step``; empty if there are none."""
+        rows = [(lineage, row) for lineage, row in self._rows if row.step > step]
+        if not rows:
+            return b""
+        # At most, with a head of its own:
+        row_bytes = 192 + max(3 * len(row.counts) + 2 * len(row.made_of) for _, row in rows)
+        kept = rows[-(LEDGER_FILE_BYTES // row_bytes) :]
         (before, first), (lineage, last) = kept[0], kept[-1]
         head = LedgerHead(first.step - 1, before, last.step, next_lineage(lineage, last.digest))
         page = LedgerPage(head, runs_of(row for _, row in kept))
-        return [FilePlan(LEDGER_FILE, (json.dumps(page.to_map()).encode(),))]
+        return json.dumps(page.to_map()).encode()
+
+    def made_of(self) -> list[bytes]:
+        return [row.made_of for _, row in self._rows]
 
     def loaded_untrusted(self, applied: int, lineage: str, kept: bytes) -> None:
         """Go on from a loaded state. Drops rows that do not lead to it, and a file that ``files`` did not make.
@@ -79,8 +88,11 @@ class Ledger:
         ``kept``: content of the file ``LEDGER_FILE`` of the state's checkpoint; empty if there is none.
         """
         self.stands_at(applied, lineage)
-        if self._rows or not kept:
-            return
+        if not self._rows:
+            self.take_up_untrusted(applied, lineage, kept)
+
+    def take_up_untrusted(self, applied: int, lineage: str, kept: bytes) -> None:
+        """Add the rows that lead on to a state; else as ``loaded_untrusted``."""
         try:
             page = LedgerPage.from_map_untrusted(json.loads(kept))
         except (ValueError, RecursionError, ProtocolError):
@@ -102,7 +114,7 @@ class Ledger:
         batch: list[LedgerRow] = []
         first_lineage, size_bytes = "", 0
         for lineage, row in islice(self._rows, skipped, None):
-            row_bytes = 96 + len(row.counts)  # keys, numbers and digest take at most 96
+            row_bytes = 112 + len(row.counts) + len(row.made_of)  # keys, numbers and digest take at most 112
             if batch and size_bytes + row_bytes > BATCH_BYTES:
                 self._say(LedgerRows(self._job, first_lineage, batch))
                 batch, size_bytes = [], 0

@@ -14,17 +14,22 @@ from configs.schema import Profile
 from p2ptrain.compute.noise import KEY_BYTES
 from p2ptrain.core.errors import JobFailed, NeighbourAway, NetworkError, P2PTrainError, PeerError, ProtocolError
 from ring.chain import Chain
+from ring.direct import DirectMessages
 from ring.links import Topology
 from ring.session import RingSession
 from ring.token import Flag
 from ring.transaction import (
+    Adopt,
     Apply,
     Boundary,
     Broken,
     CloseRing,
     Compute,
     Confirm,
+    EndCompute,
     Event,
+    Exchange,
+    Exchanged,
     Failed,
     Finished,
     FlagRequested,
@@ -51,6 +56,7 @@ from roles.engine import WHOLE, Engine, PrivateEngine, Stage
 from roles.snapshots import Snapshots, state_bytes
 from roles.strategies.federated import share_rule
 from roles.strategies.interface import Strategy
+from roles.strategies.server import ServerStrategy
 from roles.worker.boundary import BoundaryWork
 from roles.worker.checkpoint_assembler import CheckpointAssembler, assembles
 from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing
@@ -91,15 +97,18 @@ class JobRunner:
         self.stage = stage
         self.profile = profile
         self.progress = 0
+        self._asynchronous = profile.job.strategy == "server"
         self.core = Transaction(
             job=job,
             peer_id=context.peer_id,
             steps_total=profile.job.steps,
             checkpoint_every=profile.checkpoint.every,
-            outlier_factor=profile.guard.outlier_factor,
+            # The strategy refuses an outlier before it becomes part of a version.
+            outlier_factor=0.0 if self._asynchronous else profile.guard.outlier_factor,
             share_rule=share_rule(profile),
             whole_norms=bool(profile.robust.rule),
             hidden_norms=profile.federated.secure or profile.privacy.epsilon > 0,
+            asynchronous=self._asynchronous,
         )
         self._budget = Budget(profile.privacy, checkpoints) if profile.privacy.epsilon else None
         self._early = EarlyStop(profile.validation.patience, self._budget)
@@ -114,6 +123,8 @@ class JobRunner:
         self._strategy: Strategy | None = None
         self._session: RingSession | None = None
         self._beside: list[RingSession | Chain] = []  # further rings and the chain that the strategy asked for
+        self._alone: RingSession | None = None  # of an asynchronous view: this member's vote is the only one
+        self.messages: DirectMessages | None = None  # between the members of the view, if the strategy asked for them
         self._digests = (b"", b"")  # of the step reduced last: the joined digest, and the digests of all stages
         self._activity: asyncio.Task[None] | None = None
         self._tasks = asyncio.TaskGroup()
@@ -213,6 +224,12 @@ class JobRunner:
     def held(self, limit_bytes: int) -> list[HeldPart]:
         return self.reports.held(self._strategy, state_bytes=self._state_bytes, limit_bytes=limit_bytes)
 
+    def figures(self) -> dict[str, float]:
+        """What is shown of this worker's contributions to an asynchronous job."""
+        if not self._asynchronous or self._strategy is None:
+            return {}
+        return self._server_strategy.figures()
+
     async def stand_still(self) -> None:
         while self.core.running:
             self._standing.clear()
@@ -268,6 +285,12 @@ class JobRunner:
                 self._start(self._heal, instruction)
             case Compute():
                 self._start(self._compute, instruction)
+            case Exchange():
+                self._start(self._exchange, instruction)
+            case Adopt():
+                self._start(self._adopt, instruction)
+            case EndCompute():
+                self._server_strategy.end()
             case Reduce():
                 self._start(self._reduce, instruction)
             case Vote():
@@ -308,7 +331,11 @@ class JobRunner:
             self._activity.cancel()
             self._activity = None
         self.heal_source.view_ended(reason)
-        sessions, self._session, self._beside = self._sessions(), None, []
+        sessions, self._session, self._alone, self._beside = self._sessions(), None, None, []
+        messages, self.messages = self.messages, None
+        if messages is not None:
+            self.bytes_in, self.bytes_out = self.bytes_in + messages.bytes_in, self.bytes_out + messages.bytes_out
+            messages.close()
         for session in sessions:
             self.bytes_in += session.links.bytes_in
             self.bytes_out += session.links.bytes_out
@@ -318,10 +345,14 @@ class JobRunner:
         return [*([self._session] if self._session is not None else []), *self._beside]
 
     def totals(self) -> tuple[int, int]:
-        sessions = self._sessions()
+        sessions, messages = self._sessions(), self.messages
         return (
-            self.bytes_in + sum(session.links.bytes_in for session in sessions),
-            self.bytes_out + sum(session.links.bytes_out for session in sessions),
+            self.bytes_in
+            + sum(session.links.bytes_in for session in sessions)
+            + (messages.bytes_in if messages else 0),
+            self.bytes_out
+            + sum(session.links.bytes_out for session in sessions)
+            + (messages.bytes_out if messages else 0),
         )
 
     def _did_something(self) -> None:
@@ -375,6 +406,9 @@ class JobRunner:
         beside = sum(member.host == here for member in form.view.members)
         await context.compute.run(self._ready_engine().share_cores, beside)
         session.broken.add_done_callback(lambda _: self._session_broke(session, form.view.generation))
+        if self._asynchronous:
+            only = replace(form.view, members=(form.view.members[session.rank],))
+            self._alone = await RingSession.form(context, only, timeout_s=FORM_TIMEOUT_S)
         await self._ready_strategy().begin(session, self)
         if self._budget is not None:
             await self._budget.view_began(session, patience_s=self._patience_s())
@@ -401,6 +435,11 @@ class JobRunner:
         )
         self._joined_beside(chain)
         return chain
+
+    def direct(self, session: RingSession) -> DirectMessages:
+        self.messages = DirectMessages(self._context, session.view, session.rank)
+        self.messages.attach(session)
+        return self.messages
 
     async def _meet(self, view: View, topology: Topology) -> RingSession:
         timeout_s = self._forming_s(view)
@@ -444,6 +483,8 @@ class JobRunner:
         began = self._context.world.clock.now()
         if self._budget is not None:
             await self._spend(self._budget, session.size)
+        if self._asynchronous:
+            await self._publish()
         with self.clock.phase("compute"):
             await self._ready_strategy().compute(step, first, count, session, patience_s=patience_s)
         if step > session.view.step or not self.clock.unit_us:  # the first one may wait for an aborted micro-batch
@@ -475,11 +516,13 @@ class JobRunner:
             unit_us=self.clock.unit_us,
             sent=sent,
             received=received,
+            counts=contribution.counts,
+            made_of=contribution.made_of,
         )
         self._handle(reduced)
 
     async def _vote(self, instruction: Vote) -> None:
-        session = self._ready_session()
+        session = self._voters()
         with self._communicating(session):
             tokens = await session.all_gather(instruction.token, patience_s=self._patience_s())
         self._handle(Gathered(instruction.ticket, tuple(tokens)))
@@ -500,14 +543,16 @@ class JobRunner:
         self._handle(Finished(instruction.ticket))
 
     async def _confirm(self, instruction: Confirm) -> None:
-        engine, session = self._ready_engine(), self._ready_session()
+        engine, session = self._ready_engine(), self._voters()
         digests = await self._between.compare(engine, session, patience_s=self._patience_s())
         self._handle(Gathered(instruction.ticket, digests))
 
     async def _boundary(self, instruction: Boundary) -> None:
         engine, session, applied = self._ready_engine(), self._ready_session(), instruction.applied
         strategy, patience_s = self._ready_strategy(), self._patience_s()
-        val_loss = await self._between.validate(instruction, engine, strategy, session, patience_s=patience_s)
+        if self._asynchronous:
+            await self._publish(over=self.core.stopping, last=instruction.last)
+        val_loss = await self._between.validate(instruction, engine, strategy, self._voters(), patience_s=patience_s)
         self.reports.step_over(applied, session, val_loss)
         if self._early.due:
             self.wish(Flag.STOP)
@@ -526,7 +571,37 @@ class JobRunner:
             await self.heal_source.snapshot(engine, self.snapshots)
         self._handle(Finished(instruction.ticket))
 
+    async def _publish(self, *, over: bool = False, last: bool = False) -> None:
+        core, rows = self.core, self.reports.ledger
+        await self._server_strategy.publish(core.applied, core.lineage, core.square_sum, rows, over=over, last=last)
+
+    async def _exchange(self, instruction: Exchange) -> None:
+        core, began, computes = self.core, self._context.world.clock.now(), self._server_strategy.share
+        reply = await self._server_strategy.exchange(core.applied, core.lineage)
+        if reply.verdict:
+            self.clock.computed(self._context.world.clock.now() - began, computes)
+            self.tokens += computes * self._ready_engine().tokens_per_micro_batch
+        self._did_something()
+        version = reply.version, reply.lineage, reply.square_sum
+        self._handle(Exchanged(instruction.ticket, *version, over=reply.over, last=reply.last))
+
+    async def _adopt(self, instruction: Adopt) -> None:
+        core, strategy = self.core, self._server_strategy
+        await strategy.adopt()
+        self.reports.steps.forget()
+        self._did_something()
+        self._handle(Finished(instruction.ticket))
+        self.reports.ledger.take_up_untrusted(core.applied, core.lineage, strategy.rows)
+        self._context.on_step(core.applied, core.steps_total, {})
+
     # -------------------------------------------------------------------------------------------------------- helpers
+
+    @property
+    def _server_strategy(self) -> ServerStrategy:
+        return cast(ServerStrategy, self._ready_strategy())
+
+    def _voters(self) -> RingSession:
+        return self._alone or self._ready_session()
 
     def _patience_s(self) -> float:
         """Longest time a collective may make no progress. Heartbeats prove that a peer lives; this bounds a stuck one.

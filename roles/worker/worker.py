@@ -12,6 +12,7 @@ from p2ptrain.core.errors import JobFailed, P2PTrainError, ProtocolError, Refuse
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.texts import shortened
 from p2ptrain.core.world import World
+from ring.direct import CHANNEL, DirectMessages
 from ring.links import Inbound
 from ring.token import Flag
 from ring.transaction import REASON_CHARS, Phase
@@ -177,6 +178,7 @@ class Worker(MemberProcess):
             return HeartbeatStats(0, 0, "idle", stats)
         stats["tokens_per_s"] = self._gauges.rate("tokens", runner.tokens)
         stats.update(runner.clock.last_ms)
+        stats.update(runner.figures())
         state = "following" if runner.follower.active else _SHOWN.get(runner.core.phase, "training")
         return HeartbeatStats(runner.progress, runner.core.applied, "leaving" if self._leaving else state, stats)
 
@@ -315,6 +317,10 @@ class Worker(MemberProcess):
                 return Refuse(RefusalCode.BUSY, "others measure links to this worker", "try again in a second")
             case "probe":
                 return None
+            case "ring" if hello.capabilities.get("channel") == CHANNEL:
+                messages = self._messages_of(hello)
+                busy = Refuse(RefusalCode.BUSY, "this member has not formed that view yet", "try again")
+                return messages.decide(hello) if messages is not None else busy
             case "ring":
                 return self._inbound.decide(hello)
             case "heal":
@@ -329,8 +335,14 @@ class Worker(MemberProcess):
         text = f"this is a worker: it accepts no connection for {hello.purpose[:40]!r}"
         return Refuse(RefusalCode.ROLE, text, "use the seed's address")
 
+    def _messages_of(self, hello: Hello) -> DirectMessages | None:
+        return self._runner.messages if self._runner is not None and self._runner.job == hello.job else None
+
     async def _serve(self, connection: Connection, hello: Hello) -> None:
         match hello.purpose:
+            case "ring" if hello.capabilities.get("channel") == CHANNEL:
+                if (messages := self._messages_of(hello)) is not None:
+                    await messages.serve(connection, hello)
             case "ring":
                 await self._inbound.offer(connection, hello)
             case "probe":

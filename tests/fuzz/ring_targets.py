@@ -22,6 +22,14 @@ from ring.chain import figures_untrusted
 from ring.codecs import CODECS, codec_named
 from ring.order import LinkQuality
 from ring.schedule import extended
+from ring.staleness import (
+    Accepted,
+    PullReply,
+    PullRequest,
+    Verdict,
+    packed,
+    unpacked_untrusted,
+)
 from ring.token import TOKEN_BYTES, Flag, Token
 from ring.view import View
 from roles.process_group import Place, _place_untrusted
@@ -156,6 +164,35 @@ TOKEN = Target(
     mutated(st.just(_TOKEN)) | mutated(st.just(_TOKEN[:-4])).map(_signed) | st.binary(max_size=2 * TOKEN_BYTES),
     _check_token,
     ("ring.token.Token.decode_untrusted",),
+    peak_bytes=64 << 10,
+)
+
+# ------------------------------------------------------------------------------------------------ a parameter server
+
+_REQUEST = PullRequest(True, 3, LINEAGE, b"d" * 16).encode()
+_REPLY = PullReply(Verdict.ACCEPTED, 2, 50, True, False, False, 7, LINEAGE, 0.5, 9, 100, b"d" * 16).encode()
+_MADE_OF = packed([Accepted(0, 4, 2, 50, 0.5), Accepted(2, 5, 3, 50, 1.0)])
+
+
+def _check_pulled(data: bytes) -> None:
+    with contextlib.suppress(ProtocolError):
+        assert PullRequest.decode_untrusted(data).encode()[1:] == data[1:]
+    with contextlib.suppress(ProtocolError):
+        reply = PullReply.decode_untrusted(data)
+        assert PullReply.decode_untrusted(reply.encode()) == reply
+    with contextlib.suppress(ProtocolError):
+        assert [one.rank for one in unpacked_untrusted(data, (1, 0, 1))] == [0, 2]
+
+
+PULLED = Target(
+    "pulls",
+    mutated(st.sampled_from([_REQUEST, _REPLY, _MADE_OF])) | st.binary(max_size=100),
+    _check_pulled,
+    (
+        "ring.staleness.PullRequest.decode_untrusted",
+        "ring.staleness.PullReply.decode_untrusted",
+        "ring.staleness.unpacked_untrusted",
+    ),
     peak_bytes=64 << 10,
 )
 
@@ -386,4 +423,4 @@ PROFILE = Target(
     peak_bytes=4 << 20,
 )
 
-TARGETS = (VIEW, PLACE, STAGE, TOKEN, MASKS, CODEC, LINKS, FIGURES, PROFILE)
+TARGETS = (VIEW, PLACE, STAGE, TOKEN, PULLED, MASKS, CODEC, LINKS, FIGURES, PROFILE)

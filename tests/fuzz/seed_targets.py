@@ -141,7 +141,7 @@ TARGETS = (
         "ledger-files",
         _file() | mutated(_file()),
         _check_file,
-        ("roles.worker.reports.Ledger.loaded_untrusted",),
+        ("roles.worker.reports.Ledger.loaded_untrusted", "roles.worker.reports.Ledger.take_up_untrusted"),
         peak_bytes=512 << 10,
     ),
     Target(
