@@ -530,7 +530,8 @@ class Run:
     async def all(self) -> None:
         plan, report = self.plan, self.report
         async with self._cluster(plan.root) as (cluster, observer, job):
-            await self._undisturbed(observer)
+            if not plan.attack:  # else each step is attacked, and the job may be short
+                await self._undisturbed(observer)
             faults = Faults(cluster, observer, self._console, self._stop)
             begin_s = now()
             actions = judge.schedule(plan.seed, workers=plan.workers, kinds=plan.kinds)
