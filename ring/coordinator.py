@@ -546,9 +546,7 @@ class Coordinator:
         return verdict is not None and verdict.hopeless
 
     def _try_mint(self, now: float) -> None:
-        fit, least = len(self._roster.candidates(self._quarantine.out)), self.options.least * self._roster.parts
-        if self.view is not None and fit < least and self.options.least > 1:
-            self.reason = f"{fit} workers are ready, and the job needs {least}: start more"
+        if self.view is not None and self._too_few(len(self._roster.candidates(self._quarantine.out))):
             return
         if self.restore and not self._restored(self.restore, now):
             return
@@ -576,6 +574,13 @@ class Coordinator:
             self._go_back(state[0], now)
         else:
             self._be_patient(ready, now)
+
+    def _too_few(self, fit: int) -> bool:
+        """Whether so many workers may form no view; then says so."""
+        least = self.options.least * self._roster.parts
+        if is_short := fit < least and self.options.least > 1:
+            self.reason = f"{fit} workers are ready, and the job needs {least}: start more"
+        return is_short
 
     def _carried(self) -> State | None:
         """The state that the survivors carry on: the newest one of which they hold all parts."""
@@ -651,6 +656,8 @@ class Coordinator:
             now_fit = {key: it for key, it in ready.items() if key in at_once or not self._comes_after(key)}
             ready = now_fit if len(now_fit) >= self.options.least * roster.parts else ready
         formed = replicas_of(ready, roster, healthy, survivors, self.options.places)
+        if self._too_few(len(formed) * roster.parts):  # one was excluded just now
+            return
         links = between_replicas(self._measured.links, list(formed.values()))
         reduce_bytes = max(report.reduce_bytes for report in ready.values())
         plan = plan_ring(

@@ -99,6 +99,7 @@ class Quarantine:
                 why, most_s = "it died repeatedly", max(FIRST_FALL_S, self._cooldown_s)
                 seconds = self._exclude(peer_id, why, now, FIRST_FALL_S, most_s)
                 yield Emit("warning", "flapping", f"{name(peer_id)} is excluded for {seconds:.0f} s: {why}", peer_id)
+        self.fallen.clear()  # each death counts once, also if no view can be formed now
 
     def _exclude(self, peer_id: str, why: str, now: float, first_s: float, most_s: float) -> float:
         again = not self._forgiven(peer_id, now)

@@ -252,3 +252,19 @@ def test_with_too_few_members_a_job_waits_for_a_newcomer_and_takes_it_at_once() 
     desk.ready("d")
     view = desk.minted()
     assert (view.step, ids(view), healthy(view)) == (4, ["a", "b", "d"], ["a", "b"])
+
+
+def test_a_member_excluded_in_the_last_moment_leaves_no_view_of_too_few() -> None:
+    desk = Desk(co.JobOptions(replicas=3, micro_batches=8, least=3))
+    desk.run("a", "b", "c")
+    for step, waits in ((1, False), (2, True)):
+        desk.tell(co.PeerLost("c", "closed"))
+        desk.stand("broken", step, "a", "b")
+        desk.offer("c")
+        desk.ready("c")
+        assert (desk.core.phase is Phase.WAITING) is waits  # its second death excludes it for a while
+        if waits:
+            assert desk.core.reason == "2 workers are ready, and the job needs 3: start more"
+            desk.after(FIRST_FALL_S)
+        assert ids(desk.minted()) == ["a", "b", "c"]
+        desk.tell(co.Progress(step + 1))
