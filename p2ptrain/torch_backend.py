@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from p2ptrain.compute.process_group import RingProcessGroup
-    from p2ptrain.core.world import Network
-    from roles.process_group import GroupHost
+    from roles.process_group import GroupHost, Reached
 
 TICKET_VARIABLE = "P2PTRAIN_TICKET"
 _host: GroupHost | None = None
@@ -46,20 +45,35 @@ def _join(store: Any, group: str, rank: int, size: int, names: list[str], timeou
     return _host.join(store, group, rank, size, names, timeout_s)
 
 
-async def _reach(peer_id: str) -> tuple[Network, str, bool]:
-    """The network of this process's groups. With a ticket it is encrypted, under the authority of the ticket's seed."""
+async def _reach(peer_id: str) -> Reached:
+    """The network of this process's groups. With a ticket it is encrypted, under the authority of the ticket's seed.
+
+    Raises ``UserError`` if the ticket is not valid; its text does not repeat it. Else as ``reach_one``.
+    """
+    from roles.process_group import Reached
     from wire.transport import TcpNetwork
 
     network, ticket = TcpNetwork(), os.environ.get(TICKET_VARIABLE, "")
     if not ticket:
-        return network, "", False
+        return Reached(network)
     from p2ptrain.cli.access import Caller, reach_one, read_targets, shown_host
     from p2ptrain.cli.running import default_state_dir
+    from p2ptrain.core.errors import NetworkError, ProtocolError, UserError
 
     root = default_state_dir()
     caller = Caller("worker", root / "process-groups", [root], peer_id)
-    access = await reach_one(read_targets(ticket), caller, network)
-    return access.network, shown_host("0.0.0.0"), access.member is not None  # noqa: S104 - a name, not bound
+    targets: list[Any] = []
+    try:
+        targets = read_targets(ticket)
+        access = await reach_one(targets, caller, network)
+    except (NetworkError, UserError) as problem:
+        if any(not isinstance(target, tuple) for target in targets):
+            raise
+        why = problem.message if isinstance(problem.__cause__, ProtocolError) else "no seed answers under it"
+        remedy = "copy all that `p2ptrain ticket new` prints at the seed, or name a file that holds it: @FILE"
+        raise UserError(f"{TICKET_VARIABLE} does not lead to a seed: {why}", remedy=remedy) from None
+    encrypted = access.member is not None
+    return Reached(access.network, shown_host("0.0.0.0"), encrypted, (access.host, access.port))  # noqa: S104 - a name
 
 
 def _check_not_hidden() -> None:

@@ -2,7 +2,8 @@
 
 A process has one ``GroupHost``: a thread with an event loop, and a listener. Each group is a view of its own, whose job
 is named after the group. Members publish where they listen in the store that all of them share; no seed takes part.
-Members on one machine connect over the loopback. Members of different machines need an encrypted network.
+Members on one machine connect over the loopback. Members of different machines need an encrypted network. The seed that
+signed their certificates lists each process, while it is there, as a member of its first group.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import atexit
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import os
 import socket
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -25,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 import numpy as np
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, UserError
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused, UserError
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.texts import shortened
 from p2ptrain.core.world import Network, real_world
@@ -34,10 +37,12 @@ from ring.dtypes import REDUCTIONS, Array, divide, storage_dtype
 from ring.links import Inbound
 from ring.session import RingSession
 from ring.view import View
+from roles.seed_link import HeartbeatStats, SeedLink, may_pass
 from wire.connection import Connection
-from wire.handshake import local_welcome, serve
+from wire.handshake import local_hello, local_welcome, serve
 from wire.job_messages import MemberRecord
 from wire.messages import Hello, RefusalCode, Refuse, Welcome
+from wire.messages import Message as WireMessage
 from wire.schema import Bound, Host, Id, Port, instance_untrusted
 
 if TYPE_CHECKING:  # the thread of the groups needs no torch
@@ -71,6 +76,22 @@ class Place:
     host: Host
     port: Port
     machine: Annotated[str, Bound(1, 400)]
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """The network of a process's groups.
+
+    Attributes:
+        host: this machine's address for the others.
+        encrypted: whether the network is.
+        seed: where the seed is that shows the groups; None if there is none.
+    """
+
+    network: Network
+    host: str = ""
+    encrypted: bool = False
+    seed: tuple[str, int] | None = None
 
 
 class RingOperations:
@@ -186,7 +207,7 @@ class _Group:
 
     def __init__(self, host: GroupHost, view: View, rank: int) -> None:
         self.world, self.peer_id, self.seed_host = host.world, host.peer_id, LOOPBACK
-        self.name = view.members[rank].name
+        self.name, self.rank = view.members[rank].name, rank
         self.view = view
         self.inbound = Inbound(max_held=view.size)
         self.direct = DirectMessages(self, view, rank)
@@ -213,10 +234,11 @@ class GroupHost:
         process: the id of this process; a child that was forked later has no such thread.
     """
 
-    def __init__(self, network: Network, host: str, peer_id: str, *, encrypted: bool) -> None:
-        self.world = real_world(network)
+    def __init__(self, reached: Reached, peer_id: str) -> None:
+        self.world = real_world(reached.network)
         self.peer_id, self.process = peer_id, os.getpid()
-        self._host, self._encrypted = host, encrypted
+        self._host, self._encrypted, self._seed = reached.host, reached.encrypted, reached.seed
+        self._link: SeedLink | None = None
         self._port = 0
         self._groups: dict[str, _Group] = {}
         self.loop = asyncio.get_running_loop()
@@ -282,6 +304,7 @@ class GroupHost:
         except BaseException:
             self._groups.pop(job, None)
             raise
+        self._run(self._show(joined))
         return RingOperations(self.loop, session, direct=joined.direct, leave=lambda: self._leave(job))
 
     def close(self) -> None:
@@ -292,12 +315,44 @@ class GroupHost:
         group = self._groups.pop(job, None)
         if group is not None:
             with contextlib.suppress(TimeoutError, RuntimeError):
-                asyncio.run_coroutine_threadsafe(group.leave(), self.loop).result(LEAVE_S)
+                asyncio.run_coroutine_threadsafe(self._left(group), self.loop).result(LEAVE_S)
+
+    async def _left(self, group: _Group) -> None:
+        await group.leave()
+        if not self._groups and self._link is not None:
+            link, self._link = self._link, None
+            await link.leave("it left its process group")
+            self._showing.cancel()
+
+    async def _show(self, group: _Group) -> None:
+        """Have the seed list this process until it has left its groups. Without the seed they go on."""
+        if self._seed is None or self._link is not None:
+            return
+        program = Path(sys.argv[0]).name.replace("-c", "") or "python"
+        hello = local_hello(
+            peer_id=self.peer_id, name=f"{program} {group.name}", roles=["worker"], purpose="peer", port=self._port,
+            capabilities={"group": f"{program}/{group.view.job[:8]}", "rank": group.rank},
+        )  # fmt: skip
+        self._link = SeedLink(
+            world=self.world, seeds=[self._seed], terms={}, on_term=lambda: None,
+            wait_s=lambda problem: math.inf if may_pass(problem) else 0.0,
+            hello=lambda: hello, pulse=lambda: HeartbeatStats(0, 0, "training", {}), on_message=_heard_from_seed,
+            on_up=lambda welcome: None, on_down=lambda problem: None,
+        )  # fmt: skip
+        self._showing = asyncio.create_task(self._shown(self._link), name="seed link")
+
+    async def _shown(self, link: SeedLink) -> None:
+        try:
+            await link.run()
+        except P2PTrainError as problem:
+            logging.getLogger(__name__).warning("the seed does not show this process group: %s", problem.message)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     async def _decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
+        if hello.purpose == "probe":  # the seed's
+            return local_welcome(peer_id=self.peer_id, name="", wall=self.world.clock.wall())
         group = self._groups.get(hello.job)
         if group is None:
             return Refuse(RefusalCode.BUSY, "this process has not formed that group yet", "try again")
@@ -317,12 +372,12 @@ class GroupHost:
 
 def start_host(
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None,
-    reach: Callable[[str], Awaitable[tuple[Network, str, bool]]],
+    reach: Callable[[str], Awaitable[Reached]],
 ) -> GroupHost:
     """Start the thread of this process's groups. It leaves all groups when the process ends.
 
     Args:
-        reach: peer id → the network, this machine's address for the others, and whether the network is encrypted.
+        reach: returns the network for a peer id.
 
     Raises what ``reach`` raises, and ``UserError`` if no port is free.
     """
@@ -331,8 +386,7 @@ def start_host(
     async def live() -> None:
         try:
             peer_id = new_id()
-            network, address, encrypted = await reach(peer_id)
-            host = GroupHost(network, address, peer_id, encrypted=encrypted)
+            host = GroupHost(await reach(peer_id), peer_id)
             await host.listen()
         except BaseException as error:  # noqa: BLE001 - carried to the caller
             started.set_exception(error)
@@ -348,6 +402,11 @@ def start_host(
     host = started.result()
     atexit.register(host.close)
     return host
+
+
+def _heard_from_seed(message: WireMessage) -> None:
+    if isinstance(message, Refuse):  # it stops, or a person evicted this process
+        raise Refused(message.code, message.message, remedy=message.remedy)
 
 
 def _machine() -> str:

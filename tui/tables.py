@@ -197,7 +197,7 @@ class PeersPanel(TablePanel):
             "rank": _plain(fmt.UNKNOWN if peer.rank is None else str(peer.rank), "dim"),
             "state": (Span(f"{look.symbol} ", look.role), Span(peer.state, look.role)),
             "name": _plain(peer.name, "strong"),
-            "role": _plain(" · ".join(filter(None, [", ".join(peer.roles), peer.model])), "dim"),
+            "role": _plain(" · ".join(filter(None, [", ".join(peer.roles), peer.group, peer.model])), "dim"),
             "device": _plain(peer.device, "dim"),
             "beat": _plain(fmt.age(frame.store.heartbeat_age_s(peer, frame.now))),
             "rtt": _plain(fmt.millis(peer.rtt_ms)),

@@ -57,6 +57,7 @@ class PeerInfo(Record):
         model, sessions: of a verifier or a drafter: the model that it serves, and the number of open sessions.
         accepted, refused: with strategy 'server': gradients of this worker that became part of a version, and others.
         staleness, most_staleness: of those accepted: the mean and the maximum, in versions.
+        group: of a process in a process group of torch: the group's script and id.
     """
 
     id: str
@@ -90,6 +91,7 @@ class PeerInfo(Record):
     refused: int = 0
     staleness: float = 0.0
     most_staleness: int = 0
+    group: str = ""
 
 
 FINISHED_STATES = frozenset({"done", "cancelled", "failed"})

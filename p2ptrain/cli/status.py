@@ -44,6 +44,10 @@ def status(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None
     cluster, peers, jobs, problems, now = run(look())
     if as_json:
         maps = {"peers": [peer.to_map() for peer in peers], "jobs": [job.to_map() for job in jobs]}
+        maps["groups"] = [
+            {"group": name, "members": [peer.name for peer in members], "since": members[0].joined_at}
+            for name, members in groups(peers).items()
+        ]
         print_json({"cluster": cluster.to_map(), **maps, "attention": problems})
         return
     states = ", ".join(f"{count} {state}" for state, count in Counter(peer.state for peer in peers).items())
@@ -56,6 +60,9 @@ def status(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None
             ("jobs", f"{len(jobs)}, {len(unfinished)} of them not finished"),
         ]
     )
+    for name, members in list(groups(peers).items())[:SHOWN]:
+        since, who = human_seconds(max(now - members[0].joined_at, 0.0)), ", ".join(peer.name for peer in members)
+        typer.echo(printable(f"process group {name}: {len(members)} members for {since}: {who}"))
     if peers:
         typer.echo()
         print_peers(peers[:SHOWN])
@@ -65,6 +72,15 @@ def status(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None
     typer.echo()
     for text in problems[:SHOWN] or ["nothing needs attention"]:
         typer.echo(f"{'!' if problems else '✓'} {printable(text)}")
+
+
+def groups(peers: list[PeerInfo]) -> dict[str, list[PeerInfo]]:
+    """The members of each process group, in order of rank."""
+    found: dict[str, list[PeerInfo]] = {}
+    for peer in sorted(peers, key=lambda peer: peer.rank or 0):
+        if peer.group and peer.state not in ("lost", "left", "evicted"):
+            found.setdefault(peer.group, []).append(peer)
+    return found
 
 
 def attention(

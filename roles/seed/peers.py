@@ -102,7 +102,12 @@ class Link:
 
     @property
     def role(self) -> str:
-        return self.hello.roles[0]
+        """Of a process in a process group of torch: ``group member``. It takes no job, so it is no worker here."""
+        return "group member" if self.group else self.hello.roles[0]
+
+    @property
+    def group(self) -> str:
+        return clipped(str(self.hello.capabilities.get("group", "")), NAME_CHARS)
 
     @property
     def trains(self) -> bool:
@@ -191,7 +196,7 @@ class Link:
         return PeerInfo(
             id=self.id,
             name=self.name,
-            roles=list(self.hello.roles)[:8],
+            roles=[self.role],
             device=str(self.hello.capabilities.get("device", ""))[:NAME_CHARS],
             state=state,
             address=format_address(self.host, self.port),
@@ -205,7 +210,8 @@ class Link:
             memory_total_bytes=whole(stats.get("memory_total_bytes")),
             gpu_load=stats.get("gpu_load"),
             job=self.job,
-            rank=rank,
+            rank=whole(self.hello.capabilities.get("rank")) if self.group else rank,
+            group=self.group,
             generation=view.generation if view and rank is not None else 0,
             step=beat.step if beat else 0,
             share=shares[head] if head is not None and head < len(shares) else 0,

@@ -68,6 +68,7 @@ async def cluster_id(store: Store) -> str:
 
 MAX_PEERS = 1024
 MAX_OPERATORS = 64
+GROUP_DEATH_S = 10.0
 
 
 class Acceptor:
@@ -277,6 +278,8 @@ class Seed:
         clock, (heartbeat_s, death_s) = self.world.clock, beat_defaults(rtt_ms)
         detector = FailureDetector(heartbeat_s=heartbeat_s, death_s=death_s, late_s=death_s)
         link = Link(connection, hello, host, hello.port, rtt_ms, clock.wall(), detector)
+        if link.group:  # a script's Python code may hold the interpreter, and with it the heartbeats, for seconds
+            detector.death_s = max(death_s, GROUP_DEATH_S)
         old = self.links.get(link.id)
         if old is not None:
             old.connection.abort()
@@ -340,7 +343,7 @@ class Seed:
                 link.say(await self._operator_api.answer(message, link.connection))
             case Request():
                 link.say(await self.gate.answer(message, link.connection))
-            case Serving() if not link.trains:
+            case Serving() if link.role in ("verifier", "drafter"):
                 self.services.told(link, message)
             case _ if link.trains:
                 await self._heard_of_work(link, message)

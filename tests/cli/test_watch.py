@@ -183,6 +183,12 @@ def test_status_says_what_needs_attention(command: Command, fake_seed: Any) -> N
         f"peer {PEER.name} (a1b2) is lost: p2ptrain logs a1b2",
     ]
     assert (told["cluster"], told["jobs"][0]["state"]) == (CLUSTER.to_map(), "waiting")
+    member = PEER.to_map() | {"roles": ["group member"], "group": "train.py/ab12", "joined_at": 1.7e9}
+    there = [member | {"id": str(rank), "name": f"train.py rank {rank}", "rank": rank} for rank in (1, 0)]
+    fake_seed.answers["peers.list"] = {"peers": [*there, there[0] | {"id": "2", "state": "left"}]}
+    both = {"group": "train.py/ab12", "members": ["train.py rank 0", "train.py rank 1"], "since": 1.7e9}
+    assert command("status", "--json").json["groups"] == [both]
+    assert "process group train.py/ab12: 2 members for " in command("status").out
     fake_seed.answers["peers.list"] = {"peers": []}
     assert "no peer has joined: p2ptrain join 127.0.0.1:7337" in command("status", "--json").json["attention"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from p2ptrain.compute.process_group import RingProcessGroup, RingWork
-from roles.process_group import GroupHost, start_host
+from roles.process_group import GroupHost, Reached, start_host
 from wire.transport import TcpNetwork
 
 TIMEOUT = timedelta(seconds=30)
@@ -23,8 +23,8 @@ _numbers = itertools.count()
 def host(member: int) -> GroupHost:
     """The host of one member; its thread ends with the tests."""
 
-    async def reach(peer_id: str) -> tuple[TcpNetwork, str, bool]:
-        return TcpNetwork(), "", False
+    async def reach(peer_id: str) -> Reached:
+        return Reached(TcpNetwork())
 
     return start_host(None, reach)
 
@@ -35,12 +35,14 @@ def group(size: int) -> list[RingProcessGroup]:
     return new_group(size)
 
 
-def new_group(size: int, *, timeout: timedelta = TIMEOUT) -> list[RingProcessGroup]:
+def new_group(
+    size: int, *, timeout: timedelta = TIMEOUT, hosts: Callable[[int], GroupHost] = host
+) -> list[RingProcessGroup]:
     store, name = dist.HashStore(), f"group {next(_numbers)}"
     names = [f"rank {rank}" for rank in range(size)]
 
     def member(rank: int) -> RingProcessGroup:
-        operations = host(rank).join(store, name, rank, size, names, TIMEOUT.total_seconds())
+        operations = hosts(rank).join(store, name, rank, size, names, TIMEOUT.total_seconds())
         return RingProcessGroup(rank, size, operations, timeout=timeout, group_name=name)
 
     with ThreadPoolExecutor(size) as threads:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +16,13 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import AllgatherOptions
 
+from configs.schema import Profile
+from p2ptrain import torch_backend
 from p2ptrain.core.errors import DeadlineExceeded, UserError
+from roles.process_group import Reached, start_host
+from tests.roles.in_process import Cluster
 from tests.roles.process_groups import TIMEOUT, everyone, group, host, new_group
+from wire.transport import TcpNetwork
 
 SIZES = {torch.float32: [1, 2, 3, 4, 5], torch.bfloat16: [2, 4, 5], torch.int64: [2, 3, 5]}  # of others: 3
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -382,3 +390,57 @@ def test_a_member_that_left_fails_what_needs_it_and_nothing_else() -> None:
     members[1].shutdown()
     with pytest.raises(RuntimeError, match="lost rank 1"):
         last_one.wait(TIMEOUT)
+
+
+async def test_the_seed_of_a_ticket_lists_a_group_as_long_as_it_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/home/who/train.py"])
+    cluster = Cluster(tmp_path, TcpNetwork())
+    await cluster.start_seed()
+
+    async def reach(peer_id: str) -> Reached:
+        return Reached(TcpNetwork(), seed=cluster.address)
+
+    async def until(state: str) -> list[dict[str, Any]]:
+        """The members, as soon as the seed lists both with this state."""
+        known: dict[str, dict[str, Any]] = {}
+
+        def heard(topic: str, items: list[dict[str, Any]]) -> bool:
+            known.update({item["id"]: item for item in items if topic == "peers"})
+            return [item["state"] for item in known.values()] == [state] * 2
+
+        await cluster._until("", heard)
+        return sorted(known.values(), key=lambda item: str(item["name"]))
+
+    await cluster.create(Profile.model_validate({"job": {"workers": 2}}))  # they are no workers for it
+    hosts = [start_host(None, reach) for _ in range(2)]
+    try:
+        members = await asyncio.to_thread(new_group, 2, hosts=hosts.__getitem__)
+        found = await until("training")
+        assert [item["name"] for item in found] == ["train.py rank 0", "train.py rank 1"]
+        assert [(item["roles"], item["rank"], item["job"]) for item in found] == [
+            (["group member"], 0, ""),
+            (["group member"], 1, ""),
+        ]
+        assert len({item["group"] for item in found}) == 1
+        await cluster.stop_seed()
+        tensors = [torch.ones(3), torch.ones(3)]
+        await asyncio.to_thread(everyone, members, lambda member: member.allreduce([tensors[member.rank()]]))
+        assert tensors[1].tolist() == [2.0] * 3
+        await cluster.start_seed(cluster.address[1])
+        await until("training")
+        for member in members:
+            await asyncio.to_thread(member.shutdown)
+        await until("left")
+    finally:
+        await cluster.close()
+
+
+@pytest.mark.parametrize("ticket", ["wrongSecret", "a secret", "10.0.0.1:7337/AbCdEfGh"])
+async def test_what_is_no_ticket_is_not_repeated(monkeypatch: pytest.MonkeyPatch, ticket: str) -> None:
+    monkeypatch.setenv("P2PTRAIN_TICKET", ticket)
+    with pytest.raises(UserError, match="P2PTRAIN_TICKET does not lead to a seed") as caught:
+        await torch_backend._reach("0" * 12)
+    text = f"{caught.value} {caught.value.remedy}"
+    assert not any(part in text for part in ("wrong", "a secret", "AbCd"))
