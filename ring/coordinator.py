@@ -706,12 +706,13 @@ class Coordinator:
         self._go(Phase.RUNNING, "")
 
     def _served(self, replicas: list[tuple[str, ...]], healthy: Collection[str]) -> list[tuple[str, ...]]:
-        """The same ring of an asynchronous view, beginning with its server: a holder of the state, the former server if
-        it is one."""
+        """The same ring of an asynchronous view, beginning with its server: a holder of the state; of those the former
+        server, else the fastest."""
         if not self.options.asynchronous:
             return replicas
         former = self.view.members[0].peer_id if self.view else ""
-        fit = [(replica[0] in healthy, replica[0] == former) for replica in replicas]
+        peers = [self._roster.peers[replica[0]].peer for replica in replicas]
+        fit = [(peer.peer_id in healthy, peer.peer_id == former, peer.flops or 0.0) for peer in peers]
         first = fit.index(max(fit))
         return replicas[first:] + replicas[:first]
 

@@ -242,9 +242,8 @@ def show(
     info, text = ask(seed, lambda client: client.job(job))
     settings: dict[str, dict[str, Any]] = Profile.from_spec_untrusted(text).model_dump(mode="json")
     saved = ask(seed, lambda client: client.checkpoints(info.id))
-    pushing = [peer for peer in ask(seed, lambda client: client.peers()) if peer.job == info.id and peer.rank]
-    if info.strategy != "server":
-        pushing = []
+    peers = ask(seed, lambda client: client.peers()) if info.strategy == "server" else []
+    pushing = [peer for peer in peers if peer.job == info.id and peer.rank]
     if as_json:
         newest = newest_of(item for item in saved if item.stage is None)
         found = {"job": info.to_map(), "checkpoint": newest.to_map() if newest else None, "spec": settings}

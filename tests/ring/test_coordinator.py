@@ -456,3 +456,29 @@ def test_a_better_order_ends_no_ring_but_is_taken_by_the_next_view() -> None:
     assert desk.tell(co.Measured(slow_between("ab", "cd"))) == []
     desk.stand("broken", 1, *"abcd")
     assert frozenset("ab") not in neighbours(desk)
+
+
+def test_an_asynchronous_view_begins_with_its_server_a_holder_of_the_newest_version() -> None:
+    desk = Desk(co.JobOptions(replicas=3, micro_batches=2, least=2, asynchronous=True))
+    server, second, third = ids(desk.run("a", "b", "c"))
+    desk.tell(co.Progress(9))
+    desk.stand("broken", 9, server)
+    desk.stand("broken", 7, second)
+    desk.stand("broken", 8, third, suspect=second)
+    view = desk.minted()
+    assert (view.step, ids(view)[0], healthy(view)) == (9, server, [server])
+    desk.tell(co.PeerLost(server, "its connection ended"))
+    desk.stand("broken", 10, second, suspect=server)
+    desk.stand("broken", 11, third, suspect=server)
+    view = desk.minted()
+    assert (view.step, ids(view), healthy(view)) == (11, [third, second], [third])
+    desk.tell(co.Progress(15))
+    desk.tell(co.PeerLost(third, "its connection ended"))
+    desk.stand("broken", 13, second, suspect=third)
+    assert desk.core.phase is co.Phase.WAITING
+    assert desk.core.reason == "1 workers are ready, and the job needs 2: start more"
+    desk.offer("d")
+    desk.ready("d")
+    view = desk.minted()
+    assert (view.step, ids(view), healthy(view)) == (13, [second, "d"], [second])
+    assert "steps-lost" in desk.kinds(), "the two versions that nobody else had pulled"
