@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from configs.schema import Local, Profile
 from p2ptrain.compute.gradients import UNIT, to_fixed, to_float
+from p2ptrain.compute.noise import gaussian
 from p2ptrain.core.checkpoint_parts import shard_name
 from p2ptrain.core.errors import JobFailed, ProtocolError, StorageError
 from p2ptrain.core.training import Applied, Blob, BlobRange, FilePlan
@@ -67,6 +68,7 @@ class StandInEngine:
         self._parameters = np.zeros(numel, np.float32)
         self._momentum = np.zeros(numel, np.float32)
         self._own: npt.NDArray[np.float32] | None = None  # with 'local' and 'federated': private to this member
+        self._noise: tuple[float, bytes] | None = None  # of the next contribution, in a private job
         self.data_note = ""
         self.corpus_digest = hashlib.sha256(corpus.encode()).hexdigest()
         self.tokens_per_micro_batch = profile.batch.micro_batch_sequences * profile.data.sequence_tokens
@@ -135,6 +137,16 @@ class StandInEngine:
         self.reduce_buffer[-3], self.reduce_buffer[-2:] = self._sent, self._loss
         if not self._waits:
             self._loss[:] = 0
+        if self._noise is not None:
+            (std, key), self._noise = self._noise, (0.0, b"")
+            if key:
+                self.reduce_buffer[fragment] += gaussian(key, fragment.stop - fragment.start, std)
+            else:
+                self.reduce_buffer[:-2] = 0
+
+    def use_noise(self, std: float, key: bytes) -> None:
+        """See ``roles.engine.PrivateEngine``; contributions are not clipped, and losses not withheld."""
+        self._noise = std, key
 
     def exchanged(self, step: int) -> list[tuple[int, int]]:
         size, fragment = self.reduce_buffer.size, self._fragment(step)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SHOW_EVERY_S = 0.5
 VIOLATED = 1
-STRATEGIES = ("sync", "local", "federated", "server")
+STRATEGIES = ("sync", "local", "federated", "private", "server")
 
 
 def sim(

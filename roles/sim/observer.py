@@ -14,6 +14,8 @@
   that it loaded;
 - *verified*: a worker that verified a checkpoint for a restore still has it when the job is restored;
 - *durable*: a checkpoint recorded as saved survives a kill and a power cut; a loaded state was once committed;
+- *used once*: no key of noise makes two contributions, and no mask covers two of one member;
+- *privacy counted*: no member's count of releases is below the steps, repeated ones too, of which a sum may be known;
 - *attacker excluded*: robust rules that leave vectors out leave out the attacker's in each step;
 - *versions* (strategy 'server'): each recorded version is made of as many contributions as wanted, of distinct workers,
   each with its number once, a staleness within its bound, the weight that follows, and a base of its own view. A view
@@ -117,6 +119,9 @@ class Observer:
         self._announced: dict[tuple[str, int], int] = {}  # host, stage → newest step announced since its last restore
         self._promised: dict[tuple[str, int], int] = {}  # host, stage → step that it verified for a restore
         self._replicas = 0  # in the newest view
+        self._used: set[tuple[bytes, int, int]] = set()  # keys and masks
+        self._attempts: dict[tuple[int, int], set[str]] = {}  # generation, step → hosts that contributed
+        self._released = 0  # attempts that all members of their view made
         self._cuts: tuple[int, ...] | None = None  # cuts of the model, once known; () is by weights
 
     def alone(self, who: str) -> bool:
@@ -135,6 +140,19 @@ class Observer:
     def cut(self, who: str, cuts: tuple[int, ...]) -> None:
         known = self._cuts = cuts if self._cuts is None else self._cuts
         self.check("one cut", cuts == known, lambda: f"{who} received cuts {cuts}, expected {known}")
+
+    def used(self, key: bytes, number: int = 0, rank: int = 0) -> None:
+        once = (key, number, rank) not in self._used
+        self._used.add((key, number, rank))
+        self.check("used once", once, lambda: f"noise or the masks of step {number} are used twice")
+
+    def spent(self, who: str, view: View, step: int, releases: int) -> None:
+        """A member is about to make a private contribution. ``releases``: its count, with this one."""
+        hosts = self._attempts.setdefault((view.generation, step), set())
+        hosts.add(who)
+        self._released += len(hosts) == view.size
+        known = self._released
+        self.check("privacy counted", releases >= known, lambda: f"{who} counts {releases} of {known} releases")
 
     # ----------------------------------------------------------------------------------------------------- the members
 

@@ -22,6 +22,7 @@ from roles.sim.cluster import Simulation
 from roles.sim.faults import KINDS, KINDS_OF_PARTS, Faults
 from roles.sim.machine import SimLoop, undisturbed
 from roles.sim.watching import watched, without
+from roles.strategies.federated import LEAST_MASKED
 
 STEPS = 20
 CALM_S = 1200.0
@@ -34,6 +35,9 @@ _PROFILE: dict[str, Any] = {
     "checkpoint": {"every": 4},
     "ring": {"bucket_bytes": 1024},  # two buckets; the first is sent while the step is computed
 }
+PRIVATE = "private"
+"""Strategy 'federated' with masks and a privacy budget."""
+_BUDGET = {"epsilon": 3.47, "noise": 6.0, "clip_norm": 1e-3}  # of 24 steps
 SETTLE_S = 3.0  # until the last messages have arrived
 
 Conduct = Callable[[Simulation, Faults, random.Random, Sequence[str]], Coroutine[Any, Any, None]]
@@ -68,6 +72,10 @@ def _prepared(number: int, steps: int, stages: int, strategy: str, rule: RobustR
     """The profile of schedule ``number`` (below 4), and what its steps lead to; nothing if that depends on who takes
     part."""
     job: dict[str, Any] = {**_PROFILE["job"], "exact": number % 2 == 0, "steps": steps}
+    if strategy == PRIVATE:
+        job |= {"exact": False, "strategy": "federated", "workers": LEAST_MASKED}
+        private = {"job": job, "data": {"private": True}, "validation": {"every": 0}, "federated": {"secure": True}}
+        return Profile.model_validate({**_PROFILE, **private, "privacy": _BUDGET}), []
     if strategy != "sync" or rule:
         varied = 0 if rule else number
         robust = Robust(rule=rule, byzantine=int(rule not in ("", "mean")))
@@ -108,7 +116,7 @@ def run_schedule(
         kinds: kinds of faults; empty: all.
         mutation: the safeguard to switch off.
         stages: parts that the model is split into; 1: it is whole.
-        strategy, rule: of a whole model; with a robust rule one worker attacks (``machine.ATTACKER``).
+        strategy, rule: of a whole model, or ``PRIVATE``; with a robust rule one worker attacks (``machine.ATTACKER``).
         conduct: decides the events instead of the random generator.
     """
     kinds = kinds or list(KINDS if stages == 1 else KINDS | KINDS_OF_PARTS)
@@ -117,9 +125,9 @@ def run_schedule(
     rng = random.Random(f"schedule {number}")  # noqa: S311
     if stages > 1:
         peers = peers or stages * rng.choice((1, 2, 2, 3)) + rng.choice((0, 0, 1, 2))
-    if rule:  # each member of a step has a micro-batch
-        peers = peers or rng.randint(profile.robust.least, profile.batch.micro_batches)
     least = profile.job.workers
+    if rule or strategy == PRIVATE:  # each member of a step has a micro-batch
+        peers = peers or rng.randint(least, profile.batch.micro_batches)
     peers = peers or min(rng.randint(least, MOST_PEERS), rng.randint(least, MOST_PEERS), rng.randint(least, MOST_PEERS))
     loop = SimLoop()
     simulation = Simulation(loop, profile, expected, number, peers=peers, verbose=verbose)

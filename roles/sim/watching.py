@@ -31,10 +31,13 @@ from roles.seed.ledger import Ledger as SeedLedger
 from roles.seed.store import Records
 from roles.seed_link import SeedLink
 from roles.sim.machine import ATTACKER, PROCESS, ProcessDisk, bits_of
+from roles.stand_in import StandInEngine
 from roles.strategies import server, staged
+from roles.strategies.secure import Masks
 from roles.strategies.sync import SyncStrategy
 from roles.worker.checkpoint_store import CheckpointFiles
 from roles.worker.heal_source import HealSource
+from roles.worker.privacy import Budget
 from roles.worker.reports import Ledger, Reports
 from roles.worker.runner import JobRunner
 from wire.frame import FrameDecoder
@@ -194,9 +197,25 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
                 "attacker excluded", out, lambda: f"{rule} has used the attacker's vector of step {step + 1}"
             )
 
+    def masked(self: Masks, values: Any, step: int) -> None:
+        for key in self._keys.values():
+            observer.used(key, step, self._rank)
+
+    def spend(original: Any) -> Any:
+        async def call(self: JobRunner, budget: Budget, members: int) -> None:
+            before, view, machine = budget.releases, self.core.view, here()
+            await original(self, budget, members)
+            if budget.releases > before and view is not None and machine is not None:
+                observer.spent(machine.host, view, self.core.applied, budget.releases)
+
+        return call
+
     with ExitStack() as stack:
         for owner, name, make in (
             (Transaction, "handle", handle),
+            (StandInEngine, "use_noise", _then(lambda self, std, key: observer.used(key) if key else None)),
+            (Masks, "add", _then(masked)),
+            (JobRunner, "_spend", spend),
             (JobController, "_mint", mint),
             (Records, "add_view", _then(view_added)),
             (Records, "save_job", _then(job_saved)),
@@ -345,9 +364,22 @@ ASYNCHRONOUS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
 """The same for strategy 'server'."""
 
 
+async def _as_counted_here(self: Budget, session: Any, *, patience_s: float) -> None:
+    """In place of ``Budget.view_began``."""
+
+
+PRIVATE: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
+    # Members do not agree on what the job has spent.
+    "agree": ([(Budget, "view_began", lambda original: _as_counted_here)], ("join", "kill")),
+    # What a member has spent is not written to its disk.
+    "count": ([(Budget, "_write", lambda original: lambda self: None)], ("kill-all", "kill", "join")),
+}
+"""The same for private jobs."""
+
+
 @contextmanager
 def without(name: str) -> Iterator[None]:
     with ExitStack() as stack:
-        for owner, attribute, make in (MUTATIONS | STAGED | ASYNCHRONOUS)[name][0] if name else []:
+        for owner, attribute, make in (MUTATIONS | STAGED | ASYNCHRONOUS | PRIVATE)[name][0] if name else []:
             stack.enter_context(replaced(owner, attribute, make))
         yield

@@ -42,22 +42,22 @@ def epsilon_of(releases: int, noise: float, delta: float) -> float:
 
 
 class Budget:
-    """``files``: the job's checkpoints; the count is a file beside their directory."""
+    """``files``: the job's checkpoints; the count, ``releases``, is a file beside their directory."""
 
     def __init__(self, settings: Privacy, files: CheckpointFiles) -> None:
         self._limit, self._noise, self.delta = settings.epsilon, settings.noise, settings.delta
         self.noise_std = settings.noise * settings.clip_norm  # of the noise in the members' sum
         self._files, self._path = files, files.root.parent / COUNT_FILE
-        self._releases = 0
+        self.releases = 0
 
     @property
     def epsilon(self) -> float:
-        return self._after(self._releases)
+        return self._after(self.releases)
 
     @property
     def due(self) -> bool:
         """Whether the budget allows at most one more release."""
-        return self._after(self._releases + 2) > self._limit
+        return self._after(self.releases + 2) > self._limit
 
     @property
     def reason(self) -> str:
@@ -69,27 +69,27 @@ class Budget:
     async def load(self) -> None:
         """Read the count. Raises ``ConfigError`` if the accountant is missing or the budget allows no step, and
         ``StorageError``."""
-        self._releases = max(self._releases, await self._files.at_disk(self._read))
+        self.releases = max(self.releases, await self._files.at_disk(self._read))
 
     def meta(self) -> Meta:
-        return {COUNT_FILE: self._releases}
+        return {COUNT_FILE: self.releases}
 
     def resumed(self, meta: Meta) -> None:
         """Go on from a checkpoint's ``meta``, or from nothing."""
         told = meta.get(COUNT_FILE)
         if isinstance(told, int) and 0 < told < 2**63:  # another worker may have written it
-            self._releases = max(self._releases, told)
+            self.releases = max(self.releases, told)
 
     async def view_began(self, session: RingSession, *, patience_s: float) -> None:
         """Agree with the other members. Raises as ``RingSession.all_gather``."""
-        told = await session.all_gather(_COUNT.pack(self._releases), patience_s=patience_s)
-        self._releases = max(session.view.step, *(_COUNT.unpack(each)[0] for each in told))
+        told = await session.all_gather(_COUNT.pack(self.releases), patience_s=patience_s)
+        self.releases = max(session.view.step, *(_COUNT.unpack(each)[0] for each in told))
 
     async def spend(self) -> bool:
         """Count a release before it is made. Returns whether the budget allows it; if not, it is not counted."""
-        if self._after(self._releases + 1) > self._limit:
+        if self._after(self.releases + 1) > self._limit:
             return False
-        self._releases += 1
+        self.releases += 1
         await self._files.at_disk(self._write)
         return True
 
@@ -117,4 +117,4 @@ class Budget:
 
     def _write(self) -> None:
         self._files.disk.make_dir(self._path.parent)
-        write_atomic(self._files.disk, self._path, _COUNT.pack(self._releases))
+        write_atomic(self._files.disk, self._path, _COUNT.pack(self.releases))

@@ -10,7 +10,8 @@ import pytest
 
 from ring.transaction import Phase
 from roles.sim.faults import KINDS, PHASES
-from roles.sim.run import replay, run_batch, run_schedule
+from roles.sim.run import PRIVATE, replay, run_batch, run_schedule
+from roles.sim.watching import PRIVATE as MUTATIONS_OF_PRIVATE
 
 RUNS = int(os.environ.get("P2PTRAIN_SIM_RUNS", "6"))
 
@@ -37,6 +38,18 @@ def test_a_robust_rule_leaves_out_the_attacker_in_every_step(first: int) -> None
         f"{v.text}\n  → {replay(v, rule='multi_krum')}" for v in summary.violations
     )
     assert summary.checks["attacker excluded"] > 4
+
+
+def test_a_private_job_counts_each_release_and_uses_no_noise_or_mask_twice(first: int) -> None:
+    summary = run_batch(range(first, first + 2), strategy=PRIVATE)
+    assert not summary.violations, "\n".join(f"{v.text}\n  → {replay(v, strategy=PRIVATE)}" for v in summary.violations)
+    assert summary.checks["used once"] > summary.checks["privacy counted"] > 20
+
+
+@pytest.mark.parametrize(("safeguard", "number"), [("agree", 4), ("count", 14)])
+def test_a_count_that_is_not_told_or_kept_shows(safeguard: str, number: int) -> None:
+    kinds = MUTATIONS_OF_PRIVATE[safeguard][1]
+    assert run_schedule(number, strategy=PRIVATE, kinds=kinds, mutation=safeguard).violated == "privacy counted"
 
 
 @pytest.mark.parametrize("kind", KINDS)
