@@ -1,4 +1,4 @@
-"""1, 2, 3 and 4 workers against a plain loop of one process: transformers and torch alone, written here."""
+"""One worker and three against a plain loop of one process: transformers and torch alone, written here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from roles.worker.build import engine_builder
 from tests.roles.in_process import Cluster
 from wire.memory import MemoryNetwork
 
-STEPS = 50
+STEPS = 25
 MICRO_BATCHES, SEQUENCES, TOKENS = 8, 2, 32
 SETS = [
     f"job.steps={STEPS}",
@@ -128,8 +128,8 @@ async def test_two_workers_train_a_model_without_attention_as_one_does(tmp_path:
     assert max(abs(two / one - 1) for one, two in zip(*found, strict=True)) < 1e-5
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
-async def test_the_losses_of_the_first_fifty_steps_are_those_of_one_process(cluster: Cluster, workers: int) -> None:
+@pytest.mark.parametrize("workers", [1, 3])  # 3: shares of a step that are not equal
+async def test_the_losses_of_the_first_steps_are_those_of_one_process(cluster: Cluster, workers: int) -> None:
     losses = await _losses(cluster, profile(workers))
     worst = max(abs(loss / plain - 1) for loss, plain in zip(losses, plain_losses(), strict=True))
     print(f"{workers} workers: largest relative difference of a loss in {STEPS} steps: {worst:.1e}")

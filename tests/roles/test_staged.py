@@ -111,7 +111,7 @@ async def test_a_split_run_is_bit_for_bit_the_unsplit_one(cluster: Cluster, stag
 
 
 async def test_a_spare_takes_the_place_of_a_worker_that_died(cluster: Cluster) -> None:
-    profile = split_profile(2, 2, steps=400)
+    profile = split_profile(2, 2, steps=4000)
     job = await cluster.create(profile)
     peers = [cluster.join() for _ in range(5)]
     item = await cluster.job_until(job, at(5))
@@ -120,8 +120,10 @@ async def test_a_spare_takes_the_place_of_a_worker_that_died(cluster: Cluster) -
     peers.remove(victim)
     item = await cluster.job_until(job, lambda item: len(item["members"]) == 4 and item["generation"] > 1)
     assert {peer.identity.peer_id for peer in peers} == set(item["members"])
+    await cluster.job_until(job, at(item["step"] + 2))
+    await cluster.ask("jobs.pause", job=job)
+    await cluster.job_until(job, lambda item: item["state"] == "paused")
     held = await by_stage(cluster, peers)
-    await cluster.job_until(job, done)
     assert [len(stage) for stage in held] == [2, 2]
     for stage in held:
         assert len({part_of(peer).digest() for peer in stage}) == 1, "members of one stage differ"
