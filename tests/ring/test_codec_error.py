@@ -61,19 +61,19 @@ def test_what_came_out_and_what_is_kept_back_is_what_went_in(name, n, numel, rou
     assert np.abs(came_out - put_in).max() <= 2.0**-23 * n * rounds * largest
 
 
-@pytest.mark.parametrize("n", [2, 8])
 @pytest.mark.parametrize("name", ["int8", "int4", "topk"])
-def test_the_running_mean_converges_with_feedback_and_not_without(name, n):
+def test_the_running_mean_converges_with_feedback_and_not_without(name):
+    n = 8
     gradients = gradients_of(n, 1500)
     exact = np.asarray(np.sum(gradients, axis=0, dtype=np.float64))
     codecs = [codec_named(name) for _ in range(n)]
     residuals, total, errors = [np.zeros(1500, np.float32) for _ in range(n)], np.zeros(1500), {}
-    for turn in range(1, 201):
+    for turn in range(1, 121):
         total += exchange(gradients, codecs, residuals)
         errors[turn] = relative_error(total / turn, exact)
     without = relative_error(exchange(gradients, codecs), exact)  # every round gives these same bits
-    assert errors[200] < errors[50] / 2, "the error of a mean over T rounds falls as 1 / T"
-    assert errors[200] < without / 5
+    assert errors[120] < errors[30] / 2, "the error of a mean over T rounds falls as 1 / T"
+    assert errors[120] < without / 5
     assert exchange(gradients, codecs).tobytes() == exchange(gradients, codecs).tobytes()
 
 
