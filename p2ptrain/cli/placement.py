@@ -168,7 +168,15 @@ def show_robust(profile: Profile, *, as_json: bool = False) -> None:
     shape = shape_of(profile)
     if shape is None:
         raise UserError(f"the sizes of the model at {profile.model.path} are not known: it is not here")
-    members, vector = profile.job.workers, shape.sizes.weights_bytes(0, shape.sizes.layers)
+    vector = shape.sizes.weights_bytes(0, shape.sizes.layers)
+    if profile.job.strategy == "server":
+        need_bytes, number = profile.server.buffer * vector, profile.server.buffer
+        text = (
+            f"with robust.rule = {profile.robust.rule!r} the server needs about {human_bytes(need_bytes)} more memory"
+        )
+        print_json({"vectors_bytes": need_bytes}) if as_json else typer.echo(f"{text}, for {number} gradients")
+        return
+    members = profile.job.workers
     cost = {"members": members, "vectors_bytes": members * vector, "sent_bytes": (members - 1) * vector}
     if as_json:
         print_json(cost)

@@ -155,7 +155,7 @@ async def test_the_job_goes_on_without_its_server_and_the_audit_holds(cluster: C
     await server.leave()
     await cluster.job_until(job, done)
     verdict = await audited(cluster, job, profile)
-    assert verdict.views == 3
+    assert verdict.views >= 3
     assert len({state_of(peer) for peer in peers if not peer.stop.is_set() and not peer.task.done()}) == 1
 
 
