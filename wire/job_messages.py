@@ -216,8 +216,8 @@ class StepMetrics(Message):
     """Rank 0 to seed, after a commit.
 
     ``values``: the columns of ``wire.records.MetricRow`` that are known. With a robust rule also ``excluded.R`` for
-    each rank R whose vector the rule left out, and in some steps ``distance.R``: how far R's vector is from the
-    aggregate, over the median of all members' distances.
+    each rank R that contributed: 1 if the rule left its vector out, else 0. And in some steps ``distance.R``: how far
+    R's vector is from the aggregate, over the median of all distances.
     """
 
     KIND: ClassVar[int] = 24

@@ -109,8 +109,8 @@ class MemberScore(Record):
 
     Attributes:
         peer: id of the member.
-        steps: how many were combined since the member came to the present view. excluded: in how many the rule left its
-            vector out.
+        steps: in how many its vector was given to the rule since it came to the present view. excluded: in how many of
+            these the rule left it out.
         distance: of its vector to the aggregate, over the median of the members' distances: the mean of the last ones
             that were measured; None before the first one.
     """

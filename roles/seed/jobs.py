@@ -571,12 +571,12 @@ class JobController:
         """Count a step that a robust rule combined. Members that left the view are forgotten."""
         scores = {}
         for rank, member in enumerate(view.members):
-            peer, far = member.peer_id, values.get(distance_key(rank))
+            peer, out, far = member.peer_id, values.get(excluded_key(rank)), values.get(distance_key(rank))
             known = self._scores.get(peer, MemberScore(peer))
-            excluded, distance = known.excluded + (excluded_key(rank) in values), known.distance
+            distance = known.distance
             if far is not None and 0 <= far < math.inf:
                 distance = far if distance is None else distance + (far - distance) / DISTANCES
-            scores[peer] = MemberScore(peer, known.steps + 1, excluded, distance)
+            scores[peer] = MemberScore(peer, known.steps + (out is not None), known.excluded + (out == 1), distance)
         self._scores = scores
 
     def told_rows(self, message: LedgerRows) -> None:

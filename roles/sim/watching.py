@@ -192,7 +192,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
         view, rule = self._core.view, self._profile.robust.rule
         ranks = [rank for rank, member in enumerate(view.members) if member.name == ATTACKER] if view else []
         for rank in ranks if rule in EXCLUDING and not redone else ():
-            out = excluded_key(rank) in scores
+            out = scores.get(excluded_key(rank)) == 1
             observer.check(
                 "attacker excluded", out, lambda: f"{rule} has used the attacker's vector of step {step + 1}"
             )

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.schema import Robust
-from p2ptrain.compute.robust import aggregate, middle_of
+from p2ptrain.compute.robust import Scores, aggregate, middle_of
 from ring.session import RingSession
 from roles.engine import Engine
 from roles.strategies.interface import Contribution
@@ -31,6 +31,14 @@ from wire.job_messages import distance_key, excluded_key
 
 MEASURED_EVERY = 10
 """Steps from one measurement of the vectors' distances to the next."""
+
+
+def told(found: Scores, ranks: Sequence[int]) -> dict[str, float]:
+    """The scores as in ``wire.job_messages.StepMetrics``. ``ranks``: whose vectors they are."""
+    usual = median(found.distances or [0.0])
+    left_out = {excluded_key(rank): float(place in found.excluded) for place, rank in enumerate(ranks)}
+    far = zip(ranks, found.distances, strict=False)  # not always measured
+    return left_out | {distance_key(rank): distance / usual for rank, distance in far if usual > 0}
 
 
 class RobustStrategy(SyncStrategy):
@@ -79,9 +87,7 @@ class RobustStrategy(SyncStrategy):
         pieces = [*self._gathered[:-1], last[:, :-scalars]]
         measured = self._measured
         found = aggregate(rule, self._robust.byzantine, pieces, vector, self._center, measured=measured)
-        usual = median(found.distances or [0.0])
-        self.scores = {excluded_key(rank): 1.0 for rank in found.excluded}
-        self.scores |= {distance_key(rank): far / usual for rank, far in enumerate(found.distances) if usual > 0}
+        self.scores = told(found, range(len(last)))
         buffer[-scalars:] = middle_of(last[:, -scalars:], rule)
         if self._keeps_center:
             self._center = vector.copy()

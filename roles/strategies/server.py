@@ -53,6 +53,7 @@ from roles.engine import Applied
 from roles.gauges import free_memory_bytes
 from roles.snapshots import Snapshot, Snapshots, state_digest
 from roles.strategies.interface import ConnectPeers, Contribution
+from roles.strategies.robust import MEASURED_EVERY, told
 from roles.strategies.sync import SyncStrategy, codec_of
 
 PULL, CONTRIBUTION, REPLY, ROWS, STATE = range(5)
@@ -310,7 +311,9 @@ class ServerStrategy(SyncStrategy):
             buffer /= np.float32(count)
             return bad
         rule, pieces = self._robust.rule, [vectors[:, :-scalars]]
-        aggregate(rule, self._robust.byzantine, pieces, buffer[:-scalars], self._center, measured=False)
+        measured = self._its_intake.version % MEASURED_EVERY == 0
+        found = aggregate(rule, self._robust.byzantine, pieces, buffer[:-scalars], self._center, measured=measured)
+        self.scores = told(found, [one.rank for one in chosen])
         buffer[-scalars:] = middle_of(vectors[:, -scalars:], rule)
         if rule == "centered_clipping":
             self._center = buffer[:-scalars].copy()

@@ -209,8 +209,10 @@ async def test_a_robust_rule_withstands_a_worker_that_flips_signs(cluster: Clust
     job = await cluster.create(profile)
     for build in (StandInEngine, StandInEngine, StandInEngine, SignFlipping):
         cluster.join(build)
-    await cluster.job_until(job, done)
+    ended = await cluster.job_until(job, done)
     log = await versions(cluster, job)
     assert all(len({one.rank for one in made}) == 3 for made in log)
+    assert sum(score["steps"] for score in ended["scores"]) == 3 * 24
+    assert ended["scores"][0]["steps"] == 0, "the server contributes nothing"
     rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=100))["rows"]
     assert rows[-1]["loss"] < rows[0]["loss"] / 3
