@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from ring.token import first_lineage, next_lineage
+from ring.token import ShareRule, first_lineage, next_lineage
 from ring.transaction import (
     Apply,
     Boundary,
     CloseRing,
     Compute,
     Confirm,
+    EndCompute,
     Event,
     Finished,
     Gathered,
@@ -50,14 +51,25 @@ def digest_of(generation: int, step: int) -> bytes:
 class Member:
     """One core with what a real one has around it: a state (the digests that were applied) and a redo buffer."""
 
-    def __init__(self, peer: str, steps_total: int, *, checkpoint_every: int = 0, outlier_factor: float = 0.0) -> None:
+    def __init__(
+        self,
+        peer: str,
+        steps_total: int,
+        *,
+        checkpoint_every: int = 0,
+        outlier_factor: float = 0.0,
+        asynchronous: bool = False,
+    ) -> None:
         self.core = Transaction(
             job=JOB,
             peer_id=peer,
             steps_total=steps_total,
             checkpoint_every=checkpoint_every,
             outlier_factor=outlier_factor,
+            share_rule=ShareRule(equal=asynchronous),
+            asynchronous=asynchronous,
         )
+        self.asked_to_end = False  # its ``Compute``
         self.state: list[bytes] | None = []  # None: torn
         self.buffer = b""
         self.activity: Instruction | None = None
@@ -72,6 +84,8 @@ class Member:
                     self.said.append(report)
                 case CloseRing():
                     self.activity = None
+                case EndCompute():
+                    self.asked_to_end = True
                 case Heal():
                     self.state = None
                     self.activity = instruction

@@ -15,11 +15,14 @@ from hypothesis import strategies as st
 from p2ptrain.core.errors import ProtocolError
 from ring.token import LEAST_STEPS, TOKEN_BYTES, Flag, Token, next_lineage
 from ring.transaction import (
+    Adopt,
     Apply,
     Boundary,
     Broken,
     Compute,
     Confirm,
+    Exchange,
+    Exchanged,
     FlagRequested,
     Followed,
     FormRing,
@@ -411,3 +414,84 @@ def test_a_token_of_which_one_bit_was_turned_is_refused(bit: int) -> None:
     data[bit // 8] ^= 1 << bit % 8
     with pytest.raises(ProtocolError, match="corrupted in transit"):
         Token.decode_untrusted(bytes(data))
+
+
+# ------------------------------------------------------------------------------------------------- asynchronous views
+
+
+def in_asynchronous_view(peer: str) -> Member:
+    """The server "a" or the worker "b", with its ring formed."""
+    member = Member(peer, 3, asynchronous=True)
+    member.handle(Loaded(0, ORIGIN))
+    member.handle(ViewArrived(view(1, ["a", "b"], healthy={"a"})))
+    member.finish()
+    return member
+
+
+@pytest.mark.parametrize("flag", [Flag.HOLD, Flag.LEAVE])
+def test_a_server_makes_versions_alone_and_stops_at_once_while_it_waits_for_the_next_one(flag: Flag) -> None:
+    server = in_asynchronous_view("a")
+    run_step(server, 1)  # only its own token is needed
+    server.finish()
+    assert server.core.phase is Phase.COMPUTING
+    server.handle(FlagRequested(flag))
+    assert server.asked_to_end
+    server.finish()
+    assert server.boundaries[-1] == replace(server.boundaries[-1], applied=1, save=False, last=False)
+    server.finish()
+    assert server.core.phase is Phase.HELD
+    assert (server.said[-1].status, server.said[-1].applied) == ("held", 1)
+
+
+def test_a_server_that_is_asked_to_save_and_stop_while_it_applies_makes_no_further_version() -> None:
+    server = in_asynchronous_view("a")
+    server.finish()
+    reduce_(server, 1)
+    vote = server.activity
+    assert isinstance(vote, Vote)
+    server.handle(Gathered(vote.ticket, (vote.token,)))
+    for flag in (Flag.SAVE, Flag.HOLD):
+        server.handle(FlagRequested(flag))
+    assert not server.asked_to_end
+    server.finish()
+    server.finish()
+    confirm = server.activity
+    assert isinstance(confirm, Confirm)
+    server.handle(Gathered(confirm.ticket, (server.digest(),)))
+    assert server.boundaries[-1].save
+    server.finish()
+    assert (server.said[-1].status, server.said[-1].applied) == ("held", 1)
+
+
+def test_a_worker_has_applied_what_it_adopted_and_a_break_waits_for_that() -> None:
+    worker = in_asynchronous_view("b")
+    exchange = worker.activity
+    assert isinstance(exchange, Exchange), "it heals by its first pull"
+    worker.handle(Exchanged(exchange.ticket, 0, ORIGIN, 0.0))
+    assert isinstance(worker.activity, Exchange), "it holds that version"
+    later = next_lineage(ORIGIN, digest_of(1, 0))
+    worker.handle(Exchanged(worker.activity.ticket, 2, later, 1.5))
+    assert isinstance(worker.activity, Adopt)
+    worker.handle(Broken(1, "a", "died"))
+    assert worker.core.phase is Phase.APPLYING
+    worker.finish()
+    said = worker.said[-1]
+    assert (said.status, said.applied, said.lineage, said.square_sum, said.prepared) == ("broken", 2, later, 1.5, 2)
+
+
+@pytest.mark.parametrize(
+    ("told", "flag", "status"),
+    [({"over": True}, Flag(0), "held"), ({"last": True, "over": True}, Flag(0), "done"), ({}, Flag.HOLD, "held")],
+)
+def test_a_worker_stops_with_its_server_or_after_the_exchange_under_way(
+    told: dict[str, bool], flag: Flag, status: str
+) -> None:
+    worker = in_asynchronous_view("b")
+    exchange = worker.activity
+    assert isinstance(exchange, Exchange)
+    if flag:
+        worker.handle(FlagRequested(flag, 1))
+    assert worker.core.running
+    worker.handle(Exchanged(exchange.ticket, 1, next_lineage(ORIGIN, digest_of(1, 0)), 1.5, **told))
+    worker.finish()
+    assert (worker.said[-1].status, worker.said[-1].applied) == (status, 1)
