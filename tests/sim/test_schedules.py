@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import random
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
 from ring.transaction import Phase
-from roles.sim.faults import KINDS, PHASES
-from roles.sim.run import PRIVATE, replay, run_batch, run_schedule
+from roles.sim.cluster import Simulation
+from roles.sim.faults import KINDS, KINDS_OF_PARTS, PHASES, Faults
+from roles.sim.run import PRIVATE, _to_the_end, replay, run_batch, run_schedule
 from roles.sim.watching import PRIVATE as MUTATIONS_OF_PRIVATE
 
 RUNS = int(os.environ.get("P2PTRAIN_SIM_RUNS", "6"))
@@ -52,10 +56,32 @@ def test_a_count_that_is_not_told_or_kept_shows(safeguard: str, number: int) -> 
     assert run_schedule(number, strategy=PRIVATE, kinds=kinds, mutation=safeguard).violated == "privacy counted"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_fault_strikes_and_is_survived(kind: str) -> None:
-    verdict = run_schedule(1, peers=4, kinds=[kind, "join"])
-    assert not verdict.violated, f"{verdict.text}\n  → {replay(verdict, peers=4, kinds=[kind, 'join'])}"
+GROUP = 4
+
+
+async def in_turn(simulation: Simulation, faults: Faults, rng: random.Random, kinds: Sequence[str]) -> None:
+    """Every kind once, soon after one another, each with a newcomer, from a ring that trains on."""
+    observer = simulation.observer
+    simulation.seed.start()
+    await simulation.create_job()
+    for machine in simulation.workers[1:]:
+        machine.start()
+    await faults._until(lambda: len(observer.line.lineages) > 1)
+    for kind in kinds:
+        assert observer.job_state != "done", f"{kind} has nothing to strike"
+        faults.join()
+        await faults.strike(kind)
+        await asyncio.sleep(rng.choice((0.0, 0.2, 0.5, 1.0)))
+    await _to_the_end(simulation, faults)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("at", range(0, len(KINDS | KINDS_OF_PARTS), GROUP))
+def test_every_kind_of_fault_strikes_and_is_survived(at: int, stages: int) -> None:
+    kinds = [kind for kind in [*KINDS, *KINDS_OF_PARTS][at : at + GROUP] if stages > 1 or kind in KINDS]
+    verdict = run_schedule(at // GROUP, peers=4, kinds=kinds, stages=stages, conduct=in_turn)
+    timeline = "\n".join(f"{at_s:.2f} {text}" for at_s, text in verdict.timeline)
+    assert not verdict.violated, f"{kinds}: {verdict.text}\n{timeline}"
 
 
 def test_the_same_number_is_the_same_run_in_another_process_too() -> None:
