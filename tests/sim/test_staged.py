@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 
 import pytest
 
-from roles.sim.faults import KINDS
+from roles.sim import run
 from roles.sim.run import replay, run_batch, run_schedule
 from roles.sim.watching import STAGED
 
@@ -21,13 +22,6 @@ def test_a_batch_violates_nothing(first: int, stages: int, peers: int) -> None:
     assert all(summary.checks[name] for name in ("same bits", "exactly once", "no fork", "ledger", "one cut"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_fault_strikes_and_is_survived(kind: str) -> None:
-    verdict = run_schedule(1, peers=4, kinds=[kind, "join"], stages=2)
-    assert not verdict.violated, f"{verdict.text}\n  → {replay(verdict, peers=4, kinds=[kind, 'join'], stages=2)}"
-
-
 # Name → a schedule that shows it, and by which invariant.
 FOUND = {
     "stage": (7, "same bits"),
@@ -40,8 +34,14 @@ WITHIN = 60
 """Schedules within which each of them is found, from any number on; searched where the product has moved on."""
 
 
+@cache
+def clean(number: int, kinds: tuple[str, ...]) -> bool:
+    return not run_schedule(number, kinds=kinds, stages=2).violated
+
+
 @pytest.mark.parametrize("name", STAGED)
-def test_what_is_missing_shows(name: str) -> None:
+def test_what_is_missing_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "CALM_S", 100.0)  # soon enough to see that without "alike" a job goes in circles
     kinds = STAGED[name][1]
     number, invariant = FOUND[name]
     for tried in (number, *range(WITHIN)):
@@ -50,4 +50,4 @@ def test_what_is_missing_shows(name: str) -> None:
             break
     assert verdict.violated, f"{WITHIN} schedules without {name} show nothing"
     assert verdict.violated == invariant or tried != number
-    assert not run_schedule(tried, kinds=kinds, stages=2).violated
+    assert clean(tried, kinds)
