@@ -91,24 +91,24 @@ async def test_a_small_terminal_shows_one_view_at_a_time_and_a_large_one_everyth
             assert stage.shown() == shown
         seen = []
         for _ in range(5):
-            await stage.press("tab")
+            await stage.pilot.press("tab")
             assert stage.app.focused is not None
             seen.append((stage.app.view, stage.app.focused.id))
         assert seen == [(3, "checkpoints-table"), (4, "events"), (5, "chains"), (6, "serving"), (1, "peers-table")]
-        await stage.press("shift+tab", "shift+tab", "3")
+        await stage.pilot.press("shift+tab", "3")
         await stage.pilot.resize_terminal(*WIDE)
         await stage.settle()
         assert stage.shown() == {"ring", "training", "peers", "jobs", "checkpoints", "events"}
         focus = {"2": "training", "3": "jobs-table", "4": "events", "5": "chains", "6": "serving", "1": "peers-table"}
         for key, focused in focus.items():
-            await stage.press(key)
+            await stage.pilot.press(key)
             assert stage.app.focused is not None
             assert stage.app.focused.id == focused
 
 
 async def test_no_size_breaks_it():
-    async with staged(WIDE, peers=64, serving=True) as stage:
-        for size, key in zip([(1, 1), (20, 5), (119, 37), (120, 38), (240, 80), (79, 24)], "123565", strict=True):
+    async with staged(WIDE, peers=24, serving=True) as stage:
+        for size, key in zip([(1, 1), (20, 5), (119, 37), (120, 38), (200, 60)], "12356", strict=True):
             await stage.pilot.resize_terminal(*size)
             stage.source.tick()
             await stage.press(key)
