@@ -84,9 +84,9 @@ async def test_a_port_in_use(machine: Any, taken: int) -> None:
 
 @pytest.mark.slow
 async def test_two_of_a_kind_in_one_directory(machine: Any) -> None:
-    up = ["up", "--plain", "--state", str(machine.root), *machine.settings(job__steps=LONG)]
+    up = ["up", "--plain", "--workers", "1", "--state", str(machine.root), *machine.settings(job__steps=LONG)]
     first = await machine.start(*up)
-    await first.until("workers start")
+    await first.until("1 worker starts")
     cause = f"another seed is running on {machine.root}/seed"
     remedy = "stop it, or give this one another directory with --state"
     where = ["--port", "0", "--state", str(machine.root)]
@@ -268,10 +268,11 @@ async def test_up_leaves_nobody_behind(machine: Any) -> None:
 
 @pytest.mark.slow
 async def test_children_leave_when_their_parent_is_killed(machine: Any) -> None:
-    up = await machine.start("up", "--plain", "--state", str(machine.root), *machine.settings(job__steps=LONG))
+    settings = machine.settings(job__steps=LONG)
+    up = await machine.start("up", "--workers", "1", "--plain", "--state", str(machine.root), *settings)
     await up.until("step")
     children = psutil.Process(up.process.pid).children(recursive=True)
-    assert len(children) == 3
+    assert len(children) == 2
     await up.kill()
     assert await gone(children)
     for log in (machine.root / "logs").iterdir():
@@ -282,7 +283,7 @@ async def test_children_leave_when_their_parent_is_killed(machine: Any) -> None:
 async def test_up_says_which_child_died_and_of_what(machine: Any) -> None:
     settings = machine.settings(job__steps=LONG)
     up = await machine.start("up", "--workers", "1", "--state", str(machine.root), *settings)
-    await up.until("step")
+    await up.until("1 worker starts")
     children = psutil.Process(up.process.pid).children(recursive=True)
     (victim,) = [child for child in children if "seed" in child.cmdline()]
     victim.kill()
