@@ -64,7 +64,7 @@ def sim(
     from configs.schema import Robust, RobustRule
     from roles.sim.faults import KINDS, KINDS_OF_PARTS
     from roles.sim.run import Summary, run_batch
-    from roles.sim.watching import ASYNCHRONOUS, MUTATIONS, STAGED
+    from roles.sim.watching import ASYNCHRONOUS, MUTATIONS, PRIVATE, STAGED
 
     check_one_of("--strategy", strategy, list(STRATEGIES))
     if stages > 1 and strategy != "sync":
@@ -77,7 +77,7 @@ def sim(
         what = f"--stages {stages}" if stages > 1 else f"--workers {workers}"
         remedy = "leave one of them out" + f", or give --workers {least}" * (stages == 1)
         raise UserError(f"--rule {rule} cannot have {what}", remedy=remedy)
-    more = STAGED if stages > 1 else ASYNCHRONOUS if strategy == "server" else {}
+    more = STAGED if stages > 1 else {"server": ASYNCHRONOUS, "private": PRIVATE}.get(strategy, {})
     safeguards = MUTATIONS | more
     kinds = tuple(name.strip() for name in faults.split(",") if name.strip())
     for name in kinds:

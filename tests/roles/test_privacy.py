@@ -135,6 +135,18 @@ async def test_a_job_ends_at_its_budget_and_shows_no_loss(
     assert sum(std**2 for std, _ in noises) == pytest.approx(AFFORDED * (6 * 0.1) ** 2)
 
 
+async def test_going_back_gives_no_budget_back(cluster: Cluster, join: Callable[..., Peer]) -> None:
+    job = await cluster.create(private_profile("checkpoint.every=4", "job.workers=1"))
+    peer = join(0)
+    await cluster.job_until(job, done)
+    saved = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
+    await cluster.ask("checkpoints.restore", id=next(item["id"] for item in saved if item["step"] == 8))
+    await cluster.job_until(job, lambda item: not done(item))
+    ended = await cluster.job_until(job, done)
+    assert (ended["step"], ended["epsilon"]) == (9, pytest.approx(epsilon_of(AFFORDED, 6.0, 1e-5)))
+    assert noises_of(peer.engines[-1])[-1][1] == b""
+
+
 async def test_an_aborted_step_and_a_newcomer_count(cluster: Cluster, join: Callable[..., Peer]) -> None:
     job = await cluster.create(private_profile())
     gate = Watched(4)
