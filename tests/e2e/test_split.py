@@ -26,7 +26,7 @@ from tests.e2e.warm import Nursery
 
 DEADLINE_S = 180.0
 LEFT_S = 2.0
-STAGES, LAYERS, CONTEXT = 3, 6, 60_000
+STAGES, LAYERS, CONTEXT = 2, 6, 60_000
 PROMPTS = ["Once upon a time", "def main(", "x", "The ring: ", "中文 and more", "0, 1, 1, 2, 3, 5, 8"]
 SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95}
 
