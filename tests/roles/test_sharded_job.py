@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from configs.schema import Profile
 from p2ptrain.cli.audit import audit
@@ -20,14 +18,12 @@ from roles.worker.build import engine_builder, stage_builder
 from tests.roles.in_process import Cluster, Gate
 from tests.roles.test_pipeline_job import (
     at,
-    done,
     ended_as_one_process,
     gated,
     join,
+    learned_as_one_process,
     members_of,
-    one_process,
     profile_of,
-    rows_of,
     state_of,
     text,
 )
@@ -41,29 +37,8 @@ def sharded(text: Path, shards: int, replicas: int, steps: int) -> Profile:
     return Profile.model_validate(base | {"pipeline": {}, "sharded": {"shards": shards}})
 
 
-@pytest.mark.parametrize(("shards", "replicas", "steps"), [(2, 2, 50)])
-async def test_a_sharded_model_learns_what_one_process_does(
-    cluster: Cluster, text: Path, shards: int, replicas: int, steps: int
-) -> None:
-    """3 shards: the micro-batches of a step, 4, are no multiple of them."""
-    profile = sharded(text, shards, replicas, steps)
-    job = await cluster.create(profile)
-    peers = [join(cluster) for _ in range(shards * replicas)]
-    await cluster.job_until(job, done)
-    losses, held_out, weights = one_process(profile)
-    rows = await rows_of(cluster, job)
-    assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5)
-    assert {row["step"]: row["val_loss"] for row in rows if row["val_loss"] is not None} == pytest.approx(
-        held_out, abs=1e-5
-    )
-    assert losses[-1] < losses[0] - 1
-    assert len({state_of(peer) for peer in peers}) == shards, "members of one shard have the same bits"
-    saved = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
-    whole = next(item for item in saved if item["stage"] is None and item["step"] == profile.job.steps)
-    found = AutoModelForCausalLM.from_pretrained(whole["path"], use_safetensors=True).state_dict()
-    assert found.keys() == weights.keys()
-    for name, tensor in found.items():
-        torch.testing.assert_close(tensor, weights[name], atol=1e-5, rtol=1e-4)
+async def test_a_sharded_model_learns_what_one_process_does(cluster: Cluster, text: Path) -> None:
+    await learned_as_one_process(cluster, sharded(text, 2, 2, 20))
 
 
 async def test_a_replica_that_lost_a_member_comes_back_while_the_other_goes_on(cluster: Cluster, text: Path) -> None:
