@@ -71,8 +71,8 @@ def sim(
         raise UserError(f"--strategy {strategy} cannot have --stages {stages}", remedy="leave one of them out")
     if rule:
         check_one_of("--rule", rule, get_args(RobustRule)[1:])
-    if rule and strategy == "server":
-        raise UserError(f"--rule {rule} cannot have --strategy server", remedy="leave one of them out")
+    if rule and strategy in ("private", "server"):
+        raise UserError(f"--rule {rule} cannot have --strategy {strategy}", remedy="leave one of them out")
     if rule and (stages > 1 or 0 < workers < (least := Robust(rule=cast(RobustRule, rule), byzantine=1).least)):
         what = f"--stages {stages}" if stages > 1 else f"--workers {workers}"
         remedy = "leave one of them out" + f", or give --workers {least}" * (stages == 1)

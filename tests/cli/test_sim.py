@@ -61,5 +61,6 @@ def test_a_strategy_is_played_and_named_in_the_line_to_replay(command: Command) 
     assert "--strategy local" in found.err
     assert "did you mean local" in command("sim", "--strategy", "lcoal").err
     assert "--stages 2" in command("sim", "--strategy", "local", "--stages", "2").err
+    assert "--strategy private" in command("sim", "--strategy", "private", "--rule", "krum").err
     assert "did you mean krum" in command("sim", "--rule", "krumm").err
     assert "give --workers 7" in command("sim", "--rule", "bulyan", "--workers", "6").err
