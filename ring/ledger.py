@@ -258,6 +258,8 @@ class Audit:
             return Fault(row.step, "version", f"step {row.step}: {problem.message}")
         text = problem_of(accepted, row.step, buffer=buffer, bound=bound)
         view = self._by_generation.get(row.generation)
+        if view is not None and len(counts) != len(view.members):
+            view = None  # of the time before the views that are known
         for one in () if text else accepted:
             if counts[one.rank] != self._micro_batches // buffer:
                 text = f"rank {one.rank} contributed {counts[one.rank]} micro-batches"

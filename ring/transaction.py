@@ -270,9 +270,11 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Replace the state by the one that was pulled."""
+    """Replace the state by the one that was pulled, of version ``applied``."""
 
     ticket: int
+    applied: int
+    lineage: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -680,7 +682,7 @@ class Transaction:
             return self._after_exchange(event)
         self._exchanged = event
         self._go(Phase.APPLYING)
-        return [Adopt(self._next_ticket())]
+        return [Adopt(self._next_ticket(), event.applied, event.lineage)]
 
     def _adopted(self, event: Exchanged) -> list[Instruction]:
         self.applied, self.lineage, self.square_sum = event.applied, event.lineage, event.square_sum

@@ -457,7 +457,7 @@ RUN_BYTES = 16 << 10
 def runs_of(rows: Iterable[LedgerRow]) -> list[LedgerRun]:
     found: list[list[LedgerRow]] = []
     for row in rows:
-        last = found[-1][-1] if found and len(found[-1]) * len(row.made_of) < RUN_BYTES else None
+        last = found[-1][-1] if found and (len(found[-1]) + 1) * len(row.made_of) <= RUN_BYTES else None
         if last and (last.step + 1, last.generation, last.counts) == (row.step, row.generation, row.counts):
             found[-1].append(row)
         else:

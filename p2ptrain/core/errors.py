@@ -112,11 +112,11 @@ class DeadlineExceeded(NetworkError):
 
 
 class NeighbourAway(DeadlineExceeded):
-    """The next member of the ring, ``peer_id``, was not reached in time."""
+    """The member ``peer_id`` was not reached in time, or the view cannot go on with it. ``cause``: see ``Report``."""
 
-    def __init__(self, message: str, *, peer_id: str, remedy: str = "") -> None:
+    def __init__(self, message: str, *, peer_id: str, remedy: str = "", cause: str = "") -> None:
         super().__init__(message, remedy=remedy)
-        self.peer_id = peer_id
+        self.peer_id, self.cause = peer_id, cause
 
 
 class ResourceError(P2PTrainError):

@@ -15,8 +15,9 @@ of its own first: its own state is complete at any time.
 The server sends from a copy of the state, so it makes further versions meanwhile. It keeps at most ``MOST_COPIES``; if
 all are being sent, workers get the newest copy instead of the newest version.
 
-With a robust rule the contributions of a version are its vectors (``compute.robust``). A contribution that is not
-finite, or is an outlier (``ring.token.Guard``), is refused.
+With a robust rule the contributions of a version are its vectors (``compute.robust``). Without one, a contribution that
+is not finite, or is an outlier (``ring.token.Guard``), ends the view, and its worker is excluded for a while
+(``ring.quarantine``).
 """
 
 from __future__ import annotations
@@ -97,11 +98,9 @@ class ServerStrategy(SyncStrategy):
         self._outlier_factor = outlier_factor
         self._snapshots = Snapshots(self._compute, MOST_COPIES)
         self._published: tuple[Snapshot, bytes] | None = None  # with the digest of its bytes
-        self._state, self._version_pulled = list[Bytes](), 0  # as pulled
-        self._refused, self._staleness = (
-            0,
-            Counter[int](),
-        )  # of this worker's contributions; by staleness: accepted ones
+        self._state = list[Bytes]()  # as pulled
+        # Of this worker's contributions; by staleness: accepted ones.
+        self._refused, self._staleness = 0, Counter[int]()
         self.rows = b""
 
     async def begin(self, session: RingSession, meet: ConnectPeers) -> None:
@@ -117,6 +116,9 @@ class ServerStrategy(SyncStrategy):
         if self._published is not None:
             self._published[0].release()
         self._published = None
+        self._slots, self._vectors = list[Bytes](), np.empty((0, 0), np.float32)
+        if session.rank:
+            self._snapshots.close()  # this member may have been the server
         self._intake: Intake | None = None
         self._guard = Guard(self._outlier_factor)
         self._chosen: list[Accepted] = []
@@ -138,7 +140,7 @@ class ServerStrategy(SyncStrategy):
         self._rows, before = rows, self._published
         if before is None:
             self._open(step)
-        while True:
+        while before is None or (before[0].step, before[0].lineage) != (step, lineage):
             try:
                 copy = await self._snapshots.take(self._engine, step=step, lineage=lineage, square_sum=square_sum)
             except ResourceError:
@@ -149,7 +151,9 @@ class ServerStrategy(SyncStrategy):
                 self._sent.clear()
                 await self._sent.wait()
             else:
-                self._published = copy, await self._compute.run(state_digest, copy.blobs)
+                with copy:
+                    self._published = copy, await self._compute.run(state_digest, copy.blobs)
+                    copy.holders += 1
                 if before is not None:
                     before[0].release()
                 break
@@ -174,17 +178,16 @@ class ServerStrategy(SyncStrategy):
             if self._failure is not None:
                 raise self._failure
             self._news.clear()
-            chosen, refused = intake.choose()
-            bad = await self._compute.run(self._combine, chosen) if chosen else []
-            for rank in bad:
-                intake.refuse(rank)
-            for rank in (*refused, *bad):
+            chosen, stale = intake.choose()
+            for rank in stale:
                 self._answer(rank, (Verdict.REFUSED, intake.staleness(rank), intake.bound(rank)))
-            if chosen and not bad and not self._ending:
-                self._chosen = chosen
-                return
             if not chosen:
                 await self._news.wait()
+                continue
+            await self._compute.run(self._combine, chosen)
+            if not self._ending:
+                self._chosen = chosen
+            return
 
     async def reduce(self, session: RingSession) -> Contribution:
         return await self._compute.run(self._version, session.size)
@@ -232,8 +235,7 @@ class ServerStrategy(SyncStrategy):
             self._attending.append(asyncio.create_task(work, name=f"attend to rank {rank}"))
 
     async def _attend(self, rank: int, messages: DirectMessages) -> None:
-        assert self._session is not None
-        member, asked = self._session.view.members[rank], np.empty(REQUEST_BYTES, np.uint8)
+        asked = np.empty(REQUEST_BYTES, np.uint8)
         try:
             while True:
                 await messages.receive(asked, rank, PULL, timeout_s=EXCHANGE_S)
@@ -241,9 +243,15 @@ class ServerStrategy(SyncStrategy):
                 outcome = await self._taken(rank, request, messages) if request.contributes else NOTHING
                 await self._reply(rank, request, outcome, messages)
         except (NetworkError, PeerError) as problem:
-            self._give_up(NeighbourAway(f"{member.name}: {problem.message}", peer_id=member.peer_id), messages)
+            self._give_up(self._without(rank, problem.message), messages)
         except Exception as problem:  # noqa: BLE001 - ``compute`` raises it
             self._give_up(problem if isinstance(problem, P2PTrainError) else translated(problem), messages)
+
+    def _without(self, rank: int, why: str, cause: str = "") -> NeighbourAway:
+        """The error that ends the view because of a member. ``cause``: see ``Report``."""
+        assert self._session is not None
+        member = self._session.view.members[rank]
+        return NeighbourAway(f"{member.name}: {why}", peer_id=member.peer_id, cause=cause)
 
     def _give_up(self, problem: P2PTrainError, messages: DirectMessages) -> None:
         if messages is self._messages:
@@ -288,28 +296,32 @@ class ServerStrategy(SyncStrategy):
             self._sending -= 1
             self._sent.set()
 
-    def _combine(self, chosen: Sequence[Accepted]) -> list[int]:
-        """Put the combination into the reduce buffer. Returns the ranks whose contributions the guard refuses."""
+    def _combine(self, chosen: Sequence[Accepted]) -> None:
+        """Put the combination into the reduce buffer. Raises ``NeighbourAway`` for a contribution that is unfit."""
         assert self._session is not None
         buffer, scalars, count = self._engine.reduce_buffer, self._engine.scalars, len(chosen)
         vectors = self._vectors if len(self._vectors) else buffer.reshape(1, -1)
-        bad = list[int]()
         with np.errstate(all="ignore"):
             for one, vector in zip(chosen, vectors, strict=True):
-                self._decode(self._slots[one.rank - 1], vector)
+                try:
+                    self._decode(self._slots[one.rank - 1], vector)
+                except ProtocolError as problem:
+                    raise self._without(one.rank, problem.message) from problem
                 vector[:-scalars] *= np.float32(count * one.weight)  # as if it were of all micro-batches
                 vector[-scalars:] *= np.float32(count)
+                if self._robust.rule:
+                    continue  # it withstands any vector
                 if vectors is self._vectors:
                     buffer[:] = vector
                 own = self._engine.partial_square_sum(0, buffer.size)
                 if self._guard.refuses(own, own, lenient=self._session.view.lenient):
-                    bad.append(one.rank)
-        if bad or vectors is not self._vectors:
-            return bad
+                    raise self._without(one.rank, "its gradient is not finite, or is an outlier", "contribution")
+        if vectors is not self._vectors:
+            return
         if not self._robust.rule:
             np.add.reduce(vectors, axis=0, out=buffer)
             buffer /= np.float32(count)
-            return bad
+            return
         rule, pieces = self._robust.rule, [vectors[:, :-scalars]]
         measured = self._its_intake.version % MEASURED_EVERY == 0
         found = aggregate(rule, self._robust.byzantine, pieces, buffer[:-scalars], self._center, measured=measured)
@@ -317,7 +329,6 @@ class ServerStrategy(SyncStrategy):
         buffer[-scalars:] = middle_of(vectors[:, -scalars:], rule)
         if rule == "centered_clipping":
             self._center = buffer[:-scalars].copy()
-        return bad
 
     def _decode(self, slot: Bytes, vector: npt.NDArray[Any]) -> None:
         exact_from = self._engine.exact_from
@@ -354,8 +365,7 @@ class ServerStrategy(SyncStrategy):
         try:
             return await self._exchanged(applied, lineage, self._messages)
         except PeerError as problem:
-            server = self._session.view.members[0]
-            raise NeighbourAway(f"{server.name}: {problem.message}", peer_id=server.peer_id) from problem
+            raise self._without(0, problem.message) from problem
 
     async def _exchanged(self, applied: int, lineage: str, messages: DirectMessages) -> PullReply:
         request, outgoing = PullRequest(False, applied, lineage), list[tuple[int, Bytes]]()
@@ -417,11 +427,11 @@ class ServerStrategy(SyncStrategy):
             digest.update(array.data)
         if digest.digest() != reply.digest:
             raise ProtocolError("the state that it sent was corrupted in transit")
-        self.rows, self._version_pulled = rows.tobytes(), reply.version
+        self.rows = rows.tobytes()
 
-    async def adopt(self) -> None:
-        """Replace the state by the one that was pulled."""
-        await self._compute.run(self._load, self._version_pulled)
+    async def adopt(self, step: int) -> None:
+        """Replace the state by the one that was pulled, which is that of ``step``."""
+        await self._compute.run(self._load, step)
 
     def _load(self, step: int) -> None:
         for blob, pulled in zip(self._engine.state(), self._state, strict=True):

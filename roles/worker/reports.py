@@ -312,7 +312,8 @@ class Reports:
         self.send(report)
         if report.status == "done" and not self._done_told:  # once: a returning seed asks again
             self._done_told = True
-            how = self._stopped_early() or f"all {report.applied:,} steps"
+            every = "all " * (report.applied >= self._core.steps_total)
+            how = self._stopped_early() or f"{every}{report.applied:,} steps"
             self._context.tell("info", "done", f"the job is done: {how}; waits for a new job")
         if report.status == "broken":
             self._context.notify("warning", "ring-broken", f"step {report.applied + 1} aborted: {report.reason}")

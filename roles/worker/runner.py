@@ -317,7 +317,7 @@ class JobRunner:
         try:
             await activity(*args, **kwargs)
         except NeighbourAway as problem:
-            self._handle(Broken(generation, problem.peer_id, problem.message))
+            self._handle(Broken(generation, problem.peer_id, problem.message, cause=problem.cause))
         except (NetworkError, PeerError) as problem:
             ended = [session.broken.result() for session in self._sessions() if session.broken.done()]
             broken = next((broken for broken in ended if broken.suspect), None)
@@ -587,11 +587,12 @@ class JobRunner:
 
     async def _adopt(self, instruction: Adopt) -> None:
         core, strategy = self.core, self._server_strategy
-        await strategy.adopt()
+        await strategy.adopt(instruction.applied)
         self.reports.steps.forget()
+        # First, as the report that may follow drops rows that do not lead to its state.
+        self.reports.ledger.take_up_untrusted(instruction.applied, instruction.lineage, strategy.rows)
         self._did_something()
         self._handle(Finished(instruction.ticket))
-        self.reports.ledger.take_up_untrusted(core.applied, core.lineage, strategy.rows)
         self._context.on_step(core.applied, core.steps_total, {})
 
     # -------------------------------------------------------------------------------------------------------- helpers

@@ -188,19 +188,42 @@ async def test_no_worker_waits_for_a_slow_one_and_its_stale_gradient_is_refused(
 class NotFinite(StandInEngine):
     def contribution(self, step: int, index: int) -> np.ndarray[Any, np.dtype[np.float32]]:
         values = super().contribution(step, index)
-        values[3] = np.nan if index == 0 else 0
+        values[3] = np.nan
         return values
 
 
-async def test_a_gradient_that_is_not_finite_is_refused(cluster: Cluster) -> None:
-    profile = small_profile(job={"strategy": "server", "workers": 3})
+async def test_a_worker_whose_gradients_are_not_finite_is_excluded(cluster: Cluster) -> None:
+    profile = small_profile(job={"strategy": "server", "workers": 3, "steps": 60}, ring={"codec": "int8"})
     job = await cluster.create(profile)
-    for build in (StandInEngine, StandInEngine, NotFinite):
-        cluster.join(build)
+    for _ in range(3):
+        cluster.join()
+    await cluster.job_until(job, at(5))
+    newcomer = cluster.join(NotFinite)
     await cluster.job_until(job, done)
     await audited(cluster, job, profile)
     rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=100))["rows"]
     assert all(math.isfinite(row["loss"]) for row in rows)
+    events = (await cluster.ask("events.list", limit=100))["events"]
+    assert any(f"{newcomer.identity.name} is excluded" in event["text"] for event in events)
+
+
+async def test_a_job_whose_gradients_are_nowhere_finite_fails(cluster: Cluster) -> None:
+    job = await cluster.create(small_profile(job={"strategy": "server", "workers": 3}))
+    for _ in range(3):
+        cluster.join(NotFinite)
+    record = await cluster.job_until(job, lambda item: item["state"] == "failed")
+    assert "not finite on any worker" in record["reason"]
+
+
+async def test_a_job_that_ends_early_tells_no_worker_that_every_step_is_done(cluster: Cluster) -> None:
+    profile = small_profile(job={"strategy": "server", "workers": 3, "steps": 4000}, validation={"patience": 1})
+    job = await cluster.create(profile)
+    peers = [cluster.join() for _ in range(3)]
+    record = await cluster.job_until(job, done)
+    assert record["reason"].startswith("stopped early")
+    for peer in peers:
+        await peer.hears("the job is done")
+        assert not any("all " in text for _, kind, text in peer.told if kind == "done")
 
 
 async def test_a_robust_rule_withstands_a_worker_that_flips_signs(cluster: Cluster) -> None:
