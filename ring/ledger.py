@@ -92,8 +92,11 @@ def rows_untrusted(message: LedgerRows, *, micro_batches: int, steps_total: int)
     for number, row in enumerate(message.rows):
         if row.step != message.rows[0].step + number or row.step > steps_total:
             raise ProtocolError(f"unexpected ledger row: step {row.step}, generation {row.generation}")
-        if sum(counts_of_untrusted(row.counts)) != micro_batches:
+        counts = counts_of_untrusted(row.counts)
+        if sum(counts) != micro_batches:
             raise ProtocolError(f"the shares of step {row.step} do not cover the {micro_batches} micro-batches")
+        if row.made_of:
+            unpacked_untrusted(row.made_of, counts)
     return message.rows
 
 

@@ -89,6 +89,8 @@ def problem_of(accepted: Sequence[Accepted], step: int, *, buffer: int, bound: i
         return f"it is made of {len(accepted)} contributions, not {buffer}"
     for one in accepted:
         staleness, who = step - 1 - one.base, f"the contribution {one.number} of rank {one.rank}"
+        if one.rank == 0:
+            return f"the contribution {one.number} is of the server"
         if one.bound != bound if bound else not LEAST_BOUND <= one.bound <= MOST_BOUND:
             return f"{who} has the bound {one.bound}"
         if not 0 <= staleness <= one.bound:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError
-from ring.ledger import Audit
+from ring.ledger import Audit, rows_untrusted
 from ring.staleness import (
     LEAST_BOUND,
     MOST_BOUND,
@@ -23,7 +24,7 @@ from ring.staleness import (
     weight_of,
 )
 from ring.token import next_lineage
-from wire.job_messages import LedgerRow
+from wire.job_messages import LedgerRow, LedgerRows
 from wire.records import LedgerRun, ViewBegan, runs_of
 
 LINEAGE = "00" * 16
@@ -108,6 +109,7 @@ GOOD: dict[str, Any] = {"rank": 1, "number": 3, "base": 6, "bound": 50, "weight"
         ({"weight": 1.0}, "a weight of 1"),
         ({"number": 2}, "part of an earlier version"),
         ({"base": 1, "weight": weight_of(7)}, "before generation 1 began"),
+        ({"rank": 0}, "is of the server"),
     ],
 )
 def test_the_audit_finds_what_a_version_cannot_be_made_of(wrong: dict[str, Any], said: str) -> None:
@@ -115,12 +117,23 @@ def test_the_audit_finds_what_a_version_cannot_be_made_of(wrong: dict[str, Any],
     earlier = [Accepted(1, 2, 7, 50, 1.0)]
     rows = [LedgerRow(8, 1, bytes(16), bytes(3) + b"\0" + bytes(3) + b"\4", packed(earlier))]
     made = [Accepted(**GOOD | {"base": 7, "weight": weight_of(1)} | wrong)]
-    rows.append(LedgerRow(9, 1, bytes(16), rows[0].counts, packed(made)))
+    counts = rows[0].counts if made[0].rank else rows[0].counts[4:] + bytes(4)
+    rows.append(LedgerRow(9, 1, bytes(16), counts, packed(made)))
     audit = Audit(base_step=7, base_lineage=LINEAGE, micro_batches=4, views=[view], server=(1, 0))
     faults = [audit.begin(), *map(audit.take, rows)]
     assert faults[:2] == [None, None]
     assert (faults[2] is None) is (not said)
     assert faults[2] is None or said in faults[2].text
+
+
+def test_the_audit_takes_versions_of_a_time_before_the_known_views() -> None:
+    row = LedgerRow(8, 1, bytes(16), bytes(8) + b"\0\0\0\4", packed([Accepted(2, 0, 7, 50, 1.0)]))
+    view = ViewBegan(1, 9, LINEAGE, ["server", "worker"])
+    audit = Audit(base_step=7, base_lineage=LINEAGE, micro_batches=4, views=[view], server=(1, 0))
+    assert (audit.take(row), audit.step) == (None, 8)
+    longer = replace(row, made_of=row.made_of + b"?")
+    with pytest.raises(ProtocolError, match="is made of"):
+        rows_untrusted(LedgerRows("job", LINEAGE, [longer]), micro_batches=4, steps_total=10)
 
 
 @given(st.lists(st.sampled_from([(0, 2), (2, 0), (1, 1)]), min_size=1, max_size=12))
