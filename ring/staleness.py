@@ -15,9 +15,9 @@ Rules
 5. The bound is fixed, or adaptive: ``USUAL_BOUND`` times the median of all workers' times for a contribution, divided
    by the worker's own mean time, within ``LEAST_BOUND`` and ``MOST_BOUND``.
 6. Contribution q of the run is of micro-batches [q m, (q + 1) m), where m is a global batch's number divided by
-   ``buffer``. Numbers are dealt in order, that of a refused contribution again. When a view ends, contributions under
-   way are lost: the next server begins after the highest number that became part of a version. So no number becomes
-   part of two versions of the run, and the text of a lost number below that is left out of its epoch.
+   ``buffer``. Numbers are assigned in order, that of a refused contribution again. When a view ends, contributions
+   under way are lost: the next server begins after the highest number that became part of a version. So no number
+   becomes part of two versions of the run, and the text of a lost number below that is left out of its epoch.
 
 Each version's row in the ledger says what it was made of (``Accepted``), so an audit can check rules 2 to 6.
 """
@@ -109,7 +109,7 @@ class _Worker:
 
     number: int | None = None
     base: int = 0
-    dealt_at: float = 0.0
+    assigned_at: float = 0.0
     mean_s: float = 0.0
 
 
@@ -118,7 +118,7 @@ class Intake:
 
     Args:
         version: that the view starts from.
-        number: the first contribution to deal.
+        number: the first contribution to assign.
         buffer: contributions in a version.
         bound: of the staleness; 0: adaptive.
 
@@ -133,13 +133,13 @@ class Intake:
         self._workers: dict[int, _Worker] = {}
         self._waiting: list[int] = []  # ranks, in the order of their contributions' arrival
 
-    def deal(self, rank: int, base: int, now: float) -> int:
+    def assign(self, rank: int, base: int, now: float) -> int:
         """A worker pulls the version ``base``. Returns the number of the contribution that it is to compute."""
         worker = self._workers.setdefault(rank, _Worker())
         if worker.number is None:
             worker.number = heappop(self._again) if self._again else self._next
             self._next = max(self._next, worker.number + 1)
-        worker.base, worker.dealt_at = base, now
+        worker.base, worker.assigned_at = base, now
         return worker.number
 
     def arrived(self, rank: int, now: float) -> None:
@@ -147,7 +147,7 @@ class Intake:
         worker = self._workers.get(rank)
         if worker is None or worker.number is None or rank in self._waiting:
             raise ProtocolError("it sent a contribution that it was not asked for")
-        took_s = max(now - worker.dealt_at, 1e-6)
+        took_s = max(now - worker.assigned_at, 1e-6)
         worker.mean_s += (RECENT if worker.mean_s else 1.0) * (took_s - worker.mean_s)
         self._waiting.append(rank)
 
@@ -190,7 +190,7 @@ class Intake:
 
     def validate(self) -> None:
         numbers = [worker.number for worker in self._workers.values() if worker.number is not None]
-        assert len({*numbers, *self._again}) == len(numbers) + len(self._again), "a number is dealt twice"
+        assert len({*numbers, *self._again}) == len(numbers) + len(self._again), "a number is assigned twice"
         assert all(number < self._next for number in (*numbers, *self._again))
         assert len(set(self._waiting)) == len(self._waiting), "two contributions of one worker"
 

@@ -353,7 +353,7 @@ ASYNCHRONOUS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
     "bound": ([(Intake, "choose", _refuse_nothing)], ("join", "slow")),
     # Stale contributions weigh as much as others.
     "weight": ([(staleness, "weight_of", lambda original: lambda staleness: 1.0)], ("join",)),
-    # The server of a new view deals numbers from 0 again.
+    # The server of a new view assigns numbers from 0 again.
     "numbers": ([(server, "next_number", lambda original: lambda *given: 0)], ("kill", "join")),
     # A view that lacks versions that nobody pulled counts as if none were lost.
     "lost": (

@@ -106,8 +106,8 @@ class ServerStrategy(SyncStrategy):
     async def begin(self, session: RingSession, meet: ConnectPeers) -> None:
         self._session, self._codec = session, codec_of(session)
         self._messages = meet.direct(session)
-        self._attending = attending = list[asyncio.Task[None]]()
-        session.broken.add_done_callback(lambda _: [task.cancel() for task in attending])
+        self._serving = serving = list[asyncio.Task[None]]()
+        session.broken.add_done_callback(lambda _: [task.cancel() for task in serving])
         # Of a worker:
         feedback = self._codec is not None and self._codec.feedback and session.rank > 0
         self._residual = np.zeros(self._engine.exact_from, np.float32) if feedback else None
@@ -159,7 +159,7 @@ class ServerStrategy(SyncStrategy):
                 break
         self._over, self._last = over, last
         if before is None:
-            self._attend_to_all()
+            self._serve_workers()
         chosen, self._chosen = self._chosen, []
         for one in chosen:
             self._answer(one.rank, (Verdict.ACCEPTED, step - 1 - one.base, one.bound))
@@ -228,13 +228,13 @@ class ServerStrategy(SyncStrategy):
         number = next_number(self._rows.made_of(), step, buffer)
         self._intake = Intake(version=step, number=number, buffer=buffer, bound=self._server.bound)
 
-    def _attend_to_all(self) -> None:
+    def _serve_workers(self) -> None:
         assert self._session is not None
         for rank in range(1, self._session.size):
-            work = self._attend(rank, self._messages)
-            self._attending.append(asyncio.create_task(work, name=f"attend to rank {rank}"))
+            work = self._serve(rank, self._messages)
+            self._serving.append(asyncio.create_task(work, name=f"serve rank {rank}"))
 
-    async def _attend(self, rank: int, messages: DirectMessages) -> None:
+    async def _serve(self, rank: int, messages: DirectMessages) -> None:
         asked = np.empty(REQUEST_BYTES, np.uint8)
         try:
             while True:
@@ -281,7 +281,7 @@ class ServerStrategy(SyncStrategy):
         copy, digest = self._published
         has_state = (request.applied, request.lineage) != (copy.step, copy.lineage)
         rows = self._rows.since(request.applied) if has_state else b""
-        number = 0 if self._over else self._its_intake.deal(rank, copy.step, self._now())
+        number = 0 if self._over else self._its_intake.assign(rank, copy.step, self._now())
         version = copy.step, copy.lineage, copy.square_sum
         reply = PullReply(*outcome, has_state, self._over, self._last, *version, number, len(rows), digest)
         arrays = [(REPLY, np.frombuffer(reply.encode(), np.uint8))]

@@ -47,7 +47,7 @@ def test_every_version_keeps_the_rules_whoever_is_when(buffer: int, bound: int, 
             intake.arrived(rank, now)
             waiting.add(rank)
         else:
-            pulled[rank] = intake.deal(rank, intake.version, now)
+            pulled[rank] = intake.assign(rank, intake.version, now)
         if wait:
             continue
         chosen, refused = intake.choose()
@@ -71,15 +71,15 @@ def test_every_version_keeps_the_rules_whoever_is_when(buffer: int, bound: int, 
 def test_a_worker_that_takes_ten_times_as_long_may_lag_by_a_tenth() -> None:
     intake = Intake(version=0, number=0)
     for rank, took_s in ((1, 1.0), (2, 1.0), (3, 10.0), (4, 1e-3), (5, 1000.0)):
-        intake.deal(rank, 0, 0.0)
+        intake.assign(rank, 0, 0.0)
         assert intake.bound(rank) == USUAL_BOUND, "not known yet"
         intake.arrived(rank, took_s)
     assert [intake.bound(rank) for rank in (1, 2, 3, 4, 5)] == [50, 50, LEAST_BOUND, MOST_BOUND, LEAST_BOUND]
 
 
-def test_what_is_past_its_bound_is_refused_and_its_number_dealt_again() -> None:
+def test_what_is_past_its_bound_is_refused_and_its_number_assigned_again() -> None:
     intake = Intake(version=0, number=0, bound=1)
-    numbers = [intake.deal(rank, 0, 0.0) for rank in (1, 2, 3)]
+    numbers = [intake.assign(rank, 0, 0.0) for rank in (1, 2, 3)]
     for rank in (1, 2, 3):
         intake.arrived(rank, 1.0)
     made = []
@@ -90,7 +90,7 @@ def test_what_is_past_its_bound_is_refused_and_its_number_dealt_again() -> None:
         made += [(one.number, one.weight) for one in chosen]
     assert made == [(0, 1.0), (1, weight_of(1))]
     assert intake.choose() == ([], [3])
-    assert intake.deal(1, 2, 1.0) == numbers[2] == 2
+    assert intake.assign(1, 2, 1.0) == numbers[2] == 2
     with pytest.raises(ProtocolError, match="not asked for"):
         intake.arrived(3, 1.0)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,10 +23,16 @@ from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from ring.ledger import counts_of_untrusted
+from ring.session import RingSession
 from ring.staleness import Accepted, unpacked_untrusted
+from roles.compute_thread import ComputeThread
+from roles.snapshots import state_digest
 from roles.stand_in import StandInEngine
+from roles.strategies.interface import ConnectPeers
 from roles.strategies.pipeline import strategy_of
+from roles.strategies.server import ServerStrategy
 from roles.worker.build import engine_builder
+from roles.worker.reports import Ledger
 from tests.roles.in_process import Cluster, Peer
 from tests.roles.test_cluster import at, done, small_profile, state_of
 from tests.roles.test_losses import initial_model
@@ -215,7 +224,9 @@ async def test_a_job_whose_gradients_are_nowhere_finite_fails(cluster: Cluster) 
     assert "not finite on any worker" in record["reason"]
 
 
-async def test_a_job_that_ends_early_tells_no_worker_that_every_step_is_done(cluster: Cluster) -> None:
+async def test_a_job_that_ends_early_tells_no_worker_that_every_step_is_done_and_each_has_every_row(
+    cluster: Cluster,
+) -> None:
     profile = small_profile(job={"strategy": "server", "workers": 3, "steps": 4000}, validation={"patience": 1})
     job = await cluster.create(profile)
     peers = [cluster.join() for _ in range(3)]
@@ -224,6 +235,31 @@ async def test_a_job_that_ends_early_tells_no_worker_that_every_step_is_done(clu
     for peer in peers:
         await peer.hears("the job is done")
         assert not any("all " in text for _, kind, text in peer.told if kind == "done")
+        assert peer.worker is not None
+        assert peer.worker._runner is not None
+        assert [row.step for _, row in peer.worker._runner.reports.ledger._rows] == [*range(1, record["step"] + 1)]
+
+
+async def test_a_view_that_ends_while_a_version_is_hashed_leaves_no_copy_in_use() -> None:
+    profile, hashing = small_profile(job={"strategy": "server"}), asyncio.Event()
+
+    async def run(call: Callable[..., Any], *args: Any) -> Any:
+        if call is not state_digest:
+            return call(*args)
+        hashing.set()
+        return await asyncio.Event().wait()
+
+    strategy = strategy_of(profile)(StandInEngine(profile), cast(ComputeThread, SimpleNamespace(run=run)), print, 0)
+    assert isinstance(strategy, ServerStrategy)
+    broken = asyncio.get_running_loop().create_future()
+    session = SimpleNamespace(rank=0, size=1, broken=broken, view=SimpleNamespace(codec="fp32"))
+    await strategy.begin(cast(RingSession, session), cast(ConnectPeers, SimpleNamespace(direct=lambda session: None)))
+    rows = Ledger("job", print)
+    publishing = asyncio.create_task(strategy.publish(0, "00" * 16, 0.0, rows, over=False, last=False))
+    await hashing.wait()
+    publishing.cancel()
+    await asyncio.gather(publishing, return_exceptions=True)
+    assert [copy.holders for copy in strategy._snapshots._made] == [0]
 
 
 async def test_a_robust_rule_withstands_a_worker_that_flips_signs(cluster: Cluster) -> None:
