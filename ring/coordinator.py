@@ -360,6 +360,12 @@ class Coordinator:
     def _goes_back(self) -> bool:
         return self.phase is Phase.WAITING and self.restore is not None
 
+    @property
+    def _awaits_holder(self) -> bool:
+        """Whether the peer that verified the checkpoint to go back to may still be on its way back."""
+        holder = self.restore.peer_id if self.restore is not None else ""
+        return bool(holder) and holder not in self._roster.peers and "restore" not in self._deadlines.passed
+
     def _has_gone_back(self, known: KnownPeer, report: Report) -> bool:
         """Whether the report answers the request to go back. If it answers an earlier request, asks again."""
         assert self.restore is not None
@@ -629,6 +635,8 @@ class Coordinator:
             self._deadlines.arm("restore", now + self.options.build_s)
             here = f"{len(self._roster.peers)} of {self._roster.parts} workers are here"
             self.reason, overdue = f"{self.reason}: {here}, and a replica has one for each part", False
+        elif self._awaits_holder:
+            self.reason += ": waiting for the worker that holds it"
         # Of a split model, holders of other parts may be on their way back, too.
         comes = restore.peer_id and (self._roster.parts > 1 or restore.peer_id not in self._roster.peers)
         if not overdue and (self._roster.building() or not (state or (self._roster.whole(ready) and not comes))):
@@ -725,6 +733,8 @@ class Coordinator:
         if roster.parts == 1 or self.paused or self.phase in {*ENDED, Phase.PAUSED}:
             planner.due = None
             return
+        if self._goes_back and self._awaits_holder:
+            return  # spares must be told who has the files
         peers = {peer_id: known.peer for peer_id, known in roster.peers.items()}
         idle = sorted(key for key, report in roster.standing().items() if self._may_change(key, report))
         given, said = planner.assign(peers, roster.held, idle, self._measured.links, self.options.most, now)

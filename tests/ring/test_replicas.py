@@ -397,6 +397,17 @@ def test_a_whole_checkpoint_counts_for_a_stage_that_nobody_else_has() -> None:
     assert (play.minted, play.members, play.view.step) == (True, ["a", "c"], 20)
 
 
+def test_parts_of_another_layout_are_given_when_the_holder_of_the_whole_is_there() -> None:
+    play = Play()
+    play.tell(co.Saved({"c": frozenset({20})}))
+    play.tell(co.Restore(20, "c", "L20"))
+    play.comes("a", "b")
+    assert play.of(co.SendAssign) == []
+    assert play.core.reason == "going back to step 20: waiting for the worker that holds it"
+    play.comes("c")
+    assert told(play) == {"a": (0, 20, ["c"]), "b": (1, 20, ["c"])}
+
+
 def test_where_the_files_did_not_come_the_run_goes_back_further() -> None:
     play = far_ahead({"a": frozenset({10, 20})}, {"a": frozenset({10, 20})})
     play.ready("a", applied=20)

@@ -531,6 +531,21 @@ async def test_a_checkpoint_that_cannot_be_restored_is_refused_before_anybody_st
         await worker.beaten()
 
 
+async def test_other_parts_are_cut_from_a_whole_model_that_is_here(bench: Bench) -> None:
+    a, _ = await bench.ring("a", "b")
+    a.say(CheckpointSaved(a.job, 10, "/c/10", "d", 5))
+    a.say(CheckpointSaved(a.job, 9, "/c/9", "d", 5, stage=1, stages=2))  # of an earlier layout: not recorded
+    await a.beaten()
+    assert [item["step"] for item in (await bench.ask("checkpoints.list"))["checkpoints"]] == [10]
+    await a.connection.close()
+    await bench.event("lost")
+    problem = await bench.refused("checkpoints.restore", id=f"{a.job}@10@a", shards=2)
+    assert (problem.code, "no connected worker has the whole model of step 10" in problem.message) == (
+        "not-whole",
+        True,
+    )
+
+
 async def test_a_job_that_is_over_can_be_forgotten(bench: Bench) -> None:
     a, b = await bench.ring("a", "b")
     a.say(CheckpointSaved(a.job, 10, "/c/10", "d", 5))

@@ -60,25 +60,27 @@ async def test_a_replica_that_lost_a_member_comes_back_while_the_other_goes_on(c
 
 async def test_a_job_goes_on_with_another_number_of_shards(cluster: Cluster, text: Path) -> None:
     """While it runs, from 2 to 3; then it waits for a third worker. When it is done, from 3 to 1 and back to 2: then
-    the workers also have parts of step 20 that were given up."""
-    profile, gate = sharded(text, 2, 1, 22), Gate(15, 20)
+    the workers also have parts of step 10 that were given up."""
+    profile, gate = sharded(text, 2, 1, 12), Gate(7, 10)
+    profile = profile.model_copy(update={"checkpoint": profile.checkpoint.model_copy(update={"every": 5})})
     job = await cluster.create(profile)
     for _ in range(2):
         cluster.join(engine_builder(threads=1), build_part=gated(gate), strategies=strategy_of)
-    await cluster.whole(job, 10)
+    await cluster.whole(job, 5)
     gate.on()
-    await cluster.whole(job, 20)
+    await cluster.whole(job, 10)
     saved = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
-    at_10 = [item["id"] for item in saved if item["step"] == 10]
-    await cluster.ask("checkpoints.restore", id=at_10[0], shards=3)
+    at_5 = [item["id"] for item in saved if item["step"] == 5]
+    await cluster.ask("checkpoints.restore", id=at_5[0], shards=3)
     gate.away()
     item = await cluster.job_until(job, lambda item: "2 of 3 workers are here" in item["reason"])
     assert (item["strategy"], item["stages"], item["state"]) == ("sharded", 3, "waiting")
+    await cluster.restart_seed()  # it has stored the request
     cluster.join(engine_builder(threads=1), build_part=stage_builder(threads=1), strategies=strategy_of)
     await ended_as_one_process(cluster, job, profile)
     for shards, strategy in ((1, "sync"), (2, "sharded")):
         saved = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
-        step = 10 * shards
+        step = 5 * shards
         whole = next(item["id"] for item in saved if item["step"] == step and item["stage"] is None)
         await cluster.ask("checkpoints.restore", id=whole, shards=shards)
         item = await cluster.job_until(job, lambda item: item["state"] == "running")
@@ -88,7 +90,7 @@ async def test_a_job_goes_on_with_another_number_of_shards(cluster: Cluster, tex
         info, spec = await client.job(job)
         verdict = await audit(client, job, Profile.from_spec_untrusted(spec), lambda step, of: None)
     assert (verdict.fault, verdict.steps) == (None, info.steps_total)
-    assert verdict.layouts == [(0, 2), (10, 1), (20, 2)]
+    assert verdict.layouts == [(0, 2), (5, 1), (10, 2)]
 
 
 def test_only_a_profile_that_can_be_sharded_is(text: Path) -> None:
