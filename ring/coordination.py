@@ -359,10 +359,12 @@ class KnownPeer:
         standing: its report, if it is stopped and so may be put into a view.
         returned: it reconnected with its state, and may follow a ring that an earlier connection asked it to follow.
         asked: ``restore_step`` of an assignment that it has not answered yet. It is asked nothing else before.
+        entered: step and lineage that it had when it became a member of the view.
     """
 
     peer: Peer
     standing: Report | None = None
+    entered: tuple[int, str] | None = None
     returned: bool = False
     asked: int | None = None
 
@@ -447,7 +449,13 @@ class Roster:
             if report.status in STANDSTILL
             and peer_id in members
             and (report.generation == view.generation or holds(report, view.step, view.lineage))
+            and not self._is_of_another_branch(peer_id, report, view)
         }
+
+    def _is_of_another_branch(self, peer_id: str, report: Report, view: View) -> bool:
+        """Whether a member still has the later state with which it entered the view, as it has not healed yet."""
+        entered = (report.applied, report.lineage) == self.peers[peer_id].entered
+        return entered and report.applied >= view.step and not holds(report, view.step, view.lineage)
 
     def all_back(self, view: View) -> bool:
         """Whether every member of ``view`` is here and stopped, so none has a later state than it reported."""

@@ -702,8 +702,8 @@ class Coordinator:
             if plan.transport_reason != self._transport:
                 self._say("info", "ring-transport", plan.transport_reason)
             self._transport = plan.transport_reason
-        for peer_id in chosen:
-            roster.peers[peer_id].standing = None
+        for peer_id, report in chosen.items():
+            roster.peers[peer_id].standing, roster.peers[peer_id].entered = None, (report.applied, report.lineage)
             self._catch_ups.forget(peer_id)
         roster.running, roster.healing = set(chosen), chosen.keys() - healthy
         self._quarantine.view_began()

@@ -482,3 +482,20 @@ def test_an_asynchronous_view_begins_with_its_server_a_holder_of_the_newest_vers
     view = desk.minted()
     assert (view.step, ids(view), healthy(view)) == (13, [second, "d"], [second])
     assert "steps-lost" in desk.kinds(), "the two versions that nobody else had pulled"
+
+
+def test_a_member_that_still_has_the_state_of_an_abandoned_branch_carries_nothing_on() -> None:
+    desk = Desk(co.JobOptions(replicas=2, micro_batches=2, asynchronous=True))
+    server, second = ids(desk.start("a", "b", applied=200))
+    desk.tell(co.Restore(100, server, "L100"))
+    desk.stand("held", 205, server, second)
+    desk.ready(server, second, applied=100)
+    assert ids(desk.minted())[0] == server
+    desk.tell(co.Progress(101))
+    desk.offer("c")
+    desk.report("c", "ready", 205, "X205")
+    desk.stand("held", 101, server, second)
+    assert (desk.minted().step, len(ids(desk.minted()))) == (101, 3)
+    desk.report("c", "broken", 205, "X205", suspect=server)  # before it pulled
+    desk.stand("broken", 102, server, second, suspect="c")
+    assert (desk.minted().step, desk.minted().lineage) == (102, "L102")
