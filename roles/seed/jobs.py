@@ -143,7 +143,7 @@ SETTLE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Relay:
+class NewLayout:
     """A person's request to go on from a whole checkpoint with another number of parts: the new profile."""
 
     spec: str
@@ -170,7 +170,7 @@ class JobController:
         self.record = record
         self.spec = spec
         self._seed = seed
-        self._events: asyncio.Queue[tuple[co.Event | Relay, asyncio.Future[bool]]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[co.Event | NewLayout, asyncio.Future[bool]]] = asyncio.Queue()
         self._retired = asyncio.Event()
         self.settled = asyncio.Event()
         self._views_told: dict[str, View] = {}
@@ -261,7 +261,7 @@ class JobController:
         view = self.running_view
         return view is not None and view.rank_of(peer_id) is not None
 
-    def post(self, event: co.Event | Relay) -> asyncio.Future[bool]:
+    def post(self, event: co.Event | NewLayout) -> asyncio.Future[bool]:
         """Queue an event. The future is done when the event is handled; it is False if the job was forgotten."""
         handled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         if self._retired.is_set():
@@ -276,7 +276,7 @@ class JobController:
             await self._await_members()
         while not self._retired.is_set():
             handled: asyncio.Future[bool] | None = None
-            event: co.Event | Relay = co.Signal.TICK
+            event: co.Event | NewLayout = co.Signal.TICK
             try:
                 async with asyncio.timeout_at(self.core.next_deadline()):
                     event, handled = await self._events.get()
@@ -291,7 +291,7 @@ class JobController:
                     self._recoveries.lost(peer_id, reason, clock.now(), clock.wall(), left=left)
                 case co.PeerReported(peer_id, report):
                     self._recoveries.reported(peer_id, report, clock.now(), clock.wall())
-            events = await self._relaid(event) if isinstance(event, Relay) else [event]
+            events = await self._begun_anew(event) if isinstance(event, NewLayout) else [event]
             for news in (*self._measured(), *events):
                 instructions = self.core.handle(news, self._seed.world.clock.now())
                 await self._keep_wishes()  # durable before an instruction acts on them
@@ -306,18 +306,18 @@ class JobController:
         while not self._events.empty():
             _tell(self._events.get_nowait()[1], False)
 
-    async def _relaid(self, relay: Relay) -> list[co.Event]:
+    async def _begun_anew(self, new: NewLayout) -> list[co.Event]:
         """Begin anew with the workers that are here, whose parts are no longer those of the model. The events to go on
         with."""
         members = [link for link in self._seed.links.values() if link.job == self.id]
         for link in members:
             link.say(Release(self.id, "the job goes on with another number of parts"))
-        self.spec, profile, restore = relay.spec, Profile.from_spec_untrusted(relay.spec), relay.restore
+        self.spec, profile, restore = new.spec, Profile.from_spec_untrusted(new.spec), new.restore
         self.record = replace(
             self.record, strategy=profile.job.strategy, workers=profile.job.workers, held={}, state="waiting",
             paused=False, finished_at=None, restoring=[restore.step, restore.peer_id, restore.lineage],
         )  # fmt: skip
-        await self._seed.store.call(Records.relay_job, self.record, self.spec)
+        await self._seed.store.call(Records.change_layout, self.record, self.spec)
         checkpoints = self._seed.checkpoints
         await checkpoints.drop([item.id for item in checkpoints.of(self.id) if item.stage is not None])
         self._begin(await self._seed.store.call(history, self.id))

@@ -23,7 +23,7 @@ from ring import coordination as co
 from ring.coordination import ENDED, Phase
 from ring.training_costs import CandidateWorker, ModelShape
 from roles.seed.events import first_that_fit, newest_that_fit
-from roles.seed.jobs import SETTLE_S, Relay, in_shards, seen_for, training_of
+from roles.seed.jobs import SETTLE_S, NewLayout, in_shards, seen_for, training_of
 from roles.seed.links import Survey
 from roles.seed.peers import NAME_CHARS, Link, clipped, did_you_mean
 from roles.seed.serving import part_infos
@@ -358,7 +358,7 @@ class OperatorApi:
             raise _wrong_state(controller, "saved", "only a running job can save a checkpoint")
         return await self._tell(controller, co.Signal.SAVE, "was asked to save a checkpoint")
 
-    async def _tell(self, controller: JobController, event: co.Event | Relay, what: str) -> Result:
+    async def _tell(self, controller: JobController, event: co.Event | NewLayout, what: str) -> Result:
         if not controller.settled.is_set():
             text = f"the seed was restored, and waits for the members of job {controller.record.name}"
             raise Refused("busy", text, remedy=f"try again in {SETTLE_S:g} s")
@@ -462,7 +462,7 @@ class OperatorApi:
         text = f"goes back to step {checkpoint.step}"
         if shards in (0, controller.stages):
             return await self._tell(controller, restored, text)
-        return await self._tell(controller, Relay(spec, restored), f"{text}, with its model in {shards} shards")
+        return await self._tell(controller, NewLayout(spec, restored), f"{text}, with its model in {shards} shards")
 
     async def _checkpoints_delete(self, params: Params, connection: Connection) -> Result:
         checkpoint = self._seed.checkpoints.named(text_of(params, "id", 256))

@@ -173,7 +173,7 @@ class Records:
         with self._transaction():
             self._save(job)
 
-    def relay_job(self, job: JobRecord, spec: str) -> None:
+    def change_layout(self, job: JobRecord, spec: str) -> None:
         """Store a job in another layout. The records of parts of its model go."""
         with self._transaction():
             self._save(job)
