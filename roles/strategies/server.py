@@ -309,8 +309,8 @@ class ServerStrategy(SyncStrategy):
                     raise self._without(one.rank, problem.message) from problem
                 vector[:-scalars] *= np.float32(count * one.weight)  # as if it were of all micro-batches
                 vector[-scalars:] *= np.float32(count)
-                if self._robust.rule:
-                    continue  # it withstands any vector
+                if self._robust.rule not in ("", "mean"):
+                    continue  # the rule withstands any vector
                 if vectors is self._vectors:
                     buffer[:] = vector
                 own = self._engine.partial_square_sum(0, buffer.size)
