@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -360,6 +361,7 @@ class KnownPeer:
         returned: it reconnected with its state, and may follow a ring that an earlier connection asked it to follow.
         asked: ``restore_step`` of an assignment that it has not answered yet. It is asked nothing else before.
         entered: step and lineage that it had when it became a member of the view.
+        ready_at: when it first reported a state.
     """
 
     peer: Peer
@@ -367,6 +369,7 @@ class KnownPeer:
     entered: tuple[int, str] | None = None
     returned: bool = False
     asked: int | None = None
+    ready_at: float = math.inf
 
 
 @dataclass(slots=True)

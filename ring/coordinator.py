@@ -352,7 +352,7 @@ class Coordinator:
         if report.corpus != self.corpus:
             self._ban(known, co.other_data(report.corpus, self.corpus), "corpus")
         elif not self._goes_back or self._has_gone_back(known, report):
-            known.standing, known.asked = report, None
+            known.standing, known.asked, known.ready_at = report, None, min(known.ready_at, now)
             self._catch_ups.said(peer_id, report.status)
         self._no_longer_trains(peer_id, now)
 
@@ -715,12 +715,12 @@ class Coordinator:
 
     def _served(self, replicas: list[tuple[str, ...]], healthy: Collection[str]) -> list[tuple[str, ...]]:
         """The same ring of an asynchronous view, beginning with its server: a holder of the state; of those the former
-        server, else the fastest."""
+        server, else the fastest, as far as is known: the one that was ready first."""
         if not self.options.asynchronous:
             return replicas
         former = self.view.members[0].peer_id if self.view else ""
-        peers = [self._roster.peers[replica[0]].peer for replica in replicas]
-        fit = [(peer.peer_id in healthy, peer.peer_id == former, peer.flops or 0.0) for peer in peers]
+        ready_at = {key: known.ready_at for key, known in self._roster.peers.items()}
+        fit = [(one in healthy, one == former, -ready_at[one]) for one, *_ in replicas]
         first = fit.index(max(fit))
         return replicas[first:] + replicas[:first]
 
