@@ -588,7 +588,7 @@ def _check_sharded(profile: Profile) -> None:
 def _check_server(profile: Profile) -> None:
     most, needed = profile.job.workers - 1, max(profile.server.buffer, profile.robust.least)
     if most < needed:
-        why = f"this job needs the server, and {needed} workers whose gradients make a version"
+        why = f"this job needs {needed + 1} workers: the server, and those whose gradients make a version"
         raise _conflict(profile, "job.workers", why=why, remedy=f"job.workers at least {needed + 1}")
     if profile.robust.rule and profile.server.buffer < profile.robust.least:
         why = f"the rule needs {profile.robust.least} gradients in a version for so many wrong ones"
