@@ -70,15 +70,6 @@ async def test_training_steps_beside_ddp(machine: Any, environment: dict[str, st
     assert found["fsdp2_p2p_to_gloo"] > 0
 
 
-@pytest.mark.slow
-async def test_the_backend_of_torch_beside_gloo(machine: Any, environment: dict[str, str]) -> None:
-    options = ("--backend", "torch", "--sizes", "1M", "--rounds", "1", "--json")
-    (result,) = (await document(await machine.start("bench", "allreduce", *options, **environment)))["results"]
-    assert set(result["contenders"]) == {"p2p", "gloo", "sockets"}
-    assert result["relative_errors"]["p2p"] < 1e-6
-    assert result["ring_to_gloo"] > 0
-
-
 async def test_schedules_of_a_pipeline_over_a_slow_link(machine: Any) -> None:
     """Real stages. How fast is another day's question: a busy machine may hold anybody up."""
     options = ("--stages", "3", "--micro-batches", "4", "--rtt", "0,30", "--forward-ms", "10", "--backward-ms", "20")

@@ -10,7 +10,7 @@ from .engine import Tally, Target, run
 from .targets import TARGETS, parsers
 
 SEED = int(os.environ.get("P2PTRAIN_FUZZ_SEED", "1"))
-EXAMPLES = 100
+EXAMPLES = 60
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)

@@ -11,7 +11,7 @@ from roles.sim.watching import MUTATIONS
 FOUND = {
     "fence": (3, "generations grow"),
     "digest": (3, "no fork"),
-    "redo": (36, "same bits"),
+    "redo": (24, "same bits"),
     "dir-sync": (3, "durable"),
     "ledger": (3, "ledger"),
     "rows": (22, "ledger"),
