@@ -72,9 +72,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 		echo "error: p2ptrain needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1)"; \
 		echo "  → name a newer one: make PYTHON=/path/to/python3 $(MAKECMDGOALS)"; exit 2; } >&2
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --no-compile $(PIP_FLAGS) --constraint constraints.txt --editable .
+	$(BIN)/python -c "import p2ptrain.compute.trainer"  # compiles what is used: a fifth of what pip would
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --no-compile $(PIP_FLAGS) --constraint constraints.txt --editable ".[dev]"
 	@touch $@
