@@ -41,6 +41,30 @@ def told(found: Scores, ranks: Sequence[int]) -> dict[str, float]:
     return left_out | {distance_key(rank): distance / usual for rank, distance in far if usual > 0}
 
 
+def combine(
+    robust: Robust,
+    pieces: Sequence[npt.NDArray[Any]],
+    buffer: npt.NDArray[Any],
+    scalars: int,
+    center: npt.NDArray[Any] | None,
+    *,
+    measured: bool,
+) -> tuple[Scores, npt.NDArray[Any] | None]:
+    """Put the aggregate of the vectors into ``buffer``. Returns what the rule made of them, and the next ``center``.
+
+    ``pieces``: of all vectors, one vector per row; the last one ends with the ``scalars``.
+    """
+    *first, last = pieces
+    rule, vector = robust.rule, buffer[:-scalars]
+    found = aggregate(rule, robust.byzantine, [*first, last[:, :-scalars]], vector, center, measured=measured)
+    buffer[-scalars:] = middle_of(last[:, -scalars:], rule)
+    return found, vector.copy() if keeps_center(robust) else None
+
+
+def keeps_center(robust: Robust) -> bool:
+    return robust.rule == "centered_clipping"
+
+
 class RobustStrategy(SyncStrategy):
     """``micro_batches``: of a global batch."""
 
@@ -62,7 +86,7 @@ class RobustStrategy(SyncStrategy):
             self._exchange = self._outgoing = None
             self._contributed = self._engine.partial_square_sum
             what = f"robust.rule = {self._robust.rule!r} with the vectors of {session.size} members"
-            check_memory((session.size + self._keeps_center) * buffer.nbytes, HOST, what)
+            check_memory((session.size + keeps_center(self._robust)) * buffer.nbytes, HOST, what)
             self._vectors = np.empty(session.size * buffer.size, buffer.dtype)
         bounds, members = self._bounds_of(step), session.size
         self._gathered = [
@@ -82,24 +106,14 @@ class RobustStrategy(SyncStrategy):
         await self._compute.run(self._aggregate)
 
     def _aggregate(self) -> None:
-        buffer, scalars, rule = self._engine.reduce_buffer, self._engine.scalars, self._robust.rule
-        vector, last = buffer[:-scalars], self._gathered[-1]
-        pieces = [*self._gathered[:-1], last[:, :-scalars]]
-        measured = self._measured
-        found = aggregate(rule, self._robust.byzantine, pieces, vector, self._center, measured=measured)
-        self.scores = told(found, range(len(last)))
-        buffer[-scalars:] = middle_of(last[:, -scalars:], rule)
-        if self._keeps_center:
-            self._center = vector.copy()
+        buffer, scalars, pieces = self._engine.reduce_buffer, self._engine.scalars, self._gathered
+        found, self._center = combine(self._robust, pieces, buffer, scalars, self._center, measured=self._measured)
+        self.scores = told(found, range(len(pieces[-1])))
 
     def _summarize(self, rank: int, size: int, own: float) -> Contribution:
         """The norm is that of the whole aggregate (``ring.transaction``): others may tell a wrong one, to stop all."""
         whole = self._engine.partial_square_sum(0, self._engine.reduce_buffer.size)
         return replace(super()._summarize(rank, size, own), part=whole)
-
-    @property
-    def _keeps_center(self) -> bool:
-        return self._robust.rule == "centered_clipping"
 
 
 def _contribute(engine: Engine, rows: dict[int, npt.NDArray[Any]], scale: float, start: int, stop: int) -> float:

@@ -33,7 +33,6 @@ import numpy.typing as npt
 import xxhash
 
 from configs.schema import Robust, Server
-from p2ptrain.compute.robust import aggregate, middle_of
 from p2ptrain.core.errors import NeighbourAway, NetworkError, P2PTrainError, PeerError, ProtocolError, ResourceError
 from ring.direct import DirectMessages
 from ring.session import RingSession
@@ -50,11 +49,11 @@ from ring.staleness import (
 )
 from ring.token import Guard
 from roles.compute_thread import translated
-from roles.engine import Applied
+from roles.engine import Applied, Blob
 from roles.gauges import free_memory_bytes
 from roles.snapshots import Snapshot, Snapshots, state_digest
 from roles.strategies.interface import ConnectPeers, Contribution
-from roles.strategies.robust import MEASURED_EVERY, told
+from roles.strategies.robust import MEASURED_EVERY, combine, told
 from roles.strategies.sync import SyncStrategy, codec_of
 
 PULL, CONTRIBUTION, REPLY, ROWS, STATE = range(5)
@@ -98,7 +97,7 @@ class ServerStrategy(SyncStrategy):
         self._outlier_factor = outlier_factor
         self._snapshots = Snapshots(self._compute, MOST_COPIES)
         self._published: tuple[Snapshot, bytes] | None = None  # with the digest of its bytes
-        self._state = list[Bytes]()  # as pulled
+        self._state = list[Blob]()  # as pulled
         # Of this worker's contributions; by staleness: accepted ones.
         self._refused, self._staleness = 0, Counter[int]()
         self.rows = b""
@@ -322,13 +321,9 @@ class ServerStrategy(SyncStrategy):
             np.add.reduce(vectors, axis=0, out=buffer)
             buffer /= np.float32(count)
             return
-        rule, pieces = self._robust.rule, [vectors[:, :-scalars]]
         measured = self._its_intake.version % MEASURED_EVERY == 0
-        found = aggregate(rule, self._robust.byzantine, pieces, buffer[:-scalars], self._center, measured=measured)
+        found, self._center = combine(self._robust, [vectors], buffer, scalars, self._center, measured=measured)
         self.scores = told(found, [one.rank for one in chosen])
-        buffer[-scalars:] = middle_of(vectors[:, -scalars:], rule)
-        if rule == "centered_clipping":
-            self._center = buffer[:-scalars].copy()
 
     def _decode(self, slot: Bytes, vector: npt.NDArray[Any]) -> None:
         exact_from = self._engine.exact_from
@@ -372,7 +367,8 @@ class ServerStrategy(SyncStrategy):
         if self._number is not None:
             contribution = await self._contribution(self._number)
             outgoing = [(CONTRIBUTION, contribution)]
-            request = PullRequest(True, applied, lineage, xxhash.xxh3_128_digest(contribution.data))
+            digest = await self._compute.run(xxhash.xxh3_128_digest, contribution.data)
+            request = PullRequest(True, applied, lineage, digest)
         outgoing.insert(0, (PULL, np.frombuffer(request.encode(), np.uint8)))
         answer = np.empty(REPLY_BYTES, np.uint8)
         sends = [messages.send(array, 0, tag, timeout_s=EXCHANGE_S) for tag, array in outgoing]
@@ -417,15 +413,14 @@ class ServerStrategy(SyncStrategy):
     async def _pull(self, reply: PullReply, messages: DirectMessages) -> None:
         if not self._state:
             self._state = await self._compute.run(
-                lambda: [np.empty(blob.view.nbytes, np.uint8) for blob in self._engine.state()]
+                lambda: [Blob(blob.name, np.empty(blob.view.nbytes, np.uint8).data) for blob in self._engine.state()]
             )
         rows = np.empty(reply.rows_bytes, np.uint8)
-        arrays = [(ROWS, rows)] * bool(reply.rows_bytes) + [(STATE, array) for array in self._state]
+        arrays = [(ROWS, rows)] * bool(reply.rows_bytes) + [
+            (STATE, np.frombuffer(blob.view, np.uint8)) for blob in self._state
+        ]
         await asyncio.gather(*(messages.receive(array, 0, tag, timeout_s=EXCHANGE_S) for tag, array in arrays))
-        digest = xxhash.xxh3_128()
-        for array in self._state:
-            digest.update(array.data)
-        if digest.digest() != reply.digest:
+        if await self._compute.run(state_digest, self._state) != reply.digest:
             raise ProtocolError("the state that it sent was corrupted in transit")
         self.rows = rows.tobytes()
 
@@ -435,5 +430,5 @@ class ServerStrategy(SyncStrategy):
 
     def _load(self, step: int) -> None:
         for blob, pulled in zip(self._engine.state(), self._state, strict=True):
-            np.copyto(np.frombuffer(blob.view, np.uint8), pulled)
+            np.copyto(np.frombuffer(blob.view, np.uint8), np.frombuffer(pulled.view, np.uint8))
         self._engine.state_loaded(step)
