@@ -64,6 +64,17 @@ def reduce_(member: Member, generation: int) -> None:
     member.handle(Reduced(activity.ticket, member.buffer, 1.5))
 
 
+def voting(member: Member) -> Vote:
+    """Bring it to the vote on the first step of a view with another member."""
+    member.handle(ViewArrived(view(1, ["a", "b"])))
+    member.finish()
+    member.finish()
+    reduce_(member, 1)
+    vote = member.activity
+    assert isinstance(vote, Vote)
+    return vote
+
+
 # ---------------------------------------------------------------------------------------------------------- scenarios
 
 
@@ -97,12 +108,7 @@ def test_a_state_that_is_given_up_is_not_trained_on_nor_given_until_another_is_l
 
 def test_a_break_while_applying_waits_for_the_optimizer() -> None:
     member = alone()
-    member.handle(ViewArrived(view(1, ["a", "b"])))
-    member.finish()
-    member.finish()
-    reduce_(member, 1)
-    vote = member.activity
-    assert isinstance(vote, Vote)
+    vote = voting(member)
     member.handle(Gathered(vote.ticket, (vote.token, vote.token)))
     member.handle(Broken(1, "b", "died"))
     assert member.core.phase is Phase.APPLYING
@@ -135,12 +141,7 @@ def test_only_the_very_step_that_was_committed_is_redone(same: bool) -> None:
 @pytest.mark.parametrize("name", ["digest", "lineage", "step", "generation"])
 def test_a_member_that_differs_stops_the_commit_and_is_named(name: str) -> None:
     member = alone()
-    member.handle(ViewArrived(view(1, ["a", "b"])))
-    member.finish()
-    member.finish()
-    reduce_(member, 1)
-    vote = member.activity
-    assert isinstance(vote, Vote)
+    vote = voting(member)
     token = Token.decode_untrusted(vote.token)
     changed = {"digest": b"x" * 16, "lineage": b"y" * 16, "step": 9, "generation": 9}
     member.handle(Gathered(vote.ticket, (vote.token, replace(token, **{name: changed[name]}).encode())))  # type: ignore[arg-type]
@@ -152,12 +153,7 @@ def test_a_member_that_differs_stops_the_commit_and_is_named(name: str) -> None:
 def test_a_norm_that_each_member_knows_whole_is_nobody_elses() -> None:
     member = alone()
     member.core._whole_norms = True
-    member.handle(ViewArrived(view(1, ["a", "b"])))
-    member.finish()
-    member.finish()
-    reduce_(member, 1)
-    vote = member.activity
-    assert isinstance(vote, Vote)
+    vote = voting(member)
     lie = replace(Token.decode_untrusted(vote.token), part=1e30)
     member.handle(Gathered(vote.ticket, (vote.token, lie.encode())))
     assert isinstance(member.activity, Apply)
