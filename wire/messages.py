@@ -157,9 +157,10 @@ class Heartbeat(Message):
 
     Attributes:
         progress: grows with every micro-batch and sub-chunk handled; heartbeats without progress show a stuck peer.
-        stats: figures for display: ``rtt_ms``, ``in_bps``, ``out_bps``, ``tokens_per_s``, ``memory_bytes``,
-            ``memory_total_bytes``, ``gpu_load`` (0 to 1, absent without a GPU), ``compute_ms``, ``communicate_ms``,
-            ``wait_ms``, ``compute_flops`` (absent until measured; 0 if it cannot be measured).
+        stats: figures for display: ``rtt_ms``, ``in_bps``, ``out_bps``, ``sent_bytes`` (see ``PeerInfo``),
+            ``tokens_per_s``, ``memory_bytes``, ``memory_total_bytes``, ``gpu_load`` (0 to 1, absent without a GPU),
+            ``compute_ms``, ``communicate_ms``, ``wait_ms``, ``compute_flops`` (absent until measured; 0 if it cannot be
+            measured).
     """
 
     KIND: ClassVar[int] = 16

@@ -58,6 +58,7 @@ class PeerInfo(Record):
         accepted, refused: with strategy 'server': gradients of this worker that became part of a version, and others.
         staleness, most_staleness: of those accepted: the mean and the maximum, in versions.
         group: of a process in a process group of torch: the group's script and id.
+        sent_bytes: all that its process sent to other members for its jobs, without states that others fetched.
     """
 
     id: str
@@ -92,6 +93,7 @@ class PeerInfo(Record):
     staleness: float = 0.0
     most_staleness: int = 0
     group: str = ""
+    sent_bytes: int = 0
 
 
 FINISHED_STATES = frozenset({"done", "cancelled", "failed"})

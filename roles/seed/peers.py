@@ -226,6 +226,7 @@ class Link:
             refused=whole(stats.get("refused")),
             staleness=stats.get("staleness", 0.0),
             most_staleness=whole(stats.get("most_staleness")),
+            sent_bytes=whole(stats.get("sent_bytes")),
         )
 
 

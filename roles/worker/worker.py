@@ -94,6 +94,7 @@ class Worker(MemberProcess):
         self._files = FileSender(world.disk, self._disk, identity.directory / JOBS, self._saving)
         self._beats = (0.5, 2.0)  # heartbeat_s, death_s between neighbours until the seed sends its own
         self._runner: JobRunner | None = None
+        self._sent_before = 0  # bytes, in the jobs before this one
         self._job_task: asyncio.Task[None] | None = None
         self._context = Context(
             world=world,
@@ -173,7 +174,9 @@ class Worker(MemberProcess):
         if self._flops is not None:
             stats["compute_flops"] = self._flops
         stats["in_bps"] = 8 * self._gauges.rate("in", bytes_in)
+        bytes_out += self._sent_before
         stats["out_bps"] = 8 * self._gauges.rate("out", bytes_out)
+        stats["sent_bytes"] = float(bytes_out)
         if runner is None:
             return HeartbeatStats(0, 0, "idle", stats)
         stats["tokens_per_s"] = self._gauges.rate("tokens", runner.tokens)
@@ -218,10 +221,14 @@ class Worker(MemberProcess):
             case Release():
                 self.notify("info", "released", f"released from the job: {message.reason}")
                 runner.reports.tell_ledger()
-                runner.release()
+                self._retire(runner)
                 self._runner = None
                 if self._stages is not None:
                     self._stages.changed()  # the seed still lists the stage that trained here
+
+    def _retire(self, runner: JobRunner) -> None:
+        self._sent_before += runner.totals()[1]
+        runner.release()
 
     def _assigned(self, message: Assign) -> None:
         if not is_id(message.job):
@@ -236,7 +243,7 @@ class Worker(MemberProcess):
                 self._runner.called_back()
             return
         if self._runner is not None:
-            self._runner.release()
+            self._retire(self._runner)
         try:
             profile = Profile.from_spec_untrusted(message.spec)
         except ProtocolError as problem:  # the seed has another version: stay connected
