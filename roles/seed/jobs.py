@@ -294,6 +294,9 @@ class JobController:
             events = await self._begun_anew(event) if isinstance(event, NewLayout) else [event]
             for news in (*self._measured(), *events):
                 instructions = self.core.handle(news, self._seed.world.clock.now())
+                for it in instructions:  # first: a job's new state is shown while the store is still writing
+                    if isinstance(it, co.Emit):
+                        self._seed.note(it.level, it.kind, it.text, it.peer_id, self.id)
                 await self._keep_wishes()  # durable before an instruction acts on them
                 for instruction in instructions:
                     await self._carry_out(instruction)
@@ -449,8 +452,6 @@ class JobController:
                     self._recoveries.abandon()
             case co.SetCorpus(digest):
                 await self._keep(corpus=digest)
-            case co.Emit(level, kind, text, peer_id):
-                self._seed.note(level, kind, text, peer_id, self.id)
 
     def _say(self, peer_id: str, message: Message) -> None:
         link = self._seed.links.get(peer_id)

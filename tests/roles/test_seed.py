@@ -7,6 +7,7 @@ import dataclasses
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from ring.replicas import records
 from ring.view import View
 from roles.seed import events, run_seed
 from roles.seed.peers import announced_to
+from roles.seed.store import Records
 from wire.client import SeedClient
 from wire.connection import Connection
 from wire.handshake import Server, dial, local_hello, local_welcome, serve
@@ -363,6 +365,27 @@ async def test_from_offer_to_a_running_view(bench: Bench) -> None:
     await a.beaten()
     peers = {peer["id"]: peer for peer in (await bench.ask("peers.list"))["peers"]}
     assert (peers["b"]["rank"], peers["b"]["share"], peers["b"]["job"]) == (1, 2, created["job"])
+
+
+async def test_a_view_is_in_the_log_when_its_job_is_shown_as_running(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both while the store is still writing the view."""
+    written, add_view = threading.Event(), Records.add_view
+    monkeypatch.setattr(Records, "add_view", lambda *args: written.wait(2 * DEADLINE_S) and add_view(*args))
+    await bench.ask("jobs.create", name="first", profile="tiny", spec=SPEC)
+    try:
+        async with asyncio.timeout(DEADLINE_S), bench.operator() as client:
+            await client.request("subscribe")
+            for peer_id in ("a", "b"):
+                await (await bench.worker(peer_id)).assigned()
+            seen: set[str] = set()
+            async for update in client.updates():
+                seen |= {str(item.get("state", item.get("kind"))) for item in update.items}
+                if {"running", "view"} <= seen:
+                    break
+    finally:
+        written.set()
 
 
 async def test_a_restarted_seed_takes_the_ring_back_without_touching_it(bench: Bench) -> None:
