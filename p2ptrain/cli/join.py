@@ -268,7 +268,7 @@ def _checked(serve_options: ServeOptions, model: str, *, download: bool) -> Serv
         )
     check_http(serve_options.http, serve_options.api_keys)
     if serve_options.api_keys is not None:
-        from roles.verifier.http import read_key
+        from roles.http.access import read_key
 
         read_key(serve_options.api_keys, lambda _: None)  # fail early; a warning about its mode comes later
     if not model:

@@ -327,7 +327,8 @@ async def _http(
     if serve_options.http is None:
         return ""
     from p2ptrain.cli.access import shown_host
-    from roles.verifier.http import read_key, serving_http
+    from roles.http.access import read_key
+    from roles.verifier.http import serving_http
     from wire.address import format_address
 
     key = None

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import random
 import secrets
 from collections.abc import Coroutine
-from contextlib import suppress
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -27,26 +23,20 @@ from p2ptrain import __version__
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import Clock
 from roles.background import Background
-from roles.verifier.asking import TextService, Writing
-from roles.verifier.http_requests import (
+from roles.http.access import Keys, refuse_pages
+from roles.http.answers import (
     HEADERS,
-    RETRY_AFTER_S,
+    NOT_HANDLED,
     Problem,
-    Request,
     json_bytes,
     json_response,
-    problem_of,
-    read_chat,
-    read_completion,
+    read_body,
+    shutting_down,
+    tell,
 )
-from wire.address import is_loopback, parse_address
+from roles.verifier.asking import TextService, Writing
+from roles.verifier.http_requests import Request, problem_of, read_chat, read_completion
 
-MOST_BODY_BYTES = 2 << 20
-"""Largest request body: a prompt of half a million tokens. Malicious JSON of this size blocks the loop for some tenths
-of a second."""
-BODY_S = 60.0
-"""Time limit for a body after its headers."""
-STOPPING = "stopping"
 _HEALTH, _CHAT = "/health", "/v1/chat/completions"
 
 _EVENTS = {"content-type": "text/event-stream; charset=utf-8", "x-accel-buffering": "no"}
@@ -89,7 +79,7 @@ class HttpApp:
         self, service: TextService, *, key: str | None, local: bool, clock: Clock, random: random.Random
     ) -> None:
         self.service, self._clock, self._random = service, clock, random
-        self._key = None if key is None else _digest(key.encode())
+        self._keys = None if key is None else Keys({key: "write"})
         self._pages_refused = local and key is None
         self._stopping = asyncio.Event()
         self._closing = Background()
@@ -100,13 +90,7 @@ class HttpApp:
             Route("/v1/completions", self._write, methods=["POST"]),
             Route(_CHAT, self._write, methods=["POST"]),
         ]
-        handlers: dict[Any, Any] = {
-            Problem: _told,
-            P2PTrainError: _told,
-            HTTPException: _not_routed,
-            ClientDisconnect: _gone,
-            Exception: _told,
-        }
+        handlers: dict[Any, Any] = {Problem: _told, P2PTrainError: _told, Exception: _told, **NOT_HANDLED}
         self._app = Starlette(routes=routes, exception_handlers=handlers)
         self._app.router.redirect_slashes = False
 
@@ -118,7 +102,7 @@ class HttpApp:
         except Problem as problem:
             await problem.response()(scope, receive, send)
         except Exception as error:  # a defect; Starlette has answered the client  # noqa: BLE001
-            _tell(error)
+            tell(error)
 
     def stop(self) -> None:
         """End all texts under way and tell their clients. Refuse new requests."""
@@ -132,33 +116,11 @@ class HttpApp:
 
     def _let_in(self, request: HttpRequest) -> None:
         if self._stopping.is_set():
-            raise _stops()
+            raise shutting_down()
         if self._pages_refused:
-            self._refuse_pages(request)
-        if self._key is None or request.url.path == _HEALTH:
-            return
-        scheme, _, shown = request.headers.get("authorization", "").partition(" ")
-        if not shown:
-            raise Problem(
-                401,
-                "an API key is required: send it as Authorization: Bearer KEY",
-                code="missing_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
-        # Digests have equal lengths, so the comparison does not reveal how much of a key was right.
-        right = hmac.compare_digest(_digest(shown.strip().encode("latin-1", "replace")), self._key)
-        if scheme.lower() != "bearer" or not right:
-            raise Problem(401, "that is not the API key of this endpoint", code="invalid_api_key")
-
-    def _refuse_pages(self, request: HttpRequest) -> None:
-        """Refuse requests that a browser sends for a foreign page. A page may make a browser send requests to this
-        machine (with its ``Origin``), and rename this machine to read the answers (``Host``: DNS rebinding). Programs
-        do neither."""
-        remedy = "to allow it, start the endpoint with an API key"
-        if not _names_loopback(request.headers.get("host", "")):
-            raise Problem(403, f"the Host header names another machine: {remedy}", code="host_refused")
-        if not all(_names_loopback(origin.partition("://")[2]) for origin in request.headers.getlist("origin")):
-            raise Problem(403, f"pages of other machines may not use this endpoint: {remedy}", code="origin_refused")
+            refuse_pages(request.headers, "to allow it, start the endpoint with an API key")
+        if self._keys is not None and request.url.path != _HEALTH:
+            self._keys.permit(request.headers)
 
     # routes
 
@@ -175,7 +137,7 @@ class HttpApp:
     async def _write(self, request: HttpRequest) -> _Reply:
         chat = request.url.path == _CHAT
         read = read_chat if chat else read_completion
-        asked = read(await self._body(request), lambda: self._random.getrandbits(63))
+        asked = read(await read_body(request), lambda: self._random.getrandbits(63))
         self._check_model(asked.model)
         return _Reply(self, asked, chat=chat, created=int(self._clock.wall()))
 
@@ -183,24 +145,6 @@ class HttpApp:
         if name != self.service.model:
             here = f"this endpoint has only the model {self.service.model}"
             raise Problem(404, here, code="model_not_found", param="model")
-
-    async def _body(self, request: HttpRequest) -> bytes:
-        """Read the body. Raises ``Problem``: too large or too slow. A large one is read to its end, so that the client
-        gets the answer."""
-        body, size = bytearray(), 0
-        try:
-            async with asyncio.timeout(BODY_S):
-                async for chunk in request.stream():
-                    size += len(chunk)
-                    if size <= MOST_BODY_BYTES:
-                        body += chunk
-        except TimeoutError:
-            late = "the request body did not arrive in time"
-            raise Problem(408, late, code="request_timeout", headers={"connection": "close"}) from None
-        if size > MOST_BODY_BYTES:
-            large = f"the request body is larger than {MOST_BODY_BYTES >> 20} MiB: send less"
-            raise Problem(413, large, code="request_too_large", headers={"connection": "close"})
-        return bytes(body)
 
     # writing
 
@@ -223,7 +167,7 @@ class HttpApp:
         if not task.cancelled():
             task.result()
         elif stopping.done() and not stopping.cancelled():
-            raise _stops()
+            raise shutting_down()
 
 
 class _Reply:
@@ -242,7 +186,7 @@ class _Reply:
             if not self._began:
                 raise
             if not isinstance(error, P2PTrainError | Problem):
-                _tell(error)
+                tell(error)
             # No [DONE]: the text is incomplete.
             await _send(send, event(problem_of(error).as_json()), more=False)
 
@@ -318,7 +262,7 @@ def _reason(writing: Writing) -> str:
     """OpenAI's reason for the end of the text. Raises ``Problem``: the text was cancelled."""
     reason = _ENDED.get(writing.ended)
     if reason is None:
-        raise _stops()
+        raise shutting_down()
     return reason
 
 
@@ -337,33 +281,3 @@ async def _left(receive: Receive) -> None:
 
 async def _told(request: HttpRequest, error: Exception) -> Response:
     return problem_of(error).response()
-
-
-async def _gone(request: HttpRequest, error: Exception) -> Response:
-    return Response(status_code=499)  # the client has left
-
-
-async def _not_routed(request: HttpRequest, error: HTTPException) -> Response:
-    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code, "")
-    asked = f"{request.method} {request.url.path}"[:100]
-    return Problem(error.status_code, f"there is no {asked} here", code=code, headers=error.headers).response()
-
-
-def _stops() -> Problem:
-    again = {"retry-after": str(RETRY_AFTER_S), "connection": "close"}
-    return Problem(503, "this endpoint is shutting down: try again later", code=STOPPING, headers=again)
-
-
-def _tell(error: Exception) -> None:
-    loop = asyncio.get_running_loop()
-    loop.call_exception_handler({"message": "an HTTP request failed", "exception": error})
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
-
-
-def _names_loopback(host: str) -> bool:
-    with suppress(P2PTrainError):
-        return is_loopback(parse_address(host.lower())[0])
-    return False

@@ -2,24 +2,22 @@
 
 There are three kinds of parameters. Obeyed ones are fields. Those that do not change the text are ignored
 (``IGNORED``). All others are refused with the reason, except for values that request nothing (``NOT_OBEYED``): ignoring
-a parameter that changes the text would be worse than a refusal. A ``Problem`` is an error in the form that OpenAI's
-clients expect.
+a parameter that changes the text would be worse than a refusal.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
 
 from p2ptrain.compute.text import Turn
 from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, Refused, ResourceError, TooLong, UserError
 from p2ptrain.core.serving import MOST_TOP_K, SamplingOptions
 from p2ptrain.core.texts import shortened
+from roles.http.answers import RETRY_AFTER_S, Problem, read_model, wrong
 from roles.verifier.asking import TextRequest
 
 IGNORED = frozenset(
@@ -64,51 +62,6 @@ NOT_OBEYED: dict[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": ((), "there is no web search"),
 }
 """Parameters that would change the text → values that request nothing, and why others are refused."""
-
-
-RETRY_AFTER_S = 2
-"""Wait that is suggested to a client when all places are taken: a text takes seconds."""
-
-HEADERS = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
-"""Headers of every answer: browsers shall not guess the type, and caches shall not keep it."""
-
-
-class Problem(Exception):
-    """An error that a client receives.
-
-    Args:
-        status: HTTP status.
-        message: text for people, with the remedy.
-        code: stable word for programs, OpenAI's if there is one.
-        param: the parameter at fault, if any.
-    """
-
-    def __init__(
-        self, status: int, message: str, *, code: str = "", param: str = "", headers: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
-        self.headers = dict(headers or {})
-
-    def as_json(self) -> dict[str, Any]:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        said = {"message": self.message, "type": kind, "param": self.param or None, "code": self.code or None}
-        return {"error": said}
-
-    def response(self) -> Response:
-        return json_response(self.as_json(), status=self.status, headers=self.headers)
-
-
-def json_bytes(said: Mapping[str, Any]) -> bytes:
-    """Encode ``said`` as JSON in ASCII.
-
-    Half a surrogate pair has no UTF-8, and some clients take U+2028 for a line end, which would end an event.
-    """
-    return json.dumps(said, separators=(",", ":"), allow_nan=False).encode("ascii")
-
-
-def json_response(said: Mapping[str, Any], *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(json_bytes(said), status, HEADERS | dict(headers or {}), media_type="application/json")
 
 
 def problem_of(error: Exception) -> Problem:
@@ -164,7 +117,7 @@ def read_chat(body: bytes, draw_seed: Callable[[], int]) -> Request:
             if name != "name" and value not in (None, []):  # earlier answers may have empty fields
                 raise _refused(f"messages.{index}.{shortened(name, 64)}", _TEXT_ONLY)
     if given.messages[-1].role != "user":
-        raise _wrong("messages", "the last message must be a user's, for the model to answer")
+        raise wrong("messages", "the last message must be a user's, for the model to answer")
     return _request(given, ({"turns": tuple(message.turn() for message in given.messages)},), draw_seed)
 
 
@@ -222,20 +175,7 @@ class _Chat(_Body):
 
 
 def _read(schema: type[_SomeBody], body: bytes) -> _SomeBody:
-    try:
-        given = schema.model_validate_json(body)
-    except ValidationError as error:
-        # Lists report their first error only, so there are few.
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        # For a union pydantic also names the type that it tried, which is not in the request.
-        where = ".".join(
-            str(part) for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part != "str")
-        )
-        if first["type"] == "json_invalid":
-            raise Problem(400, f"the body is not JSON: {first['msg']}", code="invalid_json") from None
-        if first["type"] == "missing":
-            raise Problem(400, f"{where} is missing", code="missing_required_parameter", param=where) from None
-        raise _wrong(where, first["msg"]) from None
+    given = read_model(schema, body)
     for name, value in (given.model_extra or {}).items():
         _check_other(name, value)
     return given
@@ -257,9 +197,9 @@ def _check_other(name: str, value: object) -> None:
 def _request(given: _Body, asked: tuple[dict[str, Any], ...], draw_seed: Callable[[], int]) -> Request:
     named = {most for most in (given.max_tokens, given.max_completion_tokens) if most is not None}
     if len(named) > 1:
-        raise _wrong("max_tokens", "max_completion_tokens is its new name, and has another value")
+        raise wrong("max_tokens", "max_completion_tokens is its new name, and has another value")
     if given.stream_options is not None and not given.stream:
-        raise _wrong("stream_options", "allowed only if stream is true")
+        raise wrong("stream_options", "allowed only if stream is true")
     sampling = SamplingOptions(
         temperature=given.temperature,
         top_k=given.top_k,
@@ -278,10 +218,6 @@ def _request(given: _Body, asked: tuple[dict[str, Any], ...], draw_seed: Callabl
     )
     usage = given.stream_options is not None and bool(given.stream_options.include_usage)
     return Request(given.model, texts, stream=bool(given.stream), include_usage=usage)
-
-
-def _wrong(param: str, message: str) -> Problem:
-    return Problem(400, f"{param}: {message}" if param else message, code="invalid_value", param=param)
 
 
 def _refused(param: str, why: str) -> Problem:

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import UserError
-from roles.verifier.http import read_key
-from roles.verifier.http_requests import IGNORED, NOT_OBEYED, Problem, _Chat, _Completion, read_chat, read_completion
+from roles.http.access import read_key
+from roles.http.answers import Problem
+from roles.verifier.http_requests import IGNORED, NOT_OBEYED, _Chat, _Completion, read_chat, read_completion
 
 from .scripted import MODEL, ScriptedService
 from .test_http_hostile import KEY, under_way

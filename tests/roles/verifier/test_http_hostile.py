@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.world import real_world
-from roles.verifier import http, http_app
+from roles.http import answers, server
 from roles.verifier.http import serving_http
 from wire.memory import MemoryNetwork
 
@@ -204,11 +204,11 @@ async def test_a_body_that_is_no_request(endpoint: Endpoint, body: bytes) -> Non
 
 
 async def test_a_huge_body_is_not_kept(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_app, "MOST_BODY_BYTES", 100_000)
+    monkeypatch.setattr(answers, "MOST_BODY_BYTES", 100_000)
     status, headers, body = await endpoint.post(COMPLETIONS, b" " * 1_000_000)
     assert (status, code_of(body), headers["connection"]) == (413, "request_too_large", "close")
     assert (await endpoint.post(COMPLETIONS, ASK + b" " * (100_000 - len(ASK))))[0] == 200
-    monkeypatch.setattr(http_app, "BODY_S", 0.0)  # one that goes on for ever is cut off
+    monkeypatch.setattr(answers, "BODY_S", 0.0)  # one that goes on for ever is cut off
     assert (await endpoint.raw(request("POST", COMPLETIONS, "Content-Length: 9999999") + b" " * 200_000))[0] == 408
 
 
@@ -248,7 +248,7 @@ async def test_what_is_no_http_after_the_answer_is_cut_off(endpoint: Endpoint) -
 
 @pytest.mark.parametrize("sent", [b"", b"GET /v1/models HTTP/1.1\r\nHost: loc"])
 async def test_who_says_nothing_is_cut_off(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    monkeypatch.setattr(http, "HEADERS_S", 0.0)
+    monkeypatch.setattr(server, "HEADERS_S", 0.0)
     reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
     async with asyncio.timeout(PATIENCE_S):
         writer.write(sent)
@@ -260,8 +260,8 @@ async def test_who_says_nothing_is_cut_off(endpoint: Endpoint, monkeypatch: pyte
 async def test_who_goes_on_saying_nothing_is_cut_off(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
     async with asyncio.timeout(PATIENCE_S):
-        monkeypatch.setattr(http, "HEADERS_S", 0.0)
-        monkeypatch.setattr(http, "KEEP_ALIVE_S", 0.0)
+        monkeypatch.setattr(server, "HEADERS_S", 0.0)
+        monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.0)
         writer.write(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\nno more than this")
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 404")
         writer.write(b"but this")  # that it says anything at all does not count
@@ -271,13 +271,13 @@ async def test_who_goes_on_saying_nothing_is_cut_off(endpoint: Endpoint, monkeyp
 
 
 async def test_a_body_that_does_not_come(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_app, "BODY_S", 0.0)
+    monkeypatch.setattr(answers, "BODY_S", 0.0)
     status, _, body = await endpoint.raw(request("POST", COMPLETIONS, "Content-Length: 5"))
     assert (status, code_of(body)) == (408, "request_timeout")
 
 
 async def test_who_does_not_read_is_cut_off(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "SEND_S", 0.0)
+    monkeypatch.setattr(server, "SEND_S", 0.0)
     endpoint.service.script = lambda wish: ScriptedWriting(["x" * (1 << 20)] * 64)
     _, writer = await asyncio.open_connection(endpoint.host, endpoint.port, limit=1)
     async with asyncio.timeout(PATIENCE_S):
@@ -290,7 +290,7 @@ async def test_who_does_not_read_is_cut_off(endpoint: Endpoint, monkeypatch: pyt
 
 
 async def test_connections_are_bounded(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "MOST_CONNECTIONS", 2)
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 2)
     async with serving_http(ScriptedService(), "127.0.0.1", 0, world=WORLD) as (host, port):
         few = Endpoint(endpoint.service, host, port, endpoint.client, [])
         assert (await few.raw(request("GET", "/health")))[0] == 200

@@ -1,0 +1,109 @@
+"""Who may send a request: keys, and the pages that a browser shows."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import os
+import stat
+import sys
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from starlette.datastructures import Headers
+
+from p2ptrain.core.errors import P2PTrainError, UserError
+from roles.http.answers import Problem
+from wire.address import is_loopback, parse_address
+
+KEY_CHARS = range(16, 513)
+_MAKE_KEY = "make one: python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > FILE; chmod 600 FILE"
+
+
+def read_key(path: Path, warn: Callable[[str], None]) -> str:
+    """Read the API key, the only line of the file ``path``.
+
+    Args:
+        warn: called if other users of this machine may read the file.
+
+    Raises:
+        UserError: the file cannot be read or holds no key.
+    """
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(4096)
+    except OSError as error:
+        raise UserError(f"cannot read the API key in {path}: {error.strerror}", remedy=_MAKE_KEY) from error
+    key = content.decode("ascii", "replace").strip()
+    if len(key) not in KEY_CHARS or not all("!" <= letter <= "~" for letter in key):
+        least, most = KEY_CHARS[0], KEY_CHARS[-1]
+        text = f"{path} has no valid API key: one line of {least} to {most} letters, digits and signs, no spaces"
+        raise UserError(text, remedy=_MAKE_KEY)
+    if sys.platform != "win32" and mode & (stat.S_IRWXG | stat.S_IRWXO):
+        warn(f"other users of this machine may read the API key in {path}: chmod 600 {path}")
+    return key
+
+
+class Keys:
+    """The keys of an endpoint, and what each of them permits. Only digests are kept."""
+
+    def __init__(self, permits: Mapping[str, str]) -> None:
+        """``permits``: key → the word for what its holder may do."""
+        self._permits = {_digest(key.encode()): permit for key, permit in permits.items()}
+
+    def permit(self, headers: Headers) -> str:
+        """What the bearer of the request's key may do. Raises ``Problem`` without a valid key."""
+        scheme, _, shown = headers.get("authorization", "").partition(" ")
+        if not shown:
+            raise Problem(
+                401,
+                "an API key is required: send it as Authorization: Bearer KEY",
+                code="missing_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        # Digests have equal lengths, so the comparison does not reveal how much of a key was right.
+        given, found = _digest(shown.strip().encode("latin-1", "replace")), ""
+        for digest, permit in self._permits.items():
+            found = permit if hmac.compare_digest(given, digest) else found
+        if scheme.lower() != "bearer" or not found:
+            headers_ = {"www-authenticate": "Bearer"}
+            raise Problem(401, "that is not the API key of this endpoint", code="invalid_api_key", headers=headers_)
+        return found
+
+
+def refuse_pages(headers: Headers, remedy: str, *, own_only: bool = False, names: Collection[str] = ()) -> None:
+    """Refuse requests that a browser sends for a foreign page. A page may make a browser send requests to this
+    machine (with its ``Origin``), and rename this machine to read the answers (``Host``: DNS rebinding). Programs
+    do neither. Raises ``Problem``.
+
+    Args:
+        own_only: only this endpoint's own pages may use it; otherwise those of any server on the loopback, too.
+        names: names of this machine, and any IP address, are allowed as well; empty: only the loopback is.
+    """
+    host = headers.get("host", "")
+    if not _names_here(host, names):
+        raise Problem(403, f"the Host header names another machine: {remedy}", code="host_refused")
+    for origin in headers.getlist("origin"):
+        page = origin.partition("://")[2]
+        if page.lower() != host.lower() if own_only else not _names_here(page, names):
+            raise Problem(403, f"pages of other machines may not use this endpoint: {remedy}", code="origin_refused")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _names_here(text: str, names: Collection[str]) -> bool:
+    with suppress(P2PTrainError):
+        host = parse_address(text.lower())[0]
+        return is_loopback(host) or (bool(names) and (host in names or _is_ip(host)))
+    return False
+
+
+def _is_ip(host: str) -> bool:
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    return False

@@ -1,0 +1,144 @@
+"""Answers of every HTTP endpoint: JSON, and ``Problem``, an error that a client receives; bodies that are read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+RETRY_AFTER_S = 2
+"""Wait that is suggested to a client when all places are taken: a text takes seconds."""
+MOST_BODY_BYTES = 2 << 20
+"""Largest request body: a prompt of half a million tokens. Malicious JSON of this size blocks the loop for some tenths
+of a second."""
+BODY_S = 60.0
+"""Time limit for a body after its headers."""
+
+STOPPING = "stopping"
+HEADERS = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
+"""Headers of every answer: browsers shall not guess the type, and caches shall not keep it."""
+
+
+class Problem(Exception):
+    """An error that a client receives.
+
+    Args:
+        status: HTTP status.
+        message: text for people.
+        remedy: what they can do; empty if ``message`` says it.
+        code: stable word for programs, OpenAI's if there is one.
+        param: the parameter at fault, if any.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str = "",
+        param: str = "",
+        remedy: str = "",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param, self.remedy = status, message, code, param, remedy
+        self.headers = dict(headers or {})
+
+    def as_json(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        said = {"message": self.message, "type": kind, "param": self.param or None, "code": self.code or None}
+        return {"error": said | ({"remedy": self.remedy} if self.remedy else {})}
+
+    def response(self) -> Response:
+        return json_response(self.as_json(), status=self.status, headers=self.headers)
+
+
+def json_bytes(said: Mapping[str, Any]) -> bytes:
+    """Encode ``said`` as JSON in ASCII.
+
+    Half a surrogate pair has no UTF-8, and some clients take U+2028 for a line end, which would end an event.
+    """
+    return json.dumps(said, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def json_response(said: Mapping[str, Any], *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(json_bytes(said), status, HEADERS | dict(headers or {}), media_type="application/json")
+
+
+async def read_body(request: Request) -> bytes:
+    """Read the body. Raises ``Problem``: too large or too slow. A large one is read to its end, so that the client
+    gets the answer."""
+    body, size = bytearray(), 0
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size <= MOST_BODY_BYTES:
+                    body += chunk
+    except TimeoutError:
+        late = "the request body did not arrive in time"
+        raise Problem(408, late, code="request_timeout", headers={"connection": "close"}) from None
+    if size > MOST_BODY_BYTES:
+        large = f"the request body is larger than {MOST_BODY_BYTES >> 20} MiB: send less"
+        raise Problem(413, large, code="request_too_large", headers={"connection": "close"})
+    return bytes(body)
+
+
+_SomeModel = TypeVar("_SomeModel", bound=BaseModel)
+
+
+def read_model(schema: type[_SomeModel], body: bytes) -> _SomeModel:
+    """Parse a JSON body. Raises ``Problem``, which names the first fault."""
+    try:
+        return schema.model_validate_json(body)
+    except ValidationError as error:
+        raise invalid(error) from None
+
+
+def invalid(error: ValidationError) -> Problem:
+    # Lists report their first error only, so there are few.
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    # For a union pydantic also names the type that it tried, which is not in the request.
+    where = ".".join(
+        str(part) for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part != "str")
+    )
+    if first["type"] == "json_invalid":
+        return Problem(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
+    if first["type"] == "missing":
+        return Problem(400, f"{where} is missing", code="missing_required_parameter", param=where)
+    return wrong(where, first["msg"])
+
+
+def wrong(param: str, message: str) -> Problem:
+    return Problem(400, f"{param}: {message}" if param else message, code="invalid_value", param=param)
+
+
+def shutting_down() -> Problem:
+    again = {"retry-after": str(RETRY_AFTER_S), "connection": "close"}
+    return Problem(503, "this endpoint is shutting down: try again later", code=STOPPING, headers=again)
+
+
+def tell(error: Exception) -> None:
+    """Report a defect to whoever runs this process."""
+    loop = asyncio.get_running_loop()
+    loop.call_exception_handler({"message": "an HTTP request failed", "exception": error})
+
+
+async def client_left(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def not_routed(request: Request, error: HTTPException) -> Response:
+    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code, "")
+    asked = f"{request.method} {request.url.path}"[:100]
+    return Problem(error.status_code, f"there is no {asked} here", code=code, headers=error.headers).response()
+
+
+NOT_HANDLED: dict[Any, Any] = {HTTPException: not_routed, ClientDisconnect: client_left}
+"""Exception handlers that every application has."""

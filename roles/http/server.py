@@ -1,0 +1,168 @@
+"""An HTTP server with limits on what unknown clients may cost; uvicorn speaks HTTP in the running event loop.
+
+``Server.serve`` of uvicorn is not used, because it would take over the signals of the process.
+
+Limits: number of connections; time for headers, bodies and answers (a client that does not read is cut off); size of
+headers, bodies and messages of WebSockets. Nothing is logged, so no key is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Any
+
+import h11
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import Server
+
+from roles.http.answers import RETRY_AFTER_S, Problem
+
+MOST_CONNECTIONS = 256
+MOST_HEADER_BYTES = 16 << 10
+MOST_MESSAGE_BYTES = 4 << 10
+"""Largest message of a WebSocket's client, which has nothing to say."""
+HEADERS_S = 10.0
+"""Time limit for a connection's first request, and for the rest of a request's headers."""
+KEEP_ALIVE_S = 15
+"""Longest idle time of a connection between two requests."""
+SEND_S = 30.0
+"""Longest time in which a client reads nothing while 64 KiB wait for it."""
+STOP_S = 1
+"""Time limit for telling clients that the endpoint stops."""
+
+
+@asynccontextmanager
+async def serving(
+    app: ASGIApp, sock: socket.socket, *, tls: ssl.SSLContext | None = None, websockets: bool = False
+) -> AsyncIterator[Server]:
+    """Answer HTTP on the listening ``sock`` while the body runs. At the end ``app`` has ``STOP_S`` for its last
+    words, and ``sock`` is closed."""
+    config = Config(
+        _timed(app),
+        http=_Connection,
+        # Its keepalive detects readers that are gone; it compresses nothing, which would cost memory for each reader.
+        ws="websockets-sansio" if websockets else "none",
+        ws_max_size=MOST_MESSAGE_BYTES,
+        ws_per_message_deflate=False,
+        ssl_context_factory=None if tls is None else lambda config, default: tls,
+        loop="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        proxy_headers=False,
+        forwarded_allow_ips="",
+        server_header=False,
+        date_header=False,
+        workers=1,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=STOP_S,
+        h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+    )
+    config.load()
+    server = Server(config)
+    server.lifespan = config.lifespan_class(config)
+    await server.startup(sockets=[sock])
+    try:
+        yield server
+    finally:
+        await server.shutdown(sockets=[sock])
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()  # clients that do not read the last answer
+
+
+class _Connection(H11Protocol):
+    """uvicorn's connection with the deadlines that it lacks, and with JSON as its answer to what is no HTTP."""
+
+    def __init__(self, *, app_state: dict[str, Any], **given: Any) -> None:
+        super().__init__(app_state=app_state | {"connection": self}, **given)
+        self._patience: asyncio.TimerHandle | None = None
+        self._lost = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait(HEADERS_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+        super().connection_lost(exc)
+        self._lost.set()
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        super().handle_websocket_upgrade(event)
+        self._lost.set()  # another protocol has the connection from here on
+
+    async def cut_off(self) -> None:
+        """Abort, and raise ``CancelledError`` once the connection is lost: uvicorn must not send a second answer."""
+        self.transport.abort()
+        await self._lost.wait()
+        raise asyncio.CancelledError
+
+    @property
+    def one_too_many(self) -> bool:
+        return len(self.connections) >= MOST_CONNECTIONS
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a malformed request. uvicorn calls this while it handles the error of h11."""
+        error = sys.exception()
+        assert isinstance(error, h11.RemoteProtocolError)
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else the request's answer has begun
+            status, why = error.error_status_hint, str(error).partition(": bytearray")[0]
+            code = "request_too_large" if status == 431 else "invalid_http"
+            problem = Problem(status, f"this is not a valid HTTP request: {why}", code=code).response()
+            headers, reason = [*problem.raw_headers, (b"connection", b"close")], HTTPStatus(status).phrase.encode()
+            body = h11.Data(data=bytes(problem.body))
+            for event in (h11.Response(status_code=status, headers=headers, reason=reason), body, h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def begins(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+
+    def ends(self) -> None:
+        if not self.transport.is_closing():
+            self._wait(KEEP_ALIVE_S + HEADERS_S)
+
+    def _wait(self, time_s: float) -> None:
+        self._patience = asyncio.get_running_loop().call_later(time_s, self.transport.abort)
+
+
+_BUSY = Problem(
+    503,
+    f"{MOST_CONNECTIONS} clients are connected, the limit: try again later",
+    code="overloaded",
+    headers={"retry-after": str(RETRY_AFTER_S), "connection": "close"},
+)
+
+
+def _timed(app: ASGIApp) -> ASGIApp:
+    async def timed(scope: Scope, receive: Receive, send: Send) -> None:
+        connection: _Connection = scope["state"]["connection"]
+
+        async def sent(message: Message) -> None:
+            if connection.transport.is_closing():  # the client has left
+                await connection.cut_off()
+            try:
+                async with asyncio.timeout(SEND_S):
+                    await send(message)
+            except TimeoutError:
+                await connection.cut_off()
+
+        connection.begins()
+        try:
+            await (_BUSY.response() if connection.one_too_many else app)(scope, receive, sent)
+        finally:
+            connection.ends()
+
+    return timed
