@@ -1,0 +1,1 @@
+"""The seed's HTTP API, its page, and the page for Prometheus."""

@@ -1,0 +1,147 @@
+"""The cluster's state as a page for Prometheus: gauges and counters of jobs, peers and serving peers.
+
+Every series belongs to the seed, to a job or to a peer, and there are at most so many of them (``MAX_JOBS``,
+``MAX_PEERS``, ``MAX_SERVING``). Values are in seconds and bytes. Nothing is kept between two calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from wire.records import FINISHED_STATES, ClusterInfo, JobInfo, PeerInfo, ServingInfo
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+MAX_JOBS = 50
+"""Jobs that are shown: those that have not ended first, then the newest."""
+MAX_PEERS = 256
+MAX_SERVING = 64
+MAX_LABEL = 64
+"""Longest value of a label, in characters."""
+
+R = TypeVar("R", JobInfo, PeerInfo, ServingInfo)
+Value = Callable[[R], float | None]
+
+JOBS: dict[str, tuple[str, Value[JobInfo]]] = {
+    "p2ptrain_job_step": ("Last committed step.", lambda job: job.step),
+    "p2ptrain_job_steps_planned": ("Steps of the whole job.", lambda job: job.steps_total),
+    "p2ptrain_job_members": ("Members of the ring.", lambda job: len(job.members)),
+    "p2ptrain_job_generation": ("Number of the view.", lambda job: job.generation),
+    "p2ptrain_job_train_loss": ("Training loss of the last step, in nats per token.", lambda job: job.loss),
+    "p2ptrain_job_validation_loss": ("Last validation loss, in nats per token.", lambda job: job.val_loss),
+    "p2ptrain_job_learning_rate": ("Learning rate of the last step.", lambda job: job.lr),
+    "p2ptrain_job_gradient_norm": ("L2 norm of the last step's gradient.", lambda job: job.grad_norm),
+    "p2ptrain_job_tokens_per_second": ("Tokens trained per second.", lambda job: job.tokens_per_s),
+    "p2ptrain_job_step_seconds": ("Duration of the last step.", lambda job: _seconds(job.step_ms)),
+    "p2ptrain_job_compute_seconds": ("Time that the last step computed.", lambda job: _seconds(job.compute_ms)),
+    "p2ptrain_job_communicate_seconds": (
+        "Time that the last step communicated, beyond computing.",
+        lambda job: _seconds(job.communicate_ms),
+    ),
+    "p2ptrain_job_wait_seconds": ("Time that the last step waited for members.", lambda job: _seconds(job.wait_ms)),
+    "p2ptrain_job_privacy_epsilon": ("Privacy spent by a private job.", lambda job: job.epsilon),
+    "p2ptrain_job_tokens_total": ("Tokens trained; falls if the job goes back.", lambda job: job.tokens_total),
+    "p2ptrain_job_trained_seconds_total": ("Duration of all committed steps.", lambda job: job.trained_s),
+}
+PEERS: dict[str, tuple[str, Value[PeerInfo]]] = {
+    "p2ptrain_peer_heartbeat_age_seconds": ("Time since the seed heard of it.", lambda peer: peer.heartbeat_age_s),
+    "p2ptrain_peer_round_trip_seconds": ("Round trip to the seed.", lambda peer: _seconds(peer.rtt_ms)),
+    "p2ptrain_peer_memory_bytes": ("Memory of its process.", lambda peer: peer.memory_bytes or None),
+    "p2ptrain_peer_memory_limit_bytes": ("Memory of its machine.", lambda peer: peer.memory_total_bytes or None),
+    "p2ptrain_peer_gpu_load_ratio": ("Load of its GPU, from 0 to 1.", lambda peer: peer.gpu_load),
+    "p2ptrain_peer_receive_bytes_per_second": ("Received over the ring.", lambda peer: peer.in_bps / 8),
+    "p2ptrain_peer_send_bytes_per_second": ("Sent over the ring.", lambda peer: peer.out_bps / 8),
+    "p2ptrain_peer_tokens_per_second": ("Tokens that it trains per second.", lambda peer: peer.tokens_per_s),
+    "p2ptrain_peer_step": ("Last step that it applied.", lambda peer: peer.step),
+    "p2ptrain_peer_micro_batches": ("Its micro-batches of the last step.", lambda peer: peer.share),
+    "p2ptrain_peer_staleness_versions": ("Mean staleness of its gradients (server).", lambda peer: peer.staleness),
+    "p2ptrain_peer_sent_bytes_total": ("Sent to members by its process.", lambda peer: peer.sent_bytes),
+    "p2ptrain_peer_gradients_accepted_total": ("Gradients that were used (server).", lambda peer: peer.accepted),
+    "p2ptrain_peer_gradients_refused_total": ("Gradients that were too old (server).", lambda peer: peer.refused),
+}
+SERVING: dict[str, tuple[str, Value[ServingInfo]]] = {
+    "p2ptrain_serving_sessions": ("Open sessions.", lambda info: info.sessions),
+    "p2ptrain_serving_tokens_per_second": ("Tokens written per second.", lambda info: info.stats.get("tokens_per_s")),
+    "p2ptrain_serving_token_seconds": ("Time per token.", lambda info: _seconds(info.stats.get("token_ms"))),
+    "p2ptrain_serving_acceptance_ratio": ("Share of drafts accepted.", lambda info: info.stats.get("alpha")),
+    "p2ptrain_serving_accepted_length_tokens": (
+        "Tokens per pass of the model.",
+        lambda info: info.stats.get("accepted_length"),
+    ),
+    "p2ptrain_serving_speed_up_ratio": ("Speed relative to no drafters.", lambda info: info.stats.get("speed_up")),
+}
+
+
+def exposition(
+    cluster: ClusterInfo, jobs: Sequence[JobInfo], peers: Sequence[PeerInfo], serving: Sequence[ServingInfo]
+) -> bytes:
+    """The page's text. Values that are unknown are left out."""
+    return generate_latest(_Page(cluster, jobs, peers, serving))
+
+
+class _Page(Collector):
+    def __init__(
+        self, cluster: ClusterInfo, jobs: Sequence[JobInfo], peers: Sequence[PeerInfo], serving: Sequence[ServingInfo]
+    ) -> None:
+        self._cluster, self._peers, self._serving = cluster, peers[:MAX_PEERS], serving[:MAX_SERVING]
+        newest = sorted(jobs, key=lambda job: (job.state not in FINISHED_STATES, job.created_at), reverse=True)
+        self._jobs = newest[:MAX_JOBS]
+
+    def collect(self) -> Iterator[Metric]:
+        here = self._cluster
+        yield _labelled("p2ptrain_seed_info", "The seed.", [{"cluster": here.cluster_id, "version": here.version}])
+        for name, text, value in (
+            ("p2ptrain_seed_start_time_seconds", "When the seed started, in Unix time.", here.started_at),
+            ("p2ptrain_seed_peers", "Connected peers.", float(here.peers)),
+            ("p2ptrain_seed_jobs", "Jobs, with those that have ended.", float(here.jobs)),
+        ):
+            yield GaugeMetricFamily(name, text, value=value)
+        described = [
+            {"job": job.id, "name": job.name, "profile": job.profile, "strategy": job.strategy} for job in self._jobs
+        ]
+        yield _labelled("p2ptrain_job_info", "A job.", described)
+        states = [{"job": job.id, "name": job.name, "state": job.state} for job in self._jobs]
+        yield _labelled("p2ptrain_job_state", "State of a job.", states)
+        yield from _families(JOBS, self._jobs, "job")
+        who = [
+            {"peer": peer.id, "name": peer.name, "roles": ",".join(peer.roles), "device": peer.device}
+            for peer in self._peers
+        ]
+        yield _labelled("p2ptrain_peer_info", "A peer.", who)
+        states = [{"peer": peer.id, "name": peer.name, "state": peer.state} for peer in self._peers]
+        yield _labelled("p2ptrain_peer_state", "State of a peer.", states)
+        yield from _families(PEERS, self._peers, "peer")
+        yield from _families(SERVING, self._serving, "peer")
+
+
+def _families(table: dict[str, tuple[str, Value[R]]], records: Sequence[R], kind: str) -> Iterator[Metric]:
+    for name, (text, value_of) in table.items():
+        family = (CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily)(
+            name, text, labels=[kind, "name"]
+        )
+        for record in records:
+            value = value_of(record)
+            if value is not None and math.isfinite(value):
+                family.add_metric([_label(record.id), _label(record.name)], value)
+        yield family
+
+
+def _labelled(name: str, text: str, labels: Sequence[dict[str, str]]) -> Metric:
+    """A gauge of constant value 1, whose labels say something."""
+    family = GaugeMetricFamily(name, text, labels=list(labels[0]) if labels else [])
+    for values in labels:
+        family.add_metric([_label(value) for value in values.values()], 1.0)
+    return family
+
+
+def _label(value: str) -> str:
+    return value[:MAX_LABEL]
+
+
+def _seconds(value_ms: float | None) -> float | None:
+    return None if value_ms is None else value_ms / 1e3
