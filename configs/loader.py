@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -83,7 +83,22 @@ def load(profile: str, environ: Mapping[str, str], sets: Sequence[str]) -> Loade
     Raises:
         ConfigError: unknown profile, unreadable file, unknown key, bad value, or values that contradict each other.
     """
-    layers = chain(_profile_layers(profile), _environment_layer(environ), _override_layer(sets))
+    return _merged(chain(_profile_layers(profile), _environment_layer(environ), _override_layer(sets)))
+
+
+def load_settings(profile: str | Mapping[str, Any], sets: Mapping[str, Any]) -> Profile:
+    """Load a profile that a program gives: the name of a shipped one, or settings by table, and overrides by key.
+
+    No file that the caller names is read. Raises ``ConfigError`` as ``load``.
+    """
+    if isinstance(profile, str):
+        layers = _base_layers(profile, "profile")
+    else:
+        layers = _document_layers(dict(profile), lambda key: "the settings", "")
+    return _merged(chain(layers, _document_layers(dict(sets), lambda key: f"set {key}", ""))).profile
+
+
+def _merged(layers: Iterable[tuple[str, _Setting]]) -> Loaded:
     settings: dict[str, _Setting] = {}
     for key, setting in layers:
         settings.pop(key, None)  # reinsert, so that the map stays in order of precedence
@@ -118,10 +133,18 @@ def _file_layers(path: Path, source: str) -> Iterator[tuple[str, _Setting]]:
             f"{path}:{error.lineno}: not TOML: {error.msg}", remedy="see https://toml.io for the syntax"
         ) from None
     lines = _key_lines(text)
+    yield from _document_layers(
+        document, lambda key: f"{path}:{lines.get(key, lines.get(key.partition('.')[0], 1))}", source
+    )
+
+
+def _document_layers(
+    document: dict[str, Any], place_of: Callable[[str], str], source: str
+) -> Iterator[tuple[str, _Setting]]:
     if "base" in document:
-        yield from _base_layers(document.pop("base"), f"{path}:{lines.get('base', 1)}")
+        yield from _base_layers(document.pop("base"), place_of("base"))
     for key, value in _flatten(document):
-        place = f"{path}:{lines.get(key, lines.get(key.partition('.')[0], 1))}"
+        place = place_of(key)
         _check_key(key, place)
         yield key, _Setting(value, place, source or place)
 

@@ -7,6 +7,7 @@ A certificate names its peer in URIs of the subject alternative name: ``p2ptrain
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import ssl
 import warnings
 from collections.abc import Collection, Iterable
@@ -178,6 +179,44 @@ def sign_certificate(
         x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
     )
     return builder.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
+
+
+SERVER_LIFETIME_S = 30 * 24 * 3600.0
+
+
+def server_certificate(ca_key_pem: bytes, ca_pem: bytes, names: Collection[str], *, now: float) -> bytes:
+    """Make a certificate with its key and the CA (PEM, secret) for an HTTPS server of these names and IP addresses.
+
+    It names no peer, so it admits to nothing else. Raises ``ValueError`` if the CA's key or certificate is damaged.
+    """
+    ca_key = serialization.load_pem_private_key(ca_key_pem, password=None)
+    assert isinstance(ca_key, ec.EllipticCurvePrivateKey)
+    key = ec.generate_private_key(ec.SECP256R1())
+    issuer = x509.load_pem_x509_certificate(ca_pem).subject
+    subject = _common_name("p2ptrain seed")
+    builder = _builder(subject, issuer, key.public_key(), ca_key.public_key(), now, SERVER_LIFETIME_S)
+    alternative = x509.SubjectAlternativeName([_general_name(name) for name in names])
+    builder = builder.add_extension(alternative, critical=False)
+    builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    made = builder.sign(ca_key, hashes.SHA256())
+    return _key_pem(key) + made.public_bytes(serialization.Encoding.PEM) + ca_pem
+
+
+def server_names(certificate_pem: bytes) -> list[str]:
+    """The names and IP addresses of an HTTPS server's certificate, in small letters. Raises ``ValueError``."""
+    certificate = x509.load_pem_x509_certificate(certificate_pem)
+    try:
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except _NAMELESS as error:
+        raise ValueError("it names no server") from error
+    return [str(name.value).lower() for name in found]
+
+
+def _general_name(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
 
 
 def der_of(certificate_pem: bytes) -> bytes:

@@ -7,6 +7,7 @@ system. Ctrl+C at the terminal reaches only this process, which then ends the pe
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -171,12 +172,16 @@ async def end_all(children: Sequence[Child]) -> None:
 class LocalCluster:
     """A seed and peers with their state below ``root``.
 
+    Args:
+        web: where the seed answers HTTP; empty: nowhere.
+
     Attributes:
         peers: the processes besides the seed, by name.
+        url: of the seed's page, once it is started.
     """
 
-    def __init__(self, root: Path, port: int = 0, *, tls: bool = False) -> None:
-        self.root, self.port, self.tls = root, port or free_port(), tls
+    def __init__(self, root: Path, port: int = 0, *, tls: bool = False, web: str = "") -> None:
+        self.root, self.port, self.tls, self.web, self.url = root, port or free_port(), tls, web, ""
         self._seed: Child | None = None
         self.peers: dict[str, Child] = {}
 
@@ -199,7 +204,7 @@ class LocalCluster:
     async def start_seed(self) -> Child:
         """Start a seed without a job and wait until it listens. Raises ``JobFailed``, ``StorageError``."""
         arguments = ["seed", "--no-job", "--json", "--host", LOOPBACK, "--port", str(self.port)]
-        arguments += ["--state", str(self.root), *["--tls"] * self.tls]
+        arguments += ["--state", str(self.root), *["--tls"] * self.tls, *(["--http", self.web] if self.web else [])]
         seed = self._seed = await Child.start("seed", arguments, self.logs / "seed.log", listen=True)
         assert seed.process.stdout is not None
         try:
@@ -210,6 +215,7 @@ class LocalCluster:
         if b'"ready"' not in ready:  # nothing, or the document of an error, which the log has too
             await end_all([seed])
             raise seed.failed("the seed did not start")
+        self.url = str(json.loads(ready).get("http", ""))
         return seed
 
     async def start_peer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import nullcontext
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -31,7 +31,9 @@ from wire.records import FINISHED_STATES
 
 if TYPE_CHECKING:
     from configs.schema import Profile
+    from roles.web.serving import WebOptions, WebPlace
     from wire.address import Ticket
+    from wire.client import SeedClient
 
 
 def seed(
@@ -60,7 +62,7 @@ def seed(
         bool, typer.Option("--insecure", help="Do not encrypt. Only on the loopback, where that is the default.")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Write one line of JSON when it listens: event, host, port, tls.")
+        bool, typer.Option("--json", help="Write one line of JSON when it listens: event, host, port, tls, http.")
     ] = False,
     backup: Annotated[
         Path | None,
@@ -69,6 +71,25 @@ def seed(
     restore: Annotated[
         Path | None,
         typer.Option("--restore", metavar="DIR", help="Directory with the copy of a lost seed to start from."),
+    ] = None,
+    http: Annotated[
+        str,
+        typer.Option("--http", metavar="HOST:PORT", help="Address of the web page and the HTTP API; default: none."),
+    ] = "",
+    http_cert: Annotated[
+        Path | None,
+        typer.Option("--http-cert", metavar="FILE", help="With --http: a certificate (PEM); default: its own."),
+    ] = None,
+    http_cert_key: Annotated[
+        Path | None, typer.Option("--http-cert-key", metavar="FILE", help="The key of that certificate (PEM).")
+    ] = None,
+    http_read_key: Annotated[
+        Path | None,
+        typer.Option("--http-read-key", metavar="FILE", help="With --http: file with the key of those who only look."),
+    ] = None,
+    http_operator_key: Annotated[
+        Path | None,
+        typer.Option("--http-operator-key", metavar="FILE", help="With --http: file with the key of operators."),
     ] = None,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
 ) -> None:
@@ -79,6 +100,9 @@ def seed(
     records every minute and after each change of members. If its machine is lost, --restore starts from that copy
     anywhere. Workers find the new seed among the addresses that they were given (`p2ptrain join A --also B`).
 
+    With --http it shows a web page and answers an HTTP API. Elsewhere than on the loopback both are encrypted, and need
+    a key; the seed makes two of them, and names their files.
+
     \b
     Examples:
       p2ptrain seed
@@ -86,6 +110,8 @@ def seed(
       p2ptrain seed --restore /mnt/other-disk/seed --host 0.0.0.0
       p2ptrain seed --host 0.0.0.0 --profile small --set job.steps=2000
       p2ptrain seed --no-job --port 9000
+      p2ptrain seed --http 127.0.0.1:8080
+      p2ptrain seed --host 0.0.0.0 --http 0.0.0.0:8443
     """
     root = (state or default_state_dir()).absolute()
     encrypted = _is_encrypted(host, tls=tls, insecure=insecure)
@@ -93,7 +119,23 @@ def seed(
     if restore is not None:
         encrypted = _restore(restore.absolute(), root, encrypted=encrypted)
     copies = backup.absolute() if backup is not None else None
-    run(_serve(root, host, port, name, first_job, encrypted, copies, as_json, with_parent))
+    web = _web_options(http, [http_cert, http_cert_key, http_read_key, http_operator_key])
+    run(_serve(root, host, port, name, first_job, encrypted, copies, web, as_json, with_parent))
+
+
+def _web_options(http: str, files: list[Path | None]) -> WebOptions | None:
+    """Raises ``UserError`` for a bad address, or a file without one."""
+    from p2ptrain.cli.join import host_and_port
+
+    place = host_and_port("--http", http, "such as 127.0.0.1:8080, where a browser reaches it")
+    if place is None:
+        if any(files):
+            text = "--http-cert, --http-cert-key, --http-read-key and --http-operator-key are for an HTTP address"
+            raise UserError(text, remedy="add --http HOST:PORT, or leave them out")
+        return None
+    from roles.web.serving import WebOptions
+
+    return WebOptions(*place, *files)
 
 
 def _restore(directory: Path, root: Path, *, encrypted: bool) -> bool:
@@ -132,6 +174,7 @@ async def _serve(
     first_job: tuple[str, Profile] | None,
     encrypted: bool,
     backup_dir: Path | None,
+    web: WebOptions | None,
     as_json: bool,
     with_parent: bool,
 ) -> None:
@@ -141,6 +184,7 @@ async def _serve(
     from wire.transport import TcpNetwork
 
     console, stop = stoppable(with_parent=with_parent)
+    place = await _web_place(web, root, console) if web is not None else None
     tickets: list[Ticket] = []
     address: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(
@@ -165,9 +209,12 @@ async def _serve(
         if address.done():
             bound, port = address.result()
             near = to_dial(bound), port
-            with nullcontext() if with_parent else announced(near, root):
+            async with AsyncExitStack() as stack:
+                if not with_parent:
+                    stack.enter_context(announced(near, root))
                 try:
-                    _tell(console, bound, port, root, tickets, as_json)
+                    url = await _web(stack, place, web, near, root, console)
+                    _tell(console, bound, port, root, tickets, place, url, as_json)
                     await unless_stopped(stop, _first_job(near, root, first_job, console))
                 except P2PTrainError:
                     if not stop.is_set():  # otherwise the seed was stopping, and disconnected us
@@ -178,7 +225,48 @@ async def _serve(
         await serving
     finally:
         stop.set()
+        if place is not None:
+            place.sock.close()
         await asyncio.wait({serving})
+
+
+async def _web_place(web: WebOptions, root: Path, console: Console) -> WebPlace:
+    import socket
+
+    from p2ptrain.core.world import real_world
+    from roles.web.serving import web_place
+    from wire.transport import TcpNetwork
+
+    names = [name for name in (web.host, shown_host(web.host), socket.gethostname()) if name not in EVERYWHERE]
+    names = list(dict.fromkeys([*names, "localhost", "127.0.0.1"]))
+    warn = partial(console.event, "warning")
+    return await web_place(web, root / "seed", names, world=real_world(TcpNetwork()), warn=warn)
+
+
+async def _web(
+    stack: AsyncExitStack,
+    place: WebPlace | None,
+    web: WebOptions | None,
+    near: tuple[str, int],
+    root: Path,
+    console: Console,
+) -> str:
+    """Answer HTTP until the end of ``stack``. Returns the page's address; empty without one."""
+    if place is None or web is None:
+        return ""
+    from p2ptrain.cli.inputs import checked
+    from p2ptrain.core.world import real_world
+    from roles.web.serving import serving_web
+    from wire.transport import TcpNetwork
+
+    async def create(client: SeedClient, name: str, label: str, profile: Profile) -> str:
+        if is_loopback(near[0]):  # otherwise each worker reads its own disk
+            profile = await asyncio.to_thread(checked, profile)
+        return await create_job(client, name, label, profile, console)
+
+    connect, world = partial(operator, near, state=root), real_world(TcpNetwork())
+    await stack.enter_async_context(serving_web(place, connect, create, root / "seed", name="", world=world))
+    return place.url(shown_host(web.host))
 
 
 def _loaded(profile: str, sets: list[str]) -> Profile:
@@ -208,13 +296,30 @@ async def _first_job(
             await create_job(client, Path(first_job[0]).stem, *first_job, console)
 
 
-def _tell(console: Console, host: str, port: int, root: Path, tickets: list[Ticket], as_json: bool) -> None:
+def _tell(
+    console: Console,
+    host: str,
+    port: int,
+    root: Path,
+    tickets: list[Ticket],
+    place: WebPlace | None,
+    url: str,
+    as_json: bool,
+) -> None:
+    files = [] if place is None else [str(path) for path in place.key_files]
     if as_json:
-        typer.echo(json.dumps({"event": "ready", "host": host, "port": port, "tls": bool(tickets)}))
+        web = {"http": url, "http_keys": files} if url else {}
+        typer.echo(json.dumps({"event": "ready", "host": host, "port": port, "tls": bool(tickets)} | web))
         return
     here, how = format_address(shown_host(host), port), ", encrypted" if tickets else ""
     everywhere = f", on all addresses of port {port}" if host in EVERYWHERE else ""
     console.event("info", f"the seed listens on {here}{everywhere}{how}")
+    if url:
+        console.event("info", f"in a browser, watch at:      {url}")
+        if files:
+            console.event("info", f"its keys, one to read and one for operators, are in: {', '.join(files)}")
+        if place is not None and place.own:
+            console.event("info", f"its certificate is signed by: {root / 'seed' / 'authority' / 'ca.pem'}")
     only = "" if root == default_state_dir().absolute() else f" --state {quote(str(root))}"
     console.event("info", f"on this machine, watch with: p2ptrain tui{only}")
     console.event("info", f"on this machine, join with:  p2ptrain join {here}")

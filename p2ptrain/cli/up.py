@@ -84,6 +84,10 @@ def up(
         typer.Option("--memory", metavar="SIZE", help="With --split: memory limit of each worker, such as 2GiB."),
     ] = "",
     dtype: DtypeOption = "",
+    web: Annotated[
+        str,
+        typer.Option("--web", metavar="HOST:PORT", help="Address of the web page and the HTTP API; default: none."),
+    ] = "",
     http: HttpOption = "",
     api_keys: ApiKeyOption = None,
     dry_run: DryRunOption = False,
@@ -105,6 +109,7 @@ def up(
       p2ptrain up
       p2ptrain up --workers 4 --set job.steps=1000
       p2ptrain up --workers 4 --straggler 5
+      p2ptrain up --web 127.0.0.1:8080
       p2ptrain up --profile my.toml --state ./run --plain
       p2ptrain up --set model.path=HuggingFaceTB/SmolLM2-135M --download
       p2ptrain up --profile pair --http 127.0.0.1:8000
@@ -112,12 +117,14 @@ def up(
       p2ptrain up --workers 2 --set job.strategy=pipeline --set pipeline.stages=2 --dry-run
       p2ptrain up --split 3 --spare 1 --checkpoint ./SmolLM2-135M --memory 400MiB
     """
+    from p2ptrain.cli.join import host_and_port
     from p2ptrain.cli.model_sizes import config_text
     from p2ptrain.cli.up_cluster import Plan, SplitPlan, hold, http_place, train
     from wire.emulate import preset_named
 
     if link:
         preset_named(link)  # fail here, not in each worker
+    host_and_port("--web", web, "such as 127.0.0.1:8080, where a browser reaches it")
     root = (state or default_state_dir() / "up").absolute()
     if split is not None:
         if http or api_keys is not None:
@@ -135,7 +142,7 @@ def up(
         checkpoint = newest_in(checkpoint, download=download).absolute()
         config_text(checkpoint, split)  # fail here
         port = _free(port)
-        split_plan = SplitPlan(split, spare, checkpoint, memory, dtype, root, port, link)
+        split_plan = SplitPlan(split, spare, checkpoint, memory, dtype, root, port, link, web)
         with announced((LOOPBACK, port), root):
             run(hold(split_plan, as_json=as_json), children=True)
         return
@@ -150,7 +157,9 @@ def up(
             return
     port = _free(port)
     texts = _texts(loaded, workers, data)
-    plan = Plan(profile, loaded, workers, root, port, new, link or loaded.link.preset, place, keys, texts, straggler)
+    plan = Plan(
+        profile, loaded, workers, root, port, new, link or loaded.link.preset, place, keys, texts, straggler, web
+    )
     full_screen = not plain and not as_json and at_terminal()
     from p2ptrain.cli.output import print_json
 

@@ -70,6 +70,7 @@ class Plan:
     api_keys: Path | None = None
     texts: tuple[str, ...] = ()  # of each worker, for private data; empty: the profile's
     straggler: float = 1.0  # the last worker computes so many times slower
+    web: str = ""  # where the seed answers HTTP
 
     @property
     def is_pair(self) -> bool:
@@ -146,7 +147,7 @@ class Run:
     def __init__(self, plan: Plan, console: Console, *, as_json: bool) -> None:
         self.quiet = False
         self.view: View | None = None
-        self.cluster = LocalCluster(plan.root, plan.port)
+        self.cluster = LocalCluster(plan.root, plan.port, web=plan.web)
         self._plan, self._console, self._as_json = plan, console, as_json
         self._unsaid: list[tuple[str, str]] = []
         self._workers: list[Child] = []
@@ -170,6 +171,8 @@ class Run:
         plan = self._plan
         with self._console.during(lambda: "starting the seed"):
             await self.cluster.start_seed()
+        if self.cluster.url:
+            self._console.event("info", f"watch in a browser: {self.cluster.url}")
         self._client = client = await self.cluster.connect()
         profiles = [profile for _, profile in plan.models().values()]
         begun = await unfinished(client, profiles, plan.root, cancel=plan.new)
@@ -464,6 +467,7 @@ class SplitPlan:
     root: Path
     port: int
     link: str
+    web: str = ""
 
     @property
     def workers(self) -> int:
@@ -483,10 +487,12 @@ async def hold(plan: SplitPlan, *, as_json: bool) -> None:
     from p2ptrain.cli.text_options import SplitOptions
 
     console, stop = stoppable()
-    cluster = LocalCluster(plan.root, plan.port)
+    cluster = LocalCluster(plan.root, plan.port, web=plan.web)
 
     async def work() -> None:
         await cluster.start_seed()
+        if cluster.url:
+            console.event("info", f"watch in a browser: {cluster.url}")
         for index in range(1, plan.workers + 1):
             await cluster.start_peer(f"worker-{index}", index, *plan.options())
         console.event("info", cluster.workers_start(plan.workers))

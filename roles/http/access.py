@@ -18,6 +18,7 @@ from p2ptrain.core.errors import P2PTrainError, UserError
 from roles.http.answers import Problem
 from wire.address import is_loopback, parse_address
 
+_BEARER = {"www-authenticate": "Bearer"}
 KEY_CHARS = range(16, 513)
 _MAKE_KEY = "make one: python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > FILE; chmod 600 FILE"
 
@@ -54,23 +55,22 @@ class Keys:
         """``permits``: key → the word for what its holder may do."""
         self._permits = {_digest(key.encode()): permit for key, permit in permits.items()}
 
-    def permit(self, headers: Headers) -> str:
-        """What the bearer of the request's key may do. Raises ``Problem`` without a valid key."""
-        scheme, _, shown = headers.get("authorization", "").partition(" ")
+    def permit(self, authorization: str) -> str:
+        """What the bearer of the key in this header may do. Raises ``Problem`` without a valid key."""
+        scheme, _, shown = authorization.partition(" ")
         if not shown:
             raise Problem(
                 401,
                 "an API key is required: send it as Authorization: Bearer KEY",
                 code="missing_api_key",
-                headers={"www-authenticate": "Bearer"},
+                headers=_BEARER,
             )
         # Digests have equal lengths, so the comparison does not reveal how much of a key was right.
         given, found = _digest(shown.strip().encode("latin-1", "replace")), ""
         for digest, permit in self._permits.items():
             found = permit if hmac.compare_digest(given, digest) else found
         if scheme.lower() != "bearer" or not found:
-            headers_ = {"www-authenticate": "Bearer"}
-            raise Problem(401, "that is not the API key of this endpoint", code="invalid_api_key", headers=headers_)
+            raise Problem(401, "that is not the API key of this endpoint", code="invalid_api_key", headers=_BEARER)
         return found
 
 

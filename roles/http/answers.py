@@ -52,8 +52,8 @@ class Problem(Exception):
 
     def as_json(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        said = {"message": self.message, "type": kind, "param": self.param or None, "code": self.code or None}
-        return {"error": said | ({"remedy": self.remedy} if self.remedy else {})}
+        said = {"message": self.message, "remedy": self.remedy, "type": kind}
+        return {"error": said | {"param": self.param or None, "code": self.code or None}}
 
     def response(self) -> Response:
         return json_response(self.as_json(), status=self.status, headers=self.headers)

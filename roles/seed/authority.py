@@ -26,7 +26,7 @@ import hashlib
 import json
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -51,6 +51,7 @@ from wire.credentials import (
     new_key_and_request,
     pem_of,
     request_of_untrusted,
+    server_certificate,
     sign_certificate,
 )
 from wire.messages import RefusalCode
@@ -358,6 +359,16 @@ class Authority:
         made.save(self._disk)
         self._own_id = peer_id
         return made
+
+    def http_credentials(self, names: Collection[str], now: float) -> Path:
+        """Make a certificate for the HTTPS server of these names; return the file with it and its key. Blocking.
+
+        Raises ``StorageError``.
+        """
+        path = self._directory / "https.pem"
+        made = server_certificate(self._key_pem, self._ca_pem, names, now=now)
+        write_atomic(self._disk, path, made, private=True)
+        return path
 
     async def enrol(self, ticket_id: str, peer_id: str, csr_der: bytes, now: float) -> bytes:
         """Sign the first certificate (DER) of a peer that has proven to hold the ticket.

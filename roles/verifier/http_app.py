@@ -120,7 +120,7 @@ class HttpApp:
         if self._pages_refused:
             refuse_pages(request.headers, "to allow it, start the endpoint with an API key")
         if self._keys is not None and request.url.path != _HEALTH:
-            self._keys.permit(request.headers)
+            self._keys.permit(request.headers.get("authorization", ""))
 
     # routes
 

@@ -1,1 +1,1 @@
-"""The seed's HTTP API, its page, and the page for Prometheus."""
+"""The seed's HTTP API, its stream of updates, and the page that shows them."""

@@ -1,0 +1,272 @@
+"""The seed's HTTP API as an ASGI application: access, routes made of the declared endpoints, repeated requests, the
+stream, and the page."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from p2ptrain.core.errors import DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused, UserError
+from p2ptrain.core.texts import shortened
+from p2ptrain.core.world import Clock
+from roles.background import Background
+from roles.http.access import Keys, refuse_pages
+from roles.http.answers import (
+    HEADERS,
+    NOT_HANDLED,
+    RETRY_AFTER_S,
+    Problem,
+    json_response,
+    read_body,
+    shutting_down,
+    tell,
+)
+from roles.web.docs import docs_page
+from roles.web.endpoints import READ, ROOT, Call, CreateJob, Endpoint, Given, Page, openapi
+from roles.web.feed import Feed, records_of
+from roles.web.page import page_at
+from roles.web.prometheus import CONTENT_TYPE, exposition
+from roles.web.routes import ENDPOINTS
+from roles.web.stream import MOST_STREAMS, serve_stream
+from wire.messages import RefusalCode
+from wire.records import JobInfo, PeerInfo, ServingInfo
+
+OPEN_PATHS = frozenset({f"{ROOT}/openapi.json", f"{ROOT}/docs"})
+STREAM = f"{ROOT}/metrics/stream/{{job}}"
+KEPT_ANSWERS = 1024
+KEPT_ANSWERS_S = 3600.0
+"""How many answers to requests with an Idempotency-Key are kept, and how long."""
+_POLICY = (
+    "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+PAGE_HEADERS = HEADERS | {"content-security-policy": _POLICY, "referrer-policy": "no-referrer"}
+_KEY_PREFIX = "bearer."
+
+_STATUS = {
+    **dict.fromkeys(("unknown-checkpoint", "unknown-job", "unknown-peer", "unknown-ticket"), 404),
+    **dict.fromkeys(("bad-parameter", "bad-shape", "bad-spec"), 422),
+    **dict.fromkeys(("failed", "unreachable"), 502),
+    RefusalCode.FULL: 503,
+}
+"""Code of a refusal → status; 409 for all others."""
+
+
+def problem_of(error: Exception) -> Problem:
+    """The ``Problem`` for ``error``. Unexpected errors show no details."""
+    if isinstance(error, Problem):
+        return error
+    if not isinstance(error, P2PTrainError):
+        return Problem(500, "internal error; the seed's terminal has the details", code="internal_error")
+    status, code = 500, "failed"
+    match error:
+        case Refused():
+            status, code = _STATUS.get(error.code, 409), error.code
+        case UserError():
+            status, code = 422, "invalid_value"
+        case DeadlineExceeded():
+            status, code = 504, "timeout"
+        case NetworkError():
+            status, code = 503, "seed_unreachable"
+        case ProtocolError():
+            status, code = 502, "protocol"
+    again = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else {}
+    return Problem(
+        status, shortened(error.message, 1000), code=code, remedy=shortened(error.remedy, 1000), headers=again
+    )
+
+
+class Repeats:
+    """Answers to requests with an Idempotency-Key, so that each is carried out once. Failures are not kept.
+
+    A request that comes while the first one is under way gets the same answer.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._kept: OrderedDict[str, tuple[float, bytes, asyncio.Future[Response]]] = OrderedDict()
+        self._work = Background()
+
+    async def answer(self, key: str, request: bytes, carry_out: Callable[[], Any]) -> Response:
+        """``request``: what must be the same. Raises ``Problem`` if it is not, and what ``carry_out`` raises."""
+        now, digest = self._clock.now(), hashlib.sha256(request).digest()
+        oldest = next(iter(self._kept.values()), None)
+        if oldest is not None and (oldest[0] < now - KEPT_ANSWERS_S or len(self._kept) >= KEPT_ANSWERS):
+            self._kept.popitem(last=False)
+        if key in self._kept:
+            _, before, future = self._kept[key]
+            if before != digest:
+                text = "this Idempotency-Key was used for another request"
+                raise Problem(422, text, code="idempotency_key_reused", remedy="use a new key for each request")
+        else:
+            future = asyncio.get_running_loop().create_future()
+            self._kept[key] = (now, digest, future)
+            self._work.start(self._carried_out(key, future, carry_out), "idempotent request")
+        return await asyncio.shield(future)
+
+    async def _carried_out(self, key: str, future: asyncio.Future[Response], carry_out: Callable[[], Any]) -> None:
+        try:
+            future.set_result(await carry_out())
+        except Exception as error:  # for whoever waits  # noqa: BLE001
+            future.set_exception(error)
+            future.exception()  # nobody may wait any more
+        finally:
+            if not future.done():
+                future.cancel()
+            if future.cancelled() or future.exception() is not None:
+                self._kept.pop(key, None)
+
+    async def stop(self) -> None:
+        await self._work.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may use the API.
+
+    Attributes:
+        keys: with ``READ`` or ``OPERATE`` each; None: none is needed.
+        names: of this machine; empty: only the loopback's.
+    """
+
+    keys: Keys | None = None
+    names: Collection[str] = ()
+
+    def judge(self, headers: Headers, path: str, permit: str, subprotocols: Sequence[str] = ()) -> None:
+        """Raise ``Problem`` if the request is not allowed. ``permit``: what it needs."""
+        remedy = "use an address or a name of this machine, and its own page"
+        refuse_pages(headers, remedy, own_only=True, names=self.names)
+        if self.keys is None or path in OPEN_PATHS or not path.startswith((ROOT, "/metrics")):
+            return
+        shown = next((f"Bearer {name.removeprefix(_KEY_PREFIX)}" for name in subprotocols if _KEY_PREFIX in name), "")
+        if self.keys.permit(headers.get("authorization", "") or shown) == READ != permit:
+            raise Problem(403, "this key may only read", code="read_only", remedy="use the operator key")
+
+
+class WebApp:
+    """The application.
+
+    Args:
+        create_job: see ``CreateJob``.
+    """
+
+    def __init__(self, feed: Feed, access: Access, create_job: CreateJob, clock: Clock) -> None:
+        self._feed, self._access, self._create_job = feed, access, create_job
+        self._repeats = Repeats(clock)
+        self._streams = 0
+        self._stopping = False
+        self._document = openapi(ENDPOINTS)
+        routes: list[Any] = [
+            Route(f"{ROOT}/{each.path}", partial(self._endpoint, each), methods=[each.method]) for each in ENDPOINTS
+        ]
+        routes += [
+            Route(f"{ROOT}/openapi.json", self._openapi, methods=["GET"]),
+            Route(f"{ROOT}/docs", self._docs, methods=["GET"]),
+            WebSocketRoute(STREAM, self._stream),
+            Route("/metrics", self._prometheus, methods=["GET"]),
+            Route("/{path:path}", self._page, methods=["GET"]),
+        ]
+        handlers: dict[Any, Any] = {Problem: _told, P2PTrainError: _told, Exception: _told, **NOT_HANDLED}
+        self._app = Starlette(routes=routes, exception_handlers=handlers)
+        self._app.router.redirect_slashes = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if self._stopping:
+                raise shutting_down()
+            permit = READ if scope.get("method", "GET") in ("GET", "HEAD") else ""
+            self._access.judge(Headers(scope=scope), scope["path"], permit, scope.get("subprotocols", ()))
+            await self._app(scope, receive, send)
+        except Problem as problem:
+            if scope["type"] == "websocket":
+                await WebSocket(scope, receive, send).send_denial_response(problem.response())
+            else:
+                await problem.response()(scope, receive, send)
+        except Exception as error:  # a defect; Starlette has answered the client  # noqa: BLE001
+            tell(error)
+
+    async def stop(self) -> None:
+        """Refuse new requests."""
+        self._stopping = True
+        await self._repeats.stop()
+
+    # ---------------------------------------------------------------------------------------------------------- routes
+
+    async def _endpoint(self, endpoint: Endpoint, request: Request) -> Response:
+        query = endpoint.read_query(request.query_params.multi_items())
+        raw = await read_body(request)
+        body = endpoint.read_body(raw)
+        carry_out = partial(self._carry_out, endpoint, request, query, body)
+        key = request.headers.get("idempotency-key")
+        if endpoint.method != "POST" or key is None:
+            return await carry_out()
+        if not 1 <= len(key) <= 128 or not all("!" <= letter <= "~" for letter in key):
+            text = "an Idempotency-Key has 1 to 128 letters, digits and signs, and no spaces"
+            raise Problem(400, text, code="invalid_value", param="Idempotency-Key")
+        return await self._repeats.answer(key, f"{request.url.path}?{request.url.query}\n".encode() + raw, carry_out)
+
+    async def _carry_out(self, endpoint: Endpoint, request: Request, query: Given, body: Given | None) -> Response:
+        client = await self._feed.client()
+        call = Call(self._feed, client, self._create_job, request.path_params, query, body)
+        answer = await endpoint.handle(call)
+        if isinstance(answer, Page):
+            return json_response({"items": [item.to_map() for item in answer.items], "next": answer.next})
+        return json_response(answer.to_map(), status=endpoint.status)
+
+    async def _openapi(self, request: Request) -> Response:
+        return json_response(self._document)
+
+    async def _docs(self, request: Request) -> Response:
+        return Response(docs_page(self._document), 200, PAGE_HEADERS, media_type="text/html")
+
+    async def _prometheus(self, request: Request) -> Response:
+        client = await self._feed.client()
+        jobs, peers = records_of(self._feed, JobInfo, "jobs"), records_of(self._feed, PeerInfo, "peers")
+        text = exposition(await client.cluster(), jobs, peers, records_of(self._feed, ServingInfo, "serving"))
+        return Response(text, 200, HEADERS | {"content-type": CONTENT_TYPE})
+
+    async def _page(self, request: Request) -> Response:
+        found = page_at(request.url.path)
+        if found is None:
+            text = f"there is no {request.method} {request.url.path}"[:100]
+            raise Problem(404, f"{text} here", code="unknown_url")
+        content, kind = found
+        return Response(content, 200, PAGE_HEADERS | {"content-type": kind})
+
+    async def _stream(self, socket: WebSocket) -> None:
+        try:
+            if self._streams >= MOST_STREAMS:
+                again = {"retry-after": str(RETRY_AFTER_S)}
+                raise Problem(503, f"{MOST_STREAMS} streams are open, the limit", code="overloaded", headers=again)
+            after_step = _step_of(socket.query_params.get("after_step", "-1"))
+            job, _ = await (await self._feed.client()).job(socket.path_params["job"])
+        except P2PTrainError as error:
+            raise problem_of(error) from error
+        self._streams += 1
+        try:
+            await serve_stream(socket, self._feed, job.id, after_step)
+        finally:
+            self._streams -= 1
+
+
+def _step_of(text: str) -> int:
+    if not text.removeprefix("-").isdecimal() or not text.isascii() or not -1 <= int(text[:20]) <= 2**53:
+        raise Problem(400, "after_step must be a whole number from -1 on", code="invalid_value", param="after_step")
+    return int(text)
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    return problem_of(error).response()

@@ -1,0 +1,347 @@
+"""The endpoints of the HTTP API, over the one typed client of a seed (``wire.client.SeedClient``)."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field
+
+from configs.loader import describe, load_settings, shipped
+from configs.schema import Profile
+from p2ptrain.core.errors import ConfigError, Refused
+from roles.web.endpoints import MOST_ITEMS, Call, Endpoint, Given, Handle, Page, Paging
+from roles.web.feed import records_of
+from wire.address import how_to_join
+from wire.messages import RefusalCode
+from wire.records import (
+    ABSENT_STATES,
+    CheckpointInfo,
+    ClusterInfo,
+    EventInfo,
+    JobInfo,
+    MetricRow,
+    PeerInfo,
+    RecoveryInfo,
+    ServingInfo,
+    TicketInfo,
+)
+from wire.schema import Record
+
+R = TypeVar("R", bound=Record)
+
+
+def _page(call: Call, records: Sequence[R], order: Callable[[R], Any]) -> Page:
+    """The part of a list that is asked for. The id of its last record names the next part."""
+    ordered, query = sorted(records, key=order), call.query
+    ids = [getattr(record, "id", "") for record in ordered]
+    begin = 0
+    if query.after:
+        if query.after not in ids:
+            raise ConfigError(f"after = {query.after} is not in the list any more", remedy="begin again without it")
+        begin = ids.index(query.after) + 1
+    items = ordered[begin : begin + query.limit]
+    return Page(items, ids[begin + len(items) - 1] if begin + len(items) < len(ordered) else None)
+
+
+# ---------------------------------------------------------------------------------------------------------------- jobs
+
+
+class JobRequest(Given):
+    profile: str | dict[str, Any] = Field(
+        default="tiny",
+        description='Name of a profile that ships, or settings: {"base": "tiny", "optimizer": {"lr": 0.001}}.',
+    )
+    set: dict[str, Any] = Field(default_factory=dict, description='Settings that override: {"job.steps": 100}.')
+    name: str = Field(default="", max_length=64, description="Name of the job; empty: that of the profile.")
+    drafter: bool = Field(default=False, description="Create the job of the profile's [drafter].")
+
+
+class Removal(Given):
+    forget: bool = Field(default=False, description="Remove the record of a job that is over.")
+
+
+async def list_jobs(call: Call) -> Page:
+    return _page(call, records_of(call.feed, JobInfo, "jobs"), lambda job: (job.created_at, job.id))
+
+
+async def create_job(call: Call) -> JobInfo:
+    asked: JobRequest = call.body
+    label = asked.profile if isinstance(asked.profile, str) else str(asked.profile.get("base") or "settings")
+    profile = load_settings(asked.profile, asked.set)
+    name = asked.name or label
+    if asked.drafter:
+        if not profile.drafter.layers:
+            raise ConfigError(f"the profile {label} has no drafter", remedy="set drafter.layers, or choose pair")
+        profile, name = profile.of_drafter(), asked.name or f"{label}-drafter"
+    elif profile.drafter.layers:
+        profile = profile.alone()
+    job = await call.create_job(call.client, name, label[:64], profile)
+    await call.feed.until(lambda: call.feed.record("jobs", job) is not None)
+    return (await call.client.job(job))[0]
+
+
+async def get_job(call: Call) -> JobInfo:
+    return (await call.client.job(call.path["job"]))[0]
+
+
+async def delete_job(call: Call) -> JobInfo:
+    info, _ = await call.client.job(call.path["job"])
+    verb = "forget" if call.query.forget else "cancel"
+    await call.client.tell_job(info.id, verb)
+    if verb == "forget":
+        await call.feed.until(lambda: call.feed.record("jobs", info.id) is None)
+        return info
+    return (await call.client.job(info.id))[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings(Record):
+    """All settings of a job, by table. ``profile``: the profile that they come from."""
+
+    profile: str
+    settings: dict[str, dict[str, Any]]
+
+
+async def get_settings(call: Call) -> Settings:
+    info, spec = await call.client.job(call.path["job"])
+    return Settings(info.profile, Profile.from_spec_untrusted(spec).model_dump(mode="json"))
+
+
+async def _told(call: Call, verb: str, already: frozenset[str]) -> JobInfo:
+    """Tell the job. A request that is repeated finds it in one of the states ``already``, and does nothing."""
+    info, _ = await call.client.job(call.path["job"])
+    if info.state in already:
+        return info
+    await call.client.tell_job(info.id, verb)
+    return (await call.client.job(info.id))[0]
+
+
+async def pause_job(call: Call) -> JobInfo:
+    return await _told(call, "pause", frozenset({"paused"}))
+
+
+async def resume_job(call: Call) -> JobInfo:
+    return await _told(call, "resume", frozenset({"queued", "waiting", "forming", "running"}))
+
+
+async def save_job(call: Call) -> JobInfo:
+    return await _told(call, "save", frozenset())
+
+
+class Newest(Given):
+    limit: int = Field(default=100, ge=1, le=MOST_ITEMS, description="So many of the newest ones.")
+
+
+async def list_recoveries(call: Call) -> Page:
+    return Page(await call.client.recoveries(call.path["job"], call.query.limit))
+
+
+# ------------------------------------------------------------------------------------------------------------- cluster
+
+
+class NodeRequest(Given):
+    role: Literal["worker", "verifier", "drafter", "operator"] = "worker"
+    expires_s: float = Field(default=7 * 86_400.0, ge=60, le=366 * 86_400, description="How long its ticket is valid.")
+    uses: int | None = Field(default=None, ge=1, le=1_000_000, description="Peers that may use it; null: any number.")
+    host: str = Field(default="", max_length=255, description="The seed's address for that machine; empty: the usual.")
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation(Record):
+    """How a machine joins. ``ticket`` and ``text``, a secret, are null on a plain loopback, where none is needed."""
+
+    command: str
+    ticket: TicketInfo | None = None
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Removed(Record):
+    """What was removed. ``name``: of a node."""
+
+    id: str
+    name: str = ""
+
+
+async def list_nodes(call: Call) -> Page:
+    return _page(call, records_of(call.feed, PeerInfo, "peers"), lambda peer: (peer.joined_at, peer.id))
+
+
+async def invite_node(call: Call) -> Invitation:
+    asked: NodeRequest = call.body
+    try:
+        ticket, text = await call.client.new_ticket(asked.role, asked.expires_s, asked.uses, asked.host)
+    except Refused as refusal:
+        if refusal.code != RefusalCode.NOT_ENCRYPTED:
+            raise
+        address = (await call.client.cluster()).address
+        role = "" if asked.role == "worker" else asked.role
+        return Invitation(f"p2ptrain tui {address}" if role == "operator" else how_to_join(address, role))
+    command = f"p2ptrain join {text}"
+    if asked.role == "operator":
+        command = f"p2ptrain tui {text}"
+    elif asked.role != "worker":
+        command += f" --role {asked.role} --model DIR"
+    return Invitation(command, ticket, text)
+
+
+async def evict_node(call: Call) -> Removed:
+    return Removed(*await call.client.evict(call.path["node"]))
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSummary(Record):
+    """The whole cluster in figures. ``peers`` and ``jobs`` are counted by state; ``tokens_per_s`` is of all jobs.
+
+    ``memory_bytes``, ``in_bps``, ``out_bps``: of all peers that are there. ``gpu_load``: the mean; null without a GPU.
+    """
+
+    cluster: ClusterInfo
+    peers: dict[str, int]
+    jobs: dict[str, int]
+    tokens_per_s: float
+    in_bps: float
+    out_bps: float
+    memory_bytes: int
+    gpus: int
+    gpu_load: float | None
+    sessions: int
+
+
+async def summarise_cluster(call: Call) -> ClusterSummary:
+    peers, jobs = records_of(call.feed, PeerInfo, "peers"), records_of(call.feed, JobInfo, "jobs")
+    there = [peer for peer in peers if peer.state not in ABSENT_STATES]
+    loads = [peer.gpu_load for peer in there if peer.gpu_load is not None]
+    return ClusterSummary(
+        await call.client.cluster(),
+        dict(Counter(peer.state for peer in peers)),
+        dict(Counter(job.state for job in jobs)),
+        math.fsum(job.tokens_per_s or 0.0 for job in jobs if job.state == "running"),
+        math.fsum(peer.in_bps for peer in there),
+        math.fsum(peer.out_bps for peer in there),
+        sum(peer.memory_bytes for peer in there),
+        len(loads),
+        math.fsum(loads) / len(loads) if loads else None,
+        sum(peer.sessions for peer in there),
+    )
+
+
+class EventPaging(Given):
+    limit: int = Field(default=100, ge=1, le=MOST_ITEMS, description="Longest list in an answer.")
+    after_id: int | None = Field(default=None, ge=0, le=2**53, description="Events after it; none: the newest ones.")
+
+
+async def list_events(call: Call) -> Page:
+    after, limit = call.query.after_id, call.query.limit
+    events = await call.client.events(-limit if after is None else after, limit)
+    return Page(events, events[-1].id if events else after)
+
+
+async def list_serving(call: Call) -> Page:
+    return _page(call, records_of(call.feed, ServingInfo, "serving"), lambda item: item.id)
+
+
+# ------------------------------------------------------------------------------------------------ metrics, checkpoints
+
+
+class MetricPaging(Given):
+    limit: int = Field(default=MOST_ITEMS, ge=1, le=MOST_ITEMS, description="Longest list in an answer.")
+    after_step: int = Field(default=-1, ge=-1, le=2**53, description="Rows after this step; -1: from the first one.")
+
+
+async def list_metrics(call: Call) -> Page:
+    rows = await call.client.metrics(call.path["job"], call.query.after_step, call.query.limit)
+    return Page(rows, rows[-1].step if len(rows) == call.query.limit else None)
+
+
+async def list_checkpoints(call: Call) -> Page:
+    job = (await call.client.job(call.path["job"]))[0].id
+    found = [item for item in records_of(call.feed, CheckpointInfo, "checkpoints") if item.job == job]
+    return _page(call, found, lambda item: (item.created_at, item.id))
+
+
+async def delete_checkpoint(call: Call) -> Removed:
+    ident = call.path["checkpoint"]
+    await call.client.delete_checkpoint(ident)
+    await call.feed.until(lambda: call.feed.record("checkpoints", ident) is None)
+    return Removed(ident)
+
+
+class Restoring(Given):
+    shards: int = Field(
+        default=0, ge=0, le=64, description="Hold the model in so many shards from now on; 0: as before."
+    )
+
+
+async def restore_checkpoint(call: Call) -> JobInfo:
+    job = await call.client.restore(call.path["checkpoint"], call.body.shards)
+    return (await call.client.job(job))[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileInfo(Record):
+    """A profile that ships, and its purpose."""
+
+    name: str
+    about: str
+
+
+async def list_profiles(call: Call) -> Page:
+    return Page([ProfileInfo(name, describe(path)) for name, path in shipped().items()])
+
+
+_JOB, _CHECKPOINT = "training/jobs/{job}", "checkpoints/{checkpoint}"
+_NAMED = (404, 409)
+"""Errors of a request that names something: there is no such thing, or several; or it is in a wrong state."""
+_CREATES = "Create a job. It starts when enough workers are ready."
+_CANCELS = (
+    "Cancel a job; its checkpoints stay.\n\nOf a job that is over it is refused, so the request may be repeated. With "
+    "`forget` the record and the metrics of a job that is over are removed."
+)
+_INVITES = "Make a ticket, a secret, for a machine, and the command with which it joins."
+_RESTORES = "Return a job to a checkpoint, which its worker first verifies (up to a minute)."
+_METRICS = "The rows of a job's steps. `next` is the `after_step` of the following ones."
+_EVENTS = "The event log. `next` is the `after_id` of later ones."
+
+
+def _get(path: str, about: str, answer: type[Record], handle: Handle, query: type[Given] = Given) -> Endpoint:
+    return Endpoint("GET", path, about, answer, handle, query=query, errors=_NAMED if "{" in path else ())
+
+
+def _list(path: str, about: str, item: type[Record], handle: Handle, query: type[Given] = Paging) -> Endpoint:
+    return replace(_get(path, about, item, handle, query), listed=True)
+
+
+def _job(verb: str, about: str, handle: Handle) -> Endpoint:
+    return Endpoint("PUT", f"{_JOB}/{verb}", about, JobInfo, handle, errors=_NAMED)
+
+
+ENDPOINTS: list[Endpoint] = [
+    _list("training/profiles", "The profiles that ship.", ProfileInfo, list_profiles, Given),
+    _list("training/jobs", "All jobs, oldest first.", JobInfo, list_jobs),
+    Endpoint("POST", "training/jobs", _CREATES, JobInfo, create_job, body=JobRequest, status=201, errors=(409, 422)),
+    _get(_JOB, "One job.", JobInfo, get_job),
+    Endpoint("DELETE", _JOB, _CANCELS, JobInfo, delete_job, query=Removal, errors=_NAMED),
+    _get(f"{_JOB}/settings", "All settings of a job.", Settings, get_settings),
+    _job("pause", "Stop a job at the next step.", pause_job),
+    _job("resume", "Let a paused job go on.", resume_job),
+    _job("save", "Write a checkpoint after the step that runs now.", save_job),
+    _list(f"{_JOB}/recoveries", "The newest interruptions, oldest first.", RecoveryInfo, list_recoveries, Newest),
+    _list("cluster/nodes", "All peers.", PeerInfo, list_nodes),
+    Endpoint("POST", "cluster/nodes", _INVITES, Invitation, invite_node, body=NodeRequest, status=201, errors=(409,)),
+    Endpoint("DELETE", "cluster/nodes/{node}", "Evict a peer for good.", Removed, evict_node, errors=_NAMED),
+    _get("metrics/cluster/summary", "The cluster in figures.", ClusterSummary, summarise_cluster),
+    _list("metrics/jobs/{job}", _METRICS, MetricRow, list_metrics, MetricPaging),
+    _list("events", _EVENTS, EventInfo, list_events, EventPaging),
+    _list("serving", "What verifiers and drafters serve.", ServingInfo, list_serving),
+    _list("checkpoints/jobs/{job}", "The checkpoints of a job, oldest first.", CheckpointInfo, list_checkpoints),
+    Endpoint("DELETE", _CHECKPOINT, "Delete a checkpoint.", Removed, delete_checkpoint, errors=(404, 409, 502)),
+    Endpoint(
+        "POST", f"{_CHECKPOINT}/restore", _RESTORES, JobInfo, restore_checkpoint, body=Restoring, errors=(404, 409, 502)
+    ),
+]
+"""All endpoints of the API. Another chapter's list is added to it."""
