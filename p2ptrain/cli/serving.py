@@ -150,8 +150,11 @@ def _prepared(directory: Path, threads: int, *, whole: bool) -> tuple[ModelText,
 
 
 def _prepare_torch(threads: int) -> None:
-    import p2ptrain.compute.served_part  # noqa: F401 - a slow import
-    from p2ptrain.compute.device import pick_device
+    from p2ptrain.compute import first_import
+
+    with first_import():
+        import p2ptrain.compute.served_part  # noqa: F401 - a slow import
+        from p2ptrain.compute.device import pick_device
 
     pick_device("cpu", threads)
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from p2ptrain.compute import first_import
 from p2ptrain.core.activations import IDS, encode_ids
 from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused, ResourceError, UserError
 from p2ptrain.core.ids import new_id
@@ -265,8 +266,8 @@ async def load_whole_engine(
     def load() -> tuple[StageEngine, int | None]:
         if (timed := timed_model_in(directory)) is not None:
             return timed, timed.context
-        from p2ptrain.compute.served_part import load_whole  # imported here: torch takes seconds to load
-
+        with first_import():  # here: torch takes seconds to load
+            from p2ptrain.compute.served_part import load_whole
         part = load_whole(directory, device=device, dtype=dtype, on_bytes=told)
         return part, part.context
 

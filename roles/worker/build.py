@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import psutil
 
 from configs.schema import Profile, Sharded
+from p2ptrain.compute import first_import
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.footprint import least_in_flight
 from p2ptrain.core.ids import new_id
@@ -61,8 +62,9 @@ def warm_up() -> None:
     limit would expire. No session can be open yet: the offer to clients is measured on the same thread after this. What
     the first part of an architecture imports later holds up the loop for 0.02 s.
     """
-    import p2ptrain.compute.served_part
-    import p2ptrain.compute.trainer  # noqa: F401 - for its cost
+    with first_import():
+        import p2ptrain.compute.served_part
+        import p2ptrain.compute.trainer  # noqa: F401 - for its cost
 
 
 def with_data(profile: Profile, path: str) -> Profile:
