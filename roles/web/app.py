@@ -37,7 +37,7 @@ from roles.http.answers import (
 from roles.web.docs import docs_page
 from roles.web.endpoints import READ, ROOT, Call, CreateJob, Endpoint, Given, Page, openapi
 from roles.web.feed import Feed, records_of
-from roles.web.page import page_at
+from roles.web.page import page_answer
 from roles.web.prometheus import CONTENT_TYPE, exposition
 from roles.web.routes import ENDPOINTS
 from roles.web.stream import MOST_STREAMS, serve_stream
@@ -239,12 +239,11 @@ class WebApp:
         return Response(text, 200, HEADERS | {"content-type": CONTENT_TYPE})
 
     async def _page(self, request: Request) -> Response:
-        found = page_at(request.url.path)
-        if found is None:
+        answer = page_answer(request.url.path, request.headers)
+        if answer is None:
             text = f"there is no {request.method} {request.url.path}"[:100]
             raise Problem(404, f"{text} here", code="unknown_url")
-        content, kind = found
-        return Response(content, 200, PAGE_HEADERS | {"content-type": kind})
+        return answer
 
     async def _stream(self, socket: WebSocket) -> None:
         try:

@@ -1,12 +1,62 @@
-"""The files of the page at ``/``, by path."""
+"""The files of the page at ``/``, and the headers that keep foreign code out of it."""
 
 from __future__ import annotations
 
-PLACEHOLDER = (
-    b'<!doctype html><title>p2ptrain</title><p>The API is described at <a href="/api/v1/docs">/api/v1/docs</a>.'
+import gzip
+import hashlib
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import PurePosixPath
+
+from starlette.responses import Response
+
+_TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".png": "image/png",
+    ".svg": "image/svg+xml",
+    ".webmanifest": "application/manifest+json",
+}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; manifest-src 'self'; "
+    "worker-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types page"
 )
+"""Only this origin's files run, and no text can become HTML or code."""
+_HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": _POLICY,
+    "cross-origin-opener-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "vary": "accept-encoding",
+    "x-content-type-options": "nosniff",
+}
 
 
-def page_at(path: str) -> tuple[bytes, str] | None:
-    """Content and content type of the file at ``path``, such as ``/``; None if there is none."""
-    return (PLACEHOLDER, "text/html; charset=utf-8") if path == "/" else None
+@cache
+def page_files() -> dict[str, tuple[bytes, dict[str, str]]]:
+    """Path → content and headers; ``/`` is the page itself."""
+    found: dict[str, tuple[bytes, dict[str, str]]] = {}
+    for folder in ("", "uplot/"):
+        for file in (files(__name__) / folder).iterdir():
+            kind = _TYPES.get(PurePosixPath(file.name).suffix)
+            if kind is not None:
+                content = file.read_bytes()
+                tag = f'W/"{hashlib.blake2b(content, digest_size=12).hexdigest()}"'
+                path = "/" if file.name == "index.html" else f"/{folder}{file.name}"
+                found[path] = content, _HEADERS | {"etag": tag, "content-type": kind}
+    return found
+
+
+def page_answer(path: str, given: Mapping[str, str]) -> Response | None:
+    """The answer to a request for the file at ``path``; None if there is none. ``given``: the request's headers."""
+    if path not in page_files():
+        return None
+    content, headers = page_files()[path]
+    if given.get("if-none-match") == headers["etag"]:
+        return Response(None, 304, headers)
+    if "gzip" in given.get("accept-encoding", ""):
+        return Response(gzip.compress(content), 200, headers | {"content-encoding": "gzip"})
+    return Response(content, 200, headers)
