@@ -415,6 +415,26 @@ class Membership(Table):
     """Seconds of silence after which a member is dead, at least three heartbeats; 0: automatic."""
 
 
+TrackerName = Literal["wandb", "tensorboard", "mlflow", "jsonl"]
+
+
+class Track(Table):
+    """Copies of the job's metrics for other programs. The seed writes them, from its own records, so only its machine
+    needs their packages and keys. See docs/tracking.md."""
+
+    to: list[TrackerName] = Field(default=[], max_length=4)
+    """'jsonl': a line of JSON for each step. 'tensorboard': its files. Needs `pip install 'p2ptrain[tensorboard]'`.
+    'wandb': Weights & Biases. Needs `pip install 'p2ptrain[wandb]'`, and WANDB_API_KEY in the seed's environment
+    unless offline. 'mlflow': the server at MLFLOW_TRACKING_URI in the seed's environment."""
+    directory: Text = ""
+    """Directory on the seed's machine for the files, with one directory in it for each job. Empty: 'track' beside the
+    seed's records."""
+    project: str = Field(default="p2ptrain", pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    """Project of W&B; experiment of MLflow."""
+    offline: bool = False
+    """W&B: only write files. `wandb sync` uploads them later."""
+
+
 class Profile(Table):
     """All settings of a job. Immutable. Equal profiles give equal results."""
 
@@ -438,6 +458,7 @@ class Profile(Table):
     robust: Robust = Robust()
     link: Link = Link()
     membership: Membership = Membership()
+    track: Track = Track()
     drafter: Drafter = Drafter()
 
     @model_validator(mode="after")

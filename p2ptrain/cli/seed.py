@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -197,6 +198,7 @@ async def _serve(
             ticket_host=shown_host(host) if encrypted else "",
             on_ticket=tickets.append,
             backup_dir=backup_dir,
+            tracker_environ=os.environ,
             on_ready=address.set_result,
             on_alarm=partial(console.event, "error"),
             stop=stop,
@@ -270,8 +272,6 @@ async def _web(
 
 
 def _loaded(profile: str, sets: list[str]) -> Profile:
-    import os
-
     from configs.loader import load
 
     loaded = load(profile, os.environ, sets).profile

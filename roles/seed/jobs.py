@@ -233,6 +233,10 @@ class JobController:
         return self.record.id
 
     @property
+    def profile(self) -> Profile | None:
+        return self._profile
+
+    @property
     def live(self) -> bool:
         return self.core.phase not in ENDED
 
@@ -519,6 +523,9 @@ class JobController:
         restoring = [restore.step, restore.peer_id, restore.lineage] if restore else self.record.restoring
         if (self.record.paused, self.record.restoring) != (core.paused, restoring):
             await self._keep(paused=core.paused, restoring=restoring)
+
+    async def keep_tracked(self, tracker: str, cursor: Sequence[object]) -> None:
+        await self._keep(tracked=self.record.tracked | {tracker: list(cursor)})
 
     async def _keep(self, **changes: object) -> None:
         self.record = replace(self.record, **changes)  # type: ignore[arg-type]

@@ -300,6 +300,7 @@ class OperatorApi:
         spec = text_of(params, "spec", MAX_SPEC_BYTES)
         profile = checked_profile(spec)
         shape = checked_shape(params, profile)
+        self._seed.check_trackers(profile)
         record = JobRecord(
             id=new_id(),
             name=label_of(params, "name"),

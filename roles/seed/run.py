@@ -18,7 +18,7 @@ import asyncio
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,7 @@ from ring.coordination import ENDED
 from roles.seed.authority import Authority, keep_files
 from roles.seed.server import Seed, cluster_id
 from roles.seed.store import FILE_NAME, SCHEMA_VERSION, TERM_FACT, Records, Store, file_of
+from roles.seed.tracking import Trackers
 from wire.address import Ticket
 from wire.credentials import Credentials
 from wire.enrol import until_half_life
@@ -216,6 +217,7 @@ async def run_seed(
     ticket_host: str = "",
     on_ticket: Callable[[Ticket], None] = lambda ticket: None,
     backup_dir: Path | None = None,
+    tracker_environ: Mapping[str, str] | None = None,
     on_ready: Callable[[tuple[str, int]], None],
     on_alarm: Callable[[str], None] = lambda text: None,
     stop: asyncio.Event,
@@ -227,6 +229,7 @@ async def run_seed(
         ticket_host: the address of this machine that tickets carry; empty: a plain seed on the loopback.
         on_ticket: called with the ticket to show, before the seed is ready.
         backup_dir: where a backup is kept up to date; None for no backup.
+        tracker_environ: the environment for ``[track]``, with its keys; None: no job is tracked.
         on_ready: called with the address that the seed listens on.
         on_alarm: called with what the person at this machine has to know at once.
 
@@ -251,6 +254,11 @@ async def run_seed(
             world = dataclasses.replace(world, network=network)
         seed = await Seed.open(world, store, name=name, authority=authority, ticket_host=ticket_host or "127.0.0.1")
         seed.on_alarm = on_alarm
+        trackers: Trackers | None = None
+        if tracker_environ is not None:
+            trackers = Trackers(seed, state_dir / "track", tracker_environ)
+            seed.check_trackers = trackers.check
+            beside.append(trackers.run)
         backup: Backup | None = None
         if backup_dir is not None:
             told = partial(seed.note, "error", "backup")
@@ -269,6 +277,8 @@ async def run_seed(
                 on_ticket(ticket)
             beside.append(partial(_keep_directory, world, seed, store, state_dir, authority, server.address))
             await _until(stop, seed, beside, server.address, on_ready)
+            if trackers is not None:
+                await trackers.close()
             if backup is not None:
                 await backup.write()
         finally:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Collection
 from weakref import WeakKeyDictionary
 
+from configs.schema import Profile
 from p2ptrain import __version__
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.ids import new_id
@@ -212,6 +213,7 @@ class Seed:
         self.minted_below = term << TERM_BITS  # generations up to this one may be of an earlier term
         self.copy_soon: Callable[[], None] = lambda: None  # asks for a backup
         self.on_alarm: Callable[[str], None] = lambda text: None
+        self.check_trackers: Callable[[Profile], None] = lambda profile: None  # of a new job; raises ``Refused``
 
     @classmethod
     async def open(

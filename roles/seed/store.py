@@ -113,6 +113,8 @@ class JobRecord:
     """Split model: the planned cuts; empty before the plan. Checkpoints depend on them, so they never change."""
     unsettled: bool = False
     """The seed was restored, and does not know yet whether the job's members are in a newer view."""
+    tracked: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+    """Tracker → how far it is (``roles.seed.tracking.Cursor``)."""
 
 
 class Records:

@@ -13,7 +13,7 @@ TINY_STEPS = load("tiny", {}, []).profile.job.steps
 LR_KEYS = "[optimizer] has lr, min_lr_ratio, warmup_steps, weight_decay, beta1, beta2, eps, clip_norm"
 TABLES = (
     "the tables are job, model, lora, data, batch, pipeline, sharded, local, federated, server, privacy, optimizer, "
-    "validation, checkpoint, device, ring, guard, robust, link, membership, drafter"
+    "validation, checkpoint, device, ring, guard, robust, link, membership, track, drafter"
 )
 SHIPPED = "these ship: chat, example, federated, local, lora, pair, private, robust, server, sharded, small, tiny, wan"
 

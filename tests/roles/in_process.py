@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,10 +116,19 @@ class Cluster:
 
     Args:
         encrypted: TLS over ``network``; workers and operators enrol with the tickets that the seed leaves beside it.
+        tracker_environ: as ``run_seed``.
     """
 
-    def __init__(self, root: Path, network: Network, *, encrypted: bool = False) -> None:
+    def __init__(
+        self,
+        root: Path,
+        network: Network,
+        *,
+        encrypted: bool = False,
+        tracker_environ: Mapping[str, str] | None = None,
+    ) -> None:
         self.root = root
+        self.tracker_environ = tracker_environ
         self.network = network
         self.encrypted = encrypted
         self.tickets: list[Ticket] = []
@@ -155,6 +164,7 @@ class Cluster:
                 name="test",
                 ticket_host=HOST if self.encrypted else "",
                 on_ticket=self.tickets.append,
+                tracker_environ=self.tracker_environ,
                 on_ready=ready.set_result,
                 stop=self._seed_stop,
             )

@@ -1,0 +1,231 @@
+"""The writers of the trackers: blocking, each used by one thread. ``roles.seed.tracking`` runs them.
+
+A writer raises whatever its library raises. ``begin`` makes everything after ``Run.after_step`` void, so a job that
+restarts, or that went back to an earlier step, has each step once. Files can do that. W&B and MLflow keep what they
+were told; there a job that went back begins a new run (``Run.id``).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any, BinaryIO
+
+from configs.schema import Track
+from p2ptrain.core.errors import P2PTrainError, UserError
+from roles.track.points import Point, Run
+
+KEYS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
+"""Variables of the environment whose values are secret."""
+REQUEST_S = 20.0
+"""Longest wait for an answer of MLflow's server."""
+MAX_METRICS, MAX_PARAMS, MAX_PARAM = 1000, 100, 500
+"""What a request to MLflow may hold, and the length of a value."""
+
+
+def check(name: str, track: Track, environ: Mapping[str, str]) -> None:
+    """Raise ``UserError`` if the seed's machine lacks what a tracker needs."""
+    text, remedy = f"track.to = {name!r} needs", f"or leave {name!r} out of track.to"
+    if name in ("wandb", "tensorboard") and find_spec(name) is None:
+        remedy = f"on the seed's machine: pip install 'p2ptrain[{name}]', {remedy}"
+        raise UserError(f"{text} the package {name}, which the seed does not have", remedy=remedy)
+    if name == "wandb" and not track.offline and not environ.get("WANDB_API_KEY"):
+        text += " a key, and there is no WANDB_API_KEY in the seed's environment"
+        raise UserError(text, remedy="set it and start the seed again, or set track.offline = true")
+    server = urllib.parse.urlsplit(environ.get("MLFLOW_TRACKING_URI", ""))
+    if name == "mlflow" and (server.scheme not in ("http", "https") or not server.hostname or server.username):
+        text += " a server, and MLFLOW_TRACKING_URI in the seed's environment is no http address without a password"
+        raise UserError(text, remedy=f"set it, such as to http://127.0.0.1:5000, and start the seed again, {remedy}")
+
+
+class Writer:
+    """Writes one job to one place."""
+
+    def __init__(self, track: Track, environ: Mapping[str, str]) -> None:
+        self._track, self._environ = track, environ
+
+    def begin(self, run: Run) -> None:
+        run.directory.mkdir(parents=True, exist_ok=True)
+        told = {"job": run.job, "name": run.name, **run.tags, "config": run.config}
+        (run.directory / "job.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+    def write(self, points: Sequence[Point]) -> None:
+        """When it returns, the points are on the disk, or with the other program."""
+
+    def end(self, state: str) -> None:
+        """``state``: of a job that has ended; empty: the seed stops, and goes on with the run later."""
+
+    def abandon(self) -> None:
+        """End a call that hangs, if possible. Any thread may call it."""
+
+
+class JsonLines(Writer):
+    """``metrics.jsonl``: a line for each step."""
+
+    _file: BinaryIO
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        file = self._file = (run.directory / "metrics.jsonl").open("ab+")
+        file.seek(0)
+        kept_bytes = 0
+        for line in file:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > run.after_step:
+                break
+            kept_bytes += len(line)
+        file.truncate(kept_bytes)
+
+    def write(self, points: Sequence[Point]) -> None:
+        lines = (json.dumps({"step": point.step, "wall": point.wall, **point.values}) + "\n" for point in points)
+        self._file.write("".join(lines).encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def end(self, state: str) -> None:
+        self._file.close()
+
+
+class TensorBoard(Writer):
+    """Event files, in TensorBoard's own format."""
+
+    _files: Any
+
+    def begin(self, run: Run) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        super().begin(run)
+        self._files = EventFileWriter(str(run.directory))
+        # TensorBoard forgets what an earlier file has from this step on.
+        self._files.add_event(Event(step=run.after_step + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def write(self, points: Sequence[Point]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for point in points:
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()]
+            self._files.add_event(Event(step=point.step, wall_time=point.wall, summary=Summary(value=values)))
+        self._files.flush()
+
+    def end(self, state: str) -> None:
+        self._files.close()
+
+
+class MlFlow(Writer):
+    """A tracking server, by its REST API (mlflow.org/docs/latest/rest-api.html), so MLflow itself is not needed."""
+
+    _run: str
+
+    def begin(self, run: Run) -> None:
+        name, tags = self._track.project, {"p2ptrain.run": run.id, "p2ptrain.job": run.job, **run.tags}
+        known = self._ask("experiments/search", filter=f"name = '{name}'", max_results=1).get("experiments")
+        experiment = (known[0] if known else self._ask("experiments/create", name=name))["experiment_id"]
+        wanted = f"tags.`p2ptrain.run` = '{run.id}'"
+        if found := self._ask("runs/search", experiment_ids=[experiment], filter=wanted, max_results=1).get("runs"):
+            self._run = found[0]["info"]["run_id"]
+            self._ask("runs/update", run_id=self._run, status="RUNNING")
+            return
+        made = self._ask("runs/create", experiment_id=experiment, run_name=run.name, tags=_pairs(tags))
+        self._run = made["run"]["info"]["run_id"]
+        config = {f"{table}.{key}": value for table, fields in run.config.items() for key, value in fields.items()}
+        self._log("params", _pairs(config), MAX_PARAMS)
+
+    def write(self, points: Sequence[Point]) -> None:
+        metrics = [
+            {"key": name, "value": value, "timestamp": round(point.wall * 1e3), "step": point.step}
+            for point in points
+            for name, value in point.values.items()
+        ]
+        self._log("metrics", metrics, MAX_METRICS)
+
+    def end(self, state: str) -> None:
+        if status := {"done": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}.get(state):
+            self._ask("runs/update", run_id=self._run, status=status)
+
+    def _log(self, kind: str, items: Sequence[Any], most: int) -> None:
+        for start in range(0, len(items), most):
+            self._ask("runs/log-batch", run_id=self._run, **{kind: items[start : start + most]})
+
+    def _ask(self, method: str, **body: Any) -> Any:
+        uri, token, user, password = (
+            self._environ.get(f"MLFLOW_TRACKING_{name}", "") for name in ("URI", "TOKEN", "USERNAME", "PASSWORD")
+        )
+        headers = {"Content-Type": "application/json"}
+        if token or user:
+            basic = base64.b64encode(f"{user}:{password}".encode()).decode()
+            headers["Authorization"] = f"Bearer {token}" if token else f"Basic {basic}"
+        address = f"{uri.rstrip('/')}/api/2.0/mlflow/{method}"
+        try:
+            request = urllib.request.Request(address, json.dumps(body).encode(), headers)  # noqa: S310 - see ``check``
+            with urllib.request.urlopen(request, timeout=REQUEST_S) as answer:  # noqa: S310
+                return json.loads(answer.read())
+        except OSError as error:
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
+            text = f"MLflow's server does not do {method}: {error}"
+            raise P2PTrainError(text, remedy="check MLFLOW_TRACKING_URI and its credentials") from error
+
+
+def _pairs(values: Mapping[str, Any]) -> list[dict[str, str]]:
+    return [{"key": key, "value": str(value)[:MAX_PARAM]} for key, value in values.items()]
+
+
+class WandB(Writer):
+    """Weights & Biases, in a process of its own (``roles.track.wandb_process``): its threads, its output and the time
+    that it takes to load, to upload or to give up do not concern the seed. The process gets the seed's environment."""
+
+    _process: subprocess.Popen[bytes] | None = None
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        with (run.directory / "wandb.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "roles.track.wandb_process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # it survives Ctrl+C, to finish
+                env=dict(self._environ),
+            )
+        mode, tags = "offline" if self._track.offline else "online", list(run.tags.values())
+        place = {"project": self._track.project, "mode": mode, "dir": str(run.directory)}
+        self._tell({**place, "id": run.id, "name": run.name, "group": run.job, "tags": tags, "config": run.config})
+
+    def write(self, points: Sequence[Point]) -> None:
+        self._tell([[point.step, point.wall, point.values] for point in points])
+
+    def end(self, state: str) -> None:
+        """Do not wait: the process uploads what is left, and ends, even after the seed."""
+        if state == "done":
+            self._tell("done")
+        assert self._process is not None
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def abandon(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    def _tell(self, message: Any) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        self._process.stdin.flush()
+        if problem := json.loads(self._process.stdout.readline() or '"its process ended; see wandb.log"'):
+            raise P2PTrainError(str(problem))
+
+
+WRITERS: dict[str, Callable[[Track, Mapping[str, str]], Writer]] = {
+    "jsonl": JsonLines, "tensorboard": TensorBoard, "mlflow": MlFlow, "wandb": WandB,
+}  # fmt: skip

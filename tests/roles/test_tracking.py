@@ -1,0 +1,248 @@
+"""The seed's trackers: which rows a writer gets, and in which order, whatever happens between two of them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import threading
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from configs.schema import Profile
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import Refused
+from p2ptrain.core.threads import RealThreads
+from ring.view import View
+from roles.seed import tracking
+from roles.seed.store import JobRecord, Records, Store
+from roles.seed.tracking import BATCH, GAP_S, Tracker, Trackers
+from roles.track.points import Point, Run
+from roles.track.writers import Writer
+from tests.roles.in_process import DEADLINE_S, Cluster
+from wire.memory import MemoryNetwork
+from wire.records import JobInfo, MetricRow, PeerInfo
+
+KEY = "a-secret-key-of-forty-characters-0123456"
+PROFILE = Profile.model_validate({"track": {"to": ["jsonl"], "offline": True}})
+
+
+class Notes(Writer):
+    """A writer that notes what it is told. It may refuse, or hang until it is released."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[str, int]] = []  # id, after_step
+        self.steps: list[int] = []
+        self.ends: list[str] = []
+        self.last: Point | None = None
+        self.refuses = ""
+        self.most = 0
+        self.writes, self.go = threading.Event(), threading.Event()
+        self.go.set()
+
+    def begin(self, run: Run) -> None:
+        self.runs.append((run.id, run.after_step))
+
+    def write(self, points: Sequence[Point]) -> None:
+        self.writes.set()
+        self.go.wait(DEADLINE_S)
+        if self.refuses:
+            raise ValueError(self.refuses)
+        self.most = max(self.most, len(points))
+        self.last = points[-1]
+        self.steps += [point.step for point in points]
+
+    def end(self, state: str) -> None:
+        self.ends.append(state)
+
+
+class Controller:
+    """As much of a job's controller as a tracker sees, over a real store."""
+
+    def __init__(self, store: Store) -> None:
+        self.id, self.profile, self.live = "job1", PROFILE, True
+        self.core = SimpleNamespace(state="running", known_step=0)
+        self.record = JobRecord("job1", "tiny", "tiny", "sync", 2, 4, 100, 2, 1e9)
+        self._store = store
+
+    def info(self) -> JobInfo:
+        return JobInfo("job1", "tiny", "tiny", "sync", self.core.state, 1e9, 100, members=["w1"])
+
+    async def keep_tracked(self, tracker: str, cursor: Sequence[object]) -> None:
+        self.record = dataclasses.replace(self.record, tracked={tracker: json.loads(json.dumps(cursor))})
+
+    def ends(self, state: str, step: int) -> None:
+        self.live, self.core = False, SimpleNamespace(state=state, known_step=step)
+
+
+class Desk:
+    """A tracker of a job, and the job's records."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.now, self.events, self.notes = store, 100.0, [], Notes()
+        self.controller = Controller(store)
+        peer = PeerInfo("w1", "one", ["worker"], "cpu", "training", "h:1", 1e9, memory_bytes=7)
+        seed = SimpleNamespace(
+            store=store,
+            world=SimpleNamespace(clock=SimpleNamespace(now=lambda: self.now), threads=RealThreads()),
+            controllers={"job1": self.controller},
+            peer_infos=lambda: [peer],
+            services=SimpleNamespace(infos=list),
+            note=lambda level, kind, text, job: self.events.append(text),
+        )
+        self.all = Trackers(cast(Any, seed), Path(), {"WANDB_API_KEY": KEY})
+        self.all.writers = {"jsonl": lambda track, environ: self.notes}
+        self.restart()
+
+    def restart(self) -> None:
+        """The seed starts again, with the record that it has stored."""
+        self.tracker = Tracker(self.all, cast(Any, self.controller), "jsonl", PROFILE)
+
+    def add(self, *steps: int, generation: int = 1) -> None:
+        for step in steps:
+            self.store.add(MetricRow("job1", step, 1e9 + step, loss=2.0, generation=generation))
+
+    async def view(self, generation: int, step: int) -> None:
+        """A view begins: rows of later steps are gone."""
+        view = View("job1", generation, step, "", ())
+        await self.store.call(Records.add_view, view, self.controller.record)
+
+
+@pytest.fixture
+async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
+    store = await Store.open(RealDisk(), tmp_path)
+    made = Desk(store)
+    await store.call(Records.add_job, made.controller.record, "{}")
+    await made.view(1, 0)
+    yield made
+    made.tracker.close()
+    await store.close()
+
+
+async def test_a_restarted_seed_goes_on_after_the_last_row_that_was_written(desk: Desk) -> None:
+    desk.add(1, 2, 3)
+    await desk.tracker.catch_up()
+    desk.restart()
+    desk.add(4, 5)
+    await desk.tracker.catch_up()
+    await desk.tracker.catch_up()
+    assert desk.notes.steps == [1, 2, 3, 4, 5], desk.events
+    assert desk.notes.runs == [("job1", 0), ("job1", 3)]
+    assert desk.notes.last is not None
+    assert desk.notes.last == Point(5, 1e9 + 5, {"train/loss": 2.0, "generation": 1.0, "node/w1/memory": 7.0})
+
+
+async def test_a_job_that_goes_back_begins_a_new_run_there(desk: Desk) -> None:
+    desk.add(1, 2, 3, 4)
+    await desk.tracker.catch_up()
+    await desk.view(2, 4)  # members changed, and nothing is taken back
+    desk.add(5, generation=2)
+    await desk.tracker.catch_up()
+    assert desk.notes.runs == [("job1", 0)]
+    await desk.view(3, 2)
+    desk.add(3, 4, 5, generation=3)
+    await desk.tracker.catch_up()
+    desk.add(6, generation=3)
+    await desk.tracker.catch_up()
+    assert desk.notes.runs == [("job1", 0), ("job1-2", 2)]
+    assert desk.notes.steps == [1, 2, 3, 4, 5, 3, 4, 5, 6]
+
+
+async def test_a_row_that_comes_late_is_waited_for_but_not_for_ever(desk: Desk) -> None:
+    desk.add(1, 3)
+    await desk.tracker.catch_up()
+    assert desk.notes.steps == [1]
+    desk.add(2)
+    await desk.tracker.catch_up()
+    assert desk.notes.steps == [1, 2, 3]
+    desk.add(5)
+    await desk.tracker.catch_up()
+    desk.now += GAP_S
+    await desk.tracker.catch_up()
+    assert desk.notes.steps == [1, 2, 3, 5]
+
+
+async def test_a_job_that_is_done_ends_its_run_once_all_rows_are_there(desk: Desk) -> None:
+    desk.add(1)
+    desk.controller.ends("done", 2)
+    await desk.tracker.catch_up()
+    assert desk.notes.ends == []
+    desk.add(2)
+    await desk.tracker.catch_up()
+    assert (desk.notes.steps, desk.notes.ends) == ([1, 2], ["done"])
+    desk.restart()
+    assert not desk.tracker.due
+
+
+async def test_a_seed_that_stops_after_its_job_waits_for_no_row(desk: Desk) -> None:
+    desk.add(1, 3)
+    desk.controller.ends("done", 4)
+    await desk.tracker.catch_up(leave=True)
+    assert (desk.notes.steps, desk.notes.ends) == ([1, 3], ["done"])
+
+
+async def test_a_writer_that_fails_is_reported_once_without_keys_and_gets_the_rows_later(desk: Desk) -> None:
+    desk.add(1, 2)
+    desk.notes.refuses = f"the key {KEY} is wrong"
+    for _ in range(2):
+        await desk.tracker.catch_up()
+        assert not desk.tracker.due, "it waits"
+        desk.now += 60
+    (event,) = desk.events
+    assert event.startswith("job tiny is not written to jsonl: ValueError: the key (WANDB_API_KEY) is wrong; the rows")
+    desk.notes.refuses = ""
+    await desk.tracker.catch_up()
+    assert desk.notes.steps == [1, 2]
+
+
+async def test_a_writer_that_hangs_holds_few_rows_and_no_stopping_seed(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "LEAVE_S", 0.05)
+    desk.notes.go.clear()
+    desk.add(*range(1, 2 * BATCH + 2))
+    looking = asyncio.create_task(desk.all.run())
+    assert await asyncio.to_thread(desk.notes.writes.wait, DEADLINE_S)
+    looking.cancel()
+    async with asyncio.timeout(DEADLINE_S):
+        await desk.all.close()
+    assert desk.notes.steps == []
+    desk.notes.go.set()
+    desk.restart()  # what was written without being noted is void from ``after_step`` on
+    await desk.tracker.catch_up()
+    assert desk.notes.runs[-1] == ("job1", 0)
+    assert desk.notes.most == BATCH
+    assert desk.notes.steps[-1] == 2 * BATCH + 1
+
+
+async def test_the_seed_tracks_a_job_and_refuses_one_that_it_cannot_track(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "EVERY_S", 0.01)
+    cluster = Cluster(tmp_path, MemoryNetwork(), tracker_environ={})
+    await cluster.start_seed()
+    try:
+        tables = {"job": {"steps": 8, "workers": 1}, "batch": {"micro_batches": 2}}
+        async with cluster.operator() as operator:
+            for to, missing in (("wandb", "WANDB_API_KEY"), ("mlflow", "MLFLOW_TRACKING_URI")):
+                monkeypatch.setattr("roles.track.writers.find_spec", lambda name: object())
+                spec = Profile.model_validate(tables | {"track": {"to": [to]}}).to_spec()
+                with pytest.raises(Refused, match=missing):
+                    await operator.create_job("no", "tiny", spec)
+            monkeypatch.setattr("roles.track.writers.find_spec", lambda name: None)
+            spec = Profile.model_validate(tables | {"track": {"to": ["tensorboard"]}}).to_spec()
+            with pytest.raises(Refused, match="needs the package tensorboard") as caught:
+                await operator.create_job("no", "tiny", spec)
+            assert "pip install 'p2ptrain[tensorboard]'" in caught.value.remedy
+            spec = Profile.model_validate(tables | {"track": {"to": ["jsonl"]}}).to_spec()
+            job = await operator.create_job("a/b", "tiny", spec)
+        cluster.join()
+        await cluster.job_until(job, lambda info: bool(info["state"] == "done"))
+    finally:
+        await cluster.close()
+    lines = (tmp_path / "seed" / "track" / f"a_b-{job}" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 9))
