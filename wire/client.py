@@ -93,6 +93,8 @@ class PendingCalls:
 
 R = TypeVar("R", bound=Record)
 
+PAGE = 200
+"""Rows of metrics in one answer."""
 SILENCE_S = 15.0
 """After this many seconds without a frame the client probes the seed, which has as long again to answer."""
 MAX_UPDATES = 1024
@@ -213,6 +215,14 @@ class SeedClient:
         if any(later <= earlier for earlier, later in pairwise([after_step, *(row.step for row in rows)])):
             raise ProtocolError("the seed sent metrics that are not in order of step")
         return rows
+
+    async def all_metrics(self, job: str) -> AsyncIterator[MetricRow]:
+        """All steps of a job that are on record, in order."""
+        after = -1
+        while page := await self.metrics(job, after, PAGE):
+            for row in page:
+                yield row
+            after = page[-1].step
 
     async def events(self, after_id: int, limit: int) -> list[EventInfo]:
         """The next events; for a negative ``after_id``, so many of the newest ones."""

@@ -120,6 +120,7 @@ class Commands(Group):
         Entry("jobs", "p2ptrain.cli.jobs:app", "Create, show, watch, pause, resume, save and cancel jobs.", _WATCH),
         Entry("checkpoints", "p2ptrain.cli.checkpoints:app", "List, restore and delete checkpoints.", _WATCH),
         Entry("bench", "p2ptrain.cli.bench.commands:app", "Measure this machine, and compare it with targets.", _WATCH),
+        Entry("experiment", "p2ptrain.cli.experiment:app", "Train a grid of settings; compare the results.", _WATCH),
         Entry("chaos", "p2ptrain.cli.chaos:chaos", "Inject faults into a local cluster; check recovery.", _WATCH),
         Entry("sim", "p2ptrain.cli.sim:sim", "Simulate whole clusters under faults; check what must hold.", _WATCH),
         Entry("check", "p2ptrain.cli.check:check", "Find out why this machine cannot join a seed.", _WATCH),

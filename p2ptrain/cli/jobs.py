@@ -309,7 +309,6 @@ def metrics(
     from collections import deque
 
     from p2ptrain.cli.runtime import operator
-    from p2ptrain.cli.watch import metrics_of
     from p2ptrain.core.errors import UserError
 
     if as_csv and as_json:
@@ -319,7 +318,7 @@ def metrics(
         async with operator(seed) as client:
             info, _ = await client.job(job)
             kept: deque[MetricRow] = deque(maxlen=limit or (None if as_csv or as_json else 20))
-            async for row in metrics_of(client, info.id):
+            async for row in client.all_metrics(info.id):
                 kept.append(row)
             return kept
 

@@ -13,13 +13,13 @@ from p2ptrain.cli.inputs import is_model
 from p2ptrain.cli.output import Console, json_output
 from p2ptrain.core.adapters import is_adapter
 from p2ptrain.core.errors import ConfigError, P2PTrainError, ResourceError, StorageError, UserError
-from p2ptrain.core.footprint import ModelSizes
+from p2ptrain.core.footprint import LLAMAS, llama_sizes
 from p2ptrain.core.model_config import MAX_CONFIG_BYTES, config_untrusted
 from p2ptrain.core.tensor_files import adapter_alone
 from ring.training_costs import ModelShape
 
 if TYPE_CHECKING:
-    from configs.schema import Model, Profile
+    from configs.schema import Profile
 
 BYTES_VOCAB = 256  # the tokens of a new model are bytes (``compute.tokenizer``)
 _known = dict[str, ModelShape]()
@@ -64,8 +64,9 @@ def shape_of(profile: Profile, say: Callable[[str], object] | None = None) -> Mo
             "the model of this job is not split: every worker trains all of it, so there is nothing to plan",
             remedy="leave --dry-run out, or set job.strategy to pipeline (with pipeline.stages) or sharded",
         )
-    if not profile.model.path and profile.model.architecture in ("llama", "mistral", "qwen2", "qwen3"):
-        return _like_llama(profile.model)
+    if not profile.model.path and profile.model.architecture in LLAMAS:
+        sizes = llama_sizes(profile.model, BYTES_VOCAB)
+        return ModelShape.of(sizes, profile.model.hidden_size, profile.model.intermediate_size, BYTES_VOCAB)
     if profile.model.path and not is_model(profile.model.path):
         return None
     key = profile.model.model_dump_json()
@@ -77,20 +78,6 @@ def shape_of(profile: Profile, say: Callable[[str], object] | None = None) -> Mo
                 raise
             say(f"the workers cut the model by its weights, because it could not be measured: {error.message}")
     return _known.get(key)
-
-
-def _like_llama(model: Model) -> ModelShape:
-    width, inner = model.hidden_size, model.intermediate_size
-    head, keys = width // model.heads, model.kv_heads * (width // model.heads)
-    layer = 2 * width * width + 2 * width * keys + 3 * width * inner + 2 * width
-    if model.architecture == "qwen2":
-        layer += width + 2 * keys  # biases of queries, keys and values
-    if model.architecture == "qwen3":
-        layer += 2 * head  # norms of queries and keys
-    matrix = 4 * BYTES_VOCAB * width
-    tied = matrix if model.tie_embeddings else 0
-    sizes = ModelSizes((4 * layer,) * model.layers, (0,) * model.layers, matrix, matrix + 4 * width, tied)
-    return ModelShape.of(sizes, width, inner, BYTES_VOCAB)
 
 
 def _measured_apart(profile: Profile) -> ModelShape:

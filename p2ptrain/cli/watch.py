@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.cli.output import step_line
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
 AGAIN_S = 1.0
 """Pause between attempts to reach a seed that is away."""
-PAGE = 200
 
 
 Summary = dict[str, Any]
@@ -86,15 +84,6 @@ async def _follow(client: SeedClient, followed: JobProgress, console: Console) -
             if not console.quiet:
                 console.event("info", f"job {info.name} ({info.id}) is {state}{reason}")
     raise ConnectionLost("the seed ended")
-
-
-async def metrics_of(client: SeedClient, job: str) -> AsyncIterator[MetricRow]:
-    """All steps of a job that are on record, in order."""
-    after = -1
-    while page := await client.metrics(job, after, PAGE):
-        for row in page:
-            yield row
-        after = page[-1].step
 
 
 async def newest_saved(client: SeedClient, job: str) -> CheckpointInfo | None:

@@ -9,6 +9,7 @@ reduce buffer is on the host. Each micro-batch in flight needs memory for what i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 HOST_COPIES = 5
 DEVICE_COPIES = 4
@@ -134,3 +135,21 @@ class ModelSizes:
     def streamed_bytes(self, start: int, stop: int) -> int:
         """Bytes of weights that such a stage reads to compute one token."""
         return sum(self.layers_bytes[start:stop]) + (self.last_bytes if stop == self.layers else 0)
+
+
+LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
+"""Architectures whose sizes ``llama_sizes`` knows."""
+
+
+def llama_sizes(model: Any, vocab: int) -> ModelSizes:
+    """The sizes in fp32, without a cache, of a new model of one of ``LLAMAS``. ``model``: the table of a profile."""
+    width, inner = model.hidden_size, model.intermediate_size
+    head, keys = width // model.heads, model.kv_heads * (width // model.heads)
+    layer = 2 * width * width + 2 * width * keys + 3 * width * inner + 2 * width
+    if model.architecture == "qwen2":
+        layer += width + 2 * keys  # biases of queries, keys and values
+    if model.architecture == "qwen3":
+        layer += 2 * head  # norms of queries and keys
+    matrix = 4 * vocab * width
+    tied = matrix if model.tie_embeddings else 0
+    return ModelSizes((4 * layer,) * model.layers, (0,) * model.layers, matrix, matrix + 4 * width, tied)

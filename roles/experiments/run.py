@@ -1,0 +1,236 @@
+"""The runs of an experiment, one after another: each job is created, followed to its end, and measured, over a seed's
+requests.
+
+What the program does about a job is a result: a refusal, too little memory, a loss that is not finite, a time limit.
+Only the end of the seed is an error, and the next start repeats the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from statistics import median
+
+import numpy as np
+
+from p2ptrain.core.errors import P2PTrainError, Refused
+from roles.experiments.grid import Plan, Run
+from roles.experiments.results import DONE, Result, Results, Row, time_to
+from wire.client import SeedClient
+from wire.records import ABSENT_STATES, FINISHED_STATES, EventInfo, JobInfo, MetricRow, PeerInfo
+from wire.schema import Record
+
+SETTLE_S = 15.0
+"""How long a job may take to be cancelled, and its workers to report the bytes of its last steps."""
+RECOVERIES = 256
+
+Show = Callable[[str], None]
+Execute = Callable[[Run, Show], Awaitable[Result]]
+"""Carries out a run. Its errors end the experiment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far an experiment is. ``left_s``: None before a run of this start has ended."""
+
+    number: int
+    total: int
+    run: Run
+    text: str
+    left_s: float | None
+
+
+async def carry_out(
+    results: Results, execute: Execute, on_progress: Callable[[Progress], None], on_row: Callable[[Row], None]
+) -> None:
+    """Carry out the runs that have no result yet. Raises what ``execute`` raises, and ``StorageError``."""
+    missing, total, began = results.missing(), len(results.plan.runs), time.monotonic()
+    for done, run in enumerate(missing):
+        left = len(missing) - done
+        left_s = (time.monotonic() - began) / done * left if done else None
+
+        def show(text: str, at: Progress = Progress(total - left + 1, total, run, "", left_s)) -> None:
+            on_progress(replace(at, text=text))
+
+        show("begins")
+        on_row(results.add(run, await execute(run, show)))
+
+
+async def measure(client: SeedClient, run: Run, plan: Plan, show: Show) -> Result:
+    """Run a job and measure it. ``client``: not subscribed yet. Raises ``NetworkError`` if the seed is lost."""
+    name, limit_s = f"{plan.grid.name}-{run.id}", plan.limit_s
+    for job in await client.jobs():
+        if job.name == name and job.state not in FINISHED_STATES:  # of a run that was interrupted
+            await client.tell_job(job.id, "cancel")
+    followed = _Followed(run, await client.clock() - asyncio.get_running_loop().time(), show)
+    for peer in await client.peers():
+        followed.take(peer)
+    try:
+        followed.job = await client.create_job(name, "experiment", run.profile.to_spec())
+    except Refused as refusal:
+        return Result("refused", refusal.message)
+    reader = asyncio.create_task(followed.read(client), name="news")
+    try:
+        in_time = await followed.until(lambda: followed.over or bool(followed.trouble), limit_s)
+        if not followed.over:
+            with suppress(Refused):  # it has just ended
+                await client.tell_job(followed.job, "cancel")
+        await followed.until(lambda: followed.settled, SETTLE_S)
+    finally:
+        reader.cancel()
+        await asyncio.wait({reader})
+    info, _ = await client.job(followed.job)
+    rows = [row async for row in client.all_metrics(info.id)]
+    recoveries = len(await client.recoveries(info.id, RECOVERIES))
+    for saved in await client.checkpoints(info.id):
+        with suppress(P2PTrainError):  # a result needs none
+            await client.delete_checkpoint(saved.id)
+    curve = followed.curve(info, rows)
+    figures = followed.figures(info, rows, curve) | {"recoveries": recoveries}
+    for target in plan.grid.loss_targets:
+        reached = (time_s for _, time_s, *_, loss in curve if loss is not None and loss <= target)
+        figures[time_to(target)] = next(reached, None)
+    if info.state == "done":
+        return Result(DONE, info.reason, figures, curve)
+    if not in_time:
+        return Result("time-limit", f"it took more than {limit_s:g} s", figures, curve)
+    reason = followed.trouble or info.reason or info.state
+    return Result(failure(reason), reason, figures, curve)
+
+
+def failure(reason: str) -> str:
+    """The state of a run that ended with this error."""
+    lower = reason.lower()
+    if "memory" in lower or "killed by sigkill" in lower:
+        return "out-of-memory"
+    return "diverged" if "not finite" in lower else "failed"
+
+
+class _Followed:
+    """What the seed said of a job and its workers.
+
+    Args:
+        offset_s: the seed's wall clock minus the loop's.
+
+    Attributes:
+        trouble: why a worker cannot go on; empty: all can.
+    """
+
+    def __init__(self, run: Run, offset_s: float, show: Show) -> None:
+        self.job, self.trouble = "", ""
+        self._run, self._offset_s, self._show = run, offset_s, show
+        self._news, self._lost = asyncio.Event(), list[P2PTrainError]()
+        self._info: JobInfo | None = None
+        self._peers: dict[str, PeerInfo] = {}
+        self._ours, self._active = set[str](), set[str]()  # the job's workers; those that were seen at work
+        self._refused: dict[str, int] = {}
+        self._memory_bytes = 0
+        self._sent = [(0.0, 0)]  # time on the seed's clock, bytes of all workers
+
+    @property
+    def over(self) -> bool:
+        return self._info is not None and self._info.state in FINISHED_STATES
+
+    @property
+    def settled(self) -> bool:
+        """Whether the job is over and all workers have reported what they sent. Each was idle before, too: so it must
+        have been seen at work, or have sent something, unless it was alone."""
+        states = {self._peers[peer].state for peer in self._ours if peer in self._peers}
+        told = self._active >= self._ours or len(self._ours) == 1 or self._info is None or not self._info.step
+        return self.over and told and states <= {"idle", *ABSENT_STATES}
+
+    async def read(self, client: SeedClient) -> None:
+        try:
+            async for records in client.news():
+                for record in records:
+                    self.take(record)
+                self._news.set()
+        except P2PTrainError as error:
+            self._lost.append(error)
+            self._news.set()
+
+    async def until(self, test: Callable[[], bool], seconds: float) -> bool:
+        """Wait so long until ``test`` is true, and return whether it is. Raises what ended ``read``."""
+        try:
+            async with asyncio.timeout(seconds):
+                while not test():
+                    if self._lost:
+                        raise self._lost[0]
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def take(self, item: Record) -> None:
+        match item:
+            case JobInfo() if item.id == self.job:
+                self._info = item
+                self._ours.update(item.members)
+                if not item.step:
+                    self._show(f"{item.state}{': ' * bool(item.reason)}{item.reason}")
+            case MetricRow() if item.job == self.job:
+                loss = "" if item.loss is None else f"  loss {item.loss:.3f}"
+                self._show(f"step {item.step}/{self._run.profile.job.steps}{loss}")
+            case EventInfo() if item.job == self.job and item.kind == "worker-failed":
+                self.trouble = self.trouble or item.text
+            case PeerInfo():
+                self._take_peer(item)
+
+    def _take_peer(self, peer: PeerInfo) -> None:
+        before = self._peers.get(peer.id)
+        known = before.sent_bytes if before is not None else 0
+        is_here = peer.state not in ABSENT_STATES  # else it says nothing now
+        self._peers[peer.id] = peer if is_here else replace(peer, sent_bytes=known)
+        if self.job and peer.job == self.job:
+            self._ours.add(peer.id)
+        if peer.id not in self._ours or not is_here:
+            return
+        self._memory_bytes = max(self._memory_bytes, peer.memory_bytes)
+        self._refused[peer.id] = max(self._refused.get(peer.id, 0), peer.refused)
+        if peer.sent_bytes != known:
+            more = peer.sent_bytes - known if peer.sent_bytes > known else peer.sent_bytes  # a new process
+            self._sent.append((asyncio.get_running_loop().time() + self._offset_s, self._sent[-1][1] + more))
+        if peer.state != "idle" or peer.sent_bytes != known:
+            self._active.add(peer.id)
+
+    def curve(self, info: JobInfo, rows: Sequence[MetricRow]) -> list[tuple[float | None, ...]]:
+        """A row for each step, with the columns ``results.POINT``. Between two reports of a worker, which are half a
+        second or more apart, its bytes grow evenly."""
+        if not rows:
+            return []
+        began = info.started_at if info.started_at is not None else rows[0].wall
+        times, totals = [began, *(at for at, _ in self._sent[1:])], [total for _, total in self._sent]
+        sent = np.interp([row.wall for row in rows], times, totals).tolist()
+        sent[-1] = totals[-1]  # the last report is later than the last step
+        return [
+            (row.step, round(max(row.wall - began, 0.0), 3), row.step * self._run.step_tokens, round(total), row.loss,
+             row.val_loss)
+            for row, total in zip(rows, sent, strict=True)
+        ]  # fmt: skip
+
+    def figures(
+        self, info: JobInfo, rows: Sequence[MetricRow], curve: Sequence[Sequence[float | None]]
+    ) -> dict[str, float | None]:
+        losses = [row.loss for row in rows if row.loss is not None]
+        val_losses = [row.val_loss for row in rows if row.val_loss is not None]
+        steps, times_ms = rows[-1].step if rows else 0, [row.step_ms for row in rows if row.step_ms]
+        duration_s, tokens = (curve[-1][1] if curve else None) or 0.0, steps * self._run.step_tokens
+        return {
+            "duration_s": duration_s,
+            "steps": steps,
+            "tokens": tokens,
+            "tokens_per_s": round(tokens / duration_s, 1) if duration_s else None,
+            "step_ms": round(median(times_ms), 2) if times_ms else None,
+            "sent_bytes": self._sent[-1][1] if self._ours else None,
+            "loss": losses[-1] if losses else None,
+            "best_loss": min(losses, default=None),
+            "val_loss": val_losses[-1] if val_losses else None,
+            "best_val_loss": min(val_losses, default=None),
+            "memory_bytes": self._memory_bytes or None,
+            "rejected": sum(self._refused.values()) + sum(score.excluded for score in info.scores),
+            "epsilon": info.epsilon,
+        }

@@ -1,0 +1,88 @@
+"""What an analysis says about known numbers, and its report."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scipy import stats
+
+from p2ptrain.core.errors import UserError
+from roles.experiments.analysis import MEASURES, Analysis, Estimate, t_quantile
+from roles.experiments.report import page
+from roles.experiments.results import FIGURES, Found, Row
+
+
+def row(context: str, batch: str, repeat: int, state: str = "done", **figures: float) -> Row:
+    known: dict[str, Any] = dict.fromkeys((*FIGURES, "seconds_to_2"))
+    known |= {"tokens": 1000.0, "sent_bytes": 4096.0} if state == "done" else {}
+    return known | {
+        "run": f"{context}{batch}{repeat}", "context": context, "batch": batch, "repeat": float(repeat), "state": state,
+        "reason": "", **figures,
+    }  # fmt: skip
+
+
+ROWS = [
+    row("64", "4", 1, val_loss=2.0, seconds_to_2=10.0), row("64", "4", 2, val_loss=2.2),
+    row("64", "4", 3, val_loss=2.1),
+    row("128", "4", 1, val_loss=1.5, seconds_to_2=20.0), row("128", "4", 2, val_loss=1.6, seconds_to_2=24.0),
+    row("128", "8", 1, "out-of-memory"), row("128", "8", 2, "out-of-memory"),
+]  # fmt: skip
+
+
+def found(rows: list[Row] = ROWS, axes: dict[str, list[str]] | None = None) -> Found:
+    return Found("a<b", axes or {"context": ["64", "128"], "batch": ["4", "8"]}, [2.0], False, 8, rows, Path("/none"))
+
+
+def test_intervals_are_those_of_scipy() -> None:
+    for freedom in (*range(1, 41), 100, 1000):
+        assert t_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-4)
+    values = [2.0, 2.2, 2.1, 2.6]
+    estimate = Estimate.of(values)
+    low, high = stats.t.interval(0.95, 3, loc=sum(values) / 4, scale=stats.sem(values))
+    assert estimate is not None
+    assert (estimate.mean - (estimate.half or 0), estimate.mean + (estimate.half or 0)) == pytest.approx(
+        (low, high), rel=1e-5
+    )
+    assert Estimate.of([1.0]) == Estimate(1.0, None, 1)
+    assert Estimate.of([]) is None
+
+
+def test_cells_and_words_follow_from_the_numbers() -> None:
+    made = Analysis.of(found())
+    assert (made.x, made.y) == ("batch", "context")
+    loss = next(measure for measure in MEASURES if measure.name == "val_loss")
+    assert [cell.estimate(loss) and cell.estimate(loss).mean for cell in made.cells] == [  # type: ignore[union-attr]
+        pytest.approx(2.1), pytest.approx(1.55), None
+    ]  # fmt: skip
+    words = "\n".join(made.conclusions())
+    assert "Not done: context = 128, batch = 8: out-of-memory (2)." in words
+    assert "same number of tokens, 1,000" in words
+    assert "With batch = 4: time to a validation loss of 2: least with context = 64 (10 s (1 of 3))" in words
+    assert "35.5 % more" in words  # 2.1 / 1.55
+    # 2.1 ± 0.248 and 1.55 ± 0.635 overlap, although the samples do not.
+    assert re.search(r"Validation loss: least with context = 128.*overlaps: context = 64", words)
+    apart = [row("64", "4", n, val_loss=2 + n / 100) for n in (1, 2, 3)] + ROWS[3:5]
+    assert "overlaps: " in "\n".join(Analysis.of(found(apart)).conclusions())
+    apart += [row("128", "4", n, val_loss=1.5 + n / 100) for n in range(3, 9)]
+    assert "overlaps that of no other" in "\n".join(Analysis.of(found(apart)).conclusions())
+
+
+def test_axes_that_do_not_exist_are_refused() -> None:
+    for x, y in (("size", ""), ("context", "context")):
+        with pytest.raises(UserError):
+            Analysis.of(found(), x, y)
+    with pytest.raises(UserError, match="no run"):
+        Analysis.of(found([]))
+
+
+def test_the_report_needs_nothing_else() -> None:
+    for axes in (None, {"context": ["64", "128"]}):
+        text = page(Analysis.of(found(axes=axes)))
+        assert "a&lt;b" in text
+        assert "<script" not in text
+        sources = re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?([^\"' >)]+)", text)
+        assert len(sources) >= 3
+        assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)

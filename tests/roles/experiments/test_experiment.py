@@ -1,0 +1,135 @@
+"""Runs of an experiment: what is measured, what counts as a result, and how an experiment goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs.schema import Profile
+from p2ptrain.core.errors import Refused, UserError
+from roles.experiments.grid import Plan, Run, plan_of
+from roles.experiments.results import Result, Results, load
+from roles.experiments.run import carry_out, measure
+from roles.experiments.simulated import simulator
+from roles.stand_in import StandInEngine
+from tests.roles.in_process import Cluster
+
+NUMEL = 64
+TABLES: dict[str, Any] = {
+    "job": {"steps": 6, "workers": 2},
+    "batch": {"micro_batches": 4, "micro_batch_sequences": 1},
+    "validation": {"every": 3, "batches": 2},
+    "checkpoint": {"every": 0},
+    "model": {"hidden_size": 8, "layers": 1, "intermediate_size": 8},
+}
+
+
+def plan(axes: dict[str, Any], **more: Any) -> Plan:
+    return plan_of({"name": "small", "set": TABLES, "axes": axes, "gflops": 1e-3, **more}, "grid", None)
+
+
+async def measured(cluster: Cluster, made: Plan, build: Callable[[Profile], StandInEngine]) -> Result:
+    for _ in range(2):
+        await cluster.join(build).joined.wait()
+    async with cluster.operator() as client:
+        return await measure(client, made.runs[0], made, lambda text: None)
+
+
+def stand_in(profile: Profile) -> StandInEngine:
+    return StandInEngine(profile, numel=NUMEL)
+
+
+async def test_a_run_measures_its_losses_and_every_byte_that_its_workers_sent(cluster: Cluster) -> None:
+    result = await measured(cluster, plan({"job.steps": [6]}, loss_targets=[1e-9, 1e9]), stand_in)
+    figures = result.figures
+    assert (result.state, figures["steps"], figures["tokens"]) == ("done", 6, 6 * 4 * 128)
+    # With two members each sends half of the vector twice in a step. Tokens and headers come on top.
+    vectors = 6 * 2 * 4 * (NUMEL + 1)
+    assert vectors < figures["sent_bytes"] < vectors + 6 * 2 * 1500
+    assert result.curve[-1][3] == figures["sent_bytes"]
+    assert [point[0] for point in result.curve] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, *_, val_loss in result.curve if val_loss is not None] == [3, 6]
+    assert figures["loss"] == result.curve[-1][4]
+    assert figures["seconds_to_1e+09"] == result.curve[2][1]
+    assert figures["seconds_to_1e-09"] is None
+
+
+class TooLarge(StandInEngine):
+    def micro_batch(self, step: int, index: int, on_final: Any = None) -> None:
+        raise MemoryError("no memory for a tensor")
+
+
+class NotFinite(StandInEngine):
+    def contribution(self, step: int, index: int) -> Any:
+        return super().contribution(step, index) * np.float32("nan" if step == 2 else 1)
+
+
+@pytest.mark.parametrize(("build", "state"), [(TooLarge, "out-of-memory"), (NotFinite, "diverged")])
+async def test_too_little_memory_and_a_loss_that_is_not_finite_are_results(
+    cluster: Cluster, build: type[StandInEngine], state: str
+) -> None:
+    result = await measured(cluster, plan({"job.steps": [6]}), build)
+    assert result.state == state
+    assert result.reason
+    assert result.figures["steps"] == (2 if state == "diverged" else 0)
+
+
+async def test_a_job_that_takes_too_long_is_cancelled(cluster: Cluster) -> None:
+    result = await measured(cluster, plan({"job.workers": [3]}, limit="200ms"), stand_in)  # the third never comes
+    assert result.state == "time-limit"
+    assert "0.2 s" in result.reason
+    async with cluster.operator() as client:
+        assert [job.state for job in await client.jobs()] == ["cancelled"]
+
+
+async def test_a_refused_job_is_a_result(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: Any) -> str:
+        raise Refused("bad-spec", "not this one")
+
+    monkeypatch.setattr("wire.client.SeedClient.create_job", refuse)
+    result = await measured(cluster, plan({"job.steps": [6]}), stand_in)
+    assert (result.state, result.reason) == ("refused", "not this one")
+
+
+# ------------------------------------------------------------------------------------------------- the whole experiment
+
+
+async def carried_out(directory: Path, made: Plan, *, stop_after: int = 99) -> list[str]:
+    """Carry out a plan, simulated; return the runs that ran."""
+    ran = list[str]()
+    simulate = simulator(made)
+
+    async def execute(run: Run, show: Any) -> Result:
+        if len(ran) == stop_after:
+            raise UserError("interrupted")
+        ran.append(f"{run}")
+        return await simulate(run, show)
+
+    results = Results(directory, made, simulated=True)
+    try:
+        await carry_out(results, execute, lambda at: None, lambda row: None)
+    except UserError:
+        assert len(ran) == stop_after
+    finally:
+        results.close()
+    return ran
+
+
+async def test_an_experiment_goes_on_with_the_runs_that_it_lacks(tmp_path: Path) -> None:
+    axes = {"link.preset": ["lan", "satellite"]}
+    made = plan(axes)
+    assert len(await carried_out(tmp_path, made, stop_after=1)) == 1
+    assert await carried_out(tmp_path, made) == ["link.preset = satellite"]
+    assert await carried_out(tmp_path, plan({"link.preset": ["lan", "satellite", "metro"]})) == ["link.preset = metro"]
+    near, far, _ = load(tmp_path).rows
+    assert far["step_ms"] > near["step_ms"] + 600 > 600  # the satellite's round trip
+    assert far["sent_bytes"] == pytest.approx(near["sent_bytes"], rel=0.2)
+    assert (near["loss"], near["val_loss"]) == (None, None)
+    with pytest.raises(UserError, match="not in this grid"):
+        Results(tmp_path, plan({"link.preset": ["lan"]}), simulated=True)
+    with pytest.raises(UserError, match="another mode"):
+        Results(tmp_path, plan({"link.preset": ["lan", "satellite", "metro"]}), simulated=False)
