@@ -8,7 +8,7 @@ import { Panels, shown, verbsOf } from "./panels.js";
 import { Ring } from "./ring.js";
 import { Store } from "./store.js";
 
-const DRAW_MS = 250; // at most one drawing in this time: the page may share the machine with a worker
+const DRAW_MS = 500; // at most one drawing in this time: the page may share the machine with a worker
 const QUIET_S = 10; // from then on the status says for how long nothing was heard
 const EXPERIMENTS_MS = 10_000; // between two looks at the experiments
 const { text } = format;
@@ -67,14 +67,14 @@ const ACTIONS = {
 const underWay = new Set(); // a repeated key or click sends one request
 
 async function act(name, record) {
-  if (name === "show") return chooseJob(record.id);
   const request = `${name} ${record.id}`;
-  if (underWay.has(request)) return undefined;
+  if (underWay.has(request)) return;
   underWay.add(request);
   try {
-    if (name === "analyse") return await analyse(record);
+    if (name === "show") return void chooseJob(record.id);
+    if (name === "analyse") return void (await analyse(record));
     const { send, done, question, consequence } = ACTIONS[name];
-    if (question && !(await confirmed(question(record), consequence(record)))) return undefined;
+    if (question && !(await confirmed(question(record), consequence(record)))) return;
     const [method, where, body] = send(record);
     await ask(where, { method, body });
     notify(done(record));
@@ -83,7 +83,6 @@ async function act(name, record) {
   } finally {
     underWay.delete(request);
   }
-  return undefined;
 }
 
 function fail(what, problem) {
@@ -145,11 +144,10 @@ async function addWorker() {
   }
 }
 
-async function copyCommand() {
-  await navigator.clipboard.writeText(byId("command-text").textContent).then(
-    () => notify("Copied"),
-    () => getSelection().selectAllChildren(byId("command-text")), // not allowed here: it can be copied by hand
-  );
+function copyCommand() {
+  const place = byId("command-text");
+  const byHand = () => getSelection().selectAllChildren(place); // if the browser forbids to copy
+  navigator.clipboard.writeText(place.textContent).then(() => notify("Copied"), byHand);
 }
 
 async function unlock(problem) {
@@ -199,6 +197,7 @@ function draw() {
 function drawNow() {
   const job = theJob();
   drawLink();
+  if (store.cluster) byId("main").classList.remove("is-empty");
   setText(byId("cluster"), store.cluster ? text(store.cluster.name, 40) : "");
   drawJobs(job);
   drawTiles(job);
@@ -282,7 +281,7 @@ function drawTiles(job) {
   }
   Object.values(tiles).forEach((said, index) => setText(place.children[index].lastElementChild, said));
   byId("progress").value = job?.steps_total ? job.step / job.steps_total : 0;
-  document.title = job ? `${text(job.name, 40)}: step ${format.whole(job.step)} – p2ptrain` : "p2ptrain";
+  setText(document.querySelector("title"), job ? `${text(job.name, 40)}: step ${format.whole(job.step)}` : "p2ptrain");
 }
 
 function drawOutside(job) {

@@ -66,9 +66,10 @@ class Chart {
 
   draw(rows) {
     this.#rows = rows;
-    if (this.#plot === null) this.#plot = this.#newPlot();
-    this.#plot.setData(this.#columns());
-    this.#read(this.#plot.cursor.idx);
+    if (!rows.length) this.#plot?.destroy();
+    this.#plot = rows.length ? (this.#plot ?? this.#newPlot()) : null;
+    this.#plot?.setData(this.#columns());
+    this.#read(this.#plot?.cursor.idx);
   }
 
   repaint() {

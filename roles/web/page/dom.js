@@ -104,7 +104,7 @@ export class Table {
       known.record = record;
       this.columns.forEach((column, at) => {
         const value = column.value(record);
-        const shown = JSON.stringify(value);
+        const shown = typeof value === "string" ? value : JSON.stringify(value);
         if (known.shown[at] === shown) return;
         known.shown[at] = shown;
         fill(known.row.children[at], value);

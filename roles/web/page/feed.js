@@ -111,10 +111,9 @@ export class Feed {
   /** There is no job, so there is no stream to follow: look at the nodes, and for a job a little later. */
   async #lookAgain() {
     const [{ cluster }, nodes] = await Promise.all([ask("metrics/cluster/summary"), ask("cluster/nodes?limit=200")]);
-    this.#store.beginSnapshot();
     this.#store.apply("cluster", [cluster]);
+    this.#store.peers.clear();
     this.#store.apply("peers", nodes.items);
-    this.#store.apply("ready", []);
     this.heardAt = Date.now();
     this.#enter("live");
     await new Promise((resolve) => {

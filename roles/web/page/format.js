@@ -38,7 +38,8 @@ export const rate = (value) => scaled(value, [" bit/s", " kbit/s", " Mbit/s", " 
 export const percent = (part) => (isFigure(part) ? `${Math.round(100 * Math.min(Math.max(part, 0), 1))}%` : UNKNOWN);
 export const loss = (value) => (isFigure(value) && Math.abs(value) < 1e5 ? value.toFixed(4) : UNKNOWN);
 export const scientific = (value) => (isFigure(value) ? value.toExponential(1).replace("e+", "e") : UNKNOWN);
-export const whole = (value) => (isFigure(value) ? Math.round(value).toLocaleString("en-US") : UNKNOWN);
+const grouped = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+export const whole = (value) => (isFigure(value) ? grouped.format(value) : UNKNOWN);
 export const steps = (job) => `${whole(job.step)} of ${whole(job.steps_total)}`;
 export const plural = (number, what) => `${number} ${what}${number === 1 ? "" : "s"}`;
 

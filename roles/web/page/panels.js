@@ -218,7 +218,9 @@ export class Panels {
   update(job, filter) {
     const store = this.#store;
     this.#tables.nodes.update(store.peersInOrder());
-    this.#tables.links.update(job ? slowestFirst(linksOf(job, store.peers)) : []);
+    const links = job ? slowestFirst(linksOf(job, store.peers)) : [];
+    byId("links").hidden = !links.length;
+    this.#tables.links.update(links);
     this.#tables.jobs.update(store.jobsInOrder().slice(0, MOST_SHOWN));
     const checkpoints = [...store.checkpoints.values()].sort((a, b) => b.created_at - a.created_at);
     this.#tables.checkpoints.update(checkpoints.slice(0, MOST_SHOWN));

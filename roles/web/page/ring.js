@@ -140,7 +140,7 @@ function edge(link, from, to, size, isSlowest, about) {
   const line = svg("path", { class: kind, d, "stroke-width": width, "marker-end": arrow }, svg("title", {}, about));
   if (size > FEW || !isKnown) return [line];
   const figure = isSlowest ? "figure slowest" : "figure";
-  const [atX, atY] = size === 2 ? [x, y] : [x - dy * 32, y + dx * 21];
+  const [atX, atY] = size === 2 ? [x, y] : [x - dy * 36, y + dx * 22];
   const lines = [format.rate(link.bps), format.millis(link.ms)];
   return [line, ...lines.map((said, index) => label(figure, atX, atY - 1 + 12 * index, said))];
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -45,7 +46,7 @@ class DemoSeed:
         everything = [update for update in self.demo.everything() if update.topic != "metrics"]
         for update in sorted(everything, key=lambda update: update.topic == "events"):  # as a seed: the log is last
             self._news.put_nowait(update)
-        yield self
+        yield copy.copy(self)  # another connection is another client
 
     def tick(self) -> None:
         """One more step."""

@@ -49,7 +49,9 @@ def test_files_are_answered_with_their_type_a_policy_and_from_the_cache_of_a_bro
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium")
-async def test_a_browser_shows_the_job_acts_on_it_and_survives_the_loss_of_its_connection(tmp_path: Path) -> None:
+async def test_a_browser_shows_the_job_acts_on_it_and_survives_the_loss_of_its_connection(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     seed, sock = DemoSeed(3), socket.create_server(("127.0.0.1", 0))
     async with browsing(tmp_path) as tab:
         async with endpoint(seed, sock) as address:
@@ -76,5 +78,6 @@ async def test_a_browser_shows_the_job_acts_on_it_and_survives_the_loss_of_its_c
             await tab.until("!document.getElementById('stale').hidden")
             await tab.until(f"{_LINK} === 'live'")
             assert seed.fetched == [641], "it goes on after the last step that it knows"
+        assert caplog.messages == [], "no request failed unexpectedly"
         await tab.call("Page.reload")
         await tab.until(f"{_LINK} === 'not connected' && !document.getElementById('stale').hidden")
