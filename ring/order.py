@@ -9,7 +9,8 @@ So only the slowest edge's transfer counts, while all hops count, one after the 
     seconds = max over edges of 2(n-1)/n B / bandwidth   +   2(n-1)/n  sum over edges of latency
 
 A step also makes ``SMALL_GATHERS`` all-gathers of little, n-1 hops each. ``step_s`` predicts a step on equal edges;
-``docs/scaling.md`` has it beside the simulator.
+``docs/scaling.md`` has it beside the simulator. ``all_reduce_s`` also knows pieces and buckets: with chunks of many
+pieces an edge is never idle, and all hops but the last one cost nothing.
 
 The order is a heuristic. It goes from each member to the nearest remaining one. Then it reverses stretches as long as
 that makes the circle cheaper (2-opt; Croes 1958). ``ring.placement`` orders the peers of a chain by the same two steps.
@@ -188,11 +189,37 @@ def step_s(
         updates: updates between two exchanges, H of ``local``; 1 for other strategies.
         overlapped_s: computing during which the exchange may run.
     """
-    hops = members - 1
-    transfer_s = 8 * total_bytes / link.bandwidth_bps if link.bandwidth_bps else 0.0
-    reduce_s = 2 * hops * (transfer_s / members + link.latency_s)
-    exposed_s = max(reduce_s - overlapped_s, 0.0) + SMALL_GATHERS * hops * link.latency_s
-    return compute_s + exposed_s / updates
+    rate_bps = link.bandwidth_bps or math.inf
+    reduce_s = all_reduce_s(members, link.latency_s, chunk_s=8 * total_bytes / members / rate_bps)
+    return compute_s + exposed_s(reduce_s, gathers_s(members, link.latency_s), overlapped_s) / updates
+
+
+def all_reduce_s(
+    members: int, latency_s: float, *, chunk_s: float, piece_s: float = math.inf, buckets: int = 1
+) -> float:
+    """Seconds of ``buckets`` all-reduces, one after the other.
+
+    A member sends 2(n-1) chunks for each. It may begin to send the next chunk when the first piece of it has arrived,
+    and when it has sent the chunk before. The next all-reduce follows the last chunk at once.
+
+    Args:
+        chunk_s, piece_s: to send 1/n of an array, and a sub-chunk, which is at most that.
+    """
+    rounds = 2 * (members - 1)
+    if not rounds:
+        return 0.0
+    each_s = (rounds - 1) * max(chunk_s, min(piece_s, chunk_s) + latency_s) + chunk_s
+    return buckets * each_s + latency_s
+
+
+def gathers_s(members: int, latency_s: float) -> float:
+    """Seconds of a step's small all-gathers."""
+    return SMALL_GATHERS * (members - 1) * latency_s
+
+
+def exposed_s(reduce_s: float, gathered_s: float, overlapped_s: float) -> float:
+    """The seconds that a step waits for an all-reduce and the small all-gathers after it."""
+    return max(reduce_s - overlapped_s, 0.0) + gathered_s
 
 
 # ----------------------------------------------------------------------------------------------- plan of a whole ring

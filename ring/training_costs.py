@@ -25,9 +25,12 @@ from p2ptrain.core.footprint import (
 from wire.schema import Bound, Record
 
 MAX_LAYERS = 1024
-ACHIEVED = 0.65
-"""Fraction of the speed of a plain matrix product that a micro-batch achieves. Measured: 0.70 at a width of 1,024, 0.61
-at 512 and 0.29 at 128, on one thread of a CPU in fp32."""
+
+
+def achieved(width: int) -> float:
+    """Fraction of the speed of a plain matrix product that a micro-batch achieves. Measured: 0.70 at a width of 1,024,
+    0.61 at 512 and 0.29 at 128, on one thread of a CPU in fp32."""
+    return 0.88 * width / (width + 260)
 
 
 _Size = Annotated[int, Bound(0, 1 << 50)]
@@ -75,6 +78,7 @@ class CandidateWorker:
         memory_bytes: that it offers; 0: unknown.
         flops: measured multiplications and additions per second; 0: unknown.
         on_host: it computes on a CPU.
+        host, host_flops: workers of one host share its cores, which achieve so much together; 0: they do not.
     """
 
     id: str
@@ -82,6 +86,8 @@ class CandidateWorker:
     memory_bytes: int = 0
     flops: float = 0.0
     on_host: bool = True
+    host: str = ""
+    host_flops: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -193,4 +199,4 @@ class Training:
         return self.passes(stop) * (forward + self.head_flop * (stop == self.layers))
 
     def compute_s(self, start: int, stop: int, flops: float) -> float:
-        return self.flop(start, stop) / (ACHIEVED * flops)
+        return self.flop(start, stop) / (achieved(self.shape.width) * flops)

@@ -5,7 +5,7 @@ What a stage costs
 A *stage* is layers [start, stop). Its memory is that of ``p2ptrain.core.footprint``: weights, gradients, moments, and
 activations of the micro-batches in flight, which are more the more stages follow. A micro-batch takes::
 
-    compute_s = passes * forward FLOPs of its layers (and of the head) / (ACHIEVED * measured FLOP per second)
+    compute_s = passes * forward FLOPs of its layers (and of the head) / (achieved(width) * measured FLOP per second)
 
 ``passes`` is 3: a backward pass costs two forward ones. With recomputing it is 4, except on the last stage of 1F1B,
 which recomputes nothing. A hop carries a micro-batch's activations there and its gradients back. It takes both
@@ -41,7 +41,7 @@ from p2ptrain.core.texts import human_bytes
 from ring.order import LinkCosts, Links
 from ring.placement import MOST_PEERS, Array, CostTable, best_chain, cut_places, spans
 from ring.schedule import Costs, Schedule, extended, simulate
-from ring.training_costs import ACHIEVED, CandidateWorker, Training
+from ring.training_costs import CandidateWorker, Training, achieved
 from wire.records import StagePlanInfo, TrainingPlanInfo
 
 Plan = tuple[TrainingPlanInfo, list[StagePlanInfo]]
@@ -167,7 +167,7 @@ def _cost_table(training: Training, groups: Sequence[Group], hops: _Hops, cuts: 
     inputs[0, :] = 0
     flop = spans([training.layer_flop(layer) for layer in range(training.layers)], cuts)
     flop[:, -1] += training.head_flop
-    flop *= np.array([training.passes(stop) for stop in cuts])[None, :]
+    flop *= np.array([training.passes(stop) for stop in cuts])[None, :] / achieved(training.shape.width)
     copies_of = {on_host: training.copies(on_host=on_host) for on_host in (True, False)}
     levels: list[list[Array]] = []
     # The last level also serves more following stages. Groups alike share arrays, which take most of the memory.
@@ -192,8 +192,11 @@ def _kind(group: Group) -> tuple[float, frozenset[tuple[int, bool]]]:
 
 
 def _costs_of(group: Group, needs: Mapping[bool, Array], flop: Array, upper: Array) -> Array:
-    """(cuts, cuts): seconds of each part at the slowest of a group; infinite if one of it lacks the memory."""
-    speed = ACHIEVED * min(candidate.flops for candidate in group)
+    """(cuts, cuts): seconds of each part at the slowest of a group; infinite if one of it lacks the memory.
+
+    ``flop``: of a matrix product that takes as long.
+    """
+    speed = min(candidate.flops for candidate in group)
     costs_s: Array = np.where(upper, flop / speed, np.inf)
     for candidate in group:
         if candidate.memory_bytes:

@@ -58,7 +58,8 @@ class Reference:
                 for size in training.shape.sizes.layers_bytes[start:stop]]  # fmt: skip
         forward = training.tokens * (sum(each) + 2 * training.shape.vocab * training.shape.width * last)
         twice = training.recompute and not (last and training.schedule == "1f1b")
-        return (3 + twice) * forward / (0.65 * self.speed[candidate.id])
+        width = self.training.shape.width
+        return (3 + twice) * forward / (0.88 * width / (width + 260) * self.speed[candidate.id])
 
     def hop(self, one: str, other: str) -> tuple[float, float]:
         """Both ways; every link is measured in these instances, or none is."""
