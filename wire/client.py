@@ -22,6 +22,7 @@ from wire.records import (
     EventInfo,
     JobInfo,
     LedgerPage,
+    LinkInfo,
     MetricRow,
     PartInfo,
     PeerInfo,
@@ -153,6 +154,10 @@ class SeedClient:
 
     async def peers(self) -> list[PeerInfo]:
         return await self._records(PeerInfo, "peers.list", "peers")
+
+    async def links(self) -> list[LinkInfo]:
+        """Links between workers, after the workers have measured their speed and these links: up to half a minute."""
+        return _records(LinkInfo, await self.request("links.list", timeout_s=30.0), "links")
 
     async def evict(self, peer: str) -> tuple[str, str]:
         result = await self.request("peers.evict", {"peer": peer})

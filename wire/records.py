@@ -93,6 +93,10 @@ class PeerInfo(Record):
     staleness: float = 0.0
     most_staleness: int = 0
     group: str = ""
+    flops: float = 0.0
+    part_bytes: int = 0
+    cores: int = 0
+    threads: int = 0
     sent_bytes: int = 0
 
 
@@ -322,6 +326,16 @@ class StagePlanInfo(Record):
     def check(self) -> None:
         if not self.start < self.stop:
             raise ProtocolError(f"invalid stage: layers [{self.start}, {self.stop})")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkInfo(Record):
+    """A measured link from one peer to another. ``bandwidth_bps``: None if it is unknown."""
+
+    source: str
+    target: str
+    latency_s: Amount
+    bandwidth_bps: Amount | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -328,7 +328,7 @@ async def _work(joining: Joining, island: IslandOptions | None) -> None:
         if formed is not None:
             build_engine = island_builder(*formed, memory_bytes)
         # Only workers of one process hold parts of models: the memory of others for them is too small for any.
-        said: dict[str, Scalar] = {"parts_memory_bytes": 1 if parts is None else parts.limit_bytes}
+        said: dict[str, Scalar] = {"parts_memory_bytes": 1 if parts is None else parts.limit_bytes, "threads": threads}
         if formed is not None:
             said["device"] = formed[0].label
 

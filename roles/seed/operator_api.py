@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from configs.schema import Profile
@@ -21,6 +22,7 @@ from p2ptrain.core.errors import (
 from p2ptrain.core.ids import new_id
 from ring import coordination as co
 from ring.coordination import ENDED, Phase
+from ring.order import known_link
 from ring.training_costs import CandidateWorker, ModelShape
 from roles.seed.events import first_that_fit, newest_that_fit
 from roles.seed.jobs import SETTLE_S, NewLayout, in_shards, seen_for, training_of
@@ -32,7 +34,7 @@ from wire.connection import Connection
 from wire.enrol import RENEW
 from wire.job_messages import MAX_STAGES
 from wire.messages import Request, Response
-from wire.records import runs_of
+from wire.records import LinkInfo, runs_of
 
 if TYPE_CHECKING:
     from roles.seed.jobs import JobController
@@ -116,10 +118,7 @@ async def planned(profile: Profile, shape: ModelShape, links: Mapping[str, Link]
         busy = f", {len(workers) - len(free)} work on other jobs" if len(workers) > len(free) else ""
         text = f"the job needs {training.workers} workers, but only {len(free)} are free{busy}"
         raise Refused("too-few", text, remedy="start more with p2ptrain join, or lower job.workers")
-    with suppress(TimeoutError):
-        async with asyncio.timeout(TELL_S):
-            await asyncio.gather(*(link.told.wait() for link in free if link.flops is None))
-    await survey.measure_among([link.id for link in free], lambda: None)
+    await measured(free, survey)
     peers = [seen_for(device, link.peer) for link in free if links.get(link.id) is link]
     there = [
         CandidateWorker(peer.peer_id, peer.name, peer.memory_bytes, peer.flops or 0.0, peer.on_host) for peer in peers
@@ -137,12 +136,22 @@ async def planned(profile: Profile, shape: ModelShape, links: Mapping[str, Link]
     }
 
 
+async def measured(workers: Sequence[Link], survey: Survey) -> None:
+    """Wait until the workers have reported their speed, and measure the links between them."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(TELL_S):
+            await asyncio.gather(*(link.told.wait() for link in workers if link.flops is None))
+    await survey.measure_among([link.id for link in workers], lambda: None)
+
+
 IDLE_S = 120.0
 """An operator that neither asks nor watches for this long is disconnected. Clients ask for the clock more often."""
 MAX_SPEC_BYTES = 32 << 10
 MAX_ROWS = 200
 
-_SLOW = frozenset({"checkpoints.restore", "checkpoints.delete", "jobs.plan"})
+MAX_LINKED = 32
+"""Largest number of workers whose links an answer has."""
+_SLOW = frozenset({"links.list", "checkpoints.restore", "checkpoints.delete", "jobs.plan"})
 
 
 class OperatorApi:
@@ -150,6 +159,7 @@ class OperatorApi:
         self._seed = seed
         self._methods: dict[str, Callable[[Params, Connection], Awaitable[Result]]] = {
             "cluster.info": self._cluster_info,
+            "links.list": self._links_list,
             "peers.list": self._peers_list,
             "peers.evict": self._peers_evict,
             "parts.list": self._parts_list,
@@ -258,6 +268,15 @@ class OperatorApi:
     async def _peers_list(self, params: Params, connection: Connection) -> Result:
         infos = self._seed.peer_infos()
         return {"peers": newest_that_fit(info.to_map() for info in infos), "total": len(infos)}
+
+    async def _links_list(self, params: Params, connection: Connection) -> Result:
+        workers = [link for link in self._seed.links.values() if link.trains and link.lost_at is None][:MAX_LINKED]
+        await measured(workers, self._seed.survey)
+        known, infos = self._seed.survey.table.known, list[LinkInfo]()
+        for one, other in combinations([link.id for link in workers], 2):
+            if (way := known_link(known, one, other)) is not None:
+                infos.append(LinkInfo(one, other, way.latency_s, way.bandwidth_bps))
+        return {"links": first_that_fit(info.to_map() for info in infos)}
 
     async def _parts_list(self, params: Params, connection: Connection) -> Result:
         infos = part_infos(self._seed.links.values())
