@@ -119,6 +119,12 @@ class Commands(Group):
         Entry("ticket", "p2ptrain.cli.ticket:app", "Make, list, revoke and replace tickets.", _WATCH),
         Entry("jobs", "p2ptrain.cli.jobs:app", "Create, show, watch, pause, resume, save and cancel jobs.", _WATCH),
         Entry("checkpoints", "p2ptrain.cli.checkpoints:app", "List, restore and delete checkpoints.", _WATCH),
+        Entry(
+            "explain",
+            "p2ptrain.cli.explain:explain",
+            "Predict step time, memory and bytes; recommend a strategy.",
+            _WATCH,
+        ),
         Entry("bench", "p2ptrain.cli.bench.commands:app", "Measure this machine, and compare it with targets.", _WATCH),
         Entry("experiment", "p2ptrain.cli.experiment:app", "Train a grid of settings; compare the results.", _WATCH),
         Entry("chaos", "p2ptrain.cli.chaos:chaos", "Inject faults into a local cluster; check recovery.", _WATCH),

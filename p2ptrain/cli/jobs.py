@@ -97,17 +97,12 @@ def create(
     loaded, other = _one_of_pair(known, label, drafter=drafter)
     name = name or (f"{label}-drafter" if drafter else label)
     shape, planned = None, None
-    if dry_run and loaded.robust.rule:
-        from p2ptrain.cli.placement import show_robust
+    if dry_run and loaded.pipeline.stages < 2:
+        from p2ptrain.cli.explain import of_seed, show_one
 
-        show_robust(loaded, as_json=as_json)
+        show_one(loaded, of_seed(seed), as_json=as_json)
         return
-    if dry_run and loaded.job.strategy == "sharded":
-        from p2ptrain.cli.placement import show_shards
-
-        show_shards(loaded, as_json=as_json)
-        return
-    if dry_run or loaded.pipeline.stages > 1:
+    if loaded.pipeline.stages > 1:
         from p2ptrain.cli import placement as plans
         from p2ptrain.cli.model_sizes import shape_of
 

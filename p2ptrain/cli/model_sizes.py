@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from p2ptrain.cli.inputs import is_model
 from p2ptrain.cli.output import Console, json_output
 from p2ptrain.core.adapters import is_adapter
-from p2ptrain.core.errors import ConfigError, P2PTrainError, ResourceError, StorageError, UserError
+from p2ptrain.core.errors import ConfigError, P2PTrainError, ResourceError, StorageError
 from p2ptrain.core.footprint import LLAMAS, llama_sizes
 from p2ptrain.core.model_config import MAX_CONFIG_BYTES, config_untrusted
 from p2ptrain.core.tensor_files import adapter_alone
@@ -51,19 +51,13 @@ def config_text(directory: Path, stages: int | None = None) -> str:
 
 
 def shape_of(profile: Profile, say: Callable[[str], object] | None = None) -> ModelShape | None:
-    """The shape of the model that the profile trains in parts; None if its directory is not on this machine. With
+    """The shape of the model that the profile trains; None if its directory is not on this machine. With
     ``say`` it is also None if the model cannot be measured here, and ``say`` gets the reason.
 
     Raises:
-        UserError: the model is not split.
         ConfigError: it is invalid, or cannot be trained in parts.
         ResourceError, StorageError: without ``say``: there is too little memory to measure it, or it cannot be read.
     """
-    if profile.stages < 2 and not profile.robust.rule:
-        raise UserError(
-            "the model of this job is not split: every worker trains all of it, so there is nothing to plan",
-            remedy="leave --dry-run out, or set job.strategy to pipeline (with pipeline.stages) or sharded",
-        )
     if not profile.model.path and profile.model.architecture in LLAMAS:
         sizes = llama_sizes(profile.model, BYTES_VOCAB)
         return ModelShape.of(sizes, profile.model.hidden_size, profile.model.intermediate_size, BYTES_VOCAB)

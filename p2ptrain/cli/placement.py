@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
-from p2ptrain.cli.output import number, print_json, print_table, printable
-from p2ptrain.core.errors import ResourceError, UserError
+from p2ptrain.cli.output import number, print_table, printable
 from p2ptrain.core.texts import human_bytes
 from ring.placement import Placement
 from wire.records import StagePlanInfo, TrainingPlanInfo
-
-if TYPE_CHECKING:
-    from configs.schema import Profile
 
 _TRAINING = ("STAGE", "PEER", "LAYERS", "WEIGHTS", "TRAINING", "LIMIT", "IN FLIGHT", "MS/MICRO", "HOP MS")
 _CHAIN = ("PEER", "LAYERS", "WEIGHTS", "CACHE", "LIMIT", "MS", "HOP MS", "TOKENS/S")
@@ -120,75 +115,6 @@ def print_plan(info: TrainingPlanInfo, stages: list[StagePlanInfo]) -> None:
         typer.echo(line)
 
 
-def show_shards(profile: Profile, *, memory_bytes: int = 0, dry_run: bool = True, as_json: bool = False) -> None:
-    """Print what each worker of a sharded job needs, in a dry run. Raises ``ResourceError`` if it is more than
-    ``memory_bytes`` (0: unknown); see also ``shape_of``."""
-    from p2ptrain.cli.model_sizes import shape_of
-    from p2ptrain.core.footprint import head_kept_bytes, layer_kept_bytes, shard_training_bytes
-
-    shape = shape_of(profile, None if dry_run else lambda _: None)
-    if shape is None:
-        if dry_run:
-            raise UserError(f"the sizes of the model at {profile.model.path} are not known: it is not here")
-        return
-    tokens, shards = profile.batch.micro_batch_sequences * profile.data.sequence_tokens, profile.stages
-    kept = layer_kept_bytes(tokens, width=shape.width, inner=shape.inner)
-    if profile.device.gradient_checkpointing:
-        kept += shape.sizes.layers * 4 * tokens * shape.width
-    else:
-        kept *= shape.sizes.layers
-    rows, beside = shard_training_bytes(
-        shape.sizes,
-        kept + head_kept_bytes(tokens, vocab=shape.vocab),
-        shards=shards,
-        accumulate=profile.sharded.accumulate,
-        on_host=True,
-    )
-    if 0 < memory_bytes < rows + beside:
-        raise ResourceError(
-            f"each of {shards} shards needs about {human_bytes(rows + beside)}, and a worker may use "
-            f"{human_bytes(memory_bytes)}",
-            remedy="set sharded.shards higher, sharded.accumulate = false or device.gradient_checkpointing = true",
-        )
-    plan = {"shards": shards, "replicas": profile.job.workers // shards, "rows_bytes": rows, "beside_bytes": beside}
-    if dry_run and as_json:
-        print_json(plan)
-    elif dry_run:
-        typer.echo(
-            f"{plan['replicas']} replica{'s' * (plan['replicas'] != 1)} of {shards} shards; each worker needs about "
-            f"{human_bytes(rows)} for its rows of parameters, gradients and moments, and {human_bytes(beside)} for "
-            "gathered layers, what a micro-batch keeps, and, with sharded.accumulate, whole gradients"
-        )
-
-
-def show_robust(profile: Profile, *, as_json: bool = False) -> None:
-    """Print what the vectors of a job's robust rule cost each worker, in a dry run. Raises as ``shape_of``."""
-    from p2ptrain.cli.model_sizes import shape_of
-
-    shape = shape_of(profile)
-    if shape is None:
-        raise UserError(f"the sizes of the model at {profile.model.path} are not known: it is not here")
-    vector = shape.sizes.weights_bytes(0, shape.sizes.layers)
-    if profile.job.strategy == "server":
-        need_bytes, number = profile.server.buffer * vector, profile.server.buffer
-        text = (
-            f"with robust.rule = {profile.robust.rule!r} the server needs about {human_bytes(need_bytes)} more memory"
-        )
-        print_json({"vectors_bytes": need_bytes}) if as_json else typer.echo(f"{text}, for {number} gradients")
-        return
-    members = profile.job.workers
-    cost = {"members": members, "vectors_bytes": members * vector, "sent_bytes": (members - 1) * vector}
-    if as_json:
-        print_json(cost)
-        return
-    typer.echo(
-        f"with robust.rule = {profile.robust.rule!r} each of {members} workers needs about "
-        f"{human_bytes(cost['vectors_bytes'])} more memory, for all vectors, and sends "
-        f"{human_bytes(cost['sent_bytes'])} in a step, not {human_bytes(2 * (members - 1) * vector // members)}; "
-        "with LoRA or model.freeze less"
-    )
-
-
 def prediction(info: TrainingPlanInfo) -> list[str]:
     replicas = f"{info.replicas} replica{'s' * (info.replicas != 1)} of {info.stages} stages, {info.schedule}"
     if info.step_s is None or info.bubble is None:
@@ -210,40 +136,3 @@ def short(info: TrainingPlanInfo, stages: list[StagePlanInfo]) -> str:
     places = (f"layers {stage.start}–{stage.stop - 1} {'+'.join(map(printable, stage.names))}" for stage in stages)
     rate = f"; {number(info.tokens_per_s, ',.0f')} tokens/s predicted" if info.tokens_per_s is not None else ""
     return f"plan: {', '.join(places)}{rate}"
-
-
-def local_plan(
-    profile: Profile, *, workers: int, memory_bytes: int, flops: float = 0.0, link: str = ""
-) -> tuple[TrainingPlanInfo, list[StagePlanInfo]] | None:
-    """The plan for ``workers`` equal workers of this machine; None if the model's sizes are unknown.
-
-    Args:
-        memory_bytes, flops: of each worker; 0: unknown.
-        link: preset of the emulated link between them.
-
-    Raises:
-        ResourceError, UserError, ConfigError, StorageError: the model does not fit, or is invalid.
-    """
-    from p2ptrain.cli.model_sizes import shape_of
-    from ring.order import LinkQuality
-    from ring.training_costs import CandidateWorker
-    from ring.training_placement import plan
-    from roles.seed.jobs import training_of
-    from wire.emulate import preset_named
-
-    shape = shape_of(profile)
-    training = training_of(profile, shape.to_map()) if shape is not None else None
-    if training is None:
-        return None
-    # Equal workers form as many replicas as possible.
-    replicas = min(workers // training.stages, training.micro_batches)
-    training = replace(training, replicas=max(replicas, training.replicas))
-    there = [
-        CandidateWorker(f"worker-{number:02}", f"worker-{number}", memory_bytes, flops)
-        for number in range(1, workers + 1)
-    ]
-    preset = preset_named(link) if link else None
-    way = LinkQuality(preset.delay_ms / 1e3, preset.rate_bps or None) if preset else None
-    ids = [candidate.id for candidate in there]
-    links = {(one, other): way for one in ids for other in ids if one != other and way is not None}
-    return plan(training, there, links)

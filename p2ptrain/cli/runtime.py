@@ -80,7 +80,7 @@ SplitOption = Annotated[
     ),
 ]
 DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="With a split model or a robust rule: only show the plan and its cost.")
+    bool, typer.Option("--dry-run", help="Only show what a step is predicted to cost, and the plan of a split model.")
 ]
 SetOption = Annotated[
     list[str], typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Override one setting; may be repeated.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from p2ptrain.cli.inputs import DownloadOption, checked
-from p2ptrain.cli.local_cluster import LOOPBACK, free_port, is_free, threads_each
+from p2ptrain.cli.local_cluster import LOOPBACK, free_port, is_free
 from p2ptrain.cli.running import announced, default_state_dir
 from p2ptrain.cli.runtime import (
     DEFAULT_PORT,
@@ -151,10 +151,13 @@ def up(
         raise UserError(f"--{extra} works only with --split", remedy="add --split N, or leave it out")
     loaded = checked(_profile(profile, sets, workers), download=download)
     place, keys = http_place(http, api_keys, loaded), None if api_keys is None else api_keys.absolute()
-    if dry_run or loaded.stages > 1:
-        _plan_here(loaded, workers, link or loaded.link.preset, dry_run=dry_run, as_json=as_json)
-        if dry_run:
-            return
+    if dry_run:
+        from p2ptrain.cli.explain import show_one
+
+        show_one(loaded, workers, link or loaded.link.preset, as_json=as_json)
+        return
+    if loaded.stages > 1:
+        _check_fits(loaded, workers)
     port = _free(port)
     texts = _texts(loaded, workers, data)
     plan = Plan(
@@ -224,35 +227,17 @@ def _profile(name: str, sets: list[str], workers: int) -> Profile:
     )
 
 
-def _plan_here(profile: Profile, workers: int, link: str, *, dry_run: bool, as_json: bool) -> None:
-    """Refuse a split model that does not fit into this machine's memory. In a dry run, print the plan."""
+def _check_fits(profile: Profile, workers: int) -> None:
+    """Refuse a split model that does not fit into this machine's memory. Raises ``ResourceError``."""
+    from p2ptrain.cli.explain import equal_members, way_of
     from p2ptrain.cli.model_sizes import shape_of
-    from p2ptrain.cli.output import print_json
-    from p2ptrain.cli.placement import local_plan, print_plan, show_robust, show_shards, to_json
     from p2ptrain.cli.up_cluster import part_bytes
+    from ring.prediction import Calibration, predict
 
-    if profile.robust.rule:
-        show_robust(profile, as_json=as_json)
-        return
-    each_bytes = part_bytes(profile.device.kind) // workers
-    if profile.job.strategy == "sharded":
-        show_shards(profile, memory_bytes=each_bytes, dry_run=dry_run, as_json=as_json)
-        return
-    if not dry_run and shape_of(profile, lambda _: None) is None:  # ``create_job`` says why
-        return
-    flops = 0.0
-    if dry_run and profile.stages > 1:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in the workers
-        from p2ptrain.compute.device import compute_flops
-
-        cores, threads = os.cpu_count() or 1, profile.device.threads or threads_each(workers)
-        # Measured with one worker alone. All workers together may have more threads than there are cores.
-        flops = compute_flops(profile.device.kind, threads) * min(1.0, cores / (threads * workers))
-    made = local_plan(profile, workers=workers, memory_bytes=each_bytes, flops=flops, link=link)
-    if made is None and dry_run:
-        raise UserError(f"the sizes of the model at {profile.model.path} are not known: it is not here")
-    if made is not None and dry_run:
-        print_json(to_json(*made)) if as_json else print_plan(*made)
+    shape = shape_of(profile, lambda _: None)
+    if shape is not None:  # else ``create_job`` says why
+        cluster = equal_members(workers, part_bytes(profile.device.kind) // workers)
+        predict(way_of(profile, shape, workers), cluster, Calibration(1.0, 0.0, 0.0))
 
 
 def _print_pair(outcome: dict[str, Any]) -> None:

@@ -77,6 +77,11 @@ def training_of(profile: Profile | None, shape: object, cuts: Sequence[int] = ()
         return None
     if known is None or profile is None or profile.pipeline.stages < 2:
         return None
+    return of_profile(profile, known, cuts)
+
+
+def of_profile(profile: Profile, known: ModelShape, cuts: Sequence[int] = ()) -> Training:
+    """What a job trains, whether it is split or not. ``cuts``: as in ``training_of``."""
     split, data, batch = profile.pipeline, profile.data, profile.batch
     return Training(
         known,

@@ -8,9 +8,13 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.cli import up_cluster
-from p2ptrain.cli.placement import local_plan, prediction, short
+from p2ptrain.cli.explain import equal_members, shape_here, way_of
+from p2ptrain.cli.measuring import Measured
+from p2ptrain.cli.placement import prediction, short
 from p2ptrain.core.errors import Refused, ResourceError
+from ring.prediction import Calibration, predict
 from ring.training_costs import ModelShape
+from ring.training_placement import Plan, plan
 from wire.records import ClusterInfo
 
 from .conftest import Command
@@ -20,11 +24,16 @@ PROFILE = Profile.model_validate({"job": {"strategy": "pipeline", "workers": 2},
 MIB = 1 << 20
 
 
-def answer_of(**told: Any) -> dict[str, Any]:
-    """As a seed with two workers gives it."""
-    made = local_plan(PROFILE, workers=3, memory_bytes=64 * MIB, flops=1e9, **told)
+def plan_of(link: str = "") -> Plan:
+    """As a seed with three workers makes it."""
+    there = equal_members(3, 64 * MIB, 1e9, link)
+    made = predict(way_of(PROFILE, shape_here(PROFILE), 3), there, Calibration(0.1, 0.01, 1e9)).plan
     assert made is not None
-    info, stages = made
+    return made
+
+
+def answer_of(link: str = "") -> dict[str, Any]:
+    info, stages = plan_of(link)
     return {"plan": info.to_map(), "stages": [stage.to_map() for stage in stages]}
 
 
@@ -76,11 +85,8 @@ def test_workers_that_are_not_here_yet_are_no_reason_to_refuse_a_job(command: Co
     assert command("jobs", "create", *SPLIT, "--dry-run").code == 4
 
 
-def test_where_there_is_nothing_to_plan_it_says_so(command: Command, fake_seed: Any) -> None:
+def test_without_the_model_it_says_that_there_is_no_plan(command: Command, fake_seed: Any) -> None:
     fake_seed.answers["jobs.create"] = {"job": "3f9a"}
-    outcome = command("jobs", "create", "--dry-run")
-    assert outcome.code == 2
-    assert "not split" in outcome.err
     elsewhere = ClusterInfo("c", "attic", "0", "192.168.1.20:7337", 0.0, 0, 0)
     fake_seed.answers["cluster.info"] = {"cluster": elsewhere.to_map()}
     away = (*SPLIT, "--set", "model.path=/nowhere")
@@ -97,12 +103,15 @@ def test_a_plan_that_is_none_is_refused(command: Command, fake_seed: Any, answer
 
 
 def test_up_divides_this_machine_and_starts_nothing(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2ptrain.compute.device.compute_flops", lambda kind, threads: 1e10)
+    async def measured(*_: Any) -> Measured:
+        return Measured(2, 1, 0.05, 0.004, 5e10, 480 * MIB, {}, None)
+
+    monkeypatch.setattr("p2ptrain.cli.measuring.measure", measured)
     monkeypatch.setattr(up_cluster, "part_bytes", lambda device: 128 * MIB)
     shown = command("up", "--workers", "2", *SPLIT, "--dry-run", "--json").json
     assert [stage["limit_bytes"] for stage in shown["stages"]] == [64 * MIB] * 2
     assert shown["plan"]["tokens_per_s"] > 0
-    assert command("up", "--dry-run").code == 2
+    assert command("up", "--workers", "2", *SPLIT, "--dry-run").out.startswith("STAGE  PEER")
     monkeypatch.setattr(up_cluster, "part_bytes", lambda device: 8 * MIB)
     for more in (("--dry-run",), ()):
         outcome = command("up", "--workers", "2", *SPLIT, *more)
@@ -111,28 +120,8 @@ def test_up_divides_this_machine_and_starts_nothing(command: Command, monkeypatc
 
 
 def test_without_speeds_nothing_is_predicted() -> None:
-    made = local_plan(PROFILE, workers=2, memory_bytes=0)
-    assert made is not None
+    made = plan(way_of(PROFILE, shape_here(PROFILE), 2).training, equal_members(2, 0).members)
     assert prediction(made[0]) == [
         "1 replica of 2 stages, 1f1b: no worker has reported its speed, so nothing is predicted"
     ]
     assert short(*made) == "plan: layers 0–1 worker-1, layers 2–3 worker-2"
-
-
-@pytest.mark.parametrize("words", [("up",), ("jobs", "create")])
-def test_a_dry_run_of_shards_says_what_each_worker_needs(command: Command, words: tuple[str, ...]) -> None:
-    shown = command(*words, "--profile", "sharded", "--dry-run", "--json").json
-    model = 4 * (256 * 128 + 128 + 4 * (4 * 128 * 128 + 3 * 128 * 344 + 2 * 128))  # its bytes
-    assert (shown["shards"], shown["replicas"], shown["rows_bytes"]) == (2, 1, 5 * model // 2)
-    less = command(*words, "--profile", "sharded", "--set", "sharded.accumulate=false", "--dry-run", "--json").json
-    assert shown["beside_bytes"] - less["beside_bytes"] == model
-    outcome = command("up", "--profile", "sharded", "--set", "model.layers=1024", "--set", "model.hidden_size=65536")
-    assert outcome.code == 6
-    assert "each of 2 shards needs about" in outcome.err
-
-
-@pytest.mark.parametrize("words", [("up", "--workers", "7"), ("jobs", "create")])
-def test_a_dry_run_of_a_robust_rule_says_what_gathering_costs(command: Command, words: tuple[str, ...]) -> None:
-    model = 4 * (256 * 64 + 64 + 2 * (4 * 64 * 64 + 3 * 64 * 172 + 2 * 64))  # its bytes
-    shown = command(*words, "--profile", "robust", "--dry-run", "--json").json
-    assert shown == {"members": 7, "vectors_bytes": 7 * model, "sent_bytes": 6 * model}

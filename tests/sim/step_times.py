@@ -13,12 +13,15 @@ from typing import Any
 from unittest import mock
 
 from configs.schema import Profile
-from ring.order import LinkQuality, step_s
+from p2ptrain.core.footprint import ModelSizes
+from ring.order import LinkQuality, RingOptions, step_s
+from ring.prediction import Calibration, Cluster, Way, predict, quality_of
+from ring.training_costs import CandidateWorker, ModelShape, Training
 from roles.sim import machine
 from roles.sim.cluster import SEED, Simulation
 from roles.sim.machine import SimLoop
 from roles.sim.watching import watched
-from wire.emulate import EmulatedNetwork, LinkPreset
+from wire.emulate import EmulatedNetwork, LinkPreset, preset_named
 from wire.memory import MemoryNetwork
 
 LINK = LinkQuality(latency_s=1e-3, bandwidth_bps=1e8)
@@ -27,14 +30,23 @@ CALL_S = 0.002
 
 
 class Links(MemoryNetwork):
-    """Every host reaches the seed at once, and the others over ``LINK``."""
+    """Every host reaches the seed at once, and the others over ``far``."""
+
+    def __init__(self, far: LinkPreset) -> None:
+        super().__init__()
+        self._far = far
 
     def at(self, host: str) -> Any:
-        near, far = LinkPreset("near", 0.0), LinkPreset("far", LINK.latency_s * 1e3, rate_bps=LINK.bandwidth_bps or 0.0)
-        return EmulatedNetwork(super().at(host), lambda other, port: near if SEED in (host, other) else far, 1)
+        near = LinkPreset("near", 0.0)
+        return EmulatedNetwork(super().at(host), lambda other, port: near if SEED in (host, other) else self._far, 1)
 
 
-def rows_of(workers: int, *, steps: int, updates: int = 1, **tables: Any) -> list[dict[str, Any]]:
+PLAIN = LinkPreset("far", LINK.latency_s * 1e3, rate_bps=LINK.bandwidth_bps or 0.0)
+
+
+def rows_of(
+    workers: int, *, steps: int, updates: int = 1, far: LinkPreset = PLAIN, numel: int = NUMEL, **tables: Any
+) -> list[dict[str, Any]]:
     """The record of each step. ``updates``: micro-batches of a worker in a step."""
     defaults: dict[str, Any] = {
         "job": {"steps": steps, "workers": workers, **tables.pop("job", {})},
@@ -45,7 +57,7 @@ def rows_of(workers: int, *, steps: int, updates: int = 1, **tables: Any) -> lis
     }
     loop = SimLoop()
     simulation = Simulation(loop, Profile.model_validate(defaults | tables), [], 1, peers=workers, verbose=False)
-    simulation.network = Links()
+    simulation.network = Links(far)
 
     async def main() -> list[dict[str, Any]]:
         simulation.seed.start()
@@ -60,7 +72,7 @@ def rows_of(workers: int, *, steps: int, updates: int = 1, **tables: Any) -> lis
         await asyncio.sleep(1)
         return list(rows)
 
-    small = mock.patch.object(machine, "NUMEL", NUMEL)
+    small = mock.patch.object(machine, "NUMEL", numel)
     with small, watched(simulation, random.Random(1)), asyncio.Runner(loop_factory=lambda: loop) as runner:
         rows = runner.run(main())
     assert not simulation.complaints, simulation.complaints
@@ -74,6 +86,21 @@ def predicted_and_simulated_s(workers: int, *, steps: int = 3, updates: int = 1,
     means = (statistics.mean(row[name] for row in rows) / 1e3 for name in ("compute_ms", "step_ms"))
     compute_s, took_s = (seconds / updates for seconds in means)
     return step_s(workers, LINK, 4 * NUMEL, compute_s, updates=updates), took_s
+
+
+def over_preset_s(workers: int, preset: str, *, numel: int, codec: str) -> tuple[float, float]:
+    """The same by ``ring.prediction``, over an emulated link, with four streams and sub-chunks of 256 KiB."""
+    far, chunks, streams = preset_named(preset), 256 << 10, 4
+    ring = {"order": "joined", "streams": streams, "codec": codec, "sub_chunk_bytes": chunks}
+    rows = rows_of(workers, steps=6, far=far, numel=numel, ring=ring)[1:]
+    took_s, compute_s = (statistics.median(row[name] for row in rows) / 1e3 for name in ("step_ms", "compute_ms"))
+    shape = ModelShape.of(ModelSizes((4 * numel,), (0,)), 64, 128, 256)
+    there = tuple(CandidateWorker(str(rank), str(rank), flops=1.0) for rank in range(workers))
+    links = {(one.id, other.id): quality_of(far) for one in there for other in there if one is not other}
+    training = Training(shape, 1, 1, tokens=256, sequence_tokens=128, micro_batches=workers)
+    way = Way("sync", training, codec, RingOptions("joined", streams, chunks), buckets=4 * numel >> 20)
+    cluster = Cluster(there, links, emulated=True, burst_bytes=far.burst_bytes)
+    return predict(way, cluster, Calibration(compute_s, 0.0, 1.0)).step_s, took_s
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ring.order import LinkQuality, step_s
-from tests.sim.step_times import predicted_and_simulated_s
+from tests.sim.step_times import over_preset_s, predicted_and_simulated_s
 
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
 LAN, FAR = LinkQuality(1e-4, 10e9), LinkQuality(0.04, 1e8)
@@ -24,6 +24,12 @@ def test_a_step_takes_what_is_predicted(workers: int) -> None:
 def test_with_local_the_exchange_is_divided_by_the_inner_steps() -> None:
     predicted_s, simulated_s = predicted_and_simulated_s(8, updates=10, job={"strategy": "local"})
     assert simulated_s == pytest.approx(predicted_s, rel=0.05)
+
+
+@pytest.mark.parametrize(("preset", "codec"), [("wan", "int8"), ("wifi", "fp32")])
+def test_pieces_buckets_streams_and_bursts_of_emulated_links_are_predicted(preset: str, codec: str) -> None:
+    predicted_s, simulated_s = over_preset_s(2, preset, numel=800_000, codec=codec)
+    assert simulated_s == pytest.approx(predicted_s, rel=0.1)
 
 
 def table(header: str) -> list[list[str]]:

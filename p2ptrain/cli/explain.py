@@ -1,0 +1,428 @@
+"""``p2ptrain explain``: predicts what a step costs in each way to train, and recommends one (``ring.prediction``)."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from p2ptrain.cli.inputs import DownloadOption
+from p2ptrain.cli.output import print_json, print_table, printable
+from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, LinkOption, SeedOption, SetOption
+from p2ptrain.core.errors import EXIT_INTERRUPTED, P2PTrainError, UserError
+from p2ptrain.core.texts import human_bytes
+from ring.codecs import CODECS
+
+if TYPE_CHECKING:
+    from configs.schema import Profile
+    from p2ptrain.cli.bench.runner import Bench
+    from p2ptrain.cli.measuring import Measured
+    from ring.order import LinkQuality
+    from ring.prediction import Calibration, Cluster, Prediction, Way
+    from ring.training_costs import ModelShape
+
+STRATEGIES = ("sync", "sharded", "pipeline", "server", "local", "federated")
+"""In the order of preference."""
+LOCAL = ("local", "federated")
+RARE, MOST_INNER = 0.1, 512
+"""Share of a step that ``local`` waits for the network at most, if the profile does not say how many inner steps; and
+how many of these a worker makes at most."""
+ROWS, LEAST_ROWS = 200, 5  # newest steps that medians are taken of
+
+COSTS = {
+    "sync": "losses do not depend on the workers",
+    "sharded": "losses do not depend on the workers, but every layer travels for every micro-batch",
+    "pipeline": "losses do not depend on the workers, but these wait while the pipeline fills and empties",
+    "server": "staleness: gradients are of older versions, so the same tokens may teach less",
+    "local": "staleness: copies drift apart between exchanges, so the same tokens may teach less",
+    "federated": "staleness: copies drift apart in a round, so the same tokens may teach less",
+}
+
+
+def explain(
+    profile: Annotated[str, typer.Argument(metavar="[PROFILE]", help="A profile that ships, or a TOML file.")] = "tiny",
+    workers: Annotated[
+        int, typer.Option("--workers", "-w", metavar="N", min=0, max=64, help="So many workers of this machine.")
+    ] = 0,
+    link: LinkOption = "",
+    cluster: Annotated[
+        Path | None, typer.Option("--cluster", metavar="FILE.toml", help="Members and links from a file.")
+    ] = None,
+    job: Annotated[
+        str, typer.Option("--job", metavar="JOB", help="Show the prediction for a job of the seed beside its steps.")
+    ] = "",
+    sets: SetOption = [],  # noqa: B006 - Typer copies it
+    download: DownloadOption = False,
+    seed: SeedOption = DEFAULT_SEED,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict step time, memory and bytes for each strategy and codec, and recommend one.
+
+    The model is measured on this machine for a few seconds. The cluster is N workers of this machine (the default: as
+    many as the profile says), or the workers of a seed with their measured speeds and links, or what a file says.
+
+    \b
+    Examples:
+      p2ptrain explain
+      p2ptrain explain small --workers 4 --link wan
+      p2ptrain explain ./my.toml --seed 192.168.1.20
+      p2ptrain explain --cluster lab.toml --set model.hidden_size=512
+      p2ptrain explain --job tiny --workers 2
+    """
+    from p2ptrain.cli.cluster_file import read
+
+    if cluster is not None and (workers or link):
+        raise UserError("--cluster excludes --workers and --link", remedy="leave one of them out")
+    if job:
+        if sets:
+            raise UserError("--job has its own settings", remedy="leave --set out")
+        _show_job(job, seed, workers, link, cluster, as_json=as_json)
+        return
+    own, sets = _loaded(profile, sets, download=download)
+    local = not (cluster or seed) or workers > 0
+    where = (workers or own.job.workers) if local else read(cluster) if cluster else of_seed(seed)
+    measured, members = calibrated(own, where, link or own.link.preset)
+    found, refused = _all_ways(profile, sets, own, members, measured)
+    _show(found, refused, own, profile, members, as_json=as_json)
+
+
+def show_one(profile: Profile, where: int | Cluster, link: str = "", *, as_json: bool) -> None:
+    """Show the prediction for a profile as it is, for a dry run. ``where``: as for ``calibrated``."""
+    from p2ptrain.cli.placement import print_plan, to_json
+    from ring.prediction import predict
+
+    measured, members = calibrated(profile, where, link)
+    one = predict(way_of(profile, shape_here(profile), len(members.members)), members, measured)
+    if as_json:
+        print_json(one.to_map() | (to_json(*one.plan) if one.plan else {}))
+        return
+    if one.plan:
+        print_plan(*one.plan)
+        typer.echo()
+    _print_ways([one])
+
+
+def _loaded(profile: str, sets: list[str], *, download: bool) -> tuple[Profile, list[str]]:
+    """The profile, and the overrides that make it, with the directory of a model that was fetched."""
+    from configs.loader import load
+    from p2ptrain.cli.inputs import checked
+
+    own = checked(load(profile, os.environ, sets).profile, download=download).alone()
+    return own, [*sets, f"model.path={own.model.path}"] if own.model.path else sets
+
+
+# --------------------------------------------------------------------------------------------------------- the clusters
+
+
+def calibrated(profile: Profile, where: int | Cluster, link: str = "") -> tuple[Calibration, Cluster]:
+    """Measure the model here, and return the cluster with that.
+
+    Args:
+        where: so many workers of this machine, which are measured at the same time; or a cluster.
+        link: preset of the emulated link between them; empty: the loopback.
+    """
+    from p2ptrain.cli.bench.report import Report
+    from p2ptrain.cli.bench.runner import conduct
+    from p2ptrain.cli.local_cluster import threads_each
+    from p2ptrain.cli.measuring import measure
+    from p2ptrain.cli.runtime import run
+    from p2ptrain.cli.up_cluster import part_bytes
+    from ring.prediction import Calibration, predict
+
+    workers = where if isinstance(where, int) else 1
+    threads, cores = profile.device.threads or threads_each(workers), os.cpu_count() or 1
+    made: list[Measured] = []
+
+    async def work(bench: Bench) -> None:
+        made.append(await measure(bench, profile, workers, threads))
+
+    run(conduct(Report("explain", "", "", str), work), children=True)
+    if not made:
+        raise typer.Exit(EXIT_INTERRUPTED)
+    (told,) = made
+    each_bytes = part_bytes(profile.device.kind) // workers
+    here = equal_members(workers, each_bytes, told.flops * threads, link, told.loopback, told.flops * cores)
+    flops = told.flops * min(threads, cores / told.members)
+    figures = Calibration(told.micro_batch_s, told.update_s, flops, codecs=told.codecs)
+    # What a member held was a whole model, and no copy of it for a checkpoint.
+    one = replace(here, members=(replace(here.members[0], memory_bytes=0),))
+    way = replace(way_of(profile, shape_here(profile), 1), strategy="sync", vectors=0)
+    held_bytes = predict(way, one, figures).memory_bytes - 3 * way.trained_bytes
+    figures = replace(figures, base_bytes=max(told.peak_bytes - held_bytes, 0))
+    return figures, here if isinstance(where, int) else where
+
+
+def equal_members(
+    workers: int,
+    memory_bytes: int,
+    flops: float = 0.0,
+    link: str = "",
+    loopback: LinkQuality | None = None,
+    host_flops: float = 0.0,
+) -> Cluster:
+    """Equal workers of this machine, over an emulated link, or over the loopback."""
+    from ring.prediction import Cluster, quality_of
+    from ring.training_costs import CandidateWorker
+    from wire.emulate import preset_named
+
+    there = [
+        CandidateWorker(f"worker-{number:02}", f"worker-{number}", memory_bytes, flops, True, "here", host_flops)
+        for number in range(1, workers + 1)
+    ]
+    preset = preset_named(link) if link else None
+    way = quality_of(preset) if preset else loopback
+    pairs = [(one.id, other.id) for one in there for other in there if one is not other]
+    links = dict.fromkeys(pairs, way) if way else {}
+    return Cluster(tuple(there), links, emulated=True, burst_bytes=preset.burst_bytes if preset else 0)
+
+
+def of_seed(seed: str, among: Sequence[str] = ()) -> Cluster:
+    """The workers that are connected to a seed; of a job's members ``among``, if any. Raises ``UserError``."""
+    from p2ptrain.cli.runtime import ask
+    from ring.order import LinkQuality
+    from ring.prediction import Cluster
+    from ring.training_costs import CandidateWorker
+    from wire.records import ABSENT_STATES
+
+    links = ask(seed, lambda client: client.links())  # the workers measure their speed before
+    peers = [peer for peer in ask(seed, lambda client: client.peers()) if peer.roles == ["worker"]]
+    there = [peer for peer in peers if peer.state not in ABSENT_STATES and (not among or peer.id in among)]
+    if not any(peer.flops for peer in there):
+        text = "no worker is connected to the seed, or none has measured its speed"
+        raise UserError(text, remedy="start some: p2ptrain join; or describe them: --workers N, --cluster FILE")
+    typical = statistics.median(peer.flops for peer in there if peer.flops)
+    members = []
+    for peer in there:
+        flops, on_host = peer.flops or typical, not peer.device.startswith(("cuda", "mps"))
+        most = flops * peer.cores / (peer.threads or peer.cores or 1) if on_host else 0.0
+        host = peer.address.rpartition(":")[0]
+        members.append(CandidateWorker(peer.id, peer.name, peer.part_bytes, flops, on_host, host, most))
+    return Cluster(
+        tuple(members),
+        {(way.source, way.target): LinkQuality(way.latency_s, way.bandwidth_bps) for way in links},
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- the ways
+
+
+def shape_here(profile: Profile) -> ModelShape:
+    """Raises ``UserError`` if the model is not on this machine, and as ``model_sizes.shape_of``."""
+    from p2ptrain.cli.model_sizes import shape_of
+
+    if (shape := shape_of(profile)) is None:
+        text = f"the sizes of the model at {profile.model.path} are not known here"
+        raise UserError(text, remedy="run this on a machine that has it")
+    return shape
+
+
+def way_of(profile: Profile, shape: ModelShape, workers: int, settings: Sequence[str] = ()) -> Way:
+    """The profile's way to train with so many workers."""
+    from p2ptrain.compute.gradients import bucket_bounds
+    from ring.order import RingOptions
+    from ring.prediction import Way
+    from roles.seed.jobs import of_profile
+    from roles.strategies.federated import slots
+
+    job, ring, gathers = profile.job, profile.ring, bool(profile.robust.rule)
+    training = of_profile(profile, shape)
+    # Workers form as many replicas as possible.
+    training = replace(training, replicas=max(min(workers // training.stages, training.micro_batches), 1))
+    widened = (2 if job.exact or profile.federated.secure else 1) * max(slots(profile), 1)
+    fragments = profile.local.fragments if job.strategy == "local" else 1
+    numel = int(training.trained * training.sizes.weights_bytes(0, training.layers)) // 4 // fragments
+    return Way(
+        job.strategy,
+        training,
+        "fp32" if ring.codec == "auto" else ring.codec,
+        RingOptions(ring.order, ring.streams, ring.sub_chunk_bytes),
+        tuple(settings),
+        buckets=1 if gathers else len(bucket_bounds(numel, 4 * widened, ring.bucket_bytes)),
+        vectors=(profile.server.buffer if job.strategy == "server" else workers) if gathers else 0,
+        widened=widened,
+        fragments=fragments,
+        overlap=job.strategy == "local" and profile.local.overlap,
+        buffer=profile.server.buffer,
+        moments=job.strategy != "server" or profile.server.optimizer == "adamw",
+        accumulate=profile.sharded.accumulate,
+        layers_kept=not profile.device.gradient_checkpointing,
+    )
+
+
+def _all_ways(
+    name: str, sets: Sequence[str], own: Profile, cluster: Cluster, measured: Calibration
+) -> tuple[list[Prediction], dict[tuple[str, str], str]]:
+    """Every strategy with every codec, in the order of preference; and why the others are impossible."""
+    from configs.loader import load
+    from ring.prediction import predict
+
+    workers, refused = len(cluster.members), dict[tuple[str, str], str]()
+    found: list[Prediction] = []
+    for strategy, codec in ((strategy, codec) for strategy in STRATEGIES for codec in CODECS):
+        best: Prediction | None = None
+        for more in _variants(strategy, own, workers):
+            settings = [*more, *[f"ring.codec={codec}"] * (codec != own.ring.codec)]
+            try:
+                tried = load(name, os.environ, [*sets, f"job.workers={workers}", *settings]).profile.alone()
+                best = predict(way_of(tried, shape_here(tried), workers, settings), cluster, measured)
+            except P2PTrainError as problem:
+                refused[strategy, codec] = problem.message
+                continue
+            if strategy not in LOCAL or best.exposed_s <= RARE * best.compute_s:
+                break
+        if best is not None:
+            found.append(best)
+            refused.pop((strategy, codec), None)
+    return found, refused
+
+
+def _variants(strategy: str, own: Profile, workers: int) -> Iterator[list[str]]:
+    """Settings that choose a strategy, of which the first that will do is taken: the fewest parts, or the fewest inner
+    steps."""
+    if strategy == own.job.strategy:
+        yield []
+        return
+    chosen = [f"job.strategy={strategy}"] + ["pipeline.stages=0"] * (own.pipeline.stages > 0 and strategy != "pipeline")
+    if strategy in ("pipeline", "sharded"):
+        key = "pipeline.stages" if strategy == "pipeline" else "sharded.shards"
+        yield from ([*chosen, f"{key}={parts}"] for parts in range(2, max(workers, 2) + 1) if not workers % parts)
+    elif strategy in LOCAL and (strategy == "local" or own.data.private):
+        first = own.batch.micro_batches
+        numbers = [first << times for times in range(20) if not times or first << times <= MOST_INNER * workers]
+        yield from ([*chosen, *[f"batch.micro_batches={number}"] * (number != first)] for number in numbers)
+    elif strategy != "federated":
+        yield chosen
+
+
+# ----------------------------------------------------------------------------------------------------------- the output
+
+
+def _show(
+    found: Sequence[Prediction],
+    refused: Mapping[tuple[str, str], str],
+    own: Profile,
+    name: str,
+    cluster: Cluster,
+    *,
+    as_json: bool,
+) -> None:
+    from ring.prediction import recommended
+
+    budget, workers = own.ring.error_budget, len(cluster.members)
+    best = recommended(found, budget)
+    reasons = _reasons(best, found, name, workers) if best else ["nothing can be recommended: no way is possible"]
+    if as_json:
+        print_json(
+            {
+                "members": [asdict(one) for one in cluster.members],
+                "ways": [one.to_map() for one in found],
+                "refused": [{"strategy": way, "codec": codec, "why": why} for (way, codec), why in refused.items()],
+                "recommended": best.to_map() if best else None,
+                "reasons": reasons,
+            }
+        )
+        return
+    rates = {(one.way.strategy, one.way.codec): f"{one.tokens_per_s:,.0f}" for one in found}
+    able = [strategy for strategy in STRATEGIES if any(strategy == known for known, _ in rates)]
+    typer.echo(f"predicted tokens/s of {name} with {workers} worker{'s' * (workers != 1)}\n")
+    rows = [(strategy, *(rates.get((strategy, codec), "-") for codec in CODECS)) for strategy in able]
+    print_table(("STRATEGY", *CODECS), rows, right=CODECS)
+    typer.echo()
+    chosen = [recommended([one for one in found if one.way.strategy == strategy], budget) for strategy in able]
+    _print_ways([one for one in chosen if one])
+    for strategy in STRATEGIES:
+        if strategy not in able:
+            why = "it needs data.private = true" if strategy == "federated" else "it needs more workers"
+            typer.echo(f"{strategy} is impossible: {printable(refused.get((strategy, 'fp32'), why))}")
+    typer.echo()
+    for reason in reasons:
+        typer.echo(reason)
+
+
+def _print_ways(ways: Sequence[Prediction]) -> None:
+    columns = ("STRATEGY", "CODEC", "STEP", "COMPUTE", "EXCHANGE", "WAITS", "MEMORY", "SENT/STEP", "SENT/S", "BOUND")
+    rows = []
+    for one in ways:
+        times = [_seconds(each) for each in (one.step_s, one.compute_s + one.update_s, one.exchange_s, one.exposed_s)]
+        sizes = [human_bytes(one.memory_bytes), human_bytes(one.sent_bytes), human_bytes(one.sent_bytes / one.step_s)]
+        rows.append((one.way.strategy, one.way.codec, *times, *sizes, one.bound))
+    print_table(columns, rows, right=columns[2:-1], less=("EXCHANGE", "SENT/S"))
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.1f} s" if seconds >= 10 else f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+
+
+def _reasons(best: Prediction, found: Sequence[Prediction], name: str, workers: int) -> list[str]:
+    """Why this way is recommended, what it costs, and what another would give, in sentences."""
+    from ring.codecs.choice import STATED_ERROR
+
+    strategy, codec, rate = best.way.strategy, best.way.codec, best.tokens_per_s
+    bounds = "the links bound it" if best.bound == "link" else "computing bounds it"
+    told = [
+        f"recommended: {strategy} with {codec}: {_seconds(best.step_s)} a step, {rate:,.0f} tokens/s",
+        f"why: a step waits {100 * best.exposed_s / best.step_s:.0f} % of its time for the network, so {bounds}",
+    ]
+    plain = [one for one in found if one.way.codec == "fp32" != codec and one.way.strategy == strategy]
+    told += [f"  with fp32 it would make {one.tokens_per_s:,.0f} tokens/s" for one in plain]
+    if others := [one for one in found if one.way.strategy != strategy]:
+        other = max(others, key=lambda one: one.tokens_per_s)
+        times = f"{other.tokens_per_s / rate:.2f} times as many tokens/s"
+        told.append(f"  {other.way.strategy} with {other.way.codec} would make {times}; {COSTS[other.way.strategy]}")
+    loss = f"; {codec} errs by up to {100 * STATED_ERROR[codec]:.2g} % in an exchange" if codec != "fp32" else ""
+    told.append(f"cost: {COSTS[strategy]}{loss}")
+    sets = "".join(f" --set {setting}" for setting in best.way.settings)
+    return [*told, f"do: p2ptrain up --profile {name} --workers {workers}{sets}"]
+
+
+def _show_job(job: str, seed: str, workers: int, link: str, cluster: Path | None, *, as_json: bool) -> None:
+    """Show the prediction for a job beside the medians of its newest steps."""
+    from configs.schema import Profile
+    from p2ptrain.cli.cluster_file import read
+    from p2ptrain.cli.runtime import ask
+    from ring.prediction import predict
+
+    info, spec = ask(seed, lambda client: client.job(job))
+    timed = ask(seed, lambda client: client.metrics(info.id, max(info.step - ROWS, 0), ROWS))
+    size = timed[-1].members or 1 if timed else 1
+    timed = [row for row in timed if row.step_ms and row.members == size]
+    if len(timed) < LEAST_ROWS:
+        text = f"job {info.name} has {len(timed)} measured steps, and {LEAST_ROWS} are needed"
+        raise UserError(text, remedy="wait until it has trained some steps")
+    profile = Profile.from_spec_untrusted(spec)
+    where = workers or (read(cluster) if cluster else of_seed(seed, info.members))
+    measured, members = calibrated(profile, where, link or profile.link.preset)
+    if len(members.members) != size:
+        text = f"the newest steps of job {info.name} had {size} members, and {len(members.members)} are described"
+        raise UserError(text, remedy=f"give --workers {size} (of this machine), or --cluster FILE")
+    way = way_of(profile, shape_here(profile), size)
+    one = predict(replace(way, codec=info.codec or way.codec), members, measured)
+    # A server's versions come in groups, so a median of theirs tells little.
+    typical = statistics.mean if info.strategy == "server" else statistics.median
+    peers = [peer for peer in ask(seed, lambda client: client.peers()) if peer.id in info.members]
+    figures = {
+        "step_s": (one.step_s, typical([(row.step_ms or 0.0) / 1e3 for row in timed]), _seconds),
+        "tokens_per_s": (one.tokens_per_s, typical([row.tokens_per_s or 0.0 for row in timed]), "{:,.0f}".format),
+        "memory_bytes": (one.memory_bytes, max((peer.memory_bytes for peer in peers), default=0), human_bytes),
+    }
+    errors = {key: 100 * (told / seen - 1) if seen else None for key, (told, seen, _) in figures.items()}
+    if as_json:
+        table = {
+            key: {"predicted": told, "measured": seen or None, "error_percent": errors[key]}
+            for key, (told, seen, _) in figures.items()
+        }
+        print_json({"job": info.id, "steps": len(timed), **table})
+        return
+    typer.echo(
+        f"job {printable(info.name)}: {info.strategy} with {one.way.codec}, {size} members, {len(timed)} steps\n"
+    )
+    rows = [
+        (key, form(told), form(seen) if seen else "-", f"{errors[key]:+.0f} %" if seen else "-")
+        for key, (told, seen, form) in figures.items()
+    ]
+    print_table(("", "PREDICTED", "MEASURED", "ERROR"), rows, right=("PREDICTED", "MEASURED", "ERROR"))

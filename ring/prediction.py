@@ -1,0 +1,458 @@
+"""Predicts what a step costs on given members: seconds, memory and bytes, for each strategy and codec. Pure.
+
+What is measured, on one machine with the real model, is a ``Calibration``. A member of another speed needs
+``flops / its flops`` times as long. Workers of one host share its cores. With n members, M micro-batches of u seconds,
+an update of a seconds, B bytes of gradients as they are encoded, W bytes of weights that train, and links of bandwidth
+b and latency l (one way), a step takes
+
+========= ==========================================================================================================
+sync      max(count u) + a + exposed, where exposed = max(reduce - hidden, 0) + gathers; reduce = 2 (n-1)/n B/b
+          + 2 (n-1) l, or more if the codec is slower than the link; gathers = 2 (n-1) l; hidden: the buckets that are
+          sent while the backward pass, 2/3 u, of the last micro-batch runs
+local     max(count (u + a)) + a + exposed; hidden is all computing with ``overlap``, else nothing
+federated the same without ``overlap``
+server    a worker's cycle, M/buffer u + (gradient + state)/b + 10 l + a, divided by the versions that the workers make
+          in a cycle; at least what the server does for a version
+sharded   passes (u + 2 (p-1)/p W/b + 2 (layers + 1) (p-1) l) + the sum over p shards + the ring of the replicas
+pipeline  ``ring.training_placement.plan``, + the stage's part of a + gathers
+========= ==========================================================================================================
+
+``ring.order.step_s`` has the same exchange for equal links. Validation and checkpoints are not part of a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from typing import Any
+
+from p2ptrain.core.errors import ResourceError, UserError
+from p2ptrain.core.footprint import shard_training_bytes
+from p2ptrain.core.texts import human_bytes
+from ring.codecs import codec_named
+from ring.codecs.choice import NEARLY_BEST, STATED_ERROR
+from ring.collectives import cut
+from ring.order import (
+    LinkCosts,
+    LinkQuality,
+    Links,
+    RingOptions,
+    all_reduce_s,
+    exposed_s,
+    gathers_s,
+    plan_ring,
+    steps,
+)
+from ring.token import balanced
+from ring.training_costs import CandidateWorker, Training
+from ring.training_placement import Plan, plan
+from wire.emulate import LinkPreset
+
+BACKWARD = 2 / 3
+"""The backward pass as a part of a micro-batch's time."""
+LOCAL_COPIES = (
+    1.75  # copied from compute.local.LOCAL_FACTOR, which a seed's process must not load; a test compares them
+)
+HANDED = 5
+"""Ways across a link that a message and the arrays after it take: offer, answer, message, answer, arrays."""
+SERVED_COPIES = 2
+"""Copies of the state at a server: the one that is sent, and the next."""
+CHANGES_RESULT = 1.5
+"""How many times as fast a strategy must be that changes what is learned, to be recommended instead of an exact one."""
+EXACT = ("sync", "sharded", "pipeline")
+"""Strategies whose losses do not depend on the cluster, the simplest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was measured on a machine that computes ``flops``, while as many members computed as train there.
+
+    Attributes:
+        micro_batch_s: forward and backward pass of a micro-batch of the whole model.
+        update_s: the rest of a step of one member alone: hash, vote, clipping, and the optimizer, of the whole model.
+        base_bytes: memory of a worker beside what the formulas of ``core.footprint`` count.
+        codecs: name → seconds to encode, and to decode, an element.
+    """
+
+    micro_batch_s: float
+    update_s: float
+    flops: float
+    base_bytes: int = 0
+    codecs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Members in the order of joining, and links between them.
+
+    Attributes:
+        emulated: each connection has a link's rate for itself. burst_bytes: then leave at once after a pause.
+    """
+
+    members: tuple[CandidateWorker, ...]
+    links: Links
+    emulated: bool = False
+    burst_bytes: int = 0
+
+
+RING = RingOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to train. ``training.stages`` counts stages or shards; 1 with other strategies.
+
+    Attributes:
+        settings: overrides of the profile that choose it, as after ``--set``.
+        buckets: pieces in which gradients are sent while the last backward pass runs; 1: after it.
+        vectors: arrays of the size of the gradients that each member contributes; 0: they are summed.
+        widened: bytes of a gradient on the wire, as a multiple of fp32: 2 in exact mode and with masks.
+        layers_kept: see ``device.gradient_checkpointing``. Others are as in the profile.
+    """
+
+    strategy: str
+    training: Training
+    codec: str = "fp32"
+    ring: RingOptions = RING
+    settings: tuple[str, ...] = ()
+    buckets: int = 1
+    vectors: int = 0
+    widened: int = 1
+    fragments: int = 1
+    overlap: bool = False
+    buffer: int = 1
+    moments: bool = True
+    accumulate: bool = True
+    layers_kept: bool = True
+
+    @property
+    def trained_bytes(self) -> int:
+        training = self.training
+        return int(training.trained * training.sizes.weights_bytes(0, training.layers))
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a step of ``way`` is predicted to cost, at the member with the most of it.
+
+    Attributes:
+        exchange_s: on the way between members. exposed_s: the part of it that a step waits for.
+        memory_bytes: of a worker's process. sent_bytes: in a step.
+        plan: of a pipeline.
+    """
+
+    way: Way
+    step_s: float
+    compute_s: float
+    update_s: float
+    exchange_s: float
+    exposed_s: float
+    memory_bytes: int
+    sent_bytes: float
+    plan: Plan | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        training = self.way.training
+        return training.micro_batches * training.tokens / self.step_s
+
+    @property
+    def bound(self) -> str:
+        """What a step spends most of its time on."""
+        return "link" if self.exposed_s > self.compute_s + self.update_s else "compute"
+
+    def to_map(self) -> dict[str, Any]:
+        way = {"strategy": self.way.strategy, "codec": self.way.codec, "settings": list(self.way.settings)}
+        figures = {name.name: getattr(self, name.name) for name in fields(self) if name.name not in ("way", "plan")}
+        rates = {"tokens_per_s": self.tokens_per_s, "sent_bps": 8 * self.sent_bytes / self.step_s, "bound": self.bound}
+        return way | figures | rates
+
+
+def quality_of(preset: LinkPreset) -> LinkQuality:
+    """An emulated link as it is on average: of pieces in order the latest counts, so jitter adds most of itself; a lost
+    segment of 1448 bytes adds a round trip."""
+    segment_s = 8 * 1448 / preset.rate_bps + preset.loss * preset.rtt_s if preset.rate_bps else 0.0
+    rate_bps = 8 * 1448 / segment_s if segment_s else None
+    return LinkQuality(preset.delay_s + 0.75 * preset.jitter_s, rate_bps)
+
+
+def slowed(members: Sequence[CandidateWorker]) -> list[CandidateWorker]:
+    """The members with the speed that each has while all of them compute: those of one host share its cores."""
+    wanted: dict[str, float] = {}
+    for one in members:
+        wanted[one.host] = wanted.get(one.host, 0.0) + one.flops
+    return [
+        replace(one, flops=one.flops * min(1.0, one.host_flops / wanted[one.host])) if one.host_flops else one
+        for one in members
+    ]
+
+
+def predict(way: Way, cluster: Cluster, measured: Calibration) -> Prediction:
+    """Raises ``ResourceError`` or ``UserError`` if the members are too few, or lack the memory."""
+    return _STRATEGIES[way.strategy](_Step(way, cluster, measured))
+
+
+class _Step:
+    """What all strategies need of one step."""
+
+    def __init__(self, way: Way, cluster: Cluster, measured: Calibration) -> None:
+        self.way, self.training, self.cluster, self.measured = way, way.training, cluster, measured
+        self.members = slowed(cluster.members)
+        self.weights_bytes = self.training.sizes.weights_bytes(0, self.training.layers)
+        self.trained_bytes = way.trained_bytes
+
+    def pace(self, member: CandidateWorker) -> float:
+        """How many times as long as the measured machine it takes."""
+        return self.measured.flops / member.flops if member.flops else 1.0
+
+    def unit_s(self, member: CandidateWorker) -> float:
+        return self.measured.micro_batch_s * self.pace(member)
+
+    @property
+    def slowest(self) -> float:
+        return max(self.pace(one) for one in self.members)
+
+    @property
+    def update_s(self) -> float:
+        return self.measured.update_s * self.slowest
+
+    def counts(self) -> list[int]:
+        units_us = [max(1, round(1e6 * self.unit_s(one))) for one in self.members]
+        return balanced(self.training.micro_batches, [max(units_us)] * len(units_us) if self.way.vectors else units_us)
+
+    def encoded_bytes(self, size_bytes: int) -> int:
+        if self.way.codec == "fp32":
+            return self.way.widened * size_bytes
+        return codec_named(self.way.codec).encoded_bytes(max(size_bytes // 4, 1))
+
+    def codec_s(self, numel: float, size: int) -> float:
+        """Seconds that a member of a ring encodes and decodes: each element once, and what arrives in both phases."""
+        encode_s, decode_s = self.measured.codecs.get(self.way.codec, (0.0, 0.0))
+        decoded = 2 * (size - 1) / size + (self.way.codec != "fp32" and codec_named(self.way.codec).feedback)
+        return numel * (encode_s + decoded * decode_s) * self.slowest
+
+    def ring_s(self, ids: Sequence[str], size_bytes: int, *, buckets: int = 1) -> tuple[float, float]:
+        """Seconds of an all-reduce of so many bytes of fp32, and of a step's small gathers, in a ring of these
+        members."""
+        size, cluster = len(ids), self.cluster
+        if size < 2:
+            return 0.0, 0.0
+        links = {pair: link for pair, link in cluster.links.items() if pair[0] in ids and pair[1] in ids}
+        made, ways = plan_ring(ids, links, self.way.ring, size_bytes), LinkCosts(links, ids)
+        numel = max(size_bytes // 4 // buckets, 1)
+        block = 1 if self.way.codec == "fp32" else codec_named(self.way.codec).block_numel
+        stripes = cut(
+            numel, 4, members=size, lanes=made.streams, sub_chunk_bytes=made.sub_chunk_bytes, block_numel=block
+        )
+        start, stop, piece, _ = stripes[0]
+        chunk = -(-(stop - start) // size)
+        alone = 1 if cluster.emulated else len(stripes)  # streams that share a link's rate
+        edges = [ways.between(made.order[one], made.order[other], 1.0) for one, other in steps(range(size))]
+        latency_s = sum(latency_s for latency_s, _ in edges) / size
+        byte_s, coded_s = alone * max(byte_s for _, byte_s in edges), self.codec_s(numel, size) / (2 * size - 2)
+        chunk_s = max(byte_s * self.encoded_bytes(4 * chunk), coded_s)
+        piece_s = byte_s * self.encoded_bytes(4 * min(piece, chunk)) + coded_s * min(piece / chunk, 1.0)
+        if piece_s + latency_s > chunk_s:  # the link pauses after each chunk
+            chunk_s, piece_s = (max(each_s - byte_s * cluster.burst_bytes, 0.0) for each_s in (chunk_s, piece_s))
+        reduce_s = all_reduce_s(size, latency_s, chunk_s=chunk_s, piece_s=piece_s, buckets=buckets)
+        return reduce_s, gathers_s(size, latency_s)
+
+    def check(self, needs: Sequence[int]) -> None:
+        """Raises ``ResourceError`` if a member lacks the memory for what it needs."""
+        for one, need_bytes in zip(self.members, needs, strict=True):
+            if 0 < one.memory_bytes < need_bytes:
+                offers, parts = human_bytes(one.memory_bytes), self.training.stages
+                what = f"each of {parts} shards" if parts > 1 else one.name
+                raise ResourceError(
+                    f"it does not fit in memory: {what} needs about {human_bytes(need_bytes)}, and a worker may use "
+                    f"{offers}",
+                    remedy="set sharded.shards higher, sharded.accumulate = false or "
+                    "device.gradient_checkpointing = true"
+                    if parts > 1
+                    else "split the model: job.strategy = 'sharded' or 'pipeline'",
+                )
+
+    def check_number(self, least: int) -> None:
+        if len(self.members) < least:
+            text = f"{least} workers are needed, and there are {len(self.members)}"
+            raise UserError(text, remedy="start more: p2ptrain join")
+
+    def whole_bytes(self, member: CandidateWorker, factor: float = 1.0) -> int:
+        """Memory for a member that holds the whole model, with the copy of the state that a checkpoint is made from."""
+        training = self.training
+        held = training.copies(on_host=member.on_host) * (factor if training.trained else 1.0)
+        return int(held * self.weights_bytes) + self.kept_bytes() + self.state_bytes()
+
+    def kept_bytes(self) -> int:
+        training = self.training
+        if self.way.layers_kept:
+            return training.kept_bytes(0, training.layers)
+        return training.layers * 4 * training.tokens * training.shape.width + training.kept_bytes(
+            training.layers - 1, training.layers
+        )
+
+    def state_bytes(self) -> int:
+        return (3 if self.way.moments else 1) * self.trained_bytes
+
+    def done(
+        self, needs: Sequence[int], *, compute_s: float, update_s: float, reduce_s: float, exposed_s: float, sent: float
+    ) -> Prediction:
+        self.check(needs)
+        memory_bytes, step_s = self.measured.base_bytes + max(needs), compute_s + update_s + exposed_s
+        return Prediction(self.way, step_s, compute_s, update_s, reduce_s, exposed_s, memory_bytes, sent)
+
+
+# ------------------------------------------------------------------------------------------------------ the strategies
+
+
+def _summed(step: _Step) -> Prediction:
+    """sync, local and federated: all members hold the whole model, and sum over one ring."""
+    way, size = step.way, len(step.members)
+    is_local, ids = way.strategy != "sync", [one.id for one in step.members]
+    counts = step.counts()
+    inner_s = [step.measured.update_s * step.pace(one) if is_local else 0.0 for one in step.members]
+    spans_s = [
+        count * (step.unit_s(one) + extra_s) for one, count, extra_s in zip(step.members, counts, inner_s, strict=True)
+    ]
+    compute_s, size_bytes = max(spans_s), step.trained_bytes // way.fragments
+    reduce_s, gathered_s = step.ring_s(ids, size_bytes, buckets=way.buckets)
+    sent = 2 * (size - 1) / size * step.encoded_bytes(size_bytes)
+    if way.vectors:  # each member's goes once round the ring
+        reduce_s, sent = reduce_s * size / 2, float((size - 1) * size_bytes)
+    early = 0.0 if is_local else 1 - 1 / way.buckets
+    hidden_s = compute_s if way.overlap else early * min(BACKWARD * max(map(step.unit_s, step.members)), reduce_s)
+    waits_s = exposed_s(reduce_s, gathered_s, hidden_s)
+    needs = [step.whole_bytes(one, LOCAL_COPIES if is_local else 1.0) for one in step.members]
+    needs = [need_bytes + way.vectors * step.trained_bytes for need_bytes in needs]
+    times = {"compute_s": compute_s, "update_s": step.update_s, "reduce_s": reduce_s + gathered_s}
+    return step.done(needs, **times, exposed_s=waits_s, sent=sent)
+
+
+def _served(step: _Step) -> Prediction:
+    way, training = step.way, step.training
+    step.check_number(way.buffer + 1)
+    server, *workers = step.cluster.members
+    step.members = workers = slowed(workers)  # the server computes little
+    links = LinkCosts(step.cluster.links, [one.id for one in step.cluster.members])
+    gradient, state = step.encoded_bytes(step.trained_bytes), step.state_bytes()
+    encode_s, decode_s = (each * step.trained_bytes / 4 for each in step.measured.codecs.get(way.codec, (0.0, 0.0)))
+    cycles_s, ways_s, computes_s = [], [], []
+    for one in workers:
+        there_s, push_s = links.between(one.id, server.id, gradient)
+        back_s, pull_s = links.between(server.id, one.id, state)
+        ways_s.append(push_s + pull_s)
+        computes_s.append(training.micro_batches / way.buffer * step.unit_s(one) + encode_s * step.pace(one))
+        cycles_s.append(computes_s[-1] + push_s + pull_s + HANDED * (there_s + back_s))
+    made_s = way.buffer * decode_s + step.measured.update_s  # by the server, for a version
+    # Workers of one version begin again together, so they form groups of ``buffer``; each makes a version in a cycle.
+    rate = sum(1 / (cycle_s + made_s) for cycle_s in cycles_s) / len(workers) * (len(workers) // way.buffer)
+    shared_s = 0.0 if step.cluster.emulated else way.buffer * max(ways_s)  # all pulls leave by the server's link
+    step_s = max(1 / rate, made_s, shared_s)
+    part = max(computes_s) / (max(cycles_s) + made_s)
+    sent = [way.buffer * state, gradient]
+    needs = [step.whole_bytes(one) + state for one in workers]
+    step.members = list(step.cluster.members)
+    vectors = way.vectors or (way.buffer if way.buffer > 1 else 0)
+    needs.insert(0, step.whole_bytes(server) + SERVED_COPIES * state + len(workers) * gradient)
+    needs[0] += vectors * step.trained_bytes
+    waits_s = max(step_s * (1 - part) - made_s, 0.0)
+    compute_s = max(step_s - waits_s - made_s, 0.0)
+    times = {"compute_s": compute_s, "update_s": step_s - compute_s - waits_s, "reduce_s": max(ways_s)}
+    return step.done(needs, **times, exposed_s=waits_s, sent=float(max(sent)))
+
+
+def _sharded(step: _Step) -> Prediction:
+    training, way = step.training, step.way
+    shards, replicas = training.stages, training.replicas
+    step.check_number(training.workers)
+    step.members = step.members[: training.workers]
+    ids = [one.id for one in step.members]
+    passes = math.ceil(math.ceil(training.micro_batches / replicas) / shards)
+    units, links = training.layers + 1, step.cluster.links
+    costs = LinkCosts(links, ids)
+    within = [costs.between(one, other, (shards - 1) / shards * step.weights_bytes) for one, other in pairwise(ids)]
+    latency_s, moved_s = (max(each) for each in zip(*within, strict=True))
+    gather_s = moved_s + units * (shards - 1) * latency_s
+    sums = 1 if way.accumulate else passes
+    each_bytes = step.trained_bytes // shards
+    reduce_s, _ = step.ring_s(ids[::shards], each_bytes)
+    _, gathered_s = step.ring_s(ids, each_bytes)
+    exchange_s = (2 * passes + sums) * gather_s + reduce_s + gathered_s
+    rows, beside = shard_training_bytes(
+        training.sizes, step.kept_bytes(), shards=shards, accumulate=way.accumulate, on_host=True
+    )
+    sent = (2 * passes + sums) * (shards - 1) / shards * step.weights_bytes
+    sent += 2 * (replicas - 1) / replicas * step.encoded_bytes(each_bytes)
+    return step.done(
+        [rows + beside + step.state_bytes() // shards] * len(ids),
+        compute_s=passes * max(map(step.unit_s, step.members)),
+        update_s=step.update_s / shards,
+        reduce_s=exchange_s,
+        exposed_s=exchange_s,
+        sent=sent,
+    )
+
+
+def _pipelined(step: _Step) -> Prediction:
+    training = step.training
+    # Speeds at which the whole model takes as long as was measured.
+    flop = training.compute_s(0, training.layers, 1.0)
+    members = [replace(one, flops=flop / step.unit_s(one)) for one in step.members]
+    info, stages = plan(training, members, step.cluster.links)
+    assert info.step_s is not None
+    _, gathered_s = step.ring_s([one.id for one in members], 4)
+    share = -(-training.micro_batches // training.replicas)
+    busy_s = max(share * (stage.compute_s or 0.0) for stage in stages)
+    part = max(stage.weights_bytes for stage in stages) / step.weights_bytes
+    there, back, last = training.activation_bytes, training.gradient_bytes, info.stages - 1
+    sent = [
+        share * (there * (stage.stage < last) + back * (stage.stage > 0))
+        + 2 * (info.replicas - 1) / info.replicas * step.encoded_bytes(int(training.trained * stage.weights_bytes))
+        for stage in stages
+    ]
+    state = [stage.need_bytes + 3 * int(training.trained * stage.weights_bytes) for stage in stages]
+    return Prediction(
+        step.way,
+        info.step_s + step.update_s * part + gathered_s,
+        busy_s,
+        step.update_s * part,
+        info.step_s - busy_s + gathered_s,
+        info.step_s - busy_s + gathered_s,
+        step.measured.base_bytes + max(state),
+        max(sent),
+        (info, stages),
+    )
+
+
+_STRATEGIES: dict[str, Callable[[_Step], Prediction]] = {
+    "sync": _summed,
+    "local": _summed,
+    "federated": _summed,
+    "server": _served,
+    "sharded": _sharded,
+    "pipeline": _pipelined,
+}
+
+
+# --------------------------------------------------------------------------------------------------- the recommendation
+
+
+def recommended(found: Sequence[Prediction], error_budget: float) -> Prediction | None:
+    """Of predictions in the order of preference: the fastest; or an earlier one that is nearly as fast, see
+    ``NEARLY_BEST``. A strategy that changes what is learned must be ``CHANGES_RESULT`` times as fast as all exact ones.
+
+    ``error_budget``: a codec with a larger error is not recommended, but fp32.
+    """
+    able = [one for one in found if one.way.codec == "fp32" or STATED_ERROR[one.way.codec] <= error_budget]
+
+    def first(among: Sequence[Prediction]) -> Prediction | None:
+        most = max((one.tokens_per_s for one in among), default=0.0)
+        return next((one for one in among if one.tokens_per_s * NEARLY_BEST >= most), None)
+
+    exact = first([one for one in able if one.way.strategy in EXACT])
+    other = first([one for one in able if one.way.strategy not in EXACT])
+    if exact is None or other is None:
+        return exact or other
+    return other if other.tokens_per_s > CHANGES_RESULT * exact.tokens_per_s else exact

@@ -1,0 +1,157 @@
+"""The prediction of a step: against sums by hand, against ``step_s``, and what is recommended on two clusters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from p2ptrain.core.errors import ResourceError, UserError
+from p2ptrain.core.footprint import ModelSizes
+from ring.order import LinkQuality, RingOptions, step_s
+from ring.prediction import Calibration, Cluster, Prediction, Way, predict, quality_of, recommended
+from ring.training_costs import CandidateWorker, ModelShape, Training
+from wire.emulate import preset_named
+
+LAYER = 4 * 50_000
+SHAPE = ModelShape.of(ModelSizes((LAYER,) * 4, (0,) * 4), 64, 128, 256)
+MODEL = 4 * LAYER
+"""Bytes of the weights."""
+MEASURED = Calibration(0.1, 0.01, 1e9)
+NEAR, FAR = LinkQuality(1e-4, 1e9), LinkQuality(0.02, 1e7)
+
+
+def way(strategy: str = "sync", *, stages: int = 1, replicas: int = 1, micro_batches: int = 8, **more: Any) -> Way:
+    training = Training(SHAPE, stages, replicas, tokens=256, sequence_tokens=128, micro_batches=micro_batches)
+    return Way(strategy, training, ring=RingOptions(streams=1, sub_chunk_bytes=1 << 20), **more)
+
+
+def cluster(size: int, link: LinkQuality = NEAR, *, flops: float = 1e9, memory_bytes: int = 0) -> Cluster:
+    there = tuple(CandidateWorker(f"w{n}", f"w{n}", memory_bytes, flops) for n in range(size))
+    return Cluster(there, {(one.id, other.id): link for one in there for other in there if one is not other})
+
+
+@pytest.mark.parametrize("link", [NEAR, FAR])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_ring_of_equal_members_takes_what_step_s_says(size: int, link: LinkQuality) -> None:
+    made = predict(way(), cluster(size, link), MEASURED)
+    compute_s = 8 // size * 0.1
+    assert made.step_s == pytest.approx(step_s(size, link, MODEL, compute_s) + 0.01)
+    assert (made.compute_s, made.update_s) == pytest.approx((compute_s, 0.01))
+    assert made.sent_bytes == 2 * (size - 1) / size * MODEL
+    assert made.tokens_per_s == pytest.approx(8 * 256 / made.step_s)
+
+
+def test_faster_members_compute_more_and_workers_of_one_host_share_its_cores() -> None:
+    pair = cluster(2)
+    fast, slow = pair.members[0], replace(pair.members[1], flops=3e8)
+    assert predict(way(), replace(pair, members=(fast, slow)), MEASURED).compute_s == pytest.approx(
+        2 * 0.1 / 0.3
+    )  # 6 + 2
+    here = tuple(replace(one, host="here", host_flops=1e9) for one in pair.members)
+    assert predict(way(), replace(pair, members=here), MEASURED).compute_s == pytest.approx(4 * 0.2)
+    assert predict(way(), cluster(1), MEASURED).step_s == pytest.approx(8 * 0.1 + 0.01)
+
+
+def test_buckets_travel_while_the_last_backward_pass_runs() -> None:
+    plain, early = (predict(way(buckets=number), cluster(2, FAR), MEASURED) for number in (1, 4))
+    # Four buckets of two chunks each, all of which but the last bucket may hide in 3/4 of a backward pass of 0.2 / 3 s.
+    chunk_s = 8 * MODEL / 4 / 2 / 1e7
+    assert early.exchange_s == pytest.approx(4 * (chunk_s + 0.02 + chunk_s) + 0.02 + 2 * 0.02)
+    assert early.exchange_s - early.exposed_s == pytest.approx(0.75 * 0.2 / 3)
+    assert plain.exchange_s == plain.exposed_s
+
+
+def test_a_codec_saves_bytes_and_costs_its_own_time() -> None:
+    coded = predict(way(codec="bf16"), cluster(2, FAR), MEASURED)
+    assert coded.sent_bytes == MODEL / 2
+    assert coded.step_s == pytest.approx(step_s(2, FAR, MODEL / 2, 0.4) + 0.01)
+    slow = replace(MEASURED, codecs={"bf16": (1e-4, 1e-4)})  # seconds for an element: far more than the link takes
+    numel = MODEL / 4
+    assert predict(way(codec="bf16"), cluster(2, FAR), slow).exposed_s > 2 * numel * 1e-4
+
+
+def test_local_pays_an_update_for_each_micro_batch_and_may_hide_the_exchange() -> None:
+    made = predict(way("local"), cluster(2, FAR), MEASURED)
+    assert made.compute_s == pytest.approx(4 * 0.11)
+    assert made.exposed_s == made.exchange_s == pytest.approx(step_s(2, FAR, MODEL, 0.0))
+    hidden = predict(way("local", overlap=True, micro_batches=80), cluster(2, FAR), MEASURED)
+    assert hidden.exposed_s == pytest.approx(2 * 0.02)  # the gathers
+    assert predict(way("local", fragments=4), cluster(2, FAR), MEASURED).sent_bytes == MODEL / 4
+
+
+def test_a_server_makes_as_many_versions_as_groups_of_workers_fit_in_a_cycle() -> None:
+    bytes_s = 8 * 4 * MODEL / 1e7  # a gradient there; weights and two moments back
+    cycle_s = 0.8 + bytes_s + 10 * 0.02 + 0.01
+    there = replace(cluster(5, FAR), emulated=True)
+    assert predict(way("server"), there, MEASURED).step_s == pytest.approx(cycle_s / 4)
+    of_three = cycle_s - 0.8 + 0.8 / 4
+    assert predict(way("server", buffer=4), there, MEASURED).step_s == pytest.approx(of_three)
+    assert predict(way("server", buffer=1), replace(there, emulated=False), MEASURED).step_s == pytest.approx(
+        max(cycle_s / 4, bytes_s)  # all workers share the server's link
+    )
+    with pytest.raises(UserError, match="6 workers are needed"):
+        predict(way("server", buffer=5), there, MEASURED)
+
+
+def test_shards_gather_every_layer_twice_for_each_pass() -> None:
+    made = predict(way("sharded", stages=2, replicas=1), cluster(2, FAR), MEASURED)
+    half_s = 8 * MODEL / 2 / 1e7 + 5 * 0.02  # five units
+    assert made.compute_s == pytest.approx(4 * 0.1)
+    assert made.exposed_s == pytest.approx((2 * 4 + 1) * half_s + 2 * 0.02)
+    assert made.sent_bytes == (2 * 4 + 1) * MODEL / 2
+    each = predict(way("sharded", stages=2, accumulate=False), cluster(2, FAR), MEASURED)
+    assert each.sent_bytes == (2 * 4 + 4) * MODEL / 2
+
+
+def test_a_pipeline_is_as_fast_as_what_was_measured_of_the_whole_model() -> None:
+    free = LinkQuality(0.0, 1e15)
+    made = predict(way("pipeline", stages=2, micro_batches=64), cluster(2, free), MEASURED)
+    assert made.plan is not None
+    # 64 micro-batches at half the model each, and one more half to fill and empty it; the head makes the last larger.
+    assert 65 * 0.05 <= made.compute_s + made.exposed_s <= 1.2 * 65 * 0.05
+
+
+def test_memory_counts_copies_of_the_weights_and_what_does_not_fit_is_refused() -> None:
+    kept = way().training.kept_bytes(0, 4)
+    one = predict(way(), cluster(2), replace(MEASURED, base_bytes=1000))
+    assert one.memory_bytes == 1000 + 5 * MODEL + kept + 3 * MODEL
+    gathered = predict(way(vectors=5), cluster(5), MEASURED)
+    assert gathered.memory_bytes == 8 * MODEL + kept + 5 * MODEL
+    assert gathered.sent_bytes == 4 * MODEL
+    with pytest.raises(ResourceError, match=r"w0 needs about .*, and a worker may use 1"):
+        predict(way(), cluster(2, memory_bytes=1 << 20), MEASURED)
+
+
+def all_of(there: Cluster) -> list[Prediction]:
+    found = []
+    for codec in ("fp32", "bf16", "int8", "int4"):
+        found += [predict(way("sync", codec=codec), there, MEASURED)]
+    for codec in ("fp32", "bf16", "int8", "int4"):
+        found += [predict(way("local", codec=codec, micro_batches=800), there, MEASURED)]
+    return found
+
+
+def test_near_members_sum_plain_gradients_and_far_ones_exchange_rarely_in_few_bytes() -> None:
+    near = recommended(all_of(cluster(4)), 0.03)
+    assert near is not None
+    assert (near.way.strategy, near.way.codec, near.bound) == ("sync", "fp32", "compute")
+    far = recommended(all_of(cluster(4, LinkQuality(0.1, 2e6))), 0.03)
+    assert far is not None
+    assert far.way.strategy == "local"
+    # A slow link alone is no reason to lose precision beyond the budget.
+    middle = recommended(all_of(cluster(2, LinkQuality(0.001, 4e7)))[:4], 0.03)
+    assert middle is not None
+    assert middle.way.codec in ("bf16", "int8")
+    strict = recommended(all_of(cluster(2, LinkQuality(0.001, 4e7)))[:4], 0.0)
+    assert strict is not None
+    assert strict.way.codec == "fp32"
+    assert recommended([], 0.03) is None
+
+
+def test_an_emulated_link_is_as_its_preset_says() -> None:
+    assert quality_of(preset_named("80ms-100mbit")) == LinkQuality(0.04, pytest.approx(1e8))
+    wan = quality_of(preset_named("wan"))
+    assert wan.latency_s == pytest.approx(0.0215)
+    assert wan.bandwidth_bps == pytest.approx(8 * 1448 / (8 * 1448 / 1e8 + 1e-4 * 0.04))
