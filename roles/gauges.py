@@ -11,7 +11,11 @@ from typing import Any
 import psutil
 
 from p2ptrain.core.container import memory_left_bytes
+from wire.messages import MAX_GPUS, GpuInfo
 
+GPUS_S = 1.0
+"""How long what the GPUs' sensors said is used. Some take milliseconds to answer."""
+NAME_CHARS = 64
 SMOOTHING_S = 3.0
 """Time constant of averaged rates. A step may take longer than the time between two heartbeats."""
 
@@ -40,13 +44,14 @@ class Rate:
 
 
 class Gauges:
-    """Rates from running totals, memory, and the GPU's load. ``now``: monotonic seconds."""
+    """Rates from running totals, memory, and the GPUs. ``now``: monotonic seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._process = psutil.Process()
         self._totals: dict[str, tuple[float, float, float]] = {}  # total, time, smoothed rate
-        self._gpu = _gpu_reader()
+        self._read_gpus = _gpu_reader()
+        self._gpus: tuple[float, list[GpuInfo]] = (-math.inf, [])
 
     def rate(self, name: str, total: float) -> float:
         """Units per second by which ``total`` grows: an exponential average over the calls with this name."""
@@ -59,36 +64,37 @@ class Gauges:
         return smoothed
 
     def machine(self) -> dict[str, float]:
-        values = {
+        return {
             "memory_bytes": float(self._process.memory_info().rss),
             "memory_total_bytes": float(psutil.virtual_memory().total),
         }
-        if self._gpu is not None:
-            load = self._gpu()
-            if load is not None:
-                values["gpu_load"] = load
-        return values
+
+    def gpus(self) -> list[GpuInfo]:
+        """All GPUs of this machine, at most ``GPUS_S`` old."""
+        read_at, known = self._gpus
+        if self._read_gpus is not None and self._now() - read_at >= GPUS_S:
+            self._gpus = self._now(), (known := self._read_gpus())
+        return known
 
 
-def _first_gpu() -> tuple[Any, Any] | None:
+def _nvml() -> tuple[Any, list[Any]] | None:
+    """NVIDIA's library, and a handle of each GPU; None without either."""
     try:
         import pynvml
     except ImportError:
         return None
     try:
         pynvml.nvmlInit()
-        return pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+        count = min(pynvml.nvmlDeviceGetCount(), MAX_GPUS)
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
     except pynvml.NVMLError:
         return None
+    return (pynvml, handles) if handles else None
 
 
 def gpu_name() -> str:
-    found = _first_gpu()
-    if found is None:
-        return ""
-    library, handle = found
-    name = library.nvmlDeviceGetName(handle)
-    return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+    found = _nvml()
+    return _name_of(found[0], found[1][0]) if found is not None else ""
 
 
 def free_memory_bytes(device: str) -> int:
@@ -96,24 +102,48 @@ def free_memory_bytes(device: str) -> int:
 
     ``device``: as in ``compute.device.pick_device``; empty or ``auto``: the GPU if there is one.
     """
-    found = _first_gpu() if device.partition(":")[0] in ("", "auto", "cuda") else None
+    found = _nvml() if device.partition(":")[0] in ("", "auto", "cuda") else None
     if found is not None:
-        library, handle = found
+        library, handles = found
         with contextlib.suppress(library.NVMLError):
-            return int(library.nvmlDeviceGetMemoryInfo(handle).free)
+            return int(library.nvmlDeviceGetMemoryInfo(handles[0]).free)
     available, left = int(psutil.virtual_memory().available), memory_left_bytes()
     return available if left is None else min(available, left)
 
 
-def _gpu_reader() -> Callable[[], float | None] | None:
-    found = _first_gpu()
+def _gpu_reader() -> Callable[[], list[GpuInfo]] | None:
+    found = _nvml()
     if found is None:
         return None
-    library, handle = found
+    library, handles = found
+    names = [_name_of(library, handle) for handle in handles]
 
-    def read() -> float | None:
+    def ask(question: Callable[[], Any]) -> Any:
+        """The answer; None if this GPU gives none, as some lack a sensor."""
         with contextlib.suppress(library.NVMLError):
-            return float(library.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
+            return question()
         return None
 
-    return read
+    def read_one(index: int, handle: Any) -> GpuInfo:
+        rates = ask(lambda: library.nvmlDeviceGetUtilizationRates(handle))
+        memory = ask(lambda: library.nvmlDeviceGetMemoryInfo(handle))
+        heat = ask(lambda: library.nvmlDeviceGetTemperature(handle, library.NVML_TEMPERATURE_GPU))
+        power_mw = ask(lambda: library.nvmlDeviceGetPowerUsage(handle))
+        return GpuInfo(
+            index,
+            names[index],
+            None if rates is None else min(float(rates.gpu) / 100, 1.0),
+            0 if memory is None else int(memory.used),
+            0 if memory is None else int(memory.total),
+            None if heat is None else float(heat),
+            None if power_mw is None else power_mw / 1e3,
+        )
+
+    return lambda: [read_one(index, handle) for index, handle in enumerate(handles)]
+
+
+def _name_of(library: Any, handle: Any) -> str:
+    with contextlib.suppress(library.NVMLError):
+        name = library.nvmlDeviceGetName(handle)
+        return (name.decode(errors="replace") if isinstance(name, bytes) else str(name))[:NAME_CHARS]
+    return ""

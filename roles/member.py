@@ -100,7 +100,7 @@ class MemberProcess(ABC):
             wait_s=options.wait_s,
             terms=self._terms,
             hello=self._hello,
-            pulse=self._pulse,
+            pulse=lambda: replace(self._pulse(), gpus=self._gauges.gpus()),
             on_message=self._message,
             on_up=self._up,
             on_down=self._down,

@@ -14,7 +14,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ from wire.job_messages import CheckpointSaved, StepMetrics
 from wire.messages import (
     MAX_TERM,
     EventNotice,
+    GpuInfo,
     Heartbeat,
     HeartbeatAck,
     Hello,
@@ -96,6 +97,7 @@ class HeartbeatStats:
     step: int
     state: str
     stats: dict[str, float]
+    gpus: list[GpuInfo] = field(default_factory=list)
 
 
 class SeedLink:
@@ -302,7 +304,7 @@ class SeedLink:
             seq += 1
             self._beat_at = seq, self._world.clock.now()
             try:
-                connection.send(Heartbeat(seq, pulse.progress, pulse.step, pulse.state, pulse.stats))
+                connection.send(Heartbeat(seq, pulse.progress, pulse.step, pulse.state, pulse.stats, pulse.gpus))
             except ConnectionLost:
                 return
             await asyncio.sleep(interval_s)

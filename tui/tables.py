@@ -21,6 +21,7 @@ from tui.model import eta_s
 from tui.panels import RECENT, Frame, Lines, Panel, seed_address
 from tui.theme import Palette
 from wire.address import how_to_join
+from wire.messages import GpuInfo
 from wire.records import CheckpointInfo, JobInfo, PeerInfo, ServingInfo
 
 Cell = tuple[Span, ...]
@@ -217,12 +218,19 @@ class PeersPanel(TablePanel):
         if peer is None:
             return []
         parts = [peer.device, f"{fmt.size(peer.memory_bytes)} of {fmt.size(peer.memory_total_bytes)}"]
-        parts += [f"GPU {fmt.percent(peer.gpu_load)}"] if peer.gpu_load is not None else []
+        parts += [_gpu(gpu) for gpu in peer.gpus]
         parts += [f"×{peer.share}"] if peer.share else []
         if peer.model:
             serving = frame.store.serving.get(key)
             parts = [f"{', '.join(peer.roles)} of {peer.model}", *_served(peer, serving), *parts[:2]]
         return [Span(f"{peer.name}  ", "strong"), Span(" · ".join([*parts, peer.address]), "dim")]
+
+
+def _gpu(gpu: GpuInfo) -> str:
+    memory = f"{fmt.size(gpu.memory_bytes)} of {fmt.size(gpu.memory_total_bytes)}"
+    heat = f", {gpu.temperature_c:.0f} °C" if gpu.temperature_c is not None else ""
+    power = f", {gpu.power_w:.0f} W" if gpu.power_w is not None else ""
+    return f"GPU {gpu.index} {fmt.percent(gpu.load)}, {memory}{heat}{power}"
 
 
 def _served(peer: PeerInfo, serving: ServingInfo | None) -> list[str]:

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar
 
-from wire.schema import Bound
+from wire.schema import Bound, Count, Record
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 MAX_TERM = 1 << 13
 """Limit of a seed's terms: a generation of term t is above t << 40, and every number must be below 2**53."""
 
@@ -151,6 +151,27 @@ class Refuse(Message):
 # --------------------------------------------------------------------------------------------------- peer and its seed
 
 
+MAX_GPUS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class GpuInfo(Record):
+    """One GPU of a peer's machine. None and 0: unknown.
+
+    Attributes:
+        load: share of the last second in which it computed.
+        memory_bytes: in use, by all programs.
+    """
+
+    index: Annotated[int, Bound(0, 1023)]
+    name: Annotated[str, Bound(0, 64)] = ""
+    load: Annotated[float | None, Bound(0, 1)] = None
+    memory_bytes: Count = 0
+    memory_total_bytes: Count = 0
+    temperature_c: Annotated[float | None, Bound(-300, 1000)] = None
+    power_w: Annotated[float | None, Bound(0, 1e5)] = None
+
+
 @dataclass(frozen=True, slots=True)
 class Heartbeat(Message):
     """Peer to seed, and between ring neighbours: it is alive, and how far it is.
@@ -158,7 +179,7 @@ class Heartbeat(Message):
     Attributes:
         progress: grows with every micro-batch and sub-chunk handled; heartbeats without progress show a stuck peer.
         stats: figures for display: ``rtt_ms``, ``in_bps``, ``out_bps``, ``sent_bytes`` (see ``PeerInfo``),
-            ``tokens_per_s``, ``memory_bytes``, ``memory_total_bytes``, ``gpu_load`` (0 to 1, absent without a GPU),
+            ``tokens_per_s``, ``memory_bytes``, ``memory_total_bytes``,
             ``compute_ms``, ``communicate_ms``, ``wait_ms``, ``compute_flops`` (absent until measured; 0 if it cannot be
             measured).
     """
@@ -169,6 +190,7 @@ class Heartbeat(Message):
     step: int
     state: str
     stats: dict[str, float] = field(default_factory=dict)
+    gpus: Annotated[list[GpuInfo], Bound(0, MAX_GPUS)] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Annotated
 from p2ptrain.core.errors import ProtocolError
 from wire.chain_messages import HeldPart
 from wire.job_messages import LedgerRow
+from wire.messages import GpuInfo
 from wire.schema import Amount, Bound, Count, Lineage, Port, Record, Share
 from wire.text_messages import Served
 
@@ -49,6 +50,7 @@ class PeerInfo(Record):
             ``paused`` (its job is), ``failed``, ``leaving``, ``away`` (only its link to the seed is lost: its ring may
             run), ``lost``, ``left``, ``evicted``; ``serving``: an active verifier or drafter.
         in_bps, out_bps: bits per second over the ring.
+        gpu_load, gpus: the load of the first GPU of its machine, from 0 to 1; all of its GPUs.
         rank: position in its job's ring; None outside a ring.
         share: micro-batches that it computed of the newest step.
         stage, stages: index of the part of a split model that it holds, and number of parts; None and 1 without one.
@@ -76,6 +78,7 @@ class PeerInfo(Record):
     memory_bytes: int = 0
     memory_total_bytes: int = 0
     gpu_load: float | None = None
+    gpus: list[GpuInfo] = dataclasses.field(default_factory=list)
     job: str = ""
     rank: int | None = None
     generation: int = 0

@@ -187,6 +187,7 @@ class Link:
         """
         beat, gone = self.beat, self.lost_at is not None
         stats = {name: value for name, value in beat.stats.items() if math.isfinite(value)} if beat and not gone else {}
+        gpus = list(beat.gpus) if beat and not gone else []
         rank = view.rank_of(self.id) if view else None
         head = rank - view.stage_of(rank) if view and rank is not None else None
         said = beat.state if beat else "joining"
@@ -208,7 +209,8 @@ class Link:
             tokens_per_s=stats.get("tokens_per_s", 0.0),
             memory_bytes=whole(stats.get("memory_bytes")),
             memory_total_bytes=whole(stats.get("memory_total_bytes")),
-            gpu_load=stats.get("gpu_load"),
+            gpu_load=gpus[0].load if gpus else None,
+            gpus=gpus,
             job=self.job,
             rank=whole(self.hello.capabilities.get("rank")) if self.group else rank,
             group=self.group,

@@ -13,10 +13,11 @@ from pydantic import Field
 from configs.loader import describe, load_settings, shipped
 from configs.schema import Profile
 from p2ptrain.core.errors import ConfigError, Refused
+from roles.http.answers import Problem
 from roles.web.endpoints import MOST_ITEMS, Call, Endpoint, Given, Handle, Page, Paging
 from roles.web.feed import records_of
 from wire.address import how_to_join
-from wire.messages import RefusalCode
+from wire.messages import GpuInfo, RefusalCode
 from wire.records import (
     ABSENT_STATES,
     CheckpointInfo,
@@ -41,7 +42,8 @@ def _page(call: Call, records: Sequence[R], order: Callable[[R], Any]) -> Page:
     begin = 0
     if query.after:
         if query.after not in ids:
-            raise ConfigError(f"after = {query.after} is not in the list any more", remedy="begin again without it")
+            text = "what `after` names is not in the list any more"
+            raise Problem(409, text, code="stale_cursor", param="after", remedy="begin again without it")
         begin = ids.index(query.after) + 1
     items = ordered[begin : begin + query.limit]
     return Page(items, ids[begin + len(items) - 1] if begin + len(items) < len(ordered) else None)
@@ -194,6 +196,19 @@ async def evict_node(call: Call) -> Removed:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuStatus(GpuInfo):
+    """One GPU of one node. Nodes of the same machine report the same GPUs."""
+
+    node: str = ""
+    node_name: str = ""
+
+
+async def list_gpus(call: Call) -> Page:
+    peers = sorted(records_of(call.feed, PeerInfo, "peers"), key=lambda peer: (peer.joined_at, peer.id))
+    return Page([GpuStatus(**gpu.to_map(), node=peer.id, node_name=peer.name) for peer in peers for gpu in peer.gpus])
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterSummary(Record):
     """The whole cluster in figures. ``peers`` and ``jobs`` are counted by state; ``tokens_per_s`` is of all jobs.
 
@@ -215,7 +230,8 @@ class ClusterSummary(Record):
 async def summarise_cluster(call: Call) -> ClusterSummary:
     peers, jobs = records_of(call.feed, PeerInfo, "peers"), records_of(call.feed, JobInfo, "jobs")
     there = [peer for peer in peers if peer.state not in ABSENT_STATES]
-    loads = [peer.gpu_load for peer in there if peer.gpu_load is not None]
+    gpus = [gpu for peer in there for gpu in peer.gpus]
+    loads = [gpu.load for gpu in gpus if gpu.load is not None]
     return ClusterSummary(
         await call.client.cluster(),
         dict(Counter(peer.state for peer in peers)),
@@ -224,7 +240,7 @@ async def summarise_cluster(call: Call) -> ClusterSummary:
         math.fsum(peer.in_bps for peer in there),
         math.fsum(peer.out_bps for peer in there),
         sum(peer.memory_bytes for peer in there),
-        len(loads),
+        len(gpus),
         math.fsum(loads) / len(loads) if loads else None,
         sum(peer.sessions for peer in there),
     )
@@ -313,7 +329,8 @@ def _get(path: str, about: str, answer: type[Record], handle: Handle, query: typ
 
 
 def _list(path: str, about: str, item: type[Record], handle: Handle, query: type[Given] = Paging) -> Endpoint:
-    return replace(_get(path, about, item, handle, query), listed=True)
+    listed = replace(_get(path, about, item, handle, query), listed=True)
+    return replace(listed, errors=tuple({*listed.errors, 409})) if query is Paging else listed
 
 
 def _job(verb: str, about: str, handle: Handle) -> Endpoint:
@@ -334,6 +351,7 @@ ENDPOINTS: list[Endpoint] = [
     _list("cluster/nodes", "All peers.", PeerInfo, list_nodes),
     Endpoint("POST", "cluster/nodes", _INVITES, Invitation, invite_node, body=NodeRequest, status=201, errors=(409,)),
     Endpoint("DELETE", "cluster/nodes/{node}", "Evict a peer for good.", Removed, evict_node, errors=_NAMED),
+    _list("cluster/gpu-status", "Every GPU of every node, as it was a second ago.", GpuStatus, list_gpus, Given),
     _get("metrics/cluster/summary", "The cluster in figures.", ClusterSummary, summarise_cluster),
     _list("metrics/jobs/{job}", _METRICS, MetricRow, list_metrics, MetricPaging),
     _list("events", _EVENTS, EventInfo, list_events, EventPaging),

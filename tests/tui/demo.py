@@ -19,7 +19,7 @@ from p2ptrain.core.errors import ConnectionLost, Refused
 from tests.tui.demo_serving import drafters, noise, verifier, writer
 from tui.model import Link, Phase, Store
 from tui.source import backoff_s
-from wire.messages import Update
+from wire.messages import GpuInfo, Update
 from wire.records import (
     CheckpointInfo,
     ClusterInfo,
@@ -103,6 +103,7 @@ class DemoCluster:
         name = NAMES[index] if index < len(NAMES) else f"{NAMES[index % len(NAMES)]}-{index // len(NAMES) + 1}"
         flow_bps = 8 * 2.4e6 * (1 + 0.1 * noise("flow", index, self.step)) if ranked else 0.0
         trains = {"running": "training", "paused": "held"}.get(self.state, "idle")
+        busy = None if load is None else load + 0.05 * noise("gpu", index, self.step) if ranked else 0.03
         return PeerInfo(
             id=f"peer{index}",
             name=name,
@@ -118,7 +119,8 @@ class DemoCluster:
             tokens_per_s=TOKENS_PER_STEP / STEP_S / self._members() if trains == "training" and ranked else 0.0,
             memory_bytes=int(memory * (0.55 + 0.3 * noise("memory", index))) if ranked else memory // 9,
             memory_total_bytes=memory,
-            gpu_load=None if load is None else (load + 0.05 * noise("gpu", index, self.step) if ranked else 0.03),
+            gpu_load=busy,
+            gpus=[] if busy is None else [GpuInfo(0, device, busy, memory // 2, memory, 61.0, 40.0 + 300 * busy)],
             job="j1" if ranked else "",
             rank=index if ranked else None,
             generation=self.generation if ranked else 0,

@@ -52,7 +52,7 @@ def packed(**fields: Any) -> bytes:
     return msgpack.packb(fields)
 
 
-BEAT = {"seq": 1, "progress": 2, "step": 3, "state": "training", "stats": {"rtt_ms": 1.5}}
+BEAT = {"seq": 1, "progress": 2, "step": 3, "state": "training", "stats": {"rtt_ms": 1.5}, "gpus": []}
 HELLO = {
     "version": PROTOCOL_VERSION,
     "software": "p2ptrain 0.1",
