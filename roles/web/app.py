@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -103,15 +103,15 @@ class Repeats:
     async def answer(self, key: str, request: bytes, carry_out: Callable[[], Any]) -> Response:
         """``request``: what must be the same. Raises ``Problem`` if it is not, and what ``carry_out`` raises."""
         now, digest = self._clock.now(), hashlib.sha256(request).digest()
-        oldest = next(iter(self._kept.values()), None)
-        if oldest is not None and (oldest[0] < now - KEPT_ANSWERS_S or len(self._kept) >= KEPT_ANSWERS):
-            self._kept.popitem(last=False)
         if key in self._kept:
             _, before, future = self._kept[key]
             if before != digest:
                 text = "this Idempotency-Key was used for another request"
                 raise Problem(422, text, code="idempotency_key_reused", remedy="use a new key for each request")
         else:
+            oldest = next(iter(self._kept.values()), None)
+            if oldest is not None and (oldest[0] < now - KEPT_ANSWERS_S or len(self._kept) >= KEPT_ANSWERS):
+                self._kept.popitem(last=False)
             future = asyncio.get_running_loop().create_future()
             self._kept[key] = (now, digest, future)
             self._work.start(self._carried_out(key, future, carry_out), "idempotent request")
@@ -168,9 +168,13 @@ class WebApp:
         self._repeats = Repeats(clock)
         self._streams = 0
         self._stopping = False
-        self._document = openapi(ENDPOINTS)
+        self._document: dict[str, Any] = {}
+        by_path: dict[str, dict[str, Endpoint]] = {}
+        for each in ENDPOINTS:
+            by_path.setdefault(each.path, {})[each.method] = each
         routes: list[Any] = [
-            Route(f"{ROOT}/{each.path}", partial(self._endpoint, each), methods=[each.method]) for each in ENDPOINTS
+            Route(f"{ROOT}/{path}", partial(self._endpoint, methods), methods=[*methods])
+            for path, methods in by_path.items()
         ]
         routes += [
             Route(f"{ROOT}/openapi.json", self._openapi, methods=["GET"]),
@@ -205,7 +209,8 @@ class WebApp:
 
     # ---------------------------------------------------------------------------------------------------------- routes
 
-    async def _endpoint(self, endpoint: Endpoint, request: Request) -> Response:
+    async def _endpoint(self, methods: Mapping[str, Endpoint], request: Request) -> Response:
+        endpoint = methods["GET" if request.method == "HEAD" else request.method]
         query = endpoint.read_query(request.query_params.multi_items())
         raw = await read_body(request)
         body = endpoint.read_body(raw)
@@ -227,10 +232,15 @@ class WebApp:
         return json_response(answer.to_map(), status=endpoint.status)
 
     async def _openapi(self, request: Request) -> Response:
-        return json_response(self._document)
+        return json_response(await self._described())
 
     async def _docs(self, request: Request) -> Response:
-        return Response(docs_page(self._document), 200, PAGE_HEADERS, media_type="text/html")
+        return Response(docs_page(await self._described()), 200, PAGE_HEADERS, media_type="text/html")
+
+    async def _described(self) -> dict[str, Any]:
+        # Not before somebody asks, and in a thread: it takes some tenths of a second.
+        self._document = self._document or await asyncio.to_thread(openapi, ENDPOINTS)
+        return self._document
 
     async def _prometheus(self, request: Request) -> Response:
         client = await self._feed.client()

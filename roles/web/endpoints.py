@@ -142,10 +142,10 @@ class _Schemas:
     named: dict[str, Any] = field(default_factory=dict)
 
     def of(self, kind: Any, mode: Any = "serialization") -> dict[str, Any]:
-        schema = TypeAdapter(kind).json_schema(mode=mode, ref_template="#/components/schemas/{model}")
-        self.named |= schema.pop("$defs", {})
         name = kind.__name__.lstrip("_")
-        self.named[name] = schema
+        if name not in self.named:
+            schema = TypeAdapter(kind).json_schema(mode=mode, ref_template="#/components/schemas/{model}")
+            self.named |= schema.pop("$defs", {}) | {name: schema}
         return {"$ref": f"#/components/schemas/{name}"}
 
 

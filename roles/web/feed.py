@@ -119,6 +119,11 @@ class Feed:
             raise Problem(503, text, code="seed_unreachable", remedy="try again in a few seconds", headers=again)
         return self._client
 
+    def check(self, client: SeedClient) -> None:
+        """Raise ``Problem`` if this connection is no longer the one to the seed: all that is kept is another's."""
+        if self._client is not client:
+            raise Problem(503, "the seed was away", code="seed_unreachable", remedy="connect again, with after_step")
+
     # ------------------------------------------------------------------------------------------- what the seed says
 
     def _take(self, update: Update) -> None:
@@ -212,11 +217,12 @@ class Cursor:
     """
 
     feed: Feed
+    client: SeedClient
     topic: str
     job: str
     key: str
     after: int
-    fetch: Callable[[SeedClient, int], Awaitable[list[Row]]]
+    fetch: Callable[[int], Awaitable[list[Row]]]
     wall: float | None = None
     at: int | None = None
     _joined: bool = False
@@ -240,11 +246,12 @@ class Cursor:
 
     @property
     def _rows(self) -> _Rows:
+        self.feed.check(self.client)
         return self.feed.rows[self.topic, self.job]
 
     async def _older(self) -> tuple[list[Row], bool]:
         """The next rows that are older than the kept ones, and whether these are all."""
-        rows = await self.fetch(await self.feed.client(), self.after)
+        rows = await self.fetch(self.after)
         kept = self._rows.kept
         older = [row for row in rows if not kept or getattr(row, self.key) < getattr(kept[0][0], self.key)]
         if older:
@@ -259,22 +266,22 @@ class Cursor:
         return self._joined
 
 
-def cursors(feed: Feed, job: str, after_step: int) -> list[Cursor]:
+def cursors(feed: Feed, client: SeedClient, job: str, after_step: int) -> list[Cursor]:
     """Of the rows that a reader of ``job`` is sent."""
 
-    async def metrics(client: SeedClient, after: int) -> list[Row]:
+    async def metrics(after: int) -> list[Row]:
         return [*await client.metrics(job, after, PAGE_ROWS)]
 
-    async def recoveries(client: SeedClient, after: int) -> list[Row]:
+    async def recoveries(after: int) -> list[Row]:
         return [row for row in await client.recoveries(job, PAGE_ROWS) if row.number > after]
 
-    async def events(client: SeedClient, after: int) -> list[Row]:
+    async def events(after: int) -> list[Row]:
         return [*await client.events(after, PAGE_ROWS if after >= 0 else RECENT_EVENTS)]
 
     return [
-        Cursor(feed, "metrics", job, "step", after_step, metrics),
-        Cursor(feed, "recoveries", job, "number", -1, recoveries),
-        Cursor(feed, "events", "", "id", -RECENT_EVENTS, events),
+        Cursor(feed, client, "metrics", job, "step", after_step, metrics),
+        Cursor(feed, client, "recoveries", job, "number", -1, recoveries),
+        Cursor(feed, client, "events", "", "id", -RECENT_EVENTS, events),
     ]
 
 

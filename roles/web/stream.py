@@ -25,8 +25,9 @@ TRY_AGAIN = 1013
 async def follow(feed: Feed, job: str, after_step: int, send: Callable[[str], Awaitable[None]]) -> None:
     """Send messages for ever. Raises ``Problem``, ``P2PTrainError``: the connection to the seed is lost."""
     client = await feed.client()
-    places, change, ready = cursors(feed, job, after_step), 0, False
+    places, change, ready = cursors(feed, client, job, after_step), 0, False
     while True:
+        feed.check(client)
         changed = feed.changed
         found, change = feed.messages_since(change)
         for message in found:
@@ -39,8 +40,6 @@ async def follow(feed: Feed, job: str, after_step: int, send: Callable[[str], Aw
             ready = True
         await changed.wait()
         await asyncio.sleep(INTERVAL_S)  # collect further changes
-        if await feed.client() is not client:
-            raise Problem(503, "the seed was away", code="seed_unreachable", remedy="connect again, with after_step")
 
 
 async def serve_stream(socket: WebSocket, feed: Feed, job: str, after_step: int) -> None:

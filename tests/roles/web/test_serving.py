@@ -1,0 +1,113 @@
+"""The seed's HTTP server over real sockets: its address, keys and certificate, and its document."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
+
+from p2ptrain.core.errors import UserError
+from p2ptrain.core.world import real_world
+from roles.web.serving import WebOptions, WebPlace, serving_web, web_place
+from tests.roles.in_process import DEADLINE_S, Cluster
+from wire.transport import TcpNetwork
+
+from .conftest import create
+
+WORLD = real_world(TcpNetwork())
+
+
+@asynccontextmanager
+async def served(cluster: Cluster, options: WebOptions, *names: str) -> AsyncIterator[tuple[WebPlace, str]]:
+    directory = cluster.root / "seed"
+    place = await web_place(options, directory, names or ("localhost", "127.0.0.1"), world=WORLD, warn=print)
+    try:
+        async with serving_web(place, cluster.operator, create, directory, name="test", world=WORLD):
+            yield place, place.url("127.0.0.1")
+    finally:
+        place.sock.close()
+
+
+async def fetched(url: str, path: str, *headers: str, tls: ssl.SSLContext | None = None) -> tuple[int, bytes]:
+    host, _, port = url.partition("://")[2].partition(":")
+    async with asyncio.timeout(DEADLINE_S):
+        reader, writer = await asyncio.open_connection(host, int(port), ssl=tls)
+        lines = [f"GET {path} HTTP/1.1", f"Host: {host}:{port}", "Connection: close", *headers, "", ""]
+        writer.write("\r\n".join(lines).encode())
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+    return int(head.split()[1]), body
+
+
+async def test_elsewhere_it_has_a_certificate_and_two_keys(cluster: Cluster) -> None:
+    async with served(cluster, WebOptions("0.0.0.0", 0)) as (place, url):
+        read, operate = (path.read_text().strip() for path in place.key_files)
+        assert {stat.S_IMODE(path.stat().st_mode) for path in place.key_files} == {0o600}
+        assert read != operate
+        trusted = ssl.create_default_context(cafile=str(cluster.root / "seed" / "authority" / "ca.pem"))
+        jobs = "/api/v1/training/jobs"
+        assert (await fetched(url, jobs, tls=trusted))[0] == 401
+        assert (await fetched(url, jobs, f"Authorization: Bearer {read}", tls=trusted))[0] == 200
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await fetched(url, jobs, tls=ssl.create_default_context())
+        stream = f"{url}/api/v1/metrics/stream/none".replace("https", "wss")
+        for keys, status in (([], 401), ([f"bearer.{read}"], 404), (["bearer.wrong"], 401)):
+            with pytest.raises(InvalidStatus) as caught:
+                async with connect(stream, ssl=trusted, subprotocols=["p2ptrain.v1", *keys]):
+                    pass
+            assert caught.value.response.status_code == status
+    async with served(cluster, WebOptions("0.0.0.0", 0)) as (again, _):
+        assert [path.read_text().strip() for path in again.key_files] == [read, operate]  # they are made once
+
+
+async def test_what_cannot_be_used_is_refused_before_anything_starts(cluster: Cluster, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("a-key-of-a-person-who-gives-it-twice")
+    key.chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for options, part in (
+            (WebOptions("127.0.0.1", taken.getsockname()[1]), "in use"),
+            (WebOptions("127.0.0.1", 0, certificate=key), "cannot use the certificate"),
+            (WebOptions("127.0.0.1", 0, read_key=key, operator_key=key), "are the same"),
+            (WebOptions("127.0.0.1", 0, read_key=tmp_path / "none", operator_key=key), "cannot read the API key"),
+        ):
+            with pytest.raises(UserError, match=part):
+                async with served(cluster, options):
+                    pass
+
+
+async def test_its_document_says_what_it_does(cluster: Cluster) -> None:
+    """Requests of all kinds, valid and not, as the document allows and forbids them: no answer contradicts it."""
+    async with served(cluster, WebOptions("127.0.0.1", 0)) as (_, url):
+        await asyncio.to_thread(_checked, url)
+
+
+def _checked(url: str) -> None:
+    import schemathesis  # not for other tests: it takes seconds
+
+    accepted = ["2xx", "404", "409", "422"]  # whether the settings of a job fit together is more than a schema can say
+    config = schemathesis.Config.from_dict({"checks": {"positive_data_acceptance": {"expected-statuses": accepted}}})
+    schema = schemathesis.openapi.from_url(f"{url}/api/v1/openapi.json", config=config)
+    bounded = settings(
+        max_examples=4, phases=[Phase.generate], deadline=None, derandomize=True, suppress_health_check=[*HealthCheck]
+    )
+    endpoints = 0
+    for result in schema.get_all_operations():
+        operation, endpoints = result.ok(), endpoints + 1
+
+        @bounded
+        @given(case=operation.as_strategy())
+        def check(case: schemathesis.Case) -> None:
+            case.call_and_validate()
+
+        check()
+    assert endpoints > 20

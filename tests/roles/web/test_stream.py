@@ -1,0 +1,253 @@
+"""What readers of the stream are sent, of a seed that says what a test lets it say."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, cast
+
+import pytest
+from websockets.asyncio.client import connect
+from websockets.typing import Subprotocol
+
+from p2ptrain.core.errors import ConnectionLost
+from p2ptrain.core.world import LoopClock
+from roles.http import server
+from roles.http.server import serving
+from roles.web import feed as feeds
+from roles.web import stream
+from roles.web.app import Access, WebApp
+from roles.web.feed import Feed
+from roles.web.stream import follow
+from wire.client import SeedClient
+from wire.messages import Update
+from wire.records import EventInfo, JobInfo, MetricRow, PeerInfo, RecoveryInfo
+
+from .conftest import create
+
+JOB = "job1"
+UPGRADE = (
+    "GET {} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+)
+RUNNING = JobInfo(JOB, "mine", "tiny", "sync", "running", 1.0, 100)
+DEADLINE_S = 20.0
+
+
+class Seed:
+    """A seed's client, and the seed. ``rows``: the metrics on record."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, MetricRow] = {}
+        self._said: asyncio.Queue[Update | None] = asyncio.Queue()
+
+    def say(self, topic: str, *items: Any) -> None:
+        self._said.put_nowait(Update(topic, [item if isinstance(item, dict) else item.to_map() for item in items]))
+
+    def commit(self, *steps: int, wall: float = 0.0) -> None:
+        """Record these steps, and tell of them."""
+        rows = [MetricRow(JOB, step, wall) for step in steps]
+        self.rows |= {row.step: row for row in rows}
+        self.say("metrics", *rows)
+
+    def begin(self) -> None:
+        self.say("jobs", RUNNING)
+        self.say("events", EventInfo(1, 0.0, "info", "seed-started", "here"))
+
+    def end(self) -> None:
+        self._said.put_nowait(None)
+
+    # what the feed uses of ``SeedClient``
+
+    async def request(self, method: str) -> dict[str, Any]:
+        assert method == "subscribe"
+        return {}
+
+    async def updates(self) -> AsyncIterator[Update]:
+        while (update := await self._said.get()) is not None:
+            yield update
+        raise ConnectionLost("the seed is gone")
+
+    async def job(self, job: str) -> tuple[JobInfo, str]:
+        return RUNNING, ""
+
+    async def metrics(self, job: str, after: int, limit: int) -> list[MetricRow]:
+        return [self.rows[step] for step in sorted(self.rows) if step > after][:limit]
+
+    async def recoveries(self, job: str, limit: int) -> list[RecoveryInfo]:
+        return []
+
+    async def events(self, after: int, limit: int) -> list[EventInfo]:
+        return [EventInfo(1, 0.0, "info", "seed-started", "here")] if after < 1 else []
+
+
+class Reader:
+    """A reader of the stream. While ``reading`` is not set it takes nothing."""
+
+    def __init__(self, feed: Feed, after_step: int = -1) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.reading = asyncio.Event()
+        self.reading.set()
+        self._news = asyncio.Event()
+        self.task = asyncio.create_task(follow(feed, JOB, after_step, self._send))
+
+    async def _send(self, text: str) -> None:
+        await self.reading.wait()
+        self.messages.append(json.loads(text))
+        self._news.set()
+
+    def of(self, topic: str) -> list[dict[str, Any]]:
+        return [item for message in self.messages if message["topic"] == topic for item in message["items"]]
+
+    @property
+    def steps(self) -> list[int]:
+        return [row["step"] for row in self.of("metrics")]
+
+    async def until(self, fits: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not fits():
+                self._news.clear()
+                await self._news.wait()
+
+
+@asynccontextmanager
+async def following(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Seed, Feed, Callable[..., Reader]]]:
+    monkeypatch.setattr(stream, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(feeds, "PAGE_ROWS", 7)
+    seed, readers = Seed(), list[Reader]()
+
+    @asynccontextmanager
+    async def connected() -> AsyncIterator[SeedClient]:
+        yield cast(SeedClient, copy.copy(seed))
+
+    feed = Feed(connected)
+    running = asyncio.create_task(feed.run())
+
+    def reader(after_step: int = -1) -> Reader:
+        readers.append(Reader(feed, after_step))
+        return readers[-1]
+
+    try:
+        yield seed, feed, reader
+    finally:
+        tasks = [running, *(each.task for each in readers)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def test_the_snapshot_then_what_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with following(monkeypatch) as (seed, _, reader):
+        seed.commit(1, 2, 3)
+        seed.begin()
+        first = reader()
+        await first.until(lambda: bool(first.messages) and first.messages[-1]["topic"] == "ready")
+        assert [message["topic"] for message in first.messages] == ["jobs", "metrics", "events", "ready"]
+        assert (first.steps, first.of("ready")) == ([1, 2, 3], [])
+        del first.messages[:]
+        seed.say("metrics", MetricRow("another", 9, 0.0))
+        seed.say("jobs-gone", {"id": JOB})
+        await first.until(lambda: first.messages != [])
+        assert first.messages == [{"topic": "jobs-gone", "items": [{"id": JOB}]}]
+
+
+@pytest.mark.parametrize("recorded", [0, 5, 30])
+@pytest.mark.parametrize("after", [-1, 0, 3, 12, 33])
+async def test_no_step_is_left_out_or_repeated(monkeypatch: pytest.MonkeyPatch, recorded: int, after: int) -> None:
+    """Steps are on record before a reader comes, are told of while it reads the record, and are dropped from memory."""
+    monkeypatch.setattr(feeds, "KEPT_ROWS", 10)
+    async with following(monkeypatch) as (seed, feed, reader):
+        seed.rows |= {step: MetricRow(JOB, step, 0.0) for step in range(1, recorded + 1)}
+        seed.begin()
+        one = reader(after)
+        for step in range(recorded + 1, 41):
+            seed.commit(step)
+            if step % 5 == 0:
+                await asyncio.sleep(0)
+        await one.until(lambda: one.steps[-1:] == [40])
+        assert one.steps == list(range(max(after, 0) + 1, 41))
+        assert len(feed.rows["metrics", JOB].kept) <= 10
+
+
+async def test_a_slow_reader_gets_the_newest_state_and_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds, "KEPT_ROWS", 10)
+    async with following(monkeypatch) as (seed, _, reader):
+        seed.begin()
+        slow, fast = reader(), reader()
+        await asyncio.gather(*(each.until(lambda each=each: each.of("jobs") != []) for each in (slow, fast)))
+        slow.reading.clear()
+        for step in range(1, 61):
+            seed.say("peers", PeerInfo("p", "p", ["worker"], "", "training", "", 0.0, step=step))
+            seed.commit(step)
+            await fast.until(lambda step=step: fast.steps[-1:] == [step])
+        assert len(fast.of("peers")) > 30
+        assert slow.steps == []
+        slow.reading.set()
+        await slow.until(lambda: slow.steps[-1:] == [60] and slow.of("peers")[-1]["step"] == 60)
+        assert slow.steps == fast.steps == list(range(1, 61))
+        assert len(slow.of("peers")) <= 2  # the one that it was being sent, and the newest
+
+
+async def test_a_job_that_goes_back_repeats_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with following(monkeypatch) as (seed, _, reader):
+        seed.begin()
+        seed.commit(*range(1, 9), wall=1.0)
+        one = reader()
+        await one.until(lambda: one.steps[-1:] == [8])
+        seed.commit(5, 6, wall=2.0)
+        await one.until(lambda: one.steps[-1:] == [6])
+        assert one.steps == [1, 2, 3, 4, 5, 6, 7, 8, 5, 6]
+
+
+async def test_a_reader_is_told_when_the_seed_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds, "AGAIN_S", 0.0)
+    async with following(monkeypatch) as (seed, _, reader):
+        seed.begin()
+        one = reader()
+        await one.until(lambda: one.of("jobs") != [])
+        seed.end()
+        await asyncio.wait({one.task}, timeout=DEADLINE_S)
+        assert "seed" in str(one.task.exception())
+
+
+async def test_a_reader_that_never_reads_is_cut_off_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "SEND_S", 0.1)
+    async with following(monkeypatch) as (seed, feed, _):
+        seed.begin()
+        app = WebApp(feed, Access(), create, LoopClock())
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            port, path = listening.getsockname()[1], f"/api/v1/metrics/stream/{JOB}"
+            async with (
+                asyncio.timeout(DEADLINE_S),
+                serving(app, listening, websockets=True),
+                connect(f"ws://127.0.0.1:{port}{path}", subprotocols=[Subprotocol("p2ptrain.v1")]) as other,
+            ):
+                deaf = socket.socket()
+                deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+                deaf.connect(("127.0.0.1", port))
+                deaf.sendall(UPGRADE.format(path).encode())
+                steps, told = list[int](), 0
+                while app._streams == 2 or told < 1000:  # two of them from the first steps on
+                    seed.commit(*range(told + 1, told + 51))
+                    told += 50
+                    while steps[-1:] != [told]:
+                        said = json.loads(await other.recv())
+                        steps += [row["step"] for row in said["items"] if said["topic"] == "metrics"]
+                assert steps == list(range(1, told + 1))
+                deaf.settimeout(DEADLINE_S)
+                assert await asyncio.to_thread(_received, deaf) < 1 << 20
+        await app.stop()
+
+
+def _received(deaf: socket.socket) -> int:
+    """Bytes until the other side closes."""
+    received = 0
+    with deaf, suppress(ConnectionResetError):
+        while data := deaf.recv(1 << 16):
+            received += len(data)
+    return received
