@@ -108,7 +108,7 @@ def analyze(
         print_json(analysis.to_json() | {"report": None if missing else str(path)})
         return
     columns, rows = analysis.table()
-    print_table(columns, rows, right=columns[len(analysis.axes) :])
+    print_table(columns, rows, right=columns[len(analysis.found.axes) :])
     for sentence in analysis.conclusions():
         typer.echo(f"- {sentence}")
     typer.echo(missing or f"the report is {path}", err=bool(missing))

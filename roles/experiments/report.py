@@ -47,7 +47,7 @@ def page(analysis: Analysis) -> str:
 
     mpl.use("Agg")
     mpl.rcParams.update({"svg.hashsalt": "p2ptrain", "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold"})
-    found, axes = analysis.found, len(analysis.axes)
+    found, axes = analysis.found, len(analysis.found.axes)
     title, (columns, rows) = html.escape(found.name), analysis.table()
     what = "simulated: times are virtual, and there are no losses" if found.simulated else "measured"
     cells = [[f"<th{' class=axis' * (n < axes)}>{html.escape(it.lower())}</th>" for n, it in enumerate(columns)]]
@@ -56,7 +56,7 @@ def page(analysis: Analysis) -> str:
     curves = "".join(_curves(analysis))
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
-        f"<h1>{title}</h1><p>{html.escape(' × '.join(analysis.axes))} · {what}</p>"
+        f"<h1>{title}</h1><p>{html.escape(' × '.join(found.axes))} · {what}</p>"
         f"<h2>Conclusions</h2><ul>{''.join(f'<li>{html.escape(it)}</li>' for it in analysis.conclusions())}</ul>"
         "<h2>Cells</h2><p>Means over the runs of a cell that are done, ± half of the 95 % confidence interval (by "
         f"Student's t).</p><div class=wide><table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table></div>"
@@ -87,6 +87,7 @@ def _maps(analysis: Analysis) -> Iterator[str]:
 def _heatmap(analysis: Analysis, cells: list[Cell], measure: Measure, title: str) -> str:
     import matplotlib.pyplot as plt
     import seaborn as sns
+    from matplotlib.colors import LogNorm
 
     across, down = analysis.found.axes.get(analysis.x, [""]), analysis.found.axes[analysis.y]
     values, texts = np.full((len(down), len(across)), np.nan), np.full((len(down), len(across)), "", dtype=object)
@@ -100,8 +101,12 @@ def _heatmap(analysis: Analysis, cells: list[Cell], measure: Measure, title: str
             axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", color="#a02020", fontsize=8)
     colours = "crest" if measure.less_is_better else "crest_r"
     axes.set_facecolor("#f1e4e4")
-    sns.heatmap(values, annot=texts, fmt="", cmap=colours, cbar=False, linewidths=1.5, ax=axes, xticklabels=across,
-                yticklabels=down, annot_kws={"fontsize": 8})  # fmt: skip
+    known = values[np.isfinite(values)]
+    is_wide = known.size and known.min() > 0 and known.max() > 8 * known.min()
+    sns.heatmap(
+        values, norm=LogNorm() if is_wide else None, annot=texts, fmt="", cmap=colours, cbar=False, linewidths=1.5,
+        ax=axes, xticklabels=across, yticklabels=down, annot_kws={"fontsize": 8},
+    )  # fmt: skip
     axes.set(title=title, xlabel=analysis.x, ylabel=analysis.y)
     axes.tick_params(axis="y", rotation=0, length=0)
     axes.tick_params(axis="x", length=0)
@@ -109,26 +114,24 @@ def _heatmap(analysis: Analysis, cells: list[Cell], measure: Measure, title: str
 
 
 def _curves(analysis: Analysis) -> Iterator[str]:
-    """The loss of every run against time and bytes: a panel for each value of x, a colour for each of y."""
+    """The loss of every run against time and bytes: a panel for each value of y, a colour for each of x."""
     import pandas as pd
     import seaborn as sns
 
-    x, y, found = analysis.x, analysis.y, analysis.found
-    points = [
-        {"run": row["run"], y: row[y], "panel": f"{x} = {row[x]}" if x else "", "seconds": point["time_s"],
-         "MiB sent by all workers": (point["sent_bytes"] or 0.0) / (1 << 20), "validation loss": point["val_loss"],
-         "training loss": point["loss"]}
+    found, colour, panel = analysis.found, analysis.x or analysis.y, analysis.y if analysis.x else ""
+    data = pd.DataFrame([
+        {"run": row["run"], colour: row[colour], "panel": f"{panel} = {row[panel]}" if panel else "",
+         "seconds": point["time_s"], "MiB sent by all workers": (point["sent_bytes"] or 0.0) / (1 << 20),
+         "validation loss": point["val_loss"], "training loss": point["loss"]}
         for row in found.rows for point in found.curve(row["run"])
-    ]  # fmt: skip
-    validated = any(point["validation loss"] is not None for point in points)
-    loss = "validation loss" if validated else "training loss"
-    data = pd.DataFrame([point for point in points if point[loss] is not None])
-    panels = [f"{x} = {label}" for label in found.axes.get(x, [])] if x else [""]
-    for across in ("seconds", "MiB sent by all workers") if len(data) else ():
+    ])  # fmt: skip
+    losses = [name for name in ("validation loss", "training loss") if len(data) and data[name].notna().any()]
+    panels = [f"{panel} = {label}" for label in found.axes[panel]] if panel else [""]
+    for loss, across in product(losses[:1], ("seconds", "MiB sent by all workers")):
         grid = sns.relplot(
-            data, x=across, y=loss, hue=y, hue_order=found.axes[y], col="panel", col_order=panels,
-            col_wrap=min(3, len(panels)), units="run", estimator=None, kind="line", marker=".", markersize=7,
-            height=2.6, aspect=1.25, palette="colorblind", markeredgewidth=0, facet_kws={"sharex": False},
+            data[data[loss].notna()], x=across, y=loss, hue=colour, hue_order=found.axes[colour], col="panel",
+            col_order=panels, col_wrap=min(3, len(panels)), units="run", estimator=None, kind="line", marker=".",
+            markersize=7, markeredgewidth=0, height=2.6, aspect=1.25, palette="colorblind", facet_kws={"sharex": False},
         )  # fmt: skip
         grid.set_titles("{col_name}")
         for axes in grid.axes.flat:

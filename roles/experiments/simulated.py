@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -136,9 +137,8 @@ async def _simulated(run: Run, plan: Plan, show: Show) -> Result:
         await client.close()
         stop.set()
         await asyncio.gather(*tasks, return_exceptions=True)
-    without = dict.fromkeys(("loss", "best_loss", "val_loss", "best_val_loss", "memory_bytes"))
-    curve = [(*point[:-2], None, None) for point in result.curve]
-    return replace(result, figures=dict(result.figures) | without, curve=curve)
+    figures = {key: it for key, it in result.figures.items() if not re.search("loss|memory|seconds_to", key)}
+    return replace(result, figures=figures, curve=[(*point[:-2], None, None) for point in result.curve])
 
 
 class _Engine(StandInEngine):

@@ -42,32 +42,37 @@ def test_intervals_are_those_of_scipy() -> None:
     values = [2.0, 2.2, 2.1, 2.6]
     estimate = Estimate.of(values)
     low, high = stats.t.interval(0.95, 3, loc=sum(values) / 4, scale=stats.sem(values))
-    assert estimate is not None
     assert (estimate.mean - (estimate.half or 0), estimate.mean + (estimate.half or 0)) == pytest.approx(
         (low, high), rel=1e-5
     )
     assert Estimate.of([1.0]) == Estimate(1.0, None, 1)
-    assert Estimate.of([]) is None
 
 
 def test_cells_and_words_follow_from_the_numbers() -> None:
     made = Analysis.of(found())
     assert (made.x, made.y) == ("batch", "context")
     loss = next(measure for measure in MEASURES if measure.name == "val_loss")
-    assert [cell.estimate(loss) and cell.estimate(loss).mean for cell in made.cells] == [  # type: ignore[union-attr]
-        pytest.approx(2.1), pytest.approx(1.55), None
-    ]  # fmt: skip
+    assert [cell.shown(loss) for cell in made.cells] == ["2.100 ± 0.248", "1.550 ± 0.635", "-"]
     words = "\n".join(made.conclusions())
     assert "Not done: context = 128, batch = 8: out-of-memory (2)." in words
     assert "same number of tokens, 1,000" in words
-    assert "With batch = 4: time to a validation loss of 2: least with context = 64 (10 s (1 of 3))" in words
-    assert "35.5 % more" in words  # 2.1 / 1.55
+    best = made.to_json()["cells"][0]["measures"]["seconds_to_2"]
+    assert best == {"mean": 10.0, "half_95": None, "runs": 1}
+    assert made.cells[0].shown(made.measures[0]) == "10 s, 1 of 3"
     # 2.1 ± 0.248 and 1.55 ± 0.635 overlap, although the samples do not.
-    assert re.search(r"Validation loss: least with context = 128.*overlaps: context = 64", words)
-    apart = [row("64", "4", n, val_loss=2 + n / 100) for n in (1, 2, 3)] + ROWS[3:5]
-    assert "overlaps: " in "\n".join(Analysis.of(found(apart)).conclusions())
-    apart += [row("128", "4", n, val_loss=1.5 + n / 100) for n in range(3, 9)]
+    assert re.search(r"Validation loss: least with context = 128.*35.5 % more.*overlaps context = 64, batch = 4", words)
+    apart = ROWS + [row("128", "4", n, val_loss=1.5 + n / 100) for n in range(3, 9)]
     assert "overlaps that of no other" in "\n".join(Analysis.of(found(apart)).conclusions())
+
+
+def test_each_condition_has_its_best_choice() -> None:
+    rows = [row(context, batch, n, val_loss=loss + n / 100)
+            for context, batch, loss in (("64", "4", 2.0), ("64", "8", 1.0), ("128", "4", 1.0), ("128", "8", 3.0))
+            for n in (1, 2, 3)]  # fmt: skip
+    words = "\n".join(Analysis.of(found(rows)).conclusions())
+    assert "With context = 64: validation loss: least with batch = 8 (1.020 ± 0.025), most with batch = 4" in words
+    assert "With context = 128: validation loss: least with batch = 4" in words
+    assert "3.0 times as much" in words
 
 
 def test_axes_that_do_not_exist_are_refused() -> None:
