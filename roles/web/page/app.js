@@ -162,10 +162,13 @@ async function unlock(problem) {
 
 // -------------------------------------------------------------------------------------------------------- experiments
 
+let hasExperiments = true; // an older seed has none
+
 async function loadExperiments() {
-  if (feed.state !== "live" || document.hidden) return;
-  const { items } = await ask("experiments").catch(() => ({ items: [] })); // an older seed has none
-  panels.showExperiments(items);
+  if (feed.state !== "live" || document.hidden || !hasExperiments) return;
+  const { items, status } = await ask("experiments").catch((problem) => problem);
+  hasExperiments = status !== 404;
+  panels.showExperiments(items ?? []);
 }
 
 async function analyse(experiment) {
@@ -201,18 +204,23 @@ function drawNow() {
   setText(byId("cluster"), store.cluster ? text(store.cluster.name, 40) : "");
   drawJobs(job);
   drawTiles(job);
-  charts.draw(rowsShown());
+  drawCharts();
   ring.update(job, store.peers);
   drawOutside(job);
   panels.update(job, byId("filter").value);
   tellChanges(job);
 }
 
-/** The rows of the last steps, as many as the person chose. */
-function rowsShown() {
-  const { rows, last } = store.series;
+let chartsShown = "";
+
+/** Draw the last steps, as many as the person chose, if there are other ones than before. */
+function drawCharts() {
+  const { rows, last, changes } = store.series;
   const range = Number(byId("range").value);
-  return range && last ? rows.filter((row) => row.step > last.step - range) : rows;
+  const shownNow = `${store.job} ${changes} ${range}`;
+  if (shownNow === chartsShown) return;
+  chartsShown = shownNow;
+  charts.draw(range && last ? rows.filter((row) => row.step > last.step - range) : rows);
 }
 
 const LINKS = {

@@ -1,6 +1,6 @@
 // Elements, tables that are updated in place, dialogs, and messages. Text is only ever set as text, never as HTML.
 
-/** Make an element. Properties: `class`, `on…` handlers, other attributes; false and undefined leave one out. */
+/** Make an element. Properties: `class`, `on…` handlers, other attributes; undefined leaves one out. */
 export function h(tag, properties = {}, ...children) {
   return build(document.createElement(tag), properties, children);
 }
@@ -11,9 +11,8 @@ export function svg(tag, properties = {}, ...children) {
 
 function build(element, properties, children) {
   for (const [name, value] of Object.entries(properties)) {
-    if (value === undefined || value === false) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else element.setAttribute(name, value === true ? "" : value);
+    else if (value !== undefined) element.setAttribute(name, value);
   }
   element.append(...children.flat());
   return element;

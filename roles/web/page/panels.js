@@ -206,7 +206,6 @@ export class Panels {
       [
         column("Time", (item) => format.clock(item.wall)),
         column("Level", (item) => format.look(item.level)),
-        column("Kind", (item) => text(item.kind, 40)),
         column("What", (item) => text(item.text, 500), "wide"),
       ],
       { empty: "No event matches." },

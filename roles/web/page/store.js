@@ -25,6 +25,7 @@ function place(rows, step) {
  *  generation at an earlier step (the job was restored from a checkpoint) removes the rows that it invalidates. */
 export class Series {
   rows = [];
+  changes = 0;
   #stride = 1;
 
   get last() {
@@ -39,6 +40,7 @@ export class Series {
     let stop = at;
     while (stop < rows.length && (rows[stop].step === row.step || (rows[stop].generation ?? 0) < generation)) stop += 1;
     rows.splice(at, stop - at, row);
+    this.changes += 1;
     if (rows.length > MAX_ROWS) this.#thin();
   }
 
