@@ -8,7 +8,7 @@ from typing import Any
 
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}code{background:#8882;"
-    "padding:.1em .3em;border-radius:.2em}table{border-collapse:collapse}td,th{text-align:left;vertical-align:top;"
+    "padding:.1em .3em;border-radius:.2em}p{white-space:pre-wrap}table{border-collapse:collapse}td,th{text-align:left;vertical-align:top;"
     "padding:.2rem 1rem .2rem 0}details{margin:.4rem 0}summary{cursor:pointer}@media(prefers-color-scheme:dark)"
     "{body{background:#111;color:#ddd}a{color:#8bf}}"
 )

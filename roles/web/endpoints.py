@@ -123,7 +123,7 @@ _ABOUT_ERRORS = {
     404: "There is no such thing.",
     409: "It is in a state in which this cannot be done.",
     422: "The values contradict each other, or the Idempotency-Key was used for another request.",
-    502: "A peer that was asked for it gave no answer.",
+    502: "A peer that was asked for it could not do it, or gave no answer.",
     503: "The seed does not answer, or too many requests are under way.",
 }
 _ALWAYS = (400, 401, 403, 503)
