@@ -4,7 +4,6 @@ the run, within ``FINISH_S``."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -19,13 +18,9 @@ def main() -> None:
     os.dup2(2, 1)  # what wandb prints goes to the log
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     run: Any = None
-    done = False
-
-    def answer(problem: str) -> None:
-        with contextlib.suppress(OSError):  # the seed is gone
-            print(json.dumps(problem), file=answers, flush=True)
-
+    exit_code = 1
     for line in sys.stdin:
+        problem = ""
         try:
             message = json.loads(line)
             if isinstance(message, dict):
@@ -34,15 +29,18 @@ def main() -> None:
                 for step, wall, values in message:
                     run.log({**values, "_timestamp": wall}, step=step)
             else:
-                done = True
-            answer("")
+                exit_code = 0
         except Exception as error:  # noqa: BLE001 - told to the seed
-            answer(f"{type(error).__name__}: {error}")
+            problem = f"{type(error).__name__}: {error}"
+        try:
+            print(json.dumps(problem), file=answers, flush=True)
+        except OSError:
+            break  # the seed is gone
     late = threading.Timer(FINISH_S + 5, os._exit, [1])
     late.daemon = True
     late.start()
     if run is not None:
-        run.finish(exit_code=0 if done else 1)
+        run.finish(exit_code=exit_code)
 
 
 def _begun(wanted: dict[str, Any]) -> Any:

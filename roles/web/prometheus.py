@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import TypeVar, cast
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -17,10 +18,8 @@ from prometheus_client.registry import Collector
 from wire.records import FINISHED_STATES, ClusterInfo, JobInfo, PeerInfo, ServingInfo
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-MAX_JOBS = 50
-"""Jobs that are shown: those that have not ended first, then the newest."""
-MAX_PEERS = 256
-MAX_SERVING = 64
+MAX_JOBS, MAX_PEERS, MAX_SERVING = 50, 256, 64
+"""Of the jobs, those that have not ended come first, then the newest."""
 MAX_LABEL = 64
 """Longest value of a label, in characters."""
 
@@ -38,12 +37,12 @@ JOBS: dict[str, tuple[str, Value[JobInfo]]] = {
     "p2ptrain_job_gradient_norm": ("L2 norm of the last step's gradient.", lambda job: job.grad_norm),
     "p2ptrain_job_tokens_per_second": ("Tokens trained per second.", lambda job: job.tokens_per_s),
     "p2ptrain_job_step_seconds": ("Duration of the last step.", lambda job: _seconds(job.step_ms)),
-    "p2ptrain_job_compute_seconds": ("Time that the last step computed.", lambda job: _seconds(job.compute_ms)),
-    "p2ptrain_job_communicate_seconds": (
-        "Time that the last step communicated, beyond computing.",
-        lambda job: _seconds(job.communicate_ms),
+    "p2ptrain_job_compute_seconds": (
+        "Time of it that its first member computed.",
+        lambda job: _seconds(job.compute_ms),
     ),
-    "p2ptrain_job_wait_seconds": ("Time that the last step waited for members.", lambda job: _seconds(job.wait_ms)),
+    "p2ptrain_job_communicate_seconds": ("Time that it communicated.", lambda job: _seconds(job.communicate_ms)),
+    "p2ptrain_job_wait_seconds": ("Time that it waited for members.", lambda job: _seconds(job.wait_ms)),
     "p2ptrain_job_privacy_epsilon": ("Privacy spent by a private job.", lambda job: job.epsilon),
     "p2ptrain_job_tokens_total": ("Tokens trained; falls if the job goes back.", lambda job: job.tokens_total),
     "p2ptrain_job_trained_seconds_total": ("Duration of all committed steps.", lambda job: job.trained_s),
@@ -69,10 +68,7 @@ SERVING: dict[str, tuple[str, Value[ServingInfo]]] = {
     "p2ptrain_serving_tokens_per_second": ("Tokens written per second.", lambda info: info.stats.get("tokens_per_s")),
     "p2ptrain_serving_token_seconds": ("Time per token.", lambda info: _seconds(info.stats.get("token_ms"))),
     "p2ptrain_serving_acceptance_ratio": ("Share of drafts accepted.", lambda info: info.stats.get("alpha")),
-    "p2ptrain_serving_accepted_length_tokens": (
-        "Tokens per pass of the model.",
-        lambda info: info.stats.get("accepted_length"),
-    ),
+    "p2ptrain_serving_accepted_length_tokens": ("Tokens per pass.", lambda info: info.stats.get("accepted_length")),
     "p2ptrain_serving_speed_up_ratio": ("Speed relative to no drafters.", lambda info: info.stats.get("speed_up")),
 }
 
@@ -81,53 +77,39 @@ def exposition(
     cluster: ClusterInfo, jobs: Sequence[JobInfo], peers: Sequence[PeerInfo], serving: Sequence[ServingInfo]
 ) -> bytes:
     """The page's text. Values that are unknown are left out."""
-    return generate_latest(_Page(cluster, jobs, peers, serving))
+    newest = sorted(jobs, key=lambda job: (job.state not in FINISHED_STATES, job.created_at), reverse=True)
+    page = _page(cluster, newest[:MAX_JOBS], peers[:MAX_PEERS], serving[:MAX_SERVING])
+    return generate_latest(cast(Collector, SimpleNamespace(collect=lambda: page)))
 
 
-class _Page(Collector):
-    def __init__(
-        self, cluster: ClusterInfo, jobs: Sequence[JobInfo], peers: Sequence[PeerInfo], serving: Sequence[ServingInfo]
-    ) -> None:
-        self._cluster, self._peers, self._serving = cluster, peers[:MAX_PEERS], serving[:MAX_SERVING]
-        newest = sorted(jobs, key=lambda job: (job.state not in FINISHED_STATES, job.created_at), reverse=True)
-        self._jobs = newest[:MAX_JOBS]
-
-    def collect(self) -> Iterator[Metric]:
-        here = self._cluster
-        yield _labelled("p2ptrain_seed_info", "The seed.", [{"cluster": here.cluster_id, "version": here.version}])
-        for name, text, value in (
-            ("p2ptrain_seed_start_time_seconds", "When the seed started, in Unix time.", here.started_at),
-            ("p2ptrain_seed_peers", "Connected peers.", float(here.peers)),
-            ("p2ptrain_seed_jobs", "Jobs, with those that have ended.", float(here.jobs)),
-        ):
-            yield GaugeMetricFamily(name, text, value=value)
-        described = [
-            {"job": job.id, "name": job.name, "profile": job.profile, "strategy": job.strategy} for job in self._jobs
-        ]
-        yield _labelled("p2ptrain_job_info", "A job.", described)
-        states = [{"job": job.id, "name": job.name, "state": job.state} for job in self._jobs]
-        yield _labelled("p2ptrain_job_state", "State of a job.", states)
-        yield from _families(JOBS, self._jobs, "job")
-        who = [
-            {"peer": peer.id, "name": peer.name, "roles": ",".join(peer.roles), "device": peer.device}
-            for peer in self._peers
-        ]
-        yield _labelled("p2ptrain_peer_info", "A peer.", who)
-        states = [{"peer": peer.id, "name": peer.name, "state": peer.state} for peer in self._peers]
-        yield _labelled("p2ptrain_peer_state", "State of a peer.", states)
-        yield from _families(PEERS, self._peers, "peer")
-        yield from _families(SERVING, self._serving, "peer")
+def _page(
+    cluster: ClusterInfo, jobs: Sequence[JobInfo], peers: Sequence[PeerInfo], serving: Sequence[ServingInfo]
+) -> Iterator[Metric]:
+    yield _labelled("p2ptrain_seed_info", "The seed.", [{"cluster": cluster.cluster_id, "version": cluster.version}])
+    yield GaugeMetricFamily("p2ptrain_seed_start_time_seconds", "When the seed started.", value=cluster.started_at)
+    yield GaugeMetricFamily("p2ptrain_seed_peers", "Connected peers.", value=cluster.peers)
+    yield GaugeMetricFamily("p2ptrain_seed_jobs", "Jobs, with those that have ended.", value=cluster.jobs)
+    told = [{"job": job.id, "name": job.name, "profile": job.profile, "strategy": job.strategy} for job in jobs]
+    yield _labelled("p2ptrain_job_info", "A job.", told)
+    told = [{"job": job.id, "name": job.name, "state": job.state} for job in jobs]
+    yield _labelled("p2ptrain_job_state", "State of a job.", told)
+    yield from _families(JOBS, jobs, "job")
+    told = [{"peer": peer.id, "name": peer.name, "role": ",".join(peer.roles), "device": peer.device} for peer in peers]
+    yield _labelled("p2ptrain_peer_info", "A peer.", told)
+    told = [{"peer": peer.id, "name": peer.name, "state": peer.state} for peer in peers]
+    yield _labelled("p2ptrain_peer_state", "State of a peer.", told)
+    yield from _families(PEERS, peers, "peer")
+    yield from _families(SERVING, serving, "peer")
 
 
 def _families(table: dict[str, tuple[str, Value[R]]], records: Sequence[R], kind: str) -> Iterator[Metric]:
     for name, (text, value_of) in table.items():
-        family = (CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily)(
-            name, text, labels=[kind, "name"]
-        )
+        made = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        family = made(name, text, labels=[kind, "name"])
         for record in records:
             value = value_of(record)
             if value is not None and math.isfinite(value):
-                family.add_metric([_label(record.id), _label(record.name)], value)
+                family.add_metric([record.id[:MAX_LABEL], record.name[:MAX_LABEL]], value)
         yield family
 
 
@@ -135,12 +117,8 @@ def _labelled(name: str, text: str, labels: Sequence[dict[str, str]]) -> Metric:
     """A gauge of constant value 1, whose labels say something."""
     family = GaugeMetricFamily(name, text, labels=list(labels[0]) if labels else [])
     for values in labels:
-        family.add_metric([_label(value) for value in values.values()], 1.0)
+        family.add_metric([value[:MAX_LABEL] for value in values.values()], 1.0)
     return family
-
-
-def _label(value: str) -> str:
-    return value[:MAX_LABEL]
 
 
 def _seconds(value_ms: float | None) -> float | None:
