@@ -343,15 +343,14 @@ function go(section) {
 }
 
 const SECTIONS = [...document.querySelectorAll("nav a")].map((link) => link.hash.slice(1));
-const onJob = (verbs) => () => {
-  const job = theJob();
-  const verb = job && verbsOf(job).map(([, name]) => name).find((name) => verbs.includes(name));
-  if (verb) act(verb, job);
+const onJob = (...verbs) => () => {
+  const found = theJob() && verbsOf(theJob()).find(([, verb]) => verbs.includes(verb));
+  if (found) act(found[1], theJob());
 };
 const SHORTCUTS = {
-  p: ["Pause or resume the job shown", onJob(["pause", "resume"])],
-  s: ["Save it", onJob(["save"])],
-  c: ["Cancel it (asks first)", onJob(["cancel"])],
+  p: ["Pause or resume the job shown", onJob("pause", "resume")],
+  s: ["Save it", onJob("save")],
+  c: ["Cancel it (asks first)", onJob("cancel")],
   j: ["Show the next job", () => nextJob(1)],
   k: ["Show the one before", () => nextJob(-1)],
   n: ["New job", createJob],

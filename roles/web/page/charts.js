@@ -98,6 +98,7 @@ class Chart {
     const axis = { stroke: () => colour("dim"), font: "11px system-ui, sans-serif", ticks: { show: false } };
     const grid = { stroke: () => colour("grid"), width: 1 };
     const pad = { min: { pad: zero ? 0 : 0.05 }, max: { pad: 0.05 } };
+    const short = show === format.loss ? format.count : show;
     const steps = (_, values) => values.map((step) => (Number.isInteger(step) ? format.whole(step) : ""));
     return new uPlot(
       {
@@ -111,7 +112,7 @@ class Chart {
         },
         axes: [
           { ...axis, grid: { show: false }, size: 22, gap: 2, space: 60, values: steps },
-          { ...axis, grid, size: 52, gap: 4, space: 28, values: (_, all) => all.map((value) => short(value, show)) },
+          { ...axis, grid, size: 52, gap: 4, space: 28, values: (_, all) => all.map(short) },
         ],
         series: [
           {},
@@ -151,12 +152,6 @@ class Chart {
     const row = this.#rows[Math.min(Math.max(to ?? 0, 0), last)];
     this.#plot.setCursor(to === null ? { left: -10, top: -10 } : { left: this.#plot.valToPos(row.step, "x"), top: 0 });
   }
-}
-
-/** A value of an axis: the chart's format without needless zeros. */
-function short(value, show) {
-  if (show === format.loss) return String(Number(value.toFixed(3)));
-  return value === 0 ? "0" : show(value);
 }
 
 export class Charts {

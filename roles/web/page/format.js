@@ -37,7 +37,8 @@ export function usedOf(used, total) {
 export const rate = (value) => scaled(value, [" bit/s", " kbit/s", " Mbit/s", " Gbit/s"], 1000);
 export const percent = (part) => (isFigure(part) ? `${Math.round(100 * Math.min(Math.max(part, 0), 1))}%` : UNKNOWN);
 export const loss = (value) => (isFigure(value) && Math.abs(value) < 1e5 ? value.toFixed(4) : UNKNOWN);
-export const scientific = (value) => (isFigure(value) ? value.toExponential(1).replace("e+", "e") : UNKNOWN);
+const tenPower = (value) => value.toExponential(1).replace("e+", "e").replace("0.0e0", "0");
+export const scientific = (value) => (isFigure(value) ? tenPower(value) : UNKNOWN);
 const grouped = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 export const whole = (value) => (isFigure(value) ? grouped.format(value) : UNKNOWN);
 export const steps = (job) => `${whole(job.step)} of ${whole(job.steps_total)}`;

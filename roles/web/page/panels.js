@@ -6,8 +6,7 @@ import { linksOf, linkText, slowestFirst } from "./ring.js";
 import { isFinished } from "./store.js";
 
 const PHASES = ["detect", "agree", "form", "transfer", "commit"];
-const MOST_EVENTS_SHOWN = 200;
-const MOST_SHOWN = 100; // rows of other tables
+const MOST_SHOWN = 200; // rows of a table
 
 const { UNKNOWN, isFigure, text, words } = format;
 const column = (label, value, kind) => ({ label, value, class: kind });
@@ -36,8 +35,14 @@ function seen(peer) {
   return age < 5 ? "now" : `${format.duration(age)} ago`;
 }
 
-function gpu({ gpu_load: load }) {
-  return isFigure(load) ? { text: format.percent(load), bar: load } : UNKNOWN;
+/** Load, memory, temperature and power of each GPU; the bar is their mean load. */
+function gpus({ gpus: all = [] }) {
+  const told = ({ load, memory_bytes: used, memory_total_bytes: total, temperature_c: heat, power_w: power }) => {
+    const more = [total && format.usedOf(used, total), isFigure(heat) && `${Math.round(heat)} °C`];
+    return [format.percent(load), ...more, isFigure(power) && `${Math.round(power)} W`].filter(Boolean).join(", ");
+  };
+  const load = all.reduce((sum, gpu) => sum + (gpu.load ?? 0), 0) / all.length;
+  return all.length ? { text: all.map(told).join("; "), bar: load } : UNKNOWN;
 }
 
 const runs = ({ done, total }) => (total ? { text: `${done} of ${total}`, bar: done / total } : UNKNOWN);
@@ -106,7 +111,7 @@ export class Panels {
         column("Role", (peer) => text(peer.roles.join(", "))),
         column("Device", (peer) => text(peer.device, 60), "wide"),
         column("Memory", memory, "barred"),
-        column("GPU", gpu, "barred"),
+        column("GPU", gpus, "barred wide"),
         column("Place", (peer) => (peer.rank === null ? UNKNOWN : `rank ${peer.rank}${stage(peer)}`)),
         number("Share", (peer) => (peer.share ? format.whole(peer.share) : UNKNOWN)),
         number("Tokens/s", (peer) => (peer.tokens_per_s ? format.count(peer.tokens_per_s) : UNKNOWN)),
@@ -231,7 +236,7 @@ export class Panels {
     const matches = ({ level, kind, text: said }) =>
       wanted.every((word) => `${level} ${kind} ${said}`.toLowerCase().includes(word));
     const events = [...store.events.values()].sort((a, b) => b.id - a.id).filter(matches);
-    this.#tables.events.update(events.slice(0, MOST_EVENTS_SHOWN));
+    this.#tables.events.update(events.slice(0, MOST_SHOWN));
   }
 
   showExperiments(items) {
