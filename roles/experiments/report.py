@@ -117,6 +117,7 @@ def _curves(analysis: Analysis) -> Iterator[str]:
     """The loss of every run against time and bytes: a panel for each value of y, a colour for each of x."""
     import pandas as pd
     import seaborn as sns
+    from matplotlib.ticker import LogLocator, NullLocator
 
     found, colour, panel = analysis.found, analysis.x or analysis.y, analysis.y if analysis.x else ""
     data = pd.DataFrame([
@@ -139,4 +140,7 @@ def _curves(analysis: Analysis) -> Iterator[str]:
             axes.set_axisbelow(True)
             if across != "seconds":
                 axes.set_xscale("log")
+                axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axes.xaxis.set_major_formatter("{x:g}")
+                axes.xaxis.set_minor_locator(NullLocator())
         yield _picture(grid.figure, f"{loss} against {across}", "large")

@@ -36,6 +36,7 @@ from roles.http.answers import (
 )
 from roles.web.docs import docs_page
 from roles.web.endpoints import READ, ROOT, Call, CreateJob, Endpoint, Given, Page, openapi
+from roles.web.experiments import Experiments
 from roles.web.feed import Feed, records_of
 from roles.web.page import page_answer
 from roles.web.prometheus import CONTENT_TYPE, exposition
@@ -57,7 +58,7 @@ PAGE_HEADERS = HEADERS | {"content-security-policy": _POLICY, "referrer-policy":
 _KEY_PREFIX = "bearer."
 
 _STATUS = {
-    **dict.fromkeys(("unknown-checkpoint", "unknown-job", "unknown-peer", "unknown-ticket"), 404),
+    **dict.fromkeys(("unknown-checkpoint", "unknown-experiment", "unknown-job", "unknown-peer", "unknown-ticket"), 404),
     **dict.fromkeys(("bad-parameter", "bad-shape", "bad-spec"), 422),
     **dict.fromkeys(("failed", "unreachable"), 502),
     RefusalCode.FULL: 503,
@@ -160,11 +161,18 @@ class WebApp:
     """The application.
 
     Args:
-        create_job: see ``CreateJob``.
+        create_job: see ``CreateJob``. experiments: None: it carries out none.
     """
 
-    def __init__(self, feed: Feed, access: Access, create_job: CreateJob, clock: Clock) -> None:
-        self._feed, self._access, self._create_job = feed, access, create_job
+    def __init__(
+        self,
+        feed: Feed,
+        access: Access,
+        create_job: CreateJob,
+        clock: Clock,
+        experiments: Experiments | None = None,
+    ) -> None:
+        self._feed, self._access, self._create_job, self._experiments = feed, access, create_job, experiments
         self._repeats = Repeats(clock)
         self._streams = 0
         self._stopping = False
@@ -225,7 +233,7 @@ class WebApp:
 
     async def _carry_out(self, endpoint: Endpoint, request: Request, query: Given, body: Given | None) -> Response:
         client = await self._feed.client()
-        call = Call(self._feed, client, self._create_job, request.path_params, query, body)
+        call = Call(self._feed, client, self._create_job, request.path_params, query, body, self._experiments)
         answer = await endpoint.handle(call)
         if isinstance(answer, Page):
             return json_response({"items": [item.to_map() for item in answer.items], "next": answer.next})

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -15,6 +15,9 @@ from roles.http.answers import Problem, invalid, read_model
 from roles.web.feed import Feed
 from wire.client import SeedClient
 from wire.schema import Record
+
+if TYPE_CHECKING:
+    from roles.web.experiments import Experiments
 
 ROOT = "/api/v1"
 READ, OPERATE = "read", "operate"
@@ -54,6 +57,7 @@ class Call:
     path: dict[str, str]
     query: Any
     body: Any
+    experiments: Experiments | None = None
 
 
 Handle = Callable[[Call], Awaitable[Record | Page]]

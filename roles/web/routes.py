@@ -15,6 +15,7 @@ from configs.schema import Profile
 from p2ptrain.core.errors import ConfigError, Refused
 from roles.http.answers import Problem
 from roles.web.endpoints import MOST_ITEMS, Call, Endpoint, Given, Handle, Page, Paging
+from roles.web.experiments import ENDPOINTS as EXPERIMENTS
 from roles.web.feed import records_of
 from wire.address import how_to_join
 from wire.messages import GpuInfo, RefusalCode
@@ -361,5 +362,6 @@ ENDPOINTS: list[Endpoint] = [
     Endpoint(
         "POST", f"{_CHECKPOINT}/restore", _RESTORES, JobInfo, restore_checkpoint, body=Restoring, errors=(404, 409, 502)
     ),
+    *EXPERIMENTS,
 ]
-"""All endpoints of the API. Another chapter's list is added to it."""
+"""All endpoints of the API."""

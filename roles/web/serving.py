@@ -24,6 +24,7 @@ from roles.http.server import serving
 from roles.seed.authority import Authority
 from roles.web.app import Access, WebApp
 from roles.web.endpoints import OPERATE, READ, CreateJob
+from roles.web.experiments import Experiments
 from roles.web.feed import Connect, Feed
 from wire.address import format_address, is_loopback
 from wire.credentials import SERVER_LIFETIME_S, server_names
@@ -140,7 +141,8 @@ async def serving_web(
         directory: the seed's. name: the seed's, if its authority does not exist yet.
     """
     feed = Feed(connect)
-    app = WebApp(feed, place.access, create_job, world.clock)
+    experiments = Experiments(directory / "experiments", connect)
+    app = WebApp(feed, place.access, create_job, world.clock, experiments)
     beside = Background()
     beside.start(feed.run(), "web feed")
     try:
@@ -148,7 +150,7 @@ async def serving_web(
             certifier = _Certifier(place.context, directory / "authority", name, place.names, world)
             await certifier.once()
             beside.start(certifier.run(), "web certificate")
-        async with serving(app, place.sock, tls=place.context, websockets=True):
+        async with experiments.serving(), serving(app, place.sock, tls=place.context, websockets=True):
             try:
                 yield
             finally:

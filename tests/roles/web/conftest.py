@@ -16,6 +16,7 @@ import pytest_asyncio
 from configs.schema import Profile
 from p2ptrain.core.world import LoopClock
 from roles.web.app import Access, WebApp
+from roles.web.experiments import Experiments
 from roles.web.feed import Feed
 from tests.roles.in_process import DEADLINE_S, Cluster
 from wire.client import SeedClient
@@ -84,9 +85,11 @@ async def api_of(root: Path, *, encrypted: bool = False) -> AsyncIterator[Api]:
     await cluster.start_seed()
     feed = Feed(cluster.operator)
     running = asyncio.create_task(feed.run())
-    app = WebApp(feed, Access(), create, LoopClock())
+    experiments = Experiments(root / "experiments", cluster.operator)
+    app = WebApp(feed, Access(), create, LoopClock(), experiments)
     try:
-        yield Api(cluster, feed, app)
+        async with experiments.serving():
+            yield Api(cluster, feed, app)
     finally:
         await app.stop()
         running.cancel()
