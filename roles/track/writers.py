@@ -12,9 +12,7 @@ import json
 import os
 import subprocess
 import sys
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, BinaryIO
@@ -156,6 +154,9 @@ class MlFlow(Writer):
             self._ask("runs/log-batch", run_id=self._run, **{kind: items[start : start + most]})
 
     def _ask(self, method: str, **body: Any) -> Any:
+        from urllib.error import HTTPError
+        from urllib.request import Request, urlopen
+
         uri, token, user, password = (
             self._environ.get(f"MLFLOW_TRACKING_{name}", "") for name in ("URI", "TOKEN", "USERNAME", "PASSWORD")
         )
@@ -165,11 +166,11 @@ class MlFlow(Writer):
             headers["Authorization"] = f"Bearer {token}" if token else f"Basic {basic}"
         address = f"{uri.rstrip('/')}/api/2.0/mlflow/{method}"
         try:
-            request = urllib.request.Request(address, json.dumps(body).encode(), headers)  # noqa: S310 - see ``check``
-            with urllib.request.urlopen(request, timeout=REQUEST_S) as answer:  # noqa: S310
+            request = Request(address, json.dumps(body).encode(), headers)  # noqa: S310 - see ``check``
+            with urlopen(request, timeout=REQUEST_S) as answer:  # noqa: S310
                 return json.loads(answer.read())
         except OSError as error:
-            if isinstance(error, urllib.error.HTTPError):
+            if isinstance(error, HTTPError):
                 error.close()
             text = f"MLflow's server does not do {method}: {error}"
             raise P2PTrainError(text, remedy="check MLFLOW_TRACKING_URI and its credentials") from error
