@@ -145,12 +145,16 @@ def _prepared(directory: Path, threads: int, *, whole: bool) -> tuple[ModelText,
     text = ModelText(directory)
     found = text, ChatFormat(text.tokenizer), fingerprint(directory)
     if whole:
-        _prepare_torch(threads)
+        _prepare_torch(directory, threads)
     return found
 
 
-def _prepare_torch(threads: int) -> None:
+def _prepare_torch(directory: Path, threads: int) -> None:
     from p2ptrain.compute import first_import
+    from roles.timed_model import timed_model_in
+
+    if timed_model_in(directory) is not None:
+        return
 
     with first_import():
         import p2ptrain.compute.served_part  # noqa: F401 - a slow import
@@ -398,7 +402,7 @@ async def _small_model(
     from roles.verifier import targets
 
     tokenizer = Tokenizer.of_directory(directory)  # fail before loading anything
-    await compute.run(_prepare_torch, serve_options.threads)
+    await compute.run(_prepare_torch, directory, serve_options.threads)
     engine, context = await targets.load_whole_engine(
         directory, compute, device=serve_options.device or "auto", dtype=serve_options.dtype, on_bytes=console.loading
     )

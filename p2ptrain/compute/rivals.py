@@ -1,5 +1,5 @@
-"""Baselines for benchmarks: torch's collectives (Gloo), DistributedDataParallel and FSDP2 on them, and transformers'
-generation with one model or with an assistant. The backend ``p2p`` takes their turns in the same groups of processes.
+"""Baselines for benchmarks: DistributedDataParallel and FSDP2 on torch's collectives, and transformers' generation with
+one model or with an assistant. The backend ``p2p`` takes their turns in the same groups of processes.
 
 The baselines use the best settings that their documentation offers: fused
 AdamW, gradients as views of DDP's buckets, and no exchange before the last micro-batch. Their losses are gathered after
@@ -11,12 +11,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the field's name
@@ -27,6 +24,7 @@ from transformers import GenerationConfig as _GenerationConfig
 
 from p2ptrain.compute.data import load_corpus
 from p2ptrain.compute.device import check_memory, flushed_denormals, pick_device
+from p2ptrain.compute.gloo import GlooGroup, line_of
 from p2ptrain.compute.model import ModelSpec, build_model, load_model, model_config, parameter_count
 from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.served_part import dtype_of
@@ -36,58 +34,7 @@ from p2ptrain.compute.trainer import TrainingSpec
 from p2ptrain.core.errors import ConfigError, ConnectionLost, JobFailed
 from p2ptrain.core.serving import COLDEST, Sampling
 
-HOST = "127.0.0.1"
-TORCH_VERSION = torch.__version__
 GenerationConfig: Any = _GenerationConfig  # its annotations are partial
-
-
-def why_no_gloo() -> str:
-    """Why this torch has no Gloo; empty if it has."""
-    if not dist.is_available():
-        return "this torch was built without torch.distributed"
-    return "" if dist.is_gloo_available() else "this torch was built without Gloo"
-
-
-class GlooGroup:
-    """This process's membership in a Gloo process group on the loopback. A process can have only one.
-
-    Args:
-        store_port: port of rank 0's rendezvous store. Rank 0 passes 0; the others get its attribute ``store_port``.
-        timeout_s: deadline of every operation, including the rendezvous.
-    """
-
-    def __init__(self, rank: int, size: int, store_port: int, *, timeout_s: float) -> None:
-        self.rank, self.size = rank, size
-        self._timeout = timedelta(seconds=timeout_s)
-        try:
-            self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                HOST, store_port, size, is_master=rank == 0, wait_for_workers=False, timeout=self._timeout
-            )
-        except RuntimeError as error:
-            raise ConnectionLost(f"torch's rendezvous failed: {_line(error)}") from error
-        self.store_port = self._store.port
-        self.groups: dict[str, Any] = {}
-
-    def join(self, backends: Sequence[str] = ("gloo",)) -> None:
-        """Wait for the other members, and form a group of each backend. Raises ``ConnectionLost``, ``ConfigError``."""
-        if not set(backends) <= set(dist.Backend.backend_list):
-            raise ConfigError(
-                "this torch does not know the backend p2p", remedy="install p2ptrain again: pip install ."
-            )
-        try:
-            dist.init_process_group(
-                "gloo", store=self._store, rank=self.rank, world_size=self.size, timeout=self._timeout
-            )
-            self.groups = {name: dist.new_group(backend=name, timeout=self._timeout) for name in backends}
-        except RuntimeError as error:
-            raise ConnectionLost(f"Gloo could not connect the workers: {_line(error)}") from error
-
-    def all_reduce(self, buffer: npt.NDArray[np.generic], dtype: str, backend: str = "gloo") -> None:
-        """Sum over all members, in place; ``dtype`` as in ``ring.dtypes``. Raises ``ConnectionLost``."""
-        try:
-            dist.all_reduce(_tensor(buffer, dtype), group=self.groups[backend])
-        except RuntimeError as error:
-            raise ConnectionLost(f"the all-reduce of {backend} failed: {_line(error)}") from error
 
 
 class DdpTrainer:
@@ -139,7 +86,7 @@ class DdpTrainer:
         try:
             self._step(step, first, count)
         except RuntimeError as error:
-            raise ConnectionLost(f"the step of torch failed: {_line(error)}") from error
+            raise ConnectionLost(f"the step of torch failed: {line_of(error)}") from error
 
     def losses(self) -> list[float]:
         """Mean losses of the steps since the last call. This is a collective: all members must call it together."""
@@ -177,16 +124,6 @@ class DdpTrainer:
             self._ddp.set_requires_gradient_sync(last)
             return nullcontext()
         return nullcontext() if last else self._ddp.no_sync()
-
-
-def _tensor(buffer: npt.NDArray[np.generic], dtype: str) -> torch.Tensor:
-    if dtype == "bfloat16":
-        return torch.from_numpy(buffer.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(buffer)
-
-
-def _line(error: RuntimeError) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 class AssistedPair:

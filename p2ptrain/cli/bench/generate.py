@@ -354,7 +354,8 @@ class Side:  # the orders that need torch
 
 
 def _by_transformers(verifier: Path, drafter: str, texts: int, tokens: int, threads: int) -> Answer:
-    from p2ptrain.compute.rivals import TORCH_VERSION, AssistedPair
+    from p2ptrain.compute.gloo import TORCH_VERSION
+    from p2ptrain.compute.rivals import AssistedPair
     from p2ptrain.core.serving import SamplingOptions
 
     pair = AssistedPair(verifier, Path(drafter) if drafter else None, threads=threads)

@@ -35,7 +35,7 @@ from wire.transport import TcpNetwork
 if TYPE_CHECKING:
     from p2ptrain.cli.bench.pipeline import StageMember
     from p2ptrain.cli.bench.training import Training
-    from p2ptrain.compute.rivals import GlooGroup
+    from p2ptrain.compute.gloo import GlooGroup
 
 TILE_NUMEL = 262_147  # a prime, so that the repeated pattern differs on every chunk and sub-chunk
 
@@ -132,19 +132,19 @@ class Member:
 
     async def open_gloo(self, *, timeout_s: float) -> Answer:
         """Open a Gloo group's rendezvous at rank 0. ``missing`` in the answer says why there is none."""
-        from p2ptrain.compute import rivals
+        from p2ptrain.compute import gloo
 
-        missing = rivals.why_no_gloo()
+        missing = gloo.why_no_gloo()
         if not missing and self.rank == 0:
-            self._gloo = rivals.GlooGroup(0, self.size, 0, timeout_s=timeout_s)
+            self._gloo = gloo.GlooGroup(0, self.size, 0, timeout_s=timeout_s)
         port = self._gloo.store_port if self._gloo is not None else 0
-        return {"missing": missing, "torch": rivals.TORCH_VERSION, "store_port": port}
+        return {"missing": missing, "torch": gloo.TORCH_VERSION, "store_port": port}
 
     async def join_gloo(self, *, store_port: int, timeout_s: float, backends: list[str]) -> Answer:
-        from p2ptrain.compute import rivals
+        from p2ptrain.compute import gloo
 
         if self._gloo is None:
-            self._gloo = rivals.GlooGroup(self.rank, self.size, store_port, timeout_s=timeout_s)
+            self._gloo = gloo.GlooGroup(self.rank, self.size, store_port, timeout_s=timeout_s)
         self._gloo.join(backends)
         return {}
 

@@ -28,7 +28,8 @@ from roles.strategies.pipeline import strategy_of
 from roles.worker.build import engine_builder, training_spec
 
 if TYPE_CHECKING:
-    from p2ptrain.compute.rivals import DdpTrainer, GlooGroup
+    from p2ptrain.compute.gloo import GlooGroup
+    from p2ptrain.compute.rivals import DdpTrainer
 
 RING, USUAL, DDP = "ring", "usual", "ddp"
 """The contenders: this project; this project without exact mode, if the profile has it; and torch."""

@@ -1,0 +1,76 @@
+"""torch's own collectives, the baseline of ``p2ptrain bench allreduce``. Without transformers, which takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from p2ptrain.core.errors import ConfigError, ConnectionLost
+
+HOST = "127.0.0.1"
+TORCH_VERSION = torch.__version__
+
+
+def why_no_gloo() -> str:
+    """Why this torch has no Gloo; empty if it has."""
+    if not dist.is_available():
+        return "this torch was built without torch.distributed"
+    return "" if dist.is_gloo_available() else "this torch was built without Gloo"
+
+
+class GlooGroup:
+    """This process's membership in a Gloo process group on the loopback. A process can have only one.
+
+    Args:
+        store_port: port of rank 0's rendezvous store. Rank 0 passes 0; the others get its attribute ``store_port``.
+        timeout_s: deadline of every operation, including the rendezvous.
+    """
+
+    def __init__(self, rank: int, size: int, store_port: int, *, timeout_s: float) -> None:
+        self.rank, self.size = rank, size
+        self._timeout = timedelta(seconds=timeout_s)
+        try:
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                HOST, store_port, size, is_master=rank == 0, wait_for_workers=False, timeout=self._timeout
+            )
+        except RuntimeError as error:
+            raise ConnectionLost(f"torch's rendezvous failed: {line_of(error)}") from error
+        self.store_port = self._store.port
+        self.groups: dict[str, Any] = {}
+
+    def join(self, backends: Sequence[str] = ("gloo",)) -> None:
+        """Wait for the other members, and form a group of each backend. Raises ``ConnectionLost``, ``ConfigError``."""
+        if not set(backends) <= set(dist.Backend.backend_list):
+            raise ConfigError(
+                "this torch does not know the backend p2p", remedy="install p2ptrain again: pip install ."
+            )
+        try:
+            dist.init_process_group(
+                "gloo", store=self._store, rank=self.rank, world_size=self.size, timeout=self._timeout
+            )
+            self.groups = {name: dist.new_group(backend=name, timeout=self._timeout) for name in backends}
+        except RuntimeError as error:
+            raise ConnectionLost(f"Gloo could not connect the workers: {line_of(error)}") from error
+
+    def all_reduce(self, buffer: npt.NDArray[np.generic], dtype: str, backend: str = "gloo") -> None:
+        """Sum over all members, in place; ``dtype`` as in ``ring.dtypes``. Raises ``ConnectionLost``."""
+        try:
+            dist.all_reduce(_tensor(buffer, dtype), group=self.groups[backend])
+        except RuntimeError as error:
+            raise ConnectionLost(f"the all-reduce of {backend} failed: {line_of(error)}") from error
+
+
+def _tensor(buffer: npt.NDArray[np.generic], dtype: str) -> torch.Tensor:
+    if dtype == "bfloat16":
+        return torch.from_numpy(buffer.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(buffer)
+
+
+def line_of(error: RuntimeError) -> str:
+    return " ".join(str(error).split())[:200]
