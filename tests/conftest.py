@@ -7,6 +7,7 @@ machine dies is shown by disks that forget (``tests/core/torn_disk.py``, ``roles
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -31,6 +32,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell's background job ignores SIGINT, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+gc.disable()  # until all is imported, which lasts as long as the session and is then left out of collections
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -73,13 +73,13 @@ def assembled(pipeline: Pipeline, root: Path) -> Path:
     return store.publish(draft, {}).path
 
 
-def test_fifty_steps_are_those_of_peft_in_one_process(text_file: Path, base: Path, tmp_path: Path) -> None:
+def test_twenty_steps_are_those_of_peft_in_one_process(text_file: Path, base: Path, tmp_path: Path) -> None:
     """Of two workers, and of two stages. Only the adapters are exchanged."""
     settings: dict[str, Any] = {
         "model": ModelSpec(path=base),
         "tuning": LORA,
         "optimizer": OptimizerSpec(lr=3e-3, warmup_steps=0, min_lr_ratio=1.0, clip_norm=0.0),
-        "steps": 50,
+        "steps": 20,
     }
     one, other = (tiny_trainer(text_file, **settings) for _ in range(2))
     pipeline = Pipeline(text_file, (0, 1, 4), **settings)
@@ -92,7 +92,7 @@ def test_fifty_steps_are_those_of_peft_in_one_process(text_file: Path, base: Pat
     assert sum(stage.reduce_buffer.nbytes - 4 for stage in pipeline.stages) == 4 * numel
     worst = 0.0
     first = 0.0
-    for step in range(50):
+    for step in range(20):
         for trainer, share in ((one, (0, 3)), (other, (1, 2))):
             trainer.begin_step(step)
             for index in share:
@@ -102,7 +102,7 @@ def test_fifty_steps_are_those_of_peft_in_one_process(text_file: Path, base: Pat
         other.reduce_buffer[:] = one.reduce_buffer
         square_sum = one.partial_square_sum(0, len(one.reduce_buffer))
         losses = [trainer.apply(step, square_sum).loss for trainer in (one, other)]
-        if step < 10:
+        if step < 5:
             losses.append(pipeline.run(step).loss)
 
         optimizer.zero_grad()
@@ -116,12 +116,12 @@ def test_fifty_steps_are_those_of_peft_in_one_process(text_file: Path, base: Pat
         worst = max(worst, *(abs(ours / loss.item() - 1) for ours in losses))
     print(f"largest relative difference of a loss: {worst:.1e}; {first:.3f} to {loss.item():.3f}")
     assert worst < 1e-5
-    assert loss.item() < first - 1
+    assert loss.item() < first - 0.5
     assert state_bytes(one) == state_bytes(other)
     healed = tiny_trainer(text_file, **settings)
     for blob, source in zip(healed.state(), one.state(), strict=True):
         blob.view[:] = source.view
-    healed.state_loaded(50)
+    healed.state_loaded(20)
     assert healed.validate(0, 3) == one.validate(0, 3)
 
 

@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import tomllib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,19 +119,19 @@ class Machine:
         values = SMALL | {name.replace("__", "."): value for name, value in changes.items()}
         return [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
 
-    async def start(self, *arguments: str, inside: Sequence[str] = (), **environment: str) -> Process:
+    async def start(self, *arguments: str, network: str = "", **environment: str) -> Process:
         """Start ``p2ptrain`` with arguments; it is killed at the end of the test if it still runs.
 
         Args:
-            inside: a command that runs another one somewhere, such as ``ip netns exec NAME``.
+            network: name of the network namespace that it lives in; empty: this one.
         """
         env = os.environ | {"PYTHONUNBUFFERED": "1"} | environment
         process: asyncio.subprocess.Process | Forked
-        if self.warm is not None and arguments[0] in ("join", "generate") and not inside:
-            process = await self.warm.start(arguments, self.root, env)
+        if self.warm is not None and arguments[0] in ("join", "generate"):
+            process = await self.warm.start(arguments, self.root, env, network=network)
         else:
             process = await asyncio.create_subprocess_exec(
-                *inside,
+                *(["ip", "netns", "exec", network] if network else []),
                 sys.executable,
                 "-m",
                 "p2ptrain",

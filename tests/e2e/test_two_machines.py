@@ -25,8 +25,8 @@ def ip(*arguments: str) -> None:
 
 
 @pytest.fixture
-def machines() -> Iterator[tuple[list[str], list[str]]]:
-    """The commands that run another one on the first machine (10.77.0.1) and on the second (10.77.0.2)."""
+def machines() -> Iterator[tuple[str, str]]:
+    """The namespaces of the first machine (10.77.0.1) and of the second (10.77.0.2)."""
     names = [f"p2p-{os.getpid()}-{side}" for side in "ab"]
     try:
         for name in names:
@@ -36,30 +36,30 @@ def machines() -> Iterator[tuple[list[str], list[str]]]:
         for name, end, address in zip(names, ("va", "vb"), ("10.77.0.1", "10.77.0.2"), strict=True):
             ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
             ip("-n", name, "link", "set", end, "up")
-        yield ["ip", "netns", "exec", names[0]], ["ip", "netns", "exec", names[1]]
+        yield names[0], names[1]
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
 async def test_a_worker_beside_the_seed_and_one_elsewhere_train_together(
-    machine: Any, machines: tuple[list[str], list[str]]
+    machine: Any, machines: tuple[str, str]
 ) -> None:
     here, there = machines
     state = ["--state", str(machine.root)]
     seed = await machine.start(
-        "seed", "--host", "0.0.0.0", "--port", "7337", *state, *machine.settings(job__steps=30), inside=here
+        "seed", "--host", "0.0.0.0", "--port", "7337", *state, *machine.settings(job__steps=30), network=here
     )
     ticket = (await seed.until(r"^p2ptrain join (\S+)$"))[1]
     assert not ticket.startswith("127."), "it is for other machines"
     ticket = f"10.77.0.1:7337/{ticket.partition('/')[2]}"  # the namespace has no default route to tell its address by
-    beside = await machine.start("join", *state, inside=here)
+    beside = await machine.start("join", *state, network=here)
     await beside.until("joined")
-    elsewhere = await machine.start("join", ticket, *state, inside=there)
+    elsewhere = await machine.start("join", ticket, *state, network=there)
     # The worker beside the seed is known by a loopback address, which the other one must not dial.
     last = await elsewhere.until(r"step +30/30.* (\d) members")
     assert int(last[1]) == 2
     assert "listening on all addresses" in beside.text
-    code = await machine.start("check", ticket, "--once", inside=there, XDG_STATE_HOME=str(machine.root / "there"))
+    code = await machine.start("check", ticket, "--once", network=there, XDG_STATE_HOME=str(machine.root / "there"))
     assert await code.end() == 0, code.text
     assert [await beside.interrupt(), await elsewhere.interrupt(), await seed.interrupt()] == [0, 0, 0]

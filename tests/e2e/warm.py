@@ -6,13 +6,14 @@ p2ptrain`` from its first line; only the modules are there before. How a worker 
 one through ``up``, ``bench`` or ``chaos``, and where a test says so.
 
 This file is both sides: imported by tests, and run as the process that forks (``python warm.py SOCKET``). One request a
-connection: the three streams' descriptors and JSON with arguments, directory and environment; the answers are two
+connection: the three streams' descriptors and JSON with arguments, directory, environment and network; answers are two
 lines, the pid and, later, what ``waitpid`` said. The process ends with its standard input.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import importlib
 import io
@@ -84,14 +85,24 @@ class Nursery:
         )
 
     async def start(
-        self, arguments: Sequence[str], directory: Path, environment: Mapping[str, str], typed: str = ""
+        self,
+        arguments: Sequence[str],
+        directory: Path,
+        environment: Mapping[str, str],
+        typed: str = "",
+        network: str = "",
     ) -> Forked:
-        """``python -m p2ptrain`` with arguments. ``typed``: its whole input, at most what a pipe holds."""
+        """``python -m p2ptrain`` with arguments.
+
+        Args:
+            typed: its whole input, at most what a pipe holds.
+            network: name of the network namespace that it lives in; empty: this one.
+        """
         if self._host.stdout is not None:
             await asyncio.to_thread(self._host.stdout.readline)  # it listens
             self._host.stdout.close()
             self._host.stdout = None
-        request = json.dumps([list(arguments), str(directory), dict(environment)]).encode()
+        request = json.dumps([list(arguments), str(directory), dict(environment), network]).encode()
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self._path)
         (typed_end, keyboard), (out, out_end), (err, err_end) = os.pipe(), os.pipe(), os.pipe()
@@ -195,7 +206,10 @@ def _run(path: str) -> None:
 
 def _become(request: bytes, descriptors: Sequence[int]) -> None:
     """This process is ``python -m p2ptrain`` from now on."""
-    arguments, directory, environment = json.loads(request)
+    arguments, directory, environment, network = json.loads(request)
+    if network:
+        with open(f"/run/netns/{network}") as namespace:
+            assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)

@@ -419,6 +419,6 @@ class Sized(Cluster):
     training = Training(SHAPE, 2, 1, tokens=8, sequence_tokens=8, micro_batches=2)
 
 
-@pytest.mark.parametrize(("cluster", "examples"), [(Whole, 150), (Cluster, 100), (ThreeStages, 70), (Sized, 50)])
+@pytest.mark.parametrize(("cluster", "examples"), [(Whole, 100), (Cluster, 70), (ThreeStages, 50), (Sized, 35)])
 def test_random_histories(cluster: type[Cluster], examples: int) -> None:
     history.check(cluster, examples)

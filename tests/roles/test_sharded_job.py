@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,12 +9,12 @@ import pytest
 from configs.schema import Profile
 from p2ptrain.cli.audit import audit
 from p2ptrain.core.errors import Refused
-from ring import coordination as co
 from roles.seed import jobs
 from roles.strategies.pipeline import strategy_of
 from roles.worker.build import engine_builder, stage_builder
 from tests.roles.in_process import Cluster, Gate
 from tests.roles.test_pipeline_job import (
+    STEPS,
     at,
     ended_as_one_process,
     gated,
@@ -38,7 +36,7 @@ def sharded(text: Path, shards: int, replicas: int, steps: int) -> Profile:
 
 
 async def test_a_sharded_model_learns_what_one_process_does(cluster: Cluster, text: Path) -> None:
-    await learned_as_one_process(cluster, sharded(text, 2, 2, 20))
+    await learned_as_one_process(cluster, sharded(text, 2, 2, STEPS))
 
 
 async def test_a_replica_that_lost_a_member_comes_back_while_the_other_goes_on(cluster: Cluster, text: Path) -> None:
@@ -102,25 +100,3 @@ def test_only_a_profile_that_can_be_sharded_is(text: Path) -> None:
     own = profile_of(text, 0, 1, job=sync, pipeline={"stages": 0}, data={"private": True})
     with pytest.raises(Refused, match=r"3 shards: .*data\.private"):
         jobs.in_shards(own.to_spec(), 3)
-
-
-async def test_a_spare_takes_its_rows_out_of_the_whole_checkpoint_of_another(
-    cluster: Cluster, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The disk of the lost one is gone with it."""
-    monkeypatch.setattr(jobs.co, "JobOptions", partial(co.JobOptions, grace_s=1.0))  # nobody comes back
-    profile, gate = sharded(text, 2, 1, 22), Gate(15)
-    job = await cluster.create(profile)
-    for _ in range(3):
-        cluster.join(build_part=gated(gate), strategies=strategy_of)
-    await cluster.whole(job, 10)
-    item = await cluster.job_until(job, at(12))
-    members = await members_of(cluster, job, item)
-    gate.away()
-    await members[1].die()
-    shutil.rmtree(members[1].identity.directory)
-    await ended_as_one_process(cluster, job, profile)
-    spare = next(peer for peer in cluster.peers if peer not in members)
-    assert [text for _, kind, text in spare.told if kind == "taken"] == [
-        f"took the files of step 10 of part 1 of 2 from {members[0].identity.name}"
-    ]

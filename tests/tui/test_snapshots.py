@@ -14,7 +14,6 @@ SMALL, LARGE = (80, 24), (160, 48)
 SCENES: dict[str, tuple[tuple[int, int], list[str]]] = {
     "small": (SMALL, []),
     "large": (LARGE, []),
-    "light": (LARGE, ["d"]),
     "jobs": (SMALL, ["3"]),
     "help": (SMALL, ["question_mark"]),
     "confirm": (SMALL, ["c"]),

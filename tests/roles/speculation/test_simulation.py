@@ -37,7 +37,7 @@ def test_a_good_drafter_at_any_distance(round_trip_s: float) -> None:
     assert sum(item.payload_bytes for item in outcomes) / sum(item.tokens for item in outcomes) < 16
 
 
-@pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_it_is_never_slower_than_the_verifier_alone(share: float) -> None:
     for alpha, round_trip_s in itertools.product((0.0, 0.3, 0.6, 0.8, 0.9, 1.0), ROUND_TRIPS_S):
         model = CostModel(PASS_S)
