@@ -45,7 +45,7 @@ function gpus({ gpus: all = [] }) {
   return all.length ? { text: all.map(told).join("; "), bar: load } : UNKNOWN;
 }
 
-const runs = ({ done, total }) => (total ? { text: `${done} of ${total}`, bar: done / total } : UNKNOWN);
+const runs = ({ runs: done, planned }) => ({ text: `${done} of ${planned}`, bar: planned ? done / planned : 0 });
 
 function progress(item) {
   const part = item.steps_total ? item.step / item.steps_total : 0;
@@ -201,9 +201,11 @@ export class Panels {
         column("Name", named),
         column("State", (item) => format.look(item.state)),
         column("Runs", runs, "barred"),
-        buttons(() => [["Analysis", "analyse"]], (item) => item.name || item.id),
+        column("Now", (item) => text(item.text), "wide"),
+        number("Left", (item) => format.duration(item.left_s)),
+        buttons(() => [["Analysis", "analyse"]], (item) => item.id),
       ],
-      { empty: "No experiment is known here. Start one with p2ptrain experiment.", act },
+      { empty: "No experiment was begun on this seed: POST /api/v1/experiments begins one.", act },
     );
     const events = new Table(
       byId("events"),

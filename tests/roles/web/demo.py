@@ -11,6 +11,7 @@ import copy
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from p2ptrain.core.errors import ConnectionLost
@@ -18,6 +19,7 @@ from p2ptrain.core.world import LoopClock
 from roles.background import Background
 from roles.http.server import serving
 from roles.web.app import Access, WebApp
+from roles.web.experiments import ExperimentInfo, Experiments
 from roles.web.feed import Feed
 from tests.tui.demo import DemoCluster
 from wire.messages import Update
@@ -100,9 +102,10 @@ async def endpoint(seed: DemoSeed, sock: socket.socket) -> AsyncIterator[str]:
     def connect() -> AbstractAsyncContextManager[Any]:
         return seed.connect()
 
-    feed, beside = Feed(connect), Background()
+    feed, beside, experiments = Feed(connect), Background(), Experiments(Path("nowhere"), connect)
+    experiments.infos["rates"] = ExperimentInfo("rates", "running", 5, 12, "lr=0.01, repeat 2: step 40 of 100", 420.0)
     beside.start(feed.run(), "web feed")
-    app = WebApp(feed, Access(), refuse, LoopClock())
+    app = WebApp(feed, Access(), refuse, LoopClock(), experiments)
     try:
         async with serving(app, sock, websockets=True):
             host, port = sock.getsockname()[:2]
