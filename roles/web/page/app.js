@@ -93,9 +93,7 @@ function fail(what, problem) {
 
 function chooseJob(id) {
   feed.choose(id);
-  const address = new URL(location.href);
-  address.searchParams.set("job", id);
-  history.replaceState(null, "", address);
+  history.replaceState(null, "", `?job=${path(id)}`);
   draw();
 }
 
@@ -160,8 +158,6 @@ async function unlock(problem) {
   feed.retry();
 }
 
-// -------------------------------------------------------------------------------------------------------- experiments
-
 async function loadExperiments() {
   if (feed.state !== "live" || document.hidden) return;
   const { items } = await ask("experiments").catch(() => ({})); // the feed tells why
@@ -173,7 +169,7 @@ async function analyse(experiment) {
   const place = byId("analysis");
   place.hidden = false;
   byId("experiments").append(place);
-  place.replaceChildren(h("h3", {}, text(experiment.id)), shown(summary));
+  place.replaceChildren(h("h3", {}, text(experiment.id)), shown({ conclusions: summary.conclusions, ...summary }));
   place.scrollIntoView({ block: "nearest" });
 }
 

@@ -25,8 +25,6 @@ export function setText(element, said) {
   if (element.textContent !== said) element.textContent = said;
 }
 
-// ------------------------------------------------------------------------------------------------------------- tables
-
 /** Fill a cell. `value`: a text, or an object with `text` and some of
  *  `symbol`, `role`: a state and its colour; `title`: more, shown on hover;
  *  `bar`: part of a whole, 0 to 1; `stack`: parts of a bar, `[role, value, title]`;
@@ -123,8 +121,6 @@ export class Table {
     return { row: h("tr", { role: "row", "data-key": key }, cells), shown: [] };
   }
 }
-
-// ------------------------------------------------------------------------------------------------ dialogs and messages
 
 /** Open a dialog of index.html and wait for its end. Returns the values of its form, or null if it was dismissed. */
 export function openDialog(id) {

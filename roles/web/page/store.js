@@ -134,8 +134,6 @@ export class Store {
     this.cluster = cluster ?? this.cluster;
   }
 
-  // ------------------------------------------------------------------------------------------------------- reading
-
   /** Ring members by job and rank, then the others by name. */
   peersInOrder() {
     const isOutside = (peer) => Number(peer.rank === null);
