@@ -75,6 +75,7 @@ async def measure(client: SeedClient, run: Run, plan: Plan, show: Show) -> Resul
     reader = asyncio.create_task(followed.read(client), name="news")
     try:
         in_time = await followed.until(lambda: followed.over or bool(followed.trouble), limit_s)
+        late = f"it took more than {limit_s:g} s, and was {followed.state}"
         if not followed.over:
             with suppress(Refused):  # it has just ended
                 await client.tell_job(followed.job, "cancel")
@@ -96,7 +97,7 @@ async def measure(client: SeedClient, run: Run, plan: Plan, show: Show) -> Resul
     if info.state == "done":
         return Result(DONE, info.reason, figures, curve)
     if not in_time:
-        return Result("time-limit", f"it took more than {limit_s:g} s", figures, curve)
+        return Result("time-limit", late, figures, curve)
     reason = followed.trouble or info.reason or info.state
     return Result(failure(reason), reason, figures, curve)
 
@@ -116,11 +117,11 @@ class _Followed:
         offset_s: the seed's wall clock minus the loop's.
 
     Attributes:
-        trouble: why a worker cannot go on; empty: all can.
+        trouble: why a worker cannot go on; empty: all can. state: of the job, and why.
     """
 
     def __init__(self, run: Run, offset_s: float, show: Show) -> None:
-        self.job, self.trouble = "", ""
+        self.job, self.trouble, self.state = "", "", "waiting"
         self._run, self._offset_s, self._show = run, offset_s, show
         self._news, self._lost = asyncio.Event(), list[P2PTrainError]()
         self._info: JobInfo | None = None
@@ -170,8 +171,9 @@ class _Followed:
             case JobInfo() if item.id == self.job:
                 self._info = item
                 self._ours.update(item.members)
+                self.state = f"{item.state}{': ' * bool(item.reason)}{item.reason}"
                 if not item.step:
-                    self._show(f"{item.state}{': ' * bool(item.reason)}{item.reason}")
+                    self._show(self.state)
             case MetricRow() if item.job == self.job:
                 loss = "" if item.loss is None else f"  loss {item.loss:.3f}"
                 self._show(f"step {item.step}/{self._run.profile.job.steps}{loss}")
