@@ -150,9 +150,13 @@ async def test_the_snapshot_then_what_changes(monkeypatch: pytest.MonkeyPatch) -
         assert (first.steps, first.of("ready")) == ([1, 2, 3], [])
         del first.messages[:]
         seed.say("metrics", MetricRow("another", 9, 0.0))
+        for name in ("a", "b"):
+            seed.say("peers", PeerInfo(name, name, ["worker"], "", "idle", "", 0.0))
+            await first.until(lambda name=name: [peer["id"] for peer in first.of("peers")][-1:] == [name])
         seed.say("jobs-gone", {"id": JOB})
-        await first.until(lambda: first.messages != [])
-        assert first.messages == [{"topic": "jobs-gone", "items": [{"id": JOB}]}]
+        await first.until(lambda: first.of("jobs-gone") != [])
+        said = [(message["topic"], [item["id"] for item in message["items"]]) for message in first.messages]
+        assert said == [("peers", ["a"]), ("peers", ["b"]), ("jobs-gone", [JOB])]
 
 
 @pytest.mark.parametrize("recorded", [0, 5, 30])
