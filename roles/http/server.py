@@ -52,7 +52,6 @@ async def serving(
         ws="websockets-sansio" if websockets else "none",
         ws_max_size=MOST_MESSAGE_BYTES,
         ws_per_message_deflate=False,
-        ssl_context_factory=None if tls is None else lambda config, default: tls,
         loop="none",
         lifespan="off",
         interface="asgi3",
@@ -71,7 +70,14 @@ async def serving(
     config.load()
     server = Server(config)
     server.lifespan = config.lifespan_class(config)
-    await server.startup(sockets=[sock])
+    # As ``startup`` of uvicorn does, but with a deadline for the handshake of TLS.
+    listener = await asyncio.get_running_loop().create_server(
+        lambda: _Connection(config=config, server_state=server.server_state, app_state={}),
+        sock=sock,
+        ssl=tls,
+        ssl_handshake_timeout=HEADERS_S if tls is not None else None,
+    )
+    server.servers = [listener]
     try:
         yield server
     finally:

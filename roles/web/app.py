@@ -34,7 +34,6 @@ from roles.http.answers import (
     shutting_down,
     tell,
 )
-from roles.web.docs import docs_page
 from roles.web.endpoints import READ, ROOT, Call, CreateJob, Endpoint, Given, Page, openapi
 from roles.web.experiments import Experiments
 from roles.web.feed import Feed, records_of
@@ -50,11 +49,6 @@ STREAM = f"{ROOT}/metrics/stream/{{job}}"
 KEPT_ANSWERS = 1024
 KEPT_ANSWERS_S = 3600.0
 """How many answers to requests with an Idempotency-Key are kept, and how long."""
-_POLICY = (
-    "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'"
-)
-PAGE_HEADERS = HEADERS | {"content-security-policy": _POLICY, "referrer-policy": "no-referrer"}
 _KEY_PREFIX = "bearer."
 
 _STATUS = {
@@ -240,15 +234,12 @@ class WebApp:
         return json_response(answer.to_map(), status=endpoint.status)
 
     async def _openapi(self, request: Request) -> Response:
-        return json_response(await self._described())
-
-    async def _docs(self, request: Request) -> Response:
-        return Response(docs_page(await self._described()), 200, PAGE_HEADERS, media_type="text/html")
-
-    async def _described(self) -> dict[str, Any]:
         # Not before somebody asks, and in a thread: it takes some tenths of a second.
         self._document = self._document or await asyncio.to_thread(openapi, ENDPOINTS)
-        return self._document
+        return json_response(self._document)
+
+    async def _docs(self, request: Request) -> Response:
+        return Response(None, 302, {"location": "../../docs.html"})
 
     async def _prometheus(self, request: Request) -> Response:
         client = await self._feed.client()

@@ -3,7 +3,7 @@
 const CACHE = "page";
 const ANSWER_MS = 3000; // a seed that answers later is taken for one that is away
 
-const NAMES = `theme.js style.css app.js charts.js dom.js feed.js format.js panels.js ring.js store.js icon.svg icon.png
+const NAMES = `theme.js style.css app.js charts.js docs.html docs.js dom.js feed.js format.js panels.js ring.js store.js icon.svg icon.png
   uplot/uPlot.iife.min.js uplot/uPlot.min.css manifest.webmanifest`;
 const SHELL = ["/", ...NAMES.split(/\s+/)].map((path) => new URL(path, location.href).href);
 

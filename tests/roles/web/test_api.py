@@ -137,6 +137,8 @@ GUARDED = Access(Keys({READER: READ, OPERATOR: OPERATE}), {"seed.example.org"})
         ("DELETE", "training/jobs/none", {"authorization": f"Bearer {READER}"}, 403),
         ("DELETE", "training/jobs/none", {"authorization": f"Bearer {OPERATOR}"}, 404),
         ("GET", "openapi.json", {}, 200),
+        ("GET", "docs", {}, 302),
+        ("GET", "/docs.html", {}, 200),
         ("GET", "/", {}, 200),
         ("GET", "/", {"host": "evil.example"}, 403),
         ("GET", "/", {"host": "192.0.2.7:8443"}, 200),  # a page cannot rename an address
