@@ -27,18 +27,12 @@ from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, JobFailed
+from tests.compute.contribution import contribution, in_another_process
 from tests.compute.saving import save
 from tests.compute.test_trainer import APART, Follower, SideStream
-from tests.compute.tiny_trainer import MICRO_BATCHES, OPTIMIZER, TINY, run_step, state_bytes, tiny, tiny_trainer
+from tests.compute.tiny_trainer import MICRO_BATCHES, OPTIMIZER, TINY, run_step, state_bytes, tiny
 
 MakeTrainer = Callable[..., Trainer]
-
-
-def contribution(trainer: Trainer, step: int, index: int) -> bytes:
-    """What one micro-batch adds, found as the difference of two sums: integers forget nothing."""
-    before = trainer.reduce_buffer.copy()
-    trainer.micro_batch(step, index)
-    return bytes((trainer.reduce_buffer - before).data)
 
 
 def sha256(trainer: Trainer) -> str:
@@ -46,14 +40,6 @@ def sha256(trainer: Trainer) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------ a micro-batch
-
-
-def _in_another_process(text: Path, others: list[int], answer: Any) -> None:
-    trainer = tiny_trainer(text, exact=True)
-    trainer.begin_step(5)
-    for index in others:
-        trainer.micro_batch(5, index)
-    answer.put(contribution(trainer, 5, 2))
 
 
 @pytest.mark.parametrize(("model", "precision"), [(TINY, "bf16"), (tiny(architecture="gpt2", kv_heads=4), "fp32")])
@@ -81,7 +67,7 @@ def test_the_bits_of_a_micro_batch_do_not_depend_on_those_before(
 def test_the_bits_of_a_micro_batch_do_not_depend_on_the_process(make_trainer: MakeTrainer, text_file: Path) -> None:
     context = multiprocessing.get_context("spawn")
     answer = context.Queue()
-    process = context.Process(target=_in_another_process, args=(text_file, [3, 1], answer))
+    process = context.Process(target=in_another_process, args=(text_file, [3, 1], answer))
     process.start()
     there = answer.get(timeout=120)
     process.join(60)

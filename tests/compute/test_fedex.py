@@ -114,6 +114,7 @@ def test_a_checkpoint_of_exact_averages_is_a_whole_model(text_file: Path, base: 
     assert worst(effective(again), effective(members(text_file, base, 1)[0])) == 0
 
 
+@pytest.mark.parametrize("base", ["llama"], indirect=True)
 def test_a_member_without_a_share_adds_nothing(text_file: Path, base: Path) -> None:
     trainers, others = members(text_file, base), members(text_file, base, 4)
     play(trainers, 0)
@@ -126,6 +127,7 @@ def test_a_member_without_a_share_adds_nothing(text_file: Path, base: Path) -> N
     assert state_bytes(others[0]) == state_bytes(trainers[0])
 
 
+@pytest.mark.parametrize("base", ["llama"], indirect=True)
 def test_a_newcomer_ends_with_the_same_bits(text_file: Path, base: Path) -> None:
     trainers = members(text_file, base)
     play(trainers, 0)

@@ -42,12 +42,12 @@ LARGE_NUMEL = 8 << 20
 
 
 @pytest.mark.parametrize("codec", [None, "int8"])
-@pytest.mark.parametrize("count", [2, 3])
-def test_an_all_reduce_needs_two_sub_chunks_and_a_fiftieth_of_its_array(count: int, codec: str | None):
+def test_an_all_reduce_needs_two_sub_chunks_and_a_fiftieth_of_its_array(codec: str | None):
     """For each member, from the first operation on, so that what is kept for the next one counts, too. With a codec the
     error feedback's residual is the caller's, and the codec's scratch memory is not. Counted by tracemalloc, to which
     numpy tells its arrays: of the whole process, and members of a ring are equal.
     """
+    count = 3
 
     async def reduce() -> None:
         async with local_ring(count, TcpNetwork(), sub_chunk_bytes=0) as members:

@@ -139,7 +139,7 @@ async def test_help_closes_and_quitting_says_that_training_goes_on():
         assert stage.source.requests == [], "the keys below the help are asleep"
 
 
-@pytest.mark.parametrize("key", ["1", "question_mark", "c"])
+@pytest.mark.parametrize("key", ["question_mark", "c"])
 async def test_ctrl_c_leaves_from_a_dialog_too_and_says_so_to_the_caller(key: str):
     async with staged() as stage:
         await stage.press(key, "ctrl+c")

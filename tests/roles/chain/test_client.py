@@ -168,7 +168,7 @@ def test_a_stage_dies_while_it_decodes(tmp_path: Path, victim: str, prefill_enco
     assert scene.workers["w3"].sessions == 0  # closed in the end
 
 
-@pytest.mark.parametrize("victim", ["w0", "w1", "w2"])
+@pytest.mark.parametrize("victim", ["w0", "w2"])
 def test_a_stage_dies_while_it_takes_the_prompt(tmp_path: Path, victim: str) -> None:
     async def happens(scene: Scene, session: Generation, number: int) -> None:
         if number == 0:
@@ -196,7 +196,7 @@ def test_a_stage_dies_between_two_turns(tmp_path: Path, victim: str) -> None:
 
 
 def test_a_second_stage_dies_while_the_first_is_replaced(tmp_path: Path) -> None:
-    for later_s in [each / 50 for each in range(6)]:
+    for later_s in (0.0, 0.04, 0.1):
 
         async def happens(scene: Scene, session: Generation, number: int, later_s: float = later_s) -> None:
             if number == 5:
@@ -210,7 +210,7 @@ def test_a_second_stage_dies_while_the_first_is_replaced(tmp_path: Path) -> None
 
 
 def test_the_spare_dies_while_it_takes_over(tmp_path: Path) -> None:
-    for later_s in [each / 50 for each in range(6)]:
+    for later_s in (0.0, 0.04, 0.1):
 
         async def happens(scene: Scene, session: Generation, number: int, later_s: float = later_s) -> None:
             if number == 5:
