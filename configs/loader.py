@@ -125,13 +125,7 @@ def _profile_layers(profile: str) -> Iterator[tuple[str, _Setting]]:
 
 def _file_layers(path: Path, source: str) -> Iterator[tuple[str, _Setting]]:
     """Settings of the file's base, then of the file. An empty ``source`` means: use each setting's line."""
-    text = _read(path)
-    try:
-        document = tomli.loads(text)
-    except tomli.TOMLDecodeError as error:
-        raise ConfigError(
-            f"{path}:{error.lineno}: not TOML: {error.msg}", remedy="see https://toml.io for the syntax"
-        ) from None
+    text, document = read_toml(path)
     lines = _key_lines(text)
     yield from _document_layers(
         document, lambda key: f"{path}:{lines.get(key, lines.get(key.partition('.')[0], 1))}", source
@@ -178,20 +172,27 @@ def _override_layer(sets: Sequence[str]) -> Iterator[tuple[str, _Setting]]:
         yield key, _Setting(_parsed(key, text.strip()), place, place)
 
 
-def _read(path: Path) -> str:
+def read_toml(path: Path, what: str = "profile") -> tuple[str, dict[str, Any]]:
+    """The text of a file, and the TOML document that it is. ``what``: for messages. Raises ``ConfigError``."""
     try:
         with path.open("rb") as file:
             content = file.read(_FILE_LIMIT_BYTES + 1)  # a pipe or a device has no size to check
         if len(content) > _FILE_LIMIT_BYTES:
             raise ConfigError(
-                f"{path} is larger than a profile may be ({_FILE_LIMIT_BYTES} bytes)", remedy="is this the right file?"
+                f"{path} is larger than a {what} may be ({_FILE_LIMIT_BYTES} bytes)", remedy="is this the right file?"
             )
-        return content.decode("utf-8-sig")  # some editors write a byte order mark
+        text = content.decode("utf-8-sig")  # some editors write a byte order mark
+        return text, tomli.loads(text)
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text", remedy="is this the right file?") from None
     except OSError as error:
-        remedy = "check the path, or name a profile that ships: " + ", ".join(shipped())
-        raise ConfigError(f"cannot read the profile {path}: {error.strerror or error}", remedy=remedy) from None
+        ships = f", or name a profile that ships: {', '.join(shipped())}" if what == "profile" else ""
+        text = f"cannot read the {what} {path}: {error.strerror or error}"
+        raise ConfigError(text, remedy=f"check the path{ships}") from None
+    except tomli.TOMLDecodeError as error:
+        raise ConfigError(
+            f"{path}:{error.lineno}: not TOML: {error.msg}", remedy="see https://toml.io for the syntax"
+        ) from None
 
 
 def _flatten(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -1,23 +1,8 @@
 """Predicts what a step costs on given members: seconds, memory and bytes, for each strategy and codec. Pure.
 
 What is measured, on one machine with the real model, is a ``Calibration``. A member of another speed needs
-``flops / its flops`` times as long. Workers of one host share its cores. With n members, M micro-batches of u seconds,
-an update of a seconds, B bytes of gradients as they are encoded, W bytes of weights that train, and links of bandwidth
-b and latency l (one way), a step takes
-
-========= ==========================================================================================================
-sync      max(count u) + a + exposed, where exposed = max(reduce - hidden, 0) + gathers; reduce = 2 (n-1)/n B/b
-          + 2 (n-1) l, or more if the codec is slower than the link; gathers = 2 (n-1) l; hidden: the buckets that are
-          sent while the backward pass, 2/3 u, of the last micro-batch runs
-local     max(count (u + a)) + a + exposed; hidden is all computing with ``overlap``, else nothing
-federated the same without ``overlap``
-server    a worker's cycle, M/buffer u + (gradient + state)/b + 10 l + a, divided by the versions that the workers make
-          in a cycle; at least what the server does for a version
-sharded   passes (u + 2 (p-1)/p W/b + 2 (layers + 1) (p-1) l) + the sum over p shards + the ring of the replicas
-pipeline  ``ring.training_placement.plan``, + the stage's part of a + gathers
-========= ==========================================================================================================
-
-``ring.order.step_s`` has the same exchange for equal links. Validation and checkpoints are not part of a step.
+``flops / its flops`` times as long. Workers of one host share its cores. docs/explain.md has the formulas, units and
+limits; ``ring.order.step_s`` has the same exchange for equal links. Validation and checkpoints are not part of a step.
 """
 
 from __future__ import annotations
@@ -129,8 +114,7 @@ class Way:
 
     @property
     def trained_bytes(self) -> int:
-        training = self.training
-        return int(training.trained * training.sizes.weights_bytes(0, training.layers))
+        return int(self.training.trained * self.training.sizes.weights_bytes(0, self.training.layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +185,7 @@ class _Step:
         self.way, self.training, self.cluster, self.measured = way, way.training, cluster, measured
         self.members = slowed(cluster.members)
         self.weights_bytes = self.training.sizes.weights_bytes(0, self.training.layers)
-        self.trained_bytes = way.trained_bytes
+        self.state_bytes = (3 if way.moments else 1) * way.trained_bytes
 
     def pace(self, member: CandidateWorker) -> float:
         """How many times as long as the measured machine it takes."""
@@ -212,15 +196,7 @@ class _Step:
 
     @property
     def slowest(self) -> float:
-        return max(self.pace(one) for one in self.members)
-
-    @property
-    def update_s(self) -> float:
-        return self.measured.update_s * self.slowest
-
-    def counts(self) -> list[int]:
-        units_us = [max(1, round(1e6 * self.unit_s(one))) for one in self.members]
-        return balanced(self.training.micro_batches, [max(units_us)] * len(units_us) if self.way.vectors else units_us)
+        return max(map(self.pace, self.members))
 
     def encoded_bytes(self, size_bytes: int) -> int:
         if self.way.codec == "fp32":
@@ -259,49 +235,46 @@ class _Step:
         reduce_s = all_reduce_s(size, latency_s, chunk_s=chunk_s, piece_s=piece_s, buckets=buckets)
         return reduce_s, gathers_s(size, latency_s)
 
-    def check(self, needs: Sequence[int]) -> None:
-        """Raises ``ResourceError`` if a member lacks the memory for what it needs."""
-        for one, need_bytes in zip(self.members, needs, strict=True):
-            if 0 < one.memory_bytes < need_bytes:
-                offers, parts = human_bytes(one.memory_bytes), self.training.stages
-                what = f"each of {parts} shards" if parts > 1 else one.name
-                raise ResourceError(
-                    f"it does not fit in memory: {what} needs about {human_bytes(need_bytes)}, and a worker may use "
-                    f"{offers}",
-                    remedy="set sharded.shards higher, sharded.accumulate = false or "
-                    "device.gradient_checkpointing = true"
-                    if parts > 1
-                    else "split the model: job.strategy = 'sharded' or 'pipeline'",
-                )
-
-    def check_number(self, least: int) -> None:
-        if len(self.members) < least:
-            text = f"{least} workers are needed, and there are {len(self.members)}"
-            raise UserError(text, remedy="start more: p2ptrain join")
-
     def whole_bytes(self, member: CandidateWorker, factor: float = 1.0) -> int:
-        """Memory for a member that holds the whole model, with the copy of the state that a checkpoint is made from."""
-        training = self.training
-        held = training.copies(on_host=member.on_host) * (factor if training.trained else 1.0)
-        return int(held * self.weights_bytes) + self.kept_bytes() + self.state_bytes()
+        """Memory of a member with the whole model, and with the copy of the state that a checkpoint is made from."""
+        held_bytes = self.training.copies(on_host=member.on_host) * factor * self.weights_bytes
+        return int(held_bytes) + self.kept_bytes() + self.state_bytes
 
     def kept_bytes(self) -> int:
-        training = self.training
+        training, layers = self.training, self.training.layers
         if self.way.layers_kept:
-            return training.kept_bytes(0, training.layers)
-        return training.layers * 4 * training.tokens * training.shape.width + training.kept_bytes(
-            training.layers - 1, training.layers
-        )
+            return training.kept_bytes(0, layers)
+        return layers * 4 * training.tokens * training.shape.width + training.kept_bytes(layers - 1, layers)
 
-    def state_bytes(self) -> int:
-        return (3 if self.way.moments else 1) * self.trained_bytes
+    def among(self, number: int) -> None:
+        """Use the first ``number`` members. Raises ``UserError`` if there are fewer."""
+        if len(self.members) < number:
+            text = f"{number} workers are needed, and there are {len(self.members)}"
+            raise UserError(text, remedy="start more: p2ptrain join")
+        self.members = self.members[:number]
 
     def done(
-        self, needs: Sequence[int], *, compute_s: float, update_s: float, reduce_s: float, exposed_s: float, sent: float
+        self,
+        needs: Sequence[int],
+        *,
+        compute_s: float,
+        update_s: float,
+        exchange_s: float,
+        exposed_s: float,
+        sent: float,
     ) -> Prediction:
-        self.check(needs)
+        """Raises ``ResourceError`` if a member lacks the memory for what it ``needs``, in bytes."""
+        for one, need_bytes in zip(self.members, needs, strict=True):
+            if 0 < one.memory_bytes < need_bytes:
+                parts = self.training.stages
+                what = f"each of {parts} shards" if parts > 1 else one.name
+                do = "split the model: job.strategy = 'sharded' or 'pipeline'"
+                if parts > 1:
+                    do = "set sharded.shards higher, sharded.accumulate = false or device.gradient_checkpointing = true"
+                offers = f"a worker may use {human_bytes(one.memory_bytes)}"
+                raise ResourceError(f"{what} needs about {human_bytes(need_bytes)}, and {offers}", remedy=do)
         memory_bytes, step_s = self.measured.base_bytes + max(needs), compute_s + update_s + exposed_s
-        return Prediction(self.way, step_s, compute_s, update_s, reduce_s, exposed_s, memory_bytes, sent)
+        return Prediction(self.way, step_s, compute_s, update_s, exchange_s, exposed_s, memory_bytes, sent)
 
 
 # ------------------------------------------------------------------------------------------------------ the strategies
@@ -309,89 +282,85 @@ class _Step:
 
 def _summed(step: _Step) -> Prediction:
     """sync, local and federated: all members hold the whole model, and sum over one ring."""
-    way, size = step.way, len(step.members)
-    is_local, ids = way.strategy != "sync", [one.id for one in step.members]
-    counts = step.counts()
-    inner_s = [step.measured.update_s * step.pace(one) if is_local else 0.0 for one in step.members]
-    spans_s = [
-        count * (step.unit_s(one) + extra_s) for one, count, extra_s in zip(step.members, counts, inner_s, strict=True)
-    ]
-    compute_s, size_bytes = max(spans_s), step.trained_bytes // way.fragments
-    reduce_s, gathered_s = step.ring_s(ids, size_bytes, buckets=way.buckets)
+    way, members, size = step.way, step.members, len(step.members)
+    is_local = way.strategy != "sync"
+    units_us = [max(1, round(1e6 * step.unit_s(one))) for one in members]
+    counts = balanced(step.training.micro_batches, [max(units_us)] * size if way.vectors else units_us)
+    each_s = step.measured.micro_batch_s + step.measured.update_s * is_local
+    compute_s = max(count * each_s * step.pace(one) for count, one in zip(counts, members, strict=True))
+    size_bytes = way.trained_bytes // way.fragments
+    reduce_s, gathered_s = step.ring_s([one.id for one in members], size_bytes, buckets=way.buckets)
     sent = 2 * (size - 1) / size * step.encoded_bytes(size_bytes)
     if way.vectors:  # each member's goes once round the ring
         reduce_s, sent = reduce_s * size / 2, float((size - 1) * size_bytes)
-    early = 0.0 if is_local else 1 - 1 / way.buckets
-    hidden_s = compute_s if way.overlap else early * min(BACKWARD * max(map(step.unit_s, step.members)), reduce_s)
-    waits_s = exposed_s(reduce_s, gathered_s, hidden_s)
-    needs = [step.whole_bytes(one, LOCAL_COPIES if is_local else 1.0) for one in step.members]
-    needs = [need_bytes + way.vectors * step.trained_bytes for need_bytes in needs]
-    times = {"compute_s": compute_s, "update_s": step.update_s, "reduce_s": reduce_s + gathered_s}
-    return step.done(needs, **times, exposed_s=waits_s, sent=sent)
+    early_s = min(BACKWARD * step.measured.micro_batch_s * step.slowest, reduce_s) * (1 - 1 / way.buckets)
+    hidden_s = compute_s if way.overlap else 0.0 if is_local else early_s
+    factor = LOCAL_COPIES if is_local else 1.0
+    return step.done(
+        [step.whole_bytes(one, factor) + way.vectors * way.trained_bytes for one in members],
+        compute_s=compute_s,
+        update_s=step.measured.update_s * step.slowest,
+        exchange_s=reduce_s + gathered_s,
+        exposed_s=exposed_s(reduce_s, gathered_s, hidden_s),
+        sent=sent,
+    )
 
 
 def _served(step: _Step) -> Prediction:
-    way, training = step.way, step.training
-    step.check_number(way.buffer + 1)
-    server, *workers = step.cluster.members
-    step.members = workers = slowed(workers)  # the server computes little
-    links = LinkCosts(step.cluster.links, [one.id for one in step.cluster.members])
-    gradient, state = step.encoded_bytes(step.trained_bytes), step.state_bytes()
-    encode_s, decode_s = (each * step.trained_bytes / 4 for each in step.measured.codecs.get(way.codec, (0.0, 0.0)))
-    cycles_s, ways_s, computes_s = [], [], []
+    way, measured, cluster = step.way, step.measured, step.cluster
+    step.among(max(way.buffer + 1, len(step.members)))
+    server, workers = cluster.members[0], slowed(cluster.members[1:])  # the server computes little
+    links = LinkCosts(cluster.links, [one.id for one in cluster.members])
+    gradient, state = step.encoded_bytes(way.trained_bytes), step.state_bytes
+    encode_s, decode_s = (each * way.trained_bytes / 4 for each in measured.codecs.get(way.codec, (0.0, 0.0)))
+    made_s = way.buffer * decode_s + measured.update_s  # by the server, for a version
+    unit_s, cycles_s, moved_s = step.training.micro_batches / way.buffer * measured.micro_batch_s + encode_s, [], 0.0
     for one in workers:
         there_s, push_s = links.between(one.id, server.id, gradient)
         back_s, pull_s = links.between(server.id, one.id, state)
-        ways_s.append(push_s + pull_s)
-        computes_s.append(training.micro_batches / way.buffer * step.unit_s(one) + encode_s * step.pace(one))
-        cycles_s.append(computes_s[-1] + push_s + pull_s + HANDED * (there_s + back_s))
-    made_s = way.buffer * decode_s + step.measured.update_s  # by the server, for a version
+        moved_s = max(moved_s, push_s + pull_s)
+        cycles_s.append(unit_s * step.pace(one) + push_s + pull_s + HANDED * (there_s + back_s) + made_s)
     # Workers of one version begin again together, so they form groups of ``buffer``; each makes a version in a cycle.
-    rate = sum(1 / (cycle_s + made_s) for cycle_s in cycles_s) / len(workers) * (len(workers) // way.buffer)
-    shared_s = 0.0 if step.cluster.emulated else way.buffer * max(ways_s)  # all pulls leave by the server's link
-    step_s = max(1 / rate, made_s, shared_s)
-    part = max(computes_s) / (max(cycles_s) + made_s)
-    sent = [way.buffer * state, gradient]
-    needs = [step.whole_bytes(one) + state for one in workers]
-    step.members = list(step.cluster.members)
-    vectors = way.vectors or (way.buffer if way.buffer > 1 else 0)
-    needs.insert(0, step.whole_bytes(server) + SERVED_COPIES * state + len(workers) * gradient)
-    needs[0] += vectors * step.trained_bytes
-    waits_s = max(step_s * (1 - part) - made_s, 0.0)
-    compute_s = max(step_s - waits_s - made_s, 0.0)
-    times = {"compute_s": compute_s, "update_s": step_s - compute_s - waits_s, "reduce_s": max(ways_s)}
-    return step.done(needs, **times, exposed_s=waits_s, sent=float(max(sent)))
+    rate = sum(1 / cycle_s for cycle_s in cycles_s) / len(workers) * (len(workers) // way.buffer)
+    # All pulls leave by the server's link.
+    step_s = max(1 / rate, made_s, 0.0 if cluster.emulated else way.buffer * moved_s)
+    compute_s = min(step_s * unit_s * max(map(step.pace, workers)) / max(cycles_s), step_s - made_s)
+    vectors = way.vectors or way.buffer * (way.buffer > 1)
+    beside = SERVED_COPIES * state + len(workers) * gradient + vectors * way.trained_bytes
+    return step.done(
+        [step.whole_bytes(server) + beside, *(step.whole_bytes(one) + state for one in workers)],
+        compute_s=compute_s,
+        update_s=made_s,
+        exchange_s=moved_s,
+        exposed_s=step_s - compute_s - made_s,
+        sent=float(max(way.buffer * state, gradient)),
+    )
 
 
 def _sharded(step: _Step) -> Prediction:
     training, way = step.training, step.way
     shards, replicas = training.stages, training.replicas
-    step.check_number(training.workers)
-    step.members = step.members[: training.workers]
+    step.among(training.workers)
     ids = [one.id for one in step.members]
     passes = math.ceil(math.ceil(training.micro_batches / replicas) / shards)
-    units, links = training.layers + 1, step.cluster.links
-    costs = LinkCosts(links, ids)
-    within = [costs.between(one, other, (shards - 1) / shards * step.weights_bytes) for one, other in pairwise(ids)]
+    moves = 2 * passes + (1 if way.accumulate else passes)  # of the whole model
+    moved = (shards - 1) / shards * step.weights_bytes
+    costs = LinkCosts(step.cluster.links, ids)
+    within = [costs.between(one, other, moved) for one, other in pairwise(ids)]
     latency_s, moved_s = (max(each) for each in zip(*within, strict=True))
-    gather_s = moved_s + units * (shards - 1) * latency_s
-    sums = 1 if way.accumulate else passes
-    each_bytes = step.trained_bytes // shards
-    reduce_s, _ = step.ring_s(ids[::shards], each_bytes)
-    _, gathered_s = step.ring_s(ids, each_bytes)
-    exchange_s = (2 * passes + sums) * gather_s + reduce_s + gathered_s
-    rows, beside = shard_training_bytes(
+    each_bytes = way.trained_bytes // shards
+    reduce_s, gathered_s = step.ring_s(ids[::shards], each_bytes)[0], step.ring_s(ids, each_bytes)[1]
+    exchange_s = moves * (moved_s + (training.layers + 1) * (shards - 1) * latency_s) + reduce_s + gathered_s
+    rows = shard_training_bytes(
         training.sizes, step.kept_bytes(), shards=shards, accumulate=way.accumulate, on_host=True
     )
-    sent = (2 * passes + sums) * (shards - 1) / shards * step.weights_bytes
-    sent += 2 * (replicas - 1) / replicas * step.encoded_bytes(each_bytes)
     return step.done(
-        [rows + beside + step.state_bytes() // shards] * len(ids),
-        compute_s=passes * max(map(step.unit_s, step.members)),
-        update_s=step.update_s / shards,
-        reduce_s=exchange_s,
+        [sum(rows) + step.state_bytes // shards] * len(ids),
+        compute_s=passes * step.measured.micro_batch_s * step.slowest,
+        update_s=step.measured.update_s * step.slowest / shards,
+        exchange_s=exchange_s,
         exposed_s=exchange_s,
-        sent=sent,
+        sent=moves * moved + 2 * (replicas - 1) / replicas * step.encoded_bytes(each_bytes),
     )
 
 
@@ -400,40 +369,25 @@ def _pipelined(step: _Step) -> Prediction:
     # Speeds at which the whole model takes as long as was measured.
     flop = training.compute_s(0, training.layers, 1.0)
     members = [replace(one, flops=flop / step.unit_s(one)) for one in step.members]
-    info, stages = plan(training, members, step.cluster.links)
+    info, stages = made = plan(training, members, step.cluster.links)
     assert info.step_s is not None
-    _, gathered_s = step.ring_s([one.id for one in members], 4)
-    share = -(-training.micro_batches // training.replicas)
+    gathered_s = step.ring_s([one.id for one in members], 4)[1]
+    share, last = -(-training.micro_batches // training.replicas), info.stages - 1
     busy_s = max(share * (stage.compute_s or 0.0) for stage in stages)
     part = max(stage.weights_bytes for stage in stages) / step.weights_bytes
-    there, back, last = training.activation_bytes, training.gradient_bytes, info.stages - 1
-    sent = [
-        share * (there * (stage.stage < last) + back * (stage.stage > 0))
-        + 2 * (info.replicas - 1) / info.replicas * step.encoded_bytes(int(training.trained * stage.weights_bytes))
-        for stage in stages
-    ]
-    state = [stage.need_bytes + 3 * int(training.trained * stage.weights_bytes) for stage in stages]
-    return Prediction(
-        step.way,
-        info.step_s + step.update_s * part + gathered_s,
-        busy_s,
-        step.update_s * part,
-        info.step_s - busy_s + gathered_s,
-        info.step_s - busy_s + gathered_s,
-        step.measured.base_bytes + max(state),
-        max(sent),
-        (info, stages),
-    )
+    update_s, waits_s = step.measured.update_s * step.slowest * part, info.step_s - busy_s + gathered_s
+    sent, needs = [], []
+    for stage in stages:
+        trained_bytes, at = int(training.trained * stage.weights_bytes), stage.stage
+        hops = training.activation_bytes * (at < last) + training.gradient_bytes * (at > 0)
+        sent.append(share * hops + 2 * (info.replicas - 1) / info.replicas * step.encoded_bytes(trained_bytes))
+        needs.append(step.measured.base_bytes + stage.need_bytes + 3 * trained_bytes)
+    times = busy_s + update_s + waits_s, busy_s, update_s, waits_s, waits_s
+    return Prediction(step.way, *times, max(needs), max(sent), made)
 
 
-_STRATEGIES: dict[str, Callable[[_Step], Prediction]] = {
-    "sync": _summed,
-    "local": _summed,
-    "federated": _summed,
-    "server": _served,
-    "sharded": _sharded,
-    "pipeline": _pipelined,
-}
+_STRATEGIES: dict[str, Callable[[_Step], Prediction]] = dict.fromkeys(("sync", "local", "federated"), _summed)
+_STRATEGIES |= {"server": _served, "sharded": _sharded, "pipeline": _pipelined}
 
 
 # --------------------------------------------------------------------------------------------------- the recommendation

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from p2ptrain.cli.bench.report import Report
+from p2ptrain.cli.bench.runner import Bench, conduct
 from p2ptrain.cli.inputs import DownloadOption
+from p2ptrain.cli.local_cluster import threads_each
+from p2ptrain.cli.measuring import Measured, measure
+from p2ptrain.cli.model_sizes import shape_of
 from p2ptrain.cli.output import print_json, print_table, printable
-from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, LinkOption, SeedOption, SetOption
+from p2ptrain.cli.placement import print_plan, to_json
+from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, LinkOption, SeedOption, SetOption, ask, run
+from p2ptrain.compute.gradients import bucket_bounds
 from p2ptrain.core.errors import EXIT_INTERRUPTED, P2PTrainError, UserError
 from p2ptrain.core.texts import human_bytes
 from ring.codecs import CODECS
+from ring.codecs.choice import STATED_ERROR
+from ring.order import LinkQuality, RingOptions
+from ring.prediction import Calibration, Cluster, Prediction, Way, predict, quality_of, recommended
+from ring.training_costs import CandidateWorker, ModelShape
+from wire.emulate import preset_named
+from wire.records import ABSENT_STATES
 
 if TYPE_CHECKING:
     from configs.schema import Profile
-    from p2ptrain.cli.bench.runner import Bench
-    from p2ptrain.cli.measuring import Measured
-    from ring.order import LinkQuality
-    from ring.prediction import Calibration, Cluster, Prediction, Way
-    from ring.training_costs import ModelShape
+
 
 STRATEGIES = ("sync", "sharded", "pipeline", "server", "local", "federated")
 """In the order of preference."""
@@ -39,13 +48,12 @@ COSTS = {
     "sharded": "losses do not depend on the workers, but every layer travels for every micro-batch",
     "pipeline": "losses do not depend on the workers, but these wait while the pipeline fills and empties",
     "server": "staleness: gradients are of older versions, so the same tokens may teach less",
-    "local": "staleness: copies drift apart between exchanges, so the same tokens may teach less",
-    "federated": "staleness: copies drift apart in a round, so the same tokens may teach less",
 }
+DRIFT = "staleness: the workers' copies drift apart between exchanges, so the same tokens may teach less"
 
 
 def explain(
-    profile: Annotated[str, typer.Argument(metavar="[PROFILE]", help="A profile that ships, or a TOML file.")] = "tiny",
+    profile: Annotated[str, typer.Argument(metavar="PROFILE", help="A profile that ships, or a TOML file.")] = "tiny",
     workers: Annotated[
         int, typer.Option("--workers", "-w", metavar="N", min=0, max=64, help="So many workers of this machine.")
     ] = 0,
@@ -93,9 +101,6 @@ def explain(
 
 def show_one(profile: Profile, where: int | Cluster, link: str = "", *, as_json: bool) -> None:
     """Show the prediction for a profile as it is, for a dry run. ``where``: as for ``calibrated``."""
-    from p2ptrain.cli.placement import print_plan, to_json
-    from ring.prediction import predict
-
     measured, members = calibrated(profile, where, link)
     one = predict(way_of(profile, shape_here(profile), len(members.members)), members, measured)
     if as_json:
@@ -126,16 +131,12 @@ def calibrated(profile: Profile, where: int | Cluster, link: str = "") -> tuple[
         where: so many workers of this machine, which are measured at the same time; or a cluster.
         link: preset of the emulated link between them; empty: the loopback.
     """
-    from p2ptrain.cli.bench.report import Report
-    from p2ptrain.cli.bench.runner import conduct
-    from p2ptrain.cli.local_cluster import threads_each
-    from p2ptrain.cli.measuring import measure
-    from p2ptrain.cli.runtime import run
     from p2ptrain.cli.up_cluster import part_bytes
-    from ring.prediction import Calibration, predict
 
     workers = where if isinstance(where, int) else 1
     threads, cores = profile.device.threads or threads_each(workers), os.cpu_count() or 1
+    if workers != where:
+        threads = 1  # as speeds are measured: a thread's, times their number
     made: list[Measured] = []
 
     async def work(bench: Bench) -> None:
@@ -166,10 +167,6 @@ def equal_members(
     host_flops: float = 0.0,
 ) -> Cluster:
     """Equal workers of this machine, over an emulated link, or over the loopback."""
-    from ring.prediction import Cluster, quality_of
-    from ring.training_costs import CandidateWorker
-    from wire.emulate import preset_named
-
     there = [
         CandidateWorker(f"worker-{number:02}", f"worker-{number}", memory_bytes, flops, True, "here", host_flops)
         for number in range(1, workers + 1)
@@ -183,12 +180,6 @@ def equal_members(
 
 def of_seed(seed: str, among: Sequence[str] = ()) -> Cluster:
     """The workers that are connected to a seed; of a job's members ``among``, if any. Raises ``UserError``."""
-    from p2ptrain.cli.runtime import ask
-    from ring.order import LinkQuality
-    from ring.prediction import Cluster
-    from ring.training_costs import CandidateWorker
-    from wire.records import ABSENT_STATES
-
     links = ask(seed, lambda client: client.links())  # the workers measure their speed before
     peers = [peer for peer in ask(seed, lambda client: client.peers()) if peer.roles == ["worker"]]
     there = [peer for peer in peers if peer.state not in ABSENT_STATES and (not among or peer.id in among)]
@@ -202,10 +193,8 @@ def of_seed(seed: str, among: Sequence[str] = ()) -> Cluster:
         most = flops * peer.cores / (peer.threads or peer.cores or 1) if on_host else 0.0
         host = peer.address.rpartition(":")[0]
         members.append(CandidateWorker(peer.id, peer.name, peer.part_bytes, flops, on_host, host, most))
-    return Cluster(
-        tuple(members),
-        {(way.source, way.target): LinkQuality(way.latency_s, way.bandwidth_bps) for way in links},
-    )
+    known = {(way.source, way.target): LinkQuality(way.latency_s, way.bandwidth_bps) for way in links}
+    return Cluster(tuple(members), known)
 
 
 # ------------------------------------------------------------------------------------------------------------- the ways
@@ -213,8 +202,6 @@ def of_seed(seed: str, among: Sequence[str] = ()) -> Cluster:
 
 def shape_here(profile: Profile) -> ModelShape:
     """Raises ``UserError`` if the model is not on this machine, and as ``model_sizes.shape_of``."""
-    from p2ptrain.cli.model_sizes import shape_of
-
     if (shape := shape_of(profile)) is None:
         text = f"the sizes of the model at {profile.model.path} are not known here"
         raise UserError(text, remedy="run this on a machine that has it")
@@ -223,9 +210,6 @@ def shape_here(profile: Profile) -> ModelShape:
 
 def way_of(profile: Profile, shape: ModelShape, workers: int, settings: Sequence[str] = ()) -> Way:
     """The profile's way to train with so many workers."""
-    from p2ptrain.compute.gradients import bucket_bounds
-    from ring.order import RingOptions
-    from ring.prediction import Way
     from roles.seed.jobs import of_profile
     from roles.strategies.federated import slots
 
@@ -256,12 +240,12 @@ def way_of(profile: Profile, shape: ModelShape, workers: int, settings: Sequence
 
 def _all_ways(
     name: str, sets: Sequence[str], own: Profile, cluster: Cluster, measured: Calibration
-) -> tuple[list[Prediction], dict[tuple[str, str], str]]:
-    """Every strategy with every codec, in the order of preference; and why the others are impossible."""
+) -> tuple[list[Prediction], dict[str, str]]:
+    """Every strategy with every codec, in the order of preference; and why other strategies are impossible."""
     from configs.loader import load
-    from ring.prediction import predict
 
-    workers, refused = len(cluster.members), dict[tuple[str, str], str]()
+    workers, refused = len(cluster.members), dict.fromkeys(("sharded", "pipeline"), "it needs 2 workers")
+    refused["federated"] = "it needs data.private = true"
     found: list[Prediction] = []
     for strategy, codec in ((strategy, codec) for strategy in STRATEGIES for codec in CODECS):
         best: Prediction | None = None
@@ -271,14 +255,14 @@ def _all_ways(
                 tried = load(name, os.environ, [*sets, f"job.workers={workers}", *settings]).profile.alone()
                 best = predict(way_of(tried, shape_here(tried), workers, settings), cluster, measured)
             except P2PTrainError as problem:
-                refused[strategy, codec] = problem.message
+                refused[strategy] = problem.message
                 continue
             if strategy not in LOCAL or best.exposed_s <= RARE * best.compute_s:
                 break
         if best is not None:
             found.append(best)
-            refused.pop((strategy, codec), None)
-    return found, refused
+    possible = {one.way.strategy for one in found}
+    return found, {strategy: why for strategy, why in refused.items() if strategy not in possible}
 
 
 def _variants(strategy: str, own: Profile, workers: int) -> Iterator[list[str]]:
@@ -290,7 +274,7 @@ def _variants(strategy: str, own: Profile, workers: int) -> Iterator[list[str]]:
     chosen = [f"job.strategy={strategy}"] + ["pipeline.stages=0"] * (own.pipeline.stages > 0 and strategy != "pipeline")
     if strategy in ("pipeline", "sharded"):
         key = "pipeline.stages" if strategy == "pipeline" else "sharded.shards"
-        yield from ([*chosen, f"{key}={parts}"] for parts in range(2, max(workers, 2) + 1) if not workers % parts)
+        yield from ([*chosen, f"{key}={parts}"] for parts in range(2, workers + 1) if not workers % parts)
     elif strategy in LOCAL and (strategy == "local" or own.data.private):
         first = own.batch.micro_batches
         numbers = [first << times for times in range(20) if not times or first << times <= MOST_INNER * workers]
@@ -303,29 +287,15 @@ def _variants(strategy: str, own: Profile, workers: int) -> Iterator[list[str]]:
 
 
 def _show(
-    found: Sequence[Prediction],
-    refused: Mapping[tuple[str, str], str],
-    own: Profile,
-    name: str,
-    cluster: Cluster,
-    *,
-    as_json: bool,
+    found: list[Prediction], refused: dict[str, str], own: Profile, name: str, cluster: Cluster, *, as_json: bool
 ) -> None:
-    from ring.prediction import recommended
 
     budget, workers = own.ring.error_budget, len(cluster.members)
     best = recommended(found, budget)
     reasons = _reasons(best, found, name, workers) if best else ["nothing can be recommended: no way is possible"]
     if as_json:
-        print_json(
-            {
-                "members": [asdict(one) for one in cluster.members],
-                "ways": [one.to_map() for one in found],
-                "refused": [{"strategy": way, "codec": codec, "why": why} for (way, codec), why in refused.items()],
-                "recommended": best.to_map() if best else None,
-                "reasons": reasons,
-            }
-        )
+        there = {"members": [asdict(one) for one in cluster.members], "ways": [one.to_map() for one in found]}
+        print_json({**there, "refused": refused, "recommended": best.to_map() if best else None, "reasons": reasons})
         return
     rates = {(one.way.strategy, one.way.codec): f"{one.tokens_per_s:,.0f}" for one in found}
     able = [strategy for strategy in STRATEGIES if any(strategy == known for known, _ in rates)]
@@ -335,13 +305,9 @@ def _show(
     typer.echo()
     chosen = [recommended([one for one in found if one.way.strategy == strategy], budget) for strategy in able]
     _print_ways([one for one in chosen if one])
-    for strategy in STRATEGIES:
-        if strategy not in able:
-            why = "it needs data.private = true" if strategy == "federated" else "it needs more workers"
-            typer.echo(f"{strategy} is impossible: {printable(refused.get((strategy, 'fp32'), why))}")
-    typer.echo()
-    for reason in reasons:
-        typer.echo(reason)
+    for strategy, why in refused.items():
+        typer.echo(f"{strategy} is impossible: {printable(why)}")
+    typer.echo("\n" + "\n".join(reasons))
 
 
 def _print_ways(ways: Sequence[Prediction]) -> None:
@@ -360,8 +326,6 @@ def _seconds(seconds: float) -> str:
 
 def _reasons(best: Prediction, found: Sequence[Prediction], name: str, workers: int) -> list[str]:
     """Why this way is recommended, what it costs, and what another would give, in sentences."""
-    from ring.codecs.choice import STATED_ERROR
-
     strategy, codec, rate = best.way.strategy, best.way.codec, best.tokens_per_s
     bounds = "the links bound it" if best.bound == "link" else "computing bounds it"
     told = [
@@ -373,9 +337,11 @@ def _reasons(best: Prediction, found: Sequence[Prediction], name: str, workers: 
     if others := [one for one in found if one.way.strategy != strategy]:
         other = max(others, key=lambda one: one.tokens_per_s)
         times = f"{other.tokens_per_s / rate:.2f} times as many tokens/s"
-        told.append(f"  {other.way.strategy} with {other.way.codec} would make {times}; {COSTS[other.way.strategy]}")
+        told.append(
+            f"  {other.way.strategy} with {other.way.codec} would make {times}; {COSTS.get(other.way.strategy, DRIFT)}"
+        )
     loss = f"; {codec} errs by up to {100 * STATED_ERROR[codec]:.2g} % in an exchange" if codec != "fp32" else ""
-    told.append(f"cost: {COSTS[strategy]}{loss}")
+    told.append(f"cost: {COSTS.get(strategy, DRIFT)}{loss}")
     sets = "".join(f" --set {setting}" for setting in best.way.settings)
     return [*told, f"do: p2ptrain up --profile {name} --workers {workers}{sets}"]
 
@@ -384,8 +350,6 @@ def _show_job(job: str, seed: str, workers: int, link: str, cluster: Path | None
     """Show the prediction for a job beside the medians of its newest steps."""
     from configs.schema import Profile
     from p2ptrain.cli.cluster_file import read
-    from p2ptrain.cli.runtime import ask
-    from ring.prediction import predict
 
     info, spec = ask(seed, lambda client: client.job(job))
     timed = ask(seed, lambda client: client.metrics(info.id, max(info.step - ROWS, 0), ROWS))
@@ -410,19 +374,18 @@ def _show_job(job: str, seed: str, workers: int, link: str, cluster: Path | None
         "tokens_per_s": (one.tokens_per_s, typical([row.tokens_per_s or 0.0 for row in timed]), "{:,.0f}".format),
         "memory_bytes": (one.memory_bytes, max((peer.memory_bytes for peer in peers), default=0), human_bytes),
     }
-    errors = {key: 100 * (told / seen - 1) if seen else None for key, (told, seen, _) in figures.items()}
+    table = {
+        key: {"predicted": told, "measured": seen, "error_percent": 100 * (told / seen - 1)} if seen else {}
+        for key, (told, seen, _) in figures.items()
+    }
     if as_json:
-        table = {
-            key: {"predicted": told, "measured": seen or None, "error_percent": errors[key]}
-            for key, (told, seen, _) in figures.items()
-        }
         print_json({"job": info.id, "steps": len(timed), **table})
         return
-    typer.echo(
-        f"job {printable(info.name)}: {info.strategy} with {one.way.codec}, {size} members, {len(timed)} steps\n"
-    )
+    how = f"{info.strategy} with {one.way.codec}, {size} members, {len(timed)} steps"
+    typer.echo(f"job {printable(info.name)}: {how}\n")
     rows = [
-        (key, form(told), form(seen) if seen else "-", f"{errors[key]:+.0f} %" if seen else "-")
+        (key, form(told), form(seen), f"{table[key]['error_percent']:+.0f} %")
         for key, (told, seen, form) in figures.items()
+        if table[key]
     ]
     print_table(("", "PREDICTED", "MEASURED", "ERROR"), rows, right=("PREDICTED", "MEASURED", "ERROR"))

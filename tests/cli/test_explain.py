@@ -26,7 +26,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     async def at_once(*_: Any) -> Measured:
         return TOLD
 
-    monkeypatch.setattr("p2ptrain.cli.measuring.measure", at_once)
+    monkeypatch.setattr("p2ptrain.cli.explain.measure", at_once)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr("p2ptrain.cli.up_cluster.part_bytes", lambda device: 4096 * MIB)
 
@@ -128,7 +128,7 @@ def test_a_file_describes_a_cluster(command: Command, tmp_path: Path) -> None:
     [
         ("member = 1", "member must be a valid list"),
         ("[[member]]\nname = 'a'", "member.1.gflops"),
-        (GOOD.replace('"lab-2"]', '"cellar"]'), "names cellar, which is no member"),
+        (GOOD.replace('"lab-2"]', '"cellar"]'), "lab-1 and cellar are not two members"),
         (GOOD.replace('"lab"', '"attic-1"').replace('"attic"\n', '"attic-1-1"\n'), "two members attic-1-1"),
         (GOOD.replace("wan", "van"), "no link preset 'van'"),
         (GOOD.replace("8GiB", "much"), "'much' is not a size"),

@@ -106,7 +106,7 @@ def test_up_divides_this_machine_and_starts_nothing(command: Command, monkeypatc
     async def measured(*_: Any) -> Measured:
         return Measured(2, 1, 0.05, 0.004, 5e10, 480 * MIB, {}, None)
 
-    monkeypatch.setattr("p2ptrain.cli.measuring.measure", measured)
+    monkeypatch.setattr("p2ptrain.cli.explain.measure", measured)
     monkeypatch.setattr(up_cluster, "part_bytes", lambda device: 128 * MIB)
     shown = command("up", "--workers", "2", *SPLIT, "--dry-run", "--json").json
     assert [stage["limit_bytes"] for stage in shown["stages"]] == [64 * MIB] * 2

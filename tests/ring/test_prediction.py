@@ -88,6 +88,11 @@ def test_a_server_makes_as_many_versions_as_groups_of_workers_fit_in_a_cycle() -
     assert predict(way("server"), there, MEASURED).step_s == pytest.approx(cycle_s / 4)
     of_three = cycle_s - 0.8 + 0.8 / 4
     assert predict(way("server", buffer=4), there, MEASURED).step_s == pytest.approx(of_three)
+    # Of four workers three make a version; the fourth begins when they do, so there is one group.
+    three = predict(way("server", buffer=3, micro_batches=6), there, MEASURED)
+    assert three.step_s == pytest.approx(of_three)
+    one = predict(way("server", micro_batches=6), there, MEASURED)
+    assert three.memory_bytes - one.memory_bytes == 3 * MODEL  # gradients that wait to be combined
     assert predict(way("server", buffer=1), replace(there, emulated=False), MEASURED).step_s == pytest.approx(
         max(cycle_s / 4, bytes_s)  # all workers share the server's link
     )
