@@ -320,7 +320,7 @@ class Checkpoint(Table):
     a multiple of the other."""
     copies: int = Field(default=2, ge=1, le=1024)
     """Members that write one (the lowest ranks), each on its own disk. Of a split model: replicas whose stages write
-    their parts, and members that collect those of all stages."""
+    their parts, and members that collect those of all stages. With strategy 'server' the server alone writes one."""
 
 
 DEVICE_KIND = r"^(auto|cpu|mps|cuda(:\d{1,2})?)$"
