@@ -19,12 +19,11 @@ _TYPES = {
     ".svg": "image/svg+xml",
     ".webmanifest": "application/manifest+json",
 }
-_POLICY = (
+_POLICY = (  # only this origin's files run, and no text can become HTML or code
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; manifest-src 'self'; "
     "worker-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types page"
 )
-"""Only this origin's files run, and no text can become HTML or code."""
 _HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": _POLICY,
@@ -41,8 +40,7 @@ def page_files() -> dict[str, tuple[bytes, dict[str, str]]]:
     found: dict[str, tuple[bytes, dict[str, str]]] = {}
     for folder in ("", "uplot/"):
         for file in (files(__name__) / folder).iterdir():
-            kind = _TYPES.get(PurePosixPath(file.name).suffix)
-            if kind is not None:
+            if kind := _TYPES.get(PurePosixPath(file.name).suffix):
                 content = file.read_bytes()
                 tag = f'W/"{hashlib.blake2b(content, digest_size=12).hexdigest()}"'
                 path = "/" if file.name == "index.html" else f"/{folder}{file.name}"
