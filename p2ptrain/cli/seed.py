@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -215,8 +215,9 @@ async def _serve(
                 if not with_parent:
                     stack.enter_context(announced(near, root))
                 try:
-                    url = await _web(stack, place, web, near, root, console)
-                    _tell(console, bound, port, root, tickets, place, url, as_json)
+                    if place is not None:
+                        await stack.enter_async_context(_web(place, near, root, console))
+                    _tell(console, bound, port, root, tickets, place, as_json)
                     await unless_stopped(stop, _first_job(near, root, first_job, console))
                 except P2PTrainError:
                     if not stop.is_set():  # otherwise the seed was stopping, and disconnected us
@@ -239,36 +240,23 @@ async def _web_place(web: WebOptions, root: Path, console: Console) -> WebPlace:
     from roles.web.serving import web_place
     from wire.transport import TcpNetwork
 
-    names = [name for name in (web.host, shown_host(web.host), socket.gethostname()) if name not in EVERYWHERE]
+    names = [name for name in (shown_host(web.host), web.host, socket.gethostname()) if name not in EVERYWHERE]
     names = list(dict.fromkeys([*names, "localhost", "127.0.0.1"]))
     warn = partial(console.event, "warning")
     return await web_place(web, root / "seed", names, world=real_world(TcpNetwork()), warn=warn)
 
 
-async def _web(
-    stack: AsyncExitStack,
-    place: WebPlace | None,
-    web: WebOptions | None,
-    near: tuple[str, int],
-    root: Path,
-    console: Console,
-) -> str:
-    """Answer HTTP until the end of ``stack``. Returns the page's address; empty without one."""
-    if place is None or web is None:
-        return ""
+def _web(place: WebPlace, near: tuple[str, int], root: Path, console: Console) -> AbstractAsyncContextManager[None]:
     from p2ptrain.cli.inputs import checked
-    from p2ptrain.core.world import real_world
+    from p2ptrain.core.world import LoopClock
     from roles.web.serving import serving_web
-    from wire.transport import TcpNetwork
 
     async def create(client: SeedClient, name: str, label: str, profile: Profile) -> str:
         if is_loopback(near[0]):  # otherwise each worker reads its own disk
             profile = await asyncio.to_thread(checked, profile)
         return await create_job(client, name, label, profile, console)
 
-    connect, world = partial(operator, near, state=root), real_world(TcpNetwork())
-    await stack.enter_async_context(serving_web(place, connect, create, root / "seed", name="", world=world))
-    return place.url(shown_host(web.host))
+    return serving_web(place, partial(operator, near, state=root), create, LoopClock())
 
 
 def _loaded(profile: str, sets: list[str]) -> Profile:
@@ -303,22 +291,21 @@ def _tell(
     root: Path,
     tickets: list[Ticket],
     place: WebPlace | None,
-    url: str,
     as_json: bool,
 ) -> None:
-    files = [] if place is None else [str(path) for path in place.key_files]
     if as_json:
-        web = {"http": url, "http_keys": files} if url else {}
+        web = {"http": place.url, "http_keys": [str(path) for path in place.key_files]} if place is not None else {}
         typer.echo(json.dumps({"event": "ready", "host": host, "port": port, "tls": bool(tickets)} | web))
         return
     here, how = format_address(shown_host(host), port), ", encrypted" if tickets else ""
     everywhere = f", on all addresses of port {port}" if host in EVERYWHERE else ""
     console.event("info", f"the seed listens on {here}{everywhere}{how}")
-    if url:
-        console.event("info", f"in a browser, watch at:      {url}")
-        if files:
-            console.event("info", f"its keys, one to read and one for operators, are in: {', '.join(files)}")
-        if place is not None and place.own:
+    if place is not None:
+        console.event("info", f"in a browser, watch at:      {place.url}")
+        if place.key_files:
+            files = ", ".join(map(str, place.key_files))
+            console.event("info", f"its keys, one to read and one for operators, are in: {files}")
+        if place.certify is not None:
             console.event("info", f"its certificate is signed by: {root / 'seed' / 'authority' / 'ca.pem'}")
     only = "" if root == default_state_dir().absolute() else f" --state {quote(str(root))}"
     console.event("info", f"on this machine, watch with: p2ptrain tui{only}")

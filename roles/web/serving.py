@@ -10,21 +10,21 @@ import asyncio
 import secrets
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from p2ptrain.core.disk import write_atomic
 from p2ptrain.core.errors import StorageError, UserError
-from p2ptrain.core.world import World
+from p2ptrain.core.world import Clock, World
 from roles.background import Background
 from roles.http.access import Keys, read_key
 from roles.http.server import serving
 from roles.seed.authority import Authority
 from roles.web.app import Access, WebApp
 from roles.web.endpoints import OPERATE, READ, CreateJob
-from roles.web.experiments import Experiments
 from roles.web.feed import Connect, Feed
 from wire.address import format_address, is_loopback
 from wire.credentials import SERVER_LIFETIME_S, server_names
@@ -50,31 +50,28 @@ class WebPlace:
     """A socket that listens, and who may use it.
 
     Attributes:
+        url: where a browser reaches it.
         key_files: of the two keys, for people to look at; empty if none is needed.
-        context: of TLS; None: it is not encrypted. own: the run's authority has to make its certificate.
+        tls: None: it is not encrypted.
+        certify: loads a new certificate of the run's authority into ``tls``; None if a person gave one. Blocking.
     """
 
     sock: socket.socket
+    url: str
     access: Access
     key_files: tuple[Path, ...]
-    names: Collection[str]
-    context: ssl.SSLContext | None
-    own: bool
-
-    def url(self, host: str) -> str:
-        """``host``: where this machine is reached."""
-        scheme = "http" if self.context is None else "https"
-        return f"{scheme}://{format_address(host, self.sock.getsockname()[1])}"
+    tls: ssl.SSLContext | None
+    certify: Callable[[], None] | None
 
 
 async def web_place(
-    options: WebOptions, directory: Path, names: Collection[str], *, world: World, warn: Callable[[str], None]
+    options: WebOptions, directory: Path, names: Sequence[str], *, world: World, warn: Callable[[str], None]
 ) -> WebPlace:
     """Listen, before anything else is started. Nothing is answered yet.
 
     Args:
         directory: the seed's; keys are made in it if they are needed and not given.
-        names: of this machine.
+        names: of this machine; the first one is for its URL.
         warn: called if other users of this machine may read a key.
 
     Raises:
@@ -95,16 +92,22 @@ async def web_place(
         keys = [read_key(path, warn) for path in files]
         if len(set(keys)) < len(keys):
             raise UserError("the read key and the operator key are the same", remedy="give two different ones")
-        context: ssl.SSLContext | None = None
-        if not near or options.certificate is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.minimum_version = ssl.TLSVersion.TLSv1_2
-        if options.certificate is not None and context is not None:
-            names = _loaded(context, options.certificate, options.certificate_key)
-        found = Keys(dict(zip(keys, (READ, OPERATE), strict=True))) if keys else None
-        allowed = {name.lower() for name in names} if not near or context is not None else ()
-        own = context is not None and options.certificate is None
-        return WebPlace(sock, Access(found, allowed), files, names, context, own)
+        tls: ssl.SSLContext | None = None
+        certify: Callable[[], None] | None = None
+        allowed: Collection[str] = names
+        if near and options.certificate is None:
+            allowed = ()
+        else:
+            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            tls.minimum_version = ssl.TLSVersion.TLSv1_2
+            if options.certificate is not None:
+                allowed = _loaded(tls, options.certificate, options.certificate_key)
+            else:
+                certify = partial(_certify, tls, directory / "authority", names, world)
+        keys_ = Keys(dict(zip(keys, (READ, OPERATE), strict=True))) if keys else None
+        scheme = "http" if tls is None else "https"
+        url = f"{scheme}://{format_address(names[0], sock.getsockname()[1])}"
+        return WebPlace(sock, url, Access(keys_, {name.lower() for name in allowed}), files, tls, certify)
     except BaseException:
         sock.close()
         raise
@@ -130,27 +133,24 @@ def _loaded(context: ssl.SSLContext, certificate: Path, key: Path | None) -> lis
         raise UserError(text, remedy=remedy) from error
 
 
-@asynccontextmanager
-async def serving_web(
-    place: WebPlace, connect: Connect, create_job: CreateJob, directory: Path, *, name: str, world: World
-) -> AsyncIterator[None]:
-    """Answer HTTP while the body runs.
+def _certify(tls: ssl.SSLContext, directory: Path, names: Sequence[str], world: World) -> None:
+    """Raises ``StorageError``."""
+    now = world.clock.wall()
+    authority = Authority.open(world.disk, directory, name="seed", now=now)
+    tls.load_cert_chain(authority.http_credentials(names, now))
 
-    Args:
-        connect: connects to the seed as an operator.
-        directory: the seed's. name: the seed's, if its authority does not exist yet.
-    """
-    feed = Feed(connect)
-    experiments = Experiments(directory / "experiments", connect)
-    app = WebApp(feed, place.access, create_job, world.clock, experiments)
-    beside = Background()
+
+@asynccontextmanager
+async def serving_web(place: WebPlace, connect: Connect, create_job: CreateJob, clock: Clock) -> AsyncIterator[None]:
+    """Answer HTTP while the body runs. ``connect``: connects to the seed as an operator. Raises ``StorageError``."""
+    feed, beside = Feed(connect), Background()
+    app = WebApp(feed, place.access, create_job, clock)
     beside.start(feed.run(), "web feed")
     try:
-        if place.own and place.context is not None:
-            certifier = _Certifier(place.context, directory / "authority", name, place.names, world)
-            await certifier.once()
-            beside.start(certifier.run(), "web certificate")
-        async with experiments.serving(), serving(app, place.sock, tls=place.context, websockets=True):
+        if place.certify is not None:
+            await asyncio.to_thread(place.certify)
+            beside.start(_recertify(place.certify), "web certificate")
+        async with serving(app, place.sock, tls=place.tls, websockets=True):
             try:
                 yield
             finally:
@@ -159,27 +159,8 @@ async def serving_web(
         await beside.stop()
 
 
-@dataclass(frozen=True, slots=True)
-class _Certifier:
-    """Loads certificates of the run's authority into ``context``, the next one long before the last one expires."""
-
-    context: ssl.SSLContext
-    directory: Path
-    name: str
-    names: Collection[str]
-    world: World
-
-    async def once(self) -> None:
-        """Raises ``StorageError``."""
-        await asyncio.to_thread(self._load)
-
-    async def run(self) -> None:
-        while True:
-            await asyncio.sleep(SERVER_LIFETIME_S / 4)
-            with suppress(StorageError):  # there is time for further attempts
-                await self.once()
-
-    def _load(self) -> None:
-        now = self.world.clock.wall()
-        authority = Authority.open(self.world.disk, self.directory, name=self.name, now=now)
-        self.context.load_cert_chain(authority.http_credentials(self.names, now))
+async def _recertify(certify: Callable[[], None]) -> None:
+    while True:
+        await asyncio.sleep(SERVER_LIFETIME_S / 4)
+        with suppress(StorageError):  # there is time for further attempts
+            await asyncio.to_thread(certify)
