@@ -72,6 +72,7 @@ def loaded_by(code: str) -> set[str]:
         ("import tui.app", HEAVY | WEB),
         ("import roles.verifier.asking", HEAVY | SCREEN | WEB | {"pydantic"}),
         ("import roles.verifier.http", HEAVY | SCREEN),
+        ("import roles.web.serving", HEAVY | SCREEN),
     ],
 )
 def test_what_is_not_loaded(code: str, forbidden: set[str]) -> None:
