@@ -25,6 +25,7 @@ from roles.http.server import serving
 from roles.seed.authority import Authority
 from roles.web.app import Access, WebApp
 from roles.web.endpoints import OPERATE, READ, CreateJob
+from roles.web.experiments import Experiments
 from roles.web.feed import Connect, Feed
 from wire.address import format_address, is_loopback
 from wire.credentials import SERVER_LIFETIME_S, server_names
@@ -50,7 +51,7 @@ class WebPlace:
     """A socket that listens, and who may use it.
 
     Attributes:
-        url: where a browser reaches it.
+        url: where a browser reaches it. directory: the seed's.
         key_files: of the two keys, for people to look at; empty if none is needed.
         tls: None: it is not encrypted.
         certify: loads a new certificate of the run's authority into ``tls``; None if a person gave one. Blocking.
@@ -58,6 +59,7 @@ class WebPlace:
 
     sock: socket.socket
     url: str
+    directory: Path
     access: Access
     key_files: tuple[Path, ...]
     tls: ssl.SSLContext | None
@@ -107,7 +109,7 @@ async def web_place(
         keys_ = Keys(dict(zip(keys, (READ, OPERATE), strict=True))) if keys else None
         scheme = "http" if tls is None else "https"
         url = f"{scheme}://{format_address(names[0], sock.getsockname()[1])}"
-        return WebPlace(sock, url, Access(keys_, {name.lower() for name in allowed}), files, tls, certify)
+        return WebPlace(sock, url, directory, Access(keys_, {name.lower() for name in allowed}), files, tls, certify)
     except BaseException:
         sock.close()
         raise
@@ -143,14 +145,14 @@ def _certify(tls: ssl.SSLContext, directory: Path, names: Sequence[str], world: 
 @asynccontextmanager
 async def serving_web(place: WebPlace, connect: Connect, create_job: CreateJob, clock: Clock) -> AsyncIterator[None]:
     """Answer HTTP while the body runs. ``connect``: connects to the seed as an operator. Raises ``StorageError``."""
-    feed, beside = Feed(connect), Background()
-    app = WebApp(feed, place.access, create_job, clock)
+    feed, experiments, beside = Feed(connect), Experiments(place.directory / "experiments", connect), Background()
+    app = WebApp(feed, place.access, create_job, clock, experiments)
     beside.start(feed.run(), "web feed")
     try:
         if place.certify is not None:
             await asyncio.to_thread(place.certify)
             beside.start(_recertify(place.certify), "web certificate")
-        async with serving(app, place.sock, tls=place.tls, websockets=True):
+        async with experiments.serving(), serving(app, place.sock, tls=place.tls, websockets=True):
             try:
                 yield
             finally:

@@ -56,7 +56,8 @@ async def test_elsewhere_it_has_a_certificate_and_two_keys(cluster: Cluster) -> 
         trusted = ssl.create_default_context(cafile=str(cluster.root / "seed" / "authority" / "ca.pem"))
         jobs = "/api/v1/training/jobs"
         assert (await fetched(url, jobs, tls=trusted))[0] == 401
-        assert (await fetched(url, jobs, f"Authorization: Bearer {read}", tls=trusted))[0] == 200
+        for path in (jobs, "/api/v1/experiments"):
+            assert (await fetched(url, path, f"Authorization: Bearer {read}", tls=trusted))[0] == 200
         with pytest.raises(ssl.SSLCertVerificationError):
             await fetched(url, jobs, tls=ssl.create_default_context())
         stream = f"{url}/api/v1/metrics/stream/none".replace("https", "wss")
