@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -118,27 +118,22 @@ def _show_plan(plan: Plan, directory: Path, *, as_json: bool) -> None:
     from p2ptrain.cli.output import human_seconds, print_json, print_table
     from roles.experiments.results import GRID, load
 
-    rows = (
-        {row["run"]: row["duration_s"] or 0.0 for row in load(directory).rows} if (directory / GRID).is_file() else {}
-    )
-    left = [run for run in plan.runs if run.id not in rows]
-    most_s, likely_s = plan.limit_s * len(left), sum(rows.values()) / len(rows) * len(left) if rows else None
-    sizes = [(run.machine.workers, run.profile.job.steps, run.step_tokens * run.profile.job.steps) for run in left]
+    rows = load(directory).rows if (directory / GRID).is_file() else []
+    times_s = {row["run"]: row["duration_s"] or 0.0 for row in rows}
+    runs: list[dict[str, Any]] = [
+        {**run.cell, "repeat": run.repeat, "workers": run.machine.workers, "steps": run.profile.job.steps,
+         "tokens": run.step_tokens * run.profile.job.steps}
+        for run in plan.runs if run.id not in times_s
+    ]  # fmt: skip
+    most_s, likely_s = plan.limit_s * len(runs), sum(times_s.values()) / len(rows) * len(runs) if rows else None
     if as_json:
-        names = ("workers", "steps", "tokens")
-        runs = [
-            {"run": run.id, **run.cell, "repeat": run.repeat, **dict(zip(names, size, strict=True))}
-            for run, size in zip(left, sizes, strict=True)
-        ]
         print_json({"directory": str(directory), "runs": runs, "most_s": most_s, "likely_s": likely_s})
         return
-    columns = (*(axis.upper() for axis in plan.axes), "REPEAT", "WORKERS", "STEPS", "TOKENS")
-    table = [
-        (*run.cell.values(), str(run.repeat), *(f"{number:,}" for number in size))
-        for run, size in zip(left, sizes, strict=True)
-    ]
-    print_table(columns, table, right=columns[len(plan.axes) :])
-    typer.echo(f"{len(left)} of {len(plan.runs)} runs are left, of {sum(tokens for *_, tokens in sizes):,} tokens")
+    columns = [*plan.axes, "repeat", "workers", "steps", "tokens"]
+    table = [[it if isinstance(it, str) else f"{it:,}" for it in run.values()] for run in runs]
+    print_table([name.upper() for name in columns], table, right=[name.upper() for name in columns[len(plan.axes) :]])
+    tokens = sum(run["tokens"] for run in runs)
+    typer.echo(f"{len(runs)} of {len(plan.runs)} runs are left, of {tokens:,} tokens")
     typer.echo(f"at most {human_seconds(most_s)}: a run may take {human_seconds(plan.limit_s)} (limit)")
     if likely_s is not None:
         typer.echo(

@@ -179,7 +179,7 @@ class Analysis:
         cells = [cell for cell in self.cells if fixed.items() <= cell.labels.items()]
         known = [(estimate, cell) for cell in cells if (estimate := cell.estimate(measure)) is not None]
         known.sort(key=lambda it: it[0].mean, reverse=not measure.less_is_better)
-        if len(known) < 2 or known[0][0].mean == known[-1][0].mean:
+        if len(known) < 2 or math.isclose(known[0][0].mean, known[-1][0].mean, rel_tol=1e-3):
             return ""
         (mine, best), (least, worst) = known[0], known[-1]
         kinds, keys = ("least", "most") if measure.less_is_better else ("most", "least"), list(fixed)
@@ -187,7 +187,7 @@ class Analysis:
         text = f"{text[0].upper()}{text[1:]}: {kinds[0]} with {best.name(keys)} ({best.shown(measure)}), "
         text += f"{kinds[1]} with {worst.name(keys)} ({worst.shown(measure)}: {_ratio(least.mean, mine.mean)})."
         if missing := len(cells) - len(known):
-            text += f" {missing} of {len(cells)} cells have none."
+            text += f" Without it: {missing} of {len(cells)} cells."
         if mine.half is None or any(each.half is None for each, _ in known):
             return f"{text} There is no interval for a single run, so a difference may be chance."
         close = [it.name(keys) for each, it in known[1:] if abs(each.mean - mine.mean) <= mine.half + (each.half or 0)]
