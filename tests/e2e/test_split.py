@@ -145,8 +145,9 @@ def options(tokens: int, seed: int | None) -> list[str]:
     return ["-n", str(tokens), *shape]
 
 
-@pytest.mark.parametrize("seed", [None, 7])
-def test_the_texts_are_those_of_transformers(cluster: Cluster, tmp_path: Path, seed: int | None) -> None:
+def test_the_texts_are_those_of_transformers(cluster: Cluster, tmp_path: Path) -> None:
+    """Sampled; greedy texts are compared below."""
+    seed = 7
     prompts = [f"{number}: {prompt * (1 + number % 5)}" for number, prompt in enumerate(PROMPTS * 2)]
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(prompts))

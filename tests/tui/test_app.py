@@ -108,7 +108,7 @@ async def test_a_small_terminal_shows_one_view_at_a_time_and_a_large_one_everyth
 
 async def test_no_size_breaks_it():
     async with staged(WIDE, peers=24, serving=True) as stage:
-        for size, key in zip([(1, 1), (20, 5), (119, 37), (120, 38), (200, 60)], "12356", strict=True):
+        for size, key in zip([(1, 1), (20, 5), (119, 37), (120, 38)], "1256", strict=True):
             await stage.pilot.resize_terminal(*size)
             stage.source.tick()
             await stage.press(key)
