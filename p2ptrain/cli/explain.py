@@ -133,6 +133,8 @@ def calibrated(profile: Profile, where: int | Cluster, link: str = "") -> tuple[
     """
     from p2ptrain.cli.up_cluster import part_bytes
 
+    if link:
+        preset_named(link)  # fail here, not after the measurements
     workers = where if isinstance(where, int) else 1
     threads, cores = profile.device.threads or threads_each(workers), os.cpu_count() or 1
     if workers != where:
