@@ -183,7 +183,7 @@ class Tracker:
             text, remedy = error.message, error.remedy or remedy
         for name in KEYS:
             if value := self._trackers.environ.get(name):
-                text = text.replace(value, f"({name})")
+                text = text.replace(value, f"({name})").replace(repr(value)[1:-1], f"({name})")
         if text != self._told:
             self._told = text
             what = f"job {self._controller.record.name} is not written to {self._name}: {text}; {remedy}"
@@ -199,7 +199,8 @@ class Trackers:
     """
 
     def __init__(self, seed: Seed, directory: Path, environ: Mapping[str, str]) -> None:
-        self.seed, self.directory, self.environ, self.writers = seed, directory, environ, WRITERS
+        self.seed, self.directory, self.writers = seed, directory, WRITERS
+        self.environ = {name: value.strip() for name, value in environ.items()}  # a key from a file ends with a newline
         self._trackers: dict[tuple[str, str], Tracker] = {}
         self._tasks = Background()
 

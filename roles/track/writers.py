@@ -10,9 +10,10 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import subprocess
 import sys
-import urllib.parse
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, BinaryIO
@@ -25,6 +26,7 @@ KEYS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 """Variables of the environment whose values are secret."""
 REQUEST_S = 20.0
 """Longest wait for an answer of MLflow's server."""
+MAX_ANSWER_BYTES = 1 << 20
 MAX_METRICS, MAX_PARAMS, MAX_PARAM = 1000, 100, 500
 """What a request to MLflow may hold, and the length of a value."""
 
@@ -38,8 +40,7 @@ def check(name: str, track: Track, environ: Mapping[str, str]) -> None:
     if name == "wandb" and not track.offline and not environ.get("WANDB_API_KEY"):
         text += " a key, and there is no WANDB_API_KEY in the seed's environment"
         raise UserError(text, remedy="set it and start the seed again, or set track.offline = true")
-    server = urllib.parse.urlsplit(environ.get("MLFLOW_TRACKING_URI", ""))
-    if name == "mlflow" and (server.scheme not in ("http", "https") or not server.hostname or server.username):
+    if name == "mlflow" and not re.fullmatch(r"https?://[^@/\s]+(/[^@\s]*)?", environ.get("MLFLOW_TRACKING_URI", "")):
         text += " a server, and MLFLOW_TRACKING_URI in the seed's environment is no http address without a password"
         raise UserError(text, remedy=f"set it, such as to http://127.0.0.1:5000, and start the seed again, {remedy}")
 
@@ -92,30 +93,35 @@ class JsonLines(Writer):
 
 
 class TensorBoard(Writer):
-    """Event files, in TensorBoard's own format."""
+    """Event files, in TensorBoard's own format: one from each ``begin`` on."""
 
-    _files: Any
+    _file: BinaryIO
 
     def begin(self, run: Run) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.compat.proto.event_pb2 import SessionLog
 
         super().begin(run)
-        self._files = EventFileWriter(str(run.directory))
+        self._file = (run.directory / f"events.out.tfevents.{time.time():.6f}.p2ptrain").open("wb")
+        self._add(wall_time=time.time(), file_version="brain.Event:2")
         # TensorBoard forgets what an earlier file has from this step on.
-        self._files.add_event(Event(step=run.after_step + 1, session_log=SessionLog(status=SessionLog.START)))
+        self._add(step=run.after_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, points: Sequence[Point]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         for point in points:
             values = [Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()]
-            self._files.add_event(Event(step=point.step, wall_time=point.wall, summary=Summary(value=values)))
-        self._files.flush()
+            self._add(step=point.step, wall_time=point.wall, summary=Summary(value=values))
+        self._file.flush()
 
     def end(self, state: str) -> None:
-        self._files.close()
+        self._file.close()
+
+    def _add(self, **event: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        RecordWriter(self._file).write(Event(**event).SerializeToString())
 
 
 class MlFlow(Writer):
@@ -154,22 +160,22 @@ class MlFlow(Writer):
             self._ask("runs/log-batch", run_id=self._run, **{kind: items[start : start + most]})
 
     def _ask(self, method: str, **body: Any) -> Any:
+        from http.client import HTTPException
         from urllib.error import HTTPError
         from urllib.request import Request, urlopen
 
         uri, token, user, password = (
             self._environ.get(f"MLFLOW_TRACKING_{name}", "") for name in ("URI", "TOKEN", "USERNAME", "PASSWORD")
         )
-        headers = {"Content-Type": "application/json"}
-        if token or user:
-            basic = base64.b64encode(f"{user}:{password}".encode()).decode()
-            headers["Authorization"] = f"Bearer {token}" if token else f"Basic {basic}"
-        address = f"{uri.rstrip('/')}/api/2.0/mlflow/{method}"
+        address, headers = f"{uri.rstrip('/')}/api/2.0/mlflow/{method}", {"Content-Type": "application/json"}
+        basic = base64.b64encode(f"{user}:{password}".encode()).decode()
         try:
             request = Request(address, json.dumps(body).encode(), headers)  # noqa: S310 - see ``check``
+            if token or user:  # not told to an address that the server sends us to
+                request.add_unredirected_header("Authorization", f"Bearer {token}" if token else f"Basic {basic}")
             with urlopen(request, timeout=REQUEST_S) as answer:  # noqa: S310
-                return json.loads(answer.read())
-        except OSError as error:
+                return json.loads(answer.read(MAX_ANSWER_BYTES))
+        except (OSError, HTTPException, ValueError) as error:
             if isinstance(error, HTTPError):
                 error.close()
             text = f"MLflow's server does not do {method}: {error}"
@@ -190,7 +196,7 @@ class WandB(Writer):
         super().begin(run)
         with (run.directory / "wandb.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "roles.track.wandb_process"],
+                [sys.executable, "-P", "-m", "roles.track.wandb_process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

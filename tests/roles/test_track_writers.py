@@ -16,7 +16,7 @@ import pytest
 from configs.schema import Track
 from p2ptrain.core.errors import P2PTrainError
 from roles.track.points import Point, Run
-from roles.track.writers import JsonLines, MlFlow, TensorBoard, WandB, Writer
+from roles.track.writers import JsonLines, MlFlow, TensorBoard, WandB, Writer, check
 
 
 def _run(directory: Path, *, name: str = "job1", after_step: int = 0) -> Run:
@@ -49,8 +49,12 @@ def test_json_lines_have_each_step_once(tmp_path: Path) -> None:
 def test_tensorboard_reads_each_step_once(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = _run(tmp_path / "run")
-    _written(TensorBoard(Track(), {}), run, _points(1, 2, 3, 4))
+    run, threads = _run(tmp_path / "run"), threading.active_count()
+    first = TensorBoard(Track(), {})
+    first.begin(run)
+    first.write(_points(1, 2, 3, 4))
+    assert threading.active_count() == threads, "on a full disk its thread would show a traceback"
+    first.end("")
     _written(TensorBoard(Track(), {}), dataclasses.replace(run, after_step=2), _points(3, 4, 5, loss=7.0))
     read = EventAccumulator(str(run.directory))
     read.Reload()
@@ -73,6 +77,11 @@ class MlFlowServer(BaseHTTPRequestHandler):
         method = self.path.removeprefix("/base/api/2.0/mlflow/")
         here = type(self)
         here.asked.append((method, body))
+        if self.headers["Authorization"] == "Bearer moved":
+            self.send_response(302)
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+            return
         if self.headers["Authorization"] != "Bearer s3cret":
             self.send_error(401)
             return
@@ -90,6 +99,10 @@ class MlFlowServer(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        type(self).asked.append((self.path, dict(self.headers)))
+        self.send_error(404)
 
     def log_message(self, format: str, *args: object) -> None: ...
 
@@ -127,6 +140,20 @@ def test_mlflow_is_told_each_value_and_finds_the_run_again(
     with pytest.raises(P2PTrainError, match="401") as caught:
         MlFlow(Track(), environ | {"MLFLOW_TRACKING_TOKEN": "wrong"}).begin(run)
     assert "MLFLOW_TRACKING_URI" in caught.value.remedy
+    with pytest.raises(P2PTrainError, match="404"):
+        MlFlow(Track(), environ | {"MLFLOW_TRACKING_TOKEN": "moved"}).begin(run)
+    assert server.asked[-1][0] == "/elsewhere"
+    assert "Authorization" not in server.asked[-1][1]
+
+
+@pytest.mark.parametrize(
+    "address", ["", "file:///x", "http://me:key@host", "http://:key@host/a", "http://ho st", "http:///"]
+)
+def test_mlflow_needs_an_address_without_credentials(address: str) -> None:
+    check("mlflow", Track(), {"MLFLOW_TRACKING_URI": "https://host:5000/base/"})
+    with pytest.raises(P2PTrainError, match="no http address without a password") as caught:
+        check("mlflow", Track(), {"MLFLOW_TRACKING_URI": address})
+    assert "key" not in str(caught.value)
 
 
 # ------------------------------------------------------------------------------------------------------------------ W&B

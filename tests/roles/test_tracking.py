@@ -27,7 +27,7 @@ from tests.roles.in_process import DEADLINE_S, Cluster
 from wire.memory import MemoryNetwork
 from wire.records import JobInfo, MetricRow, PeerInfo
 
-KEY = "a-secret-key-of-forty-characters-0123456"
+KEY = "a-secret-key\tof-forty-characters-0123456"
 PROFILE = Profile.model_validate({"track": {"to": ["jsonl"], "offline": True}})
 
 
@@ -94,7 +94,7 @@ class Desk:
             services=SimpleNamespace(infos=list),
             note=lambda level, kind, text, job: self.events.append(text),
         )
-        self.all = Trackers(cast(Any, seed), Path(), {"WANDB_API_KEY": KEY})
+        self.all = Trackers(cast(Any, seed), Path(), {"WANDB_API_KEY": KEY + "\n"})
         self.all.writers = {"jsonl": lambda track, environ: self.notes}
         self.restart()
 
@@ -187,13 +187,15 @@ async def test_a_seed_that_stops_after_its_job_waits_for_no_row(desk: Desk) -> N
 
 async def test_a_writer_that_fails_is_reported_once_without_keys_and_gets_the_rows_later(desk: Desk) -> None:
     desk.add(1, 2)
-    desk.notes.refuses = f"the key {KEY} is wrong"
+    desk.notes.refuses = f"the key {KEY} is wrong, {KEY.encode()}"
     for _ in range(2):
         await desk.tracker.catch_up()
         assert not desk.tracker.due, "it waits"
         desk.now += 60
     (event,) = desk.events
-    assert event.startswith("job tiny is not written to jsonl: ValueError: the key (WANDB_API_KEY) is wrong; the rows")
+    assert event.startswith(
+        "job tiny is not written to jsonl: ValueError: the key (WANDB_API_KEY) is wrong, b'(WANDB_API_KEY)'; the"
+    )
     desk.notes.refuses = ""
     await desk.tracker.catch_up()
     assert desk.notes.steps == [1, 2]
