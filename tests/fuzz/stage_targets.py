@@ -170,6 +170,9 @@ _RECORDS = st.sampled_from(sorted(_SHAPES)).flatmap(
     digest=st.just(bytes(32)),
 )
 _PAGES = made(TensorsPage, total=st.integers(1, 6), tensors=st.lists(_RECORDS, max_size=6), error=st.just(""))
+_WHOLE = st.lists(_RECORDS, unique_by=lambda record: record.name, min_size=1, max_size=6).map(
+    lambda records: [TensorsPage(len(records), records)]
+)
 
 
 def _check_pages(pages: list[TensorsPage]) -> None:
@@ -193,7 +196,7 @@ def _check_pages(pages: list[TensorsPage]) -> None:
 
 TABLES = Target(
     "tensor-tables",
-    st.lists(_PAGES, min_size=1, max_size=4),
+    st.lists(_PAGES, min_size=1, max_size=4) | _WHOLE,
     _check_pages,
     (
         "roles.model_table.TableReceiver.take_untrusted",
