@@ -137,7 +137,7 @@ def _document_layers(
 ) -> Iterator[tuple[str, _Setting]]:
     if "base" in document:
         yield from _base_layers(document.pop("base"), place_of("base"))
-    for key, value in _flatten(document):
+    for key, value in flatten(document):
         place = place_of(key)
         _check_key(key, place)
         yield key, _Setting(value, place, source or place)
@@ -195,7 +195,8 @@ def read_toml(path: Path, what: str = "profile") -> tuple[str, dict[str, Any]]:
         ) from None
 
 
-def _flatten(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def flatten(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Settings by dotted key, whether they are below their tables or not."""
     for table, content in document.items():
         if isinstance(content, dict) and table in _TABLES:
             for name, value in content.items():

@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -116,10 +117,12 @@ class LoopThreads:
 
     Attributes:
         call_s: thread name → seconds of the loop's time per call.
+        taken_s: of the call that runs now; it may add to it.
     """
 
     def __init__(self) -> None:
         self.call_s: dict[str, float] = {}
+        self.taken_s = 0.0
 
     def start(self, name: str) -> Thread:
         return _LoopThread(self, name)
@@ -128,23 +131,33 @@ class LoopThreads:
 class _LoopThread:
     def __init__(self, threads: LoopThreads, name: str) -> None:
         self._threads, self._name = threads, name
-        self._free_at = 0.0
+        self._calls = deque[tuple[Callable[[], Any], asyncio.Future[Any]]]()  # the first one runs
 
     def submit(self, call: Callable[[], T], *, idle: bool = False) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        begin_at = max(loop.time(), self._free_at)
-        self._free_at = begin_at + self._threads.call_s.get(self._name, 0.0)
-        loop.call_at(begin_at, self._begin, call, future, self._free_at)
+        self._calls.append((call, future))
+        if len(self._calls) == 1:
+            loop.call_soon(self._begin)
         return future
 
     def close(self) -> None:
         """Nothing to release."""
 
-    def _begin(self, call: Callable[[], Any], future: asyncio.Future[Any], end_at: float) -> None:
+    def _begin(self) -> None:
+        call, future = self._calls[0]
         if future.cancelled():
+            self._end(future, None, None)
             return
-        asyncio.get_running_loop().call_at(end_at, settle, future, *outcome_of(call))
+        self._threads.taken_s = self._threads.call_s.get(self._name, 0.0)
+        outcome = outcome_of(call)
+        asyncio.get_running_loop().call_later(self._threads.taken_s, self._end, future, *outcome)
+
+    def _end(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+        settle(future, result, error)
+        self._calls.popleft()
+        if self._calls:
+            asyncio.get_running_loop().call_soon(self._begin)
 
 
 def _carried_out(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], call: Callable[[], Any]) -> bool:

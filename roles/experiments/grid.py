@@ -7,20 +7,22 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-import tomli
 from pydantic import Field, ValidationError
 
-from configs.loader import complaint, load_settings, shipped
+from configs.loader import complaint, flatten, load_settings, read_toml
 from configs.schema import Profile, Table, tables
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.texts import seconds_of
 from roles.attacker import ATTACKS
+from roles.experiments.results import FIGURES, KEYS, time_to
 
-MAX_RUNS, MAX_TEXT_BYTES = 2000, 256 << 10
+T = TypeVar("T", bound=Table)
+
+MAX_RUNS = 2000
 _MACHINES = ("straggler", "attack", "attackers")
 _TABLES = frozenset(name for name, _ in tables())
 
@@ -31,7 +33,7 @@ class Grid(Table):
     computes so many times slower), ``attack`` and ``attackers`` (the last workers send wrong vectors, as in ``chaos``).
     """
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,49}$")
     """Name of the experiment, and the beginning of its jobs' names."""
     base: str = Field(default="tiny", max_length=1024)
     """The profile that all runs begin with: one that ships, or the path of a TOML file, relative to this one."""
@@ -44,30 +46,27 @@ class Grid(Table):
     seed: int = Field(default=1337, ge=0, lt=2**62)
     """job.seed of the first repeat; each further one adds 1."""
     limit: str = Field(default="10m", max_length=32)
-    """Longest time of a run, from the creation of its job."""
+    """Longest time of a run, from its job's first view: workers that start and jobs that are queued do not count."""
     loss_targets: list[Annotated[float, Field(gt=0)]] = Field(default=[], max_length=8)
     """Validation losses. The results say how long a run took to reach each."""
     gflops: float = Field(default=20.0, gt=0, le=1e6)
     """Simulated runs only: speed of each worker."""
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """The workers that a run needs.
-
-    Attributes:
-        link: preset of the emulated link between them; empty: the network as it is.
-        straggler: the last one computes so many times slower.
-        attack: what the last ``attackers`` do (``roles.attacker``); empty: nothing.
-        threads: of each; 0: the machine's cores are shared.
-    """
+class Machine(Table):
+    """The workers that a run needs."""
 
     workers: int
     link: str
-    straggler: float
-    attack: str
-    attackers: int
+    """Preset of the emulated link between them; empty: the network as it is."""
     threads: int
+    """Of each; 0: the machine's cores are shared."""
+    straggler: float = Field(default=1.0, ge=1, le=100)
+    """The last worker computes so many times slower: a number from 1 to 100."""
+    attack: str = Field(default="", pattern=f"^({'|'.join(ATTACKS)})?$")
+    """What the last workers do: "" for nothing, or sign-flip, scale, noise, alie or label-flip."""
+    attackers: int = Field(default=1, ge=0)
+    """How many workers attack; at least one does not."""
 
     def attack_of(self, number: int) -> str:
         return self.attack if number > self.workers - self.attackers else ""
@@ -111,25 +110,7 @@ class Plan:
 
 def read_plan(path: Path) -> Plan:
     """Read and validate the grid of a file. Raises ``UserError``."""
-    return plan_of(_read(path), str(path), path.parent)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            return document_of(file.read(MAX_TEXT_BYTES + 1), str(path))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", remedy="see examples/experiments/") from None
-
-
-def document_of(text: bytes, place: str) -> dict[str, Any]:
-    """Parse TOML. Raises ``ConfigError``."""
-    if len(text) > MAX_TEXT_BYTES:
-        raise ConfigError(f"{place} has more than {MAX_TEXT_BYTES} bytes", remedy="is this the right file?")
-    try:
-        return tomli.loads(text.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{place}: not TOML: {error}", remedy="see https://toml.io for the syntax") from None
+    return plan_of(read_toml(path, "grid")[1], str(path), path.parent)
 
 
 def plan_of(document: Mapping[str, Any], place: str, root: Path | None) -> Plan:
@@ -140,45 +121,54 @@ def plan_of(document: Mapping[str, Any], place: str, root: Path | None) -> Plan:
     Raises:
         UserError: with ``place``, and the cell that is wrong.
     """
-    try:
-        grid = Grid.model_validate(document)
-    except ValidationError as error:
-        details: Any = error.errors(include_url=False)[0]
-        key = ".".join(map(str, details["loc"]))
-        field = Grid.model_fields.get(key.partition(".")[0])
-        about = "a grid has " + ", ".join(Grid.model_fields) if field is None else field.description or ""
-        raise ConfigError(f"{place}: {key}: {complaint(details)}", remedy=" ".join(about.split())) from None
+    grid = _valid(Grid, document, place)
     limit_s = seconds_of(grid.limit, f"{place}: limit")
-    base = _base(grid.base, place, root)
-    axes = dict(_axes(grid.axes, place))
-    if math.prod(map(len, axes.values())) * grid.repeats > MAX_RUNS:
-        raise ConfigError(f"{place}: more than {MAX_RUNS} runs", remedy="take fewer values or repeats")
+    base: str | dict[str, Any] = grid.base
+    if root is not None and grid.base.endswith(".toml"):
+        base = read_toml(root / grid.base)[1]
+    axes, fixed, targets = dict(_axes(grid.axes, place)), dict(flatten(grid.set)), set(map(time_to, grid.loss_targets))
     by = {"job.seed": "seed and repeats"}  # setting → what varies it
+    _refuse(place, "set job.seed is varied by seed and repeats", "leave it out", "job.seed" in fixed)
+    _refuse(place, "limit is 0 s", "write 60s, 30m, 12h or 7d", not limit_s)
+    _refuse(place, "two loss_targets are the same", "leave one out", len(targets) < len(grid.loss_targets))
+    _refuse(place, "there are no axes", "name a setting and its values", not axes)
     for axis, values in axes.items():
+        _refuse(place, f"axis {axis}: results have such a column", "rename it", axis in {*KEYS, *FIGURES, *targets})
+        wrong = next((text for text in (axis, *values) if not (text and text.isprintable())), None)
+        _refuse(place, f"axis {axis!r}: {wrong!r} is no name", "use printable characters", wrong is not None)
         for key in sorted({key for settings in values.values() for key in settings}):
-            if (other := by.setdefault(key, axis)) != axis:
-                raise ConfigError(f"{place}: axis {axis}: {key} is varied by {other}", remedy="leave it out here")
-    fixed, runs = _flat(grid.set), dict[str, Run]()
+            other = by.setdefault(key, axis)
+            _refuse(place, f"axis {axis}: {key} is varied by {other}", "leave it out here", other != axis)
+    runs_planned = math.prod(map(len, axes.values())) * grid.repeats
+    _refuse(place, f"more than {MAX_RUNS} runs", "take fewer values or repeats", runs_planned > MAX_RUNS)
+    runs = dict[str, Run]()
     keys = [*fixed, *(key for key in by if key != "job.seed" and key not in fixed)]
     for repeat, labels in itertools.product(range(1, grid.repeats + 1), itertools.product(*axes.values())):
         cell, settings = dict(zip(axes, labels, strict=True)), dict(fixed)
         for axis, label in cell.items():
             settings |= axes[axis][label]
         run = _run(grid, base, cell, settings, repeat, keys, place)
-        if (twin := runs.setdefault(run.id, run)) is not run:
-            raise ConfigError(f"{place}: the cells {twin} and {run} are the same job", remedy="leave one of them out")
+        twin = runs.setdefault(run.id, run)
+        _refuse(place, f"the cells {twin} and {run} are the same job", "leave one of them out", twin is not run)
     # Runs with the same workers follow each other.
-    ordered = sorted(runs.values(), key=lambda run: (run.repeat, [str(it) for it in asdict(run.machine).values()]))
+    ordered = sorted(runs.values(), key=lambda run: (run.repeat, str(run.machine)))
     return Plan(grid, {axis: list(values) for axis, values in axes.items()}, ordered, limit_s)
 
 
-def _base(base: str, place: str, root: Path | None) -> str | dict[str, Any]:
-    if base in shipped():
-        return base
-    if root is None or not base.endswith(".toml"):
-        more = "" if root is None else ", or give the path of a TOML file"
-        raise ConfigError(f"{place}: base = {base!r} does not ship", remedy=f"use one of {', '.join(shipped())}{more}")
-    return _read(root / base)
+def _valid(kind: type[T], given: Mapping[str, Any], place: str) -> T:
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        details: Any = error.errors(include_url=False)[0]
+        key = ".".join(map(str, details["loc"]))
+        field = kind.model_fields.get(key.partition(".")[0])
+        about = "a grid has " + ", ".join(kind.model_fields) if field is None else field.description or ""
+        raise ConfigError(f"{place}: {key}: {complaint(details)}", remedy=" ".join(about.split())) from None
+
+
+def _refuse(place: str, text: str, remedy: str, wrong: bool) -> None:
+    if wrong:
+        raise ConfigError(f"{place}: {text}", remedy=remedy)
 
 
 def _run(
@@ -191,60 +181,45 @@ def _run(
     place: str,
 ) -> Run:
     where = f"{place}: {', '.join(f'{axis} = {label}' for axis, label in cell.items())}"
-    values = {key: value for key, value in settings.items() if key not in _MACHINES}
+    own = {key: settings[key] for key in _MACHINES if key in settings}
+    values = {key: value for key, value in settings.items() if key not in own}
     try:
         profile = load_settings(base, values | {"job.seed": grid.seed + repeat - 1}).alone()
     except ConfigError as error:
         raise ConfigError(f"{where}: {error.message}", remedy=error.remedy) from None
-    if grid.loss_targets and not profile.validation.every:
-        remedy = "set validation.every, or leave loss_targets out"
-        raise ConfigError(f"{where}: loss_targets are of validations, and validation.every = 0", remedy=remedy)
-    machine = _machine(settings, profile, where)
-    decisive = json.dumps([profile.to_spec(), asdict(machine), grid.gflops], sort_keys=True)
+    job, is_timed = profile.job, bool(grid.loss_targets)
+    remedy = "set validation.every, or leave loss_targets out"
+    _refuse(
+        where, "loss_targets are of validations, and there are none", remedy, is_timed and not profile.validation.every
+    )
+    given = {"workers": job.workers, "link": profile.link.preset, "threads": profile.device.threads}
+    machine = _valid(Machine, given | own | ({} if own.get("attack") else {"attackers": 0}), where)
+    remedy = f"job.workers = {job.workers}: at most {job.workers - 1}, so that one is honest"
+    _refuse(where, f"attackers = {machine.attackers}", remedy, machine.attackers >= job.workers)
+    is_attacked = job.strategy in ("sync", "local", "federated") and not job.exact
+    remedy = "use the strategy sync, local or federated, and no exact mode"
+    text = "attacks change whole vectors of floating-point numbers"
+    _refuse(where, text, remedy, bool(machine.attack) and not is_attacked)
+    decisive = json.dumps([profile.to_spec(), machine.model_dump(), grid.gflops], sort_keys=True)
     shown = {key: getattr(machine, key) if key in _MACHINES else profile.value(key) for key in keys}
     return Run(hashlib.sha256(decisive.encode()).hexdigest()[:12], cell, shown, repeat, profile, machine)
-
-
-def _machine(own: Mapping[str, Any], profile: Profile, place: str) -> Machine:
-    straggler, attack, workers = own.get("straggler", 1.0), own.get("attack", ""), profile.job.workers
-    attackers = own.get("attackers", 1) if attack else 0
-    if type(straggler) not in (int, float) or not 1 <= straggler <= 100:
-        raise ConfigError(f"{place}: straggler = {straggler} is no number from 1 to 100", remedy="1: as fast as it can")
-    if attack not in ("", *ATTACKS):
-        raise ConfigError(f"{place}: attack = {attack!r}", remedy=f'use {", ".join(ATTACKS)}, or "" for none')
-    if type(attackers) is not int or not 0 <= attackers < workers:
-        remedy = f"job.workers = {workers}: at most {workers - 1}, so that one is honest"
-        raise ConfigError(f"{place}: attackers = {attackers!r}", remedy=remedy)
-    if attack and (profile.job.exact or profile.job.strategy not in ("sync", "local", "federated")):
-        remedy = "use the strategy sync, local or federated, and no exact mode"
-        raise ConfigError(f"{place}: attacks change whole vectors of floating-point numbers", remedy=remedy)
-    return Machine(workers, profile.link.preset, float(straggler), attack, attackers, profile.device.threads)
 
 
 def _axes(axes: Mapping[str, Any], place: str) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
     """(axis, label → settings) of each axis."""
     for name, values in axes.items():
         if isinstance(values, dict) and name in _TABLES and all(isinstance(it, list) for it in values.values()):
-            yield from _axes({f"{name}.{key}": them for key, them in values.items()}, place)  # an unquoted dotted key
+            yield from _axes(dict(flatten({name: values})), place)  # an unquoted dotted key
         elif isinstance(values, list) and values:
             labelled = {_label(value): {name: value} for value in values}
-            if len(labelled) < len(values):
-                raise ConfigError(f"{place}: axis {name} has a value twice", remedy="use repeats for more runs")
+            twice = len(labelled) < len(values)
+            _refuse(place, f"axis {name} has a value twice", "use repeats for more runs", twice)
             yield name, labelled
         elif isinstance(values, dict) and values and all(isinstance(it, dict) for it in values.values()):
-            yield name, {label: _flat(settings) for label, settings in values.items()}
+            yield name, {label: dict(flatten(settings)) for label, settings in values.items()}
         else:
             remedy = f'write "{name}" = [4, 8], or a table with a table of settings for each label'
-            raise ConfigError(f"{place}: axis {name} is neither a list nor a table of tables", remedy=remedy)
-
-
-def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by dotted key, whether the keys were quoted or not."""
-    flat = dict[str, Any]()
-    for key, value in given.items():
-        is_table = key in _TABLES and isinstance(value, dict)
-        flat |= {f"{key}.{name}": it for name, it in value.items()} if is_table else {key: value}
-    return flat
+            _refuse(place, f"axis {name} is neither a list nor a table of tables", remedy, True)
 
 
 def _label(value: object) -> str:

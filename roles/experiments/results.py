@@ -8,15 +8,19 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from p2ptrain.core.disk import RealDisk, write_atomic
 from p2ptrain.core.errors import StorageError, UserError
-from roles.experiments.grid import Plan, Run
+
+if TYPE_CHECKING:
+    from roles.experiments.grid import Plan, Run
 
 GRID, RESULTS, CURVES, LOCK = "grid.json", "results.csv", "curves", ".lock"
 MAX_FILE_BYTES = 64 << 20
 DONE = "done"
+KEYS = ("run", "repeat", "random_seed", "state", "reason")
+"""Columns besides the axes, the settings and what the runs measure."""
 FIGURES = (
     "duration_s", "steps", "tokens", "tokens_per_s", "step_ms", "sent_bytes", "loss", "best_loss", "val_loss",
     "best_val_loss", "memory_bytes", "recoveries", "rejected", "epsilon",
@@ -97,11 +101,9 @@ class Results:
         """Record a run. The files are replaced as a whole, so a crash loses at most this run."""
         if result.curve:
             self._write(f"{CURVES}/{run.id}.csv", _csv([POINT, *result.curve]))
-        targets = [time_to(target) for target in self.plan.grid.loss_targets]
-        figures = {name: result.figures.get(name) for name in (*FIGURES, *targets)}
-        row = self._described(run) | {"state": result.state, "reason": " ".join(result.reason.split()), **figures}
-        self.rows[run.id] = row
-        self._write(RESULTS, _csv([row.keys(), *(known.values() for known in self.rows.values())]))
+        told = {"state": result.state, "reason": " ".join(result.reason.split()), **result.figures}
+        row = self.rows[run.id] = self._row(run, told)
+        self._write(RESULTS, _csv([row, *(known.values() for known in self.rows.values())]))
         return row
 
     def _take_up(self, simulated: bool) -> None:
@@ -113,14 +115,14 @@ class Results:
         if (before.targets, before.simulated) != (self.plan.grid.loss_targets, simulated):
             text = f"{self.directory} has results with other loss_targets, or of another mode"
             raise UserError(text, remedy=_AGAIN)
-        for row in before.rows:  # its settings anew: a new value of an axis may bring a new column
-            measured = dict(list(row.items())[list(row).index("state") :])
-            self.rows[row["run"]] = self._described(runs[row["run"]]) | measured
+        self.rows = {row["run"]: self._row(runs[row["run"]], row) for row in before.rows}
 
-    @staticmethod
-    def _described(run: Run) -> Row:
+    def _row(self, run: Run, measured: Mapping[str, Any]) -> Row:
+        """All rows have the same columns in the same order, whatever the file had: a new value may bring a setting."""
         settings = {key: value for key, value in run.settings.items() if key not in run.cell}
-        return {"run": run.id, **run.cell, **settings, "repeat": run.repeat, "random_seed": run.profile.job.seed}
+        row = {"run": run.id, **run.cell, **settings, "repeat": run.repeat, "random_seed": run.profile.job.seed}
+        columns = ("state", "reason", *FIGURES, *map(time_to, self.plan.grid.loss_targets))
+        return row | {name: measured.get(name) for name in columns}
 
     def _write(self, name: str, text: str) -> None:
         write_atomic(self._disk, self.directory / name, text.encode())
@@ -136,8 +138,10 @@ def load(directory: Path) -> Found:
         axes = {str(axis): [str(label) for label in labels] for axis, labels in grid["axes"].items()}
         targets = [float(target) for target in grid["loss_targets"]]
         rows = _read_csv(directory / RESULTS, ("repeat", *FIGURES, *map(time_to, targets)))
-        if any(not {"run", "state", *axes} <= row.keys() for row in rows):
-            raise ValueError(f"{RESULTS} lacks columns")
+        for row in rows:
+            if not row.get("run") or not row.get("state") or any(row.get(it) not in axes[it] for it in axes):
+                raise ValueError(f"{RESULTS} has a row without a run, a state or a known value of each axis")
+        rows = list({row["run"]: row for row in rows}.values())  # a row that a person copied counts once
         simulated, planned = bool(grid["simulated"]), int(grid["planned"])
     except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
         raise StorageError(f"{directory} is damaged: {error}", remedy="use another directory") from None

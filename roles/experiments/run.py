@@ -2,7 +2,7 @@
 requests.
 
 What the program does about a job is a result: a refusal, too little memory, a loss that is not finite, a time limit.
-Only the end of the seed is an error, and the next start repeats the run.
+The end of the seed and workers that do not come are errors, and the next start repeats the run.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from statistics import median
 
 import numpy as np
 
-from p2ptrain.core.errors import P2PTrainError, Refused
+from p2ptrain.core.errors import P2PTrainError, Refused, UserError
 from roles.experiments.grid import Plan, Run
 from roles.experiments.results import DONE, Result, Results, Row, time_to
 from wire.client import SeedClient
 from wire.records import ABSENT_STATES, FINISHED_STATES, EventInfo, JobInfo, MetricRow, PeerInfo
 from wire.schema import Record
 
+START_S = 600.0
+"""How long the workers of a job may take until they are ready."""
 SETTLE_S = 15.0
 """How long a job may take to be cancelled, and its workers to report the bytes of its last steps."""
 RECOVERIES = 256
@@ -60,7 +62,12 @@ async def carry_out(
 
 
 async def measure(client: SeedClient, run: Run, plan: Plan, show: Show) -> Result:
-    """Run a job and measure it. ``client``: not subscribed yet. Raises ``NetworkError`` if the seed is lost."""
+    """Run a job and measure it. ``client``: not subscribed yet.
+
+    Raises:
+        NetworkError: the seed is lost.
+        UserError: its workers did not become ready.
+    """
     name, limit_s = f"{plan.grid.name}-{run.id}", plan.limit_s
     for job in await client.jobs():
         if job.name == name and job.state not in FINISHED_STATES:  # of a run that was interrupted
@@ -74,8 +81,10 @@ async def measure(client: SeedClient, run: Run, plan: Plan, show: Show) -> Resul
         return Result("refused", refusal.message)
     reader = asyncio.create_task(followed.read(client), name="news")
     try:
-        in_time = await followed.until(lambda: followed.over or bool(followed.trouble), limit_s)
-        late = f"it took more than {limit_s:g} s, and was {followed.state}"
+        await followed.until(lambda: followed.phase != "queued", None)
+        has_begun = await followed.until(lambda: followed.phase != "waiting", START_S)
+        in_time = has_begun and await followed.until(lambda: followed.phase == "over", limit_s)
+        late = f"it was {followed.state}"
         if not followed.over:
             with suppress(Refused):  # it has just ended
                 await client.tell_job(followed.job, "cancel")
@@ -83,6 +92,9 @@ async def measure(client: SeedClient, run: Run, plan: Plan, show: Show) -> Resul
     finally:
         reader.cancel()
         await asyncio.wait({reader})
+    if not has_begun:
+        text = f"{run}: its job did not begin within {START_S:g} s: {late}"
+        raise UserError(text, remedy="start the workers that are missing, and then the experiment again")
     info, _ = await client.job(followed.job)
     rows = [row async for row in client.all_metrics(info.id)]
     recoveries = len(await client.recoveries(info.id, RECOVERIES))
@@ -97,7 +109,7 @@ async def measure(client: SeedClient, run: Run, plan: Plan, show: Show) -> Resul
     if info.state == "done":
         return Result(DONE, info.reason, figures, curve)
     if not in_time:
-        return Result("time-limit", late, figures, curve)
+        return Result("time-limit", f"{late} after {limit_s:g} s", figures, curve)
     reason = followed.trouble or info.reason or info.state
     return Result(failure(reason), reason, figures, curve)
 
@@ -132,6 +144,14 @@ class _Followed:
         self._sent = [(0.0, 0)]  # time on the seed's clock, bytes of all workers
 
     @property
+    def phase(self) -> str:
+        """``queued`` behind another job, ``waiting`` for workers, ``begun``, or ``over``: no step is to come."""
+        info = self._info
+        if self.trouble or (info is not None and info.state in FINISHED_STATES):
+            return "over"
+        return "queued" if info is None or info.state == "queued" else "begun" if info.started_at else "waiting"
+
+    @property
     def over(self) -> bool:
         return self._info is not None and self._info.state in FINISHED_STATES
 
@@ -153,8 +173,8 @@ class _Followed:
             self._lost.append(error)
             self._news.set()
 
-    async def until(self, test: Callable[[], bool], seconds: float) -> bool:
-        """Wait so long until ``test`` is true, and return whether it is. Raises what ended ``read``."""
+    async def until(self, test: Callable[[], bool], seconds: float | None) -> bool:
+        """Wait until ``test`` is true, so long at most; return whether it is. Raises what ended ``read``."""
         try:
             async with asyncio.timeout(seconds):
                 while not test():

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import tomli
 from pydantic import Field
 
 from p2ptrain.core.disk import RealDisk, write_atomic
@@ -160,10 +161,13 @@ async def list_experiments(call: Call) -> Page:
 
 
 async def create_experiment(call: Call) -> ExperimentInfo:
-    from roles.experiments.grid import document_of, plan_of
+    from roles.experiments.grid import plan_of
 
     grid, place = call.body.grid, "the grid"
-    document = document_of(grid.encode(errors="replace"), place) if isinstance(grid, str) else grid
+    try:
+        document = tomli.loads(grid) if isinstance(grid, str) else grid
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{place} is not TOML: {error}", remedy="see https://toml.io for the syntax") from None
     plan = await asyncio.to_thread(plan_of, document, place, None)
     peers = [peer for peer in await call.client.peers() if peer.state not in ABSENT_STATES]
     return _of(call).begin(plan, document, sum("worker" in peer.roles for peer in peers))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from configs.schema import Profile
-from p2ptrain.core.errors import Refused, UserError
+from p2ptrain.core.errors import Refused, StorageError, UserError
 from roles.experiments.grid import Plan, Run, plan_of
 from roles.experiments.results import Result, Results, load
 from roles.experiments.run import carry_out, measure
@@ -78,12 +78,21 @@ async def test_too_little_memory_and_a_loss_that_is_not_finite_are_results(
     assert result.figures["steps"] == (2 if state == "diverged" else 0)
 
 
-async def test_a_job_that_takes_too_long_is_cancelled(cluster: Cluster) -> None:
-    result = await measured(cluster, plan({"job.workers": [3]}, limit="200ms"), stand_in)  # the third never comes
-    assert result.state == "time-limit"
-    assert result.reason.startswith("it took more than 0.2 s, and was waiting")
+async def test_a_job_whose_workers_do_not_come_ends_the_experiment(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roles.experiments.run.START_S", 0.2)
+    with pytest.raises(UserError, match=r"did not begin within 0.2 s: it was waiting"):
+        await measured(cluster, plan({"job.workers": [3]}), stand_in)  # the third never comes
     async with cluster.operator() as client:
         assert [job.state for job in await client.jobs()] == ["cancelled"]
+
+
+async def test_the_limit_counts_from_the_first_view() -> None:
+    made = plan({"link.preset": ["satellite"]}, limit="8s")  # 4 s until the workers are ready, and 6 s for a step
+    result = await simulator(made)(made.runs[0], lambda text: None)
+    assert (result.state, result.reason) == ("time-limit", "it was running after 8 s")
+    assert result.figures["steps"] == 1
 
 
 async def test_a_refused_job_is_a_result(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,11 +134,18 @@ async def test_an_experiment_goes_on_with_the_runs_that_it_lacks(tmp_path: Path)
     assert len(await carried_out(tmp_path, made, stop_after=1)) == 1
     assert await carried_out(tmp_path, made) == ["link.preset = satellite"]
     assert await carried_out(tmp_path, plan({"link.preset": ["lan", "satellite", "metro"]})) == ["link.preset = metro"]
-    near, far, _ = load(tmp_path).rows
+    lines = [line.split(",") for line in (tmp_path / "results.csv").read_text().splitlines()]
+    table = "\n".join(",".join([*line[:1], *line[:0:-1]]) for line in [*lines, lines[-1]])  # as a person may edit it
+    (tmp_path / "results.csv").write_text(table)
+    assert await carried_out(tmp_path, plan({"link.preset": ["lan", "satellite", "metro", "wan"]}))
+    near, far, _, _ = load(tmp_path).rows
     assert far["step_ms"] > near["step_ms"] + 600 > 600  # the satellite's round trip
     assert far["sent_bytes"] == pytest.approx(near["sent_bytes"], rel=0.2)
     assert (near["loss"], near["val_loss"]) == (None, None)
     with pytest.raises(UserError, match="not in this grid"):
         Results(tmp_path, plan({"link.preset": ["lan"]}), simulated=True)
     with pytest.raises(UserError, match="another mode"):
-        Results(tmp_path, plan({"link.preset": ["lan", "satellite", "metro"]}), simulated=False)
+        Results(tmp_path, plan({"link.preset": ["lan", "satellite", "metro", "wan"]}), simulated=False)
+    (tmp_path / "results.csv").write_text(table.replace("satellite", "moon"))
+    with pytest.raises(StorageError, match="known value"):
+        load(tmp_path)

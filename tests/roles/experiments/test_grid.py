@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
 
 from p2ptrain.core.errors import ConfigError, UserError
-from roles.experiments.grid import document_of, plan_of, read_plan
+from roles.experiments.grid import plan_of, read_plan
 from roles.experiments.simulated import check_plan
 
 EXAMPLES = Path("examples/experiments")
 
 
 def plan(text: str, **more: Any) -> Any:
-    return plan_of({"name": "g", **document_of(text.encode(), "g.toml"), **more}, "g.toml", None)
+    return plan_of({"name": "g", **tomli.loads(text), **more}, "g.toml", None)
 
 
 def test_every_value_meets_every_other_and_repeats_differ_in_their_seed() -> None:
@@ -58,10 +59,17 @@ def test_every_value_meets_every_other_and_repeats_differ_in_their_seed() -> Non
         ("[axes.a]\none = {}\ntwo = {}", "are the same job"),
         ("repeats = 99\n[axes]\n'job.steps' = [" + ",".join(map(str, range(1, 99))) + "]", "more than"),
         ("repeat = 2\n[axes]\n'job.steps' = [3]", "a grid has name, base"),
-        ("base = 'other.toml'\n[axes]\n'job.steps' = [3]", "does not ship"),
+        ("base = 'other.toml'\n[axes]\n'job.steps' = [3]", "is not a shipped profile"),
         ("limit = 'long'\n[axes]\n'job.steps' = [3]", "not a duration"),
-        ("loss_targets = [2]\n[axes]\n'validation.every' = [0]", "validation.every = 0"),
-        ("[axes]\nstraggler = [0]", "no number from 1"),
+        ("loss_targets = [2]\n[axes]\n'validation.every' = [0]", "there are none"),
+        ("loss_targets = [2, 2.0000001]\n[axes]\n'job.steps' = [3]", "the same"),
+        ("limit = '0s'\n[axes]\n'job.steps' = [3]", "limit is 0 s"),
+        ("set.job.seed = 4\n[axes]\n'job.steps' = [3]", "seed and repeats"),
+        ("[axes]\njob = {}", "no axes"),
+        ("[axes.state]\na = {}\nb = {'job.steps' = 3}", "such a column"),
+        ('[axes.a]\n"b\\n" = {}', "printable"),
+        ("[axes.'']\nb = {}", "printable"),
+        ("[axes]\nstraggler = [0]", "from 1 to 100"),
         ("[axes]\nattack = ['flip']", "sign-flip"),
         ("[set]\nattack = 'noise'\n[axes]\nattackers = [2]", "at most 1"),
     ],
